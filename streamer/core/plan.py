@@ -1,0 +1,272 @@
+"""The frozen values that cross every boundary between loop, scheduler and runner.
+
+Commands and Facts go into the scheduler, a Plan comes out; the runner turns it into a StepResult;
+`apply` turns that into a StepOutput for the loop. Nothing here has behaviour or a torch type.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from streamer.core.sampling import SamplingParams
+
+
+class FinishReason(enum.Enum):
+    """Why a choice ended; `wire` names are the server's business."""
+
+    STOP = "stop"  # an end token, a stop id or a stop string
+    LENGTH = "length"  # max_tokens, or the context is full
+    CANCELLED = "cancelled"
+    FAILED = "failed"  # its row failed (NaN), neighbours go on
+
+
+# ---------------------------------------------------------------- commands: loop -> scheduler
+
+
+class Add(msgspec.Struct, frozen=True, tag=True):
+    """A new request. `params.seed` and `params.max_tokens` are set (the engine fills them).
+
+    prompt        token ids, at least one
+    stop_ids      tokens that end a choice: the model's end tokens (unless ignore_eos) and
+                  stop_token_ids
+    stop          stop strings as bytes
+    block_hashes  chained hashes of the prompt's full blocks (core.prefix), may be empty
+    salt          the tenant's salt for blocks that fill later
+    priority      lower runs first
+    share_with    fork: begin from this request's blocks as far as the tokens agree
+    """
+
+    request_id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    stop_ids: frozenset[int] = frozenset()
+    stop: tuple[bytes, ...] = ()
+    block_hashes: tuple[bytes, ...] = ()
+    salt: bytes = b""
+    priority: int = 0
+    share_with: str | None = None
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """End the request wherever it is; unknown or finished ids are ignored."""
+
+    request_id: str
+
+
+class Pause(msgspec.Struct, frozen=True, tag=True):
+    """Its reader is behind: give up the slot, and under pressure the blocks."""
+
+    request_id: str
+
+
+class Resume(msgspec.Struct, frozen=True, tag=True):
+    """Its reader caught up."""
+
+    request_id: str
+
+
+Command = Add | Cancel | Pause | Resume
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What a core without a clock learns of the world before each schedule.
+
+    copies_done        every plan up to this number has all its swap copies complete
+    prefill_s          seconds a prefilled token costs
+    swap_bytes_per_s   measured host-device bandwidth
+    swap_fixed_s       fixed cost of a swap, one way
+    """
+
+    copies_done: int = 0
+    prefill_s: float = 1e-4
+    swap_bytes_per_s: float = 1e10
+    swap_fixed_s: float = 1e-4
+
+
+# ---------------------------------------------------------------- plan: scheduler -> runner
+
+
+class RowJoin(msgspec.Struct, frozen=True):
+    """A sequence takes a row slot; it stays there until a plan's `leaves` names the row.
+
+    tokens        all known tokens, prompt and output so far
+    num_prompt    how many of them are the prompt
+    num_computed  how many have their KV in `blocks` already
+    blocks        its block table
+    choice        index among the request's n choices; part of the noise's counter
+    stop_ids      with params.min_tokens: masked until so many output tokens exist
+    logits_of     >= 0: this row computes nothing in this plan and draws its first token from the
+                  logits of that row's last prompt token (a fork of one prefill)
+    """
+
+    row: int
+    request_id: str
+    choice: int
+    tokens: tuple[int, ...]
+    num_prompt: int
+    num_computed: int
+    blocks: tuple[int, ...]
+    params: SamplingParams
+    stop_ids: frozenset[int] = frozenset()
+    logits_of: int = -1
+
+
+class TableUpdate(msgspec.Struct, frozen=True):
+    """Write `blocks` into the row's block table from logical block `start` on."""
+
+    row: int
+    start: int
+    blocks: tuple[int, ...]
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """A row that does not simply decode one token in this plan.
+
+    It computes `count` known tokens from position `start` (0: it sits this plan out) and draws a
+    token from the last one's logits if `sample`.
+    """
+
+    row: int
+    start: int
+    count: int
+    sample: bool
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """One step, as a difference to the rows the runner already holds.
+
+    Order of effects: leaves, joins, tables; then swap_out, copies, swap_in; then the forward. A row
+    that is in neither `chunks` nor joined with `logits_of` decodes: it computes its one known token
+    that is not computed yet (the one it drew last) and draws the next. All K and V of a plan are
+    stored, layer by layer, before any attention of that layer reads: a row may read blocks that
+    another row fills in the same plan.
+
+    copies    (source, destination) device blocks, copy-on-write
+    swap_out  (device, host) blocks;  swap_in  (host, device) blocks
+    num_rows, num_tokens, num_samples  resident rows, tokens computed, tokens drawn: sums the runner
+              checks its own rows against
+    """
+
+    number: int
+    leaves: tuple[int, ...] = ()
+    joins: tuple[RowJoin, ...] = ()
+    tables: tuple[TableUpdate, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
+    swap_out: tuple[tuple[int, int], ...] = ()
+    swap_in: tuple[tuple[int, int], ...] = ()
+    num_rows: int = 0
+    num_tokens: int = 0
+    num_samples: int = 0
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """The drawn token's log probability and the best alternatives, best first.
+
+    Of the model's distribution: after penalties and bias would mislead, so before them, as vLLM's
+    default `raw_logprobs`.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class StepResult(msgspec.Struct, frozen=True):
+    """What a plan drew: `rows` ascending, `tokens` parallel to it.
+
+    logprobs  row -> TokenLogprob, for rows that asked
+    failed    row -> why, for rows whose logits were not finite (they draw nothing)
+    """
+
+    number: int
+    rows: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+    logprobs: dict[int, TokenLogprob] = {}
+    failed: dict[int, str] = {}
+
+
+# ---------------------------------------------------------------- output: scheduler -> loop
+
+
+class Finish(msgspec.Struct, frozen=True):
+    """The end of one choice, final. A cancelled or failed request has one for every open choice.
+
+    num_tokens   output tokens kept
+    text_bytes   the text ends at this byte of the output's bytes; None: where the tokens end
+    stop         the stop string or id that matched
+    detail       for FAILED
+    """
+
+    request_id: str
+    choice: int
+    reason: FinishReason
+    num_tokens: int
+    text_bytes: int | None = None
+    stop: str | int | None = None
+    detail: str | None = None
+
+
+class NoticeKind(enum.Enum):
+    """What happens to a request while nothing streams."""
+
+    RUNNING = "running"  # done: tokens already computed (cached, shared), total: known tokens
+    PREFILL = "prefill"  # done of total prompt tokens
+    PREEMPTED = "preempted"  # how: "swap" or "recompute"
+    PAUSED = "paused"
+
+
+class Notice(msgspec.Struct, frozen=True):
+    """A change of a request's state, for the page and the extension events."""
+
+    request_id: str
+    kind: NoticeKind
+    done: int = 0
+    total: int = 0
+    how: str = ""
+    cached_tokens: int = 0
+    shared_tokens: int = 0
+
+
+class StepStats(msgspec.Struct, frozen=True):
+    """Counts after a step: requests by status, blocks by state, and running totals."""
+
+    waiting: int = 0
+    running: int = 0
+    paused: int = 0
+    preempted: int = 0
+    swapped: int = 0
+    blocks_total: int = 0
+    blocks_free: int = 0
+    blocks_cached: int = 0
+    host_blocks_total: int = 0
+    host_blocks_free: int = 0
+    steps: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    preemptions_swap: int = 0
+    preemptions_recompute: int = 0
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
+    copied_blocks: int = 0
+
+
+class StepOutput(msgspec.Struct, frozen=True):
+    """A step's news, as parallel arrays: token i belongs to request_ids[i], choices[i].
+
+    logprobs  index into the arrays -> TokenLogprob
+    is_idle   nothing left to do until a command comes
+    """
+
+    number: int
+    request_ids: tuple[str, ...] = ()
+    choices: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+    logprobs: dict[int, TokenLogprob] = {}
+    finishes: tuple[Finish, ...] = ()
+    notices: tuple[Notice, ...] = ()
+    stats: StepStats = StepStats()
+    is_idle: bool = False

@@ -1,0 +1,147 @@
+"""A request's life: Status, the one transition table, and the records the scheduler owns.
+
+Requests move as a whole (their n sequences wait, run, swap and return together); `move` is the only
+author of `status`. Owned by the scheduler on the GPU thread; nobody else sees these objects.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from streamer.core.plan import Add, FinishReason
+from streamer.errors import InvariantViolated
+
+
+class Status(enum.Enum):
+    """Where a request is. Prefilling and decoding are both RUNNING: it only catches up."""
+
+    WAITING = "waiting"  # new, holds nothing
+    RUNNING = "running"  # holds rows and device blocks
+    PAUSED = "paused"  # holds device blocks, no rows: its reader is behind
+    PREEMPTED = "preempted"  # holds nothing, will be recomputed
+    SWAPPING_OUT = "swapping_out"  # host blocks are being written
+    SWAPPED = "swapped"  # holds host blocks
+    SWAPPING_IN = "swapping_in"  # device blocks are being written; rows are reserved
+    FINISHED = "finished"
+
+
+class Event(enum.Enum):
+    """What can happen to a request."""
+
+    ADMIT = "admit"
+    PAUSE = "pause"
+    DROP = "drop"  # preempted, to be recomputed
+    SWAP_OUT = "swap_out"
+    SWAPPED_OUT = "swapped_out"
+    SWAP_IN = "swap_in"
+    SWAPPED_IN = "swapped_in"
+    FINISH = "finish"
+
+
+TRANSITIONS: dict[tuple[Status, Event], Status] = {
+    (Status.WAITING, Event.ADMIT): Status.RUNNING,
+    (Status.PREEMPTED, Event.ADMIT): Status.RUNNING,
+    (Status.PAUSED, Event.ADMIT): Status.RUNNING,
+    (Status.RUNNING, Event.PAUSE): Status.PAUSED,
+    (Status.RUNNING, Event.DROP): Status.PREEMPTED,
+    (Status.PAUSED, Event.DROP): Status.PREEMPTED,
+    (Status.RUNNING, Event.SWAP_OUT): Status.SWAPPING_OUT,
+    (Status.PAUSED, Event.SWAP_OUT): Status.SWAPPING_OUT,
+    (Status.SWAPPING_OUT, Event.SWAPPED_OUT): Status.SWAPPED,
+    (Status.SWAPPED, Event.SWAP_IN): Status.SWAPPING_IN,
+    (Status.SWAPPING_IN, Event.SWAPPED_IN): Status.RUNNING,
+    **{(s, Event.FINISH): Status.FINISHED for s in Status if s is not Status.FINISHED},
+}
+
+
+class Sequence:
+    """One choice: its tokens and how far the cache is.
+
+    num_computed  tokens whose KV is (or will be, by launched plans) in `blocks`
+    num_pending   tokens drawn by launched plans that `apply` has not seen yet
+    """
+
+    __slots__ = (
+        "blocks",
+        "choice",
+        "finish_reason",
+        "hashes",
+        "host_blocks",
+        "joined",
+        "num_bytes",
+        "num_computed",
+        "num_pending",
+        "num_published",
+        "request",
+        "row",
+        "tail",
+        "tokens",
+    )
+
+    def __init__(self, request: Request, choice: int, tokens: list[int]) -> None:
+        self.request = request
+        self.choice = choice
+        self.tokens = tokens
+        self.num_computed = 0
+        self.num_pending = 0
+        self.blocks: list[int] = []
+        self.host_blocks: list[int] = []
+        self.hashes: list[bytes] = []
+        self.num_published = 0
+        self.row = -1
+        self.joined = False  # the runner knows the row
+        self.tail = b""  # last output bytes, for stop strings across tokens
+        self.num_bytes = 0  # output bytes so far
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Known and drawn tokens."""
+        return len(self.tokens) + self.num_pending
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens known."""
+        return len(self.tokens) - len(self.request.add.prompt)
+
+
+class Request:
+    """One request and its sequences; `sequences` grows from one to n when the prefill ends."""
+
+    __slots__ = (
+        "add",
+        "arrival",
+        "is_held",
+        "last_swap",
+        "max_tokens",
+        "preemptions",
+        "sequences",
+        "status",
+    )
+
+    def __init__(self, add: Add, arrival: int, max_tokens: int) -> None:
+        self.add = add
+        self.arrival = arrival
+        self.max_tokens = max_tokens
+        self.status = Status.WAITING
+        self.is_held = False  # paused by its reader, wherever it is
+        self.preemptions = 0
+        self.last_swap = 0  # plan that carries its latest swap copies
+        self.sequences: list[Sequence] = [Sequence(self, 0, list(add.prompt))]
+
+    @property
+    def request_id(self) -> str:
+        return self.add.request_id
+
+    def live(self) -> list[Sequence]:
+        """Sequences that have not finished."""
+        return [s for s in self.sequences if s.finish_reason is None]
+
+    def move(self, event: Event) -> None:
+        """Take the table's step, or raise InvariantViolated with id, status and event."""
+        to = TRANSITIONS.get((self.status, event))
+        if to is None:
+            raise InvariantViolated(
+                f"request {self.request_id}: {event.value} is illegal in {self.status.value}"
+            )
+        self.status = to

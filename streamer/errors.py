@@ -1,0 +1,124 @@
+"""Every exception the project raises on purpose; each knows its HTTP status and machine code.
+
+Rooms raise these, the server turns them into the wire's error object, the cli into an exit code.
+A message says what is wrong, with the numbers; `param` names the field where there is one.
+"""
+
+from __future__ import annotations
+
+
+class StreamerError(Exception):
+    """Base of the family. `status` is the HTTP status, `type` and `code` the wire's names."""
+
+    status: int = 500
+    type: str = "server_error"
+    code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class InvalidRequest(StreamerError):
+    """The caller's mistake; `param` is the field's path."""
+
+    status = 400
+    type = "invalid_request_error"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """Prompt, or prompt and output, beyond what the model or the block pool can hold."""
+
+    code = "context_length_exceeded"
+
+
+class NotAuthenticated(InvalidRequest):
+    """No key, or one that is not known."""
+
+    status = 401
+    code = "invalid_api_key"
+
+
+class Forbidden(InvalidRequest):
+    """An Origin or Host that is not allowed here."""
+
+    status = 403
+    code = "forbidden"
+
+
+class NotFound(InvalidRequest):
+    """A model, response or route that is not here (or is another key's)."""
+
+    status = 404
+    code = "not_found"
+
+
+class TooLarge(InvalidRequest):
+    """A body or message over the size limit."""
+
+    status = 413
+    code = "request_too_large"
+
+
+class Overloaded(StreamerError):
+    """No room now; the client should come back after `retry_after_s`."""
+
+    status = 503
+    type = "server_error"
+    code = "server_overloaded"
+
+    def __init__(
+        self, message: str, *, retry_after_s: float = 1.0, code: str | None = None
+    ) -> None:
+        super().__init__(message, code=code)
+        self.retry_after_s = retry_after_s
+
+
+class RateLimited(Overloaded):
+    """This key's share is used up."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+
+class EngineDead(StreamerError):
+    """The engine stopped for good; carries the first fatal cause's text."""
+
+    status = 503
+    code = "engine_dead"
+
+
+class RequestFailed(StreamerError):
+    """One request failed inside a step (a NaN row, say); its neighbours go on."""
+
+    code = "request_failed"
+
+
+class ConfigError(StreamerError):
+    """A flag, environment variable or TOML key that can't be used; `param` names it."""
+
+    status = 400
+    type = "invalid_request_error"
+    code = "bad_config"
+
+
+class ModelNotSupported(ConfigError):
+    """A checkpoint that can't be served; says what is missing, before loading."""
+
+    code = "model_not_supported"
+
+
+class NotEnoughMemory(ConfigError):
+    """The weights or the KV pool don't fit; carries the numbers and the flags that help."""
+
+    code = "not_enough_memory"
+
+
+class InvariantViolated(StreamerError):
+    """A `check()` found a sum that doesn't hold, or a state moved illegally: a bug of ours."""
+
+    code = "invariant_violated"
