@@ -13,7 +13,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """All settings. None means "found out at start" (from the checkpoint or the machine)."""
 
     # the model
-    model: str | None = None  # checkpoint folder or hub id; None: the bundled model; "fake": no torch
+    model: str | None = None  # folder or hub id; None: the bundled model; "fake": no torch
     served_model_name: str | None = None
     revision: str | None = None
     dtype: str = "auto"  # auto, float32, bfloat16

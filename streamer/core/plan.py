@@ -137,11 +137,11 @@ class Chunk(msgspec.Struct, frozen=True):
 class Plan(msgspec.Struct, frozen=True):
     """One step, as a difference to the rows the runner already holds.
 
-    Order of effects: leaves, joins, tables; then swap_out, copies, swap_in; then the forward. A row
-    that is in neither `chunks` nor joined with `logits_of` decodes: it computes its one known token
-    that is not computed yet (the one it drew last) and draws the next. All K and V of a plan are
-    stored, layer by layer, before any attention of that layer reads: a row may read blocks that
-    another row fills in the same plan.
+    Order of effects: leaves, joins, tables; then swap_out, copies, swap_in; then the forward. A
+    row that is in neither `chunks` nor joined with `logits_of` decodes: it computes its one known
+    token that is not computed yet (the one it drew last) and draws the next. All K and V of a
+    plan are stored, layer by layer, before any attention of that layer reads: a row may read
+    blocks that another row fills in the same plan.
 
     copies    (source, destination) device blocks, copy-on-write
     swap_out  (device, host) blocks;  swap_in  (host, device) blocks
