@@ -1,52 +1,256 @@
 """Config: every setting of an engine and its server, in one frozen value.
 
-Flags, environment variables (STREAMER_...) and TOML keys derive from these fields; nothing else in
-the project reads the environment or a file for settings. Names are vLLM's where it has one.
+Flags, environment variables (STREAMER_...) and TOML keys derive from these fields, and so do their
+help texts and bounds; nothing else in the project reads the environment or a file for settings.
+Names are vLLM's where it has one. The cli calls `load_config`; everybody reads a Config.
 """
 
 from __future__ import annotations
 
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
 import msgspec
+from msgspec import Meta
+
+from streamer.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "STREAMER_"
+FILE_VARIABLE = "STREAMER_CONFIG"
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All settings. None means "found out at start" (from the checkpoint or the machine)."""
+    """All settings. None means "found out at start" (from the checkpoint or the machine).
+
+    A value out of bounds, given by whatever way, raises ConfigError with `param` set to the field.
+    """
 
     # the model
-    model: str | None = None  # folder or hub id; None: the bundled model; "fake": no torch
-    served_model_name: str | None = None
-    revision: str | None = None
-    dtype: str = "auto"  # auto, float32, bfloat16
-    device: str = "auto"  # auto, cpu
-    max_model_len: int | None = None
-    chat_template: str | None = None  # path of a Jinja file, instead of the checkpoint's
-    seed: int | None = None  # of the seeds drawn for requests that name none
-    load_progress: bool = True  # progress bars while loading
+    model: Annotated[
+        str | None,
+        Meta(
+            description="checkpoint folder or hub id; the bundled model if absent; fake: no model"
+        ),
+    ] = None
+    served_model_name: Annotated[
+        str | None, Meta(description="the name that clients use for the model")
+    ] = None
+    revision: Annotated[str | None, Meta(description="branch, tag or commit on the hub")] = None
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"], Meta(description="of weights and KV cache")
+    ] = "auto"
+    device: Annotated[Literal["auto", "cpu"], Meta(description="where the model runs")] = "auto"
+    max_model_len: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="context length in tokens; the checkpoint's if absent"),
+    ] = None
+    chat_template: Annotated[
+        str | None, Meta(description="path of a Jinja file, instead of the checkpoint's template")
+    ] = None
+    seed: Annotated[
+        int | None, Meta(description="of the seeds drawn for requests that name none")
+    ] = None
+    load_progress: Annotated[bool, Meta(description="progress bars while loading")] = True
 
     # scheduling and memory
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    block_size: int = 16
-    num_gpu_blocks_override: int | None = None
-    gpu_memory_utilization: float = 0.5  # share of the free memory that the KV pool may take
-    swap_space: float = 0.25  # GiB of the host pool
-    enable_prefix_caching: bool = True
+    max_num_seqs: Annotated[
+        Annotated[int, Meta(ge=1, le=1 << 16)], Meta(description="sequences that run at once")
+    ] = 256
+    max_num_batched_tokens: Annotated[
+        Annotated[int, Meta(ge=1, le=1 << 24)], Meta(description="tokens computed in one step")
+    ] = 2048
+    block_size: Annotated[
+        Annotated[int, Meta(ge=1, le=1024)], Meta(description="tokens in a block of the KV cache")
+    ] = 16
+    num_gpu_blocks_override: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="blocks in the KV pool, instead of a share of the memory"),
+    ] = None
+    gpu_memory_utilization: Annotated[
+        Annotated[float, Meta(gt=0.0, le=1.0)],
+        Meta(description="share of the free memory that the KV pool may take"),
+    ] = 0.5
+    swap_space: Annotated[
+        Annotated[float, Meta(ge=0.0, le=65536.0)], Meta(description="GiB of the host pool")
+    ] = 0.25
+    enable_prefix_caching: Annotated[
+        bool, Meta(description="share the blocks of equal prefixes")
+    ] = True
 
     # the server
-    host: str = "127.0.0.1"
-    port: int = 8000
-    uds: str | None = None
-    api_key: tuple[str, ...] = ()
-    allowed_origins: tuple[str, ...] = ()  # besides the server's own
-    allowed_hosts: tuple[str, ...] = ()  # besides localhost and the bind address
-    allow_public_bind: bool = False  # a public bind without a key
-    root_path: str = ""
-    ssl_certfile: str | None = None
-    ssl_keyfile: str | None = None
-    log_level: str = "info"
-    max_queue: int = 1024  # requests waiting, beyond which 503
-    stream_window: int = 512  # tokens a reader may lag before its sequence pauses; 0: none
-    detach_timeout: float = 30.0  # seconds a response outlives its last socket
-    pause_timeout: float = 60.0  # seconds a paused reader is kept attached
-    retain_s: float = 600.0  # finished responses are kept so long
-    retain_bytes: int = 64 << 20
+    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
+    port: Annotated[
+        Annotated[int, Meta(ge=0, le=65535)], Meta(description="port to listen on; 0: any free one")
+    ] = 8000
+    uds: Annotated[
+        str | None, Meta(description="path of a Unix socket, instead of host and port")
+    ] = None
+    api_key: Annotated[
+        tuple[str, ...], Meta(description="keys that clients may use; none: no key is asked for")
+    ] = ()
+    allowed_origins: Annotated[
+        tuple[str, ...], Meta(description="Origins let in besides the server's own")
+    ] = ()
+    allowed_hosts: Annotated[
+        tuple[str, ...], Meta(description="Host headers let in besides localhost and the address")
+    ] = ()
+    allow_public_bind: Annotated[
+        bool, Meta(description="listen beyond this machine without a key")
+    ] = False
+    root_path: Annotated[str, Meta(description="path under which a proxy mounts the server")] = ""
+    ssl_certfile: Annotated[str | None, Meta(description="certificate, for https and wss")] = None
+    ssl_keyfile: Annotated[str | None, Meta(description="its private key")] = None
+    log_level: Annotated[
+        Literal["critical", "error", "warning", "info", "debug"],
+        Meta(description="the least serious messages to log"),
+    ] = "info"
+    max_queue: Annotated[
+        Annotated[int, Meta(ge=0, le=1 << 24)],
+        Meta(description="requests that may wait; beyond it the answer is 503"),
+    ] = 1024
+    stream_window: Annotated[
+        Annotated[int, Meta(ge=0, le=1 << 24)],
+        Meta(description="tokens a reader may lag before its sequence pauses; 0: never"),
+    ] = 512
+    detach_timeout: Annotated[
+        Annotated[float, Meta(ge=0.0)],
+        Meta(description="seconds a response outlives its last socket"),
+    ] = 30.0
+    pause_timeout: Annotated[
+        Annotated[float, Meta(ge=0.0)], Meta(description="seconds a paused reader stays attached")
+    ] = 60.0
+    retain_s: Annotated[
+        Annotated[float, Meta(ge=0.0)], Meta(description="seconds a finished response is kept")
+    ] = 600.0
+    retain_bytes: Annotated[
+        Annotated[int, Meta(ge=0)], Meta(description="bytes of finished responses kept")
+    ] = 64 << 20
+
+    def __post_init__(self) -> None:
+        for setting in settings():
+            setting.parse(getattr(self, setting.name), where=setting.name, is_text=False)
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """One field of Config as flags, environment and files see it.
+
+    kind     "bool", "list", "choice" or "value"
+    choices  of a "choice", else empty
+    type     what `msgspec.convert` turns a raw value into
+    """
+
+    name: str
+    type: Any
+    default: Any
+    help: str
+    kind: str
+    choices: tuple[str, ...] = ()
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return ENVIRONMENT_PREFIX + self.name.upper()
+
+    def parse(self, raw: Any, *, where: str, is_text: bool) -> Any:
+        """`raw` as this field's type, or ConfigError that names `where`.
+
+        With `is_text`, strings become numbers and booleans, and lists are comma-separated.
+        """
+        if self.kind == "list" and is_text:
+            parts = [raw] if isinstance(raw, str) else raw
+            raw = [item for part in parts for item in map(str.strip, part.split(",")) if item]
+        try:
+            return msgspec.convert(raw, self.type, strict=not is_text)
+        except msgspec.ValidationError as error:
+            wanted = str(error).partition(", got ")[0].lower()
+            if self.choices:
+                wanted = "expected one of " + ", ".join(self.choices)
+            raise ConfigError(f"{where}: {wanted}, got {raw!r}", param=self.name) from None
+
+
+@cache
+def settings() -> tuple[Setting, ...]:
+    """Every field of Config, in order; the one source of flags, variables, keys and help."""
+    hints = get_type_hints(Config, include_extras=True)
+    return tuple(_setting(f.name, hints[f.name], f.default) for f in msgspec.structs.fields(Config))
+
+
+def _setting(name: str, hint: Any, default: Any) -> Setting:
+    described = [m.description for m in hint.__metadata__ if m.description]
+    inner = hint.__origin__
+    choices: tuple[str, ...] = get_args(inner) if get_origin(inner) is Literal else ()
+    kind = "choice" if choices else "value"
+    if inner is bool:
+        kind = "bool"
+    elif get_origin(inner) is tuple:
+        kind = "list"
+    return Setting(name, hint, default, described[0], kind, choices)
+
+
+def load_config(
+    flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None = None
+) -> Config:
+    """The Config of flags > environment > TOML file > defaults.
+
+    flags        field name -> text (a list of texts for lists, a bool for bools); None: not given
+    environment  usually os.environ; only STREAMER_... is looked at, and unknown names are refused
+    file         TOML; without it the file that STREAMER_CONFIG names, if any
+
+    Raises ConfigError that names the flag, variable or key.
+    """
+    known = {s.name: s for s in settings()}
+    if file is None and environment.get(FILE_VARIABLE):
+        file = Path(environment[FILE_VARIABLE])
+    values = _from_file(known, file) if file is not None else {}
+    values |= _from_environment(known, environment)
+    for name, raw in flags.items():
+        if raw is not None:
+            setting = known[name]
+            values[name] = setting.parse(raw, where=setting.flag, is_text=True)
+    return Config(**values)
+
+
+def _from_environment(
+    known: Mapping[str, Setting], environment: Mapping[str, str]
+) -> dict[str, Any]:
+    by_variable = {s.variable: s for s in known.values()}
+    values = {}
+    for variable in sorted(environment):
+        if not variable.startswith(ENVIRONMENT_PREFIX) or variable == FILE_VARIABLE:
+            continue
+        setting = by_variable.get(variable)
+        if setting is None:
+            raise ConfigError(
+                f"environment variable {variable} is no setting{_hint(variable, by_variable)}",
+                param=variable,
+            )
+        values[setting.name] = setting.parse(environment[variable], where=variable, is_text=True)
+    return values
+
+
+def _from_file(known: Mapping[str, Setting], file: Path) -> dict[str, Any]:
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}", param="config") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: {error}", param="config") from None
+    values = {}
+    for key, raw in table.items():
+        setting = known.get(key)
+        if setting is None:
+            raise ConfigError(f"{file}: {key} is no setting{_hint(key, known)}", param=key)
+        values[key] = setting.parse(raw, where=f"{file}: {key}", is_text=False)
+    return values
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
