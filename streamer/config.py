@@ -21,6 +21,7 @@ from streamer.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "STREAMER_"
 FILE_VARIABLE = "STREAMER_CONFIG"
+SECTIONS = {"model": "model", "max_num_seqs": "scheduling and memory", "host": "server"}  # starts
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -138,6 +139,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Setting(msgspec.Struct, frozen=True):
     """One field of Config as flags, environment and files see it.
 
+    section  heading under which `--help` lists it
     kind     "bool", "list", "choice" or "value"
     choices  of a "choice", else empty
     type     what `msgspec.convert` turns a raw value into
@@ -147,6 +149,7 @@ class Setting(msgspec.Struct, frozen=True):
     type: Any
     default: Any
     help: str
+    section: str
     kind: str
     choices: tuple[str, ...] = ()
 
@@ -179,10 +182,15 @@ class Setting(msgspec.Struct, frozen=True):
 def settings() -> tuple[Setting, ...]:
     """Every field of Config, in order; the one source of flags, variables, keys and help."""
     hints = get_type_hints(Config, include_extras=True)
-    return tuple(_setting(f.name, hints[f.name], f.default) for f in msgspec.structs.fields(Config))
+    found: list[Setting] = []
+    section = ""
+    for field in msgspec.structs.fields(Config):
+        section = SECTIONS.get(field.name, section)
+        found.append(_setting(field.name, hints[field.name], field.default, section))
+    return tuple(found)
 
 
-def _setting(name: str, hint: Any, default: Any) -> Setting:
+def _setting(name: str, hint: Any, default: Any, section: str) -> Setting:
     described = [m.description for m in hint.__metadata__ if m.description]
     inner = hint.__origin__
     choices: tuple[str, ...] = get_args(inner) if get_origin(inner) is Literal else ()
@@ -191,7 +199,7 @@ def _setting(name: str, hint: Any, default: Any) -> Setting:
         kind = "bool"
     elif get_origin(inner) is tuple:
         kind = "list"
-    return Setting(name, hint, default, described[0], kind, choices)
+    return Setting(name, hint, default, described[0], section, kind, choices)
 
 
 def load_config(

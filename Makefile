@@ -1,0 +1,62 @@
+# Everything a newcomer needs: `make serve` and `make test`. `make help` lists the rest.
+
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := torch==2.13.0
+ARGS ?=
+
+# The first Python on this machine that is new enough; `make PYTHON=... serve` chooses another.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test check format demo-model chromium clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+serve: $(VENV)/.ready ## install what is needed, then serve the bundled model on http://127.0.0.1:8000
+	@exec $(BIN)/streamer serve $(ARGS)
+
+test: $(VENV)/.ready-dev chromium check ## install what the tests need, check the code, run every test
+	$(BIN)/python -m pytest --durations=15 $(ARGS)
+
+check: $(VENV)/.ready-dev ## lint and types
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(VENV)/.ready-dev ## rewrite the code in its layout
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+demo-model: $(VENV)/.ready-dev ## train the bundled model anew (about an hour on two cores)
+	$(BIN)/python -m streamer.demo.train --out streamer/demo
+
+clean: ## remove the virtual environment and every cache
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps make a second run start at once; a change of pyproject.toml installs again.
+# torch goes first and pinned, so that pip never weighs every version in pyproject's range.
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer was found. Install one, or name it: make PYTHON=/path/to/python3.11 serve" >&2; exit 1; }
+	@echo "Creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "$(PYTHON) has no working venv module. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+
+$(VENV)/.ready: pyproject.toml | $(VENV)/bin/python
+	@echo "Installing (the first time this takes a few minutes)"
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(TORCH)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e .
+	@touch $@
+
+$(VENV)/.ready-dev: pyproject.toml $(VENV)/.ready
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[dev]'
+	@touch $@
+
+# The page's tests drive a real browser: Debian's, where apt-get may install it.
+chromium:
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || { \
+		sudo=; [ "$$(id -u)" = 0 ] || sudo="sudo -n"; \
+		command -v apt-get >/dev/null && $$sudo true 2>/dev/null \
+		&& $$sudo apt-get update -q && DEBIAN_FRONTEND=noninteractive $$sudo apt-get install -q -y --no-install-recommends chromium; \
+	} || echo "No Chromium here, and apt-get can't install it: the page's tests will say what they miss" >&2

@@ -1,0 +1,107 @@
+"""The command line: picks a command, turns its outcome into an exit code.
+
+Imports a command's module only when that command runs, and heavy packages only inside its
+functions, so `--help` answers at once. 0: done; 1: a StreamerError, told without a traceback;
+2: wrong usage, with the flag, variable or key named; 130: interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+
+from streamer.cli.arguments import Parser, UsageError
+from streamer.errors import StreamerError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+class Command(NamedTuple):
+    """A command: the module that implements it, and its line in `--help`."""
+
+    module: str
+    help: str
+
+
+class CommandModule(Protocol):
+    """What a command's module offers."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, args: argparse.Namespace, console: Console) -> int: ...
+
+
+COMMANDS = {
+    "serve": Command("streamer.cli.serve", "serve a model over HTTP, SSE and WebSocket"),
+    "chat": Command("streamer.cli.chat", "talk to a model, or to a server, in the terminal"),
+    "generate": Command("streamer.cli.generate", "answer one prompt"),
+    "info": Command("streamer.cli.info", "what a checkpoint is and what it needs"),
+    "doctor": Command("streamer.cli.doctor", "check this machine and say how to mend it"),
+    "simulate": Command("streamer.bench.simulate", "the scheduler on paper, without a model"),
+    "bench": Command("streamer.cli.bench", "measure a part by itself"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line (default: this process's) and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if not words or words[0] not in COMMANDS:
+            return _without_command(words)
+        return _run(words[0], words[1:])
+    except SystemExit as leaving:
+        return leaving.code if isinstance(leaving.code, int) else FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _without_command(words: list[str]) -> int:
+    from streamer import __version__
+
+    parser = Parser(
+        prog="streamer",
+        usage="streamer COMMAND ...",
+        description="A streaming engine for language models.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="commands:\n"
+        + "\n".join(f"  {name:<10} {command.help}" for name, command in COMMANDS.items())
+        + "\n\n`streamer COMMAND --help` lists a command's flags.",
+    )
+    parser.add_argument("--version", action="version", version=f"streamer {__version__}")
+    parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)
+    if words and not words[0].startswith("-"):
+        parser.error(f"no command is called {words[0]!r}; there are {', '.join(COMMANDS)}")
+    parser.parse_args(words)
+    parser.print_help()
+    return OK if words else USAGE
+
+
+def _run(name: str, words: list[str]) -> int:
+    module = cast(CommandModule, import_module(COMMANDS[name].module))
+    parser = Parser(
+        prog=f"streamer {name}", usage="%(prog)s [ARGUMENTS]", description=COMMANDS[name].help
+    )
+    module.add_arguments(parser)
+    args = parser.parse_args(words)
+
+    from rich.console import Console
+
+    try:
+        return module.run(args, Console(highlight=False))
+    except UsageError as error:
+        parser.error(str(error))
+    except StreamerError as error:
+        Console(stderr=True, highlight=False).print(f"[red]error:[/] {_plain(error.message)}")
+        return FAILED
+
+
+def _plain(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

@@ -1,0 +1,147 @@
+"""Flags of Config and SamplingParams, derived from their fields; there is no second list of names.
+
+Values stay text here: `load_config` and SamplingParams judge them. What they refuse becomes a
+UsageError that names the flag. Every command that opens a model uses these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Container, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+from streamer.config import Config, Setting, load_config, settings
+from streamer.core.sampling import SamplingParams
+from streamer.errors import ConfigError, InvalidRequest
+
+SAMPLING_HELP = {
+    "temperature": "0 always takes the best token",
+    "top_p": "keep the smallest set of tokens with this probability",
+    "top_k": "keep this many of the best tokens; 0 keeps all",
+    "min_p": "drop tokens below this share of the best one's probability",
+    "repetition_penalty": "above 1: what was said is less likely",
+    "presence_penalty": "taken from tokens already in the answer",
+    "frequency_penalty": "the same, for each time they occur",
+    "seed": "the same seed gives the same answer",
+    "stop": "text that ends the answer; may be repeated",
+    "max_tokens": "the longest answer, in tokens",
+    "min_tokens": "no end before so many tokens",
+    "ignore_eos": "go on after the model's own end",
+}
+
+
+class UsageError(Exception):
+    """A command line that can't be run as it is written: exit code 2."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse without abbreviations: a flag added later never changes what an old one means."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """One line and exit code 2; the full usage would bury the message under forty flags."""
+        self.exit(2, f"{self.prog}: error: {message}\nsee `{self.prog} --help`\n")
+
+
+def add_config_flags(
+    parser: argparse.ArgumentParser,
+    *,
+    sections: Iterable[str] | None = None,
+    skip: Container[str] = (),
+    model: bool = True,
+) -> None:
+    """A flag for every setting of these sections (None: of all), `--config FILE`, and MODEL."""
+    if model:
+        help_text = next(s.help for s in settings() if s.name == "model")
+        parser.add_argument("model_argument", nargs="?", metavar="MODEL", help=help_text)
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of settings")
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for setting in settings():
+        if setting.name in skip or (sections is not None and setting.section not in sections):
+            continue
+        if setting.section not in groups:
+            groups[setting.section] = parser.add_argument_group(setting.section)
+        _add_flag(groups[setting.section], setting)
+
+
+def _add_flag(group: argparse._ArgumentGroup, setting: Setting) -> None:
+    options: dict[str, Any] = {"dest": f"config_{setting.name}", "default": None}
+    options["help"] = _help(setting)
+    if setting.kind == "bool":
+        options["action"] = argparse.BooleanOptionalAction
+    else:
+        options["metavar"] = "{" + ",".join(setting.choices) + "}" if setting.choices else "VALUE"
+        if setting.kind == "list":
+            options["action"] = "append"
+            options["help"] += "; comma-separated or repeated"
+    group.add_argument(setting.flag, **options)
+
+
+def _help(setting: Setting) -> str:
+    text = setting.help.replace("%", "%%")
+    if setting.default in (None, (), "") or setting.kind == "list":
+        return text
+    shown = setting.default
+    if setting.kind == "bool":
+        shown = "yes" if shown else "no"
+    return f"{text} (default: {shown})"
+
+
+def config_from(args: argparse.Namespace, environment: Mapping[str, str] | None = None) -> Config:
+    """The Config of parsed flags over environment, file and defaults, or UsageError."""
+    prefix = "config_"
+    given = {k.removeprefix(prefix): v for k, v in vars(args).items() if k.startswith(prefix)}
+    named = getattr(args, "model_argument", None)
+    if named is not None:
+        if given.get("model") not in (None, named):
+            raise UsageError(f"MODEL is {named} but --model is {given['model']}")
+        given["model"] = named
+    try:
+        return load_config(given, os.environ if environment is None else environment, args.config)
+    except ConfigError as error:
+        raise UsageError(error.message) from None
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    """A flag for each sampling parameter that makes sense in a terminal."""
+    group = parser.add_argument_group("sampling")
+    for name, help_text in SAMPLING_HELP.items():
+        options: dict[str, Any] = {"dest": f"sampling_{name}", "default": None, "help": help_text}
+        if isinstance(_sampling_default(name), bool):
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options["metavar"] = "VALUE"
+            if isinstance(_sampling_default(name), tuple):
+                options["action"] = "append"
+        group.add_argument("--" + name.replace("_", "-"), **options)
+
+
+def _sampling_default(name: str) -> Any:
+    return next(f.default for f in msgspec.structs.fields(SamplingParams) if f.name == name)
+
+
+def sampling_from(args: argparse.Namespace) -> dict[str, Any]:
+    """The sampling parameters that were given, by name and checked; UsageError names the flag."""
+    types = {f.name: f.type for f in msgspec.structs.fields(SamplingParams)}
+    given: dict[str, Any] = {}
+    for name in SAMPLING_HELP:
+        raw = getattr(args, f"sampling_{name}", None)
+        if raw is None:
+            continue
+        try:
+            given[name] = msgspec.convert(raw, types[name], strict=False)
+        except msgspec.ValidationError as error:
+            wanted = str(error).partition(", got ")[0].lower()
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"{flag}: {wanted}, got {raw!r}") from None
+    try:
+        SamplingParams(**given)
+    except InvalidRequest as error:
+        raise UsageError(error.message) from None
+    return given

@@ -1,0 +1,131 @@
+"""`streamer chat`: a conversation in the terminal, streamed, with its timing.
+
+Ctrl-C cancels the answer that runs; at the prompt it leaves. Keeps the conversation, and nothing
+after it ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from streamer.cli.talk import Message, Piece, Talker, add_talker_arguments, talker_from
+from streamer.errors import StreamerError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from rich.console import Console
+
+HELP = "[dim]Ctrl-C stops an answer and, at the prompt, leaves. /new forgets what was said.[/]"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """A model or a URL, sampling, and the system prompt."""
+    parser.add_argument("--system", metavar="TEXT", help="system prompt")
+    add_talker_arguments(parser, model=True)
+
+
+class Measured(msgspec.Struct):
+    """An answer as it arrives. Times in seconds since it was asked for; None: not yet known."""
+
+    text: str = ""
+    num_tokens: int | None = None
+    first_s: float | None = None
+    total_s: float = 0.0
+    end: str | None = None
+
+    def add(self, piece: Piece, elapsed_s: float) -> None:
+        if self.first_s is None and (piece.text or piece.num_tokens):
+            self.first_s = elapsed_s
+        self.text += piece.text
+        self.num_tokens = piece.num_tokens if piece.num_tokens is not None else self.num_tokens
+        self.end = piece.end or self.end
+        self.total_s = elapsed_s
+
+    def summary(self) -> str:
+        """Time to first token and tokens a second after it, as far as they are known."""
+        parts = []
+        if self.first_s is not None:
+            parts.append(f"first token {self.first_s * 1e3:,.0f} ms")
+        if self.num_tokens is not None:
+            parts.append(f"{self.num_tokens} tokens")
+            after_s = self.total_s - (self.first_s or 0.0)
+            if self.num_tokens > 1 and after_s > 0:
+                parts.append(f"{(self.num_tokens - 1) / after_s:,.0f} tokens/s")
+        if self.end not in (None, "stop"):
+            parts.append(f"ended: {self.end}")
+        return ", ".join(parts)
+
+
+async def stream(pieces: AsyncIterator[Piece], into: Measured, console: Console) -> None:
+    """Print pieces as they come; leaving early (Ctrl-C) cancels the answer."""
+    began = time.perf_counter()
+    async with aclosing(pieces) as closing:  # type: ignore[type-var]
+        async for piece in closing:
+            into.add(piece, time.perf_counter() - began)
+            console.out(piece.text, end="", highlight=False)
+            console.file.flush()
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Talk until the person leaves; always 0 once the talker is open."""
+    opening = talker_from(args)
+    # The loop stands still while a person types: nothing streams then, and Ctrl-C reaches input().
+    with asyncio.Runner() as runner:
+        talker = runner.run(opening.__aenter__())
+        try:
+            console.print(f"[bold]{talker.name}[/]  {HELP}")
+            converse(runner, talker, console, args.system)
+        finally:
+            runner.run(_close(opening))
+    return 0
+
+
+async def _close(opening: object) -> None:
+    await opening.__aexit__(None, None, None)  # type: ignore[attr-defined]
+
+
+def converse(
+    runner: asyncio.Runner, talker: Talker, console: Console, system: str | None
+) -> list[Message]:
+    """Ask and answer until end of input; returns the conversation as it stood at the end."""
+    opening: list[Message] = [{"role": "system", "content": system}] if system else []
+    messages = list(opening)
+    while True:
+        try:
+            line = console.input("[bold green]> [/]").strip()
+        except (EOFError, KeyboardInterrupt):
+            console.print()
+            return messages
+        if line == "/new":
+            messages = list(opening)
+            console.print("[dim]forgotten[/]")
+        elif line:
+            messages = _turn(
+                runner, talker, console, [*messages, {"role": "user", "content": line}]
+            )
+
+
+def _turn(
+    runner: asyncio.Runner, talker: Talker, console: Console, messages: list[Message]
+) -> list[Message]:
+    """The conversation after this turn; one that said nothing is left out of it."""
+    measured = Measured()
+    try:
+        runner.run(stream(talker.answer(messages), measured, console))
+    except KeyboardInterrupt:
+        measured.end = "cancelled"
+    except StreamerError as error:
+        console.print()
+        console.print(error.message, style="red", markup=False)
+    console.print()
+    console.print(measured.summary(), style="dim", markup=False)
+    if not measured.text:
+        return messages[:-1]
+    return [*messages, {"role": "assistant", "content": measured.text}]

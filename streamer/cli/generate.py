@@ -1,0 +1,69 @@
+"""`streamer generate`: one prompt, from an argument or standard input, and its answer.
+
+The answer alone goes to standard output, as it streams, so that it can be piped; timing goes to
+standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from streamer.cli.arguments import UsageError
+from streamer.cli.chat import Measured, stream
+from streamer.cli.loop import new_runner
+from streamer.cli.talk import InProcess, Message, Piece, Talker, add_talker_arguments, talker_from
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from contextlib import AbstractAsyncContextManager
+
+    from rich.console import Console
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The prompt; the model is a flag here."""
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="absent or -: standard input")
+    parser.add_argument("--system", metavar="TEXT", help="system prompt")
+    parser.add_argument(
+        "--raw", action="store_true", help="continue the text itself, without a chat template"
+    )
+    add_talker_arguments(parser, model=False)
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Stream one answer; 0 when it ended, 130 when it was interrupted."""
+    if args.raw and args.system:
+        raise UsageError("--system is part of a chat: leave --raw out")
+    opening = talker_from(args)
+    prompt = args.prompt
+    if prompt in (None, "-"):
+        prompt = sys.stdin.read()
+    if not prompt.strip():
+        raise UsageError("PROMPT is empty")
+    with new_runner() as runner:
+        runner.run(_generate(args, opening, prompt, console))
+    return 0
+
+
+async def _generate(
+    args: argparse.Namespace,
+    opening: AbstractAsyncContextManager[Talker],
+    prompt: str,
+    console: Console,
+) -> None:
+    from rich.console import Console as Rich
+
+    measured = Measured()
+    async with opening as talker:
+        await stream(_pieces(args, talker, prompt), measured, console)
+        console.out("")
+    Rich(stderr=True, highlight=False).print(measured.summary(), style="dim", markup=False)
+
+
+def _pieces(args: argparse.Namespace, talker: Talker, prompt: str) -> AsyncIterator[Piece]:
+    if args.raw and isinstance(talker, InProcess):
+        return talker.complete(prompt)
+    messages: list[Message] = [{"role": "system", "content": args.system}] if args.system else []
+    return talker.answer([*messages, {"role": "user", "content": prompt}])
