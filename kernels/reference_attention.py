@@ -1,0 +1,266 @@
+"""Paged attention in plain torch: rows are sorted into groups, each gathered and multiplied whole.
+
+A group is a few rows with equally many query tokens, small enough that what it gathers stays in
+cache. Groups are planned once a step and used by every layer. Called through reference.py.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from streamer.kernels.batch import AttentionBatch
+
+# Bytes of K and V a group gathers: past the cache every fresh page costs more than the arithmetic.
+GROUP_BYTES = 4 << 20
+# A group's keys are padded to this many: softmax adds in vectors of at most 16 lanes, so a row's
+# sum has the same order whatever the group pads it to.
+LANES = 16
+# Rows with more query tokens than this are alone in their group.
+MAX_SHARED_QUERIES = 8
+# Query tokens multiplied at once; bounds the scores to heads * QUERY_TILE * context.
+QUERY_TILE = 256
+# A group may gather this much more than its rows need.
+MAX_PADDING = 1.25
+
+
+class _Tile:
+    """Query tokens [first, last) of a group's rows, over keys [key_first, key_last) of them.
+
+    mask  [n, 1, 1, last - first, M] added to the scores' last M columns; None: all is seen
+    """
+
+    __slots__ = ("first", "key_first", "key_last", "last", "mask")
+
+    def __init__(
+        self, first: int, last: int, key_first: int, key_last: int, mask: torch.Tensor | None
+    ) -> None:
+        self.first = first
+        self.last = last
+        self.key_first = key_first
+        self.key_last = key_last
+        self.mask = mask
+
+
+class _Group:
+    """Rows computed together: n rows of `queries` tokens, over `keys` gathered keys each.
+
+    start  their first token in sorted order
+    index  [2 * n * Hk * keys] rows of the pool layer seen as [.., D]: K of all, then V of all
+    """
+
+    __slots__ = ("index", "keys", "n", "queries", "start", "tiles")
+
+    def __init__(
+        self, start: int, n: int, queries: int, keys: int, index: torch.Tensor, tiles: list[_Tile]
+    ) -> None:
+        self.start = start
+        self.n = n
+        self.queries = queries
+        self.keys = keys
+        self.index = index
+        self.tiles = tiles
+
+
+class _Layout:
+    """A step's groups; order and back sort its tokens into groups' order (None: they are)."""
+
+    __slots__ = ("back", "groups", "order")
+
+    def __init__(
+        self, groups: list[_Group], order: torch.Tensor | None, back: torch.Tensor | None
+    ) -> None:
+        self.groups = groups
+        self.order = order
+        self.back = back
+
+
+def paged_attention(
+    q: torch.Tensor,
+    pool_layer: torch.Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    *,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """See ops.paged_attention."""
+    key = (sliding_window, pool_layer.stride(), pool_layer.dtype)
+    layout: _Layout | None = batch.derived.get(key)
+    if layout is None:
+        layout = batch.derived[key] = _plan(batch, pool_layer, sliding_window)
+    head_dim = q.shape[2]
+    block_stride, kv_heads = pool_layer.stride(0), pool_layer.shape[3]
+    flat = pool_layer.as_strided(
+        (
+            (pool_layer.shape[0] - 1) * (block_stride // head_dim)
+            + 2 * batch.block_size * kv_heads,
+            head_dim,
+        ),
+        (head_dim, 1),
+    )
+    if layout.order is not None:
+        q = q.index_select(0, layout.order)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    for group in layout.groups:
+        end = group.start + group.n * group.queries
+        _attend(q[group.start : end], flat, group, kv_heads, scale, softcap, sinks, out)
+    return out if layout.back is None else out.index_select(0, layout.back)
+
+
+def _attend(
+    q: torch.Tensor,
+    flat: torch.Tensor,
+    group: _Group,
+    kv_heads: int,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """One group: gather its K and V, then each tile's scores, softmax and values."""
+    n, keys, heads, dim = group.n, group.keys, q.shape[1], q.shape[2]
+    share = heads // kv_heads
+    kv = flat.index_select(0, group.index).view(2, n, kv_heads, keys, dim)
+    q = q.reshape(n, group.queries, kv_heads, share, dim).permute(0, 2, 3, 1, 4)
+    o = out[group.start : group.start + n * group.queries]
+    o = o.view(n, group.queries, kv_heads, share, dim).permute(0, 2, 3, 1, 4)
+    for tile in group.tiles:
+        queries, width = tile.last - tile.first, tile.key_last - tile.key_first
+        part = q[:, :, :, tile.first : tile.last].reshape(n, kv_heads, share * queries, dim)
+        k, v = kv[0, :, :, tile.key_first : tile.key_last], kv[1, :, :, tile.key_first : tile.key_last]
+        scores = torch.matmul(part * scale, k.transpose(-1, -2))
+        scores = scores.view(n, kv_heads, share, queries, width)
+        if softcap is not None:
+            scores.div_(softcap).tanh_().mul_(softcap)
+        if tile.mask is not None:
+            scores[..., width - tile.mask.shape[-1] :].add_(tile.mask)
+        weights = torch.softmax(scores, -1).view(n, kv_heads, share * queries, width)
+        values = torch.matmul(weights, v).view(n, kv_heads, share, queries, dim)
+        if sinks is not None:
+            total = torch.logsumexp(scores.float(), -1, keepdim=True)
+            sink = sinks.float().view(kv_heads, share, 1, 1)
+            values.mul_(torch.sigmoid(total - sink))
+        o[:, :, :, tile.first : tile.last] = values
+
+
+def _plan(batch: AttentionBatch, pool_layer: torch.Tensor, window: int | None) -> _Layout:
+    """Sort rows by query tokens and keys, cut them into groups, and say what each gathers."""
+    firsts = [
+        0 if window is None else max(0, context - query - window + 1)
+        for query, context in zip(batch.query_lens, batch.context_lens, strict=True)
+    ]
+    sizes = [context - first for context, first in zip(batch.context_lens, firsts, strict=True)]
+    rows = sorted(range(batch.num_rows), key=lambda r: (batch.query_lens[r], sizes[r]))
+    key_bytes = 2 * pool_layer.shape[3] * pool_layer.shape[4] * pool_layer.element_size()
+    groups: list[_Group] = []
+    start = 0
+    for members in _cut(rows, batch.query_lens, sizes, max(1, GROUP_BYTES // key_bytes)):
+        groups.append(_make_group(batch, pool_layer, window, members, firsts, sizes, start))
+        start += sum(batch.query_lens[r] for r in members)
+    tokens = [t for r in rows for t in range(batch.query_starts[r], batch.query_starts[r + 1])]
+    if tokens == list(range(start)):
+        return _Layout(groups, None, None)
+    order = torch.tensor(tokens, device=pool_layer.device)
+    return _Layout(groups, order, torch.argsort(order))
+
+
+def _cut(
+    rows: list[int], query_lens: list[int], sizes: list[int], max_keys: int
+) -> list[list[int]]:
+    """Runs of sorted rows with equal query_lens that fit the cache and pad little."""
+    groups: list[list[int]] = []
+    needed = 0
+    for r in rows:
+        if groups:
+            group = groups[-1]
+            padded = (len(group) + 1) * sizes[r]
+            if (
+                query_lens[r] == query_lens[group[0]] <= MAX_SHARED_QUERIES
+                and padded <= max_keys
+                and padded <= MAX_PADDING * (needed + sizes[r]) + len(group) * LANES
+            ):
+                group.append(r)
+                needed += sizes[r]
+                continue
+        groups.append([r])
+        needed = sizes[r]
+    return groups
+
+
+def _make_group(
+    batch: AttentionBatch,
+    pool_layer: torch.Tensor,
+    window: int | None,
+    members: list[int],
+    firsts: list[int],
+    sizes: list[int],
+    start: int,
+) -> _Group:
+    device, n = pool_layer.device, len(members)
+    queries = batch.query_lens[members[0]]
+    keys = max(sizes[r] for r in members)
+    if queries <= MAX_SHARED_QUERIES:
+        keys = -(-keys // LANES) * LANES
+    first = torch.tensor([[firsts[r]] for r in members], device=device)
+    last = torch.tensor([[batch.context_lens[r] - 1] for r in members], device=device)
+    # Padding repeats the row's own last key: what another sequence left in the block, be it a
+    # NaN, is never read (0 * NaN is NaN).
+    positions = torch.minimum(first + torch.arange(keys, device=device), last)
+    tables = batch.block_tables[torch.tensor(members, device=device)]
+    block = tables.gather(1, positions // batch.block_size)
+    dim, heads = pool_layer.shape[4], pool_layer.shape[3]
+    at = block * (pool_layer.stride(0) // dim) + positions % batch.block_size * heads
+    at = at[:, None, :] + torch.arange(heads, device=device)[:, None]
+    index = torch.stack((at, at + pool_layer.stride(1) // dim)).view(-1)
+    context = batch.context_lens[members[0]] - firsts[members[0]]
+    if queries > MAX_SHARED_QUERIES:
+        tiles = _causal_tiles(queries, context, window, pool_layer)
+    else:
+        tiles = [_padded_tile(queries, keys, first, last, window, pool_layer)]
+    return _Group(start, n, queries, keys, index, tiles)
+
+
+def _padded_tile(
+    queries: int,
+    keys: int,
+    first: torch.Tensor,
+    last: torch.Tensor,
+    window: int | None,
+    pool_layer: torch.Tensor,
+) -> _Tile:
+    """All of a group of short rows: first and last [n, 1] are their keys' positions."""
+    device = pool_layer.device
+    key = (first + torch.arange(keys, device=device))[:, None, :]
+    query = (last - queries + 1 + torch.arange(queries, device=device))[:, :, None]
+    hidden = key > query
+    if window is not None:
+        hidden |= key <= query - window
+    return _Tile(0, queries, 0, keys, _additive(hidden, pool_layer.dtype)[:, None, None])
+
+
+def _causal_tiles(
+    queries: int, context: int, window: int | None, pool_layer: torch.Tensor
+) -> list[_Tile]:
+    """One long row, QUERY_TILE tokens at a time; `context` counts its gathered keys."""
+    tiles = []
+    device, dtype = pool_layer.device, pool_layer.dtype
+    for first in range(0, queries, QUERY_TILE):
+        last = min(queries, first + QUERY_TILE)
+        end = context - queries + last
+        begin = 0 if window is None else max(0, end - (last - first) - window + 1)
+        # Without a window everything before the tile's own tokens is seen by all of them.
+        masked = last - first if window is None else end - begin
+        query = torch.arange(end - (last - first), end, device=device)[:, None]
+        key = torch.arange(end - masked, end, device=device)
+        hidden = key > query
+        if window is not None:
+            hidden |= key <= query - window
+        tiles.append(_Tile(first, last, begin, end, _additive(hidden, dtype)))
+    return tiles
+
+
+def _additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
+        hidden, -torch.inf
+    )
