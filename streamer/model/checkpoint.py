@@ -1,0 +1,163 @@
+"""A checkpoint folder as facts: config.json, generation_config.json and the safetensors headers.
+
+Reads no weights, imports no torch, runs no code from the folder (`auto_map` means nothing here).
+Refuses what can't be served with ModelNotSupported; called by inspect.py and loader.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from streamer.errors import ModelNotSupported
+
+MAX_HEADER_BYTES = 100 << 20  # the format's own limit
+DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx")
+
+
+class TensorEntry(msgspec.Struct, frozen=True):
+    """One tensor of the checkpoint; `dtype` is the safetensors name (F32, BF16, F16, ...)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+
+    @property
+    def num_elements(self) -> int:
+        """How many numbers it holds."""
+        return math.prod(self.shape)
+
+
+class Checkpoint(msgspec.Struct, frozen=True):
+    """A folder that can be read: its two configs and every tensor's header, by name."""
+
+    path: Path
+    config: dict[str, Any]
+    generation: dict[str, Any]
+    tensors: dict[str, TensorEntry]
+
+    @property
+    def stored_dtype(self) -> str:
+        """The safetensors dtype that holds most of the numbers."""
+        totals: dict[str, int] = {}
+        for entry in self.tensors.values():
+            totals[entry.dtype] = totals.get(entry.dtype, 0) + entry.num_elements
+        return max(totals, key=lambda name: totals[name])
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Read config and headers, or raise ModelNotSupported naming the missing or broken file."""
+    if not path.is_dir():
+        raise ModelNotSupported(f"{path} is not a folder", param="model")
+    config = read_config(path)
+    generation: dict[str, Any] = {}
+    if (path / "generation_config.json").is_file():
+        generation = _read_json(path / "generation_config.json")
+    tensors: dict[str, TensorEntry] = {}
+    for file, expected in _weight_files(path).items():
+        found = _read_header(path / file)
+        if expected is not None and (missing := sorted(expected - found.keys())):
+            raise ModelNotSupported(
+                f"{file} lacks {len(missing)} tensors of its index: {_some(missing)}", param="model"
+            )
+        if twice := sorted(tensors.keys() & found.keys()):
+            raise ModelNotSupported(
+                f"tensors stored twice, again in {file}: {_some(twice)}", param="model"
+            )
+        tensors.update(found)
+    if not tensors:
+        raise ModelNotSupported(f"{path} holds safetensors files without tensors", param="model")
+    return Checkpoint(path, config, generation, tensors)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The folder's config.json, or ModelNotSupported."""
+    file = path / "config.json"
+    if not file.is_file():
+        raise ModelNotSupported(f"{path} has no config.json", param="model")
+    return _read_json(file)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_bytes())
+    except (OSError, ValueError) as e:
+        raise ModelNotSupported(f"{file} can't be read as JSON: {e}", param="model") from e
+    if not isinstance(value, dict):
+        raise ModelNotSupported(f"{file} holds no JSON object", param="model")
+    return value
+
+
+def _weight_files(path: Path) -> dict[str, set[str] | None]:
+    """Weight files by name; with an index, the tensors it expects in each."""
+    if (path / "model.safetensors").is_file():
+        return {"model.safetensors": None}
+    index_file = path / "model.safetensors.index.json"
+    if index_file.is_file():
+        weight_map = _read_json(index_file).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ModelNotSupported(f"{index_file} has no weight_map", param="model")
+        files: dict[str, set[str] | None] = {}
+        for tensor, file in sorted(weight_map.items()):
+            if not isinstance(file, str) or Path(file).name != file:
+                raise ModelNotSupported(f"{index_file} names the file {file!r}", param="model")
+            expected = files.setdefault(file, set())
+            if expected is not None:
+                expected.add(tensor)
+        if missing := [f for f in files if not (path / f).is_file()]:
+            raise ModelNotSupported(
+                f"{path} lacks {len(missing)} of {len(files)} weight files: {_some(missing)}",
+                param="model",
+            )
+        return files
+    others = sorted(f.name for pattern in OTHER_WEIGHTS for f in path.glob(pattern))
+    if others:
+        raise ModelNotSupported(
+            f"{path} has no model.safetensors, only {_some(others)}; weights are read from "
+            "safetensors alone, convert them first",
+            param="model",
+        )
+    raise ModelNotSupported(
+        f"{path} has neither model.safetensors nor model.safetensors.index.json", param="model"
+    )
+
+
+def _read_header(file: Path) -> dict[str, TensorEntry]:
+    """The safetensors header: 8 bytes of little-endian length, then JSON; offsets are checked."""
+    size = file.stat().st_size
+    with file.open("rb") as f:
+        start = f.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
+        if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+            raise ModelNotSupported(
+                f"{file} is no safetensors file: {size} bytes, header of {length}", param="model"
+            )
+        raw = f.read(length)
+    try:
+        header = json.loads(raw)
+        header.pop("__metadata__", None)
+        entries = {
+            name: TensorEntry(name, str(e["dtype"]), tuple(int(n) for n in e["shape"]), file.name)
+            for name, e in header.items()
+        }
+        end = max((int(e["data_offsets"][1]) for e in header.values()), default=0)
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as e:
+        raise ModelNotSupported(f"{file} has a broken header: {e!r}", param="model") from e
+    if 8 + length + end != size:
+        raise ModelNotSupported(
+            f"{file} has {size} bytes, its header says {8 + length + end}: an incomplete download?",
+            param="model",
+        )
+    return entries
+
+
+def _some(names: list[str], limit: int = 8) -> str:
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + rest

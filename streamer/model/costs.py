@@ -1,0 +1,65 @@
+"""Costs: what prefill and swaps cost here, measured as they happen.
+
+Owns three running figures for core.plan.Facts. Called by runner.py.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from streamer.core.plan import Facts
+
+WEIGHT = 0.2  # of the newest measurement in the running mean
+PROBE_BYTES = 4 << 20
+
+
+class Costs:
+    """Running means, in seconds and bytes a second."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self._prefill_s: float | None = None
+        self._swap_fixed_s, self._swap_bytes_per_s = _probe_copy()
+
+    def saw_step(self, seconds: float, num_tokens: int, num_chunk_tokens: int) -> None:
+        """A forward took so long; it counts for prefill where at least half of it was chunks."""
+        if num_chunk_tokens * 2 >= num_tokens > 0:
+            self._prefill_s = _mean(self._prefill_s, seconds / num_tokens)
+
+    def saw_swap(self, seconds: float, num_blocks: int) -> None:
+        """So many blocks were copied, one way."""
+        moving = max(seconds - self._swap_fixed_s, 0.1 * seconds, 1e-9)
+        rate = num_blocks * self._block_bytes / moving
+        self._swap_bytes_per_s = _mean(self._swap_bytes_per_s, rate)
+
+    def facts(self, copies_done: int) -> Facts:
+        """The figures so far; before the first prefill, Facts' own guess."""
+        prefill_s = Facts().prefill_s if self._prefill_s is None else self._prefill_s
+        return Facts(
+            copies_done=copies_done,
+            prefill_s=prefill_s,
+            swap_bytes_per_s=self._swap_bytes_per_s,
+            swap_fixed_s=self._swap_fixed_s,
+        )
+
+
+def _mean(before: float | None, now: float) -> float:
+    return now if before is None else (1 - WEIGHT) * before + WEIGHT * now
+
+
+def _probe_copy() -> tuple[float, float]:
+    """(fixed seconds, bytes a second) of a copy here: a tiny one and one of PROBE_BYTES."""
+    source = torch.ones(PROBE_BYTES, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    fixed, large = (
+        min(_copy_s(source[:n], target[:n]) for _ in range(3)) for n in (64, PROBE_BYTES)
+    )
+    return fixed, PROBE_BYTES / max(large - fixed, 1e-9)
+
+
+def _copy_s(source: torch.Tensor, target: torch.Tensor) -> float:
+    began = time.perf_counter()
+    target.copy_(source)
+    return time.perf_counter() - began

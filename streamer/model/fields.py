@@ -1,0 +1,87 @@
+"""Fields: typed reads from a parsed config.json.
+
+A wrong type or a missing field is refused by name with ModelNotSupported. Owns nothing; called by
+families.py and rope.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from streamer.errors import ModelNotSupported
+
+
+class Fields:
+    """Typed views of one JSON object; `where` names it in messages. null counts as absent."""
+
+    def __init__(self, values: dict[str, Any], where: str) -> None:
+        self._values = values
+        self._where = where
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """An integer of at least 1."""
+        value = self.count(name, default)
+        if value < 1:
+            raise self._wrong(name, value, "at least 1")
+        return value
+
+    def size_or_none(self, name: str) -> int | None:
+        """An integer of at least 1, or None where absent."""
+        return None if self._values.get(name) is None else self.size(name)
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """An integer of at least 0."""
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self._wrong(name, value, "an integer of at least 0")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A finite number above 0."""
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._wrong(name, value, "a number")
+        if not math.isfinite(value) or value <= 0:
+            raise self._wrong(name, value, "a finite number above 0")
+        return float(value)
+
+    def number_or_none(self, name: str) -> float | None:
+        """A finite number above 0, or None where absent."""
+        return None if self._values.get(name) is None else self.number(name)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """A boolean."""
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise self._wrong(name, value, "true or false")
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        """A string."""
+        value = self._get(name, default)
+        if not isinstance(value, str):
+            raise self._wrong(name, value, "a string")
+        return value
+
+    def texts_or_none(self, name: str) -> list[str] | None:
+        """A list of strings, or None where absent."""
+        value = self._values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+            raise self._wrong(name, value, "a list of strings")
+        return value
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self._values.get(name)
+        if value is None:
+            value = default
+        if value is None:
+            raise ModelNotSupported(f"{self._where}: config.json lacks {name}", param=name)
+        return value
+
+    def _wrong(self, name: str, value: Any, wanted: str) -> ModelNotSupported:
+        return ModelNotSupported(
+            f"{self._where}: {name} must be {wanted}, config.json says {value!r}", param=name
+        )

@@ -1,0 +1,180 @@
+"""Safetensors -> a model that computes: names and shapes first, then tensor by tensor.
+
+Owns no weights afterwards. `check_tensors` refuses leftovers and gaps by name before anything is
+read; `load_decoder` reads, merges, packs and frees layer by layer, so that the peak is one layer
+above the result. Called by runner.py (on the GPU thread) and inspect.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from streamer.errors import ModelNotSupported
+from streamer.model.checkpoint import DTYPE_BYTES, Checkpoint
+from streamer.model.decoder import Decoder
+from streamer.model.families import DecoderConfig, expected_tensors
+from streamer.model.layers import has_bf16
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+ROPE_BUFFER = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+
+
+def check_tensors(checkpoint: Checkpoint, config: DecoderConfig) -> None:
+    """ModelNotSupported that names every missing, leftover or misshapen tensor and strange dtype.
+
+    Not leftovers, by name: rotary inv_freq buffers, and lm_head.weight of tied embeddings.
+    """
+    expected = dict(expected_tensors(config))
+    found = checkpoint.tensors
+    problems = []
+    if missing := sorted(expected.keys() - found.keys()):
+        problems.append(f"missing {_list(missing)}")
+    extra = sorted(
+        name
+        for name in found.keys() - expected.keys()
+        if not ROPE_BUFFER.fullmatch(name) and not (config.tied and name == "lm_head.weight")
+    )
+    if extra:
+        problems.append(f"left over {_list(extra)}")
+    shapes = sorted(
+        f"{name} is {list(found[name].shape)}, not {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and found[name].shape != shape
+    )
+    if shapes:
+        problems.append(f"misshapen {_list(shapes)}")
+    if problems:
+        raise ModelNotSupported(
+            f"the tensors do not fit {config.architecture}: " + "; ".join(problems), param="model"
+        )
+    check_stored_dtypes(checkpoint)
+
+
+def check_stored_dtypes(checkpoint: Checkpoint) -> None:
+    """ModelNotSupported for tensors that are neither float32, bfloat16 nor float16."""
+    strange = sorted(
+        f"{e.name} ({e.dtype})" for e in checkpoint.tensors.values() if e.dtype not in DTYPE_BYTES
+    )
+    if strange:
+        raise ModelNotSupported(
+            f"tensors are neither float32, bfloat16 nor float16: {_list(strange)}", param="model"
+        )
+
+
+def choose_dtype(wanted: str, stored: str) -> torch.dtype:
+    """The dtype to compute in: `wanted` (auto, float32, bfloat16), or the checkpoint's own.
+
+    float16 has no fast path on a CPU, and bfloat16 would drop 3 of its 10 bits: auto makes it
+    float32. bfloat16 on a CPU that would emulate it becomes float32 too. Both are logged.
+    """
+    name = STORED.get(stored, "float32") if wanted == "auto" else wanted
+    if name == "float16" and wanted == "auto":
+        logger.warning(
+            "the checkpoint is float16, computing in float32; --dtype bfloat16 halves it"
+        )
+        name = "float32"
+    if name not in DTYPES:
+        raise ModelNotSupported(f"dtype {wanted!r} is not auto, float32 or bfloat16", param="dtype")
+    if name == "bfloat16" and not has_bf16():
+        logger.warning("this CPU has no bfloat16 arithmetic, computing in float32")
+        name = "float32"
+    return DTYPES[name]
+
+
+def load_decoder(
+    checkpoint: Checkpoint, config: DecoderConfig, dtype: torch.dtype, show_progress: bool
+) -> Decoder:
+    """Check, then read and pack all weights; with a progress bar over the layers."""
+    check_tensors(checkpoint, config)
+    with (
+        progress_bar(checkpoint.path.name, config.num_layers, show_progress) as advance,
+        SafetensorsSource(checkpoint, dtype, advance) as source,
+        torch.inference_mode(),
+    ):
+        return Decoder(config, source)
+
+
+class SafetensorsSource:
+    """A decoder's WeightSource over a checkpoint's files; every tensor is a copy of its own."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: torch.dtype, advance: Callable[[], None]
+    ) -> None:
+        self.dtype = dtype
+        self._checkpoint = checkpoint
+        self._advance = advance
+        self._files: dict[str, Any] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> SafetensorsSource:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._files.clear()
+        self._stack.close()
+
+    def take(self, name: str) -> torch.Tensor:
+        """The tensor in the computing dtype; a copy, since the file may change under a mapping."""
+        return self._read(name).to(self.dtype, copy=True)
+
+    def merge(self, *names: str) -> torch.Tensor:
+        """Tensors of equal width, stacked along the first dimension."""
+        if len(names) == 1:
+            return self.take(names[0])
+        return torch.cat([self._read(name).to(self.dtype) for name in names])
+
+    def layer_done(self) -> None:
+        """Advance the progress bar."""
+        self._advance()
+
+    def _read(self, name: str) -> torch.Tensor:
+        file = self._checkpoint.tensors[name].file
+        if file not in self._files:
+            path: Path = self._checkpoint.path / file
+            handle: Any = safe_open(path, framework="pt", device="cpu")
+            self._files[file] = self._stack.enter_context(handle)
+        tensor: torch.Tensor = self._files[file].get_tensor(name)
+        return tensor
+
+
+@contextmanager
+def progress_bar(name: str, total: int, show: bool) -> Iterator[Callable[[], None]]:
+    """A rich bar on stderr over `total` steps, where stderr is a terminal."""
+    if not show:
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    with Progress(
+        TextColumn("Loading {task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("layers"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+    ) as progress:
+        task = progress.add_task(name, total=total)
+        yield lambda: progress.advance(task)
+
+
+def _list(names: list[str], limit: int = 8) -> str:
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return f"{len(names)}: {', '.join(names[:limit])}{rest}"

@@ -1,0 +1,203 @@
+"""Rotary embedding variants: the config fields, old and new, and their inverse frequencies.
+
+Owns RopeConfig and the arithmetic (default, linear, dynamic, llama3, yarn); no torch: a few dozen
+numbers. The rotation itself is a kernel. Called by families.py and layers.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from streamer.errors import ModelNotSupported
+from streamer.model.fields import Fields
+
+DEFAULT_THETA = 10_000.0
+PLAIN = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"}
+SCALED = PLAIN | {"factor", "original_max_position_embeddings"}
+KNOWN_FIELDS: dict[str, set[str]] = {
+    "default": SCALED,
+    "linear": SCALED,
+    "dynamic": SCALED | {"max_position_embeddings"},
+    "llama3": SCALED | {"low_freq_factor", "high_freq_factor"},
+    "yarn": SCALED
+    | {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
+}
+
+
+class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One rotary embedding. Fields that a kind does not use keep their defaults.
+
+    dim               rotated dimensions of a head
+    limit             longest context in tokens that it is defined for
+    attention_factor  scales cos and sin (YaRN)
+    """
+
+    kind: str = "default"
+    dim: int
+    theta: float = DEFAULT_THETA
+    limit: int
+    factor: float = 1.0
+    original: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+
+
+def rope_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """transformers 4's rope_scaling and rope_theta, or 5's rope_parameters, as one dict."""
+    chosen = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(chosen, dict):
+        raise ModelNotSupported(f"rope_scaling must be an object, not {chosen!r}", param="rope")
+    fields = {k: v for k, v in chosen.items() if v is not None}
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if name not in fields and config.get(name) is not None:
+            fields[name] = config[name]
+    return fields
+
+
+def rope_kind(fields: dict[str, Any]) -> str:
+    """The variant's name; "type" is the field's old name."""
+    return str(fields.get("rope_type", fields.get("type", "default")))
+
+
+def parse_rope(config: dict[str, Any], head_dim: int, max_positions: int) -> RopeConfig:
+    """The rotary embedding of a config.json, or ModelNotSupported naming type or field."""
+    fields = rope_fields(config)
+    if nested := sorted(k for k, v in fields.items() if isinstance(v, dict)):
+        raise ModelNotSupported(
+            f"rope parameters per layer type: {', '.join(nested)}", param="rope_parameters"
+        )
+    kind = rope_kind(fields)
+    if kind not in KNOWN_FIELDS:
+        raise ModelNotSupported(
+            f"rope type {kind!r} is not one of {', '.join(KNOWN_FIELDS)}", param="rope_type"
+        )
+    if unknown := sorted(fields.keys() - KNOWN_FIELDS[kind]):
+        raise ModelNotSupported(
+            f"rope type {kind!r} does not know {', '.join(unknown)}", param="rope_scaling"
+        )
+    read = Fields(fields, "rope_scaling")
+    if read.number("partial_rotary_factor", 1.0) != 1.0:
+        raise ModelNotSupported(
+            f"partial_rotary_factor {fields['partial_rotary_factor']} needs another family",
+            param="partial_rotary_factor",
+        )
+    if head_dim % 2:
+        raise ModelNotSupported(f"head_dim {head_dim} is odd", param="head_dim")
+    plain = RopeConfig(dim=head_dim, theta=read.number("rope_theta", DEFAULT_THETA), limit=0)
+    return _scaled(plain, kind, read, config, max_positions)
+
+
+def _scaled(
+    plain: RopeConfig, kind: str, read: Fields, config: dict[str, Any], max_positions: int
+) -> RopeConfig:
+    replace = msgspec.structs.replace
+    if kind == "default":
+        return replace(plain, limit=max_positions)
+    factor = read.number_or_none("factor")
+    if kind == "dynamic":
+        # Beyond max_position_embeddings its frequencies depend on the longest context so far,
+        # so that K already cached would be wrong, and on who else is in the batch. Up to there
+        # it is the plain embedding: serve exactly that much.
+        return replace(plain, kind=kind, factor=factor or 1.0, limit=max_positions)
+    original = read.size(
+        "original_max_position_embeddings",
+        Fields(config, "config").size("original_max_position_embeddings", max_positions),
+    )
+    if factor is None and kind == "yarn":
+        factor = max_positions / original
+    if factor is None:
+        factor = read.number("factor")
+    if kind == "yarn":
+        return replace(
+            plain,
+            kind=kind,
+            factor=factor,
+            original=original,
+            beta_fast=read.number("beta_fast", 32.0),
+            beta_slow=read.number("beta_slow", 1.0),
+            attention_factor=_yarn_attention_factor(factor, read),
+            truncate=read.flag("truncate", True),
+            limit=max(max_positions, int(original * factor)),
+        )
+    if kind == "linear":
+        return replace(
+            plain, kind=kind, factor=factor, limit=max(max_positions, int(original * factor))
+        )
+    low, high = read.number("low_freq_factor"), read.number("high_freq_factor")
+    if low >= high:
+        raise ModelNotSupported(
+            f"low_freq_factor {low} must be below high_freq_factor {high}", param="low_freq_factor"
+        )
+    return replace(
+        plain,
+        kind=kind,
+        factor=factor,
+        original=original,
+        low_freq_factor=low,
+        high_freq_factor=high,
+        limit=max_positions,
+    )
+
+
+def _yarn_attention_factor(factor: float, read: Fields) -> float:
+    stated = read.number_or_none("attention_factor")
+    if stated is not None:
+        return stated
+    mscale, mscale_all = read.number_or_none("mscale"), read.number_or_none("mscale_all_dim")
+    if mscale and mscale_all:
+        return _mscale(factor, mscale) / _mscale(factor, mscale_all)
+    return _mscale(factor, 1.0)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def inverse_frequencies(rope: RopeConfig) -> list[float]:
+    """dim / 2 angles a position, radians, fastest first."""
+    plain = [rope.theta ** (-i / rope.dim) for i in range(0, rope.dim, 2)]
+    if rope.kind == "linear":
+        return [f / rope.factor for f in plain]
+    if rope.kind == "llama3":
+        return [_llama3(f, rope) for f in plain]
+    if rope.kind == "yarn":
+        return _yarn(plain, rope)
+    return plain
+
+
+def _llama3(frequency: float, rope: RopeConfig) -> float:
+    """Llama 3.1: long waves are stretched by `factor`, short ones kept, between them a blend."""
+    turns = rope.original * frequency / (2 * math.pi)  # over the original context
+    if turns < rope.low_freq_factor:
+        return frequency / rope.factor
+    if turns > rope.high_freq_factor:
+        return frequency
+    kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    return (1 - kept) * frequency / rope.factor + kept * frequency
+
+
+def _yarn(plain: list[float], rope: RopeConfig) -> list[float]:
+    """YaRN (Peng et al. 2023): dimensions that turn often are kept, slow ones stretched."""
+
+    def dimension(turns: float) -> float:
+        """The dimension pair that makes so many turns over the original context."""
+        waves = rope.original / (turns * 2 * math.pi)
+        return rope.dim * math.log(waves) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
+    span = high - low if high != low else 0.001  # a step instead of a ramp
+    out = []
+    for i, frequency in enumerate(plain):
+        stretched = min(max((i - low) / span, 0.0), 1.0)
+        out.append(stretched * frequency / rope.factor + (1 - stretched) * frequency)
+    return out

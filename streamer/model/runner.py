@@ -1,0 +1,185 @@
+"""ModelRunner: applies Plans to the rows, the KV pools and the model, and returns what was drawn.
+
+Owns both KV pools and the resident rows; decides nothing about who runs. Created by `load_runner`
+and called only from the engine's GPU thread. On the CPU a launched plan is done when `launch`
+returns (depth 0).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import torch
+
+from streamer.core.plan import Facts, Plan, StepResult
+from streamer.errors import InvariantViolated
+from streamer.kernels import ops
+from streamer.model.costs import Costs
+from streamer.model.inputs import Rows, StepInputs
+from streamer.model.sampler import Sampler
+
+
+class CausalModel(Protocol):
+    """What the runner needs of a model: decoder.Decoder and fallback.FallbackModel."""
+
+    dtype: torch.dtype
+    vocab_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        batch: ops.AttentionBatch,
+        pool: torch.Tensor,
+        last: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Logits [S, V] of the packed tokens named by `last` (None: all), as Decoder.forward."""
+        ...
+
+
+class Done:
+    """A plan that finished inside `launch`."""
+
+    __slots__ = ("_result",)
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def collect(self) -> StepResult:
+        """The plan's result; nothing to wait for."""
+        return self._result
+
+
+class ModelRunner:
+    """See core.plan.Plan for the order of effects; raises InvariantViolated on a plan's mistake."""
+
+    depth = 0
+
+    def __init__(
+        self,
+        model: CausalModel,
+        *,
+        num_blocks: int,
+        num_host_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+    ) -> None:
+        shape = (model.num_layers, block_size, model.num_kv_heads, model.head_dim, model.dtype)
+        self._model = model
+        self._pool = ops.new_pool(num_blocks, *shape)
+        self._host_pool = ops.new_pool(num_host_blocks, *shape)
+        self._rows = Rows(max_num_seqs, -(-max_model_len // block_size), num_blocks, block_size)
+        self._sampler = Sampler(model.vocab_size, max_num_seqs)
+        self._prompt_logits: dict[int, torch.Tensor] = {}  # of rows that may be forked: [V]
+        self._block_bytes = self._pool[:1].numel() * self._pool.element_size()
+        self._costs = Costs(self._block_bytes)
+        self._copies_done = 0
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one KV block, all layers."""
+        return self._block_bytes
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> Done:
+        """Apply the plan; an exception in here is the end of the engine."""
+        self._update_rows(plan)
+        self._move_blocks(plan)
+        inputs = self._rows.inputs(plan)
+        began = time.perf_counter()
+        result = self._draw(plan.number, inputs)
+        took_s = time.perf_counter() - began
+        self._costs.saw_step(took_s, inputs.num_tokens, inputs.num_chunk_tokens)
+        self._copies_done = plan.number
+        return Done(result)
+
+    def facts(self) -> Facts:
+        """Measured costs; on the CPU the copies of every launched plan are done."""
+        return self._costs.facts(self._copies_done)
+
+    def close(self) -> None:
+        """Free pools and weights."""
+        empty = torch.empty(0)
+        self._pool = self._host_pool = empty
+        self._prompt_logits.clear()
+        del self._model
+
+    def _update_rows(self, plan: Plan) -> None:
+        for row in plan.leaves:
+            self._rows.leave(row)
+            self._sampler.leave(row)
+            self._prompt_logits.pop(row, None)
+        for join in plan.joins:
+            self._rows.join(join)
+            self._sampler.join(
+                join.row, join.params, join.tokens, join.num_prompt, join.choice, join.stop_ids
+            )
+        for update in plan.tables:
+            self._rows.update_table(update)
+
+    def _move_blocks(self, plan: Plan) -> None:
+        device, host = self._pool.shape[0], self._host_pool.shape[0]
+        _check_ids("swap_out", plan.swap_out, device, host)
+        _check_ids("copies", plan.copies, device, device)
+        _check_ids("swap_in", plan.swap_in, host, device)
+        began = time.perf_counter()
+        if plan.swap_out:
+            ops.swap_blocks(self._pool, self._host_pool, list(plan.swap_out))
+            self._costs.saw_swap(time.perf_counter() - began, len(plan.swap_out))
+        if plan.copies:
+            src, dst = torch.tensor(plan.copies).T
+            ops.copy_blocks(self._pool, src, dst)
+        began = time.perf_counter()
+        if plan.swap_in:
+            ops.swap_blocks(self._host_pool, self._pool, list(plan.swap_in))
+            self._costs.saw_swap(time.perf_counter() - began, len(plan.swap_in))
+
+    def _draw(self, number: int, inputs: StepInputs) -> StepResult:
+        """Forward, sample, remember."""
+        logits = self._logits(inputs)
+        if logits is None:
+            return StepResult(number)
+        drawn = self._sampler.sample(logits, inputs.rows, inputs.draw_at)
+        pairs = sorted(
+            (row, token)
+            for row, token in zip(inputs.rows, drawn.tokens, strict=True)
+            if row not in drawn.failed
+        )
+        rows, tokens = [row for row, _ in pairs], [token for _, token in pairs]
+        self._rows.append(rows, tokens)
+        return StepResult(number, tuple(rows), tuple(tokens), drawn.logprobs, drawn.failed)
+
+    def _logits(self, inputs: StepInputs) -> torch.Tensor | None:
+        """[S + F, V] for the rows that draw; None where nobody does."""
+        logits = None
+        if inputs.tokens is not None and inputs.positions is not None and inputs.batch is not None:
+            logits = self._model.forward(
+                inputs.tokens, inputs.positions, inputs.batch, self._pool, inputs.last
+            )
+            for index, row in inputs.keep:
+                self._prompt_logits[row] = logits[index].clone()  # the sampler may write into them
+        if inputs.parents:
+            forked = torch.stack([self._kept(parent) for parent in inputs.parents])
+            logits = forked if logits is None else torch.cat([logits, forked])
+        return logits if inputs.rows else None
+
+    def _kept(self, parent: int) -> torch.Tensor:
+        logits = self._prompt_logits.get(parent)
+        if logits is None:
+            raise InvariantViolated(f"a fork of row {parent}, whose prompt's logits are not here")
+        return logits
+
+
+def _check_ids(
+    name: str, pairs: tuple[tuple[int, int], ...], sources: int, destinations: int
+) -> None:
+    for src, dst in pairs:
+        if not (0 <= src < sources and 0 <= dst < destinations):
+            raise InvariantViolated(
+                f"{name} ({src}, {dst}) is beyond the pools of {sources} and {destinations} blocks"
+            )
