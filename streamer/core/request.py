@@ -68,12 +68,12 @@ class Sequence:
         "hashes",
         "host_blocks",
         "joined",
-        "num_bytes",
         "num_computed",
         "num_pending",
         "num_published",
         "request",
         "row",
+        "shares_tail",
         "tail",
         "tokens",
     )
@@ -90,8 +90,8 @@ class Sequence:
         self.num_published = 0
         self.row = -1
         self.joined = False  # the runner knows the row
+        self.shares_tail = False  # the block it writes next may be seen by others
         self.tail = b""  # last output bytes, for stop strings across tokens
-        self.num_bytes = 0  # output bytes so far
         self.finish_reason: FinishReason | None = None
 
     @property
@@ -116,6 +116,7 @@ class Request:
         "max_tokens",
         "preemptions",
         "sequences",
+        "spare_rows",
         "status",
     )
 
@@ -127,6 +128,7 @@ class Request:
         self.is_held = False  # paused by its reader, wherever it is
         self.preemptions = 0
         self.last_swap = 0  # plan that carries its latest swap copies
+        self.spare_rows: list[int] = []  # reserved for choices that are not forked yet
         self.sequences: list[Sequence] = [Sequence(self, 0, list(add.prompt))]
 
     @property

@@ -1,0 +1,175 @@
+"""Admission: who enters the running set, and what must be moved or given up for it.
+
+Functions over State and the plan being built, called by Scheduler.schedule. The queue is served
+from its head: nobody overtakes within it, so nobody starves.
+"""
+
+from __future__ import annotations
+
+from streamer.core.plan import Notice, NoticeKind
+from streamer.core.preemption import MAX_PREEMPTIONS, choose_victim
+from streamer.core.request import Event, Request, Sequence, Status
+from streamer.core.state import Draft, State
+from streamer.core.tokens import advance
+from streamer.errors import InvariantViolated
+
+
+def make_way(state: State, draft: Draft) -> None:
+    """Preempt running requests of lower priority for the head of the queue."""
+    if not state.queue or not state.running_by_priority:
+        return
+    head = state.queue[0][1]
+    priority = head.add.priority
+    if max(state.running_by_priority) <= priority:
+        return
+    victims = [
+        r for r in state.running if r.add.priority > priority and r.preemptions < MAX_PREEMPTIONS
+    ]
+    held = sum(len(s.blocks) for r in victims for s in r.sequences)
+    rows = sum(len(r.live()) + len(r.spare_rows) for r in victims)
+    blocks_short, rows_short = shortage(state, head)
+    if blocks_short > held or rows_short > rows:
+        return
+    while victims and (blocks_short > 0 or rows_short > 0):
+        victim = max(victims, key=lambda r: (r.add.priority, r.arrival))
+        victims.remove(victim)
+        state.preempt(victim, draft)
+        blocks_short, rows_short = shortage(state, head)
+
+
+def shortage(state: State, request: Request) -> tuple[int, int]:
+    """(blocks, rows) missing for admission, those on their way counted as there."""
+    device, rows = state.kv.device, state.rows
+    blocks = blocks_needed(state, request) - device.num_free - device.num_cooling
+    return blocks, rows_needed(request) - rows.num_free - rows.num_cooling
+
+
+def rows_needed(request: Request) -> int:
+    """Rows it takes: n from the start, also before its choices fork."""
+    return request.add.params.n if len(request.sequences) == 1 else len(request.live())
+
+
+def blocks_needed(state: State, request: Request) -> int:
+    """Free blocks wanted before it enters: its own, and what must stay free beside them."""
+    kv, live = state.kv, request.live()
+    if request.status is Status.PAUSED:
+        return 0
+    if request.status is Status.SWAPPED:
+        need = kv.swap_in_need(live)
+    else:
+        need = sum(kv.need(seq) for seq in live)
+    if not state.running and not is_anyone_returning(state):
+        return need  # progress comes first
+    headroom = 0 if request.status is Status.WAITING else len(live)
+    return need + state.watermark + headroom
+
+
+def is_anyone_returning(state: State) -> bool:
+    """Whether somebody's blocks are being copied back, who will run next."""
+    return any(r.status is Status.SWAPPING_IN for r in state.swapping)
+
+
+def admit(state: State, request: Request, draft: Draft) -> bool:
+    """Let the head of the queue in; False when it has to wait."""
+    if any(s.num_pending for s in request.sequences):
+        return False  # its last token is not known yet
+    num_rows = rows_needed(request)
+    if num_rows > state.rows.num_free:
+        return False
+    if not evict_paused_for(state, request, draft):
+        return False
+    rows = state.rows.take(num_rows)
+    if rows is None:
+        raise InvariantViolated(f"{state.rows.num_free} rows free, but not {num_rows}")
+    state.dequeue(request)
+    state.reserve_rows(request, rows)
+    if request.status is Status.SWAPPED:
+        swap_in(state, request, draft)
+    elif request.status is Status.PAUSED:
+        state.move(request, Event.ADMIT)
+        state.notices.append(Notice(request.request_id, NoticeKind.RUNNING))
+        for seq in request.live():
+            if state.kv.allocate(seq, seq.num_tokens):
+                advance(state, seq, draft)
+    else:
+        begin(state, request, draft)
+    return True
+
+
+def evict_paused_for(state: State, request: Request, draft: Draft) -> bool:
+    """Whether its blocks are free now; takes those of paused readers if that helps."""
+    device = state.kv.device
+    while (need := blocks_needed(state, request)) > device.num_free:
+        if need <= device.num_free + device.num_cooling:
+            return False
+        victim = choose_victim([r for r in state.paused if r.is_held])
+        if victim is None:
+            return False
+        state.preempt(victim, draft)
+    return True
+
+
+def swap_in(state: State, request: Request, draft: Draft) -> None:
+    """Start the copies back; the request runs when they are done."""
+    moves = state.kv.swap_in(request.live())
+    if moves is None:
+        raise InvariantViolated(f"request {request.request_id}: no room to swap in")
+    draft.swap_in += moves
+    request.last_swap = draft.number
+    state.counters.swapped_in_blocks += len(moves)
+    state.move(request, Event.SWAP_IN)
+
+
+def begin(state: State, request: Request, draft: Draft) -> None:
+    """Give a request without blocks its tables, and tokens of this step at once.
+
+    One sequence after the other: what the first publishes, its siblings match.
+    """
+    kv = state.kv
+    cached = shared = 0
+    place = len(state.notices)
+    state.move(request, Event.ADMIT)
+    for seq in request.live():
+        cached_here, shared_here = inherit(state, seq, draft)
+        cached, shared = cached + cached_here, shared + shared_here
+        if not kv.allocate(seq, seq.num_tokens):
+            raise InvariantViolated(
+                f"request {request.request_id}: {seq.num_tokens} tokens don't fit "
+                f"{kv.device.num_free} free blocks"
+            )
+        advance(state, seq, draft)
+    state.counters.prefix_hit_tokens += cached + shared
+    news = Notice(
+        request.request_id, NoticeKind.RUNNING, cached_tokens=cached, shared_tokens=shared
+    )
+    state.notices.insert(place, news)  # before the prefill's
+
+
+def inherit(state: State, seq: Sequence, draft: Draft) -> tuple[int, int]:
+    """Take what is computed already: (tokens from the cache, tokens shared by a fork)."""
+    kv = state.kv
+    parent = parent_of(state, seq)
+    if parent is not None:
+        at = common_tokens(parent, seq, draft)
+        if at > kv.cached_tokens(seq) and kv.fork(parent, seq, at):
+            return 0, at
+    return kv.match(seq), 0
+
+
+def parent_of(state: State, seq: Sequence) -> Sequence | None:
+    """The sequence it was forked from, if that still holds device blocks."""
+    share_with = seq.request.add.share_with
+    request = state.requests.get(share_with) if share_with is not None else None
+    if request is None or request.status not in (Status.RUNNING, Status.PAUSED):
+        return None
+    return request.sequences[0] if request.sequences[0].blocks else None
+
+
+def common_tokens(parent: Sequence, child: Sequence, draft: Draft) -> int:
+    """Tokens both begin with that the parent computed before this plan."""
+    before = draft.starts.get(parent, parent.num_computed - 1)
+    limit = min(before, len(parent.tokens), len(child.tokens) - 1)
+    for i in range(limit):
+        if parent.tokens[i] != child.tokens[i]:
+            return i
+    return max(limit, 0)

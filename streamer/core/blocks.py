@@ -1,0 +1,167 @@
+"""BlockPool: who holds which block of one pool, and which blocks are free.
+
+Owns ids, reference counts, the LRU free list and the hash index of one pool (device or host); it
+never touches a tensor. Called by KVManager alone. Every operation is O(1) a block.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Sequence
+
+from streamer.errors import InvariantViolated
+
+
+class BlockPool:
+    """A pool of `num_blocks` blocks, each in exactly one state.
+
+    held     ref count above 0: in so many block tables
+    cooling  ref count 0, but a launched plan or copy may still touch it
+    free     ref count 0; those with a published hash (cached) keep their content until taken, least
+             recently given back first, after all blank ones
+
+    A block is published at most once, and a hash names at most one block.
+    """
+
+    def __init__(self, num_blocks: int, name: str) -> None:
+        self.num_blocks = num_blocks
+        self.name = name
+        self.retired = 0
+        self._refs = [0] * num_blocks
+        self._blank = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._cool_until: dict[int, int] = {}
+        self._cool_queue: deque[tuple[int, int]] = deque()
+        self._index: dict[bytes, int] = {}
+        self._published: dict[int, tuple[bytes, tuple[int, ...]]] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `take` can hand out now, cached ones included."""
+        return len(self._blank) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Free blocks whose content can still be matched."""
+        return len(self._cached)
+
+    @property
+    def num_cooling(self) -> int:
+        """Blocks that become free when launched plans and copies end."""
+        return len(self._cool_until)
+
+    def ref_count(self, block: int) -> int:
+        """Block tables that hold the block."""
+        return self._refs[block]
+
+    def is_published(self, block: int) -> bool:
+        """Whether the block's content can be found by hash."""
+        return block in self._published
+
+    def take(self, n: int) -> list[int] | None:
+        """`n` blocks with one reference each, or None when fewer are free."""
+        if n > self.num_free:
+            return None
+        taken = []
+        for _ in range(n):
+            if self._blank:
+                block = self._blank.pop()
+            else:
+                block, _ = self._cached.popitem(last=False)
+                self.withdraw(block)
+            self._refs[block] = 1
+            taken.append(block)
+        return taken
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more reference to each block; a cached or cooling one is held again."""
+        for block in blocks:
+            if self._refs[block] == 0 and self._cool_until.pop(block, None) is None:
+                if block not in self._cached:
+                    raise InvariantViolated(f"{self.name} block {block} is blank: not to share")
+                del self._cached[block]
+            self._refs[block] += 1
+
+    def give_back(self, blocks: Sequence[int], after_plan: int) -> None:
+        """One reference less to each; unreferenced ones are free once `after_plan` is retired.
+
+        Goes from the last to the first, so that a chain is evicted tail first.
+        """
+        for block in reversed(blocks):
+            refs = self._refs[block] - 1
+            if refs < 0:
+                raise InvariantViolated(f"{self.name} block {block} given back without a reference")
+            self._refs[block] = refs
+            if refs == 0:
+                if after_plan <= self.retired:
+                    self._free(block)
+                else:
+                    self._cool_until[block] = after_plan
+                    self._cool_queue.append((after_plan, block))
+
+    def retire(self, plan: int) -> None:
+        """Every plan up to `plan` is collected and its copies are done."""
+        self.retired = max(self.retired, plan)
+        queue = self._cool_queue
+        while queue and queue[0][0] <= self.retired:
+            after, block = queue.popleft()
+            if self._cool_until.get(block) == after:
+                del self._cool_until[block]
+                self._free(block)
+
+    def _free(self, block: int) -> None:
+        if block in self._published:
+            self._cached[block] = None
+        else:
+            self._blank.append(block)
+
+    def publish(self, block: int, block_hash: bytes, tokens: tuple[int, ...]) -> bool:
+        """Let `find` return the block; False if another block has that hash already."""
+        if block_hash in self._index or block in self._published:
+            return False
+        if self._refs[block] == 0:
+            raise InvariantViolated(f"{self.name} block {block} is nobody's: not published")
+        self._index[block_hash] = block
+        self._published[block] = (block_hash, tokens)
+        return True
+
+    def withdraw(self, block: int) -> None:
+        """Forget the block's hash; its content stays with whoever holds it."""
+        entry = self._published.pop(block, None)
+        if entry is not None:
+            del self._index[entry[0]]
+            if block in self._cached:
+                del self._cached[block]
+                self._blank.append(block)
+
+    def find(self, block_hash: bytes, tokens: Sequence[int]) -> int | None:
+        """The block with that hash, if its own tokens are these (a collision is a miss)."""
+        block = self._index.get(block_hash)
+        if block is None or self._published[block][1] != tuple(tokens):
+            return None
+        return block
+
+    def check(self, owners: Iterable[Sequence[int]]) -> None:
+        """Prove conservation against the block tables of all owners, or raise InvariantViolated."""
+        held: Counter[int] = Counter()
+        for table in owners:
+            held.update(table)
+        for block, refs in enumerate(self._refs):
+            if refs != held[block]:
+                raise InvariantViolated(
+                    f"{self.name} block {block}: {refs} references, held by {held[block]} tables"
+                )
+        blank, cached, cooling = set(self._blank), set(self._cached), set(self._cool_until)
+        in_use = set(held)
+        total = len(self._blank) + len(cached) + len(cooling) + len(in_use)
+        if total != self.num_blocks or len(blank | cached | cooling | in_use) != self.num_blocks:
+            raise InvariantViolated(
+                f"{self.name} pool of {self.num_blocks}: {len(self._blank)} blank + {len(cached)} "
+                f"cached + {len(cooling)} cooling + {len(in_use)} held = {total}"
+            )
+        if {b: h for h, b in self._index.items()} != {
+            b: h for b, (h, _) in self._published.items()
+        }:
+            raise InvariantViolated(f"{self.name}: hash index and published blocks disagree")
+        if blank & self._published.keys() or cached - self._published.keys():
+            raise InvariantViolated(f"{self.name}: published and blank, or cached and not")

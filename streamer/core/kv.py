@@ -1,0 +1,333 @@
+"""KVManager: page tables over a device pool and a host pool.
+
+Owns both BlockPools and every change of a sequence's block table: match, allocate (with
+copy-on-write), fork, swap, publish, release. It never decides who gives way; the scheduler does.
+Moves and copies are returned or collected as block ids for the plan being built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+
+from streamer.core.blocks import BlockPool
+from streamer.core.prefix import BlockHasher
+from streamer.core.request import Request, Sequence
+from streamer.errors import InvariantViolated
+
+Moves = list[tuple[int, int]]
+
+
+def logical_position(position: int, block_size: int) -> tuple[int, int]:
+    """(logical block, offset in it) of a token position."""
+    return divmod(position, block_size)
+
+
+def num_blocks_for(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold so many tokens."""
+    return -(-num_tokens // block_size)
+
+
+def block_bytes(
+    *, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, element_bytes: int
+) -> int:
+    """Bytes of one block: K and V of all layers."""
+    return num_layers * block_size * 2 * num_kv_heads * head_dim * element_bytes
+
+
+class KVManager:
+    """Block tables of all sequences.
+
+    plan     the number of the plan being built (set by the scheduler): what is given back while
+             building it cools until it or its predecessor is retired
+    copies   destination -> source, copy-on-write of the plan being built
+    touched  sequence -> first logical block changed since the runner was told
+    """
+
+    def __init__(
+        self, device: BlockPool, host: BlockPool, hasher: BlockHasher, *, has_prefix_cache: bool
+    ) -> None:
+        self.device = device
+        self.host = host
+        self.hasher = hasher
+        self.block_size = hasher.block_size
+        self.has_prefix_cache = has_prefix_cache
+        self.plan = 0
+        self.copies: dict[int, int] = {}
+        self.touched: dict[Sequence, int] = {}
+        self.num_copied = 0
+        # Blocks a swap-out still reads although another sequence holds them: not writable yet.
+        self._leaving: dict[int, int] = {}
+
+    # ------------------------------------------------------------ prefix cache
+
+    def _hash_upto(self, seq: Sequence, num_blocks: int) -> None:
+        """Extend seq.hashes to the first `num_blocks` blocks (their tokens are known)."""
+        size, hashes = self.block_size, seq.hashes
+        if not hashes:
+            hashes.extend(seq.request.add.block_hashes[:num_blocks])
+        while len(hashes) < num_blocks:
+            parent = hashes[-1] if hashes else self.hasher.root(seq.request.add.salt)
+            start = len(hashes) * size
+            hashes.append(self.hasher.next(parent, seq.tokens[start : start + size]))
+
+    def _cached_blocks(self, seq: Sequence) -> list[int]:
+        """The longest published prefix, leaving at least one token to compute."""
+        if not self.has_prefix_cache:
+            return []
+        size = self.block_size
+        limit = (len(seq.tokens) - 1) // size
+        self._hash_upto(seq, limit)
+        found = []
+        for i in range(limit):
+            block = self.device.find(seq.hashes[i], seq.tokens[i * size : (i + 1) * size])
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def need(self, seq: Sequence) -> int:
+        """Free blocks it would take to hold all known tokens, after what can be shared now."""
+        shared = sum(1 for b in self._cached_blocks(seq) if self.device.ref_count(b) > 0)
+        return num_blocks_for(seq.num_tokens, self.block_size) - shared
+
+    def cached_tokens(self, seq: Sequence) -> int:
+        """Tokens that `match` would find now."""
+        return len(self._cached_blocks(seq)) * self.block_size
+
+    def match(self, seq: Sequence) -> int:
+        """Take references to the longest published prefix; the number of tokens it computes."""
+        if seq.blocks:
+            raise InvariantViolated(f"match on a sequence that holds {len(seq.blocks)} blocks")
+        found = self._cached_blocks(seq)
+        self.device.share(found)
+        seq.blocks = found
+        seq.num_computed = len(found) * self.block_size
+        seq.num_published = len(found)
+        return seq.num_computed
+
+    def publish(self, seq: Sequence) -> None:
+        """Make full blocks of known tokens findable, as far as they are computed or scheduled."""
+        if not self.has_prefix_cache:
+            return
+        size = self.block_size
+        full = min(seq.num_computed, len(seq.tokens)) // size
+        if full <= seq.num_published:
+            return
+        self._hash_upto(seq, full)
+        for i in range(seq.num_published, full):
+            tokens = tuple(seq.tokens[i * size : (i + 1) * size])
+            self.device.publish(seq.blocks[i], seq.hashes[i], tokens)
+        seq.num_published = full
+
+    def withdraw(self, seq: Sequence) -> None:
+        """Its step failed: nobody may match its blocks any more."""
+        for block in seq.blocks:
+            self.device.withdraw(block)
+
+    # ------------------------------------------------------------ tables
+
+    def allocate(self, seq: Sequence, num_tokens: int) -> bool:
+        """Cover `num_tokens` tokens, ready to write from seq.num_computed on; False: no room.
+
+        The block that would be written is copied first if anybody else can see it.
+        """
+        first = seq.num_computed // self.block_size
+        extra = num_blocks_for(num_tokens, self.block_size) - len(seq.blocks)
+        copy = seq.shares_tail and first < len(seq.blocks) and not self._is_writable(seq, first)
+        new = self.device.take(max(extra, 0) + copy)
+        if new is None:
+            return False
+        if seq.shares_tail:
+            seq.shares_tail = False
+            if copy:
+                self._copy_block(seq, first, new.pop())
+            elif first < len(seq.blocks):
+                self.device.withdraw(seq.blocks[first])
+        if new:
+            self._touch(seq, len(seq.blocks))
+            seq.blocks.extend(new)
+        return True
+
+    def _is_writable(self, seq: Sequence, index: int) -> bool:
+        block = seq.blocks[index]
+        if self._leaving.get(block, 0) <= self.device.retired:
+            self._leaving.pop(block, None)
+        return self.device.ref_count(block) == 1 and block not in self._leaving
+
+    def _copy_block(self, seq: Sequence, index: int, new: int) -> None:
+        source = seq.blocks[index]
+        # A source that is itself copied in this plan is read where its content is now.
+        self.copies[new] = self.copies.get(source, source)
+        self.num_copied += 1
+        seq.blocks[index] = new
+        self._touch(seq, index)
+        self.device.give_back([source], self.plan)
+
+    def _touch(self, seq: Sequence, index: int) -> None:
+        self.touched[seq] = min(index, self.touched.get(seq, index))
+
+    def fork(self, parent: Sequence, child: Sequence, at: int) -> bool:
+        """Share the blocks of the parent's first `at` tokens with a child that holds none.
+
+        Full blocks stay shared; the partial one is copied by whoever writes it first. False when
+        the parent has not computed so many.
+        """
+        if at > parent.num_computed or at > len(child.tokens):
+            return False
+        blocks = parent.blocks[: num_blocks_for(at, self.block_size)]
+        self.device.share(blocks)
+        child.blocks = list(blocks)
+        child.num_computed = at
+        child.num_published = min(parent.num_published, at // self.block_size)
+        if at % self.block_size:
+            child.shares_tail = parent.shares_tail = True
+        return True
+
+    def release(self, seq: Sequence, after_plan: int) -> None:
+        """Give everything back, on both pools; free when `after_plan` is over."""
+        for block in seq.blocks:
+            self.copies.pop(block, None)
+        self.device.give_back(seq.blocks, after_plan)
+        self.host.give_back(seq.host_blocks, after_plan)
+        seq.blocks, seq.host_blocks = [], []
+        seq.num_computed = seq.num_published = 0
+        seq.shares_tail = False
+        self.touched.pop(seq, None)
+
+    # ------------------------------------------------------------ swap
+
+    def _host_copy(self, seq: Sequence, index: int) -> int | None:
+        """A clean host copy of a full block, found by its hash."""
+        size = self.block_size
+        known = min(seq.num_computed, len(seq.tokens)) // size
+        if not self.has_prefix_cache or index >= known:
+            return None
+        self._hash_upto(seq, index + 1)
+        return self.host.find(seq.hashes[index], seq.tokens[index * size : (index + 1) * size])
+
+    def swap_cost(self, seqs: Iterable[Sequence]) -> tuple[int, int, bool]:
+        """(blocks to copy out, distinct blocks to bring back, whether it can be done now).
+
+        It can't when the host pool has no room, or when this very plan copies a block of theirs:
+        the swap runs before the copy, and its source may be written by whoever holds it.
+        """
+        fresh: set[int] = set()
+        clean: set[int] = set()
+        is_copying = False
+        for seq in seqs:
+            is_copying |= any(b in self.copies for b in seq.blocks)
+            for i in range(num_blocks_for(seq.num_computed, self.block_size)):
+                copy = self._host_copy(seq, i)
+                if copy is None:
+                    fresh.add(seq.blocks[i])
+                else:
+                    clean.add(copy)
+        idle = sum(1 for b in clean if self.host.ref_count(b) == 0)
+        has_room = len(fresh) + idle <= self.host.num_free
+        return len(fresh), len(fresh) + len(clean), has_room and not is_copying
+
+    def swap_out(self, seqs: Seq[Sequence]) -> Moves | None:
+        """Move to the host: (device, host) copies, once per block; None: no room there.
+
+        Every block of the victim goes, shared ones too, so that it depends on nobody.
+        """
+        if not self.swap_cost(seqs)[2]:
+            return None
+        moves: Moves = []
+        copied: dict[int, int] = {}
+        for seq in seqs:
+            kept = num_blocks_for(seq.num_computed, self.block_size)
+            computed = seq.num_computed
+            host_blocks = [self._swap_block_out(seq, i, copied, moves) for i in range(kept)]
+            self.release(seq, self.plan)
+            seq.num_computed, seq.host_blocks = computed, host_blocks
+        return moves
+
+    def _swap_block_out(self, seq: Sequence, i: int, copied: dict[int, int], moves: Moves) -> int:
+        block = seq.blocks[i]
+        found = copied.get(block)
+        if found is None:
+            found = self._host_copy(seq, i)
+        if found is not None:
+            self.host.share([found])
+            return found
+        taken = self.host.take(1)
+        if taken is None:
+            raise InvariantViolated(f"host pool: {self.host.num_free} free, but none to take")
+        moves.append((block, taken[0]))
+        self._leaving[block] = self.plan
+        copied[block] = taken[0]
+        size = self.block_size
+        if self.has_prefix_cache and (i + 1) * size <= min(seq.num_computed, len(seq.tokens)):
+            self._hash_upto(seq, i + 1)
+            tokens = tuple(seq.tokens[i * size : (i + 1) * size])
+            self.host.publish(taken[0], seq.hashes[i], tokens)
+        return taken[0]
+
+    def swap_in_need(self, seqs: Iterable[Sequence]) -> int:
+        """Device blocks to hold all known tokens of swapped sequences, nothing shared."""
+        return sum(num_blocks_for(s.num_tokens, self.block_size) for s in seqs)
+
+    def swap_in(self, seqs: Seq[Sequence]) -> Moves | None:
+        """Come back: (host, device) copies; None: no room.
+
+        A device copy is taken where the hash is still found. Host blocks are given back: clean
+        copies stay findable there. Published again only when the copies are done.
+        """
+        if self.swap_in_need(seqs) > self.device.num_free:
+            return None
+        moves: Moves = []
+        copied: dict[int, int] = {}
+        for seq in seqs:
+            blocks: list[int] = []
+            for i, host_block in enumerate(seq.host_blocks):
+                block = copied.get(host_block)
+                if block is None:
+                    block = self._device_copy(seq, i)
+                if block is not None:
+                    self.device.share([block])
+                else:
+                    block = self._take_one()
+                    moves.append((host_block, block))
+                    copied[host_block] = block
+                blocks.append(block)
+            self.host.give_back(seq.host_blocks, self.plan)
+            seq.host_blocks, seq.blocks = [], blocks
+            seq.num_published = 0
+        for seq in seqs:
+            partial = seq.num_computed % self.block_size and seq.blocks
+            if partial and self.device.ref_count(seq.blocks[-1]) > 1:
+                seq.shares_tail = True
+        return moves
+
+    def _device_copy(self, seq: Sequence, i: int) -> int | None:
+        size = self.block_size
+        known = min(seq.num_computed, len(seq.tokens)) // size
+        if not self.has_prefix_cache or i >= known:
+            return None
+        self._hash_upto(seq, i + 1)
+        return self.device.find(seq.hashes[i], seq.tokens[i * size : (i + 1) * size])
+
+    def _take_one(self) -> int:
+        taken = self.device.take(1)
+        if taken is None:
+            raise InvariantViolated(f"device pool: {self.device.num_free} free, but none to take")
+        return taken[0]
+
+    # ------------------------------------------------------------ proof
+
+    def check(self, requests: Iterable[Request]) -> None:
+        """Both pools against all block tables, and each table against its tokens."""
+        seqs = [s for r in requests for s in r.sequences]
+        self.device.check(s.blocks for s in seqs)
+        self.host.check(s.host_blocks for s in seqs)
+        for seq in seqs:
+            table = seq.blocks or seq.host_blocks
+            if len(table) * self.block_size < seq.num_computed:
+                raise InvariantViolated(
+                    f"request {seq.request.request_id}: {seq.num_computed} tokens computed, "
+                    f"but {len(table)} blocks of {self.block_size}"
+                )
+            if len(set(seq.blocks)) != len(seq.blocks):
+                raise InvariantViolated(f"request {seq.request.request_id}: a block twice")

@@ -1,0 +1,41 @@
+"""Chained block hashes: the names under which full blocks are shared.
+
+A block's hash covers everything before it, the tenant's salt and a per-process secret, so that
+equal hashes mean equal prefixes and nobody outside can make a collision. Pure; called by the loop
+for prompts and by KVManager for blocks that fill later.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+DIGEST_SIZE = 16  # 128 bits
+
+
+class BlockHasher:
+    """Keyed BLAKE2b over (parent hash, tokens); `secret` is 16 to 64 random bytes a process."""
+
+    def __init__(self, block_size: int, secret: bytes) -> None:
+        self.block_size = block_size
+        self._secret = secret
+
+    def root(self, salt: bytes) -> bytes:
+        """The parent of a sequence's first block."""
+        return blake2b(salt, digest_size=DIGEST_SIZE, key=self._secret, person=b"root").digest()
+
+    def next(self, parent: bytes, tokens: Sequence[int]) -> bytes:
+        """The hash of a full block after `parent`."""
+        data = parent + array("q", tokens).tobytes()
+        return blake2b(data, digest_size=DIGEST_SIZE, key=self._secret).digest()
+
+    def hash_blocks(self, tokens: Sequence[int], salt: bytes) -> tuple[bytes, ...]:
+        """Hashes of all full blocks of `tokens`, first to last."""
+        size = self.block_size
+        parent = self.root(salt)
+        hashes = []
+        for start in range(0, len(tokens) - size + 1, size):
+            parent = self.next(parent, tokens[start : start + size])
+            hashes.append(parent)
+        return tuple(hashes)

@@ -1,0 +1,105 @@
+"""apply: what a step drew becomes tokens, ends and news. The only author of a finish by content.
+
+Pure; called by Scheduler.apply with the plans in order. Results of rows that were cancelled or
+finished meanwhile are dropped; those of paused, swapped and preempted ones are kept.
+"""
+
+from __future__ import annotations
+
+from streamer.core.plan import FinishReason, StepOutput, StepResult, TokenLogprob
+from streamer.core.request import Sequence
+from streamer.core.state import State
+from streamer.core.stops import find_stop, next_tail
+from streamer.errors import InvariantViolated
+
+
+def apply_result(state: State, result: StepResult) -> StepOutput:
+    """Append the drawn tokens, end what ends, and say so. One pass over the rows."""
+    request_ids: list[str] = []
+    choices: list[int] = []
+    tokens: list[int] = []
+    logprobs: dict[int, TokenLogprob] = {}
+    owners, block_size = state.rows.owners, state.config.block_size
+    for row, reason in result.failed.items():
+        fail_row(state, row, reason)
+    for row, token in zip(result.rows, result.tokens, strict=True):
+        seq = owners[row]
+        if seq is None:
+            raise InvariantViolated(f"plan {result.number} drew a token for row {row}, nobody's")
+        seq.num_pending -= 1
+        if seq.finish_reason is not None:
+            continue
+        seq.tokens.append(token)
+        if row in result.logprobs:
+            logprobs[len(tokens)] = result.logprobs[row]
+        request_ids.append(seq.request.add.request_id)
+        choices.append(seq.choice)
+        tokens.append(token)
+        if len(seq.tokens) % block_size == 0 and seq.blocks:
+            state.kv.publish(seq)
+        end_if_due(state, seq, token)
+    state.counters.generated_tokens += len(tokens)
+    finishes, state.finishes = tuple(state.finishes), []
+    notices, state.notices = tuple(state.notices), []
+    return StepOutput(
+        number=result.number,
+        request_ids=tuple(request_ids),
+        choices=tuple(choices),
+        tokens=tuple(tokens),
+        logprobs=logprobs,
+        finishes=finishes,
+        notices=notices,
+        stats=state.stats(),
+    )
+
+
+def fail_row(state: State, row: int, reason: str) -> None:
+    """A row's logits were not finite: its request ends, its blocks can't be matched any more."""
+    seq = state.rows.owners[row]
+    if seq is None:
+        raise InvariantViolated(f"row {row} failed, but is nobody's: {reason}")
+    seq.num_pending -= 1
+    if seq.finish_reason is not None:
+        return
+    for each in seq.request.live():
+        state.kv.withdraw(each)
+    state.finish_all(seq.request, FinishReason.FAILED, reason)
+
+
+def end_if_due(state: State, seq: Sequence, token: int) -> None:
+    """Finish the choice if its newest token ends it."""
+    add = seq.request.add
+    num_output = len(seq.tokens) - len(add.prompt)
+    may_stop = num_output >= add.params.min_tokens
+    if token in add.stop_ids and may_stop:
+        state.finish(
+            seq,
+            FinishReason.STOP,
+            text_bytes=_num_bytes(state, seq, num_output - 1),
+            stop=token if token in add.params.stop_token_ids else None,
+        )
+        return
+    if add.stop:
+        table = state.config.token_bytes
+        piece = table[token] if token < len(table) else b""
+        found = find_stop(seq.tail, piece, add.stop) if may_stop else None
+        if found is not None:
+            before = _num_bytes(state, seq, num_output - 1) - len(seq.tail)
+            state.finish(
+                seq,
+                FinishReason.STOP,
+                text_bytes=before + found[0],
+                stop=add.params.stop[found[1]],
+            )
+            return
+        seq.tail = next_tail(seq.tail, piece, add.stop)
+    if num_output >= seq.request.max_tokens:
+        state.finish(seq, FinishReason.LENGTH)
+
+
+def _num_bytes(state: State, seq: Sequence, num_output: int) -> int:
+    """Bytes of the first output tokens' text; walked once, when a choice ends."""
+    table = state.config.token_bytes
+    first = len(seq.request.add.prompt)
+    known = len(table)
+    return sum(len(table[t]) for t in seq.tokens[first : first + num_output] if t < known)

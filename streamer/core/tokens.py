@@ -1,0 +1,98 @@
+"""Tokens of a step: how many known tokens each sequence computes, and who draws.
+
+Functions over State and the plan being built, called by Scheduler.schedule and by admission.
+Decodes come first, then prefill chunks, under one token budget.
+"""
+
+from __future__ import annotations
+
+from streamer.core.plan import Chunk, Notice, NoticeKind
+from streamer.core.request import Sequence
+from streamer.core.state import Draft, State
+from streamer.errors import InvariantViolated
+
+
+def continue_running(state: State, draft: Draft) -> None:
+    """Decodes first, then prefill chunks; the loop that every step pays for."""
+    size = state.config.block_size
+    catching_up: list[Sequence] = []
+    sitting, publish = draft.sitting, state.kv.publish
+    decoded = 0
+    for request in state.running:
+        for seq in request.sequences:
+            if seq.finish_reason is not None:
+                continue
+            known = len(seq.tokens) + seq.num_pending
+            is_plain = (
+                seq.joined
+                and known - seq.num_computed == 1
+                and known - len(request.add.prompt) < request.max_tokens
+                and decoded < draft.budget
+                and (not sitting or seq not in sitting)
+                and not request.spare_rows
+            )
+            if not is_plain:
+                catching_up.append(seq)
+                continue
+            decoded += 1
+            seq.num_computed += 1
+            seq.num_pending += 1
+            if seq.num_computed % size == 0:
+                publish(seq)
+    draft.budget -= decoded
+    draft.num_tokens += decoded
+    draft.num_samples += decoded
+    catching_up.sort(key=lambda s: s.num_tokens - s.num_computed > 1)
+    for seq in catching_up:
+        advance(state, seq, draft)
+
+
+def advance(state: State, seq: Sequence, draft: Draft) -> None:
+    """Give one sequence what the budget allows, joining or sitting as need be."""
+    request = seq.request
+    known = seq.num_tokens
+    remaining = known - seq.num_computed
+    is_done = known - len(request.add.prompt) >= request.max_tokens
+    has_room = len(seq.blocks) * state.config.block_size >= known
+    is_out = is_done or not has_room or seq in draft.sitting
+    count = 0 if is_out else min(remaining, draft.budget)
+    start = seq.num_computed
+    if count == 0:
+        if seq.joined:
+            draft.chunks.append(Chunk(seq.row, start, 0, False))
+        return
+    if not seq.joined:
+        state.join(seq, draft)
+    samples = count == remaining
+    if remaining > 1:
+        draft.chunks.append(Chunk(seq.row, start, count, samples))
+    draft.starts[seq] = start
+    draft.budget -= count
+    draft.num_tokens += count
+    draft.num_samples += samples
+    seq.num_computed += count
+    seq.num_pending += samples
+    state.kv.publish(seq)
+    if samples and request.spare_rows:
+        fork_choices(state, seq, draft)
+    elif remaining > 1 and (not samples or start > 0):
+        done = Notice(request.request_id, NoticeKind.PREFILL, seq.num_computed, known)
+        state.notices.append(done)
+
+
+def fork_choices(state: State, parent: Sequence, draft: Draft) -> None:
+    """The prompt is computed: n - 1 more choices share its blocks and draw from its logits."""
+    request = parent.request
+    rows, request.spare_rows = request.spare_rows, []
+    for choice, row in enumerate(rows, start=1):
+        child = Sequence(request, choice, list(request.add.prompt))
+        request.sequences.append(child)
+        if not state.kv.fork(parent, child, len(child.tokens)):
+            raise InvariantViolated(
+                f"request {request.request_id}: fork at {len(child.tokens)} of "
+                f"{parent.num_computed} computed tokens"
+            )
+        child.row = row
+        state.join(child, draft, logits_of=parent.row)
+        child.num_pending = 1
+        draft.num_samples += 1
