@@ -1,4 +1,7 @@
-"""`streamer bench WHAT`: the in-process measurements, each a module of the bench room."""
+"""`streamer bench WHAT`: the in-process measurements, each a module of the bench room.
+
+Only finds the module and hands the parsed flags on; what is measured is that module's business.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The event loop of a command: uvloop where it exists, asyncio's own elsewhere."""
+"""The event loop of a command: uvloop where it exists, asyncio's own elsewhere.
+
+The only place in the command line that chooses a loop.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,345 @@
+"""The shape of the code, proved on its syntax trees.
+
+Which room may import which, how long functions and files may be, what must not be in them, and
+what stands at the top of the repository. Every rule is first tried on small bad snippets.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TOP = {
+    *(".ci", ".gitignore", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "kernels"),
+    *("loadtest", "pyproject.toml", "streamer", "tests", "web"),
+}
+FUNCTION_LINES, KERNEL_LINES, FILE_LINES = 59, 149, 399
+ANY = frozenset(["*"])
+OUTSIDE_WORLD = "asyncio threading time logging random datetime secrets socket queue signal"
+OUTSIDE_WORLD += " multiprocessing concurrent selectors sched subprocess torch numpy"
+
+
+class Room(NamedTuple):
+    """What a room may import: rooms and packages at module level, more of them inside functions.
+
+    The stdlib and msgspec are free unless in `never`; errors and config are open to every room.
+    """
+
+    rooms: frozenset[str] = frozenset()
+    packages: frozenset[str] = frozenset()
+    lazy_rooms: frozenset[str] = frozenset()
+    lazy_packages: frozenset[str] = frozenset()
+    never: frozenset[str] = frozenset()
+
+
+def _room(rooms: str = "", packages: str = "", **more: str | frozenset[str]) -> Room:
+    sets = {k: v if isinstance(v, frozenset) else frozenset(v.split()) for k, v in more.items()}
+    return Room(frozenset(rooms.split()), frozenset(packages.split()), **sets)
+
+
+# Rooms that wire others together import them inside functions; the pure core's values are free.
+# Nobody imports these five at module level.
+LAZY = frozenset(["build", "bench", "cli", "demo", "cluster"])
+ROOMS = {
+    "errors": _room(),
+    "config": _room(),
+    "tokenizer": _room("", "tokenizers jinja2", lazy_packages="transformers", never="torch"),
+    "core": _room("", never=OUTSIDE_WORLD),
+    "model": _room(
+        "kernels core tokenizer",
+        "torch transformers safetensors numpy rich",
+        never="asyncio streamer.engine streamer.server",
+    ),
+    "engine": _room("core tokenizer", lazy_rooms="build", never="torch"),
+    "server": _room(
+        "engine tokenizer core",
+        "starlette uvicorn prometheus_client websockets",
+        never="torch streamer.model streamer.core.scheduler streamer.core.blocks streamer.core.kv",
+    ),
+    "kernels": _room("", "torch triton numba numpy"),
+    "loadtest": _room("", "*"),
+    "build": _room("core", "", lazy_rooms=ANY, lazy_packages=ANY),
+    "cli": _room("core", "", lazy_rooms=ANY, lazy_packages=ANY),
+    "cluster": _room("core", "", lazy_rooms=ANY, lazy_packages=ANY),
+    "bench": _room("core", "*", lazy_rooms=ANY),
+    "demo": _room("core", "*", lazy_rooms=ANY),
+    "llm": _room("core", "", lazy_rooms="build engine"),
+    "package": _room("", "", lazy_rooms=ANY),
+}
+OPEN_ROOMS = frozenset(["errors", "config", "package"])
+OPEN_PACKAGES = frozenset(["msgspec", *sys.stdlib_module_names])
+
+
+class Import(NamedTuple):
+    """One imported name, absolute. `is_lazy`: in a function or under TYPE_CHECKING."""
+
+    name: str
+    line: int
+    is_lazy: bool
+
+
+def imports_of(tree: ast.Module, module: str) -> Iterator[Import]:
+    """Every import in a module that is called `module` (a package's is `pkg.__init__`)."""
+
+    def walk(node: ast.AST, is_lazy: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from (Import(a.name, child.lineno, is_lazy) for a in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                base = child.module or ""
+                if child.level:
+                    base = ".".join([*module.split(".")[: -child.level], *filter(None, [base])])
+                yield from (Import(f"{base}.{a.name}", child.lineno, is_lazy) for a in child.names)
+            elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+                yield from walk(child, True)
+            else:
+                is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+                yield from walk(child, is_lazy or is_function)
+
+    yield from walk(tree, False)
+
+
+def room_of(name: str) -> str:
+    """The room of a dotted name below `streamer`."""
+    parts = name.split(".")
+    room = parts[1] if len(parts) > 1 else "package"
+    if room == "__main__":
+        return "cli"
+    if room.startswith("tokenizer"):
+        return "tokenizer"
+    return room if room in ROOMS else "package"
+
+
+def _begins(name: str, prefixes: frozenset[str]) -> str | None:
+    return next((p for p in prefixes if name == p or name.startswith(p + ".")), None)
+
+
+def import_faults(tree: ast.Module, module: str) -> Iterator[str]:
+    """Imports against the table."""
+    here = room_of(module)
+    rule = ROOMS[here]
+    for name, line, is_lazy in imports_of(tree, module):
+        top = name.split(".")[0]
+        if forbidden := _begins(name, rule.never):
+            yield f"{module}:{line}: {here} never imports {forbidden}"
+        elif top == "streamer":
+            there = room_of(name)
+            allowed = rule.rooms | OPEN_ROOMS | {here} | (rule.lazy_rooms if is_lazy else set())
+            if there not in allowed and "*" not in allowed:
+                yield f"{module}:{line}: {here} imports {name}"
+            elif there in LAZY and there != here and not is_lazy:
+                yield f"{module}:{line}: {name} may only be imported inside a function"
+            backend = _begins(name, frozenset(["streamer.kernels.gpu", "streamer.kernels.cpu"]))
+            if backend and not module.startswith(backend) and not is_lazy:
+                yield f"{module}:{line}: {backend} is imported on first use"
+        elif top in ("kernels", "web", "tests", "loadtest"):
+            yield f"{module}:{line}: {top} is installed as streamer.{top}"
+        elif top not in OPEN_PACKAGES:
+            allowed = rule.packages | (rule.lazy_packages if is_lazy else set())
+            if top not in allowed and "*" not in allowed:
+                yield f"{module}:{line}: {here} imports {top}"
+
+
+def size_faults(source: str, tree: ast.Module, module: str) -> Iterator[str]:
+    """Files and functions that are too long."""
+    lines = len(source.splitlines())
+    if lines > FILE_LINES:
+        yield f"{module}: {lines} lines, the limit is {FILE_LINES}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            is_kernel = any("jit" in ast.unparse(d) for d in node.decorator_list)
+            limit = KERNEL_LINES if is_kernel else FUNCTION_LINES
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > limit:
+                yield f"{module}:{node.lineno}: {node.name} has {lines} lines, limit {limit}"
+
+
+def contract_faults(tree: ast.Module, module: str) -> Iterator[str]:
+    """A module says what it owns; all but package files in at least two lines."""
+    doc = ast.get_docstring(tree)
+    if not doc:
+        yield f"{module}: no contract"
+    elif len(doc.split("\n")) < 2 and module.split(".")[-1] not in ("__init__", "__main__"):
+        yield f"{module}: its contract is one line"
+
+
+MUTABLE_CALLS = {"list", "dict", "set", "defaultdict", "deque", "OrderedDict", "Counter"}
+
+
+def habit_faults(tree: ast.Module, module: str) -> Iterator[str]:
+    """print, assert, global, and mutable values in module-level variables."""
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 0)
+        if isinstance(node, ast.Assert):
+            yield f"{module}:{line}: assert"
+        elif isinstance(node, ast.Global):
+            yield f"{module}:{line}: global"
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "print":
+            yield f"{module}:{line}: print"
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            value = node.value
+            is_mutable = isinstance(value, ast.List | ast.Dict | ast.Set) or (
+                isinstance(value, ast.Call) and ast.unparse(value.func) in MUTABLE_CALLS
+            )
+            for target in targets:
+                name = ast.unparse(target)
+                if is_mutable and not name.isupper() and not name.startswith("__"):
+                    yield f"{module}:{node.lineno}: {name} is a mutable module-level variable"
+
+
+def sources(*folders: str) -> list[Path]:
+    """Tracked and new Python files below these folders (links are seen where they point)."""
+    return [
+        path
+        for folder in folders
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if not any(parent.is_symlink() for parent in path.parents)
+        and "node_modules" not in str(path)
+    ]
+
+
+def module_of(path: Path) -> str:
+    """The dotted name under which a file is installed."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts if parts[0] in ("streamer", "tests") else ("streamer", *parts))
+
+
+PRODUCT = sources("streamer", "kernels", "loadtest")
+TESTS = sources("tests")
+
+
+@pytest.mark.parametrize("path", PRODUCT, ids=module_of)
+def test_product_module(path: Path) -> None:
+    source, module = path.read_text(encoding="utf-8"), module_of(path)
+    tree = ast.parse(source)
+    faults = [
+        *import_faults(tree, module),
+        *size_faults(source, tree, module),
+        *contract_faults(tree, module),
+        *habit_faults(tree, module),
+    ]
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("path", TESTS, ids=module_of)
+def test_test_module(path: Path) -> None:
+    source, module = path.read_text(encoding="utf-8"), module_of(path)
+    faults = list(size_faults(source, ast.parse(source), module))
+    assert not faults, "\n".join(faults)
+
+
+def test_the_rooms_are_there() -> None:
+    """An empty or misplaced tree must not pass."""
+    rooms = {room_of(module_of(path)) for path in PRODUCT}
+    assert {"core", "model", "engine", "server", "kernels", "cli", "bench", "demo"} <= rooms
+    assert any("core" in path.parts for path in TESTS)
+
+
+def test_top_of_the_repository() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert {line.split("/")[0] for line in listed} <= TOP
+    assert {"README.md", "LICENSE", "Makefile", "CONTRIBUTING.md", "pyproject.toml"} <= {*listed}
+
+
+BAD_IMPORTS = [
+    ("streamer.core.kv", "import time"),
+    ("streamer.core.kv", "def f():\n    import torch"),
+    ("streamer.core.kv", "from streamer.engine.engine import AsyncEngine"),
+    ("streamer.core.kv", "from ..engine import engine"),
+    ("streamer.core.__init__", "from ..model import runner"),
+    ("streamer.errors", "from streamer.core.plan import Plan"),
+    ("streamer.tokenizer", "import transformers"),
+    ("streamer.tokenizer", "def f():\n    import torch"),
+    ("streamer.model.runner", "def f():\n    import asyncio"),
+    ("streamer.model.runner", "from streamer.server import app"),
+    ("streamer.engine.core", "def f():\n    import torch"),
+    ("streamer.engine.core", "from streamer.build import build_engine"),
+    (
+        "streamer.engine.core",
+        "if TYPE_CHECKING:\n    from streamer.model.runner import ModelRunner",
+    ),
+    ("streamer.server.app", "from streamer.core.scheduler import Scheduler"),
+    ("streamer.server.app", "from streamer.core import kv"),
+    ("streamer.server.app", "import rich"),
+    ("streamer.cli.serve", "from streamer.server.app import build_app"),
+    ("streamer.cli.serve", "import rich"),
+    ("streamer.server.app", "from streamer.bench import fake"),
+    ("streamer.kernels.ops", "from streamer.core.plan import Plan"),
+    ("streamer.kernels.ops", "from streamer.kernels.gpu import attention"),
+    ("streamer.model.runner", "import kernels"),
+    ("streamer.loadtest.users", "import streamer.engine"),
+]
+GOOD_IMPORTS = [
+    (
+        "streamer.core.kv",
+        "import heapq\nimport msgspec\nfrom streamer.core.blocks import BlockPool",
+    ),
+    ("streamer.tokenizer", "def f():\n    from transformers import AutoTokenizer"),
+    ("streamer.engine.engine", "def f():\n    from streamer.build import build_engine"),
+    ("streamer.server.app", "from starlette.routing import Route\nfrom ..engine import engine"),
+    ("streamer.cli.serve", "async def f():\n    from streamer.server.lifecycle import serve"),
+    ("streamer.cli.serve", "if TYPE_CHECKING:\n    from rich.console import Console"),
+    ("streamer.kernels.ops", "def f():\n    from streamer.kernels.gpu import attention"),
+    ("streamer.loadtest.users", "import locust\nfrom streamer.loadtest import slo"),
+]
+
+
+@pytest.mark.parametrize(("module", "source"), BAD_IMPORTS)
+def test_a_bad_import_is_found(module: str, source: str) -> None:
+    assert len(list(import_faults(ast.parse(source), module))) == 1
+
+
+@pytest.mark.parametrize(("module", "source"), GOOD_IMPORTS)
+def test_a_good_import_passes(module: str, source: str) -> None:
+    assert list(import_faults(ast.parse(source), module)) == []
+
+
+@pytest.mark.parametrize(
+    ("decorator", "lines", "is_fault"),
+    [("", 59, False), ("", 60, True), ("@triton.jit\n", 149, False), ("@njit(x)\n", 150, True)],
+)
+def test_function_length(decorator: str, lines: int, is_fault: bool) -> None:
+    source = decorator + "def f():\n" + "    x = 1\n" * (lines - 1)
+    assert bool(list(size_faults(source, ast.parse(source), "m"))) is is_fault
+
+
+def test_file_length() -> None:
+    assert not list(size_faults("x = 1\n" * 399, ast.parse("x = 1"), "m"))
+    assert list(size_faults("x = 1\n" * 400, ast.parse("x = 1"), "m"))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "assert x",
+        "def f():\n    print(1)",
+        "def f():\n    global x",
+        "seen = []",
+        "_cache = dict()",
+    ],
+)
+def test_a_bad_habit_is_found(source: str) -> None:
+    assert len(list(habit_faults(ast.parse(source), "m"))) == 1
+
+
+def test_good_habits_pass() -> None:
+    source = "__all__ = ['a']\nTABLE = {}\nAlias = dict[str, int]\nconsole.print(1)"
+    assert list(habit_faults(ast.parse(source), "m")) == []
+
+
+def test_a_contract_is_needed() -> None:
+    assert list(contract_faults(ast.parse("x = 1"), "streamer.a"))
+    assert list(contract_faults(ast.parse('"""One line."""'), "streamer.a"))
+    assert not list(contract_faults(ast.parse('"""One line."""'), "streamer.a.__init__"))
+    assert not list(contract_faults(ast.parse('"""Two.\n\nLines."""'), "streamer.a"))

@@ -1,0 +1,197 @@
+"""The command line: parsing, exit codes, messages, and what `--help` does not import."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from streamer.cli import COMMANDS, main
+from streamer.cli.arguments import (
+    SAMPLING_HELP,
+    Parser,
+    UsageError,
+    add_config_flags,
+    add_sampling_flags,
+    config_from,
+    sampling_from,
+)
+from streamer.cli.doctor import port_free
+from streamer.cli.serve import check_bind, url_of
+from streamer.config import Config, settings
+from streamer.core.sampling import SamplingParams
+from streamer.errors import StreamerError
+
+HEAVY = ("torch", "transformers", "starlette", "uvicorn", "rich", "numpy", "websockets", "jinja2")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["serve", "--help"], ["chat", "-h"]])
+def test_help_imports_nothing_heavy(words: list[str]) -> None:
+    """No timing: what makes `--help` slow is what it loads."""
+    script = (
+        "import sys; from streamer.cli import main\n"
+        f"code = main({words!r})\n"
+        f"loaded = [m for m in {HEAVY!r} if m in sys.modules]\n"
+        "sys.exit(f'loaded {loaded}' if loaded or code else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "streamer" in done.stdout
+
+
+def test_the_module_runs() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "streamer", "--version"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, "streamer 0.1.0\n")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    assert COMMANDS[name].help in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "usage: streamer"),
+        (["swerve"], "no command is called 'swerve'"),
+        (["serve", "--prot", "1"], "unrecognized arguments: --prot"),
+        (["serve", "--max-num", "1"], "unrecognized arguments: --max-num"),
+        (["serve", "--port", "x"], "--port: expected `int`, got 'x'"),
+        (["serve", "--dtype", "int3"], "--dtype: expected one of"),
+        (["serve", "a", "--model", "b"], "MODEL is a but --model is b"),
+        (["serve", "--host", "0.0.0.0"], "--host 0.0.0.0 is reachable from other machines"),
+        (["serve", "--config", "absent.toml"], "absent.toml"),
+        (["generate", "hi", "--temperature", "3"], "temperature must be from 0.0 to 2.0"),
+        (["generate", "hi", "--top-k", "x"], "--top-k: expected `int`"),
+        (["generate", " "], "PROMPT is empty"),
+        (["generate", "hi", "--raw", "--system", "x"], "leave --raw out"),
+        (["chat", "--url", "ftp://x"], "--url: ftp://x is no address"),
+        (["chat", "fake", "--url", "localhost:1"], "leave MODEL out"),
+    ],
+)
+def test_wrong_usage_is_2_and_names_the_flag(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    told = capsys.readouterr()
+    assert message in " ".join((told.err + told.out).split())
+    assert "Traceback" not in told.err
+
+
+def test_an_unknown_variable_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("STREAMER_PROT", "1")
+    assert main(["serve"]) == 2
+    assert "STREAMER_PROT is no setting" in capsys.readouterr().err
+
+
+def test_a_streamer_error_is_1_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> int:
+        raise StreamerError("the pool has [3] blocks, 5 are needed")
+
+    monkeypatch.setattr("streamer.cli.doctor.run", fail)
+    assert main(["doctor"]) == 1
+    told = capsys.readouterr().err
+    assert "error: the pool has [3] blocks, 5 are needed" in told
+    assert "Traceback" not in told
+
+
+def test_an_interrupt_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("streamer.cli.doctor.run", interrupt)
+    assert main(["doctor"]) == 130
+
+
+def _parsed(*words: str) -> argparse.Namespace:
+    parser = Parser()
+    add_config_flags(parser)
+    return parser.parse_args(words)
+
+
+def test_every_setting_is_a_flag() -> None:
+    parser = Parser()
+    add_config_flags(parser)
+    flags = {flag for action in parser._actions for flag in action.option_strings}
+    assert {setting.flag for setting in settings()} <= flags
+    assert {"--no-enable-prefix-caching", "--no-load-progress"} <= flags
+
+
+def test_flags_become_a_config() -> None:
+    args = _parsed("m", "--port=1", "--no-enable-prefix-caching", "--api-key", "a,b", "--api-key=c")
+    config = config_from(args, {"STREAMER_PORT": "2", "STREAMER_MAX_QUEUE": "3"})
+    assert config == Config(
+        model="m", port=1, enable_prefix_caching=False, api_key=("a", "b", "c"), max_queue=3
+    )
+
+
+def test_sampling_flags_become_parameters() -> None:
+    parser = Parser()
+    add_sampling_flags(parser)
+    words = ["--temperature", "0", "--stop", "a,b", "--stop", "c", "--seed", "7", "--ignore-eos"]
+    given = sampling_from(parser.parse_args(words))
+    assert given == {"temperature": 0.0, "stop": ("a,b", "c"), "seed": 7, "ignore_eos": True}
+    assert sampling_from(parser.parse_args([])) == {}
+
+
+def test_sampling_help_names_real_parameters() -> None:
+    assert set(SAMPLING_HELP) <= set(SamplingParams.__struct_fields__)
+
+
+@pytest.mark.parametrize(
+    ("config", "is_allowed"),
+    [
+        (Config(), True),
+        (Config(host="localhost"), True),
+        (Config(host="127.8.8.8"), True),
+        (Config(host="::1"), True),
+        (Config(host="[::1]"), True),
+        (Config(host="0.0.0.0"), False),
+        (Config(host="::"), False),
+        (Config(host="192.168.1.2"), False),
+        (Config(host="myhost"), False),
+        (Config(host="0.0.0.0", api_key=("k",)), True),
+        (Config(host="0.0.0.0", allow_public_bind=True), True),
+        (Config(host="0.0.0.0", uds="/tmp/s"), True),
+    ],
+)
+def test_a_public_bind_needs_a_key(config: Config, is_allowed: bool) -> None:
+    if is_allowed:
+        check_bind(config)
+    else:
+        with pytest.raises(UsageError, match="api-key"):
+            check_bind(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "url"),
+    [
+        (Config(), "http://127.0.0.1:8000"),
+        (Config(host="0.0.0.0", port=9), "http://127.0.0.1:9"),
+        (Config(host="::1", ssl_certfile="c"), "https://[::1]:8000"),
+        (Config(root_path="/llm"), "http://127.0.0.1:8000/llm"),
+        (Config(uds="/tmp/s"), "unix:/tmp/s"),
+    ],
+)
+def test_the_url_that_is_announced(config: Config, url: str) -> None:
+    assert url_of(config) == url
+
+
+def test_doctor_sees_a_taken_port() -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        finding = port_free(Config(port=holder.getsockname()[1]))
+    assert finding.state == "missing"
+    assert "--port" in finding.remedy
+    assert port_free(Config(port=0)).state == "good"

@@ -1,0 +1,110 @@
+"""Config: its sources and their order, its bounds, and refusals that name what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from streamer.config import Config, Setting, load_config, settings
+from streamer.errors import ConfigError
+
+
+def test_flags_beat_environment_beats_file_beats_default(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('port = 1\nhost = "file"\nmax_num_seqs = 3\n')
+    environment = {"STREAMER_PORT": "2", "STREAMER_HOST": "environment"}
+    config = load_config({"port": "4"}, environment, file)
+    assert (config.port, config.host, config.max_num_seqs) == (4, "environment", 3)
+    assert config.block_size == Config().block_size
+
+
+def test_a_flag_that_was_not_given_hides_nothing() -> None:
+    assert load_config({"port": None}, {"STREAMER_PORT": "2"}).port == 2
+
+
+def test_the_environment_can_name_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('api_key = ["a", "b"]\n')
+    assert load_config({}, {"STREAMER_CONFIG": str(file)}).api_key == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("max_model_len", "128", 128),
+        ("swap_space", "0.5", 0.5),
+        ("swap_space", "1", 1.0),
+        ("enable_prefix_caching", "false", False),
+        ("load_progress", "0", False),
+        ("dtype", "bfloat16", "bfloat16"),
+        ("api_key", "a, b,,c", ("a", "b", "c")),
+        ("api_key", "", ()),
+        ("model", "a,b", "a,b"),
+    ],
+)
+def test_text_becomes_the_fields_type(name: str, text: str, value: object) -> None:
+    assert getattr(load_config({}, {f"STREAMER_{name.upper()}": text}), name) == value
+
+
+def test_a_list_flag_may_be_repeated() -> None:
+    assert load_config({"api_key": ["a,b", "c"]}, {}).api_key == ("a", "b", "c")
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "message", "param"),
+    [
+        ({"port": "x"}, {}, "--port: expected `int`, got 'x'", "port"),
+        ({"port": "65536"}, {}, "--port: expected `int` <= 65535", "port"),
+        ({}, {"STREAMER_PORT": "x"}, "STREAMER_PORT: expected", "port"),
+        ({"dtype": "int3"}, {}, "--dtype: expected one of auto, float32, bfloat16", "dtype"),
+        ({"gpu_memory_utilization": "0"}, {}, "--gpu-memory-utilization: expected", None),
+        ({}, {"STREAMER_PROT": "1"}, "STREAMER_PROT is no setting; did you mean", "STREAMER_PROT"),
+        ({}, {"STREAMER_XYZZY": "1"}, "STREAMER_XYZZY is no setting", "STREAMER_XYZZY"),
+    ],
+)
+def test_refusals_name_the_place(
+    flags: dict[str, str], environment: dict[str, str], message: str, param: str | None
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(flags, environment)
+    assert message in caught.value.message
+    assert param is None or caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prot = 1", "prot is no setting; did you mean port?"),
+        ('port = "8000"', "port: expected `int`"),
+        ("port = ", "settings.toml:"),
+        ("[server]\nport = 1", "server is no setting"),
+    ],
+)
+def test_files_are_refused_by_key(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"settings\.toml") as caught:
+        load_config({}, {}, file)
+    assert message in caught.value.message
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load_config({}, {}, tmp_path / "absent.toml")
+
+
+def test_bounds_hold_for_python_too() -> None:
+    with pytest.raises(ConfigError, match="max_num_seqs: expected `int` >= 1") as caught:
+        Config(max_num_seqs=0)
+    assert caught.value.param == "max_num_seqs"
+    with pytest.raises(ConfigError, match="block_size"):
+        msgspec.structs.replace(Config(), block_size=-1)
+
+
+@pytest.mark.parametrize("setting", settings(), ids=lambda s: s.name)
+def test_every_setting_says_what_it_does_and_accepts_its_default(setting: Setting) -> None:
+    assert setting.help
+    assert setting.section in ("model", "scheduling and memory", "server")
+    assert setting.parse(setting.default, where="here", is_text=False) == setting.default
