@@ -45,12 +45,12 @@ $(VENV)/bin/python:
 
 $(VENV)/.ready: pyproject.toml | $(VENV)/bin/python
 	@echo "Installing (the first time this takes a few minutes)"
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(TORCH)
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e .
+	$(BIN)/python -m pip install --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install --disable-pip-version-check -e .
 	@touch $@
 
 $(VENV)/.ready-dev: pyproject.toml $(VENV)/.ready
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
 # The page's tests drive a real browser: Debian's, where apt-get may install it.

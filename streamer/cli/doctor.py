@@ -132,15 +132,12 @@ def _bfloat16() -> Finding:
 
 
 def memory() -> list[Finding]:
-    """What is free for weights and KV cache."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return []
-    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    free = int(lines["MemAvailable"].split()[0]) / (1 << 20)
-    total = int(lines["MemTotal"].split()[0]) / (1 << 20)
-    detail = f"{free:.1f} of {total:.1f} GiB free"
-    if free < 1.0:
+    """What is free for weights and KV cache, within this process's limits."""
+    from streamer.model.memory import free_bytes
+
+    free_gib = free_bytes() / (1 << 30)
+    detail = f"{free_gib:.1f} GiB free for weights and KV cache"
+    if free_gib < 1.0:
         return [Finding("memory", "note", detail, "lower --gpu-memory-utilization or free some")]
     return [Finding("memory", "good", detail)]
 
