@@ -1,7 +1,7 @@
 """Tiny random checkpoints, made with transformers: the material of the model's tests.
 
 `make_checkpoint(folder, family, seed, **overrides)` saves one; `reference_logits` and
-`reference_greedy` are transformers' own answers, the oracle. Weights are large enough for logits that
+`reference_greedy` are transformers' own answers, the oracle. Weights are large enough that logits
 are far from ties.
 """
 

@@ -7,17 +7,28 @@ returns (depth 0).
 
 from __future__ import annotations
 
+import logging
+import os
 import time
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from streamer.config import Config
+from streamer.core.model_info import ModelInfo
 from streamer.core.plan import Facts, Plan, StepResult
-from streamer.errors import InvariantViolated
+from streamer.errors import ConfigError, InvariantViolated
 from streamer.kernels import ops
+from streamer.model import memory
+from streamer.model.checkpoint import open_checkpoint
 from streamer.model.costs import Costs
 from streamer.model.inputs import Rows, StepInputs
+from streamer.model.inspect import Recognized, model_info, recognize
+from streamer.model.loader import DTYPES, load_decoder
 from streamer.model.sampler import Sampler
+
+logger = logging.getLogger(__name__)
 
 
 class CausalModel(Protocol):
@@ -183,3 +194,58 @@ def _check_ids(
             raise InvariantViolated(
                 f"{name} ({src}, {dst}) is beyond the pools of {sources} and {destinations} blocks"
             )
+
+
+def load_runner(config: Config) -> tuple[ModelRunner, ModelInfo]:
+    """Load config.model (a folder) on this thread, which is the one that runs it later.
+
+    ModelNotSupported, NotEnoughMemory and ConfigError come before the weights are read, where they
+    can be known by then.
+    """
+    if config.model is None:
+        raise ConfigError("no checkpoint folder to load", param="model")
+    torch.set_num_threads(_num_threads())
+    known = recognize(open_checkpoint(Path(config.model)), config.dtype)
+    memory.check_weights_fit(known.num_parameters * known.item_bytes, memory.free_bytes())
+    model = _load_model(known, config.load_progress)
+    block_bytes = known.kv_bytes_per_token * config.block_size
+    pools = memory.plan_pools(
+        config,
+        block_bytes=block_bytes,
+        model_limit=known.model_limit,
+        free=memory.free_bytes(),
+    )
+    if config.max_model_len is None and pools.max_model_len < known.model_limit:
+        logger.warning(
+            "context limited to %d of the model's %d tokens: the KV pool holds no more",
+            pools.max_model_len,
+            known.model_limit,
+        )
+    runner = ModelRunner(
+        model,
+        num_blocks=pools.num_blocks,
+        num_host_blocks=pools.num_host_blocks,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=pools.max_model_len,
+    )
+    return runner, model_info(known, config, pools, block_bytes)
+
+
+def _load_model(known: Recognized, show_progress: bool) -> CausalModel:
+    dtype = DTYPES[known.dtype]
+    if known.decoder is not None:
+        return load_decoder(known.checkpoint, known.decoder, dtype, show_progress)
+    from streamer.model.fallback import load_fallback  # transformers' modelling code
+
+    if known.fallback is None:
+        raise InvariantViolated("a recognized checkpoint has neither decoder nor fallback")
+    return load_fallback(known.checkpoint, known.fallback, dtype, show_progress)
+
+
+def _num_threads() -> int:
+    """Cores this process may use: torch's own count, within affinity and the cgroup's quota."""
+    count = torch.get_num_threads()
+    if hasattr(os, "sched_getaffinity"):
+        count = min(count, len(os.sched_getaffinity(0)))
+    return max(1, min(count, memory.cpu_quota() or count))

@@ -1,0 +1,352 @@
+"""Any other causal LM: transformers' modelling code, with its attention replaced by the block pool.
+
+The only module that imports transformers. `examine` answers before any weight is read, on a
+model without memory (meta device), and refuses by name what would be silently wrong;
+`load_fallback` compares the loaded model with its own eager attention before it may serve. Called
+by runner.py and inspect.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, AttentionInterface
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from streamer.errors import ModelNotSupported
+from streamer.kernels import ops
+from streamer.model.checkpoint import Checkpoint
+from streamer.model.families import architecture_of, refuse_quantized
+from streamer.model.layers import Linear
+from streamer.model.loader import check_stored_dtypes
+
+logger = logging.getLogger(__name__)
+
+ATTENTION = "streamer_paged"
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+# Kinds whose frequencies change with the longest sequence of the batch, once beyond a limit.
+UNSTEADY_ROPE = {
+    "dynamic": "max_position_embeddings",
+    "longrope": "original_max_position_embeddings",
+}
+PROBE_TOKENS = 48
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of the logits' standard deviation
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """What the runner must know of a fallback model before its weights are read."""
+
+    architecture: str
+    vocab_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    model_limit: int
+    num_parameters: int
+
+
+class PagedContext:
+    """One step's batch and pool, handed through transformers to the attention hook.
+
+    Without a pool it only records: layer -> (KV heads, key size, value size).
+    """
+
+    def __init__(
+        self, batch: ops.AttentionBatch | None = None, pool: torch.Tensor | None = None
+    ) -> None:
+        self.batch = batch
+        self.pool = pool
+        self.seen: dict[int, tuple[int, int, int]] = {}
+        self.is_causal = True
+
+
+def examine(checkpoint: Checkpoint) -> Shape:
+    """The model's shape, or ModelNotSupported naming the architecture and what it lacks."""
+    config, model_class = _model_class(checkpoint)
+    model = _hollow_model(config, model_class)
+    context = _record(model, model_class.__name__)
+    layers = int(config.num_hidden_layers)
+    if set(context.seen) != set(range(layers)):
+        raise _refusal(
+            model_class.__name__,
+            f"{len(context.seen)} of its {layers} layers use the attention interface",
+        )
+    shapes = set(context.seen.values())
+    if len(shapes) != 1:
+        raise _refusal(model_class.__name__, f"its layers' key and value sizes differ: {shapes}")
+    if not context.is_causal:
+        raise _refusal(model_class.__name__, "its attention is not causal")
+    kv_heads, key_size, value_size = shapes.pop()
+    if value_size > key_size:
+        raise _refusal(model_class.__name__, f"values ({value_size}) are wider than keys")
+    return Shape(
+        architecture=model_class.__name__,
+        vocab_size=int(model.get_output_embeddings().weight.shape[0]),
+        num_layers=layers,
+        num_kv_heads=kv_heads,
+        head_dim=key_size,
+        model_limit=_model_limit(config, model_class.__name__),
+        num_parameters=sum(p.numel() for p in model.parameters()),
+    )
+
+
+class FallbackModel:
+    """A transformers model behind the same door as decoder.Decoder."""
+
+    def __init__(self, model: Any, shape: Shape, dtype: torch.dtype) -> None:
+        self._model = model
+        self.dtype = dtype
+        self.vocab_size = shape.vocab_size
+        self.num_layers = shape.num_layers
+        self.num_kv_heads = shape.num_kv_heads
+        self.head_dim = shape.head_dim
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        batch: ops.AttentionBatch,
+        pool: torch.Tensor,
+        last: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See decoder.Decoder.forward."""
+        out = self._model(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            use_cache=False,
+            streamer_ctx=PagedContext(batch, pool),
+            logits_to_keep=0 if last is None else last,
+        )
+        logits: torch.Tensor = out.logits[0]
+        return logits
+
+
+def load_fallback(
+    checkpoint: Checkpoint, shape: Shape, dtype: torch.dtype, show_progress: bool
+) -> FallbackModel:
+    """Load, compare with eager attention, pack; ModelNotSupported names what does not fit."""
+    config, model_class = _model_class(checkpoint)
+    _quiet(show_progress)
+    model, info = model_class.from_pretrained(
+        checkpoint.path,
+        config=config,
+        dtype=dtype,
+        use_safetensors=True,
+        local_files_only=True,
+        attn_implementation="eager",
+        output_loading_info=True,
+    )
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if names := sorted(map(str, info.get(kind, ()))):
+            raise _refusal(shape.architecture, f"{kind.replace('_', ' ')}: {', '.join(names[:8])}")
+    model.eval()
+    with torch.inference_mode():
+        tokens = torch.arange(PROBE_TOKENS) * 7919 % shape.vocab_size
+        expected = _eager_logits(model, tokens)
+        _use_hook(model, shape.architecture)
+        _pack(model)
+        fallback = FallbackModel(model, shape, dtype)
+        _compare(expected, _paged_logits(fallback, tokens), shape.architecture, dtype)
+    return fallback
+
+
+def _model_class(checkpoint: Checkpoint) -> tuple[Any, Any]:
+    """(config, class) from transformers' own tables; `auto_map` is dropped, no code is fetched."""
+    name = architecture_of(checkpoint.config) or "no architecture"
+    refuse_quantized(checkpoint.config)
+    check_stored_dtypes(checkpoint)
+    kind = str(checkpoint.config.get("model_type"))
+    if kind not in CONFIG_MAPPING:
+        raise _refusal(name, f"transformers {transformers.__version__} has no model_type {kind!r}")
+    config_class: Any = CONFIG_MAPPING[kind]
+    if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise _refusal(name, f"model_type {kind!r} is no causal language model")
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+    if isinstance(model_class, tuple):
+        model_class = model_class[0]
+    if name != model_class.__name__:
+        raise _refusal(name, f"only {model_class.__name__} of model_type {kind!r} can be served")
+    fields = {k: v for k, v in checkpoint.config.items() if k != "auto_map"}
+    try:
+        config = config_class.from_dict(fields)
+    except (ValueError, TypeError, KeyError) as e:
+        raise _refusal(name, f"transformers refuses its config.json: {e}") from e
+    if not model_class._supports_attention_backend:
+        raise _refusal(name, "its attention can't be replaced")
+    if model_class._is_stateful:
+        raise _refusal(name, "it keeps a state between tokens besides K and V")
+    if strange := sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES):
+        raise _refusal(name, f"layers of type {', '.join(strange)}")
+    return config, model_class
+
+
+def _hollow_model(config: Any, model_class: Any) -> Any:
+    """The model on the meta device: shapes without memory."""
+    with torch.device("meta"):
+        model = model_class._from_config(config, dtype=torch.bfloat16)  # MoE demands bfloat16 there
+    _use_hook(model, model_class.__name__)
+    return model.eval()
+
+
+def _record(model: Any, name: str) -> PagedContext:
+    """Run a few tokens through the hollow model and see which layers call the hook."""
+    context = PagedContext()
+    ids = torch.arange(8, device="meta")
+    try:
+        with torch.inference_mode():
+            model(
+                input_ids=ids[None],
+                position_ids=ids[None],
+                use_cache=False,
+                streamer_ctx=context,
+                logits_to_keep=1,
+            )
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as e:
+        raise _refusal(name, f"a trial run failed: {e}") from e
+    return context
+
+
+def _use_hook(model: Any, name: str) -> None:
+    AttentionInterface.register(ATTENTION, _attend)
+    model.set_attn_implementation(ATTENTION)
+    if model.config._attn_implementation != ATTENTION:
+        raise _refusal(name, f"it stays with {model.config._attn_implementation} attention")
+
+
+def _attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    streamer_ctx: PagedContext | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: q [1, Hq, T, D], k and v [1, Hk, T, D], after rope."""
+    if streamer_ctx is None:
+        raise _refusal(type(module).__name__, "it drops the attention's arguments")
+    layer, value_size = module.layer_idx, value.shape[3]
+    streamer_ctx.seen[layer] = (key.shape[1], key.shape[3], value_size)
+    streamer_ctx.is_causal &= getattr(module, "is_causal", True)
+    batch, pool = streamer_ctx.batch, streamer_ctx.pool
+    if batch is None or pool is None:
+        return query.new_zeros((1, query.shape[2], query.shape[1], value_size)), None
+    if value_size < key.shape[3]:  # DeepSeek: narrower values; the pool holds one size
+        value = torch.nn.functional.pad(value, (0, key.shape[3] - value_size))
+    pool_layer = ops.layer_view(pool, layer)
+    ops.store_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), pool_layer, batch)
+    y = ops.paged_attention(
+        query[0].transpose(0, 1),
+        pool_layer,
+        batch,
+        query.shape[3] ** -0.5 if scaling is None else scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return y[None, :, :, :value_size], None
+
+
+def _model_limit(config: Any, name: str) -> int:
+    """Tokens of context the model is made for."""
+    text = config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit < 1:
+        raise _refusal(name, "its config.json names no max_position_embeddings")
+    rope = getattr(text, "rope_parameters", None) or {}
+    nested = [v for v in rope.values() if isinstance(v, dict)]
+    for one in nested or [rope]:
+        bound = UNSTEADY_ROPE.get(str(one.get("rope_type")))
+        if bound is not None:
+            limit = min(limit, int(one.get(bound) or limit))
+    return limit
+
+
+def _eager_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    ids = tokens[None]
+    out = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    return out.logits[0].float()  # type: ignore[no-any-return]
+
+
+def _paged_logits(model: FallbackModel, tokens: torch.Tensor) -> torch.Tensor:
+    """The same tokens in two chunks, through blocks out of order."""
+    count, block = len(tokens), 16
+    blocks = -(-count // block)
+    table = torch.arange(blocks).flip(0)[None].contiguous()
+    pool = ops.new_pool(
+        blocks, model.num_layers, block, model.num_kv_heads, model.head_dim, model.dtype
+    )
+    out = []
+    for start, end in ((0, count // 2 + 3), (count // 2 + 3, count)):
+        positions = torch.arange(start, end)
+        batch = ops.AttentionBatch(
+            query_lens=[end - start],
+            context_lens=[end],
+            block_tables=table,
+            slots=table[0][positions // block] * block + positions % block,
+            block_size=block,
+        )
+        out.append(model.forward(tokens[start:end], positions, batch, pool, None))
+    return torch.cat(out).float()
+
+
+def _compare(expected: torch.Tensor, got: torch.Tensor, name: str, dtype: torch.dtype) -> None:
+    distance = float((expected - got).abs().max() / expected.std())
+    if not distance <= TOLERANCE[dtype]:
+        raise _refusal(
+            name,
+            f"its logits differ from eager attention's by {distance:.2g} standard deviations "
+            f"({TOLERANCE[dtype]:g} allowed)",
+        )
+
+
+def _pack(model: Any) -> None:
+    """Pack the weights of every linear layer, one at a time, and free the originals."""
+    shared = {id(e.weight) for e in (model.get_input_embeddings(),) if e is not None}
+    for module in model.modules():
+        if type(module) is torch.nn.Linear:
+            weight = module.weight
+        elif type(module) is transformers.pytorch_utils.Conv1D:
+            weight = module.weight.T
+        else:
+            continue
+        linear = Linear(weight.detach(), None if module.bias is None else module.bias.detach())
+        if not linear.is_packed:
+            return
+        module.forward = _Packed(linear)
+        if id(module.weight) not in shared:
+            module.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
+
+
+class _Packed:
+    """A packed Linear for inputs of any number of dimensions, rows none included."""
+
+    def __init__(self, linear: Linear) -> None:
+        self._linear = linear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y = self._linear(x.reshape(-1, x.shape[-1]))
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _quiet(show_progress: bool) -> None:
+    """transformers' own bar only where one is wanted, its log only for errors."""
+    log: Any = transformers.utils.logging
+    log.set_verbosity_error()
+    if show_progress:
+        log.enable_progress_bar()
+    else:
+        log.disable_progress_bar()
+
+
+def _refusal(name: str, why: str) -> ModelNotSupported:
+    return ModelNotSupported(f"{name} can't be served: {why}", param="model")

@@ -1,0 +1,197 @@
+"""A checkpoint's facts without its weights: what `streamer info MODEL` shows, and how to load it.
+
+Reads headers and config.json, decides decoder or fallback, counts parameters and KV bytes. Called
+by the cli (inspect_checkpoint) and by runner.py (recognize).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from streamer.config import Config
+from streamer.core.model_info import ModelInfo
+from streamer.errors import StreamerError
+from streamer.model import memory
+from streamer.model.checkpoint import Checkpoint, open_checkpoint
+from streamer.model.families import FAMILIES, DecoderConfig, architecture_of, parse_config
+from streamer.model.loader import check_tensors, choose_dtype
+
+if TYPE_CHECKING:
+    from streamer.model.fallback import Shape
+
+GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class CheckpointFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint is and what would fit here. `refused` says why it can't be served, or "".
+
+    served_by           "decoder" (our own) or "transformers" (the fallback); "" where refused
+    weight_bytes        in the computing dtype
+    fitting_tokens      tokens of KV cache that the pool would hold with the memory free now
+    """
+
+    path: str
+    architecture: str
+    served_by: str = ""
+    refused: str = ""
+    num_parameters: int = 0
+    stored_dtype: str = ""
+    dtype: str = ""
+    weight_bytes: int = 0
+    kv_bytes_per_token: int = 0
+    model_limit: int = 0
+    max_model_len: int = 0
+    vocab_size: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    free_bytes: int = 0
+    num_blocks: int = 0
+    fitting_tokens: int = 0
+
+
+class Recognized(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint that can be served: exactly one of decoder and fallback is set."""
+
+    checkpoint: Checkpoint
+    decoder: DecoderConfig | None
+    fallback: Shape | None
+    dtype: str
+    num_parameters: int
+    vocab_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    model_limit: int
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one number in the computing dtype."""
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """K and V of all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.item_bytes
+
+
+def recognize(checkpoint: Checkpoint, wanted_dtype: str) -> Recognized:
+    """How this checkpoint is served, or ModelNotSupported saying what is missing."""
+    dtype = str(choose_dtype(wanted_dtype, checkpoint.stored_dtype)).removeprefix("torch.")
+    if architecture_of(checkpoint.config) in FAMILIES:
+        decoder = parse_config(checkpoint.config)
+        check_tensors(checkpoint, decoder)
+        names = {n for n in checkpoint.tensors if not n.endswith("rotary_emb.inv_freq")}
+        if decoder.tied:
+            names.discard("lm_head.weight")
+        return Recognized(
+            checkpoint=checkpoint,
+            decoder=decoder,
+            fallback=None,
+            dtype=dtype,
+            num_parameters=sum(checkpoint.tensors[n].num_elements for n in names),
+            vocab_size=decoder.vocab_size,
+            num_layers=decoder.num_layers,
+            num_kv_heads=decoder.num_kv_heads,
+            head_dim=decoder.head_dim,
+            model_limit=decoder.rope.limit,
+        )
+    from streamer.model.fallback import examine  # transformers' modelling code, only where needed
+
+    shape = examine(checkpoint)
+    return Recognized(
+        checkpoint=checkpoint,
+        decoder=None,
+        fallback=shape,
+        dtype=dtype,
+        num_parameters=shape.num_parameters,
+        vocab_size=shape.vocab_size,
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        model_limit=shape.model_limit,
+    )
+
+
+def inspect_checkpoint(path: str | Path, config: Config | None = None) -> CheckpointFacts:
+    """Facts of the folder under this config; a refusal is a fact too, nothing is raised for it."""
+    config = config or Config()
+    free = memory.free_bytes()
+    facts = CheckpointFacts(path=str(path), architecture="", free_bytes=free)
+    replace = msgspec.structs.replace
+    try:
+        checkpoint = open_checkpoint(Path(path))
+        facts = replace(
+            facts,
+            architecture=architecture_of(checkpoint.config),
+            stored_dtype=checkpoint.stored_dtype,
+            num_parameters=sum(t.num_elements for t in checkpoint.tensors.values()),
+            eos_token_ids=eos_token_ids(checkpoint),
+        )
+        known = recognize(checkpoint, config.dtype)
+        facts = replace(
+            facts,
+            served_by="decoder" if known.decoder else "transformers",
+            dtype=known.dtype,
+            num_parameters=known.num_parameters,
+            weight_bytes=known.num_parameters * known.item_bytes,
+            kv_bytes_per_token=known.kv_bytes_per_token,
+            model_limit=known.model_limit,
+            vocab_size=known.vocab_size,
+        )
+        memory.check_weights_fit(facts.weight_bytes, free)
+        pools = memory.plan_pools(
+            config,
+            block_bytes=known.kv_bytes_per_token * config.block_size,
+            model_limit=known.model_limit,
+            free=free - facts.weight_bytes,
+        )
+    except StreamerError as e:
+        return replace(facts, refused=e.message)
+    return replace(
+        facts,
+        max_model_len=pools.max_model_len,
+        num_blocks=pools.num_blocks,
+        fitting_tokens=pools.num_blocks * config.block_size,
+    )
+
+
+def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """End tokens: generation_config.json's, else config.json's; one id or a list."""
+    for source in (checkpoint.generation, checkpoint.config):
+        value = source.get("eos_token_id")
+        ids = value if isinstance(value, list) else [value]
+        if ids and all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+            return tuple(ids)
+    return ()
+
+
+def generation_defaults(checkpoint: Checkpoint) -> dict[str, float]:
+    """Sampling settings of generation_config.json that requests start from."""
+    return {
+        name: value
+        for name in GENERATION_FIELDS
+        if isinstance(value := checkpoint.generation.get(name), int | float)
+        and not isinstance(value, bool)
+    }
+
+
+def model_info(
+    known: Recognized, config: Config, pools: memory.PoolSizes, block_bytes: int
+) -> ModelInfo:
+    """What the other rooms learn of a loaded model."""
+    return ModelInfo(
+        name=config.served_model_name or known.checkpoint.path.name,
+        dtype=known.dtype,
+        vocab_size=known.vocab_size,
+        max_model_len=pools.max_model_len,
+        eos_token_ids=eos_token_ids(known.checkpoint),
+        num_blocks=pools.num_blocks,
+        num_host_blocks=pools.num_host_blocks,
+        block_size=config.block_size,
+        block_bytes=block_bytes,
+        num_parameters=known.num_parameters,
+        generation_defaults=generation_defaults(known.checkpoint),
+        device="cpu",
+    )

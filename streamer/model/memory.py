@@ -1,0 +1,162 @@
+"""How much memory there is, and how many KV blocks of it the pools get.
+
+Reads /proc and cgroups, allocates nothing; `plan_pools` is plain arithmetic over the numbers.
+Called by runner.py (after the weights are in) and by inspect.py.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from streamer.config import Config
+from streamer.errors import ConfigError, NotEnoughMemory
+
+GIB = 1 << 30
+MIN_MODEL_LEN = 512  # a context below this is refused rather than chosen for the user
+CGROUP = Path("/sys/fs/cgroup")
+
+
+class PoolSizes(msgspec.Struct, frozen=True):
+    """Blocks of both pools, and the context length that one sequence can reach."""
+
+    num_blocks: int
+    num_host_blocks: int
+    max_model_len: int
+
+
+def free_bytes() -> int:
+    """Memory this process can still take: what the system has available, within its cgroups."""
+    limits = [_available_bytes(), *(_cgroup_free_bytes())]
+    return max(0, min(limits))
+
+
+def plan_pools(config: Config, *, block_bytes: int, model_limit: int, free: int) -> PoolSizes:
+    """Size both pools out of `free` bytes for a model that can hold `model_limit` tokens.
+
+    The device pool takes gpu_memory_utilization of it, but no more than max_num_seqs full
+    contexts; the host pool takes swap_space, but at most half of what is left. Without
+    max_model_len the context shrinks to what the pool holds. NotEnoughMemory carries the numbers.
+    """
+    wanted = config.max_model_len
+    if wanted is not None and wanted > model_limit:
+        raise ConfigError(
+            f"max_model_len {wanted} exceeds the {model_limit} tokens the model is made for",
+            param="max_model_len",
+        )
+    context = model_limit if wanted is None else wanted
+    size = config.block_size
+    budget = int(free * config.gpu_memory_utilization)
+    if config.num_gpu_blocks_override is not None:
+        num_blocks = config.num_gpu_blocks_override
+        if num_blocks * block_bytes > free:
+            raise NotEnoughMemory(
+                f"{num_blocks} KV blocks of {block_bytes:,} bytes are "
+                f"{_gib(num_blocks * block_bytes)}, {_gib(free)} are free; lower "
+                "--num-gpu-blocks-override",
+                param="num_gpu_blocks_override",
+            )
+        least = 1
+    else:
+        num_blocks = min(config.max_num_seqs * -(-context // size), budget // block_bytes)
+        least = min(MIN_MODEL_LEN, model_limit)
+    holds = num_blocks * size
+    if holds < context and (wanted is not None or holds < least):
+        needed = -(-(context if wanted is not None else least) // size)
+        raise NotEnoughMemory(
+            f"one sequence of {needed * size} tokens needs {needed} KV blocks of {block_bytes:,} "
+            f"bytes ({_gib(needed * block_bytes)}); the pool has {num_blocks} "
+            f"({config.gpu_memory_utilization:.0%} of {_gib(free)} free). Lower --max-model-len, "
+            "or raise --gpu-memory-utilization or --num-gpu-blocks-override",
+            param="max_model_len",
+        )
+    spare = max(0, free - max(budget, num_blocks * block_bytes)) // 2
+    host = min(int(config.swap_space * GIB), spare) // block_bytes
+    return PoolSizes(num_blocks, host, min(context, holds))
+
+
+def check_weights_fit(weight_bytes: int, free: int) -> None:
+    """NotEnoughMemory, before loading, where the weights alone do not fit."""
+    if weight_bytes > free:
+        raise NotEnoughMemory(
+            f"the weights need {_gib(weight_bytes)}, {_gib(free)} are free; --dtype bfloat16 "
+            "halves what float32 takes",
+            param="model",
+        )
+
+
+def cpu_quota() -> int | None:
+    """Whole cores that the cgroup (version 2) lets this process use; None: no limit."""
+    try:
+        quota, period = (CGROUP / "cpu.max").read_text().split()
+        return max(1, int(quota) // int(period))
+    except (OSError, ValueError):
+        return None
+
+
+def _available_bytes() -> int:
+    """MemAvailable where /proc has it, else what sysconf knows."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    for pages in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"):
+        if pages in os.sysconf_names:
+            return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+    return 4 * GIB  # no way to ask: what the smallest laptops have free
+
+
+def _cgroup_free_bytes() -> list[int]:
+    """What each cgroup of this process still allows, versions 1 and 2; none where unlimited."""
+    free = []
+    for folder, limit_file, used_file in _cgroup_folders():
+        limit, used = _number(folder / limit_file), _number(folder / used_file)
+        if limit is None or used is None or limit >= 1 << 60:
+            continue
+        free.append(limit - used + _reclaimable(folder / "memory.stat"))
+    return free
+
+
+def _cgroup_folders() -> list[tuple[Path, str, str]]:
+    """(folder, limit file, usage file) from this process's groups up to the roots."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers == "":
+            root, files = CGROUP, ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            root = CGROUP / "memory"
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        parts = [p for p in group.split("/") if p not in ("", "..")]
+        found += [(root.joinpath(*parts[:n]), *files) for n in range(len(parts) + 1)]
+    return found
+
+
+def _reclaimable(stat: Path) -> int:
+    """Page cache that counts as used but goes away when asked."""
+    try:
+        fields = dict(line.split() for line in stat.read_text().splitlines())
+        return int(fields.get("inactive_file", 0))
+    except (OSError, ValueError):
+        return 0
+
+
+def _number(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):  # not there, or "max"
+        return None
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"
