@@ -128,7 +128,7 @@ def _attend(
     for tile in group.tiles:
         queries, width = tile.last - tile.first, tile.key_last - tile.key_first
         part = q[:, :, :, tile.first : tile.last].reshape(n, kv_heads, share * queries, dim)
-        k, v = kv[0, :, :, tile.key_first : tile.key_last], kv[1, :, :, tile.key_first : tile.key_last]
+        k, v = kv[:, :, :, tile.key_first : tile.key_last]
         scores = torch.matmul(part * scale, k.transpose(-1, -2))
         scores = scores.view(n, kv_heads, share, queries, width)
         if softcap is not None:

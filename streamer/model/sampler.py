@@ -6,13 +6,21 @@ tells it who joins and leaves and calls `sample` once a step. Never sees a Plan,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from streamer.core.plan import TokenLogprob
 from streamer.core.sampling import SamplingParams
+from streamer.model.philox import USE_SAMPLE, token_noise
+from streamer.model.sampling_filters import Filters, draw_all, draw_filtered
+from streamer.model.sampling_rows import RowState
+
+NOT_FINITE = "the model's logits are not finite"
 
 
 class SampleOutput(msgspec.Struct, frozen=True):
@@ -20,7 +28,7 @@ class SampleOutput(msgspec.Struct, frozen=True):
 
     tokens    parallel to the rows asked for; -1 where the row failed
     logprobs  row -> TokenLogprob, for rows that asked and did not fail
-    failed    row -> why: its logits were not finite
+    failed    row -> why: its logits have a NaN, a +inf or nothing finite (-inf is a ban)
     """
 
     tokens: list[int]
@@ -28,11 +36,72 @@ class SampleOutput(msgspec.Struct, frozen=True):
     failed: dict[int, str]
 
 
+class _Layout:
+    """What a fixed list of rows needs, worked out when the list changes; indices are into it.
+
+    edited       rows with bias or history
+    floors       (index, first position without the min_tokens mask)
+    whole        rows drawn from all tokens;  filtered: from what their filters leave
+    temperature  [S, 1] float32, 1 where greedy
+    origin       [5, S] uint32: key, position (filled each step), choice and use
+    logprobs     indices of rows that asked, num_top how many at most
+    """
+
+    def __init__(self, states: list[RowState]) -> None:
+        params = [state.params for state in states]
+        self.states = states
+        self.edited = [i for i, state in enumerate(states) if state.is_edited]
+        self.floors = [(i, s.min_position) for i, s in enumerate(states) if s.min_position]
+        self.logprobs = [i for i, p in enumerate(params) if p.logprobs is not None]
+        self.num_top = max((p.logprobs or 0 for p in params), default=0)
+        drawn = [i for i, p in enumerate(params) if not p.is_greedy]
+        self.filtered = [i for i in drawn if _is_filtered(params[i])]
+        self.whole = [i for i in drawn if not _is_filtered(params[i])]
+        self.greedy = [i for i, p in enumerate(params) if p.is_greedy]
+        self.temperature = torch.tensor([[p.temperature or 1.0] for p in params])
+        self.filters = Filters(
+            top_k=torch.tensor([max(0, params[i].top_k) for i in self.filtered]),
+            top_p=torch.tensor([params[i].top_p for i in self.filtered]),
+            log_min_p=torch.tensor([_log(params[i].min_p) for i in self.filtered]),
+        )
+        self.origin = np.zeros((5, len(states)), dtype=np.uint32)
+        if states:
+            self.origin[:2] = np.array([state.key for state in states], dtype=np.uint32).T
+            self.origin[3] = [state.choice for state in states]
+        self.origin[4] = USE_SAMPLE
+        self.is_plain_greedy = not (drawn or self.edited or self.floors)
+
+    def noise_of(self, members: list[int]) -> _Noise:
+        """The noise of some of the rows, at the positions last filled in."""
+        return _Noise(self.origin[:, members])
+
+
+class _Noise:
+    """Noise of rows numbered as in a part of the layout."""
+
+    def __init__(self, origin: NDArray[np.uint32]) -> None:
+        self._origin = origin
+
+    def __call__(self, rows: NDArray[np.int64], groups: NDArray[np.int64]) -> NDArray[np.float32]:
+        """[n] rows and token groups -> [n, 4]."""
+        origin = self._origin[:, rows]
+        # The counter is (position, choice, use, group), in that order.
+        return token_noise(origin, groups)
+
+
 class Sampler:
-    """Samples for up to max_rows resident rows; one instance a runner, on its thread."""
+    """Samples for up to max_rows resident rows; one instance a runner, on its thread.
+
+    Order of processing, as vLLM: logit_bias and the min_tokens mask; repetition, then frequency
+    and presence penalties; temperature; min_p, top_k, top_p; Gumbel-max over what is left. Log
+    probabilities are of the logits as the model gave them.
+    """
 
     def __init__(self, vocab_size: int, max_rows: int) -> None:
-        raise NotImplementedError
+        self.vocab_size = vocab_size
+        self._states: list[RowState | None] = [None] * max_rows
+        self._rows: list[int] = []
+        self._layout: _Layout | None = None
 
     def join(
         self,
@@ -44,11 +113,13 @@ class Sampler:
         stop_ids: frozenset[int] = frozenset(),
     ) -> None:
         """Row slot `row` (0 to max_rows - 1) now holds this sequence; fields as in RowJoin."""
-        raise NotImplementedError
+        self._states[row] = RowState(params, tokens, num_prompt, choice, stop_ids, self.vocab_size)
+        self._layout = None
 
     def leave(self, row: int) -> None:
         """Forget the row."""
-        raise NotImplementedError
+        self._states[row] = None
+        self._layout = None
 
     def sample(
         self, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int]
@@ -58,4 +129,141 @@ class Sampler:
         logits     [S, V] fp32 or bf16, one row of it for each of `rows`; may be overwritten
         positions  absolute position of the token to be drawn: how many tokens come before it
         """
-        raise NotImplementedError
+        layout = self._layout_of(rows)
+        logits = logits[:, : self.vocab_size]
+        best, best_ids = logits.max(-1)
+        bad = [i for i, value in enumerate(best.tolist()) if not math.isfinite(value)]
+        tokens: list[int] = best_ids.tolist()
+        raw = logits[layout.logprobs].float() if layout.logprobs else None
+        if not layout.is_plain_greedy:
+            tokens = self._draw(logits, layout, positions, bad, tokens)
+        for i in bad:
+            tokens[i] = -1
+        for i in layout.edited:
+            history = layout.states[i].history
+            if history is not None and tokens[i] >= 0:
+                history.append(tokens[i])
+        return SampleOutput(
+            tokens=tokens,
+            logprobs={} if raw is None else _logprobs(raw, layout, rows, tokens),
+            failed={rows[i]: NOT_FINITE for i in bad},
+        )
+
+    def _layout_of(self, rows: Sequence[int]) -> _Layout:
+        wanted = list(rows)
+        if self._layout is None or wanted != self._rows:
+            states = [self._states[row] for row in wanted]
+            absent = [row for row, state in zip(wanted, states, strict=True) if state is None]
+            if absent:
+                raise ValueError(f"rows {absent} did not join")
+            self._layout = _Layout([state for state in states if state is not None])
+            self._rows = wanted
+        return self._layout
+
+    def _draw(
+        self,
+        logits: torch.Tensor,
+        layout: _Layout,
+        positions: Sequence[int],
+        bad: list[int],
+        tokens: list[int],
+    ) -> list[int]:
+        """`tokens` holds every row's bare argmax already."""
+        x = logits.float().contiguous()
+        if bad:
+            x[bad] = 0.0
+        touched = self._edit(x, layout, positions)
+        if touched:
+            for i, token in zip(touched, x[touched].argmax(-1).tolist(), strict=True):
+                tokens[i] = token
+        layout.origin[2] = positions
+        for members, is_filtered in ((layout.whole, False), (layout.filtered, True)):
+            if not members:
+                continue
+            part, temperature = x, layout.temperature
+            if len(members) != len(x):
+                part, temperature = x[members], temperature[members]
+            part.sub_(part.amax(-1, keepdim=True)).div_(temperature)
+            noise = layout.noise_of(members)
+            if is_filtered:
+                drawn = draw_filtered(part, layout.filters, noise)
+            else:
+                drawn = draw_all(_in_fours(part), noise)
+            for i, token in zip(members, drawn.tolist(), strict=True):
+                tokens[i] = token
+        return tokens
+
+    def _edit(self, x: torch.Tensor, layout: _Layout, positions: Sequence[int]) -> list[int]:
+        """Bias, min_tokens mask and penalties, in place in x [S, V]; the greedy rows it touched."""
+        flat, vocab = x.view(-1), x.shape[1]
+        below = [i for i, floor in layout.floors if positions[i] < floor]
+        biased = [i for i in layout.edited if layout.states[i].bias_ids.size]
+        if biased:
+            ids = np.concatenate([layout.states[i].bias_ids + i * vocab for i in biased])
+            values = np.concatenate([layout.states[i].bias_values for i in biased])
+            flat.index_add_(0, torch.from_numpy(ids), torch.from_numpy(values))
+        if below:
+            ids = np.concatenate([layout.states[i].stop_ids + i * vocab for i in below])
+            flat.index_fill_(0, torch.from_numpy(ids), -torch.inf)
+        _penalise(flat, vocab, layout)
+        edited = {*below, *layout.edited}
+        return [i for i in layout.greedy if i in edited]
+
+
+def _penalise(flat: torch.Tensor, vocab: int, layout: _Layout) -> None:
+    """Repetition, then frequency and presence, on the tokens of each row's history alone."""
+    ids, repetition, minus = [], [], []
+    for i in layout.edited:
+        params, history = layout.states[i].params, layout.states[i].history
+        if history is None:
+            continue
+        counts = history.counts
+        ids.append(history.ids + i * vocab)
+        repetition.append(np.full(counts.shape, params.repetition_penalty, dtype=np.float32))
+        minus.append(
+            np.float32(params.frequency_penalty) * counts
+            + np.float32(params.presence_penalty) * (counts > 0)
+        )
+    if not ids:
+        return
+    at = torch.from_numpy(np.concatenate(ids))
+    factor = torch.from_numpy(np.concatenate(repetition))
+    values = flat.index_select(0, at)
+    values = torch.where(values > 0, values / factor, values * factor)
+    values -= torch.from_numpy(np.concatenate(minus).astype(np.float32, copy=False))
+    flat.index_copy_(0, at, values)
+
+
+def _logprobs(
+    raw: torch.Tensor, layout: _Layout, rows: Sequence[int], tokens: list[int]
+) -> dict[int, TokenLogprob]:
+    """Log-softmax of the raw logits [L, V] of the rows that asked, and the best ones of each."""
+    logs = torch.log_softmax(raw, -1)
+    drawn = [max(0, tokens[i]) for i in layout.logprobs]
+    own = logs.gather(1, torch.tensor(drawn).unsqueeze(1))[:, 0].tolist()
+    values, ids = torch.topk(logs, min(layout.num_top, logs.shape[1]))
+    out: dict[int, TokenLogprob] = {}
+    for n, (i, best, best_ids) in enumerate(
+        zip(layout.logprobs, values.tolist(), ids.tolist(), strict=True)
+    ):
+        if tokens[i] < 0:
+            continue
+        top = list(zip(best_ids, best, strict=True))[: layout.states[i].params.logprobs]
+        out[rows[i]] = TokenLogprob(token_id=tokens[i], logprob=own[n], top=tuple(top))
+    return out
+
+
+def _in_fours(x: torch.Tensor) -> torch.Tensor:
+    """x padded with impossible tokens to a multiple of four, contiguous."""
+    missing = -x.shape[1] % 4
+    if missing:
+        return torch.nn.functional.pad(x, (0, missing), value=-torch.inf)
+    return x.contiguous()
+
+
+def _is_filtered(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+
+
+def _log(value: float) -> float:
+    return math.log(value) if value > 0.0 else -math.inf

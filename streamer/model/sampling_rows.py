@@ -1,0 +1,105 @@
+"""What sampling remembers of each resident row: parameters, bounded ids, token history.
+
+Owns RowState and History; holds no logits and draws nothing. Called by sampler.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamer.core.sampling import SamplingParams
+from streamer.model.philox import seed_key
+
+
+class History:
+    """The distinct tokens of a row and how often each is output, growing token by token.
+
+    Sparse, because a vocabulary-wide count per row would be 0.6 MB at 150,000 tokens and have to
+    be read whole every step.
+    """
+
+    __slots__ = ("_counts", "_ids", "_size", "_slots")
+
+    def __init__(self, tokens: Sequence[int], num_prompt: int) -> None:
+        """`tokens` are the prompt's, then the output's; prompt tokens get a count of 0."""
+        ids, inverse = np.unique(np.asarray(tokens, dtype=np.int64), return_inverse=True)
+        self._size = ids.shape[0]
+        room = max(16, 2 * self._size)
+        self._ids = np.zeros(room, dtype=np.int64)
+        self._counts = np.zeros(room, dtype=np.float32)
+        self._ids[: self._size] = ids
+        outputs = np.bincount(inverse[num_prompt:], minlength=self._size)
+        self._counts[: self._size] = outputs[: self._size]
+        self._slots = {int(token): slot for slot, token in enumerate(ids)}
+
+    def append(self, token: int) -> None:
+        """One more output token."""
+        slot = self._slots.get(token)
+        if slot is None:
+            if self._size == self._ids.shape[0]:
+                self._ids = np.concatenate((self._ids, np.zeros_like(self._ids)))
+                self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
+            slot = self._slots[token] = self._size
+            self._ids[slot] = token
+            self._size += 1
+        self._counts[slot] += 1
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        """Distinct tokens, in no order."""
+        return self._ids[: self._size]
+
+    @property
+    def counts(self) -> NDArray[np.float32]:
+        """Output occurrences of each of `ids`; 0 for a token of the prompt alone."""
+        return self._counts[: self._size]
+
+
+class RowState:
+    """One resident sequence. Ids outside the vocabulary are dropped here: no row can be touched
+    through another one's bias."""
+
+    __slots__ = (
+        "bias_ids",
+        "bias_values",
+        "choice",
+        "history",
+        "key",
+        "min_position",
+        "params",
+        "stop_ids",
+    )
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        tokens: Sequence[int],
+        num_prompt: int,
+        choice: int,
+        stop_ids: Iterable[int],
+        vocab_size: int,
+    ) -> None:
+        self.params = params
+        self.choice = choice
+        self.key = seed_key(params.seed or 0)
+        bias = {t: b for t, b in params.logit_bias.items() if 0 <= t < vocab_size}
+        self.bias_ids = np.fromiter(bias, dtype=np.int64, count=len(bias))
+        self.bias_values = np.fromiter(bias.values(), dtype=np.float32, count=len(bias))
+        ends = sorted(t for t in stop_ids if 0 <= t < vocab_size)
+        self.stop_ids = np.array(ends, dtype=np.int64)
+        self.min_position = num_prompt + params.min_tokens if ends and params.min_tokens else 0
+        self.history: History | None = None
+        if params.has_penalties:
+            # Only the repetition penalty looks at the prompt.
+            skip = num_prompt if params.repetition_penalty == 1.0 else 0
+            prompt = [t for t in tokens[skip:num_prompt] if 0 <= t < vocab_size]
+            output = [t for t in tokens[num_prompt:] if 0 <= t < vocab_size]
+            self.history = History(prompt + output, len(prompt))
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether anything but the temperature changes this row's logits (min_tokens apart)."""
+        return bool(self.bias_ids.size) or self.history is not None
