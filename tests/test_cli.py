@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import io
 import socket
 import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
 from streamer.cli import COMMANDS, main
 from streamer.cli.arguments import (
@@ -20,8 +22,9 @@ from streamer.cli.arguments import (
     sampling_from,
 )
 from streamer.cli.doctor import port_free
-from streamer.cli.serve import check_bind, url_of
+from streamer.cli.serve import announce, check_bind
 from streamer.config import Config, settings
+from streamer.core.model_info import ModelInfo
 from streamer.core.sampling import SamplingParams
 from streamer.errors import StreamerError
 
@@ -173,18 +176,28 @@ def test_a_public_bind_needs_a_key(config: Config, is_allowed: bool) -> None:
             check_bind(config)
 
 
-@pytest.mark.parametrize(
-    ("config", "url"),
-    [
-        (Config(), "http://127.0.0.1:8000"),
-        (Config(host="0.0.0.0", port=9), "http://127.0.0.1:9"),
-        (Config(host="::1", ssl_certfile="c"), "https://[::1]:8000"),
-        (Config(root_path="/llm"), "http://127.0.0.1:8000/llm"),
-        (Config(uds="/tmp/s"), "unix:/tmp/s"),
-    ],
-)
-def test_the_url_that_is_announced(config: Config, url: str) -> None:
-    assert url_of(config) == url
+def test_what_is_announced() -> None:
+    info = ModelInfo(
+        name="tiny [1]",
+        dtype="bfloat16",
+        vocab_size=10,
+        max_model_len=2048,
+        eos_token_ids=(1,),
+        num_blocks=4096,
+        num_host_blocks=8,
+        block_size=16,
+        block_bytes=1 << 20,
+        num_parameters=5_500_000,
+        generation_defaults={},
+        device="cpu",
+    )
+    screen = io.StringIO()
+    announce(info, "http://127.0.0.1:8000", Console(file=screen, width=40))
+    told = screen.getvalue()
+    assert "tiny [1], 5.5 M parameters" in told
+    assert "bfloat16 on cpu" in told
+    assert "65,536 tokens in 4,096 blocks (4,096 MiB)" in told
+    assert "http://127.0.0.1:8000 " in told
 
 
 def test_doctor_sees_a_taken_port() -> None:

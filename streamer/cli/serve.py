@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import logging
 import sys
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from streamer.config import Config
-    from streamer.engine.engine import AsyncEngine
+    from streamer.core.model_info import ModelInfo
 
 # Threads hand the GIL over after so many seconds: with 5 ms of Python a step in the engine's
 # thread, the loop's p99 lag was 4.8 to 5.0 ms at Python's default and 0.7 to 0.9 at this value,
@@ -35,6 +36,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
     """Serve until stopped; 0 after a drain, 1 when the engine died."""
     config = config_from(args)
     check_bind(config)
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with new_runner() as runner:
         return runner.run(_serve(config, console))
@@ -45,8 +49,7 @@ async def _serve(config: Config, console: Console) -> int:
     from streamer.server.lifecycle import serve
 
     engine = build_engine(config)
-    await serve(engine, config)
-    return 1 if engine.is_dead else 0
+    return await serve(engine, config, on_ready=lambda url: announce(engine.info, url, console))
 
 
 def check_bind(config: Config) -> None:
@@ -69,28 +72,16 @@ def _is_loopback(host: str) -> bool:
         return False  # a name: it may resolve to anything
 
 
-def url_of(config: Config) -> str:
-    """Where a client on this machine finds the server."""
-    if config.uds:
-        return f"unix:{config.uds}"
-    scheme = "https" if config.ssl_certfile else "http"
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.host, config.host)
-    if ":" in host and not host.startswith("["):
-        host = f"[{host}]"
-    return f"{scheme}://{host}:{config.port}{config.root_path}"
-
-
-def announce(engine: AsyncEngine, config: Config, console: Console) -> None:
+def announce(info: ModelInfo, url: str, console: Console) -> None:
     """The lines a person reads before the first request."""
-    info = engine.info
-    context = info.num_blocks * info.block_size
-    kv_bytes = info.num_blocks * info.block_bytes
-    console.print(
-        f"[bold]{info.name}[/]  {info.num_parameters / 1e6:,.1f} M parameters, {info.dtype} "
-        f"on {info.device}, context {info.max_model_len:,} tokens"
-    )
-    console.print(
-        f"KV cache  {context:,} tokens in {info.num_blocks:,} blocks of {info.block_size} "
-        f"({kv_bytes / (1 << 20):,.0f} MiB), {info.num_host_blocks:,} host blocks for swapping"
-    )
-    console.print(f"Serving on [bold cyan]{url_of(config)}[/]  (Ctrl-C drains and stops)")
+    tokens = info.num_blocks * info.block_size
+    kv_mib = info.num_blocks * info.block_bytes / (1 << 20)
+    for name, text in (
+        ("model", f"{info.name}, {info.num_parameters / 1e6:,.1f} M parameters"),
+        ("dtype", f"{info.dtype} on {info.device}"),
+        ("context", f"{info.max_model_len:,} tokens"),
+        ("KV cache", f"{tokens:,} tokens in {info.num_blocks:,} blocks ({kv_mib:,.0f} MiB)"),
+        ("serving on", f"{url}  (Ctrl-C drains and stops)"),
+    ):
+        console.print(f"{name:>10}  ", end="", style="dim")
+        console.print(text, markup=False, soft_wrap=True)

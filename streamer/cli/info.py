@@ -1,0 +1,67 @@
+"""`streamer info MODEL`: what a checkpoint is, what it needs, and whether it can be served here.
+
+Reads headers and configs alone, never weights; a checkpoint that is refused is shown with the
+reason, and exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from streamer.cli.arguments import add_config_flags, config_from
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from streamer.config import Config
+    from streamer.model.inspect import CheckpointFacts
+
+SERVED_BY = {"decoder": "the engine's own decoder", "transformers": "transformers' modelling code"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """A model, and the settings that decide what fits."""
+    add_config_flags(parser, sections=("model", "scheduling and memory"))
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Print the facts; 0 if it can be served here."""
+    from streamer.build import resolve_model
+    from streamer.model.inspect import inspect_checkpoint
+
+    config = config_from(args)
+    facts = inspect_checkpoint(resolve_model(config), config)
+    for name, text in rows(facts, config):
+        console.print(f"{name:>14}  ", end="", style="dim")
+        console.print(text, markup=False, soft_wrap=True)
+    if facts.refused:
+        console.print(f"{'refused':>14}  ", end="", style="red")
+        console.print(facts.refused, markup=False, soft_wrap=True)
+    return 1 if facts.refused else 0
+
+
+def rows(facts: CheckpointFacts, config: Config) -> list[tuple[str, str]]:
+    """Name and text of every fact that is known."""
+    found = [("checkpoint", facts.path)]
+    if facts.architecture:
+        by = SERVED_BY.get(facts.served_by)
+        found.append(("architecture", facts.architecture + (f", served by {by}" if by else "")))
+    if facts.num_parameters:
+        found.append(("parameters", f"{facts.num_parameters:,}, stored as {facts.stored_dtype}"))
+    if facts.dtype:
+        found.append(("weights", f"{_mib(facts.weight_bytes)} in {facts.dtype}"))
+        found.append(("vocabulary", f"{facts.vocab_size:,} tokens, ends {facts.eos_token_ids}"))
+        block_bytes = facts.kv_bytes_per_token * config.block_size
+        kv = f"{facts.kv_bytes_per_token:,} bytes a token, {block_bytes:,} a block"
+        found.append(("KV cache", f"{kv} of {config.block_size}"))
+        found.append(("context", f"up to {facts.model_limit:,} tokens"))
+    found.append(("free memory", _mib(facts.free_bytes)))
+    if facts.num_blocks:
+        pool = f"{facts.fitting_tokens:,} tokens in {facts.num_blocks:,} blocks"
+        found.append(("fits here", f"{pool}; a sequence of {facts.max_model_len:,} tokens at most"))
+    return found
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 20):,.1f} MiB"
