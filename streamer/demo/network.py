@@ -1,8 +1,8 @@
 """The demo model's network as plain torch modules, written for training speed on a CPU.
 
-Owns the parameters while they are trained and gives them back under the names and in the layout of a Llama
-checkpoint. It is never used to serve: the engine reads the saved checkpoint like any other. Called by train.py,
-which imports it inside functions because it needs torch.
+Owns the parameters while they are trained and gives them back under the names and in the layout of
+a Llama checkpoint. Never used to serve: the engine reads the saved checkpoint like any other.
+Called by train.py, which imports it inside functions because it needs torch.
 """
 
 from __future__ import annotations
@@ -66,11 +66,15 @@ class Block(nn.Module):
         )
         x = x + self.o(mixed.transpose(1, 2).reshape(batch, length, -1))
         normed = F.rms_norm(x, (hidden,), self.post_norm, NORM_EPS)
-        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+        out: Tensor = x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+        return out
 
 
 class Network(nn.Module):
     """A Llama decoder with tied embeddings; `forward` returns the last hidden states."""
+
+    cos: Tensor
+    sin: Tensor
 
     def __init__(self, shape: Shape, max_length: int) -> None:
         super().__init__()
@@ -88,7 +92,11 @@ class Network(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:
                 continue
-            scale = (2 * self.shape.num_layers) ** -0.5 if name.endswith(("o.weight", "down.weight")) else 1
+            scale = (
+                (2 * self.shape.num_layers) ** -0.5
+                if name.endswith(("o.weight", "down.weight"))
+                else 1
+            )
             nn.init.normal_(parameter, std=0.02 * scale)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -97,7 +105,8 @@ class Network(nn.Module):
         cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
         for block in self.blocks:
             x = block(x, cos, sin)
-        return F.rms_norm(x, (self.shape.hidden_size,), self.norm, NORM_EPS)
+        normed: Tensor = F.rms_norm(x, (self.shape.hidden_size,), self.norm, NORM_EPS)
+        return normed
 
     def token_losses(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Cross entropy of each target, in nats, flat: (batch * length,)."""

@@ -1,0 +1,15 @@
+"""The bundled demo model: two checkpoint folders, and the scripts and texts that made them.
+
+Owns the paths of the checkpoints; importing it loads nothing. Called by the command line, which
+serves CHECKPOINT when no model is named.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+CHECKPOINT: Path = Path(__file__).parent / "checkpoint"
+"""The demo model: an ordinary Llama checkpoint folder with tokenizer and chat template."""
+
+DRAFT: Path = Path(__file__).parent / "draft"
+"""A model of a tenth of its size with the same tokenizer, to draft for it."""
