@@ -35,100 +35,6 @@ SYSTEM_PROMPTS = (
     "You are a polite and patient helper.",
     "Answer the questions of the user.",
 )
-COUNTRIES = (
-    "France Germany Italy Spain Japan China India Brazil "
-    "Canada Mexico Egypt Kenya Norway Poland Greece Peru"
-)
-CITIES = (
-    "Paris London Berlin Rome Madrid Tokyo Vienna Oslo "
-    "Lisbon Prague Boston Cairo Delhi Sydney Dublin Warsaw"
-)
-FAMOUS = (
-    "Albert Einstein",
-    "Isaac Newton",
-    "Napoleon",
-    "Shakespeare",
-    "Mozart",
-    "Beethoven",
-    "Marie Curie",
-    "Leonardo da Vinci",
-    "Julius Caesar",
-    "Cleopatra",
-    "Picasso",
-    "Alan Turing",
-    "Ada Lovelace",
-    "Charles Darwin",
-)
-LANGUAGES = "Python JavaScript Java Rust Go Ruby Haskell C++"
-TONGUES = "French German Spanish Italian Japanese Chinese Latin Russian Arabic"
-TOPICS = (
-    "quantum physics",
-    "photosynthesis",
-    "the stock market",
-    "football",
-    "climate change",
-    "the French Revolution",
-    "black holes",
-    "evolution",
-    "chess",
-    "cooking",
-    "the moon landing",
-    "politics",
-    "chemistry",
-    "the human heart",
-    "gravity",
-    "history",
-    "philosophy",
-    "the universe",
-    "basketball",
-    "art",
-    "medicine",
-    "law",
-    "geography",
-    "biology",
-    "psychology",
-    "the solar system",
-    "electricity",
-    "computer games",
-    "dinosaurs",
-    "volcanoes",
-    "Bitcoin",
-    "the Roman Empire",
-    "the periodic table",
-    "tennis",
-    "coffee",
-    "cars",
-    "religion",
-    "money",
-    "taxes",
-    "yoga",
-    "vitamins",
-    "Mars",
-    "Jupiter",
-    "insurance",
-    "marketing",
-    "opera",
-    "jazz",
-    "the Olympic Games",
-    "soccer",
-    "wine",
-)
-
-
-TASKS = (
-    "bake bread",
-    "fix my car",
-    "lose weight",
-    "invest my money",
-    "find a job",
-    "repair a bicycle",
-    "buy a house",
-    "pass my exam",
-    "get rich",
-    "cook pasta",
-    "write a book",
-    "cure a cold",
-)
 
 
 class Turn(NamedTuple):
@@ -187,13 +93,13 @@ def _talk_slots(rng: random.Random) -> dict[str, str]:
         "animal3": animals[2],
         "animal4": animals[3],
         "animal5": animals[4],
-        "country": rng.choice(COUNTRIES.split()),
-        "city": rng.choice(CITIES.split()),
-        "famous": rng.choice(FAMOUS),
-        "language": rng.choice(LANGUAGES.split()),
-        "tongue": rng.choice(TONGUES.split()),
-        "topic": rng.choice(TOPICS),
-        "task": rng.choice(TASKS),
+        "country": pick(rng, "countries"),
+        "city": pick(rng, "cities"),
+        "famous": pick(rng, "famous"),
+        "language": pick(rng, "languages"),
+        "tongue": pick(rng, "tongues"),
+        "topic": pick(rng, "topics"),
+        "task": pick(rng, "tasks"),
         "number": str(rng.randint(2, 99)),
         "number2": str(rng.randint(2, 99)),
         "number3": str(rng.randint(5, 90)),
