@@ -1,0 +1,204 @@
+"""build_app: the routes, and the handlers of OpenAI's HTTP API.
+
+A handler decodes and checks everything, submits, and returns a response that follows the streams.
+lifecycle.py serves what this builds; nothing here starts or stops an engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, WebSocketRoute
+from starlette.types import ASGIApp
+
+from streamer.config import Config
+from streamer.errors import InvalidRequest, NotFound, Overloaded, StreamerError
+from streamer.server.metrics import CONTENT_TYPE
+from streamer.server.openai import chat, completions
+from streamer.server.openai.common import encode, error_body, new_id
+from streamer.server.openai.fields import decode_body
+from streamer.server.openai.models import check_model, model_body, models_body
+from streamer.server.page import Page
+from streamer.server.security import Guard, read_body
+from streamer.server.service import Service
+from streamer.server.sse import Answer, EventStream, read_whole
+from streamer.server.websocket import Endpoint
+
+if TYPE_CHECKING:
+    from streamer.engine.engine import AsyncEngine
+    from streamer.engine.stream import TokenStream
+
+log = logging.getLogger(__name__)
+
+
+class Api:
+    """The HTTP handlers over one Service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def chat_completions(self, request: Request) -> ASGIApp:
+        """POST /v1/chat/completions."""
+        service = self._service
+        service.require_ready()
+        data = await read_body(request.headers, request.receive)
+        body = decode_body(data, chat.DECODER, chat.FIELDS)
+        model = check_model(body.model, service.names)
+        params = body.params(service.engine.info.generation_defaults)
+        messages = body.template_messages()
+        prompt = await service.encode_messages(
+            messages, add_generation_prompt=body.add_generation_prompt is not False
+        )
+        stream = service.submit(
+            prompt,
+            params,
+            body,
+            request_id=new_id("chatcmpl-"),
+            detach_s=0.0,
+            is_streamed=bool(body.stream),
+        )
+        answer = chat.ChatAnswer(body, [stream], model, service.token_text)
+        return await self._respond(request, bool(body.stream), answer, [stream])
+
+    async def completions(self, request: Request) -> ASGIApp:
+        """POST /v1/completions."""
+        service = self._service
+        service.require_ready()
+        data = await read_body(request.headers, request.receive)
+        body = decode_body(data, completions.DECODER, completions.FIELDS)
+        model = check_model(body.model, service.names)
+        params = body.params(service.engine.info.generation_defaults)
+        prompts = [
+            await service.engine.encode(p, add_special_tokens=body.add_special_tokens is not False)
+            if isinstance(p, str)
+            else p
+            for p in body.prompts()
+        ]
+        base = new_id("cmpl-")
+        streams: list[TokenStream] = []
+        try:
+            for i, prompt in enumerate(prompts):
+                stream = service.submit(
+                    tuple(prompt),
+                    params,
+                    body,
+                    request_id=base if i == 0 else f"{base}-{i}",
+                    detach_s=0.0,
+                    is_streamed=bool(body.stream),
+                )
+                streams.append(stream)
+        except StreamerError:
+            service.cancel(streams)
+            raise
+        answer = completions.CompletionAnswer(body, streams, model, service.token_text)
+        return await self._respond(request, bool(body.stream), answer, streams)
+
+    async def _respond(
+        self, request: Request, is_streamed: bool, answer: Answer, streams: list[TokenStream]
+    ) -> ASGIApp:
+        service = self._service
+        if is_streamed:
+            return EventStream(service, answer, streams)
+        with service.working():
+            results = await read_whole(service, streams, request.receive)
+            if results is None:
+                return Response(status_code=499)
+            return json(answer.whole(results), request_id=answer.request_id)
+
+    async def models(self, request: Request) -> ASGIApp:
+        """GET /v1/models."""
+        self._service.require_ready()
+        info = self._service.engine.info
+        return json(models_body(self._service.names, self._service.started, info.max_model_len))
+
+    async def model(self, request: Request) -> ASGIApp:
+        """GET /v1/models/{id}."""
+        self._service.require_ready()
+        name, info = request.path_params["model"], self._service.engine.info
+        return json(
+            model_body(name, self._service.names, self._service.started, info.max_model_len)
+        )
+
+    async def health(self, request: Request) -> ASGIApp:
+        """GET /health: 200 while the engine lives, loading included."""
+        engine = self._service.engine
+        if engine.is_dead:
+            self._service.require_ready()
+        return json(encode({"status": "alive"}))
+
+    async def ready(self, request: Request) -> ASGIApp:
+        """GET /ready: 200 when requests are taken."""
+        self._service.require_ready()
+        return json(encode({"status": "ready", "model": self._service.names[0]}))
+
+    async def metrics(self, request: Request) -> ASGIApp:
+        """GET /metrics."""
+        return Response(self._service.metrics.expose(), headers={"content-type": CONTENT_TYPE})
+
+
+def json(body: bytes, status: int = 200, request_id: str | None = None) -> Response:
+    """A JSON response from encoded bytes."""
+    headers = {"x-content-type-options": "nosniff"}
+    if request_id is not None:
+        headers["x-request-id"] = request_id
+    return Response(body, status, headers, "application/json")
+
+
+async def on_error(request: Request, error: Exception) -> Response:
+    """Any exception as the wire's error object."""
+    headers: Mapping[str, str] = {}
+    if isinstance(error, HTTPException):
+        headers = error.headers or headers
+        where = f"{request.method} {request.url.path}"
+        if error.status_code == 404:
+            error = NotFound(f"there is nothing at {where}")
+        else:
+            status, error = error.status_code, InvalidRequest(f"{where}: {error.detail}")
+            error.status = status
+    elif not isinstance(error, StreamerError):
+        log.error("a handler failed", exc_info=error)
+        error = StreamerError("internal error", code="internal")
+    response = json(error_body(error), error.status)
+    response.headers.update(headers)
+    if isinstance(error, Overloaded):
+        response.headers["retry-after"] = str(math.ceil(error.retry_after_s))
+    if error.status == 413:
+        response.headers["connection"] = "close"
+    return response
+
+
+def build_app(engine: AsyncEngine, config: Config) -> ASGIApp:
+    """The whole ASGI application over an engine (loading or loaded)."""
+    return build_service_app(Service(engine, config))
+
+
+def build_service_app(service: Service) -> ASGIApp:
+    """The same over a Service that the caller keeps."""
+    api = Api(service)
+    routes = [
+        Route("/", Page().endpoint),
+        Route("/health", api.health),
+        Route("/ready", api.ready),
+        Route("/metrics", api.metrics),
+        Route("/v1/models", api.models),
+        Route("/v1/models/{model:path}", api.model),
+        Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
+        Route("/v1/completions", api.completions, methods=["POST"]),
+        WebSocketRoute("/v1/responses", Endpoint(service)),
+    ]
+    app = Starlette(
+        routes=routes,
+        exception_handlers={
+            StreamerError: on_error,
+            HTTPException: on_error,
+            Exception: on_error,
+        },
+    )
+    return Guard(app, service.config)

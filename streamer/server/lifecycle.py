@@ -1,0 +1,190 @@
+"""serve: the uvicorn server around an engine, from the first open socket to a clean exit.
+
+The socket opens at once and /health answers while the model loads. The first SIGTERM or Ctrl-C
+drains: new work is refused, running streams get DRAIN_S to finish. A dead engine ends the process
+with an error. The command line calls this and prints what `on_ready` tells it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import stat
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, Final
+
+import uvicorn
+
+from streamer.config import Config
+from streamer.errors import ConfigError
+from streamer.server.app import build_service_app
+from streamer.server.service import Service
+from streamer.server.websocket import MAX_MESSAGE_BYTES
+
+if TYPE_CHECKING:
+    from streamer.engine.engine import AsyncEngine
+
+log = logging.getLogger(__name__)
+
+DRAIN_S: Final = 10.0
+FLUSH_S: Final = 2.0  # after the engine is done, for the last frames
+SEND_BUFFER_BYTES: Final = 64 << 10  # else the kernel hides megabytes of a reader's lag
+BACKLOG: Final = 2048
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, which drains before it exits and watches the engine."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, drain_s: float) -> None:
+        super().__init__(config)
+        self._service = service
+        self._drain_s = drain_s
+        self._num_signals = 0
+        self._drain: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """First signal: drain. Second: leave now. Neither is raised again at the end."""
+        self._num_signals += 1
+        if self._num_signals > 1:
+            self.force_exit = self.should_exit = True
+
+    def stop(self) -> None:
+        """What a first signal does, for callers without signals."""
+        self._num_signals = max(self._num_signals, 1)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second: begin the drain that a signal asked for; notice a dead engine."""
+        if self._num_signals and self._drain is None:
+            self._drain = asyncio.create_task(self._drain_all())
+        if self._service.engine.is_dead:
+            await self._service.wait_quiet(FLUSH_S)  # every stream is being told
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+    async def _drain_all(self) -> None:
+        try:
+            if self._service.engine.is_ready:
+                await self._service.engine.drain(self._drain_s)
+                await self._service.wait_quiet(FLUSH_S)
+        finally:
+            self.should_exit = True
+
+
+async def serve(
+    engine: AsyncEngine,
+    config: Config,
+    *,
+    on_ready: Callable[[str], None] | None = None,
+    drain_s: float = DRAIN_S,
+) -> int:
+    """Open the socket, start the engine, serve until a signal; the process's exit code.
+
+    Starts and closes the engine. `on_ready` gets the address once requests are taken. Raises
+    ConfigError if the address cannot be bound, and whatever loading the model raised.
+    """
+    with contextlib.closing(bind(config)) as listener:
+        service = Service(engine, config)
+        server = Server(_uvicorn_config(service, config), service, drain_s)
+        starting = asyncio.create_task(_start(engine, server, on_ready, _url(listener, config)))
+        try:
+            await server.serve(sockets=[listener])
+        finally:
+            if not starting.done():
+                starting.cancel()
+            await asyncio.wait([starting])
+            await engine.aclose()
+        if not starting.cancelled():
+            starting.result()
+    if engine.is_dead:
+        log.error("the engine died: %s", engine.death)
+        return 1
+    return 0
+
+
+async def _start(
+    engine: AsyncEngine, server: Server, on_ready: Callable[[str], None] | None, url: str
+) -> None:
+    try:
+        await engine.start()
+    except BaseException:
+        server.should_exit = True
+        raise
+    if on_ready is not None:
+        on_ready(url)
+
+
+def bind(config: Config) -> socket.socket:
+    """The listening socket; what it accepts inherits its small send buffer."""
+    try:
+        if config.uds is not None:
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            with contextlib.suppress(FileNotFoundError):
+                _remove_stale(config.uds)
+            listener.bind(config.uds)
+        else:
+            infos = socket.getaddrinfo(
+                config.host.strip("[]") or None,
+                config.port,
+                type=socket.SOCK_STREAM,
+                flags=socket.AI_PASSIVE,
+            )
+            family, kind, proto, _, address = infos[0]
+            listener = socket.socket(family, kind, proto)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+    except OSError as e:
+        where = config.uds or f"{config.host}:{config.port}"
+        raise ConfigError(
+            f"cannot listen on {where}: {e.strerror or e}", param="uds" if config.uds else "port"
+        ) from e
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+    listener.listen(BACKLOG)
+    listener.setblocking(False)
+    return listener
+
+
+def _remove_stale(path: str) -> None:
+    """Remove a socket file that no server listens on any more."""
+    if not stat.S_ISSOCK(os.stat(path).st_mode):
+        raise ConfigError(f"{path} exists and is not a socket", param="uds")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            os.unlink(path)
+
+
+def _url(listener: socket.socket, config: Config) -> str:
+    if config.uds is not None:
+        return f"unix:{config.uds}"
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    scheme = "https" if config.ssl_certfile else "http"
+    shown = f"[{host}]" if ":" in host else host
+    return f"{scheme}://{shown}:{port}{config.root_path}"
+
+
+def _uvicorn_config(service: Service, config: Config) -> uvicorn.Config:
+    app = build_service_app(service)
+    return uvicorn.Config(
+        app,
+        http="httptools",
+        ws="websockets-sansio",
+        ws_max_size=MAX_MESSAGE_BYTES,
+        ws_ping_interval=20.0,
+        ws_ping_timeout=20.0,
+        ws_per_message_deflate=False,
+        lifespan="off",
+        root_path=config.root_path,
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=int(FLUSH_S),
+        access_log=False,
+        log_config=None,
+        server_header=False,
+    )

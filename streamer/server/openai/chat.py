@@ -1,0 +1,356 @@
+"""Chat completions: the body, its table of known fields, and the builder of its answers.
+
+Pure: the builder turns Deltas into chunk frames or one whole body; app.py and sse.py drive it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from streamer.core.sampling import SamplingParams
+from streamer.errors import InvalidRequest, StreamerError
+from streamer.server.openai.common import (
+    ChatLogprob,
+    Names,
+    SamplingFields,
+    StreamOptions,
+    TokenText,
+    Usage,
+    chat_logprobs,
+    encode,
+    error_body,
+    finish_reason,
+    only_if,
+    sampling_params,
+    usage_of,
+)
+from streamer.server.openai.fields import HINT, HONOURED, LABELS, SAMPLING, Table, refused
+from streamer.server.sse import DONE, frame
+
+if TYPE_CHECKING:
+    from streamer.engine.stream import Delta, TokenStream
+
+MAX_MESSAGES = 4096
+
+FIELDS: Final[Table] = {
+    **SAMPLING,
+    **LABELS,
+    "messages": HONOURED,
+    "model": HONOURED,
+    "max_tokens": HONOURED,
+    "max_completion_tokens": HONOURED,
+    "n": HONOURED,
+    "logprobs": HONOURED,
+    "top_logprobs": HONOURED,
+    "stream": HONOURED,
+    "stream_options": HONOURED,
+    "metadata": HONOURED,
+    "add_generation_prompt": HONOURED,
+    "parallel_tool_calls": HINT,  # without tools there are no calls
+    "audio": refused(),
+    "function_call": refused("none", "auto"),
+    "functions": refused([]),
+    "modalities": refused(["text"]),
+    "moderation": refused(),
+    "prediction": refused(),
+    "prompt_cache_options": refused(),
+    "prompt_cache_retention": refused("in_memory"),
+    "reasoning_effort": refused("none"),
+    "response_format": refused({"type": "text"}),
+    "service_tier": refused("auto", "default"),
+    "store": refused(False),
+    "tool_choice": refused("none", "auto"),
+    "tools": refused([]),
+    "verbosity": refused("medium"),
+    "web_search_options": refused(),
+    # vLLM's
+    "best_of": refused(1),
+    "echo": refused(False),
+    "continue_final_message": refused(False),
+    "add_special_tokens": refused(False),
+    "documents": refused([]),
+    "chat_template": refused(),
+    "chat_template_kwargs": refused({}),
+    "mm_processor_kwargs": refused(),
+    "media_io_kwargs": refused(),
+    "include_reasoning": refused(True, False),
+    "thinking_token_budget": refused(),
+}
+
+
+class TextPart(msgspec.Struct, tag="text", tag_field="type"):
+    """The one kind of content part this server reads."""
+
+    text: str
+
+
+class ChatMessage(msgspec.Struct):
+    """One message. The fields of tool calls and other media are refused by name."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+    tool_calls: Any = None
+    tool_call_id: Any = None
+    function_call: Any = None
+    audio: Any = None
+
+    def plain(self, path: str) -> dict[str, Any]:
+        """The message as a chat template takes it."""
+        for field in ("tool_calls", "tool_call_id", "function_call", "audio"):
+            if getattr(self, field):
+                raise InvalidRequest(
+                    f"{path}.{field} is not supported by this server",
+                    param=f"{path}.{field}",
+                    code="unsupported_parameter",
+                )
+        content = self.content
+        if not isinstance(content, str):
+            content = "\n".join(part.text for part in content)
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": content}
+        if self.name is not None:
+            message["name"] = self.name
+        return message
+
+
+class ChatRequest(SamplingFields, kw_only=True):
+    """The body of POST /v1/chat/completions, the honoured fields."""
+
+    messages: list[ChatMessage]
+    model: str | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    n: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    metadata: dict[str, str] | None = None
+    add_generation_prompt: bool | None = None
+
+    def template_messages(self) -> list[dict[str, Any]]:
+        """The messages for the chat template."""
+        if not 0 < len(self.messages) <= MAX_MESSAGES:
+            raise InvalidRequest(
+                f"messages has 1 to {MAX_MESSAGES} entries, got {len(self.messages)}",
+                param="messages",
+            )
+        return [m.plain(f"messages[{i}]") for i, m in enumerate(self.messages)]
+
+    def params(self, defaults: dict[str, float]) -> SamplingParams:
+        """The sampling settings, checked."""
+        if self.stream_options is not None:
+            if not self.stream:
+                raise InvalidRequest(
+                    "stream_options goes with stream: true", param="stream_options"
+                )
+            self.stream_options.check()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs goes with logprobs: true", param="top_logprobs")
+        name, limit = "max_tokens", self.max_tokens
+        if self.max_completion_tokens is not None:
+            name, limit = "max_completion_tokens", self.max_completion_tokens
+        return sampling_params(
+            self,
+            defaults,
+            max_tokens=limit,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            n=1 if self.n is None else self.n,
+            names=Names(max_tokens=name, logprobs="top_logprobs"),
+        )
+
+
+DECODER: Final = msgspec.json.Decoder(ChatRequest)
+
+
+# ---------------------------------------------------------------- answers
+
+
+class Logprobs(msgspec.Struct, frozen=True):
+    """`logprobs` of a chat choice."""
+
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class ChunkDelta(msgspec.Struct, frozen=True):
+    """What a chunk adds to a choice."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChunkChoice(msgspec.Struct, frozen=True):
+    """One choice in a chunk."""
+
+    index: int
+    delta: ChunkDelta
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+    token_ids: tuple[int, ...] | UnsetType = UNSET
+
+
+class Chunk(msgspec.Struct, frozen=True, tag_field="object", tag="chat.completion.chunk"):
+    """chat.completion.chunk; seed and prompt_token_ids are in the first one only."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    seed: int | UnsetType = UNSET
+    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
+
+
+class Message(msgspec.Struct, frozen=True):
+    """The assistant's message of a whole answer."""
+
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """One choice of a whole answer."""
+
+    index: int
+    message: Message
+    finish_reason: str
+    logprobs: Logprobs | None = None
+    token_ids: tuple[int, ...] | UnsetType = UNSET
+
+
+class ChatCompletion(msgspec.Struct, frozen=True, tag_field="object", tag="chat.completion"):
+    """The whole answer."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage
+    seed: int
+    metadata: dict[str, str] | UnsetType = UNSET
+    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
+
+
+class ChatAnswer:
+    """Frames and bodies of one chat completion.
+
+    A frame's number counts, per choice, the role chunk, every output token, the finish and the
+    usage chunk; with several choices the numbers are joined by dots.
+    """
+
+    def __init__(
+        self, body: ChatRequest, streams: Sequence[TokenStream], model: str, text: TokenText
+    ) -> None:
+        (self._stream,) = streams
+        self._body = body
+        self._model = model
+        self._text = text
+        self._n = self._stream.params.n
+        self._numbers = [0] * self._n
+        self._created = int(self._stream.created)
+        options = body.stream_options
+        self._include_usage = bool(options is not None and options.include_usage)
+
+    @property
+    def request_id(self) -> str:
+        """The id on the wire."""
+        return self._stream.request_id
+
+    def opening(self) -> bytes:
+        """One role chunk a choice; the first brings seed and prompt token ids."""
+        parts = []
+        for index in range(self._n):
+            self._numbers[index] = 1
+            choice = ChunkChoice(index, ChunkDelta(role="assistant", content=""))
+            parts.append(self._frame([choice], is_first=index == 0))
+        return b"".join(parts)
+
+    def deltas(self, source: int, deltas: Sequence[Delta]) -> bytes:
+        """The chunks for what a step, or several, brought."""
+        parts = []
+        for d in deltas:
+            if d.text or (d.token_ids and (d.logprobs or self._body.return_token_ids)):
+                self._numbers[d.choice] = 1 + d.start + len(d.token_ids)
+                choice = ChunkChoice(
+                    d.choice,
+                    ChunkDelta(content=d.text),
+                    Logprobs(chat_logprobs(d.logprobs, self._text)) if d.logprobs else None,
+                    None,
+                    only_if(bool(self._body.return_token_ids), d.token_ids),
+                )
+                parts.append(self._frame([choice]))
+            if d.finish is not None:
+                self._numbers[d.choice] = 2 + d.finish.num_tokens
+                reason = finish_reason(d.finish.reason)
+                choice = ChunkChoice(d.choice, ChunkDelta(), None, reason)
+                parts.append(self._frame([choice]))
+        return b"".join(parts)
+
+    def closing(self) -> bytes:
+        """The usage chunk, if asked for, and the end."""
+        if not self._include_usage:
+            return DONE
+        self._numbers = [n + 1 for n in self._numbers]
+        return self._frame([], usage=self._usage()) + DONE
+
+    def error(self, error: StreamerError) -> bytes:
+        """The last frame of a stream that failed after the 200."""
+        return frame("", error_body(error))
+
+    def whole(self, results: Sequence[Sequence[Delta]]) -> bytes:
+        """The body of an answer that was not streamed."""
+        choices: list[Choice] = []
+        for index in range(self._n):
+            mine = [d for d in results[0] if d.choice == index]
+            finish = mine[-1].finish
+            ids = tuple(t for d in mine for t in d.token_ids)
+            values = [lp for d in mine for lp in d.logprobs or ()]
+            choices.append(
+                Choice(
+                    index,
+                    Message("".join(d.text for d in mine)),
+                    finish_reason(finish.reason) if finish is not None else "stop",
+                    Logprobs(chat_logprobs(values, self._text)) if self._body.logprobs else None,
+                    only_if(bool(self._body.return_token_ids), ids),
+                )
+            )
+        return encode(
+            ChatCompletion(
+                self.request_id,
+                self._created,
+                self._model,
+                choices,
+                self._usage(),
+                self._stream.seed,
+                metadata=only_if(self._body.metadata is not None, self._body.metadata),
+                prompt_token_ids=only_if(bool(self._body.return_token_ids), self._stream.prompt),
+            )
+        )
+
+    def _usage(self) -> Usage:
+        s = self._stream
+        num_output = sum(f.num_tokens for f in s.finishes if f is not None)
+        return usage_of(s.num_prompt_tokens, num_output, s.cached_tokens)
+
+    def _frame(
+        self, choices: list[ChunkChoice], is_first: bool = False, usage: Usage | None = None
+    ) -> bytes:
+        chunk = Chunk(
+            self.request_id,
+            self._created,
+            self._model,
+            choices,
+            usage=only_if(self._include_usage, usage),
+            seed=only_if(is_first, self._stream.seed),
+            prompt_token_ids=only_if(
+                is_first and bool(self._body.return_token_ids), self._stream.prompt
+            ),
+        )
+        return frame(".".join(map(str, self._numbers)), encode(chunk))

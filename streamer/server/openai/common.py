@@ -1,0 +1,285 @@
+"""What the bodies share: sampling fields to SamplingParams, usage, log probabilities, errors.
+
+Pure builders over values of the core; chat.py, completions.py and responses.py call them.
+"""
+
+from __future__ import annotations
+
+import codecs
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+from msgspec import UNSET
+
+from streamer.core.plan import Finish, FinishReason, TokenLogprob
+from streamer.core.sampling import SamplingParams
+from streamer.errors import InvalidRequest, RequestFailed, StreamerError
+
+MAX_DETACH_S = 86_400.0
+MAX_PRIORITY = 1 << 31
+MAX_SALT = 256
+
+encode = msgspec.json.Encoder().encode
+
+
+class ApiError(msgspec.Struct, frozen=True):
+    """OpenAI's error object."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+def api_error(error: StreamerError) -> ApiError:
+    """The wire's object for one of our exceptions."""
+    return ApiError(error.message, error.type, error.param, error.code)
+
+
+def error_body(error: StreamerError) -> bytes:
+    """`{"error": {...}}`."""
+    return encode({"error": api_error(error)})
+
+
+def new_id(prefix: str) -> str:
+    """A fresh unguessable id: `prefix` and 24 hex digits."""
+    return prefix + secrets.token_hex(12)
+
+
+# ---------------------------------------------------------------- request side
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """The sampling fields at top level of every body. None: the model's default."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    detach_s: float | None = None
+
+
+class StreamOptions(msgspec.Struct):
+    """`stream_options`: the usage chunk; the other known options only at their defaults."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+    def check(self) -> None:
+        """Refuse what is known and not done."""
+        for name in ("include_obfuscation", "continuous_usage_stats"):
+            if getattr(self, name):
+                raise InvalidRequest(
+                    f"stream_options.{name} is not supported by this server",
+                    param=f"stream_options.{name}",
+                    code="unsupported_parameter",
+                )
+
+
+class Names(msgspec.Struct, frozen=True):
+    """What a body calls two fields of SamplingParams, for error messages."""
+
+    max_tokens: str = "max_tokens"
+    logprobs: str = "logprobs"
+
+
+_PLAIN = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "seed",
+    "min_tokens",
+    "ignore_eos",
+    "skip_special_tokens",
+)
+
+
+def sampling_params(
+    body: SamplingFields,
+    defaults: Mapping[str, float],
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    n: int = 1,
+    names: Names | None = None,
+) -> SamplingParams:
+    """The request's SamplingParams; an InvalidRequest names the field as the body has it."""
+    names = names or Names()
+    values: dict[str, Any] = {k: v for k, v in defaults.items() if k in _PLAIN}
+    if "top_k" in values:
+        values["top_k"] = int(values["top_k"])
+    for name in _PLAIN:
+        given = getattr(body, name)
+        if given is not None:
+            values[name] = given
+    values["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    values["stop_token_ids"] = tuple(body.stop_token_ids or ())
+    _check_extras(body)
+    try:
+        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, n=n, **values)
+    except InvalidRequest as e:
+        wire = {"max_tokens": names.max_tokens, "logprobs": names.logprobs}.get(e.param or "")
+        if wire is None or wire == e.param:
+            raise
+        message = e.message.replace(e.param or "", wire, 1)
+        raise InvalidRequest(message, param=wire, code=e.code) from None
+
+
+def _check_extras(body: SamplingFields) -> None:
+    if body.detach_s is not None and not 0 <= body.detach_s <= MAX_DETACH_S:
+        raise InvalidRequest(
+            f"detach_s must be from 0 to {MAX_DETACH_S}, got {body.detach_s}", param="detach_s"
+        )
+    if body.priority is not None and not -MAX_PRIORITY <= body.priority < MAX_PRIORITY:
+        raise InvalidRequest(
+            f"priority must be from {-MAX_PRIORITY} to {MAX_PRIORITY - 1}, got {body.priority}",
+            param="priority",
+        )
+    if body.cache_salt is not None and not 0 < len(body.cache_salt) <= MAX_SALT:
+        raise InvalidRequest(
+            f"cache_salt has 1 to {MAX_SALT} characters, got {len(body.cache_salt)}",
+            param="cache_salt",
+        )
+
+
+# ---------------------------------------------------------------- answer side
+
+
+class PromptDetails(msgspec.Struct, frozen=True):
+    """Prompt tokens whose KV was already there."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Token counts of a chat completion or completion; a prompt counts once for its n choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+def usage_of(num_prompt: int, num_output: int, num_cached: int) -> Usage:
+    """Usage from its three counts."""
+    return Usage(num_prompt, num_output, num_prompt + num_output, PromptDetails(num_cached))
+
+
+def failure(finish: Finish) -> StreamerError | None:
+    """The error that a cancelled or failed choice is on the wire; None for an ordinary end."""
+    if finish.reason is FinishReason.CANCELLED:
+        return RequestFailed("the request was cancelled", code="cancelled")
+    if finish.reason is FinishReason.FAILED:
+        return RequestFailed(finish.detail or "the request failed in a step")
+    return None
+
+
+def finish_reason(reason: FinishReason) -> str:
+    """The wire's word for an ordinary end (a cancel or failure is an error, not a reason)."""
+    return "length" if reason is FinishReason.LENGTH else "stop"
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    """One alternative of a drawn token."""
+
+    token: str
+    bytes: list[int]
+    logprob: float
+
+
+class ChatLogprob(msgspec.Struct, frozen=True):
+    """A drawn token with its alternatives, as chat and responses write it."""
+
+    token: str
+    bytes: list[int]
+    logprob: float
+    top_logprobs: list[TopLogprob]
+
+
+class TokenText(Protocol):
+    """Bytes of one token, special ones by their written name."""
+
+    def __call__(self, token_id: int) -> bytes: ...
+
+
+# JSON has no infinity; OpenAI writes this for a probability of zero.
+LOGPROB_FLOOR = -9999.0
+
+
+def chat_logprobs(logprobs: Sequence[TokenLogprob], text: TokenText) -> list[ChatLogprob]:
+    """Log probabilities of consecutive tokens in chat's form."""
+    out = []
+    for lp in logprobs:
+        raw = text(lp.token_id)
+        top = []
+        for token_id, value in lp.top:
+            other = text(token_id)
+            top.append(TopLogprob(_show(other), list(other), max(value, LOGPROB_FLOOR)))
+        out.append(ChatLogprob(_show(raw), list(raw), max(lp.logprob, LOGPROB_FLOOR), top))
+    return out
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    """Log probabilities in the legacy form: parallel lists; offsets in characters of the text."""
+
+    text_offset: list[int]
+    token_logprobs: list[float]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float]] | None
+
+
+class OffsetCounter:
+    """Characters before each token of one choice, for `text_offset`.
+
+    A token that ends inside a character does not move the offset; the one that completes it does.
+    """
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def build(self, logprobs: Sequence[TokenLogprob], text: TokenText) -> CompletionLogprobs:
+        """The legacy form of the next tokens."""
+        offsets, tokens, values = [], [], []
+        tops: list[dict[str, float]] = []
+        for lp in logprobs:
+            raw = text(lp.token_id)
+            offsets.append(self._offset)
+            self._offset += len(self._decoder.decode(raw))
+            tokens.append(_show(raw))
+            values.append(max(lp.logprob, LOGPROB_FLOOR))
+            tops.append({_show(text(i)): max(v, LOGPROB_FLOOR) for i, v in lp.top})
+        return CompletionLogprobs(offsets, values, tokens, tops if any(tops) else None)
+
+
+def _show(raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
+
+
+def only_if(condition: bool, value: Any) -> Any:
+    """`value` if the condition holds, else UNSET: a field that is not on the wire at all."""
+    return value if condition else UNSET

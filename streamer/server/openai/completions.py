@@ -1,0 +1,253 @@
+"""Completions: the body, its table of known fields, and the builder of its answers.
+
+Pure: a body may hold a batch of prompts, each with n choices; choice p * n + c is choice c of
+prompt p. app.py and sse.py drive the builder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from streamer.core.sampling import SamplingParams
+from streamer.errors import InvalidRequest, StreamerError
+from streamer.server.openai.common import (
+    CompletionLogprobs,
+    OffsetCounter,
+    SamplingFields,
+    StreamOptions,
+    TokenText,
+    Usage,
+    encode,
+    error_body,
+    finish_reason,
+    only_if,
+    sampling_params,
+    usage_of,
+)
+from streamer.server.openai.fields import HONOURED, LABELS, SAMPLING, Table, refused
+from streamer.server.sse import DONE, frame
+
+if TYPE_CHECKING:
+    from streamer.engine.stream import Delta, TokenStream
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+MAX_PROMPTS = 256
+
+FIELDS: Final[Table] = {
+    **SAMPLING,
+    **LABELS,
+    "model": HONOURED,
+    "prompt": HONOURED,
+    "max_tokens": HONOURED,
+    "n": HONOURED,
+    "logprobs": HONOURED,
+    "stream": HONOURED,
+    "stream_options": HONOURED,
+    "add_special_tokens": HONOURED,
+    "best_of": refused(1),
+    "echo": refused(False),
+    "suffix": refused(""),
+    # vLLM's
+    "response_format": refused({"type": "text"}),
+    "prompt_embeds": refused(),
+}
+
+
+class CompletionRequest(SamplingFields, kw_only=True):
+    """The body of POST /v1/completions, the honoured fields."""
+
+    prompt: str | list[str | int | list[int]]
+    model: str | None = None
+    max_tokens: int | None = None
+    n: int | None = None
+    logprobs: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    add_special_tokens: bool | None = None
+
+    def prompts(self) -> list[str | tuple[int, ...]]:
+        """The prompts, each text or token ids."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if not prompt:
+            raise InvalidRequest("prompt is empty", param="prompt")
+        if all(isinstance(p, int) for p in prompt):
+            return [tuple(p for p in prompt if isinstance(p, int))]
+        if len(prompt) > MAX_PROMPTS:
+            raise InvalidRequest(
+                f"prompt has {len(prompt)} entries, the limit is {MAX_PROMPTS}", param="prompt"
+            )
+        out: list[str | tuple[int, ...]] = []
+        for i, p in enumerate(prompt):
+            if isinstance(p, int):
+                raise InvalidRequest(
+                    "prompt is a text, token ids, or a list of either", param=f"prompt[{i}]"
+                )
+            if not p:
+                raise InvalidRequest("a prompt in the list is empty", param=f"prompt[{i}]")
+            out.append(p if isinstance(p, str) else tuple(p))
+        return out
+
+    def params(self, defaults: dict[str, float]) -> SamplingParams:
+        """The sampling settings, checked."""
+        if self.stream_options is not None:
+            if not self.stream:
+                raise InvalidRequest(
+                    "stream_options goes with stream: true", param="stream_options"
+                )
+            self.stream_options.check()
+        return sampling_params(
+            self,
+            defaults,
+            max_tokens=DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens,
+            logprobs=self.logprobs,
+            n=1 if self.n is None else self.n,
+        )
+
+
+DECODER: Final = msgspec.json.Decoder(CompletionRequest)
+
+
+# ---------------------------------------------------------------- answers
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """One choice, in a chunk or a whole answer. seed is here when there are several prompts."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    token_ids: tuple[int, ...] | UnsetType = UNSET
+    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
+    seed: int | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct, frozen=True, tag_field="object", tag="text_completion"):
+    """text_completion, chunk and whole."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage | UnsetType | None = UNSET
+    seed: int | UnsetType = UNSET
+
+
+class CompletionAnswer:
+    """Frames and bodies of one completion over its prompts' streams.
+
+    A frame's number counts a choice's output tokens, its finish and the usage chunk; with several
+    choices the numbers are joined by dots.
+    """
+
+    def __init__(
+        self, body: CompletionRequest, streams: Sequence[TokenStream], model: str, text: TokenText
+    ) -> None:
+        self._body = body
+        self._streams = streams
+        self._model = model
+        self._text = text
+        self._n = streams[0].params.n
+        self._numbers = [0] * (self._n * len(streams))
+        self._offsets = [OffsetCounter() for _ in self._numbers]
+        self._begun: set[int] = set()
+        self._seed_sent = False
+        self._created = int(streams[0].created)
+        options = body.stream_options
+        self._include_usage = bool(options is not None and options.include_usage)
+
+    @property
+    def request_id(self) -> str:
+        """The id on the wire: the first prompt's."""
+        return self._streams[0].request_id
+
+    def opening(self) -> bytes:
+        """Nothing: a completion's first chunk has text."""
+        return b""
+
+    def deltas(self, source: int, deltas: Sequence[Delta]) -> bytes:
+        """The chunks for what a step, or several, brought to one prompt."""
+        parts = []
+        for d in deltas:
+            is_wanted = d.token_ids and (d.logprobs or self._body.return_token_ids)
+            if not (d.text or is_wanted or d.finish is not None):
+                continue
+            index = source * self._n + d.choice
+            self._numbers[index] = d.start + len(d.token_ids)
+            if d.finish is not None:
+                self._numbers[index] = d.finish.num_tokens + 1
+            parts.append(self._frame([self._choice(source, [d], index not in self._begun)]))
+            self._begun.add(index)
+        return b"".join(parts)
+
+    def closing(self) -> bytes:
+        """The usage chunk, if asked for, and the end."""
+        if not self._include_usage:
+            return DONE
+        self._numbers = [n + 1 for n in self._numbers]
+        return self._frame([], usage=self._usage()) + DONE
+
+    def error(self, error: StreamerError) -> bytes:
+        """The last frame of a stream that failed after the 200."""
+        return frame("", error_body(error))
+
+    def whole(self, results: Sequence[Sequence[Delta]]) -> bytes:
+        """The body of an answer that was not streamed."""
+        choices = []
+        for source, deltas in enumerate(results):
+            for c in range(self._n):
+                mine = [d for d in deltas if d.choice == c]
+                choices.append(self._choice(source, mine, is_first=True))
+        return encode(
+            Completion(
+                self.request_id,
+                self._created,
+                self._model,
+                choices,
+                usage=self._usage(),
+                seed=only_if(len(self._streams) == 1, self._streams[0].seed),
+            )
+        )
+
+    def _choice(self, source: int, deltas: Sequence[Delta], is_first: bool) -> Choice:
+        index = source * self._n + deltas[0].choice
+        finish = deltas[-1].finish
+        values = [lp for d in deltas for lp in d.logprobs or ()]
+        stream = self._streams[source]
+        wants_ids = bool(self._body.return_token_ids)
+        return Choice(
+            index,
+            "".join(d.text for d in deltas),
+            self._offsets[index].build(values, self._text) if values else None,
+            finish_reason(finish.reason) if finish is not None else None,
+            only_if(wants_ids, tuple(t for d in deltas for t in d.token_ids)),
+            only_if(wants_ids and is_first, stream.prompt),
+            only_if(is_first and len(self._streams) > 1, stream.seed),
+        )
+
+    def _usage(self) -> Usage:
+        finishes = [f for s in self._streams for f in s.finishes if f is not None]
+        return usage_of(
+            sum(s.num_prompt_tokens for s in self._streams),
+            sum(f.num_tokens for f in finishes),
+            sum(s.cached_tokens for s in self._streams),
+        )
+
+    def _frame(self, choices: list[Choice], usage: Usage | None = None) -> bytes:
+        is_first = not self._seed_sent and len(self._streams) == 1
+        self._seed_sent = True
+        chunk = Completion(
+            self.request_id,
+            self._created,
+            self._model,
+            choices,
+            usage=only_if(self._include_usage, usage),
+            seed=only_if(is_first, self._streams[0].seed),
+        )
+        return frame(".".join(map(str, self._numbers)), encode(chunk))

@@ -1,0 +1,42 @@
+"""The list of models: one model under its served names."""
+
+from __future__ import annotations
+
+import msgspec
+
+from streamer.errors import NotFound
+from streamer.server.openai.common import encode
+
+
+class Model(msgspec.Struct, frozen=True, tag_field="object", tag="model"):
+    """OpenAI's model object; max_model_len is vLLM's extra that load tools read."""
+
+    id: str
+    created: int
+    max_model_len: int
+    owned_by: str = "streamer"
+
+
+def check_model(given: str | None, served: tuple[str, ...]) -> str:
+    """The served name a request means; none given means the first."""
+    if given is None:
+        return served[0]
+    if given in served:
+        return given
+    names = ", ".join(served)
+    raise NotFound(
+        f"model {given!r} is not served here; there is {names}",
+        param="model",
+        code="model_not_found",
+    )
+
+
+def models_body(served: tuple[str, ...], created: int, max_model_len: int) -> bytes:
+    """The body of GET /v1/models."""
+    data = [Model(name, created, max_model_len) for name in served]
+    return encode({"object": "list", "data": data})
+
+
+def model_body(name: str, served: tuple[str, ...], created: int, max_model_len: int) -> bytes:
+    """The body of GET /v1/models/{id}."""
+    return encode(Model(check_model(name, served), created, max_model_len))

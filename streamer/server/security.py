@@ -1,0 +1,185 @@
+"""The guard before every route: Origin, Host and keys; and the size limit of a body.
+
+Plain ASGI around the app, HTTP and WebSocket alike. A browser page of another site can reach a
+server on this machine, directly or by rebinding its name: both are told apart by these two headers.
+"""
+
+from __future__ import annotations
+
+import hmac
+from typing import Final
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from streamer.config import Config
+from streamer.errors import Forbidden, NotAuthenticated, StreamerError, TooLarge
+from streamer.server.openai.common import error_body
+
+MAX_BODY_BYTES: Final = 4 << 20
+OPEN_PATHS: Final = frozenset({"/", "/health", "/ready"})
+LOCAL_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+WILDCARDS: Final = frozenset({"", "0.0.0.0", "::"})
+
+
+def split_host(value: str) -> str:
+    """The name in a Host header, without port and brackets, lower case."""
+    value = value.strip().lower()
+    if value.startswith("["):
+        return value[1:].partition("]")[0]
+    return value.partition(":")[0]
+
+
+class Guard:
+    """Refuses what comes from elsewhere or without a key, before any route sees it."""
+
+    def __init__(self, app: ASGIApp, config: Config) -> None:
+        self._app = app
+        self._root = config.root_path.rstrip("/")
+        self._hosts = LOCAL_HOSTS | {split_host(h) for h in config.allowed_hosts}
+        if config.host not in WILDCARDS:
+            self._hosts |= {split_host(config.host)}
+        self._any_host = "*" in config.allowed_hosts
+        self._origins = {o.rstrip("/").lower() for o in config.allowed_origins}
+        self._keys = tuple(k.encode() for k in config.api_key)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, or answer 401 or 403."""
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        path = scope["path"].removeprefix(self._root) or "/"
+        try:
+            if path != "/health":
+                self._check_host(scope, headers)
+            foreign = self._check_origin(headers)
+            if foreign is not None:
+                send = _with_cors(send, foreign)
+                if _is_preflight(scope, headers):
+                    await _answer_preflight(send)
+                    return
+            if path not in OPEN_PATHS:
+                self._check_key(headers)
+        except StreamerError as e:
+            await deny(scope, send, e)
+            return
+        await self._app(scope, receive, send)
+
+    def _check_host(self, scope: Scope, headers: Headers) -> None:
+        host = headers.get("host", "")
+        name = split_host(host)
+        if self._any_host or name in self._hosts:
+            return
+        # bound to every address: the one this connection came in on is ours too
+        server = scope.get("server")
+        if server is not None and name and name == str(server[0]).lower():
+            return
+        raise Forbidden(f"Host {host!r} is not allowed here; see --allowed-hosts")
+
+    def _check_origin(self, headers: Headers) -> str | None:
+        """None for our own pages and for programs; the Origin for an allowed other site."""
+        origin = headers.get("origin")
+        if origin is None:
+            return None
+        host = headers.get("host", "").strip().lower()
+        parts = urlsplit(origin.strip().lower())
+        if parts.scheme in ("http", "https") and host and parts.netloc == host:
+            return None
+        if "*" in self._origins or origin.rstrip("/").lower() in self._origins:
+            return origin
+        raise Forbidden(f"Origin {origin!r} is not allowed here; see --allowed-origins")
+
+    def _check_key(self, headers: Headers) -> None:
+        if not self._keys:
+            return
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        token = given.strip().encode() if scheme.lower() == "bearer" else b""
+        is_known = False
+        for key in self._keys:  # all of them, so that time says nothing about which
+            is_known |= hmac.compare_digest(key, token)
+        if not is_known:
+            raise NotAuthenticated(
+                "this server wants an API key: Authorization: Bearer KEY"
+                if not token
+                else "the API key is not known here"
+            )
+
+
+async def deny(scope: Scope, send: Send, error: StreamerError) -> None:
+    """Answer with the error, on HTTP or instead of a WebSocket handshake."""
+    prefix = "http"
+    if scope["type"] == "websocket":
+        if "websocket.http.response" not in scope.get("extensions", {}):
+            await send({"type": "websocket.close", "code": 4000 + error.status % 100})
+            return
+        prefix = "websocket.http"
+    body = error_body(error)
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"x-content-type-options", b"nosniff"),
+    ]
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    if error.status == 413:
+        headers.append((b"connection", b"close"))
+    await send({"type": f"{prefix}.response.start", "status": error.status, "headers": headers})
+    await send({"type": f"{prefix}.response.body", "body": body})
+
+
+async def read_body(headers: Headers, receive: Receive, limit: int = MAX_BODY_BYTES) -> bytes:
+    """The whole body, counted while it comes in; TooLarge beyond `limit` bytes."""
+    declared = headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise TooLarge(f"the body has {declared} bytes, the limit is {limit}")
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise StreamerError("the client left while sending its body", code="client_left")
+        part: bytes = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise TooLarge(f"the body has more than {limit} bytes")
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+# ---------------------------------------------------------------- other origins, when allowed
+
+
+def _is_preflight(scope: Scope, headers: Headers) -> bool:
+    return (
+        scope["type"] == "http"
+        and scope["method"] == "OPTIONS"
+        and "access-control-request-method" in headers
+    )
+
+
+async def _answer_preflight(send: Send) -> None:
+    headers = [
+        (b"access-control-allow-methods", b"GET, POST, DELETE"),
+        (b"access-control-allow-headers", b"authorization, content-type, last-event-id"),
+        (b"access-control-max-age", b"600"),
+        (b"content-length", b"0"),
+    ]
+    await send({"type": "http.response.start", "status": 204, "headers": headers})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def _with_cors(send: Send, origin: str) -> Send:
+    async def wrapped(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            extra = [
+                (b"access-control-allow-origin", origin.encode("latin-1")),
+                (b"access-control-expose-headers", b"x-request-id, retry-after"),
+                (b"vary", b"Origin"),
+            ]
+            message = {**message, "headers": [*message.get("headers", ()), *extra]}
+        await send(message)
+
+    return wrapped

@@ -1,0 +1,147 @@
+"""Service: what every handler needs of the engine, in one place.
+
+Owns the served names, the epoch, the count of requests at work, and the way from a decoded body to
+a TokenStream. Made once by build_app; never touches a socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from streamer.config import Config
+from streamer.core.sampling import SamplingParams
+from streamer.engine.engine import GenerateRequest
+from streamer.errors import EngineDead, Overloaded, StreamerError
+from streamer.server.metrics import Metrics
+from streamer.server.openai.common import SamplingFields, failure
+
+if TYPE_CHECKING:
+    from streamer.engine.engine import AsyncEngine
+    from streamer.engine.stream import Delta, TokenStream
+
+LOADING_RETRY_S = 2.0
+DRAINING_RETRY_S = 5.0
+
+
+class Service:
+    """The engine as the handlers see it."""
+
+    def __init__(self, engine: AsyncEngine, config: Config) -> None:
+        self.engine = engine
+        self.config = config
+        self.metrics = Metrics(engine)
+        self.epoch = secrets.token_hex(8)
+        self.started = int(time.time())
+        self._num_working = 0
+        self._is_quiet = asyncio.Event()
+        self._is_quiet.set()
+        self._bytes: tuple[bytes, ...] = ()
+        self._special: dict[int, bytes] = {}
+
+    # ------------------------------------------------------------ state
+
+    def require_ready(self) -> None:
+        """Raise what a request gets while the model loads, after death, and while draining."""
+        engine = self.engine
+        if engine.is_dead:
+            raise EngineDead(engine.death.message if engine.death is not None else "engine died")
+        if engine.is_draining:
+            raise Overloaded(
+                "the server is shutting down", retry_after_s=DRAINING_RETRY_S, code="draining"
+            )
+        if not engine.is_ready:
+            raise Overloaded(
+                "the model is still loading", retry_after_s=LOADING_RETRY_S, code="model_loading"
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names the model answers to (a comma separates aliases)."""
+        given = self.config.served_model_name
+        names = tuple(n.strip() for n in given.split(",") if n.strip()) if given else ()
+        return names or (self.engine.info.name,)
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """Count a request that is being answered, for the drain."""
+        self._num_working += 1
+        self._is_quiet.clear()
+        try:
+            yield
+        finally:
+            self._num_working -= 1
+            if not self._num_working:
+                self._is_quiet.set()
+
+    async def wait_quiet(self, deadline_s: float) -> bool:
+        """Wait until nothing is being answered; False if the deadline came first."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                await self._is_quiet.wait()
+        return self._is_quiet.is_set()
+
+    # ------------------------------------------------------------ requests
+
+    async def encode_messages(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> tuple[int, ...]:
+        """A conversation through the chat template, as token ids."""
+        ids = await self.engine.encode_chat(
+            [dict(m) for m in messages], add_generation_prompt=add_generation_prompt
+        )
+        return tuple(ids)
+
+    def submit(
+        self,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        body: SamplingFields,
+        *,
+        request_id: str,
+        detach_s: float,
+        is_streamed: bool = True,
+    ) -> TokenStream:
+        """Hand one prompt to the engine; `detach_s` is the default where the body names none."""
+        return self.engine.submit(
+            GenerateRequest(
+                prompt=prompt,
+                params=params,
+                request_id=request_id,
+                priority=body.priority or 0,
+                cache_salt=body.cache_salt or "",
+                detach_s=detach_s if body.detach_s is None else body.detach_s,
+                window=self.config.stream_window if is_streamed else 0,
+            )
+        )
+
+    def cancel(self, streams: Sequence[TokenStream]) -> None:
+        """End what is not finished of these."""
+        for stream in streams:
+            if not stream.is_finished:
+                self.engine.cancel(stream.request_id)
+
+    @staticmethod
+    def failure(deltas: Sequence[Delta]) -> StreamerError | None:
+        """The error of the first cancelled or failed choice among these."""
+        for d in deltas:
+            error = failure(d.finish) if d.finish is not None else None
+            if error is not None:
+                return error
+        return None
+
+    def token_text(self, token_id: int) -> bytes:
+        """The bytes of a token; a special one by its written name."""
+        if not self._bytes:
+            self._bytes = self.engine.tokenizer.token_bytes()
+        raw = self._bytes[token_id] if token_id < len(self._bytes) else b""
+        if raw:
+            return raw
+        if token_id not in self._special:
+            text = self.engine.tokenizer.decode([token_id], skip_special_tokens=False)
+            self._special[token_id] = text.encode()
+        return self._special[token_id]

@@ -1,0 +1,260 @@
+"""SSE: the frame, the response that follows token streams, and the watch over the client.
+
+EventStream is a plain ASGI callable: a cursor-writer that takes everything new at each wake-up and
+sends it as one body part, keep-alive comments while nothing comes, and a watch that ends it all as
+soon as the client is gone. app.py makes one per streamed request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Protocol
+
+from starlette.types import Receive, Scope, Send
+
+from streamer.engine.stream import Delta
+from streamer.errors import StreamerError
+
+if TYPE_CHECKING:
+    from streamer.core.plan import Notice
+    from streamer.engine.stream import TokenStream
+    from streamer.server.service import Service
+
+log = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 15.0
+KEEP_ALIVE: Final = b": keep-alive\n\n"
+DONE: Final = b"data: [DONE]\n\n"
+
+
+def frame(number: str, data: bytes, event: str = "") -> bytes:
+    """One event; `data` is one line. Without a number it has no `id:` line."""
+    head = (f"id: {number}\n" if number else "") + (f"event: {event}\n" if event else "")
+    return b"%sdata: %s\n\n" % (head.encode(), data)
+
+
+class Answer(Protocol):
+    """What a body's builder offers to a transport."""
+
+    @property
+    def request_id(self) -> str: ...
+    def opening(self) -> bytes: ...
+    def deltas(self, source: int, deltas: Sequence[Delta]) -> bytes: ...
+    def closing(self) -> bytes: ...
+    def error(self, error: StreamerError) -> bytes: ...
+    def whole(self, results: Sequence[Sequence[Delta]]) -> bytes: ...
+
+
+class ClientWatch:
+    """Cancels the body of its `async with` when the client is gone, and absorbs that cancel.
+
+    `idle` is called after `idle_s` seconds and says after how many to call it again: the one task
+    that waits for the client to go is also the clock of the keep-alive.
+    """
+
+    def __init__(
+        self,
+        receive: Receive,
+        idle: Callable[[], Awaitable[float]] | None = None,
+        idle_s: float | None = None,
+    ) -> None:
+        self._receive = receive
+        self._idle = idle
+        self._idle_s = idle_s
+        self.is_gone = False
+
+    async def __aenter__(self) -> ClientWatch:
+        owner = asyncio.current_task()
+        if owner is None:
+            raise RuntimeError("ClientWatch is for code that runs in a task")
+        self._owner = owner
+        self._cancels = owner.cancelling()
+        self._task = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> bool:
+        self._task.cancel()
+        if self.is_gone and kind is asyncio.CancelledError:
+            return self._owner.uncancel() <= self._cancels
+        return False
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(self._idle_s):
+                    message = await self._receive()
+            except TimeoutError:
+                if self._idle is not None:
+                    self._idle_s = await self._idle()
+                continue
+            if message["type"] == "http.disconnect":
+                self.is_gone = True
+                self._owner.cancel()
+                return
+
+
+async def merged(
+    streams: Sequence[TokenStream],
+) -> AsyncIterator[tuple[int, list[Delta | Notice]]]:
+    """What the streams bring, as (index of the stream, its news), until all have finished.
+
+    To be closed (`aclosing`): closing detaches every reader. A stream that waits its turn goes on
+    collecting, so a slow consumer gets fewer and larger deltas.
+    """
+    if len(streams) == 1:
+        async with contextlib.aclosing(streams[0].read()) as batches:
+            async for items in batches:
+                yield 0, items
+        return
+    queue: asyncio.Queue[tuple[int, list[Delta | Notice] | StreamerError | None]]
+    queue = asyncio.Queue(maxsize=1)
+
+    async def pump(source: int, stream: TokenStream) -> None:
+        try:
+            async with contextlib.aclosing(stream.read()) as batches:
+                async for items in batches:
+                    await queue.put((source, items))
+            await queue.put((source, None))
+        except StreamerError as e:
+            await queue.put((source, e))
+
+    tasks = [asyncio.create_task(pump(i, s)) for i, s in enumerate(streams)]
+    try:
+        num_open = len(tasks)
+        while num_open:
+            source, got = await queue.get()
+            if isinstance(got, StreamerError):
+                raise got
+            if got is None:
+                num_open -= 1
+            else:
+                yield source, got
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+HEADERS: Final = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache, no-transform"),
+    (b"x-accel-buffering", b"no"),
+)
+
+
+class EventStream:
+    """The ASGI response of one streamed request; the request is submitted already."""
+
+    def __init__(
+        self,
+        service: Service,
+        answer: Answer,
+        streams: Sequence[TokenStream],
+        keep_alive_s: float = KEEP_ALIVE_S,
+    ) -> None:
+        self._service = service
+        self._answer = answer
+        self._streams = streams
+        self._keep_alive_s = keep_alive_s
+        self._send: Send
+        self._is_sending = True  # until the head is out
+        self._last_sent = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the head and every event; return when all is sent or the client is gone."""
+        self._send = send
+        with self._service.working():
+            async with ClientWatch(receive, self._keep_alive, self._keep_alive_s):
+                await self._write()
+
+    async def _write(self) -> None:
+        request_id = (b"x-request-id", self._answer.request_id.encode())
+        is_reading = False
+        try:
+            await self._send(
+                {"type": "http.response.start", "status": 200, "headers": [*HEADERS, request_id]}
+            )
+            await self._put(self._answer.opening())
+            is_reading = True
+            await self._put(await self._follow())
+        finally:
+            if not is_reading:  # nobody ever read, so nobody's leaving would end it
+                self._service.cancel(self._streams)
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _follow(self) -> bytes:
+        """Send the events as they come; the return value is the end of the body."""
+        meter = self._service.metrics.meter(self._streams)
+        try:
+            async with contextlib.aclosing(merged(self._streams)) as batches:
+                async for source, items in batches:
+                    deltas = [d for d in items if isinstance(d, Delta)]
+                    meter.deltas(source, deltas)
+                    failure = self._service.failure(deltas)
+                    if failure is not None:
+                        self._service.cancel(self._streams)
+                        return self._answer.error(failure)
+                    await self._put(self._answer.deltas(source, deltas))
+        except StreamerError as e:
+            self._service.cancel(self._streams)
+            return self._answer.error(e)
+        except Exception:
+            log.exception("a stream failed")
+            self._service.cancel(self._streams)
+            return self._answer.error(StreamerError("internal error", code="internal"))
+        finally:
+            meter.close()
+        return self._answer.closing()
+
+    async def _put(self, body: bytes) -> None:
+        if body:
+            self._is_sending = True
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
+            self._last_sent = asyncio.get_running_loop().time()
+        self._is_sending = False
+
+    async def _keep_alive(self) -> float:
+        now = asyncio.get_running_loop().time()
+        rest_s = self._last_sent + self._keep_alive_s - now
+        if rest_s > 0:
+            return rest_s
+        if not self._is_sending:  # else the client is not even taking what it has
+            self._last_sent = now
+            await self._send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+        return self._keep_alive_s
+
+
+async def read_whole(
+    service: Service, streams: Sequence[TokenStream], receive: Receive
+) -> list[list[Delta]] | None:
+    """Wait for all streams, then everything they brought, a list a stream; None: the client left.
+
+    Raises what the first failed stream failed with.
+    """
+    results: list[list[Delta]] = [[] for _ in streams]
+    async with ClientWatch(receive) as watch:
+        meter = service.metrics.meter(streams)
+        try:
+            async with contextlib.aclosing(merged(streams)) as batches:
+                async for source, items in batches:
+                    deltas = [d for d in items if isinstance(d, Delta)]
+                    meter.deltas(source, deltas)
+                    failure = service.failure(deltas)
+                    if failure is not None:
+                        raise failure
+                    results[source].extend(deltas)
+        except StreamerError:
+            service.cancel(streams)
+            raise
+        finally:
+            meter.close()
+    return None if watch.is_gone else results

@@ -1,0 +1,276 @@
+"""The tables of known fields: complete against the official types; every rule has its effect."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, get_type_hints
+
+import msgspec
+import pytest
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_params
+from openai.types.responses import responses_client_event_param
+
+from streamer.errors import InvalidRequest
+from streamer.server.openai import chat, completions, responses
+from streamer.server.openai.common import SamplingFields, sampling_params
+from streamer.server.openai.fields import Table, decode_body
+
+# vLLM's fields beside OpenAI's, as its documentation lists them.
+VLLM = {
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "stop_token_ids",
+    "min_tokens",
+    "ignore_eos",
+    "skip_special_tokens",
+    "use_beam_search",
+    "length_penalty",
+    "include_stop_str_in_output",
+    "spaces_between_special_tokens",
+    "truncate_prompt_tokens",
+    "prompt_logprobs",
+    "allowed_token_ids",
+    "bad_words",
+    "priority",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+    "cache_salt",
+    "kv_transfer_params",
+    "vllm_xargs",
+    "structured_outputs",
+    "request_id",
+    "add_special_tokens",
+    "logits_processors",
+}
+VLLM_CHAT = VLLM | {
+    "echo",
+    "add_generation_prompt",
+    "continue_final_message",
+    "documents",
+    "chat_template",
+    "chat_template_kwargs",
+    "mm_processor_kwargs",
+    "include_reasoning",
+}
+
+BODIES: dict[str, tuple[Table, msgspec.json.Decoder[Any], dict[str, Any]]] = {
+    "chat": (
+        chat.FIELDS,
+        chat.DECODER,
+        {"messages": [{"role": "user", "content": "hello"}]},
+    ),
+    "completions": (completions.FIELDS, completions.DECODER, {"prompt": "hello"}),
+    "responses": (responses.FIELDS, responses.DECODER, {"input": "hello"}),
+}
+TYPES = {
+    "chat": chat.ChatRequest,
+    "completions": completions.CompletionRequest,
+    "responses": responses.ResponseCreate,
+}
+
+
+def official(kind: str) -> set[str]:
+    if kind == "chat":
+        hints = get_type_hints(chat_params.CompletionCreateParamsStreaming)
+        return set(hints) | VLLM_CHAT
+    if kind == "completions":
+        hints = get_type_hints(completion_create_params.CompletionCreateParamsStreaming)
+        return set(hints) | VLLM
+    return set(get_type_hints(responses_client_event_param.ResponseCreate)) - {"type"}
+
+
+def decode(kind: str, **fields: Any) -> Any:
+    table, decoder, base = BODIES[kind]
+    return decode_body(json.dumps({**base, **fields}).encode(), decoder, table)
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_the_table_knows_every_official_field(kind: str) -> None:
+    assert official(kind) - set(BODIES[kind][0]) == set()
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_what_is_honoured_is_what_the_struct_has(kind: str) -> None:
+    honoured = {name for name, rule in BODIES[kind][0].items() if rule.is_honoured}
+    assert honoured == {f.name for f in msgspec.structs.fields(TYPES[kind])}
+
+
+ALL = [(kind, name) for kind, (table, _, _) in BODIES.items() for name in table]
+
+
+@pytest.mark.parametrize(("kind", "name"), ALL)
+def test_a_field_is_honoured_or_a_hint_or_refused_by_name(kind: str, name: str) -> None:
+    rule = BODIES[kind][0][name]
+    strange = {"surely": "nothing anybody means"}
+    if rule.harmless is None:
+        assert not hasattr(decode(kind, **{name: strange}), name)
+        return
+    if rule.is_honoured:
+        required = name in BODIES[kind][2]
+        if not required:
+            assert getattr(decode(kind, **{name: None}), name) is None
+        if name in ("metadata",):
+            return
+        if name in ("stream_options",):
+            strange = {"include_usage": "yes", "include_obfuscation": "yes"}
+    with pytest.raises(InvalidRequest) as caught:
+        decode(kind, **{name: strange})
+    assert caught.value.param is not None
+    assert caught.value.param.split(".")[0] == name
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(("kind", "name"), ALL)
+def test_harmless_values_are_accepted(kind: str, name: str) -> None:
+    rule = BODIES[kind][0][name]
+    if rule.is_honoured:
+        return
+    for value in (None, *(rule.harmless or ())):
+        decode(kind, **{name: value})
+
+
+def test_a_number_is_not_a_truth_value() -> None:
+    with pytest.raises(InvalidRequest, match="use_beam_search"):
+        decode("chat", use_beam_search=0)
+    decode("chat", length_penalty=1)
+
+
+def test_unknown_fields_are_ignored() -> None:
+    assert decode("chat", nobody_knows_this=[1, 2]).messages[0].content == "hello"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b'{"messages":[{"role":"bot","content":"x"}]}', "messages[0].role"),
+        (
+            b'{"messages":[{"role":"user","content":[{"type":"image_url"}]}]}',
+            "messages[0].content[0].type",
+        ),
+        (b'{"messages":[{"role":"user"}]}', "messages[0].content"),
+        (b'{"messages":[],"temperature":"hot"}', "temperature"),
+        (b'{"messages":[],"top_k":1.5}', "top_k"),
+        (b'{"messages":[],"ignore_eos":1}', "ignore_eos"),
+        (b'{"messages":[],"logit_bias":{"x":1}}', "logit_bias"),
+        (b"{}", "messages"),
+        (b"[]", None),
+        (b"{", None),
+        (b"", None),
+        (b"\xff", None),
+        (b'{"model":"\xff"}', None),
+        (b'{"messages":[],"temperature":NaN}', None),
+        (b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}", None),
+    ],
+)
+def test_a_body_at_fault_says_where(body: bytes, param: str | None) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        decode_body(body, chat.DECODER, chat.FIELDS)
+    assert caught.value.param == param
+    assert len(caught.value.message) < 300
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": 2.5}, "temperature"),
+        ({"n": 0}, "n"),
+        ({"n": 65}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 0, "max_tokens": 5}, "max_completion_tokens"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"stop": ["a", ""]}, "stop[1]"),
+        ({"seed": 1 << 64}, "seed"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+        ({"detach_s": -1}, "detach_s"),
+        ({"priority": 1 << 40}, "priority"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        (
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation",
+        ),
+    ],
+)
+def test_bounds_name_the_field_as_the_body_has_it(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        decode("chat", **fields).params({})
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("field", ["tool_calls", "tool_call_id", "function_call", "audio"])
+def test_message_fields_that_are_not_done_are_refused_by_path(field: str) -> None:
+    message = {"role": "assistant", "content": "x", field: [{"id": "1"}]}
+    body = decode("chat", messages=[{"role": "user", "content": "x"}, message])
+    with pytest.raises(InvalidRequest) as caught:
+        body.template_messages()
+    assert caught.value.param == f"messages[1].{field}"
+
+
+def test_defaults_come_from_the_model_and_the_body_wins() -> None:
+    defaults = {"temperature": 0.6, "top_k": 20.0, "something_else": 3.0}
+    params = sampling_params(SamplingFields(top_k=5), defaults, max_tokens=7, logprobs=None)
+    assert (params.temperature, params.top_k, params.max_tokens) == (0.6, 5, 7)
+    assert sampling_params(SamplingFields(), defaults, max_tokens=None, logprobs=None).top_k == 20
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("ab", ["ab"]),
+        ([1, 2], [(1, 2)]),
+        (["a", "b"], ["a", "b"]),
+        ([[1], [2, 3]], [(1,), (2, 3)]),
+        (["a", [2]], ["a", (2,)]),
+    ],
+)
+def test_prompt_forms(prompt: Any, expected: list[Any]) -> None:
+    assert decode("completions", prompt=prompt).prompts() == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [([], "prompt"), ([[]], "prompt[0]"), (["a", ""], "prompt[1]"), (["a", 3], "prompt[1]")],
+)
+def test_prompts_at_fault(prompt: Any, param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        decode("completions", prompt=prompt).prompts()
+    assert caught.value.param == param
+
+
+def test_input_items_become_messages() -> None:
+    items = [
+        {"role": "developer", "content": "be brief"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        {
+            "type": "message",
+            "id": "msg_1",
+            "status": "completed",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "hello", "annotations": []}],
+        },
+        {"role": "user", "content": [{"type": "input_text", "text": t} for t in ("a", "b")]},
+    ]
+    assert decode("responses", input=items, instructions="sys").template_messages() == [
+        {"role": "system", "content": "sys"},
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "hello"},
+        {"role": "user", "content": "a\nb"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("items", "param"),
+    [
+        ([{"type": "function_call_output", "call_id": "1", "output": "x"}], "input[0].type"),
+        ([{"role": "user", "content": [{"type": "input_image"}]}], "input[0].content[0].type"),
+        ([{"role": "user"}], "input[0].content"),
+    ],
+)
+def test_input_items_that_are_not_done_are_refused_by_path(items: Any, param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        decode("responses", input=items)
+    assert caught.value.param == param
