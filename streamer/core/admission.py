@@ -116,6 +116,7 @@ def swap_in(state: State, request: Request, draft: Draft) -> None:
         raise InvariantViolated(f"request {request.request_id}: no room to swap in")
     draft.swap_in += moves
     request.last_swap = draft.number
+    draft.has_swap = True
     state.counters.swapped_in_blocks += len(moves)
     state.move(request, Event.SWAP_IN)
 

@@ -167,7 +167,7 @@ class Scheduler:
 
     def _build(self, draft: Draft) -> Plan | None:
         state = self.state
-        has_work = bool(draft.num_tokens or draft.swap_out or draft.swap_in or state.kv.copies)
+        has_work = bool(draft.num_tokens or draft.has_swap or state.kv.copies)
         if not has_work and not state.finishes and not state.notices:
             if state.launched > state.collected:
                 return None  # apply what is launched first
@@ -205,7 +205,11 @@ class Scheduler:
     def _require_idle(self) -> None:
         """Nothing can be planned and nothing is under way: then nobody may be waiting."""
         state = self.state
-        waiting: Iterable[Request] = (*state.running, *(r for _, r in state.queue))
+        waiting: Iterable[Request] = (
+            *state.running,
+            *state.swapping,
+            *(r for _, r in state.queue),
+        )
         for request in waiting:
             raise InvariantViolated(
                 f"stuck: request {request.request_id} is {request.status.value}, needs "

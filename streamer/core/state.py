@@ -104,6 +104,7 @@ class Draft:
         self.starts: dict[Sequence, int] = {}
         self.num_tokens = 0
         self.num_samples = 0
+        self.has_swap = False  # somebody's swap begins, even if every block is there already
 
 
 class Counters:
@@ -292,11 +293,13 @@ class State:
         """Take the request's blocks away: to the host, or to be computed again."""
         live = request.live()
         moves = self.kv.swap_out(live) if self.would_swap(request) else None
+        self.dequeue(request)  # a paused one may be waiting for its rows
         if request.status is Status.RUNNING:
             request.preemptions += 1
         self.leave_all(request)
         if moves is not None:
             request.last_swap = draft.number
+            draft.has_swap = True
             draft.swap_out += moves
             self.move(request, Event.SWAP_OUT)
             self.counters.preemptions_swap += 1

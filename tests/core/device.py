@@ -1,0 +1,149 @@
+"""A simulated device: executes Plans on memory that remembers what was written where.
+
+Each KV cell holds the hash of the whole token prefix up to its position, so a read of a wrong, stale
+or overwritten block is seen at once. Swap copies run late, when the test says so, as copies on side
+streams may. Drawn tokens depend on everything before them: the output proves itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from streamer.core.plan import Plan, RowJoin, StepResult
+
+VOCAB = 97
+ROOT = 1
+
+
+def extend(chain: int, token: int) -> int:
+    """The hash of a prefix and one more token."""
+    return (chain * 1_000_003 + token * 97 + 12345) % (1 << 61)
+
+
+def chain_of(tokens: list[int]) -> list[int]:
+    """Hash after each token."""
+    chains, chain = [], ROOT
+    for token in tokens:
+        chain = extend(chain, token)
+        chains.append(chain)
+    return chains
+
+
+def draw(chain: int, choice: int) -> int:
+    """The next token after a prefix, for one of the n choices."""
+    return (chain // 7 + choice * 31) % VOCAB
+
+
+def oracle(prompt: tuple[int, ...], choice: int, count: int) -> list[int]:
+    """What a request's choice must output, however it was scheduled."""
+    tokens = list(prompt)
+    chain = chain_of(tokens)[-1]
+    output = []
+    for _ in range(count):
+        output.append(draw(chain, choice))
+        chain = extend(chain, output[-1])
+    return output
+
+
+@dataclass
+class Row:
+    """What the runner keeps of a sequence."""
+
+    join: RowJoin
+    tokens: list[int]
+    computed: int
+    table: list[int] = field(default_factory=list)
+
+
+class Device:
+    """Memory, rows and late copies. `launch` runs the plan's compute; `flush` its swap copies."""
+
+    def __init__(self, num_blocks: int, num_host: int, block_size: int) -> None:
+        self.size = block_size
+        self.memory: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.host: list[list[int | None]] = [[None] * block_size for _ in range(num_host)]
+        self.rows: dict[int, Row] = {}
+        self.pending: deque[Plan] = deque()
+        self.copies_done = 0
+        self.results: dict[int, StepResult] = {}
+
+    def launch(self, plan: Plan) -> None:
+        """Take the plan's effects in order; its swap copies may run until `flush`."""
+        for row in plan.leaves:
+            del self.rows[row]
+        joined = set()
+        for join in plan.joins:
+            assert join.row not in self.rows, f"row {join.row} joined twice"
+            self.rows[join.row] = Row(join, list(join.tokens), join.num_computed, list(join.blocks))
+            joined.add(join.row)
+        for update in plan.tables:
+            table = self.rows[update.row].table
+            assert update.start <= len(table), "a hole in a block table"
+            table[update.start :] = update.blocks
+        self.pending.append(plan)
+        for source, destination in plan.copies:
+            self.memory[destination] = list(self.memory[source])
+        assert len(self.rows) == plan.num_rows
+        self._compute(plan, joined)
+
+    def _compute(self, plan: Plan, joined: set[int]) -> None:
+        chunks = {c.row: c for c in plan.chunks}
+        work: list[tuple[Row, int, bool]] = []
+        forks: list[tuple[Row, Row]] = []
+        num_tokens = 0
+        for number, row in sorted(self.rows.items()):
+            if number in joined and row.join.logits_of >= 0:
+                forks.append((row, self.rows[row.join.logits_of]))
+                continue
+            chunk = chunks.pop(number, None)
+            count, sample = (1, True) if chunk is None else (chunk.count, chunk.sample)
+            if chunk is not None:
+                assert chunk.start == row.computed
+            if chunk is None or sample:
+                assert row.computed + count == len(row.tokens), "draws before its last token"
+            num_tokens += count
+            work.append((row, count, sample))
+        assert not chunks
+        assert num_tokens == plan.num_tokens
+        for row, count, _ in work:  # every store before any read
+            chains = chain_of(row.tokens)
+            for position in range(row.computed, row.computed + count):
+                block, offset = divmod(position, self.size)
+                self.memory[row.table[block]][offset] = chains[position]
+            row.computed += count
+        drawn: dict[int, int] = {}
+        for row, count, sample in work:
+            if count:
+                self._read(row)
+            if sample:
+                drawn[row.join.row] = draw(chain_of(row.tokens)[-1], row.join.choice)
+        for child, parent in forks:
+            assert child.tokens == parent.tokens
+            assert child.computed == len(child.tokens)
+            self._read(child)
+            drawn[child.join.row] = draw(chain_of(child.tokens)[-1], child.join.choice)
+        assert len(drawn) == plan.num_samples
+        for number, token in drawn.items():
+            self.rows[number].tokens.append(token)
+        rows = tuple(sorted(drawn))
+        self.results[plan.number] = StepResult(plan.number, rows, tuple(drawn[r] for r in rows))
+
+    def _read(self, row: Row) -> None:
+        chains = chain_of(row.tokens)
+        for position in range(row.computed):
+            block, offset = divmod(position, self.size)
+            cell = self.memory[row.table[block]][offset]
+            assert cell == chains[position], (
+                f"{row.join.request_id}: position {position} reads another prefix"
+            )
+
+    def flush(self, upto: int) -> None:
+        """Run the swap copies of plans up to `upto`; only now do they read and write."""
+        while self.pending and self.pending[0].number <= upto:
+            plan = self.pending.popleft()
+            for source, destination in plan.swap_out:
+                self.host[destination] = list(self.memory[source])
+            for source, destination in plan.swap_in:
+                self.memory[destination] = list(self.host[source])
+            self.copies_done = plan.number

@@ -1,0 +1,189 @@
+"""Drives the real scheduler over the simulated device, and checks everything a user relies on.
+
+Used by the state machine, the replay test and the scheduler's unit tests. Every request must end
+exactly once a choice, with the tokens the oracle gives, and leave nothing behind.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from streamer.core.plan import (
+    Add,
+    Cancel,
+    Command,
+    Facts,
+    Finish,
+    FinishReason,
+    Pause,
+    Plan,
+    Resume,
+    StepOutput,
+    StepResult,
+)
+from streamer.core.prefix import BlockHasher
+from streamer.core.request import Status
+from streamer.core.sampling import SamplingParams
+from streamer.core.scheduler import Scheduler, SchedulerConfig
+from tests.core.device import Device, oracle
+
+SWAP = {"prefill_s": 1.0, "swap_bytes_per_s": 1e12, "swap_fixed_s": 0.0}
+RECOMPUTE = {"prefill_s": 1e-12, "swap_bytes_per_s": 1.0, "swap_fixed_s": 1.0}
+
+Entry = tuple[str, Command | Facts | StepResult]
+
+
+def make_config(**overrides: int | bool) -> SchedulerConfig:
+    """A small scheduler: blocks of 4 tokens."""
+    settings: dict[str, int | bool] = {
+        "block_size": 4,
+        "num_blocks": 24,
+        "num_host_blocks": 24,
+        "block_bytes": 1000,
+        "max_num_seqs": 6,
+        "max_num_batched_tokens": 16,
+        "max_model_len": 64,
+    }
+    return SchedulerConfig(**(settings | overrides))  # type: ignore[arg-type]
+
+
+class Driver:
+    """One engine without threads. `depth` plans may be launched before the previous is applied."""
+
+    def __init__(
+        self, config: SchedulerConfig, *, depth: int = 0, costs: dict[str, float] | None = None
+    ) -> None:
+        self.config = config
+        self.depth = depth
+        self.costs = costs or {}
+        self.scheduler = Scheduler(config, BlockHasher(config.block_size, b"s" * 32))
+        self.device = Device(config.num_blocks, config.num_host_blocks, config.block_size)
+        self.inflight: deque[Plan] = deque()
+        self.adds: dict[str, Add] = {}
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.finishes: dict[tuple[str, int], Finish] = {}
+        self.outputs: list[StepOutput] = []
+        self.plans: list[Plan] = []
+        self.log: list[Entry] = []
+        self.held: set[str] = set()
+        self.steps = 0
+        self.flush_copies = True  # whether swap copies end with their plan's collection
+
+    # ------------------------------------------------------------ commands
+
+    def add(
+        self, prompt: list[int], *, request_id: str | None = None, n: int = 1, max_tokens: int = 8,
+        priority: int = 0, share_with: str | None = None, **params: object,
+    ) -> str:  # fmt: skip
+        """Submit; the id is r0, r1 ... unless given."""
+        request_id = request_id or f"r{len(self.adds)}"
+        add = Add(
+            request_id,
+            tuple(prompt),
+            SamplingParams(n=n, max_tokens=max_tokens, seed=1, **params),  # type: ignore[arg-type]
+            priority=priority,
+            share_with=share_with,
+        )
+        self.command(add)
+        self.adds[request_id] = add
+        for choice in range(n):
+            self.tokens[request_id, choice] = []
+        return request_id
+
+    def cancel(self, request_id: str) -> None:
+        self.command(Cancel(request_id))
+
+    def pause(self, request_id: str) -> None:
+        self.held.add(request_id)
+        self.command(Pause(request_id))
+
+    def resume(self, request_id: str) -> None:
+        self.held.discard(request_id)
+        self.command(Resume(request_id))
+
+    def command(self, command: Command) -> None:
+        self.log.append(("command", command))
+        self.scheduler.command(command)
+
+    # ------------------------------------------------------------ steps
+
+    def status(self, request_id: str) -> Status:
+        request = self.scheduler.state.requests.get(request_id)
+        return Status.FINISHED if request is None else request.status
+
+    def launch(self) -> Plan | None:
+        """Schedule and launch one plan, if there is one."""
+        facts = Facts(copies_done=self.device.copies_done, **self.costs)
+        self.log.append(("facts", facts))
+        plan = self.scheduler.schedule(facts)
+        if plan is not None:
+            self.plans.append(plan)
+            self.device.launch(plan)
+            self.inflight.append(plan)
+        self.scheduler.check()
+        return plan
+
+    def collect(self) -> StepOutput:
+        """Apply the oldest launched plan."""
+        plan = self.inflight.popleft()
+        is_waiting = not plan.num_rows and not self.inflight
+        if self.flush_copies or is_waiting:
+            self.device.flush(plan.number)
+        result = self.device.results.pop(plan.number)
+        self.log.append(("result", result))
+        output = self.scheduler.apply(plan, result)
+        self.scheduler.check()
+        self._take(output)
+        self.steps += 1
+        return output
+
+    def step(self) -> bool:
+        """One iteration; False when there was nothing at all to do."""
+        plan = self.launch()
+        if len(self.inflight) > self.depth or (plan is None and self.inflight):
+            self.collect()
+            return True
+        return plan is not None
+
+    def _take(self, output: StepOutput) -> None:
+        self.outputs.append(output)
+        for request_id, choice, token in zip(
+            output.request_ids, output.choices, output.tokens, strict=True
+        ):
+            assert (request_id, choice) not in self.finishes, "a token after the end"
+            self.tokens[request_id, choice].append(token)
+        for finish in output.finishes:
+            key = (finish.request_id, finish.choice)
+            assert key not in self.finishes, f"{key} ended twice"
+            self.finishes[key] = finish
+            self._verify(finish)
+
+    def _verify(self, finish: Finish) -> None:
+        add = self.adds[finish.request_id]
+        tokens = self.tokens[finish.request_id, finish.choice]
+        assert finish.num_tokens == len(tokens)
+        assert tokens == oracle(add.prompt, finish.choice, len(tokens))
+        if finish.reason is FinishReason.LENGTH:
+            assert len(tokens) == add.params.max_tokens
+
+    def run(self, limit: int = 2000) -> None:
+        """Until nobody is left but paused readers; more than `limit` steps is starvation."""
+        for _ in range(limit):
+            if not self.step():
+                return
+        raise AssertionError(f"not done after {limit} steps")
+
+    def drain(self) -> None:
+        """Resume everybody, run to the end, and prove that nothing is left."""
+        self.flush_copies = True
+        for request_id in list(self.held):
+            self.resume(request_id)
+        self.run()
+        expected = {(r, c) for r, add in self.adds.items() for c in range(add.params.n)}
+        assert set(self.finishes) == expected
+        state = self.scheduler.state
+        assert not state.requests
+        assert not any(state.counts[s] for s in Status if s is not Status.FINISHED)
+        for pool in (state.kv.device, state.kv.host):
+            assert pool.num_free == pool.num_blocks, f"{pool.name} blocks leaked"
+        assert state.rows.num_free == self.config.max_num_seqs
