@@ -1,6 +1,6 @@
 """What each architecture changes: a table, and the strict parser from config.json to DecoderConfig.
 
-No torch and no weights: the answer to "can this be served, and how" comes before loading. Called by
+No weights: the answer to "can this be served, and how" comes before loading. Called by
 inspect.py and loader.py; decoder.py reads the DecoderConfig and knows no family by name.
 """
 

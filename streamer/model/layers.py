@@ -95,8 +95,8 @@ class RopeTable:
         return self._cos[positions], self._sin[positions]
 
     def _build(self, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-        frequencies = torch.tensor(inverse_frequencies(self._rope), dtype=torch.float32)
-        angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies
+        positions = torch.arange(num_positions, dtype=torch.float32)
+        angles = positions[:, None] * inverse_frequencies(self._rope)
         factor = self._rope.attention_factor
         if factor == 1.0:
             return ops.rope_tables(angles, self._dtype)

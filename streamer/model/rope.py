@@ -1,7 +1,7 @@
 """Rotary embedding variants: the config fields, old and new, and their inverse frequencies.
 
-Owns RopeConfig and the arithmetic (default, linear, dynamic, llama3, yarn); no torch: a few dozen
-numbers. The rotation itself is a kernel. Called by families.py and layers.py.
+Owns RopeConfig and the arithmetic (default, linear, dynamic, llama3, yarn). The rotation itself is a
+kernel. Called by families.py and layers.py.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 import msgspec
+import torch
 
 from streamer.errors import ModelNotSupported
 from streamer.model.fields import Fields
@@ -160,30 +161,32 @@ def _mscale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
 
 
-def inverse_frequencies(rope: RopeConfig) -> list[float]:
-    """dim / 2 angles a position, radians, fastest first."""
-    plain = [rope.theta ** (-i / rope.dim) for i in range(0, rope.dim, 2)]
+def inverse_frequencies(rope: RopeConfig) -> torch.Tensor:
+    """[dim / 2] fp32: radians a position, fastest first.
+
+    In fp32 throughout, as models were trained: at position 100,000 a better rounded frequency is
+    already another angle.
+    """
+    plain = 1.0 / rope.theta ** (torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim)
     if rope.kind == "linear":
-        return [f / rope.factor for f in plain]
+        return plain / rope.factor
     if rope.kind == "llama3":
-        return [_llama3(f, rope) for f in plain]
+        return _llama3(plain, rope)
     if rope.kind == "yarn":
         return _yarn(plain, rope)
     return plain
 
 
-def _llama3(frequency: float, rope: RopeConfig) -> float:
+def _llama3(plain: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
     """Llama 3.1: long waves are stretched by `factor`, short ones kept, between them a blend."""
-    turns = rope.original * frequency / (2 * math.pi)  # over the original context
-    if turns < rope.low_freq_factor:
-        return frequency / rope.factor
-    if turns > rope.high_freq_factor:
-        return frequency
+    turns = rope.original / (2 * math.pi / plain)  # over the original context
     kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    return (1 - kept) * frequency / rope.factor + kept * frequency
+    blend = (1 - kept) * plain / rope.factor + kept * plain
+    slow = torch.where(turns < rope.low_freq_factor, plain / rope.factor, blend)
+    return torch.where(turns > rope.high_freq_factor, plain, slow)
 
 
-def _yarn(plain: list[float], rope: RopeConfig) -> list[float]:
+def _yarn(plain: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
     """YaRN (Peng et al. 2023): dimensions that turn often are kept, slow ones stretched."""
 
     def dimension(turns: float) -> float:
@@ -196,8 +199,5 @@ def _yarn(plain: list[float], rope: RopeConfig) -> list[float]:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.dim - 1)
     span = high - low if high != low else 0.001  # a step instead of a ramp
-    out = []
-    for i, frequency in enumerate(plain):
-        stretched = min(max((i - low) / span, 0.0), 1.0)
-        out.append(stretched * frequency / rope.factor + (1 - stretched) * frequency)
-    return out
+    ramp = ((torch.arange(rope.dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
+    return plain / rope.factor * ramp + plain * (1 - ramp)
