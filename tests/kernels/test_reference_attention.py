@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from streamer.kernels import ops
+from streamer.kernels import ops, reference_attention
 from tests.kernels.oracle import Case, attention_oracle
 
 MIXED = [(1, 1), (1, 15), (7, 7), (1, 16), (5, 21), (1, 17), (1, 33), (11, 40), (1, 48), (3, 35)]
@@ -43,3 +43,118 @@ def test_mixed_rows(heads: int, kv_heads: int, dim: int, options: dict[str, floa
     torch.testing.assert_close(
         out.double(), expected(case, dim**-0.5, **options), rtol=1e-5, atol=2e-6
     )
+
+
+@pytest.mark.parametrize("block", [1, 5, 16, 32])
+def test_block_sizes_and_block_borders(block: int) -> None:
+    rows = [(1, block), (1, block + 1), (2, 2 * block), (1, max(1, 2 * block - 1)), (9, 9 + block)]
+    case = Case(rows, heads=4, kv_heads=2, dim=24, block=block)
+    torch.testing.assert_close(run(case, 0.2).double(), expected(case, 0.2), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 11}, {"softcap": 1.5}], ids=str)
+def test_long_rows_go_in_tiles(monkeypatch: pytest.MonkeyPatch, options: dict[str, float]) -> None:
+    monkeypatch.setattr(reference_attention, "QUERY_TILE", 13)
+    case = Case([(40, 40), (1, 30), (27, 61), (14, 15)], heads=2, kv_heads=1, dim=16, block=16)
+    torch.testing.assert_close(
+        run(case, 0.25, **options).double(), expected(case, 0.25, **options), rtol=1e-5, atol=2e-6
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 6}, {"softcap": 1.5}], ids=str)
+def test_sinks(options: dict[str, float]) -> None:
+    case = Case([(1, 19), (12, 20), (3, 3)], heads=4, kv_heads=2, dim=32, block=16)
+    sinks = torch.tensor([-30.0, 0.3, 2.0, 5.0])
+    out = run(case, 0.2, sinks=sinks, **options)
+    torch.testing.assert_close(
+        out.double(), expected(case, 0.2, sinks=sinks, **options), rtol=1e-5, atol=2e-6
+    )
+
+
+def test_bfloat16_is_near() -> None:
+    case = Case(MIXED, heads=4, kv_heads=2, dim=64, block=16, dtype=torch.bfloat16)
+    out = run(case, 0.125)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.double(), expected(case, 0.125), rtol=2e-2, atol=2e-2)
+
+
+def test_a_row_reads_what_another_stores_in_the_same_step() -> None:
+    """Row 1 shares row 0's first block, which is filled by this very step."""
+    case = Case([(16, 16), (2, 18)], heads=2, kv_heads=1, dim=16, block=16)
+    case.tables[1, 0] = case.tables[0, 0]
+    case.k[1][:16], case.v[1][:16] = case.k[0], case.v[0]
+    torch.testing.assert_close(run(case, 0.25).double(), expected(case, 0.25), rtol=1e-5, atol=2e-6)
+
+
+def test_decode_rows_are_bit_equal_alone_and_in_a_batch() -> None:
+    rows = [(1, context) for context in (1, 5, 16, 17, 40, 100, 130, 200, 201, 215, 216, 300)]
+    for heads, kv_heads, dim in ((4, 2, 64), (4, 4, 64), (16, 8, 128)):
+        case = Case(rows, heads=heads, kv_heads=kv_heads, dim=dim, block=16)
+        together = run(case, 0.1)
+        layer = ops.layer_view(case.pool, case.layer)
+        for r, (_, context) in enumerate(rows):
+            batch = ops.AttentionBatch(
+                query_lens=[1],
+                context_lens=[context],
+                block_tables=case.tables[r : r + 1],
+                slots=case.slots[r : r + 1],
+                block_size=16,
+            )
+            alone = ops.paged_attention(case.q[r], layer, batch, 0.1)
+            assert torch.equal(alone[0], together[r]), (heads, context)
+
+
+def test_a_poisoned_row_stays_alone() -> None:
+    """The unused part of a block may hold another sequence's NaN; so may another row."""
+    case = Case([(1, 20), (1, 21), (3, 22), (12, 40)], heads=4, kv_heads=2, dim=32, block=16)
+    clean = run(case, 0.2)
+    case.k[1][4] = torch.nan
+    case.v[1][20] = torch.inf
+    case.q[1][:] = torch.nan
+    poisoned = Case([(1, 20), (1, 21), (3, 22), (12, 40)], heads=4, kv_heads=2, dim=32, block=16)
+    poisoned.k, poisoned.v, poisoned.q = case.k, case.v, case.q
+    out = run(poisoned, 0.2)
+    keep = [0, *range(2, 17)]
+    assert torch.equal(out[keep], clean[keep])
+    assert not out[1].isfinite().any()
+
+
+def test_strided_inputs_and_a_batch_used_by_two_layers() -> None:
+    case = Case([(1, 18), (4, 9)], heads=4, kv_heads=2, dim=16, block=16)
+    batch, tokens = case.batch(), 5
+    qkv = torch.cat([torch.cat(case.q), case.new_k(), case.new_v()], 1)
+    q, k, v = qkv.split([4, 2, 2], 1)
+    assert not k.is_contiguous()
+    outs = []
+    for layer in (case.layer, 2):
+        view = ops.layer_view(case.pool, layer)
+        if layer == 2:
+            case.pool[:, 2] = case.pool[:, case.layer]
+        ops.store_kv(k, v, view, batch)
+        outs.append(ops.paged_attention(q, view, batch, 0.25))
+    assert outs[0].shape == (tokens, 4, 16)
+    assert torch.equal(outs[0], outs[1])
+    torch.testing.assert_close(outs[0].double(), expected(case, 0.25), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "context_lens", "slots", "message"),
+    [
+        ([1], [1, 2], 1, "2 context_lens"),
+        ([1, 1], [1, 2], 3, "3 slots for 2"),
+        ([2, 1], [1, 2], 3, "row 0: query_len 2 <= context_len 1"),
+        ([1, 1], [1, 33], 2, "context_len 33 <= 32"),
+        ([1, 0], [1, 3], 1, "row 1"),
+    ],
+)
+def test_a_batch_that_does_not_add_up_is_refused(
+    query_lens: list[int], context_lens: list[int], slots: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        ops.AttentionBatch(
+            query_lens=query_lens,
+            context_lens=context_lens,
+            block_tables=torch.zeros(2, 2, dtype=torch.int64),
+            slots=torch.zeros(slots, dtype=torch.int64),
+            block_size=16,
+        )

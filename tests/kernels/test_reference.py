@@ -1,0 +1,156 @@
+"""The small ops against float64, at odd shapes and strides; block copies against loops."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from streamer.kernels import ops
+
+SHAPES = [(1, 3), (5, 33), (32, 256)]
+
+
+def rand(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_pool_is_block_major_and_a_block_is_contiguous() -> None:
+    pool = ops.new_pool(5, 3, 16, 2, 8, torch.bfloat16)
+    assert pool.shape == (5, 3, 2, 16, 2, 8)
+    assert pool[4].is_contiguous()
+    assert not pool.any()
+    view = ops.layer_view(pool, 1)
+    view[2, 1, 3] = 1.0
+    assert bool((pool[2, 1, 1, 3] == 1.0).all())
+
+
+def test_a_block_of_a_real_model_has_two_mebibytes() -> None:
+    pool = ops.new_pool(1, 32, 16, 8, 128, torch.bfloat16)
+    assert pool[0].numel() * pool.element_size() == 2_097_152
+
+
+def test_store_kv_writes_its_slots_and_nothing_else() -> None:
+    pool = torch.zeros(6, 2, 2, 4, 3, 5)
+    slots = torch.tensor([21, 0, 7, 8])
+    k, v = rand(4, 3, 5), rand(4, 3, 5, seed=1)
+    batch = ops.AttentionBatch(
+        query_lens=[4],
+        context_lens=[4],
+        block_tables=torch.zeros(1, 1, dtype=torch.int64),
+        slots=slots,
+        block_size=4,
+    )
+    ops.store_kv(k, v, ops.layer_view(pool, 1), batch)
+    expected = torch.zeros_like(pool)
+    for token, slot in enumerate(slots.tolist()):
+        expected[slot // 4, 1, 0, slot % 4] = k[token]
+        expected[slot // 4, 1, 1, slot % 4] = v[token]
+    assert torch.equal(pool, expected)
+
+
+def test_copy_blocks_copies_all_layers_at_once() -> None:
+    pool = rand(9, 2, 2, 4, 1, 3)
+    before = pool.clone()
+    ops.copy_blocks(pool, torch.tensor([1, 1, 7]), torch.tensor([4, 0, 8]))
+    for block in range(9):
+        assert torch.equal(pool[block], before[{4: 1, 0: 1, 8: 7}.get(block, block)])
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        [],
+        [(3, 0)],
+        [(0, 2), (1, 3), (2, 4)],
+        [(5, 4), (4, 3), (3, 2), (0, 0)],
+        [(2, 5), (3, 4)],
+        [(1, 1), (1, 2), (2, 3)],
+    ],
+    ids=str,
+)
+def test_swap_blocks_moves_each_pair(pairs: list[tuple[int, int]]) -> None:
+    source, target = rand(7, 2, 2, 4, 1, 3), torch.zeros(6, 2, 2, 4, 1, 3)
+    ops.swap_blocks(source, target, pairs)
+    expected = torch.zeros_like(target)
+    for src, dst in pairs:
+        expected[dst] = source[src]
+    assert torch.equal(target, expected)
+
+
+def test_neighbours_are_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = []
+    real = torch.Tensor.copy_
+
+    def count(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        copies.append(src.shape[0])
+        return real(self, src, non_blocking)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", count)
+    ops.swap_blocks(rand(9, 1), torch.zeros(9, 1), [(4, 1), (2, 8), (3, 0), (5, 2)])
+    assert copies == [1, 3]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rms_norm(shape: tuple[int, int]) -> None:
+    x, weight = rand(*shape) * 3, rand(shape[1], seed=1)
+    wide = x.double()
+    expected = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    torch.testing.assert_close(
+        ops.rms_norm(x, weight, 1e-5).double(), expected, atol=2e-6, rtol=1e-5
+    )
+    residual = rand(*shape, seed=2)
+    normed, total = ops.add_rms_norm(x, residual.clone(), weight, 1e-5)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(normed, ops.rms_norm(total, weight, 1e-5))
+
+
+def test_rms_norm_per_head_on_a_strided_view() -> None:
+    x, weight = rand(7, 6, 10), rand(10, seed=1)
+    heads = x[:, 2:5]
+    assert torch.equal(
+        ops.rms_norm(heads, weight, 1e-6), ops.rms_norm(heads.contiguous(), weight, 1e-6)
+    )
+
+
+def rope_oracle(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    out = x.double().clone()
+    half = angles.shape[1]
+    for t in range(x.shape[0]):
+        for i in range(half):
+            cos, sin = math.cos(angles[t, i]), math.sin(angles[t, i])
+            first, second = x[t, :, i].double(), x[t, :, i + half].double()
+            out[t, :, i] = first * cos - second * sin
+            out[t, :, i + half] = second * cos + first * sin
+    return out
+
+
+@pytest.mark.parametrize(("dim", "rotary"), [(64, 64), (80, 32), (128, 128), (6, 2)])
+def test_rope(dim: int, rotary: int) -> None:
+    angles = rand(20, rotary // 2) * 5
+    cos, sin = ops.rope_tables(angles, torch.float32)
+    assert cos.shape == sin.shape == (20, rotary)
+    positions = torch.tensor([3, 19, 0])
+    qkv = rand(3, 5, dim)
+    x = qkv[:, :3]
+    out = ops.rope(x, cos[positions], sin[positions])
+    torch.testing.assert_close(
+        out.double(), rope_oracle(x, angles[positions]), atol=2e-6, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gated_activations(shape: tuple[int, int]) -> None:
+    x = rand(shape[0], 2 * shape[1]) * 3
+    before = x.clone()
+    gate, up = x.double().chunk(2, -1)
+    tanh = 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
+    exact = 0.5 * gate * (1 + torch.erf(gate / math.sqrt(2)))
+    for out, expected in (
+        (ops.silu_mul(x), gate / (1 + torch.exp(-gate)) * up),
+        (ops.gelu_mul(x), tanh * up),
+        (ops.gelu_mul(x, tanh=False), exact * up),
+    ):
+        torch.testing.assert_close(out.double(), expected, atol=5e-6, rtol=1e-5)
+    assert torch.equal(x, before)
