@@ -16,12 +16,12 @@ PROBE_BYTES = 4 << 20
 
 
 class Costs:
-    """Running means, in seconds and bytes a second."""
+    """Running means, in seconds a token and seconds a byte."""
 
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes
         self._prefill_s: float | None = None
-        self._swap_fixed_s, self._swap_bytes_per_s = _probe_copy()
+        self._swap_fixed_s, self._swap_s_per_byte = _probe_copy()
 
     def saw_step(self, seconds: float, num_tokens: int, num_chunk_tokens: int) -> None:
         """A forward took so long; it counts for prefill where at least half of it was chunks."""
@@ -31,8 +31,8 @@ class Costs:
     def saw_swap(self, seconds: float, num_blocks: int) -> None:
         """So many blocks were copied, one way."""
         moving = max(seconds - self._swap_fixed_s, 0.1 * seconds, 1e-9)
-        rate = num_blocks * self._block_bytes / moving
-        self._swap_bytes_per_s = _mean(self._swap_bytes_per_s, rate)
+        cost = moving / (num_blocks * self._block_bytes)
+        self._swap_s_per_byte = _mean(self._swap_s_per_byte, cost)
 
     def facts(self, copies_done: int) -> Facts:
         """The figures so far; before the first prefill, Facts' own guess."""
@@ -40,7 +40,7 @@ class Costs:
         return Facts(
             copies_done=copies_done,
             prefill_s=prefill_s,
-            swap_bytes_per_s=self._swap_bytes_per_s,
+            swap_bytes_per_s=1 / self._swap_s_per_byte,
             swap_fixed_s=self._swap_fixed_s,
         )
 
@@ -50,13 +50,13 @@ def _mean(before: float | None, now: float) -> float:
 
 
 def _probe_copy() -> tuple[float, float]:
-    """(fixed seconds, bytes a second) of a copy here: a tiny one and one of PROBE_BYTES."""
+    """(fixed seconds, seconds a byte) of a copy here: a tiny one and one of PROBE_BYTES."""
     source = torch.ones(PROBE_BYTES, dtype=torch.uint8)
     target = torch.zeros_like(source)
     fixed, large = (
         min(_copy_s(source[:n], target[:n]) for _ in range(3)) for n in (64, PROBE_BYTES)
     )
-    return fixed, PROBE_BYTES / max(large - fixed, 1e-9)
+    return fixed, max(large - fixed, 1e-6) / PROBE_BYTES
 
 
 def _copy_s(source: torch.Tensor, target: torch.Tensor) -> float:

@@ -1,0 +1,99 @@
+"""Folders that are no checkpoint, or half of one, are refused before anything is read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamer.errors import ModelNotSupported
+from streamer.model.checkpoint import open_checkpoint
+
+
+@pytest.fixture
+def folder(checkpoint: Any, tmp_path: Path) -> Path:
+    """A sharded checkpoint that the test may break."""
+    return Path(shutil.copytree(checkpoint("llama", 1, max_shard_size="100KB"), tmp_path / "m"))
+
+
+def shards(folder: Path) -> list[Path]:
+    """Its weight files."""
+    return sorted(folder.glob("*.safetensors"))
+
+
+def only_bin(folder: Path) -> None:
+    """As old checkpoints were."""
+    for file in [*shards(folder), folder / "model.safetensors.index.json"]:
+        file.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"pickle")
+
+
+def cut(folder: Path) -> None:
+    """An incomplete download."""
+    file = shards(folder)[0]
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+def escape(folder: Path) -> None:
+    """An index that points out of the folder."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"]["model.norm.weight"] = "../m/model-00001-of-00002.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def liar(folder: Path) -> None:
+    """An index that expects a tensor where it is not."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"]["model.extra"] = shards(folder)[0].name
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def write_header(file: Path, header: bytes, length: int | None = None) -> None:
+    """A safetensors file of a header alone."""
+    file.write_bytes(struct.pack("<Q", len(header) if length is None else length) + header)
+
+
+BREAKS: list[tuple[str, Callable[[Path], object], str]] = [
+    ("gone", lambda f: shutil.rmtree(f), "is not a folder"),
+    ("no config", lambda f: (f / "config.json").unlink(), "no config.json"),
+    ("bad config", lambda f: (f / "config.json").write_text("{"), "can't be read as JSON"),
+    ("list config", lambda f: (f / "config.json").write_text("[]"), "no JSON object"),
+    ("no shard", lambda f: shards(f)[1].unlink(), "lacks 1 of "),
+    ("only bin", only_bin, "only pytorch_model.bin.*safetensors alone"),
+    ("no weights", lambda f: [s.unlink() for s in f.glob("model*")], "neither"),
+    ("cut", cut, "incomplete download"),
+    ("escape", escape, "names the file '../m"),
+    ("liar", liar, "lacks 1 tensors of its index: model.extra"),
+    ("empty file", lambda f: shards(f)[0].write_bytes(b""), "no safetensors file"),
+    ("huge header", lambda f: write_header(shards(f)[0], b"{}", 1 << 60), "no safetensors file"),
+    ("no json", lambda f: write_header(shards(f)[0], b"xxxx"), "broken header"),
+    ("no dtype", lambda f: write_header(shards(f)[0], b'{"a": {}}'), "broken header"),
+    (
+        "empty index",
+        lambda f: (f / "model.safetensors.index.json").write_text("{}"),
+        "no weight_map",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "damage", "says"), BREAKS, ids=[b[0] for b in BREAKS])
+def test_refusals(folder: Path, name: str, damage: Callable[[Path], object], says: str) -> None:
+    """Each says what is wrong with which file."""
+    open_checkpoint(folder)
+    damage(folder)
+    with pytest.raises(ModelNotSupported, match=says):
+        open_checkpoint(folder)
+
+
+def test_headers(folder: Path) -> None:
+    """Names, shapes and dtypes without reading weights."""
+    found = open_checkpoint(folder)
+    entry = found.tensors["model.layers.1.mlp.down_proj.weight"]
+    assert (entry.shape, entry.dtype, entry.num_elements) == ((64, 112), "F32", 64 * 112)
+    assert found.stored_dtype == "F32"
+    assert found.generation["eos_token_id"] == 2

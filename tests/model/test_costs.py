@@ -1,0 +1,33 @@
+"""Costs: measured figures move towards what is measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from streamer.core.plan import Facts
+from streamer.model.costs import Costs
+
+
+def test_prefill_is_learned_from_prefill_steps() -> None:
+    """Decode-only steps do not count; later ones weigh a fifth."""
+    costs = Costs(1000)
+    costs.saw_step(9.0, 4, 0)
+    costs.saw_step(9.0, 0, 0)
+    assert costs.facts(0).prefill_s == Facts().prefill_s
+    costs.saw_step(2.0, 100, 90)
+    assert costs.facts(0).prefill_s == pytest.approx(0.02)
+    costs.saw_step(3.0, 100, 100)
+    assert costs.facts(7).prefill_s == pytest.approx(0.8 * 0.02 + 0.2 * 0.03)
+    assert costs.facts(7).copies_done == 7
+
+
+def test_swaps_move_the_bandwidth() -> None:
+    """Slow copies lower it, and it stays positive however short one seems."""
+    costs = Costs(1000)
+    before = costs.facts(0)
+    assert before.swap_bytes_per_s > 1e6
+    for _ in range(50):
+        costs.saw_swap(1.0, 10)
+    assert costs.facts(0).swap_bytes_per_s == pytest.approx(1e4, rel=0.1)
+    costs.saw_swap(0.0, 1)
+    assert 0 < costs.facts(0).swap_bytes_per_s < float("inf")

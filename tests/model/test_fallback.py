@@ -1,0 +1,203 @@
+"""The fallback serves GPT-2 and Gemma-3 text; what would be silently wrong is refused by name."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from streamer.errors import ModelNotSupported
+from streamer.model import fallback
+from streamer.model.checkpoint import open_checkpoint
+from streamer.model.fallback import examine, load_fallback
+from tests.checkpoints import edit_config, reference_logits
+from tests.model.hand import paged_logits
+from tests.model.test_decoder import random_tokens
+
+TINY: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def save(folder: Path, config: Any, name: str) -> Path:
+    """A random model of any class."""
+    getattr(transformers, name)(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma3_text"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_equal_transformers(
+    checkpoint: Any, reference: Any, family: str, dtype: torch.dtype
+) -> None:
+    """Past Gemma's window of 24, in chunks; bf16 against fp32 arithmetic on the same weights."""
+    opened = open_checkpoint(checkpoint(family, 1, dtype=dtype))
+    model = load_fallback(opened, examine(opened), dtype, show_progress=False)
+    tokens = random_tokens(80)
+    want = reference_logits(reference(opened.path), tokens)
+    got = paged_logits(model, tokens, cuts=(33, 34))
+    assert want.std() > 0.5
+    error = (got.float() - want).abs()
+    assert error.max() < 1e-4 if dtype is torch.float32 else error.mean() < 0.1 * want.std()
+
+
+def test_last_picks_rows(checkpoint: Any) -> None:
+    """lm_head sees the asked rows alone."""
+    from streamer.kernels.ops import AttentionBatch, new_pool
+
+    opened = open_checkpoint(checkpoint("gpt2", 1))
+    model = load_fallback(opened, examine(opened), torch.float32, show_progress=False)
+    batch = AttentionBatch(
+        query_lens=[3],
+        context_lens=[3],
+        block_tables=torch.tensor([[0]]),
+        slots=torch.arange(3),
+        block_size=16,
+    )
+    pool = new_pool(1, 3, 16, 4, 16, torch.float32)
+    with torch.inference_mode():
+        logits = model.forward(
+            torch.tensor([1, 2, 3]), torch.arange(3), batch, pool, torch.tensor([2])
+        )
+    assert logits.shape == (1, 256)
+
+
+def test_shape_before_loading(checkpoint: Any) -> None:
+    """Known without reading a weight."""
+    shape = examine(open_checkpoint(checkpoint("gemma3_text", 1)))
+    assert (shape.num_layers, shape.num_kv_heads, shape.head_dim) == (3, 2, 32)
+    assert (shape.vocab_size, shape.model_limit) == (256, 512)
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "says"),
+    [
+        ("BloomConfig", "BloomForCausalLM", "its attention can't be replaced"),
+        ("MptConfig", "MptForCausalLM", "its attention can't be replaced"),
+        ("GPTJConfig", "GPTJForCausalLM", "its attention can't be replaced"),
+        ("CodeGenConfig", "CodeGenForCausalLM", "its attention can't be replaced"),
+        ("StableLmConfig", "StableLmForCausalLM", "its attention can't be replaced"),
+        ("FalconConfig", "FalconForCausalLM", "its attention can't be replaced"),
+        ("MambaConfig", "MambaForCausalLM", "can't be replaced|state between tokens"),
+        ("Qwen3NextConfig", "Qwen3NextForCausalLM", "can't be replaced|state|linear_attention"),
+        ("Llama4TextConfig", "Llama4ForCausalLM", "chunked_attention"),
+        ("BertConfig", "BertLMHeadModel", "not causal"),
+        ("BertConfig", "BertForMaskedLM", "only BertLMHeadModel"),
+        ("T5Config", "T5ForConditionalGeneration", "no causal language model"),
+    ],
+)
+def test_refused_by_name(
+    checkpoint: Any, tmp_path: Path, config: str, name: str, says: str
+) -> None:
+    """From config.json alone, before any weight is read: the weights here are another model's."""
+    folder = shutil.copytree(checkpoint("gpt2", 1), tmp_path / "m")
+    getattr(transformers, config)(architectures=[name]).save_pretrained(folder)
+    with pytest.raises(ModelNotSupported, match=says) as error:
+        examine(open_checkpoint(folder))
+    assert name in error.value.message
+
+
+def test_unknown_model_types_run_no_code(checkpoint: Any, tmp_path: Path) -> None:
+    """auto_map is ignored: nothing is imported from the folder."""
+    folder = shutil.copytree(checkpoint("gpt2", 1), tmp_path / "m")
+    (folder / "evil.py").write_text("raise SystemExit('ran')")
+    edit_config(
+        folder,
+        model_type="evil",
+        architectures=["EvilForCausalLM"],
+        auto_map={"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"},
+    )
+    with pytest.raises(ModelNotSupported, match=r"EvilForCausalLM.*no model_type 'evil'"):
+        examine(open_checkpoint(folder))
+    edit_config(folder, model_type="gpt2", architectures=["GPT2LMHeadModel"])
+    assert examine(open_checkpoint(folder)).architecture == "GPT2LMHeadModel"
+
+
+def test_missing_and_leftover_tensors_are_named(checkpoint: Any, tmp_path: Path) -> None:
+    """transformers would fill them with random numbers."""
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(checkpoint("gpt2", 1), tmp_path / "m")
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    renamed = {k.replace("h.2.mlp.c_fc.bias", "h.2.mlp.other"): v for k, v in weights.items()}
+    save_file(renamed, file, {"format": "pt"})
+    opened = open_checkpoint(folder)
+    with pytest.raises(ModelNotSupported, match=r"missing keys: .*h\.2\.mlp\.c_fc\.bias"):
+        load_fallback(opened, examine(opened), torch.float32, show_progress=False)
+    save_file({**weights, "extra": torch.ones(2)}, file, {"format": "pt"})
+    opened = open_checkpoint(folder)
+    with pytest.raises(ModelNotSupported, match=r"unexpected keys: .*extra"):
+        load_fallback(opened, examine(opened), torch.float32, show_progress=False)
+
+
+def test_other_attention_is_noticed(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison with eager attention after loading can fail."""
+    opened = open_checkpoint(checkpoint("gpt2", 1))
+    shape = examine(opened)
+    real = fallback.ops.paged_attention
+
+    def slightly_off(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return real(*args, **kwargs) * 1.01
+
+    monkeypatch.setattr(fallback.ops, "paged_attention", slightly_off)
+    with pytest.raises(ModelNotSupported, match=r"GPT2LMHeadModel.*standard deviations"):
+        load_fallback(opened, shape, torch.float32, show_progress=False)
+
+
+@pytest.mark.parametrize(
+    ("rope", "limit"),
+    [
+        ({"rope_type": "default", "rope_theta": 10000.0}, 128),
+        (
+            {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0] * 8,
+                "long_factor": [4.0] * 8,
+                "original_max_position_embeddings": 64,
+            },
+            64,
+        ),
+    ],
+)
+def test_unsteady_rope_limits_the_context(tmp_path: Path, rope: dict[str, Any], limit: int) -> None:
+    """longrope switches its frequencies with the longest sequence: served up to the switch."""
+    config = transformers.Phi3Config(
+        **TINY, rope_parameters=rope, original_max_position_embeddings=64
+    )
+    opened = open_checkpoint(save(tmp_path, config, "Phi3ForCausalLM"))
+    assert examine(opened).model_limit == limit
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "extra"),
+    [
+        ("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4}),
+        ("Gemma2Config", "Gemma2ForCausalLM", {"head_dim": 16, "attn_logit_softcapping": 2.0}),
+        ("OlmoConfig", "OlmoForCausalLM", {}),
+        ("Phi3Config", "Phi3ForCausalLM", {}),
+        ("GptOssConfig", "GptOssForCausalLM", {"head_dim": 16, "num_local_experts": 4}),
+    ],
+)
+def test_others_pass_their_own_comparison(
+    tmp_path: Path, config: str, name: str, extra: dict[str, Any]
+) -> None:
+    """Experts, soft caps and sinks: loading succeeds only where eager attention agrees."""
+    torch.manual_seed(3)
+    made = getattr(transformers, config)(**TINY, initializer_range=0.3, **extra)
+    opened = open_checkpoint(save(tmp_path, made, name))
+    load_fallback(opened, examine(opened), torch.float32, show_progress=False)

@@ -1,0 +1,113 @@
+"""inspect_checkpoint: facts without weights, a refusal as a fact."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from streamer.config import Config
+from streamer.model import memory
+from streamer.model.checkpoint import open_checkpoint
+from streamer.model.inspect import (
+    eos_token_ids,
+    generation_defaults,
+    inspect_checkpoint,
+    recognize,
+)
+from tests.checkpoints import edit_config
+
+
+@pytest.fixture
+def folder(checkpoint: Any, tmp_path: Path) -> Path:
+    """A checkpoint that the test may change."""
+    return Path(shutil.copytree(checkpoint("qwen3", 1), tmp_path / "m"))
+
+
+def test_facts_of_a_decoder(checkpoint: Any, reference: Any) -> None:
+    """Counted from headers, equal to what transformers counts."""
+    folder = checkpoint("qwen2", 1, tie_word_embeddings=True, dtype=torch.bfloat16)
+    facts = inspect_checkpoint(folder)
+    assert facts.refused == ""
+    assert (facts.architecture, facts.served_by) == ("Qwen2ForCausalLM", "decoder")
+    assert facts.num_parameters == reference(folder).num_parameters()
+    assert (facts.dtype, facts.stored_dtype) == ("bfloat16", "BF16")
+    assert facts.weight_bytes == 2 * facts.num_parameters
+    assert facts.kv_bytes_per_token == 3 * 2 * 2 * 16 * 2
+    assert (facts.model_limit, facts.max_model_len, facts.vocab_size) == (512, 512, 256)
+    assert facts.fitting_tokens == facts.num_blocks * 16 == 256 * 512
+    assert (
+        inspect_checkpoint(folder, Config(dtype="float32")).weight_bytes == 2 * facts.weight_bytes
+    )
+
+
+def test_facts_of_a_fallback(checkpoint: Any, reference: Any) -> None:
+    """Sizes come from the modelling code itself, without memory."""
+    folder = checkpoint("gpt2", 1)
+    facts = inspect_checkpoint(folder)
+    assert (facts.served_by, facts.refused) == ("transformers", "")
+    assert facts.num_parameters == reference(folder).num_parameters()
+    assert facts.kv_bytes_per_token == 3 * 2 * 64 * 4
+
+
+def test_a_refusal_is_a_fact(folder: Path) -> None:
+    """What is known until then stays."""
+    edit_config(folder, rope_parameters={"rope_type": "longrope", "factor": 2.0})
+    facts = inspect_checkpoint(folder)
+    assert "'longrope'" in facts.refused
+    assert (facts.architecture, facts.served_by) == ("Qwen3ForCausalLM", "")
+    assert facts.num_parameters > 100_000
+    assert "not a folder" in inspect_checkpoint(folder / "nowhere").refused
+
+
+def test_too_little_memory_is_a_fact(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the numbers."""
+    monkeypatch.setattr(memory, "free_bytes", lambda: 100_000)
+    facts = inspect_checkpoint(folder)
+    assert "the weights need" in facts.refused
+    assert facts.kv_bytes_per_token == 3 * 2 * 2 * 32 * 4
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "ids"),
+    [
+        ({"eos_token_id": [5, 6]}, {"eos_token_id": 7}, (5, 6)),
+        ({"eos_token_id": 0}, {"eos_token_id": 7}, (0,)),
+        ({}, {"eos_token_id": 7}, (7,)),
+        ({"eos_token_id": None}, {"eos_token_id": [7]}, (7,)),
+        ({}, {"eos_token_id": None}, ()),
+        ({"eos_token_id": "</s>"}, {}, (2,)),
+    ],
+)
+def test_end_tokens(
+    folder: Path, generation: dict[str, Any], config: dict[str, Any], ids: tuple[int, ...]
+) -> None:
+    """generation_config.json first; one id or a list."""
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    edit_config(folder, **config)
+    assert eos_token_ids(open_checkpoint(folder)) == ids
+
+
+def test_generation_defaults(folder: Path) -> None:
+    """Numbers among the known fields."""
+    fields = {"temperature": 0.6, "top_k": 20, "top_p": None, "do_sample": True, "min_p": True}
+    (folder / "generation_config.json").write_text(json.dumps(fields))
+    assert generation_defaults(open_checkpoint(folder)) == {"temperature": 0.6, "top_k": 20}
+
+
+def test_own_families_do_not_import_transformers(folder: Path) -> None:
+    """Recognizing and loading our own families leaves transformers out: memory and seconds."""
+    recognize(open_checkpoint(folder), "auto")
+    code = (
+        "import sys; from streamer.config import Config; "
+        "from streamer.model.runner import load_runner; "
+        f"load_runner(Config(model={str(folder)!r}, load_progress=False)); "
+        "sys.exit('transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
