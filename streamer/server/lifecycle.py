@@ -39,10 +39,17 @@ BACKLOG: Final = 2048
 class Server(uvicorn.Server):
     """uvicorn's server, which drains before it exits and watches the engine."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, drain_s: float) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        service: Service,
+        drain_s: float,
+        stop: asyncio.Event | None,
+    ) -> None:
         super().__init__(config)
         self._service = service
         self._drain_s = drain_s
+        self._stop = stop
         self._num_signals = 0
         self._drain: asyncio.Task[None] | None = None
 
@@ -52,13 +59,10 @@ class Server(uvicorn.Server):
         if self._num_signals > 1:
             self.force_exit = self.should_exit = True
 
-    def stop(self) -> None:
-        """What a first signal does, for callers without signals."""
-        self._num_signals = max(self._num_signals, 1)
-
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second: begin the drain that a signal asked for; notice a dead engine."""
-        if self._num_signals and self._drain is None:
+        is_stopping = self._num_signals or (self._stop is not None and self._stop.is_set())
+        if is_stopping and self._drain is None:
             self._drain = asyncio.create_task(self._drain_all())
         if self._service.engine.is_dead:
             await self._service.wait_quiet(FLUSH_S)  # every stream is being told
@@ -80,15 +84,17 @@ async def serve(
     *,
     on_ready: Callable[[str], None] | None = None,
     drain_s: float = DRAIN_S,
+    stop: asyncio.Event | None = None,
 ) -> int:
     """Open the socket, start the engine, serve until a signal; the process's exit code.
 
-    Starts and closes the engine. `on_ready` gets the address once requests are taken. Raises
+    Starts and closes the engine. `on_ready` gets the address once requests are taken; setting
+    `stop` does what a first signal does, for callers on another thread than the main one. Raises
     ConfigError if the address cannot be bound, and whatever loading the model raised.
     """
     with contextlib.closing(bind(config)) as listener:
         service = Service(engine, config)
-        server = Server(_uvicorn_config(service, config), service, drain_s)
+        server = Server(_uvicorn_config(service, config), service, drain_s, stop)
         starting = asyncio.create_task(_start(engine, server, on_ready, _url(listener, config)))
         try:
             await server.serve(sockets=[listener])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -104,7 +104,7 @@ class ClientWatch:
 
 async def merged(
     streams: Sequence[TokenStream],
-) -> AsyncIterator[tuple[int, list[Delta | Notice]]]:
+) -> AsyncGenerator[tuple[int, list[Delta | Notice]], None]:
     """What the streams bring, as (index of the stream, its news), until all have finished.
 
     To be closed (`aclosing`): closing detaches every reader. A stream that waits its turn goes on
@@ -159,12 +159,12 @@ class EventStream:
         service: Service,
         answer: Answer,
         streams: Sequence[TokenStream],
-        keep_alive_s: float = KEEP_ALIVE_S,
+        keep_alive_s: float | None = None,
     ) -> None:
         self._service = service
         self._answer = answer
         self._streams = streams
-        self._keep_alive_s = keep_alive_s
+        self._keep_alive_s = KEEP_ALIVE_S if keep_alive_s is None else keep_alive_s
         self._send: Send
         self._is_sending = True  # until the head is out
         self._last_sent = 0.0

@@ -1,0 +1,153 @@
+"""The page in a real browser: chat, streaming, stop, turns, tricks in the text, keyboard."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
+
+from tests.server.counting import check_counting
+from tests.server.running import Running
+
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    running = Running().start()
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    path = shutil.which("chromium") or shutil.which("chromium-browser")
+    assert path is not None, "the page's tests need chromium: apt-get install chromium"
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Browser, server: Running) -> Iterator[Page]:
+    """The open page, connected; an error in its script or a broken policy fails the test."""
+    context = browser.new_context()
+    page = context.new_page()
+    complaints: list[str] = []
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("console", lambda m: complaints.append(m.text) if m.type == "error" else None)
+    page.goto(server.url)
+    expect(page.locator("#badge")).to_have_text("connected")
+    yield page
+    context.close()
+    assert complaints == []
+
+
+def limit(page: Page, tokens: int) -> None:
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Longest answer").fill(str(tokens))
+    page.get_by_role("button", name="Done").click()
+
+
+def ask(page: Page, text: str) -> Locator:
+    """Send by keyboard; the article of the answer."""
+    box = page.get_by_label("Message")
+    box.fill(text)
+    box.press("Enter")
+    return page.locator("article.assistant").last
+
+
+def finished(answer: Locator) -> str:
+    expect(answer).not_to_have_class(re.compile(r"\blive\b"))
+    return answer.locator(".text").text_content() or ""
+
+
+def test_a_question_is_answered_and_measured(page: Page) -> None:
+    limit(page, 60)
+    answer = ask(page, "How far can you count?")
+    assert len(check_counting(finished(answer))) > 10
+    meta = answer.locator(".meta")
+    expect(meta).to_contain_text("60 tokens")
+    expect(meta).to_contain_text("tokens/s")
+    expect(meta).to_contain_text("first token after")
+    expect(page.locator("article.user")).to_have_text(["YouHow far can you count?"])
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+
+
+def test_stop_ends_the_answer_and_gives_everything_back(page: Page, server: Running) -> None:
+    limit(page, 100_000)
+    answer = ask(page, "Never stop.")
+    expect(answer.locator(".text")).not_to_be_empty()
+    page.get_by_role("button", name="Stop").click()
+    check_counting(finished(answer))
+    expect(answer.locator(".meta")).to_contain_text("stopped")
+    server.wait_idle()
+
+
+def test_escape_stops_too_and_the_chat_goes_on(page: Page, server: Running) -> None:
+    limit(page, 100_000)
+    answer = ask(page, "Never stop.")
+    expect(answer.locator(".text")).not_to_be_empty()
+    page.keyboard.press("Escape")
+    finished(answer)
+    limit(page, 5)
+    assert check_counting(finished(ask(page, "A second turn.")))
+    expect(page.locator("article")).to_have_count(4)
+
+
+def test_new_chat_cancels_and_clears(page: Page, server: Running) -> None:
+    limit(page, 100_000)
+    expect(ask(page, "Never stop.").locator(".text")).not_to_be_empty()
+    page.get_by_role("button", name="New chat").click()
+    expect(page.locator("article")).to_have_count(0)
+    expect(page.get_by_role("heading", name="What would you like to know?")).to_be_visible()
+    server.wait_idle()
+    limit(page, 3)
+    check_counting(finished(ask(page, "Again.")))
+
+
+def test_what_is_typed_is_text(page: Page) -> None:
+    limit(page, 3)
+    trick = "<img src=x onerror='document.title=1'><script>document.title=2</script>"
+    finished(ask(page, trick))
+    expect(page.locator("article.user .text")).to_have_text(trick)
+    expect(page).to_have_title("Streamer")
+    expect(page.locator("article img, article script")).to_have_count(0)
+
+
+def test_a_refusal_is_shown_and_the_next_question_works(page: Page) -> None:
+    limit(page, 1 << 23)
+    answer = ask(page, "Too much.")
+    expect(answer.get_by_role("alert")).to_be_visible()
+    limit(page, 3)
+    check_counting(finished(ask(page, "Less.")))
+
+
+def test_everything_has_a_name_and_the_keyboard_reaches_it(page: Page) -> None:
+    expect(page.get_by_label("Message")).to_be_focused()
+    for name in ("Settings", "New chat", "Send"):
+        expect(page.get_by_role("button", name=name)).to_be_visible()
+    expect(page.get_by_role("log", name="Conversation")).to_be_attached()
+    page.get_by_role("button", name="Settings").focus()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("dialog", name="Settings")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog", name="Settings")).to_be_hidden()
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+def test_nothing_is_wider_than_the_screen(page: Page, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 740})
+    limit(page, 80)
+    finished(ask(page, "x" * 500))
+    send = page.get_by_role("button", name="Send")
+    new = page.get_by_role("button", name="New chat")
+    for element in (send, new, page.locator("article.user"), page.locator("article.assistant")):
+        box = element.bounding_box()
+        assert box is not None
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= width

@@ -1,0 +1,33 @@
+"""Fixtures: a real server on a real socket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.server.running import Running
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    """One server a test module, with the default settings."""
+    running = Running().start()
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def server_with() -> Iterator[Any]:
+    """A function that starts a server with other settings; all are stopped at the end."""
+    started: list[Running] = []
+
+    def start(**settings: Any) -> Running:
+        running = Running(**settings)
+        started.append(running)
+        return running.start()
+
+    yield start
+    for running in started:
+        running.stop()

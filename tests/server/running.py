@@ -1,0 +1,97 @@
+"""A server in a thread of its own, over the fake model, and ways to wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import httpx
+from streamer.build import build_engine
+from streamer.engine.engine import AsyncEngine
+
+from streamer.config import Config
+from streamer.server.lifecycle import serve
+
+T = TypeVar("T")
+DEADLINE_S = 20.0
+
+
+class Running:
+    """A server in a thread of its own, and its engine."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.config = Config(**{"model": "fake", "port": 0, "load_progress": False, **settings})
+        self.url = ""
+        self.exit_code: int | None = None
+        self.engine: AsyncEngine
+        self._error: BaseException | None = None
+        self._is_ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="server")
+        self._loop: asyncio.AbstractEventLoop
+        self._stop: asyncio.Event
+
+    def start(self) -> Running:
+        self._thread.start()
+        if not self._is_ready.wait(DEADLINE_S) or self._error is not None:
+            raise RuntimeError("the server did not start") from self._error
+        return self
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive(), "the server did not stop"
+        if self._error is not None:
+            raise self._error
+
+    def on_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run this on the server's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(DEADLINE_S)
+
+    @property
+    def ws_url(self) -> str:
+        return self.url.replace("http://", "ws://") + "/v1/responses"
+
+    def metric(self, sample: str) -> float:
+        """The value of a sample in /metrics, 0 if it is not there yet."""
+        for line in httpx.get(self.url + "/metrics").text.splitlines():
+            name, _, value = line.rpartition(" ")
+            if name == sample:
+                return float(value)
+        return 0.0
+
+    def wait_metric(self, sample: str, value: float) -> None:
+        """Ask until it has this value; the requests themselves are the pace."""
+        end = time.monotonic() + DEADLINE_S
+        while (seen := self.metric(sample)) != value:
+            assert time.monotonic() < end, f"{sample} stayed at {seen}, wanted {value}"
+
+    def wait_idle(self) -> None:
+        """Until no request is in the engine and every block is back."""
+        for state in ("waiting", "running", "paused", "preempted", "swapped"):
+            self.wait_metric(f'streamer_requests{{state="{state}"}}', 0)
+        self.wait_metric('streamer_blocks{pool="device",state="used"}', 0)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as e:
+            self._error = e
+        finally:
+            self._is_ready.set()
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        self.engine = build_engine(self.config)
+
+        def ready(url: str) -> None:
+            self.url = url
+            self._is_ready.set()
+
+        self.exit_code = await serve(
+            self.engine, self.config, on_ready=ready, drain_s=2.0, stop=self._stop
+        )

@@ -1,0 +1,94 @@
+"""Errors, health, models and metrics over HTTP, and the life of the process around them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.counting import CHAT
+from tests.server.running import Running
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param", "code"),
+    [
+        ("chat/completions", {}, 400, "messages", "invalid_type"),
+        ("chat/completions", {"messages": []}, 400, "messages", None),
+        ("chat/completions", {**CHAT, "model": "x"}, 404, "model", "model_not_found"),
+        ("chat/completions", {**CHAT, "store": True}, 400, "store", "unsupported_parameter"),
+        ("completions", {"prompt": "x", "echo": True}, 400, "echo", "unsupported_parameter"),
+        ("completions", {"prompt": [1, 1 << 40]}, 400, "prompt", None),
+        ("completions", {"prompt": [-1]}, 400, "prompt", None),
+        ("completions", {"prompt": "x", "logit_bias": {"999999999": 1}}, 400, "logit_bias", None),
+    ],
+)
+def test_errors_have_one_shape(
+    server: Running, path: str, body: dict[str, Any], status: int, param: str, code: str | None
+) -> None:
+    response = httpx.post(f"{server.url}/v1/{path}", json=body)
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert str(error["param"]).split("[")[0].split(".")[0] == param
+    if code is not None:
+        assert error["code"] == code
+
+
+def test_a_batch_with_one_bad_prompt_leaves_nothing_running(server: Running) -> None:
+    body = {"prompt": [[1], [2], [1 << 40]], "max_tokens": 100_000, "ignore_eos": True}
+    assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 400
+    server.wait_idle()
+
+
+def test_unknown_paths_and_methods(server: Running) -> None:
+    missing = httpx.get(server.url + "/v1/nothing")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
+    wrong = httpx.get(server.url + "/v1/completions")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+
+
+def test_health_ready_and_models(server: Running) -> None:
+    assert httpx.get(server.url + "/health").json() == {"status": "alive"}
+    assert httpx.get(server.url + "/ready").json() == {"status": "ready", "model": "fake"}
+    (model,) = httpx.get(server.url + "/v1/models").json()["data"]
+    assert model["id"] == "fake"
+    assert model["max_model_len"] == server.engine.info.max_model_len
+
+
+def test_served_names(server_with: Any) -> None:
+    server = server_with(served_model_name="first, second")
+    names = [m["id"] for m in httpx.get(server.url + "/v1/models").json()["data"]]
+    assert names == ["first", "second"]
+    for given, status in (("second", 200), ("first", 200), ("fake", 404)):
+        body = {**CHAT, "model": given, "max_tokens": 1}
+        response = httpx.post(server.url + "/v1/chat/completions", json=body)
+        assert response.status_code == status
+        if status == 200:
+            assert response.json()["model"] == given
+
+
+def test_metrics_count_tokens_and_ends(server_with: Any) -> None:
+    server = server_with()
+    body = {**CHAT, "max_tokens": 7, "n": 2, "ignore_eos": True}
+    usage = httpx.post(server.url + "/v1/chat/completions", json=body).json()["usage"]
+    server.wait_metric("streamer_output_tokens_total", 14)
+    server.wait_metric("streamer_prompt_tokens_total", usage["prompt_tokens"])
+    server.wait_metric('streamer_choices_finished_total{reason="length"}', 2)
+    server.wait_metric("streamer_time_to_first_token_seconds_count", 2)
+    server.wait_metric("streamer_request_seconds_count", 1)
+    assert server.metric('streamer_blocks{pool="device",state="used"}') == 0
+    total = sum(
+        server.metric(f'streamer_blocks{{pool="device",state="{s}"}}') for s in ("free", "cached")
+    )
+    assert total == server.engine.info.num_blocks
+
+
+def test_stopping_by_event_drains_and_exits_0(server_with: Any) -> None:
+    server = server_with()
+    server.stop()
+    assert server.exit_code == 0
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(server.url + "/health")

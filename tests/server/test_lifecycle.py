@@ -1,0 +1,170 @@
+"""The process: signals and exit codes in a subprocess; loading, death and binding in this one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from streamer.config import Config
+from streamer.errors import ConfigError, EngineDead
+from streamer.server.lifecycle import bind, serve
+from tests.server.counting import CHAT, check_counting, sse
+
+SCRIPT = """
+import asyncio, sys
+from streamer.build import build_engine
+from streamer.config import Config
+from streamer.server.lifecycle import serve
+config = Config(model="fake", port=0, load_progress=False)
+ready = lambda url: print(url, flush=True)
+sys.exit(asyncio.run(serve(build_engine(config), config, on_ready=ready, drain_s=5.0)))
+"""
+
+
+@pytest.fixture
+def process() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    root = Path(__file__).parents[2]
+    child = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True, cwd=root
+    )
+    assert child.stdout is not None
+    try:
+        yield child, child.stdout.readline().strip()
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+
+
+def test_sigterm_lets_running_streams_finish_and_exits_0(process: Any) -> None:
+    child, url = process
+    body = {**CHAT, "stream": True, "max_tokens": 3000, "ignore_eos": True}
+    with httpx.stream("POST", url + "/v1/chat/completions", json=body) as response:
+        events = sse(response)
+        first = next(events)
+        child.send_signal(signal.SIGTERM)
+        *rest, done = events
+    assert done.is_done
+    chunks = [e.json for e in (first, *rest)]
+    text = "".join(c["choices"][0]["delta"].get("content", "") for c in chunks)
+    check_counting(text)
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert child.wait(20) == 0
+
+
+def test_a_second_signal_does_not_wait(process: Any) -> None:
+    child, url = process
+    body = {**CHAT, "stream": True, "max_tokens": 100_000, "ignore_eos": True}
+    with httpx.stream("POST", url + "/v1/chat/completions", json=body) as response:
+        next(sse(response))
+        child.send_signal(signal.SIGTERM)
+        child.send_signal(signal.SIGINT)
+        assert child.wait(20) == 0
+
+
+class SlowEngine(SimpleNamespace):
+    """An engine that loads until told otherwise, and can be told to die."""
+
+    def __init__(self) -> None:
+        super().__init__(is_ready=False, is_dead=False, is_draining=False, death=None, closed=0)
+        self.loaded = asyncio.Event()
+
+    async def start(self) -> None:
+        await self.loaded.wait()
+        self.is_ready = True
+
+    async def drain(self, deadline_s: float) -> None:
+        self.is_draining = True
+
+    async def aclose(self) -> None:
+        self.closed += 1
+
+
+async def _started(engine: Any, path: Path, stop: asyncio.Event | None = None) -> Any:
+    config = Config(uds=str(path / "s"), load_progress=False)
+    task = asyncio.create_task(serve(engine, config, stop=stop))
+    transport = httpx.AsyncHTTPTransport(uds=config.uds, retries=50)
+    return task, httpx.AsyncClient(transport=transport, base_url="http://localhost")
+
+
+async def test_while_the_model_loads(tmp_path: Path) -> None:
+    engine: Any = SlowEngine()
+    stop = asyncio.Event()
+    task, client = await _started(engine, tmp_path, stop)
+    async with client:
+        assert (await client.get("/health")).status_code == 200
+        for method, path in (
+            ("GET", "/ready"),
+            ("GET", "/v1/models"),
+            ("POST", "/v1/chat/completions"),
+        ):
+            response = await client.request(method, path)
+            assert response.status_code == 503
+            assert response.json()["error"]["code"] == "model_loading"
+            assert int(response.headers["retry-after"]) > 0
+        assert (await client.get("/")).status_code == 200
+    stop.set()
+    assert await asyncio.wait_for(task, 20) == 0
+    assert engine.closed == 1
+
+
+async def test_a_dead_engine_ends_the_process_with_an_error(tmp_path: Path) -> None:
+    engine: Any = SlowEngine()
+    engine.loaded.set()
+    task, client = await _started(engine, tmp_path)
+    async with client:
+        assert (await client.get("/health")).status_code == 200
+        engine.death = EngineDead("out of luck")
+        engine.is_dead = True
+        response = await client.get("/health")
+        assert response.status_code == 503
+        assert response.json()["error"]["message"] == "out of luck"
+    assert await asyncio.wait_for(task, 20) == 1
+
+
+async def test_a_failure_to_load_is_raised(tmp_path: Path) -> None:
+    class Broken(SlowEngine):
+        async def start(self) -> None:
+            raise ConfigError("no such model", param="model")
+
+    engine: Any = Broken()
+    with pytest.raises(ConfigError, match="no such model"):
+        await asyncio.wait_for(serve(engine, Config(uds=str(tmp_path / "s"))), 20)
+    assert engine.closed == 1
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=str(port)) as caught:
+            bind(Config(port=port))
+    assert caught.value.param == "port"
+
+
+def test_a_stale_socket_file_is_replaced_and_nothing_else_is(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    bind(Config(uds=str(path))).close()
+    assert path.exists()
+    with (
+        bind(Config(uds=str(path))),
+        pytest.raises(ConfigError, match="cannot listen"),
+    ):
+        bind(Config(uds=str(path)))
+    os.unlink(path)
+    path.write_text("not a socket")
+    with pytest.raises(ConfigError, match="not a socket"):
+        bind(Config(uds=str(path)))
+    assert path.read_text() == "not a socket"

@@ -1,0 +1,168 @@
+"""The guard: which Host, Origin and key reach a route, over HTTP and WebSocket, and size limits."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import httpx
+import pytest
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
+
+from tests.server.counting import CHAT
+from tests.server.running import Running
+
+ROUTES = [
+    ("GET", "/"),
+    ("GET", "/ready"),
+    ("GET", "/metrics"),
+    ("GET", "/v1/models"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+    ("GET", "/nowhere"),
+]
+FOREIGN = [
+    "http://evil.example",
+    "null",
+    "http://localhost",
+    "file://",
+    "http://127.0.0.1.evil.example",
+]
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example"])
+def test_other_hosts_reach_nothing(server: Running, method: str, path: str, host: str) -> None:
+    response = httpx.request(method, server.url + path, headers={"host": host}, json=CHAT)
+    assert response.status_code == 403
+    assert response.json()["error"]["code"] == "forbidden"
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:99", "[::1]:8000"])
+def test_our_own_names_pass(server: Running, host: str) -> None:
+    assert httpx.get(server.url + "/v1/models", headers={"host": host}).status_code == 200
+
+
+def test_health_skips_host_but_not_origin(server: Running) -> None:
+    url = server.url + "/health"
+    assert httpx.get(url, headers={"host": "10.0.0.7"}).status_code == 200
+    assert httpx.get(url, headers={"origin": "http://evil.example"}).status_code == 403
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+@pytest.mark.parametrize("origin", FOREIGN)
+def test_other_origins_reach_nothing(server: Running, method: str, path: str, origin: str) -> None:
+    response = httpx.request(method, server.url + path, headers={"origin": origin}, json=CHAT)
+    assert response.status_code == 403
+    assert "access-control-allow-origin" not in response.headers
+
+
+def test_our_own_origin_passes(server: Running) -> None:
+    response = httpx.get(server.url + "/v1/models", headers={"origin": server.url})
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize("origin", [*FOREIGN, None])
+def test_websocket_from_elsewhere_is_denied(server: Running, origin: Any) -> None:
+    headers = {"Host": "evil.example"} if origin is None else {}
+    if origin is None:
+        status = _raw_upgrade(server, headers["Host"])
+    else:
+        with pytest.raises(InvalidStatus) as caught:
+            connect(server.ws_url, origin=origin)
+        assert b"forbidden" in (caught.value.response.body or b"")
+        status = caught.value.response.status_code
+    assert status == 403
+
+
+def _raw_upgrade(server: Running, host: str) -> int:
+    address, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((address, int(port))) as raw:
+        raw.sendall(
+            f"GET /v1/responses HTTP/1.1\r\nHost: {host}\r\nUpgrade: websocket\r\n"
+            "Connection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+            "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n".encode()
+        )
+        return int(raw.recv(100).split()[1])
+
+
+def test_allowed_hosts_and_origins(server_with: Any) -> None:
+    origin = "https://chat.example"
+    server = server_with(allowed_hosts=("chat.example",), allowed_origins=(origin,))
+    headers = {"host": "chat.example", "origin": origin}
+    response = httpx.get(server.url + "/v1/models", headers=headers)
+    assert response.status_code == 200
+    assert response.headers["access-control-allow-origin"] == origin
+    assert response.headers["vary"] == "Origin"
+    preflight = httpx.options(
+        server.url + "/v1/chat/completions",
+        headers={**headers, "access-control-request-method": "POST"},
+    )
+    assert preflight.status_code == 204
+    assert "authorization" in preflight.headers["access-control-allow-headers"]
+    with connect(server.ws_url, origin=origin):  # type: ignore[arg-type]
+        pass
+    other = httpx.get(server.url + "/v1/models", headers={"origin": "https://evil.example"})
+    assert other.status_code == 403
+
+
+def test_keys(server_with: Any) -> None:
+    server = server_with(api_key=("first-key", "second-key"))
+    for path in ("/", "/health", "/ready"):
+        assert httpx.get(server.url + path).status_code == 200
+    for path in ("/metrics", "/v1/models", "/nowhere"):
+        assert httpx.get(server.url + path).status_code == 401
+    for bad in ("Bearer nope", "Bearer ", "Basic first-key", "first-key", "Bearer first-keyx"):
+        response = httpx.get(server.url + "/v1/models", headers={"authorization": bad})
+        assert response.status_code == 401
+        assert response.json()["error"]["code"] == "invalid_api_key"
+        assert response.headers["www-authenticate"] == "Bearer"
+    for key in ("first-key", "second-key"):
+        good = {"authorization": f"Bearer {key}"}
+        assert httpx.get(server.url + "/v1/models", headers=good).status_code == 200
+        with connect(server.ws_url, additional_headers=good):
+            pass
+    with pytest.raises(InvalidStatus) as caught:
+        connect(server.ws_url)
+    assert caught.value.response.status_code == 401
+
+
+def test_a_body_over_the_limit_is_refused_by_its_length(server: Running) -> None:
+    response = httpx.post(server.url + "/v1/completions", content=b"x" * ((4 << 20) + 1))
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "request_too_large"
+
+
+def test_a_body_over_the_limit_is_refused_while_it_comes(server: Running) -> None:
+    address, port = server.url.removeprefix("http://").split(":")
+    chunk = b"%x\r\n%s\r\n" % (1 << 18, b"x" * (1 << 18))
+    with socket.create_connection((address, int(port))) as raw:
+        raw.sendall(
+            f"POST /v1/completions HTTP/1.1\r\nHost: {address}:{port}\r\n"
+            "Transfer-Encoding: chunked\r\n\r\n".encode()
+        )
+        for _ in range(17):
+            raw.sendall(chunk)
+        assert raw.recv(100).split()[1] == b"413"
+
+
+def test_the_page_may_run_its_own_script_alone(server: Running) -> None:
+    response = httpx.get(server.url)
+    policy = response.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert policy.count("'sha256-") == 2
+    assert response.headers["x-content-type-options"] == "nosniff"
+    again = httpx.get(server.url, headers={"if-none-match": response.headers["etag"]})
+    assert again.status_code == 304
+    assert again.content == b""
+
+
+def test_the_page_holds_nothing_that_its_policy_would_stop(server: Running) -> None:
+    html = httpx.get(server.url).text
+    assert html.count("<script>") == html.count("<script") == 1
+    assert html.count("<style>") == html.count("<style") == 1
+    for word in (" style=", " onclick=", "innerHTML", "eval(", "http://", "https://"):
+        found = html.replace("http://www.w3.org/2000/svg", "").count(word)
+        assert found == 0, word

@@ -1,0 +1,186 @@
+"""SSE on the wire: framing, numbers, and what ends a stream. Real sockets, raw bytes."""
+
+from __future__ import annotations
+
+import re
+import socket
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.counting import CHAT, ENDLESS, Event, check_counting, sse
+from tests.server.running import Running
+
+
+def events_of(server: Running, path: str, body: dict[str, Any]) -> list[Event]:
+    with httpx.stream("POST", server.url + path, json={**body, "stream": True}) as response:
+        assert response.status_code == 200, response.read()
+        return list(sse(response))
+
+
+def chat(server: Running, **body: Any) -> list[Event]:
+    return events_of(server, "/v1/chat/completions", {**CHAT, **body})
+
+
+def test_headers(server: Running) -> None:
+    body = {**CHAT, "stream": True, "max_tokens": 1}
+    with httpx.stream("POST", server.url + "/v1/chat/completions", json=body) as response:
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert response.headers["cache-control"] == "no-cache, no-transform"
+        assert response.headers["x-accel-buffering"] == "no"
+        first = next(sse(response)).json
+        assert response.headers["x-request-id"] == first["id"]
+        response.read()
+
+
+def test_chat_stream_from_role_to_done(server: Running) -> None:
+    *events, done = chat(server, max_tokens=20, ignore_eos=True)
+    assert done.is_done
+    assert done.id is None
+    chunks = [e.json for e in events]
+    assert len({(c["id"], c["created"], c["model"], c["object"]) for c in chunks}) == 1
+    assert chunks[0]["object"] == "chat.completion.chunk"
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert [c for c in chunks[1:] if "role" in c["choices"][0]["delta"]] == []
+    assert isinstance(chunks[0]["seed"], int)
+    assert [c for c in chunks[1:] if "seed" in c] == []
+    assert chunks[-1]["choices"][0] == {
+        "index": 0,
+        "delta": {},
+        "logprobs": None,
+        "finish_reason": "length",
+    }
+    assert [c for c in chunks[:-1] if c["choices"][0]["finish_reason"]] == []
+    assert [c for c in chunks if "usage" in c or "token_ids" in c["choices"][0]] == []
+    check_counting("".join(c["choices"][0]["delta"].get("content", "") for c in chunks))
+
+
+def test_numbers_count_role_tokens_finish_and_usage(server: Running) -> None:
+    options = {"include_usage": True}
+    *events, _ = chat(
+        server, max_tokens=9, ignore_eos=True, return_token_ids=True, stream_options=options
+    )
+    seen = 0
+    for event in events[1:-2]:
+        seen += len(event.json["choices"][0]["token_ids"])
+        assert event.id == str(1 + seen)
+    assert seen == 9
+    assert [e.id for e in events[:1] + events[-2:]] == ["1", "11", "12"]
+
+
+def test_usage_only_when_asked(server: Running) -> None:
+    *events, _ = chat(server, max_tokens=3, stream_options={"include_usage": True})
+    chunks = [e.json for e in events]
+    assert [c["usage"] for c in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1]["choices"] == []
+    usage = chunks[-1]["usage"]
+    assert usage["completion_tokens"] == 3
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 3
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= 0
+
+
+def test_several_choices_have_a_number_each(server: Running) -> None:
+    *events, _ = chat(server, max_tokens=5, n=3, ignore_eos=True)
+    numbers = [0, 0, 0]
+    texts = ["", "", ""]
+    roles = 0
+    for event in events:
+        (choice,) = event.json["choices"]
+        assert event.id is not None
+        now = [int(x) for x in event.id.split(".")]
+        assert [i for i in range(3) if now[i] != numbers[i]] == [choice["index"]]
+        assert now[choice["index"]] > numbers[choice["index"]]
+        numbers = now
+        roles += "role" in choice["delta"]
+        texts[choice["index"]] += choice["delta"].get("content", "")
+    assert numbers == [7, 7, 7]
+    assert roles == 3
+    for text in texts:
+        check_counting(text)
+
+
+def test_completion_stream_of_a_batch(server: Running) -> None:
+    body = {"prompt": ["one", "two"], "n": 2, "max_tokens": 6, "ignore_eos": True}
+    *events, done = events_of(server, "/v1/completions", {**body, "return_token_ids": True})
+    assert done.is_done
+    texts = dict.fromkeys(range(4), "")
+    prompts: dict[int, list[int]] = {}
+    finishes = []
+    for event in events:
+        chunk = event.json
+        assert chunk["object"] == "text_completion"
+        (choice,) = chunk["choices"]
+        texts[choice["index"]] += choice["text"]
+        if "prompt_token_ids" in choice:
+            assert choice["index"] not in prompts
+            prompts[choice["index"]] = choice["prompt_token_ids"]
+        if choice["finish_reason"]:
+            finishes.append((choice["index"], choice["finish_reason"]))
+    assert sorted(finishes) == [(i, "length") for i in range(4)]
+    assert prompts[0] == prompts[1] != prompts[2] == prompts[3]
+    for text in texts.values():
+        check_counting(text)
+
+
+def test_token_ids_and_prompt_token_ids_once(server: Running) -> None:
+    *events, _ = chat(server, max_tokens=6, ignore_eos=True, return_token_ids=True)
+    chunks = [e.json for e in events]
+    assert [i for i, c in enumerate(chunks) if "prompt_token_ids" in c] == [0]
+    streamed = [t for c in chunks for t in c["choices"][0].get("token_ids", ())]
+    body = {**CHAT, "max_tokens": 6, "ignore_eos": True, "return_token_ids": True}
+    body["seed"] = chunks[0]["seed"]
+    whole = httpx.post(server.url + "/v1/chat/completions", json=body).json()
+    assert whole["choices"][0]["token_ids"] == streamed
+    assert whole["prompt_token_ids"] == chunks[0]["prompt_token_ids"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_what_can_be_refused_is_refused_before_the_200(server: Running, path: str) -> None:
+    body = {**CHAT, "prompt": "x", "stream": True, "temperature": 9}
+    response = httpx.post(server.url + path, json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "temperature"
+
+
+def test_bytes_are_plain_events(server: Running) -> None:
+    body = {**CHAT, "stream": True, "max_tokens": 4}
+    with httpx.stream("POST", server.url + "/v1/chat/completions", json=body) as response:
+        raw = response.read().decode()
+    assert raw.endswith("data: [DONE]\n\n")
+    for block in raw.removesuffix("\n\n").split("\n\n")[:-1]:
+        assert re.fullmatch(r"id: [0-9.]+\ndata: \{.*\}", block), block
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("extra", [{}, {"n": 2}])
+def test_closing_the_connection_cancels(server: Running, path: str, extra: dict[str, int]) -> None:
+    body = {**CHAT, **ENDLESS, **extra, "prompt": ["a", "b"], "stream": True}
+    with httpx.stream("POST", server.url + path, json=body) as response:
+        event = next(sse(response))
+        stream = server.engine.get(event.json["id"])
+        assert stream is not None
+        assert not stream.is_finished
+    server.on_loop(stream.wait())
+    assert {f.reason.value for f in stream.finishes if f is not None} == {"cancelled"}
+    server.wait_idle()
+
+
+def test_closing_while_a_whole_answer_is_awaited_cancels(server: Running) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    body = httpx.Request("POST", server.url, json={**CHAT, **ENDLESS}).read()
+    with socket.create_connection((host, int(port))) as raw:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}:{port}\r\n"
+        raw.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        server.wait_metric('streamer_requests{state="running"}', 1)
+    server.wait_idle()
+
+
+def test_detach_s_lets_it_run_on(server: Running) -> None:
+    body = {**CHAT, "max_tokens": 200, "ignore_eos": True, "stream": True, "detach_s": 60}
+    with httpx.stream("POST", server.url + "/v1/chat/completions", json=body) as response:
+        stream = server.engine.get(next(sse(response)).json["id"])
+        assert stream is not None
+    server.on_loop(stream.wait())
+    assert [f.num_tokens for f in stream.finishes if f is not None] == [200]
+    check_counting(stream.text())

@@ -1,0 +1,241 @@
+"""Our subprotocol streamer.v1.json: sessions, cancel, ping, refusals, close codes, detaching."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import ClientConnection, connect
+from websockets.typing import Subprotocol
+
+from tests.server.counting import check_counting
+from tests.server.running import Running
+
+FINAL = ("response.completed", "response.incomplete", "response.failed")
+ENDLESS = {"max_output_tokens": 100_000, "ignore_eos": True}
+
+
+def dial(server: Running, *protocols: str) -> ClientConnection:
+    offered = [Subprotocol(p) for p in protocols] or None
+    return connect(server.ws_url, subprotocols=offered, max_size=None)
+
+
+def say(socket: ClientConnection, kind: str, **fields: Any) -> None:
+    socket.send(json.dumps({"type": kind, **fields}))
+
+
+def hear(socket: ClientConnection) -> dict[str, Any]:
+    event = json.loads(socket.recv(timeout=20))
+    assert isinstance(event, dict)
+    return event
+
+
+def until(socket: ClientConnection, *kinds: str) -> list[dict[str, Any]]:
+    """Every event up to the first of one of these kinds."""
+    events = [hear(socket)]
+    while events[-1]["type"] not in kinds:
+        events.append(hear(socket))
+    return events
+
+
+@pytest.fixture
+def extended(server: Running) -> Iterator[ClientConnection]:
+    with dial(server, "streamer.v1.json") as socket:
+        assert hear(socket)["type"] == "session.created"
+        yield socket
+
+
+def test_session_created_comes_first_and_only_to_our_clients(server: Running) -> None:
+    with dial(server, "other", "streamer.v1.json") as ours:
+        assert ours.subprotocol == "streamer.v1.json"
+        session = hear(ours)
+    assert session["type"] == "session.created"
+    assert session["model"] == "fake"
+    assert session["context_length"] == server.engine.info.max_model_len
+    assert session["window"] == server.config.stream_window
+    assert session["limits"]["message_bytes"] == 1 << 20
+    with dial(server, "streamer.v1.json") as again:
+        assert hear(again)["epoch"] == session["epoch"]
+    with dial(server, "other") as standard:
+        assert standard.subprotocol is None
+        say(standard, "response.create", input="x", max_output_tokens=3)
+        kinds = {e["type"] for e in until(standard, *FINAL)}
+    extensions = {"session.created", "response.waiting", "response.running", "response.prefill"}
+    assert kinds & extensions == set()
+
+
+def test_extended_events_usage_and_timing(extended: ClientConnection) -> None:
+    say(extended, "response.create", input="x", max_output_tokens=8, ignore_eos=True)
+    events = until(extended, *FINAL)
+    assert events[4]["type"] == "response.waiting"
+    last = 0
+    for event in events:
+        if event["type"] in ("response.waiting", "response.running", "response.prefill"):
+            assert event["sequence_number"] == last
+            assert event["response_id"] == events[0]["response"]["id"]
+        last = event["sequence_number"]
+    assert set(events[-1]["usage"]) == {"cached_tokens", "shared_tokens"}
+    assert events[-1]["timing"]["first_token_s"] > 0
+    assert isinstance(events[-1]["response"]["seed"], int)
+
+
+def test_standard_clients_get_no_usage_or_timing_beside_the_response(server: Running) -> None:
+    with dial(server) as socket:
+        say(socket, "response.create", input="x", max_output_tokens=2)
+        final = until(socket, *FINAL)[-1]
+    assert set(final) == {"type", "sequence_number", "response"}
+
+
+def test_numbers_and_token_ids_agree(extended: ClientConnection) -> None:
+    say(
+        extended,
+        "response.create",
+        input=[{"role": "user", "content": [{"type": "input_text", "text": "count"}]}],
+        instructions="be exact",
+        max_output_tokens=40,
+        ignore_eos=True,
+        return_token_ids=True,
+    )
+    events = until(extended, *FINAL)
+    assert events[0]["prompt_token_ids"]
+    seen, text = 0, ""
+    for event in events:
+        if event["type"] == "response.output_text.delta":
+            seen += len(event["token_ids"])
+            text += event["delta"]
+            assert event["sequence_number"] == 3 + seen
+    assert seen == 40
+    assert events[-1]["response"]["output"][0]["content"][0]["text"] == text
+    check_counting(text)
+
+
+def test_logprobs(extended: ClientConnection) -> None:
+    say(
+        extended,
+        "response.create",
+        input="x",
+        max_output_tokens=5,
+        top_logprobs=1,
+        include=["message.output_text.logprobs"],
+    )
+    events = until(extended, *FINAL)
+    deltas = [e for e in events if e["type"] == "response.output_text.delta"]
+    streamed = [lp for e in deltas for lp in e["logprobs"]]
+    part = events[-1]["response"]["output"][0]["content"][0]
+    assert part["logprobs"] == streamed
+    assert bytes(b for lp in streamed for b in lp["bytes"]).decode() == part["text"]
+
+
+def test_cancel_is_idempotent_and_ends_it_once(server: Running, extended: ClientConnection) -> None:
+    say(extended, "response.create", input="x", **ENDLESS)
+    response_id = until(extended, "response.output_text.delta")[0]["response"]["id"]
+    for _ in range(3):
+        say(extended, "response.cancel", response_id=response_id)
+    final = until(extended, *FINAL)[-1]
+    assert final["type"] == "response.incomplete"
+    assert final["response"]["status"] == "cancelled"
+    check_counting(final["response"]["output"][0]["content"][0]["text"])
+    say(extended, "response.cancel", response_id=response_id)
+    say(extended, "session.ping", t="after")
+    assert hear(extended) == {"type": "session.pong", "t": "after"}
+    server.wait_idle()
+
+
+def test_cancel_of_something_else(extended: ClientConnection) -> None:
+    say(extended, "response.cancel", response_id="resp_nobody", stream_id="z")
+    event = hear(extended)
+    assert (event["type"], event["status"], event["stream_id"]) == ("error", 404, "z")
+    say(extended, "response.cancel")
+    assert hear(extended)["error"]["param"] == "response_id"
+
+
+@pytest.mark.parametrize(
+    ("event", "param"),
+    [
+        ({"type": "nothing.like.this"}, "type"),
+        ({"type": "response.create"}, "input"),
+        ({"type": "response.create", "input": 5}, "input"),
+        ({"type": "response.create", "input": "x", "temperature": 3}, "temperature"),
+        ({"type": "response.create", "input": "x", "tools": [{}]}, "tools"),
+        (
+            {"type": "response.create", "input": "x", "max_output_tokens": 0},
+            "max_output_tokens",
+        ),
+        ({"type": "response.create", "input": "x", "include": ["all"]}, "include[0]"),
+        ({"type": "response.create", "input": "x", "stream_id": ""}, "stream_id"),
+    ],
+)
+def test_a_bad_event_is_answered_and_the_socket_stays(
+    extended: ClientConnection, event: dict[str, Any], param: str
+) -> None:
+    extended.send(json.dumps(event))
+    answer = hear(extended)
+    assert (answer["type"], answer["status"], answer["error"]["param"]) == ("error", 400, param)
+    say(extended, "session.ping", t=1)
+    assert hear(extended)["type"] == "session.pong"
+
+
+def test_events_without_a_type_are_answered(extended: ClientConnection) -> None:
+    for text in ("{}", "[]", '{"type": 4}', '"x"'):
+        extended.send(text)
+        assert hear(extended)["error"]["code"] == "invalid_event"
+
+
+@pytest.mark.parametrize("message", ["{", "hello", "", b"\x80binary", "[" * 100_000])
+def test_what_is_no_json_closes_with_4400(server: Running, message: str | bytes) -> None:
+    with dial(server) as socket:
+        socket.send(message)
+        with pytest.raises(ConnectionClosed) as caught:
+            socket.recv(timeout=20)
+    assert caught.value.rcvd is not None
+    assert caught.value.rcvd.code == 4400
+
+
+def test_an_unknown_version_of_ours_closes_with_4406(server: Running) -> None:
+    with dial(server, "streamer.v9.json") as socket, pytest.raises(ConnectionClosed) as caught:
+        socket.recv(timeout=20)
+    assert caught.value.rcvd is not None
+    assert caught.value.rcvd.code == 4406
+    assert "streamer.v1.json" in caught.value.rcvd.reason
+
+
+def test_a_message_over_the_limit_closes_with_1009(server: Running) -> None:
+    with dial(server) as socket:
+        say(socket, "response.create", input="x" * (1 << 20))
+        with pytest.raises(ConnectionClosed) as caught:
+            socket.recv(timeout=20)
+    assert caught.value.rcvd is not None
+    assert caught.value.rcvd.code == 1009
+
+
+def test_closing_the_socket_lets_it_run_on_by_default(server: Running) -> None:
+    with dial(server, "streamer.v1.json") as socket:
+        say(socket, "response.create", input="x", max_output_tokens=300, ignore_eos=True)
+        response_id = until(socket, "response.created")[-1]["response"]["id"]
+        stream = server.engine.get(response_id)
+        assert stream is not None
+        until(socket, "response.output_text.delta")
+    server.on_loop(stream.wait())
+    assert [f.num_tokens for f in stream.finishes if f is not None] == [300]
+
+
+def test_closing_the_socket_cancels_where_detach_is_0(server: Running, server_with: Any) -> None:
+    strict = server_with(detach_timeout=0.0)
+    for where, fields in ((strict, {}), (server, {"detach_s": 0})):
+        with dial(where) as socket:
+            for lane in ("a", "b"):
+                say(socket, "response.create", input="x", stream_id=lane, **ENDLESS, **fields)
+            until(socket, "response.output_text.delta")
+        where.wait_idle()
+
+
+def test_a_flood_of_bad_events_is_cut(server: Running) -> None:
+    def flood(socket: ClientConnection) -> None:
+        for _ in range(100_000):
+            socket.send('{"type": "response.cancel"}')
+
+    with dial(server) as socket, pytest.raises(ConnectionClosed):
+        flood(socket)
