@@ -1,8 +1,8 @@
 """A simulated device: executes Plans on memory that remembers what was written where.
 
-Each KV cell holds the hash of the whole token prefix up to its position, so a read of a wrong, stale
-or overwritten block is seen at once. Swap copies run late, when the test says so, as copies on side
-streams may. Drawn tokens depend on everything before them: the output proves itself.
+Each KV cell holds the hash of the whole token prefix up to its position, so a read of a wrong,
+stale or overwritten block is seen at once. Swap copies run late, when the test says so, as copies
+on side streams may. Drawn tokens depend on everything before them: the output proves itself.
 """
 
 from __future__ import annotations

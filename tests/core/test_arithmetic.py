@@ -12,9 +12,7 @@ def test_position_37_with_block_size_16_is_logical_block_2_offset_5() -> None:
 
 
 def test_a_block_of_32_layers_16_tokens_8_heads_of_128_in_two_bytes_is_2097152_bytes() -> None:
-    size = block_bytes(
-        num_layers=32, block_size=16, num_kv_heads=8, head_dim=128, element_bytes=2
-    )
+    size = block_bytes(num_layers=32, block_size=16, num_kv_heads=8, head_dim=128, element_bytes=2)
     assert size == 2_097_152
 
 

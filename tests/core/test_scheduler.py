@@ -1,0 +1,406 @@
+"""The scheduler's rules one by one, on the simulated device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from streamer.core.plan import Add, FinishReason, NoticeKind
+from streamer.core.prefix import BlockHasher
+from streamer.core.request import Status
+from streamer.core.sampling import SamplingParams
+from streamer.core.scheduler import Scheduler, check_fits
+from streamer.errors import ConfigError, ContextLengthExceeded, InvalidRequest, InvariantViolated
+from tests.core.driver import RECOMPUTE, SWAP, Driver, make_config
+
+
+def prompt(length: int, start: int = 0) -> list[int]:
+    return [(start + i) % 97 for i in range(length)]
+
+
+# ------------------------------------------------------------ the token budget
+
+
+def test_decodes_come_first_and_a_long_prompt_is_chunked_by_what_is_left() -> None:
+    driver = Driver(make_config(max_num_batched_tokens=8))
+    driver.add(prompt(3), max_tokens=20)
+    driver.step()
+    driver.add(prompt(20, start=50), max_tokens=4)
+    counts = []
+    for _ in range(4):
+        driver.step()
+        counts.append([c.count for c in driver.plans[-1].chunks])
+        assert driver.plans[-1].num_tokens <= 8
+    assert counts == [[7], [7], [6], []]
+    driver.drain()
+
+
+def test_a_steady_decode_plan_names_no_row() -> None:
+    driver = Driver(make_config(block_size=16, max_model_len=64))
+    for i in range(4):
+        driver.add(prompt(2, start=i), max_tokens=12)
+    driver.step()
+    for _ in range(5):
+        driver.step()
+        plan = driver.plans[-1]
+        assert (plan.leaves, plan.joins, plan.tables, plan.chunks) == ((), (), (), ())
+        assert plan.num_rows == plan.num_tokens == plan.num_samples == 4
+    driver.drain()
+
+
+def test_a_budget_below_the_rows_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_config(max_num_batched_tokens=4, max_num_seqs=5)
+    assert caught.value.param == "max_num_batched_tokens"
+
+
+# ------------------------------------------------------------ the prefix cache and forks
+
+
+def test_simultaneous_twins_share_all_but_their_last_token() -> None:
+    driver = Driver(make_config(max_num_batched_tokens=64))
+    driver.add(prompt(17), max_tokens=2)
+    driver.add(prompt(17), max_tokens=2)
+    driver.step()
+    assert driver.plans[0].num_tokens == 17 + 1
+    driver.drain()
+    assert driver.outputs[-1].stats.prefix_hit_tokens == 16
+
+
+def test_a_later_request_finds_the_blocks_of_a_finished_one() -> None:
+    driver = Driver(make_config())
+    driver.add(prompt(12), max_tokens=2)
+    driver.run()
+    driver.add(prompt(12), max_tokens=2)
+    driver.step()
+    assert driver.plans[-1].num_tokens == 4  # two blocks of four found, the last token computed
+    driver.drain()
+
+
+def test_without_the_cache_nothing_is_shared() -> None:
+    driver = Driver(make_config(enable_prefix_caching=False, max_num_batched_tokens=64))
+    driver.add(prompt(12), max_tokens=2)
+    driver.add(prompt(12), max_tokens=2)
+    driver.step()
+    assert driver.plans[0].num_tokens == 24
+    driver.drain()
+
+
+def test_another_tenants_blocks_are_not_found() -> None:
+    scheduler = Scheduler(make_config(), BlockHasher(4, b"s" * 32))
+    for name, salt in (("a", b"one"), ("b", b"two")):
+        scheduler.command(Add(name, tuple(prompt(8)), SamplingParams(max_tokens=1), salt=salt))
+    plan = scheduler.schedule(Driver(make_config()).scheduler.state.facts)
+    assert plan is not None
+    assert plan.num_tokens == 16
+
+
+def test_a_fork_shares_the_parents_partial_block_and_copies_it_on_write() -> None:
+    driver = Driver(make_config())
+    parent = driver.add(prompt(6), max_tokens=12)
+    for _ in range(5):
+        driver.step()
+    known = [*driver.adds[parent].prompt, *driver.tokens[parent, 0]]
+    driver.add(known[:10], max_tokens=6, share_with=parent)
+    driver.step()
+    notice = next(n for n in driver.outputs[-1].notices if n.kind is NoticeKind.RUNNING)
+    assert (notice.shared_tokens, notice.cached_tokens) == (9, 0)
+    assert len(driver.plans[-1].copies) == 1
+    driver.drain()
+
+
+def test_a_fork_of_a_finished_request_falls_back_to_the_cache_with_the_same_tokens() -> None:
+    driver = Driver(make_config())
+    parent = driver.add(prompt(8), max_tokens=4)
+    driver.run()
+    known = [*driver.adds[parent].prompt, *driver.tokens[parent, 0]]
+    driver.add(known[:10], max_tokens=6, share_with=parent)
+    driver.step()
+    notice = next(n for n in driver.outputs[-1].notices if n.kind is NoticeKind.RUNNING)
+    assert (notice.shared_tokens, notice.cached_tokens) == (0, 8)
+    driver.drain()
+
+
+def test_n_choices_are_n_forks_of_one_prefill() -> None:
+    driver = Driver(make_config(max_num_batched_tokens=64))
+    driver.add(prompt(10), n=3, max_tokens=5)
+    driver.step()
+    plan = driver.plans[0]
+    assert (plan.num_tokens, plan.num_samples) == (10, 3)
+    assert [j.logits_of for j in plan.joins] == [-1, 0, 0]
+    driver.drain()
+    assert len({tuple(driver.tokens["r0", c]) for c in range(3)}) == 3
+
+
+# ------------------------------------------------------------ memory pressure
+
+
+def pressed(costs: dict[str, float], *, depth: int = 0) -> Driver:
+    """Four requests that need 28 blocks of 20, all admitted while they are small."""
+    config = make_config(num_blocks=20, max_num_batched_tokens=32)
+    driver = Driver(config, costs=costs, depth=depth)
+    for i in range(4):
+        driver.add(prompt(8, start=20 * i), max_tokens=20)
+    return driver
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_costs_decide_between_swap_and_recompute(depth: int) -> None:
+    driver = pressed(SWAP, depth=depth)
+    driver.drain()
+    stats = driver.outputs[-1].stats
+    assert stats.preemptions_swap > 0
+    assert stats.preemptions_recompute == 0
+    assert stats.swapped_in_blocks > 0
+    driver = pressed(RECOMPUTE, depth=depth)
+    driver.drain()
+    stats = driver.outputs[-1].stats
+    assert stats.preemptions_recompute > 0
+    assert stats.preemptions_swap == stats.swapped_out_blocks == 0
+
+
+def test_a_full_host_pool_falls_back_to_recompute() -> None:
+    driver = Driver(make_config(num_blocks=20, num_host_blocks=1), costs=SWAP)
+    for i in range(4):
+        driver.add(prompt(8, start=20 * i), max_tokens=20)
+    driver.drain()
+    assert driver.outputs[-1].stats.preemptions_recompute > 0
+
+
+def test_a_clean_host_copy_is_not_copied_twice() -> None:
+    driver = Driver(make_config(num_blocks=17), costs=SWAP)
+    victim = driver.add(prompt(16), max_tokens=20)
+    for _ in range(3):
+        driver.step()
+    other = driver.add(prompt(30, start=50), max_tokens=30)
+    driver.pause(victim)
+    moved = []
+    for _ in range(2):
+        for _ in range(300):
+            driver.step()
+            if driver.status(victim) is Status.SWAPPED:
+                break
+        moved.append(driver.outputs[-1].stats.swapped_out_blocks)
+        driver.cancel(other)
+        driver.resume(victim)
+        while driver.status(victim) is not Status.RUNNING:
+            driver.step()
+        driver.pause(victim)
+        other = driver.add(prompt(40, start=13), max_tokens=24)
+    driver.drain()
+    assert moved[0] >= 4
+    assert moved[1] - moved[0] <= 1  # only what was not a full block then
+
+
+def test_a_preempted_request_comes_back_before_new_ones_of_its_priority() -> None:
+    driver = pressed(RECOMPUTE)
+    while not any(driver.status(f"r{i}") is Status.PREEMPTED for i in range(4)):
+        driver.step()
+    preempted = next(f"r{i}" for i in range(4) if driver.status(f"r{i}") is Status.PREEMPTED)
+    late = driver.add(prompt(2, start=90), max_tokens=2)
+    while driver.status(preempted) is Status.PREEMPTED:
+        assert driver.status(late) is Status.WAITING
+        driver.step()
+    driver.drain()
+
+
+def test_admission_keeps_a_watermark_of_free_blocks_beside_others() -> None:
+    driver = Driver(make_config(num_blocks=16, max_num_batched_tokens=64))
+    driver.add(prompt(32), max_tokens=4)
+    driver.step()
+    driver.add(prompt(32, start=40), max_tokens=4)  # its 8 blocks are all that is left or less
+    driver.step()
+    assert driver.status("r1") is Status.WAITING
+    driver.drain()
+
+
+def test_a_request_that_can_never_run_is_refused_with_the_numbers() -> None:
+    config = make_config(num_blocks=10)
+    with pytest.raises(ContextLengthExceeded, match=r"need 12 blocks of 4 tokens; .* has 10"):
+        check_fits(10, 3, 6, config)
+    with pytest.raises(ContextLengthExceeded, match="exceed the context of 64"):
+        check_fits(60, 1, 5, make_config())
+    with pytest.raises(ContextLengthExceeded, match="the prompt has 64 tokens"):
+        check_fits(64, 1, None, make_config())
+    assert check_fits(10, 1, None, config) == 30
+    assert check_fits(10, 1, None, make_config()) == 54
+
+
+def test_the_last_running_request_fills_the_whole_pool() -> None:
+    driver = Driver(make_config(num_blocks=8))
+    driver.add(prompt(8), max_tokens=24)
+    driver.drain()
+    assert driver.outputs[-1].stats.preemptions_recompute == 0
+
+
+# ------------------------------------------------------------ priority
+
+
+def test_a_higher_priority_preempts_a_lower_one_for_its_row() -> None:
+    driver = Driver(make_config(max_num_seqs=2))
+    for i in range(2):
+        driver.add(prompt(4, start=30 * i), max_tokens=20, priority=5)
+    for _ in range(3):
+        driver.step()
+    urgent = driver.add(prompt(4, start=70), max_tokens=2, priority=0)
+    driver.step()
+    assert driver.status(urgent) is Status.RUNNING
+    assert driver.status("r1") is Status.PREEMPTED or driver.outputs[-1].stats.preemptions_swap
+    driver.drain()
+
+
+def test_equal_priorities_do_not_preempt_each_other_for_rows() -> None:
+    driver = Driver(make_config(max_num_seqs=2))
+    for i in range(4):
+        driver.add(prompt(4, start=20 * i), max_tokens=6)
+    driver.drain()
+    stats = driver.outputs[-1].stats
+    assert stats.preemptions_swap + stats.preemptions_recompute == 0
+
+
+# ------------------------------------------------------------ pause and cancel
+
+
+def test_a_paused_request_gives_up_its_row_and_goes_on_where_it_was() -> None:
+    driver = Driver(make_config())
+    driver.add(prompt(5), max_tokens=10)
+    for _ in range(3):
+        driver.step()
+    driver.pause("r0")
+    driver.step()
+    assert driver.plans[-1].num_rows == 0
+    assert driver.status("r0") is Status.PAUSED
+    assert not driver.step()  # nothing to do: an idle engine
+    driver.resume("r0")
+    driver.step()
+    assert driver.plans[-1].num_tokens == 1  # its blocks were still there
+    driver.drain()
+
+
+def test_under_pressure_a_paused_reader_loses_its_blocks_first() -> None:
+    driver = Driver(make_config(num_blocks=20), costs=RECOMPUTE)
+    driver.add(prompt(24), max_tokens=12)
+    driver.step()
+    driver.step()
+    driver.pause("r0")
+    driver.add(prompt(30, start=50), max_tokens=30)
+    while driver.status("r0") is Status.PAUSED:
+        assert driver.step()
+    assert driver.status("r0") is Status.PREEMPTED
+    assert driver.status("r1") is Status.RUNNING
+    driver.drain()
+
+
+def waiting(driver: Driver) -> None:
+    """r0 waits: the rows are taken."""
+
+
+def prefilling(driver: Driver) -> None:
+    driver.step()
+
+
+def decoding(driver: Driver) -> None:
+    for _ in range(4):
+        driver.step()
+
+
+def paused(driver: Driver) -> None:
+    decoding(driver)
+    driver.pause("r0")
+
+
+def crowded_out(driver: Driver) -> None:
+    """r0 paused, and somebody else needs its blocks."""
+    paused(driver)
+    driver.add(prompt(40, start=50), max_tokens=20)
+    driver.step()
+
+
+def swapping(driver: Driver) -> None:
+    paused(driver)
+    driver.flush_copies = False
+    driver.add(prompt(40, start=50), max_tokens=20)
+    driver.step()
+
+
+def swapped(driver: Driver) -> None:
+    crowded_out(driver)
+    while driver.status("r0") is Status.SWAPPING_OUT:
+        assert driver.step()
+
+
+def swapping_in(driver: Driver) -> None:
+    swapped(driver)
+    driver.cancel("r1")
+    driver.step()
+    driver.flush_copies = False
+    driver.resume("r0")
+    driver.step()
+
+
+STATES: list[tuple[Callable[[Driver], None], Status, dict[str, float]]] = [
+    (waiting, Status.WAITING, SWAP),
+    (prefilling, Status.RUNNING, SWAP),
+    (decoding, Status.RUNNING, SWAP),
+    (paused, Status.PAUSED, SWAP),
+    (swapping, Status.SWAPPING_OUT, SWAP),
+    (swapped, Status.SWAPPED, SWAP),
+    (swapping_in, Status.SWAPPING_IN, SWAP),
+    (crowded_out, Status.PREEMPTED, RECOMPUTE),
+]
+
+
+@pytest.mark.parametrize(
+    ("reach", "status", "costs"), STATES, ids=[reach.__name__ for reach, _, _ in STATES]
+)
+@pytest.mark.parametrize("depth", [0, 1])
+def test_cancel_in_every_state_ends_in_no_later_plan_with_every_block_back(
+    reach: Callable[[Driver], None], status: Status, costs: dict[str, float], depth: int
+) -> None:
+    driver = Driver(make_config(num_blocks=16), costs=costs, depth=depth)
+    driver.add(prompt(30), max_tokens=20)
+    reach(driver)
+    assert driver.status("r0") is status
+    row_before = [s.row for s in driver.scheduler.state.requests["r0"].sequences if s.joined]
+    driver.cancel("r0")
+    plan = driver.launch()
+    if plan is not None:
+        assert "r0" not in [j.request_id for j in plan.joins]
+        assert set(row_before) <= set(plan.leaves)
+    driver.drain()  # proves that every block on both pools is back
+    assert driver.finishes["r0", 0].reason is FinishReason.CANCELLED
+
+
+def test_a_cancel_while_its_plan_is_under_way_drops_what_the_plan_draws() -> None:
+    driver = Driver(make_config())
+    driver.add(prompt(5), max_tokens=10)
+    driver.step()
+    driver.launch()
+    driver.cancel("r0")
+    output = driver.collect()
+    assert output.tokens == ()
+    assert [f.num_tokens for f in output.finishes] == [1]
+    driver.drain()
+
+
+def test_unknown_ids_are_ignored_and_a_second_one_is_refused() -> None:
+    driver = Driver(make_config())
+    driver.cancel("nobody")
+    driver.add(prompt(2), request_id="same")
+    with pytest.raises(InvalidRequest, match="same exists"):
+        driver.scheduler.command(driver.adds["same"])
+    with pytest.raises(InvalidRequest, match="n=7 exceeds max_num_seqs=6"):
+        driver.add(prompt(2), n=7, max_tokens=1)
+    driver.adds.pop("r1", None)
+    driver.drain()
+
+
+def test_results_must_come_in_order() -> None:
+    driver = Driver(make_config(), depth=1)
+    driver.add(prompt(2))
+    driver.launch()
+    driver.launch()
+    second = driver.inflight[1]
+    with pytest.raises(InvariantViolated, match="applied after 0"):
+        driver.scheduler.apply(second, driver.device.results[second.number])
