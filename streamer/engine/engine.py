@@ -1,0 +1,397 @@
+"""AsyncEngine: the loop's side of the engine, and the door for servers and programs.
+
+Owns the streams: submits, cancels, pauses, drains, hands out each step's news, and tells everybody
+when the engine dies. Lives on one event loop and reaches the GPU thread by commands alone. Made by
+build.py, or by `AsyncEngine.from_config`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from types import TracebackType
+from typing import Any, Literal
+
+from streamer.config import Config
+from streamer.core.model_info import ModelInfo
+from streamer.core.plan import Cancel, FinishReason, Pause, Resume, StepOutput, StepStats
+from streamer.core.prefix import BlockHasher
+from streamer.core.sampling import SamplingParams
+from streamer.core.scheduler import Scheduler, SchedulerConfig
+from streamer.engine.core import EngineCore, Inbox, Runner, Tokenizer
+from streamer.engine.gpu_thread import GpuThread
+from streamer.engine.prompts import Prompts
+from streamer.engine.registry import Registry
+from streamer.engine.requests import GenerateRequest, build_add, check_request, default_params
+from streamer.engine.stats import Snapshot
+from streamer.engine.stream import Delta, Timing, TokenStream
+from streamer.errors import EngineDead, InvalidRequest, Overloaded, RequestFailed, StreamerError
+
+__all__ = ["AsyncEngine", "Delta", "GenerateRequest", "Timing", "TokenStream"]
+
+LOADING_RETRY_S = 2.0
+DRAINING_RETRY_S = 5.0
+# A seed travels through JSON, where integers beyond 2**53 lose digits.
+SEED_BITS = 53
+
+State = Literal["new", "loading", "ready", "dead", "closed"]
+
+
+class AsyncEngine:
+    """One model, many streams.
+
+    load              makes the runner, on the GPU thread, where all torch work happens
+    tokenizer_loader  makes the tokenizer, on the GPU thread too, before the model
+
+    `async with engine:` starts and closes it. It belongs to the loop it was started on.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], tuple[Runner, ModelInfo]],
+        tokenizer_loader: Callable[[], Tokenizer],
+        config: Config,
+    ) -> None:
+        self.config = config
+        self.death: StreamerError | None = None
+        self.is_draining = False
+        self.stats = StepStats()
+        self._load = load
+        self._load_tokenizer = tokenizer_loader
+        self._state: State = "new"
+        self._thread: GpuThread | None = None
+        self._is_started = asyncio.Event()  # loading has ended, well or not
+        self._is_ended = asyncio.Event()  # the thread has ended
+        self._load_error: BaseException | None = None
+        # filled on the GPU thread by _build, read on the loop after on_ready
+        self._info: ModelInfo | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._sizes: SchedulerConfig | None = None
+        self._hasher: BlockHasher | None = None
+        self._first_stats = StepStats()
+        self._special: Mapping[int, bytes] = {}
+        self._prompts = Prompts()
+        self._streams = Registry(config.retain_s, config.retain_bytes)
+        self._random = random.SystemRandom() if config.seed is None else random.Random(config.seed)
+        self._ready_at = 0.0
+        self._lag_s = self._max_lag_s = 0.0
+
+    @classmethod
+    def from_config(cls, config: Config) -> AsyncEngine:
+        """The engine of a Config, to be entered with `async with`."""
+        from streamer.build import build_engine
+
+        return build_engine(config)
+
+    async def __aenter__(self) -> AsyncEngine:
+        try:
+            await self.start()
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    # ------------------------------------------------------------ life
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the model is loaded and requests are taken (unless draining)."""
+        return self._state == "ready"
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it stopped by an error; `death` says which. False after an orderly `aclose`."""
+        return self.death is not None
+
+    @property
+    def info(self) -> ModelInfo:
+        """The loaded model; Overloaded while it loads, EngineDead if it never will."""
+        if self._info is None or self._state in ("new", "loading"):
+            self._require_ready()
+            raise self._loading()
+        return self._info
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Its tokenizer; raises like `info`."""
+        if self._tokenizer is None or self._state in ("new", "loading"):
+            self._require_ready()
+            raise self._loading()
+        return self._tokenizer
+
+    async def start(self) -> None:
+        """Load the model and return when requests are taken; a second call waits for the first.
+
+        Raises what loading raised: ConfigError and its kin as they are, others as EngineDead.
+        """
+        if self._state == "new":
+            self._state = "loading"
+            self._thread = GpuThread(self._build, self, asyncio.get_running_loop())
+            self._thread.start()
+        if self._state == "loading":
+            await self._is_started.wait()
+        if isinstance(self._load_error, StreamerError):
+            raise self._load_error
+        if self._state != "ready":
+            raise self._gone()
+
+    async def aclose(self) -> None:
+        """End everything, in whatever state: streams that are not finished end with EngineDead.
+
+        Returns when the thread has ended; a load that is under way can't be interrupted.
+        """
+        if self._state == "new":
+            self._close()
+        elif not self._is_ended.is_set() and self._thread is not None:
+            self.is_draining = True
+            self._thread.stop()
+            await self._is_ended.wait()
+        self._prompts.close()
+
+    async def drain(self, deadline_s: float) -> None:
+        """Take nothing new; let what runs finish for so long, then cancel it and see it end."""
+        self.is_draining = True
+        live = self._streams.live()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                await self._streams.wait_quiet()
+        for stream in live:
+            self.cancel(stream.request_id)
+        await self._streams.wait_quiet()
+
+    # ------------------------------------------------------------ requests
+
+    def submit(self, request: GenerateRequest) -> TokenStream:
+        """Queue a request; its stream exists before anything runs.
+
+        Checks everything first: raises InvalidRequest and ContextLengthExceeded for what can't be
+        served, Overloaded when it can't be now, EngineDead when it never will.
+        """
+        self._require_ready()
+        info, sizes, thread = self._info, self._sizes, self._thread
+        if info is None or sizes is None or thread is None or self._tokenizer is None:
+            raise self._loading()
+        if self.is_draining:
+            raise Overloaded(
+                "the engine is shutting down", retry_after_s=DRAINING_RETRY_S, code="draining"
+            )
+        request_id = request.request_id or secrets.token_hex(12)
+        if self._streams.get(request_id) is not None:
+            raise InvalidRequest(f"request {request_id} exists", param="request_id")
+        params = check_request(request, info, sizes, self._random.getrandbits(SEED_BITS))
+        self._streams.require_room(self.config.max_queue, sizes.max_num_seqs)
+        hasher = self._hasher if self.config.enable_prefix_caching else None
+        hashes = self._prompts.hashes(request.prompt, request.cache_salt.encode(), hasher)
+        stream = TokenStream(
+            request_id=request_id,
+            prompt=request.prompt,
+            params=params,
+            token_bytes=sizes.token_bytes,
+            special=self._special,
+            control=self,
+            detach_s=request.detach_s,
+            window=request.window,
+        )
+        self._streams.add(stream)
+        thread.command(build_add(request, params, request_id, info, hashes))
+        return stream
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> AsyncGenerator[Delta, None]:
+        """The answer to a text or token ids, as it comes; leaving the iterator cancels.
+
+        Without `params`, the model's own defaults. Raises RequestFailed if a step fails it.
+        """
+        ids = await self.encode(prompt) if isinstance(prompt, str) else prompt
+        stream = self.submit(
+            GenerateRequest(
+                prompt=tuple(ids),
+                params=self.default_params() if params is None else params,
+                request_id=request_id,
+                priority=priority,
+                cache_salt=cache_salt,
+            )
+        )
+        async with aclosing(stream.read()) as batches:  # its last reader leaving cancels it
+            async for items in batches:
+                for item in items:
+                    if isinstance(item, Delta):
+                        yield item
+        for finish in stream.finishes:
+            if finish is not None and finish.reason is FinishReason.FAILED:
+                raise RequestFailed(finish.detail or "the request failed in a step")
+
+    def default_params(self, **given: Any) -> SamplingParams:
+        """SamplingParams that start from the model's generation_config.json."""
+        return default_params(self.info, given)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request, wherever it is; unknown and finished ids are ignored."""
+        stream = self._streams.get(request_id)
+        if stream is not None and not stream.is_finished and self._thread is not None:
+            self._thread.command(Cancel(request_id))
+
+    def pause(self, request_id: str) -> None:
+        """Let a request give up its slot until `resume`; unknown and finished ids are ignored."""
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            stream.hold(True)
+
+    def resume(self, request_id: str) -> None:
+        """Undo `pause`; a request whose reader lags stays paused for that."""
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            stream.hold(False)
+
+    def hold(self, request_id: str, is_held: bool) -> None:
+        """What a stream asks for, after its caller's and its readers' wishes are settled."""
+        if self._thread is not None:
+            self._thread.command(Pause(request_id) if is_held else Resume(request_id))
+
+    def get(self, request_id: str) -> TokenStream | None:
+        """A live or recently finished request's stream."""
+        return self._streams.get(request_id)
+
+    # ------------------------------------------------------------ prompts
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, in a thread pool."""
+        hasher = self._hasher if self.config.enable_prefix_caching else None
+        return await self._prompts.encode(self.tokenizer, text, add_special_tokens, hasher)
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation through the chat template, in a thread pool."""
+        hasher = self._hasher if self.config.enable_prefix_caching else None
+        return await self._prompts.encode_chat(
+            self.tokenizer, messages, add_generation_prompt, tools, hasher
+        )
+
+    # ------------------------------------------------------------ seen from outside
+
+    def snapshot(self) -> Snapshot:
+        """Everything countable, now."""
+        streams = self._streams
+        is_draining = self.is_draining and self._state == "ready"
+        lag_s, self._max_lag_s = self._max_lag_s, 0.0
+        return Snapshot(
+            state="draining" if is_draining else self._state,
+            step=self.stats,
+            live_streams=streams.num_live,
+            waiting=streams.num_waiting,
+            paused_streams=sum(s.is_paused for s in streams.live()),
+            retained_streams=streams.num_retained,
+            retained_bytes=streams.retained_bytes,
+            submitted=streams.num_submitted,
+            finished=streams.num_ended[FinishReason.STOP] + streams.num_ended[FinishReason.LENGTH],
+            cancelled=streams.num_ended[FinishReason.CANCELLED],
+            failed=streams.num_ended[FinishReason.FAILED],
+            uptime_s=time.monotonic() - self._ready_at if self._state == "ready" else 0.0,
+            loop_lag_s=self._lag_s,
+            max_loop_lag_s=lag_s,
+        )
+
+    # ------------------------------------------------------------ on the GPU thread
+
+    def _build(self, inbox: Inbox) -> EngineCore:
+        """Load everything; called once, by the thread."""
+        tokenizer = self._load_tokenizer()
+        runner, info = self._load()
+        config = self.config
+        sizes = SchedulerConfig(
+            block_size=info.block_size,
+            num_blocks=info.num_blocks,
+            num_host_blocks=info.num_host_blocks,
+            block_bytes=info.block_bytes,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=info.max_model_len,
+            enable_prefix_caching=config.enable_prefix_caching,
+            token_bytes=tokenizer.token_bytes(),
+        )
+        hasher = BlockHasher(info.block_size, secrets.token_bytes(32))
+        scheduler = Scheduler(sizes, hasher)
+        self._tokenizer, self._info, self._sizes, self._hasher = tokenizer, info, sizes, hasher
+        self._special = tokenizer.special_bytes
+        self._first_stats = scheduler.stats()
+        return EngineCore(runner, scheduler, inbox)
+
+    # ------------------------------------------------------------ told by the GPU thread
+
+    def on_ready(self) -> None:
+        """Loading is done."""
+        self.stats = self._first_stats
+        self._state = "ready"
+        self._ready_at = time.monotonic()
+        self._is_started.set()
+
+    def on_output(self, output: StepOutput, sent: float) -> None:
+        """Hand a step's news to the streams; then the thread may take the step after next."""
+        self._lag_s = time.perf_counter() - sent
+        self._max_lag_s = max(self._max_lag_s, self._lag_s)
+        self.stats = output.stats
+        self._streams.distribute(output)
+        if self._thread is not None:
+            self._thread.permit()
+
+    def on_end(self, cause: BaseException | None) -> None:
+        """The thread has ended: nobody will hear of a step again."""
+        if cause is not None:
+            self.death = EngineDead(f"the engine died: {type(cause).__name__}: {cause}")
+            self.death.__cause__ = cause
+            if self._state == "loading":
+                self._load_error = cause
+        self._close()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _close(self) -> None:
+        self._state = "closed" if self.death is None else "dead"
+        self._streams.fail_all(self._gone())
+        self._is_started.set()
+        self._is_ended.set()
+
+    # ------------------------------------------------------------ refusals
+
+    def _require_ready(self) -> None:
+        if self._state in ("dead", "closed"):
+            raise self._gone()
+        if self._state != "ready":
+            raise self._loading()
+
+    def _gone(self) -> EngineDead:
+        if self.death is None:
+            return EngineDead("the engine is closed", code="engine_closed")
+        gone = EngineDead(self.death.message)
+        gone.__cause__ = self.death.__cause__
+        return gone
+
+    def _loading(self) -> Overloaded:
+        return Overloaded(
+            "the model is still loading", retry_after_s=LOADING_RETRY_S, code="model_loading"
+        )

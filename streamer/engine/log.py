@@ -1,0 +1,85 @@
+"""ChoiceLog: tokens, text and log probabilities of one choice, compact and append-only.
+
+Twelve bytes a token besides its text, so that long answers can be kept for late readers. Any token
+index is a cursor: the text released by each token is known. Owned by TokenStream.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import msgspec
+
+from streamer.core.plan import Finish, TokenLogprob
+from streamer.tokenizer_text import TextStream
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """New tokens of one choice, several merged where a reader was late.
+
+    start      index of the first token covered, in the choice's output
+    text       released by these tokens; may be empty
+    logprobs   one a token where the request asked for them
+    finish     on the last delta of the choice, which may have no tokens
+    """
+
+    choice: int
+    start: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish: Finish | None = None
+
+
+class ChoiceLog:
+    """See the module. `tokens` holds token ids below 2**31."""
+
+    __slots__ = ("_ends", "_logprobs", "_text", "_writer", "tokens")
+
+    def __init__(self, writer: TextStream, has_logprobs: bool) -> None:
+        self.tokens = array("i")
+        self._writer = writer
+        self._text = bytearray()  # UTF-8, whole characters
+        self._ends = array("Q")  # bytes of text released up to and with each token
+        self._logprobs: list[TokenLogprob] | None = [] if has_logprobs else None
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it occupies."""
+        num_logprobs = len(self._logprobs) if self._logprobs is not None else 0
+        return len(self._text) + 12 * len(self.tokens) + 256 * num_logprobs
+
+    def push(self, token: int, logprob: TokenLogprob | None, finish: Finish | None) -> None:
+        """One more token, with its finish if it is the last."""
+        self.tokens.append(token)
+        if self._logprobs is not None:
+            self._logprobs.append(logprob or TokenLogprob(token, float("nan")))
+        if finish is None:
+            self._text += self._writer.push(token).encode()
+        else:
+            # A token that ended the choice by its id is no part of the text.
+            ended_by_id = finish.text_bytes is not None and not isinstance(finish.stop, str)
+            last = None if ended_by_id else token
+            self._text += self._writer.finish(finish.text_bytes, last).encode()
+        self._ends.append(len(self._text))
+
+    def end(self, finish: Finish) -> None:
+        """No more tokens: release what was held back, cut where the core said."""
+        self._text += self._writer.finish(finish.text_bytes).encode()
+
+    def text_from(self, start: int) -> str:
+        """Text after the first `start` tokens, as far as it is released."""
+        begin = self._ends[start - 1] if start else 0
+        return self._text[begin:].decode()
+
+    def delta(self, choice: int, start: int, finish: Finish | None) -> Delta:
+        """Everything from token `start` on."""
+        logprobs = self._logprobs
+        return Delta(
+            choice,
+            start,
+            tuple(self.tokens[start:]),
+            self.text_from(start),
+            tuple(logprobs[start:]) if logprobs is not None else None,
+            finish,
+        )

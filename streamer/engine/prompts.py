@@ -1,0 +1,98 @@
+"""Prompts: text and conversations to token ids, and prompts to block hashes, off the loop.
+
+Owns the bounded thread pool and a few remembered hashes of long prompts. AsyncEngine is the only
+caller; the GPU thread never runs any of this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from streamer.core.prefix import BlockHasher
+from streamer.engine.core import Tokenizer
+from streamer.errors import EngineDead
+
+NUM_THREADS = 2
+# Hashing costs about 0.1 us a token: up to here a submit holds the loop for less than 0.5 ms.
+# Longer prompts are hashed in the pool, where they are encoded anyway.
+INLINE_TOKENS = 4096
+REMEMBERED = 64  # long prompts between their encoding and their submit
+
+T = TypeVar("T")
+
+
+class Prompts:
+    """Encodes in a pool of NUM_THREADS threads; `hashes` is called on the loop."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="streamer-encode")
+        self._hashed: OrderedDict[tuple[int, ...], tuple[bytes, ...]] = OrderedDict()
+
+    async def encode(
+        self, tokenizer: Tokenizer, text: str, add_special_tokens: bool, hasher: BlockHasher | None
+    ) -> list[int]:
+        """Token ids of a text."""
+
+        def work() -> tuple[list[int], tuple[bytes, ...]]:
+            ids = tokenizer.encode(text, add_special_tokens)
+            return ids, self._hash(ids, hasher)
+
+        return self._remember(*await self._run(work))
+
+    async def encode_chat(
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        hasher: BlockHasher | None,
+    ) -> list[int]:
+        """Token ids of a conversation, through the chat template."""
+
+        def work() -> tuple[list[int], tuple[bytes, ...]]:
+            text = tokenizer.render_chat(
+                messages, add_generation_prompt=add_generation_prompt, tools=tools
+            )
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            return ids, self._hash(ids, hasher)
+
+        return self._remember(*await self._run(work))
+
+    def hashes(
+        self, prompt: tuple[int, ...], salt: bytes, hasher: BlockHasher | None
+    ) -> tuple[bytes, ...]:
+        """Block hashes of a prompt: remembered, or computed here."""
+        if hasher is None:
+            return ()
+        if not salt and len(prompt) > INLINE_TOKENS:
+            known = self._hashed.pop(prompt, None)
+            if known is not None:
+                return known
+        return hasher.hash_blocks(prompt, salt)
+
+    def close(self) -> None:
+        """End the threads; what is queued is dropped."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        try:
+            future = self._pool.submit(work)
+        except RuntimeError:
+            raise EngineDead("the engine is closed", code="engine_closed") from None
+        return await asyncio.wrap_future(future)
+
+    def _hash(self, ids: list[int], hasher: BlockHasher | None) -> tuple[bytes, ...]:
+        if hasher is None or len(ids) <= INLINE_TOKENS:
+            return ()
+        return hasher.hash_blocks(ids, b"")
+
+    def _remember(self, ids: list[int], hashes: tuple[bytes, ...]) -> list[int]:
+        if hashes:
+            self._hashed[tuple(ids)] = hashes
+            if len(self._hashed) > REMEMBERED:
+                self._hashed.popitem(last=False)
+        return ids

@@ -1,0 +1,114 @@
+"""What a request is before it is queued: its fields, every check, and the command it becomes.
+
+Pure functions over values, called by AsyncEngine.submit on the loop; whatever can be refused is
+refused here, so that the scheduler never sees a request it can't serve.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from streamer.core.model_info import ModelInfo
+from streamer.core.plan import Add
+from streamer.core.sampling import SamplingParams
+from streamer.core.scheduler import SchedulerConfig, check_fits
+from streamer.errors import InvalidRequest
+
+MAX_PRIORITY = 1 << 31
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt and how to continue it.
+
+    prompt      token ids, at least one
+    request_id  drawn if absent; refused if it is live or still retained
+    priority    lower runs first
+    cache_salt  blocks are shared only between requests of the same salt
+    share_with  id of a request to fork from: its blocks serve as far as the tokens agree
+    detach_s    seconds it runs on after its last reader left; None: for ever
+    window      output tokens its furthest reader may lag before it is paused; 0: never paused
+    """
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    request_id: str | None = None
+    priority: int = 0
+    cache_salt: str = ""
+    share_with: str | None = None
+    detach_s: float | None = 0.0
+    window: int = 0
+
+
+def check_request(
+    request: GenerateRequest, info: ModelInfo, sizes: SchedulerConfig, seed: int
+) -> SamplingParams:
+    """The request's params with seed and max_tokens filled in, `seed` where it names none.
+
+    Raises InvalidRequest, or ContextLengthExceeded with the numbers.
+    """
+    prompt, params = request.prompt, request.params
+    if not prompt:
+        raise InvalidRequest("the prompt has no tokens", param="prompt")
+    _check_ids("prompt", prompt, info.vocab_size)
+    if params.stop_token_ids:
+        _check_ids("stop_token_ids", params.stop_token_ids, info.vocab_size)
+    if params.logit_bias:
+        _check_ids("logit_bias", tuple(params.logit_bias), info.vocab_size)
+    if params.n > sizes.max_num_seqs:
+        raise InvalidRequest(
+            f"n={params.n} exceeds the {sizes.max_num_seqs} sequences that run at once", param="n"
+        )
+    if not -MAX_PRIORITY <= request.priority < MAX_PRIORITY:
+        raise InvalidRequest(f"priority {request.priority} is out of bounds", param="priority")
+    max_tokens = check_fits(len(prompt), params.n, params.max_tokens, sizes)
+    if params.min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"min_tokens ({params.min_tokens}) exceeds the {max_tokens} tokens that fit",
+            param="min_tokens",
+        )
+    return msgspec.structs.replace(
+        params, max_tokens=max_tokens, seed=seed if params.seed is None else params.seed
+    )
+
+
+def default_params(info: ModelInfo, given: dict[str, Any]) -> SamplingParams:
+    """SamplingParams of the model's own defaults, with `given` fields before them."""
+    types = {f.name: f.type for f in msgspec.structs.fields(SamplingParams)}
+    defaults = {
+        name: msgspec.convert(value, types[name], strict=False)
+        for name, value in info.generation_defaults.items()
+        if name in types
+    }
+    return SamplingParams(**{**defaults, **given})
+
+
+def build_add(
+    request: GenerateRequest,
+    params: SamplingParams,
+    request_id: str,
+    info: ModelInfo,
+    block_hashes: tuple[bytes, ...],
+) -> Add:
+    """The command that enters the scheduler."""
+    ends = () if params.ignore_eos else info.eos_token_ids
+    return Add(
+        request_id=request_id,
+        prompt=request.prompt,
+        params=params,
+        stop_ids=frozenset((*ends, *params.stop_token_ids)),
+        stop=tuple(s.encode() for s in params.stop),
+        block_hashes=block_hashes,
+        salt=request.cache_salt.encode(),
+        priority=request.priority,
+        share_with=request.share_with,
+    )
+
+
+def _check_ids(name: str, ids: tuple[int, ...], vocab_size: int) -> None:
+    # min and max run in C: 100,000 ids take 2 ms less than a loop would
+    if min(ids) >= 0 and max(ids) < vocab_size:
+        return
+    wrong = next(i for i in ids if not 0 <= i < vocab_size)
+    raise InvalidRequest(f"{name}: {wrong} is no token id below {vocab_size}", param=name)

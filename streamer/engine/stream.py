@@ -1,0 +1,378 @@
+"""TokenStream: the append-only log of one request's output, with a cursor for each reader.
+
+Owns tokens, text and news of one request, its readers, and what follows from them: pause when they
+lag, cancel when the last has left. Lives on the loop; the engine appends, transports and programs
+read. It decides nothing about the tokens themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Protocol
+
+import msgspec
+
+from streamer.core.plan import Finish, Notice, NoticeKind, TokenLogprob
+from streamer.core.sampling import SamplingParams
+from streamer.engine.log import ChoiceLog, Delta
+from streamer.errors import InvalidRequest, StreamerError
+from streamer.tokenizer_text import TextStream
+
+__all__ = ["Control", "Delta", "Timing", "TokenStream"]
+
+
+class Timing(msgspec.Struct, frozen=True):
+    """Seconds of one request's life; None: it has not come so far.
+
+    queue_s        from submission until it first ran;  prefill_s from then to the first token
+    first_token_s  from submission to the first token
+    per_token_s    mean gap between tokens of the whole request after the first
+    total_s        from submission to the last finish
+    """
+
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    first_token_s: float | None = None
+    per_token_s: float | None = None
+    total_s: float | None = None
+
+
+class Control(Protocol):
+    """What a stream may ask of its engine."""
+
+    def cancel(self, request_id: str) -> None: ...
+    def hold(self, request_id: str, is_held: bool) -> None: ...
+
+
+class _Reader:
+    """One reader: what it has been given, and what waits for it."""
+
+    __slots__ = ("acknowledged", "cursors", "finished", "notices", "number", "taken", "waiter")
+
+    def __init__(self, number: int, cursors: list[int]) -> None:
+        self.number = number
+        self.cursors = cursors
+        self.finished = [False] * len(cursors)
+        self.notices: dict[NoticeKind, Notice] = {}
+        self.taken = sum(cursors)
+        self.acknowledged: int | None = None
+        self.waiter: asyncio.Future[None] | None = None
+
+    @property
+    def position(self) -> int:
+        """Output tokens it has consumed."""
+        return self.taken if self.acknowledged is None else self.acknowledged
+
+    def wake(self) -> None:
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+
+class TokenStream:
+    """The output of one request, to be read by anybody, any number of times, from anywhere.
+
+    seed           the one used, drawn or given; params has it too, and the clamped max_tokens
+    created        unix seconds
+    cached_tokens  prompt tokens whose KV was already there, shared_tokens those taken from the
+                   request named in share_with; known once it runs
+    finishes       a Finish for each choice that has ended
+    error          what ended the stream without finishes: the engine's death
+    is_paused      the scheduler was asked to pause it
+    """
+
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        token_bytes: Sequence[bytes],
+        special: Mapping[int, bytes],
+        control: Control,
+        detach_s: float | None,
+        window: int,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.params = params
+        self.created = time.time()
+        self.cached_tokens = 0
+        self.shared_tokens = 0
+        self.finishes: list[Finish | None] = [None] * params.n
+        self.error: StreamerError | None = None
+        self.is_paused = False
+        stop = tuple(s.encode() for s in params.stop)
+        shown = {} if params.skip_special_tokens else special
+        self._choices = [
+            ChoiceLog(TextStream(token_bytes, stop, shown), params.logprobs is not None)
+            for _ in range(params.n)
+        ]
+        self._num_open = params.n
+        self._head = 0  # output tokens of all choices
+        self._control = control
+        self._detach_s = detach_s
+        self._window = window
+        self._readers: list[_Reader] = []
+        self._num_readers = 0  # ever
+        self._departure: asyncio.TimerHandle | None = None
+        self._notice: Notice | None = None
+        self._is_held = False  # by the caller of AsyncEngine.pause
+        self._is_behind = False  # its readers lag
+        self._submitted = time.perf_counter()
+        self._started: float | None = None
+        self._first: float | None = None
+        self._last: float | None = None
+        self._ended: float | None = None
+
+    # ------------------------------------------------------------ what it is
+
+    @property
+    def seed(self) -> int:
+        """The 64-bit key of its noise."""
+        return self.params.seed or 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens so far, of all choices."""
+        return self._head
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it occupies, for retention."""
+        return sum(c.num_bytes for c in self._choices) + 8 * len(self.prompt) + 2048
+
+    @property
+    def num_readers(self) -> int:
+        """Readers attached now."""
+        return len(self._readers)
+
+    @property
+    def is_started(self) -> bool:
+        """Whether it has ever run."""
+        return self._started is not None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing will be added."""
+        return not self._num_open or self.error is not None
+
+    @property
+    def timing(self) -> Timing:
+        """Its times so far."""
+        begin, first, last = self._submitted, self._first, self._last
+        started, ended = self._started, self._ended
+        per_token_s = None
+        if first is not None and last is not None and self._head > 1:
+            per_token_s = (last - first) / (self._head - 1)
+        return Timing(
+            queue_s=None if started is None else started - begin,
+            prefill_s=None if first is None or started is None else first - started,
+            first_token_s=None if first is None else first - begin,
+            per_token_s=per_token_s,
+            total_s=None if ended is None else ended - begin,
+        )
+
+    def text(self, choice: int = 0) -> str:
+        """The text of a choice so far."""
+        return self._choices[choice].text_from(0)
+
+    def token_ids(self, choice: int = 0) -> tuple[int, ...]:
+        """The output tokens of a choice so far."""
+        return tuple(self._choices[choice].tokens)
+
+    # ------------------------------------------------------------ reading
+
+    async def read(
+        self, after: int | Sequence[int] = 0, *, reader: int | None = None
+    ) -> AsyncGenerator[list[Delta | Notice], None]:
+        """Everything beyond the cursor, then what comes, one list a wake-up; ends with the stream.
+
+        after   output tokens already seen: one number for every choice, or one a choice
+        reader  a number from `new_reader`, for one that will acknowledge
+
+        A list holds notices first, then at most one Delta a choice: what piled up is merged. To be
+        closed (contextlib.aclosing): closing detaches this reader, and so does cancelling its task.
+        Raises InvalidRequest for a wrong cursor and EngineDead after what came before the death.
+        """
+        me = self._attach(after, reader)
+        try:
+            while True:
+                items = self._take(me)
+                if items:
+                    yield items
+                    self._took(me)
+                elif self.is_finished:
+                    break
+                else:
+                    me.waiter = asyncio.get_running_loop().create_future()
+                    await me.waiter
+        finally:
+            self._detach(me)
+        if self.error is not None:
+            raise type(self.error)(self.error.message) from self.error
+
+    async def wait(self) -> None:
+        """Until it is finished, as a reader that takes everything; raises what ended it."""
+        heads = [len(c.tokens) for c in self._choices]
+        async with aclosing(self.read(heads)) as batches:
+            async for _ in batches:
+                pass
+
+    def new_reader(self) -> int:
+        """A number under which a reader can acknowledge."""
+        self._num_readers += 1
+        return self._num_readers
+
+    def acknowledge(self, reader: int, n: int) -> None:
+        """This reader has consumed `n` output tokens in all; repeats and old news are harmless."""
+        for each in self._readers:
+            if each.number == reader:
+                each.acknowledged = max(each.acknowledged or 0, min(n, self._head))
+        self._follow_lag()
+
+    def lag(self) -> int:
+        """Output tokens that the furthest reader has not consumed; 0 when there is none."""
+        if not self._readers:
+            return 0
+        return self._head - max(r.position for r in self._readers)
+
+    def _attach(self, after: int | Sequence[int], number: int | None) -> _Reader:
+        n = self.params.n
+        cursors = [after] * n if isinstance(after, int) else list(after)
+        if len(cursors) != n or any(c < 0 for c in cursors):
+            raise InvalidRequest(
+                f"a cursor of {n} numbers from 0 on is wanted, got {after}", param="starting_after"
+            )
+        reader = _Reader(self.new_reader() if number is None else number, cursors)
+        if self._notice is not None and not self.is_finished:
+            reader.notices[self._notice.kind] = self._notice
+        if self._departure is not None:
+            self._departure.cancel()
+            self._departure = None
+        self._readers.append(reader)
+        return reader
+
+    def _take(self, reader: _Reader) -> list[Delta | Notice]:
+        """What is beyond the reader's cursors; moves them."""
+        items: list[Delta | Notice] = []
+        if reader.notices:
+            items.extend(reader.notices.values())
+            reader.notices.clear()
+        for choice, log in enumerate(self._choices):
+            start, end = reader.cursors[choice], len(log.tokens)
+            finish = self.finishes[choice]
+            is_news = finish is not None and not reader.finished[choice]
+            if start < end or is_news:
+                items.append(log.delta(choice, min(start, end), finish))
+                reader.cursors[choice] = max(start, end)
+                reader.finished[choice] = finish is not None
+        return items
+
+    def _took(self, reader: _Reader) -> None:
+        """The reader came back for more: it has consumed what it was given."""
+        reader.taken = sum(reader.cursors)
+        self._follow_lag()
+
+    def _detach(self, reader: _Reader) -> None:
+        self._readers.remove(reader)
+        if self.is_finished:
+            return
+        if not self._readers and self._detach_s is not None:
+            if self._detach_s <= 0:
+                self._control.cancel(self.request_id)
+                return
+            loop = asyncio.get_running_loop()
+            self._departure = loop.call_later(self._detach_s, self._control.cancel, self.request_id)
+        self._follow_lag()
+
+    # ------------------------------------------------------------ flow control
+
+    def hold(self, is_held: bool) -> None:
+        """Pause it for its caller, whatever its readers do, or stop doing so."""
+        self._is_held = is_held
+        self._settle()
+
+    def _follow_lag(self) -> None:
+        """Pause above the window, resume at half of it; without readers it is not paused."""
+        if not self._window:
+            return
+        lag = self.lag()
+        if lag > self._window:
+            self._is_behind = True
+        elif lag <= self._window // 2:
+            self._is_behind = False
+        self._settle()
+
+    def _settle(self) -> None:
+        should_pause = self._is_held or self._is_behind
+        if should_pause != self.is_paused and not self.is_finished:
+            self.is_paused = should_pause
+            self._control.hold(self.request_id, should_pause)
+
+    # ------------------------------------------------------------ appending, by AsyncEngine alone
+
+    def push(
+        self, choice: int, token: int, logprob: TokenLogprob | None, finish: Finish | None
+    ) -> None:
+        """One more token of a choice, and its end if that is the last one."""
+        now = time.perf_counter()
+        if self._first is None:
+            self._first = now
+        self._last = now
+        self._head += 1
+        self._choices[choice].push(token, logprob, finish)
+        if finish is not None:
+            self._close(finish)
+        self._wake()
+        if self._window and self._readers:
+            self._follow_lag()
+
+    def end(self, finish: Finish) -> None:
+        """The end of a choice that got no token in this step."""
+        if self.finishes[finish.choice] is None:
+            self._choices[finish.choice].end(finish)
+            self._close(finish)
+            self._wake()
+
+    def notify(self, notice: Notice) -> None:
+        """What happens while nothing streams."""
+        if notice.kind is NoticeKind.RUNNING and self._started is None:
+            self._started = time.perf_counter()
+            self.cached_tokens = notice.cached_tokens
+            self.shared_tokens = notice.shared_tokens
+        self._notice = notice
+        for reader in self._readers:
+            reader.notices.pop(notice.kind, None)  # the newest of a kind, in order of arrival
+            reader.notices[notice.kind] = notice
+        self._wake()
+
+    def fail(self, error: StreamerError) -> None:
+        """End it without finishes."""
+        if not self.is_finished:
+            self.error = error
+            self._over()
+            self._wake()
+
+    def _close(self, finish: Finish) -> None:
+        self.finishes[finish.choice] = finish
+        self._num_open -= 1
+        if not self._num_open:
+            self._over()
+
+    def _over(self) -> None:
+        self._ended = time.perf_counter()
+        if self._departure is not None:
+            self._departure.cancel()
+            self._departure = None
+
+    def _wake(self) -> None:
+        for reader in self._readers:
+            reader.wake()
