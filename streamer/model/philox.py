@@ -27,7 +27,9 @@ _BITS = NDArray[np.uint32]
 _MULTIPLIERS: Final = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
 _WEYL: Final = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint32)
 _ROUNDS: Final = 10
-_CHUNK: Final = 8192  # counters at a time: their state stays in the first caches
+# Counters at a time. 32,768 of them take 0.74 ms at 16,384, 0.81 at 8,192 and 1.6 at 2,048 (calls)
+# or unchunked (cache); one EPYC Zen 5 core, 2026-11-20.
+_CHUNK: Final = 16384
 
 
 def philox4x32(counter: _BITS, key: _BITS) -> _BITS:

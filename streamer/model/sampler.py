@@ -36,6 +36,18 @@ class SampleOutput(msgspec.Struct, frozen=True):
     failed: dict[int, str]
 
 
+class _Noise:
+    """Noise of rows numbered as in a part of the layout."""
+
+    def __init__(self, origin: NDArray[np.uint32]) -> None:
+        self._origin = origin
+
+    def __call__(self, rows: NDArray[np.int64], groups: NDArray[np.int64]) -> NDArray[np.float32]:
+        """[n] rows and token groups -> [n, 4]."""
+        # `take` is four times as fast as fancy indexing here.
+        return token_noise(np.take(self._origin, rows, axis=1), groups)
+
+
 class _Layout:
     """What a fixed list of rows needs, worked out when the list changes; indices are into it.
 
@@ -74,19 +86,6 @@ class _Layout:
     def noise_of(self, members: list[int]) -> _Noise:
         """The noise of some of the rows, at the positions last filled in."""
         return _Noise(self.origin[:, members])
-
-
-class _Noise:
-    """Noise of rows numbered as in a part of the layout."""
-
-    def __init__(self, origin: NDArray[np.uint32]) -> None:
-        self._origin = origin
-
-    def __call__(self, rows: NDArray[np.int64], groups: NDArray[np.int64]) -> NDArray[np.float32]:
-        """[n] rows and token groups -> [n, 4]."""
-        origin = self._origin[:, rows]
-        # The counter is (position, choice, use, group), in that order.
-        return token_noise(origin, groups)
 
 
 class Sampler:
@@ -188,7 +187,7 @@ class Sampler:
             if is_filtered:
                 drawn = draw_filtered(part, layout.filters, noise)
             else:
-                drawn = draw_all(_in_fours(part), noise)
+                drawn = draw_all(part, noise)
             for i, token in zip(members, drawn.tolist(), strict=True):
                 tokens[i] = token
         return tokens
@@ -251,14 +250,6 @@ def _logprobs(
         top = list(zip(best_ids, best, strict=True))[: layout.states[i].params.logprobs]
         out[rows[i]] = TokenLogprob(token_id=tokens[i], logprob=own[n], top=tuple(top))
     return out
-
-
-def _in_fours(x: torch.Tensor) -> torch.Tensor:
-    """x padded with impossible tokens to a multiple of four, contiguous."""
-    missing = -x.shape[1] % 4
-    if missing:
-        return torch.nn.functional.pad(x, (0, missing), value=-torch.inf)
-    return x.contiguous()
 
 
 def _is_filtered(params: SamplingParams) -> bool:

@@ -36,6 +36,12 @@ KINDS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def narrow_widths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The vocabulary here is small: look at 64 and at 512 candidates first all the same."""
+    monkeypatch.setattr(sampling_filters, "WORTH", 1)
+
+
 def logits_of(rows: int, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
     return 2.0 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
 
@@ -211,11 +217,14 @@ def test_logprobs_are_of_the_raw_model(dtype: torch.dtype) -> None:
 
 def test_widths_do_not_change_the_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     """What looks at 64 candidates first and what sorts everything draw the same tokens."""
-    logits = logits_of(len(KINDS), seed=5)
     rows, positions = range(len(KINDS)), [3] * len(KINDS)
-    narrow = sampler_of(KINDS).sample(logits.clone(), rows, positions).tokens
-    monkeypatch.setattr(sampling_filters, "WIDTHS", ())
-    assert sampler_of(KINDS).sample(logits.clone(), rows, positions).tokens == narrow
+    for worth in (1, 4):
+        for step in range(4):
+            logits = logits_of(len(KINDS), seed=step)
+            monkeypatch.setattr(sampling_filters, "WORTH", worth)
+            narrow = sampler_of(KINDS).sample(logits.clone(), rows, positions).tokens
+            monkeypatch.setattr(sampling_filters, "WORTH", VOCAB)
+            assert sampler_of(KINDS).sample(logits.clone(), rows, positions).tokens == narrow
 
 
 def test_filters_that_keep_all_draw_as_no_filter() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 from scipy.stats import chisquare
 
 from streamer.core.sampling import SamplingParams
+from streamer.model import sampling_filters
 from streamer.model.sampler import Sampler
 from tests.model.sampling_oracle import distribution
 
@@ -50,17 +52,13 @@ def draw(params: SamplingParams, seed: int) -> NDArray[np.int64]:
     sampler = Sampler(VOCAB, BATCH)
     for first in range(0, DRAWS, BATCH):
         for row in range(BATCH):
-            one = SamplingParams(**{**asdict(params), "seed": seed + row})
+            one = msgspec.structs.replace(params, seed=seed + row)
             sampler.join(row, one, PROMPT + OUTPUT, len(PROMPT), choice=row % 3)
         logits = torch.from_numpy(np.tile(the_logits(), (BATCH, 1)))
         output = sampler.sample(logits, range(BATCH), [11 + first + row for row in range(BATCH)])
         assert output.failed == {}
         counts += np.bincount(output.tokens, minlength=VOCAB)
     return counts
-
-
-def asdict(params: SamplingParams) -> dict[str, object]:
-    return {name: getattr(params, name) for name in params.__struct_fields__}
 
 
 def p_value(counts: NDArray[np.int64], probs: NDArray[np.float64]) -> float:
@@ -85,8 +83,12 @@ def of(params: SamplingParams) -> NDArray[np.float64]:
     return distribution(the_logits().astype(np.float64), params, PROMPT, OUTPUT)
 
 
+@pytest.mark.parametrize("worth", [1, 1000], ids=["candidates", "sorted"])
 @pytest.mark.parametrize("params", MIXES, ids=range(len(MIXES)))
-def test_draws_follow_the_distribution(params: SamplingParams) -> None:
+def test_draws_follow_the_distribution(
+    monkeypatch: pytest.MonkeyPatch, params: SamplingParams, worth: int
+) -> None:
+    monkeypatch.setattr(sampling_filters, "WORTH", worth)
     assert p_value(draw(params, seed=1234), of(params)) > 1e-3
 
 
