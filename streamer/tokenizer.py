@@ -1,0 +1,186 @@
+"""Tokenizer: text to token ids and back, conversations to text, and the token-to-bytes table.
+
+Reads tokenizer.json and its neighbours in a checkpoint folder. Never imports torch. Encoding
+releases the GIL and may run in any thread; the engine calls it in its pool.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from streamer.errors import ConfigError, InvalidRequest, ModelNotSupported
+from streamer.tokenizer_bytes import token_bytes
+from streamer.tokenizer_chat import ChatTemplate
+from streamer.tokenizer_text import TextStream
+
+__all__ = ["TextStream", "Tokenizer", "read_template"]
+
+# Files from which transformers can build a tokenizer that has no tokenizer.json.
+CONVERTIBLE = ("tokenizer.model", "vocab.json", "spiece.model", "tokenizer.tiktoken", "tekken.json")
+
+
+class Tokenizer:
+    """A vocabulary with its chat template.
+
+    backend   the tokenizers library's object
+    settings  what tokenizer_config.json says: special tokens by role, the chat template
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._settings = settings
+        added = backend.get_added_tokens_decoder()
+        self._specials = {i: token.content for i, token in added.items() if token.special}
+        self.special_ids = frozenset(self._specials)
+        self.special_bytes = {i: content.encode() for i, content in self._specials.items()}
+        self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
+        self.eos_token_id = self._id_of("eos_token")
+        self.bos_token_id = self._id_of("bos_token")
+        source = settings.get("chat_template")
+        self._chat = ChatTemplate(source, self._named_tokens()) if source else None
+
+    @classmethod
+    def from_folder(cls, path: Path, chat_template: str | None = None) -> Tokenizer:
+        """The tokenizer of a checkpoint folder.
+
+        chat_template  path of a Jinja file, instead of the checkpoint's template
+
+        Raises ModelNotSupported if the folder has no tokenizer, ConfigError for a bad file.
+        """
+        settings = _read_json(path / "special_tokens_map.json")
+        settings |= _read_json(path / "tokenizer_config.json")
+        settings["chat_template"] = _find_template(path, settings, chat_template)
+        file = path / "tokenizer.json"
+        if not file.is_file():
+            return cls(_convert(path), settings)
+        try:
+            return cls(tokenizers.Tokenizer.from_file(str(file)), settings)
+        except (ConfigError, InvalidRequest):
+            raise
+        except Exception as e:  # the library raises plain Exception for a bad file
+            raise ConfigError(f"{file}: {e}", param="model") from e
+
+    # ------------------------------------------------------------ text and tokens
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; InvalidRequest if it is no Unicode text (a lone surrogate)."""
+        try:
+            # encode_batch releases the GIL, encode holds it (136 ms for 400 KB).
+            found = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        except (UnicodeError, TypeError) as e:
+            raise InvalidRequest(f"the prompt is no valid Unicode text: {e}", param="prompt") from e
+        return found[0].ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids."""
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """A conversation as the model was trained to see it; encode it without special tokens."""
+        if self._chat is None:
+            raise InvalidRequest(
+                "this model has no chat template: use completions with a plain prompt, or start "
+                "the server with --chat-template FILE",
+                param="messages",
+                code="no_chat_template",
+            )
+        return self._chat.render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
+
+    def token_bytes(self) -> tuple[bytes, ...]:
+        """Bytes of every token; none for special ones. Computed once."""
+        return self._token_bytes
+
+    @cached_property
+    def _token_bytes(self) -> tuple[bytes, ...]:
+        decoder = self._backend.decoder
+        described = json.loads(decoder.__getstate__()) if decoder is not None else None
+        return token_bytes(self._backend.get_vocab(), self._specials, described)
+
+    # ------------------------------------------------------------ special tokens
+
+    def _named_tokens(self) -> dict[str, str]:
+        """bos_token and its like, as written; absent ones are empty, as templates expect."""
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        return {name: _content(self._settings.get(name)) for name in names}
+
+    def _id_of(self, name: str) -> int | None:
+        content = _content(self._settings.get(name))
+        return self._backend.token_to_id(content) if content else None
+
+
+def _content(token: Any) -> str:
+    """A special token as written: a string, or a table with its content."""
+    if isinstance(token, Mapping):
+        token = token.get("content")
+    return token if isinstance(token, str) else ""
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        table = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise ConfigError(f"{file}: {e}", param="model") from e
+    if not isinstance(table, dict):
+        raise ConfigError(f"{file} holds no table", param="model")
+    return table
+
+
+def read_template(file: str) -> str:
+    """The operator's own chat template; ConfigError if it can't be read."""
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as e:
+        raise ConfigError(f"chat template {file}: {e}", param="chat_template") from e
+
+
+def _find_template(path: Path, settings: Mapping[str, Any], given: str | None) -> str | None:
+    """The operator's template, else chat_template.jinja, else tokenizer_config.json's."""
+    if given is not None:
+        return read_template(given)
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, Mapping)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _convert(path: Path) -> tokenizers.Tokenizer:
+    """A checkpoint without tokenizer.json: transformers' tokenizer code knows the older formats.
+
+    The one place that imports it; it brings torch along, which nothing else here does.
+    """
+    if not any((path / name).is_file() for name in CONVERTIBLE):
+        raise ModelNotSupported(
+            f"{path} has no tokenizer.json, nor any of {', '.join(CONVERTIBLE)}", param="model"
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        slow = AutoTokenizer.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=False
+        )
+        backend = slow.backend_tokenizer
+    except Exception as e:  # whatever that code finds wrong with the files
+        raise ModelNotSupported(f"{path}: no tokenizer could be made: {e}", param="model") from e
+    if not isinstance(backend, tokenizers.Tokenizer):
+        raise ModelNotSupported(f"{path}: its tokenizer has no fast form", param="model")
+    return backend
