@@ -41,6 +41,11 @@ class StepInputs(msgspec.Struct, frozen=True):
     num_tokens: int
     num_chunk_tokens: int
 
+    @property
+    def is_steady(self) -> bool:
+        """Every row decodes: `rows` ascend."""
+        return self.last is None and not self.parents
+
 
 class _Row:
     """What only joins and chunks need of a row."""

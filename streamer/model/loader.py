@@ -156,7 +156,7 @@ class SafetensorsSource:
 
 @contextmanager
 def progress_bar(name: str, total: int, show: bool) -> Iterator[Callable[[], None]]:
-    """A rich bar on stderr over `total` steps, where stderr is a terminal."""
+    """A rich bar on stderr over `total` steps; where that is no terminal, its end alone."""
     if not show:
         yield lambda: None
         return
