@@ -30,7 +30,7 @@ def token_bytes(
     kinds = {part["type"] for part in _parts(decoder)}
     spell: Callable[[str], bytes]
     if "ByteLevel" in kinds:
-        spell: Callable[[str], bytes] = _ByteLevel()
+        spell = _ByteLevel()
     elif kinds & {"ByteFallback", "Metaspace"} or _replaces_mark(decoder):
         spell = _SentencePiece(has_byte_tokens="ByteFallback" in kinds)
     else:

@@ -72,14 +72,17 @@ class ChoiceLog:
         begin = self._ends[start - 1] if start else 0
         return self._text[begin:].decode()
 
+    def logprobs_from(self, start: int) -> tuple[TokenLogprob, ...] | None:
+        """Those of the tokens from `start` on."""
+        return None if self._logprobs is None else tuple(self._logprobs[start:])
+
     def delta(self, choice: int, start: int, finish: Finish | None) -> Delta:
         """Everything from token `start` on."""
-        logprobs = self._logprobs
         return Delta(
             choice,
             start,
             tuple(self.tokens[start:]),
             self.text_from(start),
-            tuple(logprobs[start:]) if logprobs is not None else None,
+            self.logprobs_from(start),
             finish,
         )

@@ -188,6 +188,10 @@ class TokenStream:
         """The output tokens of a choice so far."""
         return tuple(self._choices[choice].tokens)
 
+    def logprobs(self, choice: int = 0) -> tuple[TokenLogprob, ...] | None:
+        """One a token of a choice so far; None where they were not asked for."""
+        return self._choices[choice].logprobs_from(0)
+
     # ------------------------------------------------------------ reading
 
     async def read(

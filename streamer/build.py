@@ -1,0 +1,119 @@
+"""build: the only place where rooms are wired into an engine.
+
+Finds the model that a Config names and gives the engine what loads it. Imported lazily by cli,
+AsyncEngine.from_config and LLM; imports every room inside functions.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from streamer.config import Config
+    from streamer.engine.core import ModelInfo, Runner, Tokenizer
+    from streamer.engine.engine import AsyncEngine
+
+DEMO_NAME = "streamer-demo"
+# Nothing is pickled and no code runs: weights in any other form are not even fetched.
+HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "spiece.model")
+
+
+def build_engine(config: Config) -> AsyncEngine:
+    """The engine of a Config, not started: nothing is loaded or fetched before `start`."""
+    from streamer.bench.fake import is_fake
+    from streamer.engine.engine import AsyncEngine
+
+    if is_fake(config.model):
+        return _build_fake(config)
+
+    # Runner and tokenizer of one start share the folder, which a hub id is fetched for once.
+    found: list[Path] = []
+
+    def folder() -> Path:
+        if not found:
+            found.append(resolve_model(config))
+        return found[0]
+
+    def load() -> tuple[Runner, ModelInfo]:
+        from streamer.model.runner import load_runner
+
+        return load_runner(_with_folder(config, folder()))
+
+    def load_tokenizer() -> Tokenizer:
+        from streamer.tokenizer import Tokenizer as FolderTokenizer
+
+        return FolderTokenizer.from_folder(folder(), config.chat_template)
+
+    return AsyncEngine(load, load_tokenizer, config)
+
+
+def _build_fake(config: Config) -> AsyncEngine:
+    from streamer.bench.fake import load_fake, parse_name
+    from streamer.bench.fake_tokenizer import load_fake_tokenizer
+    from streamer.engine.engine import AsyncEngine
+    from streamer.tokenizer import read_template
+
+    options = parse_name(config.model or "fake")  # a bad name is refused at once
+
+    def load_tokenizer() -> Tokenizer:
+        given = config.chat_template
+        return load_fake_tokenizer(read_template(given) if given is not None else None)
+
+    return AsyncEngine(lambda: load_fake(config, options), load_tokenizer, config)
+
+
+def resolve_model(config: Config) -> Path:
+    """The checkpoint folder of a Config: the bundled one, a path, or a hub id, fetched.
+
+    Raises ConfigError if there is no such model.
+    """
+    from streamer.errors import ConfigError
+
+    if config.model is None:
+        from streamer.demo import CHECKPOINT
+
+        if not CHECKPOINT.is_dir():
+            raise ConfigError(f"the bundled model is not there: {CHECKPOINT}", param="model")
+        return CHECKPOINT
+    path = Path(config.model).expanduser()
+    if path.is_dir():
+        return path
+    if _looks_like_path(config.model):
+        raise ConfigError(f"there is no folder {config.model}", param="model")
+    return _fetch(config)
+
+
+def _looks_like_path(model: str) -> bool:
+    """A hub id is `name` or `owner/name`."""
+    return model.startswith((".", "/", "~")) or model.count("/") > 1 or "\\" in model
+
+
+def _fetch(config: Config) -> Path:
+    """A hub id's files, from the cache or the hub, with progress bars if they are wanted."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
+
+    from streamer.errors import ConfigError
+
+    model = config.model or ""
+    (enable_progress_bars if config.load_progress else disable_progress_bars)()
+    try:
+        return Path(
+            snapshot_download(model, revision=config.revision, allow_patterns=list(HUB_FILES))
+        )
+    except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as e:
+        raise ConfigError(
+            f"{model} is no folder here, and the hub did not give it: {e}", param="model"
+        ) from e
+
+
+def _with_folder(config: Config, folder: Path) -> Config:
+    """The Config of that folder, under the name that clients will see."""
+    from msgspec.structs import replace
+
+    name = config.served_model_name or config.model or DEMO_NAME
+    if Path(name).expanduser().is_dir():
+        name = folder.resolve().name
+    return replace(config, model=str(folder), served_model_name=name)

@@ -1,0 +1,258 @@
+"""LLM: the engine for programs without an event loop: prompts in, finished answers out.
+
+Runs an AsyncEngine on a loop in a thread of its own, so that it works in notebooks too. Owns nothing
+but that thread; everything else is AsyncEngine's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from streamer.config import Config
+from streamer.core.plan import FinishReason, TokenLogprob
+from streamer.core.sampling import SamplingParams
+from streamer.errors import EngineDead, InvalidRequest, RequestFailed
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from streamer.engine.engine import AsyncEngine, TokenStream
+
+T = TypeVar("T")
+Prompt = str | Sequence[int]
+FEW = 4  # so many prompts need no progress bar
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens of one request; the prompt counts once for its n choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """One choice. `logprobs` has one entry a token where they were asked for."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+class Output(msgspec.Struct, frozen=True):
+    """The answer to one prompt; `text` and its like are those of the first choice."""
+
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    choices: tuple[Completion, ...]
+    usage: Usage
+    seed: int
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        return self.choices[0].finish_reason
+
+
+class LLM:
+    """A loaded model. To be closed, or used in `with`.
+
+    model    a checkpoint folder or hub id; the bundled model if absent
+    config   fields of Config by name
+
+    Raises what loading raises: ConfigError and its kin.
+    """
+
+    def __init__(self, model: str | None = None, **config: Any) -> None:
+        self.config = Config(model=model, **config)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="streamer-llm", daemon=True
+        )
+        self._thread.start()
+        self._engine: AsyncEngine | None = None
+        try:
+            self._engine = self._run(self._open())
+        except BaseException:
+            self.close()
+            raise
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[Output]:
+        """Answers to all prompts, in their order, batched as the engine sees fit.
+
+        A prompt is a text or token ids; without `params` the model's defaults hold. `progress`
+        shows a bar when there are more than a few. Raises the first request's error, if any.
+        """
+        return self._all([self._encoded(p) for p in _as_list(prompts)], params, progress)
+
+    def chat(
+        self,
+        conversations: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        params: SamplingParams | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[Output]:
+        """Like generate, for conversations (or one: a list of messages)."""
+        if conversations and isinstance(conversations[0], Mapping):
+            conversations = [conversations]  # type: ignore[list-item]
+        chats = [self._templated(c) for c in conversations]  # type: ignore[arg-type]
+        return self._all(chats, params, progress)
+
+    def close(self) -> None:
+        """Free the model; twice is harmless."""
+        if not self._loop.is_closed():
+            if self._engine is not None:
+                self._run(self._engine.aclose())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------ on the loop's thread
+
+    async def _open(self) -> AsyncEngine:
+        from streamer.build import build_engine
+
+        return await build_engine(self.config).__aenter__()
+
+    async def _encoded(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
+        if isinstance(prompt, str):
+            return prompt, tuple(await self._ready().encode(prompt))
+        return None, tuple(prompt)
+
+    async def _templated(
+        self, messages: Sequence[Mapping[str, Any]]
+    ) -> tuple[str | None, tuple[int, ...]]:
+        return None, tuple(await self._ready().encode_chat(messages))
+
+    async def _answer(
+        self,
+        encoding: Coroutine[Any, Any, tuple[str | None, tuple[int, ...]]],
+        params: SamplingParams,
+        room: asyncio.Semaphore,
+        done: Callable[[], None],
+    ) -> Output:
+        from streamer.engine.engine import GenerateRequest
+
+        async with room:
+            text, ids = await encoding
+            request = GenerateRequest(prompt=ids, params=params)
+            stream = self._ready().submit(request)
+            await stream.wait()  # leaving it, by an error elsewhere, cancels the request
+        output = _output(text, stream)
+        done()
+        return output
+
+    async def _gather(
+        self,
+        encodings: Sequence[Coroutine[Any, Any, tuple[str | None, tuple[int, ...]]]],
+        params: SamplingParams | None,
+        done: Callable[[], None],
+    ) -> list[Output]:
+        engine = self._ready()
+        params = engine.default_params() if params is None else params
+        # As many as can run, and some that wait: never more than the queue takes.
+        rows = max(1, self.config.max_num_seqs // params.n)
+        room = asyncio.Semaphore(rows + min(rows, self.config.max_queue))
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._answer(e, params, room, done)) for e in encodings]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            for encoding in encodings:
+                encoding.close()
+        return [task.result() for task in tasks]
+
+    # ------------------------------------------------------------ on the caller's thread
+
+    def _all(
+        self,
+        encodings: Sequence[Coroutine[Any, Any, tuple[str | None, tuple[int, ...]]]],
+        params: SamplingParams | None,
+        progress: bool,
+    ) -> list[Output]:
+        if not progress or len(encodings) <= FEW:
+            return self._run(self._gather(encodings, params, lambda: None))
+        from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+
+        with Progress(
+            *Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn()
+        ) as bar:
+            task = bar.add_task("Prompts", total=len(encodings))
+            return self._run(self._gather(encodings, params, lambda: bar.advance(task)))
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._loop.is_closed():
+            work.close()
+            raise EngineDead("the LLM is closed", code="engine_closed")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:  # Ctrl-C too: what runs is cancelled, and gives its memory back
+            future.cancel()
+            raise
+
+    def _ready(self) -> AsyncEngine:
+        if self._engine is None:
+            raise EngineDead("the LLM is closed", code="engine_closed")
+        return self._engine
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt, or many: a list of numbers is one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    if not all(isinstance(p, str | Sequence) for p in prompts):
+        raise InvalidRequest("a prompt is a text or a sequence of token ids", param="prompts")
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _output(text: str | None, stream: TokenStream) -> Output:
+    choices = []
+    for finish in stream.finishes:
+        if finish is None or finish.reason is FinishReason.FAILED:
+            detail = finish.detail if finish is not None else None
+            raise RequestFailed(detail or "the request failed in a step")
+        choice = finish.choice
+        choices.append(
+            Completion(
+                stream.text(choice),
+                stream.token_ids(choice),
+                finish.reason.value,
+                stream.logprobs(choice),
+            )
+        )
+    usage = Usage(stream.num_prompt_tokens, stream.num_output_tokens, stream.cached_tokens)
+    return Output(text, stream.prompt, tuple(choices), usage, stream.seed)
