@@ -1,7 +1,8 @@
 """FakeRunner: executes Plans without a model, and checks every one against the rows it holds.
 
 Computes nothing and stores no KV; a plan that does not fit raises InvariantViolated. A few hundred
-nanoseconds a row, so that what is measured on it is everything but a model. Made by fake.load_fake.
+nanoseconds a row, so that what is measured on it is everything but a model. Runs on the GPU thread;
+made by fake.load_fake.
 """
 
 from __future__ import annotations
@@ -10,19 +11,20 @@ import re
 import time
 from collections.abc import Sequence
 
-from streamer.bench.counting import (
+from streamer.bench.fake_tokenizer import (
     END,
     FIRST_NUMBER,
-    MAX_LENGTH,
     SINGLES,
     USER,
     VOCAB_SIZE,
+    expected_tokens,
     num_tokens_to,
     token_at,
 )
 from streamer.core.plan import Facts, Plan, RowJoin, StepResult, TokenLogprob
 from streamer.errors import InvariantViolated
 
+NEVER = 1 << 62
 IMPOSSIBLE = -9999.0  # log probability of what is never drawn, as OpenAI writes it
 COUNT_TO = re.compile(rb"count to (\d{1,9})", re.IGNORECASE)
 
@@ -49,14 +51,14 @@ class _Row:
         "request_id",
     )
 
-    def __init__(self, join: RowJoin, block_size: int) -> None:
+    def __init__(self, join: RowJoin, block_size: int, length: int) -> None:
         self.request_id = join.request_id
         self.computed = join.num_computed
         self.known = len(join.tokens)
         self.first = join.num_prompt
         self.num_blocks = len(join.blocks)
         self.capacity = self.num_blocks * block_size
-        self.end = _end_of(join)
+        self.end = _end_of(join, length)
         self.plain = min(self.end, SINGLES)
         self.logprobs = join.params.logprobs
 
@@ -71,17 +73,16 @@ class _Row:
         return END if index >= self.end else token_at(index)
 
 
-def _end_of(join: RowJoin) -> int:
-    """Output tokens before the end token that the prompt asks for; beyond every length if none."""
+def _end_of(join: RowJoin, length: int) -> int:
+    """Output tokens before the end token: what the prompt asks for, else `length`, 0 for never."""
     if join.params.ignore_eos:
-        return MAX_LENGTH
+        return NEVER
     prompt = join.tokens[: join.num_prompt]
     if USER in prompt:  # what earlier turns asked for is over
         prompt = prompt[len(prompt) - 1 - prompt[::-1].index(USER) :]
     asked = COUNT_TO.findall(bytes(token for token in prompt if token < 256))
-    if not asked:
-        return MAX_LENGTH
-    return max(num_tokens_to(int(asked[-1])), join.params.min_tokens)
+    end = num_tokens_to(int(asked[-1])) if asked else length or NEVER
+    return max(end, join.params.min_tokens)
 
 
 class FakeRunner:
@@ -94,12 +95,15 @@ class FakeRunner:
         num_blocks: int,
         num_host_blocks: int = 0,
         depth: int = 0,
-        tokens_per_s: float | None = None,
+        tokens_per_s: float = 0.0,
+        length: int = 0,
     ) -> None:
+        """`tokens_per_s`: of each stream, 0: as fast as it goes; `length`: see FakeOptions."""
         self.depth = depth
         self._block_size = block_size
         self._num_blocks = num_blocks
         self._num_host_blocks = num_host_blocks
+        self._length = length
         self._period_s = 1.0 / tokens_per_s if tokens_per_s else 0.0
         self._due_s = 0.0
         self._rows: dict[int, _Row] = {}
@@ -110,7 +114,7 @@ class FakeRunner:
 
     def launch(self, plan: Plan) -> FakeInFlight:
         """Take the plan's effects and draw; raises InvariantViolated if the plan does not fit."""
-        if plan.number <= self._facts.copies_done:
+        if plan.number != self._facts.copies_done + 1:
             raise InvariantViolated(f"plan {plan.number} after plan {self._facts.copies_done}")
         if plan.leaves or plan.joins:
             self._change_rows(plan)
@@ -223,11 +227,16 @@ class FakeRunner:
             if join.row in rows or join.row < 0:
                 raise InvariantViolated(f"plan {plan.number}: row {join.row} joins twice")
             self._check_blocks(plan, join.blocks)
-            row = rows[join.row] = _Row(join, self._block_size)
+            row = rows[join.row] = _Row(join, self._block_size, self._length)
             if not (0 < row.first <= row.known and 0 <= row.computed <= row.known):
                 raise _misfit(plan, join.row, row, 0)
             if row.computed > row.capacity:
                 raise _misfit(plan, join.row, row, 0)
+            output = join.tokens[join.num_prompt :]
+            if output != tuple(expected_tokens(0, len(output))):
+                raise InvariantViolated(
+                    f"plan {plan.number}: {join.request_id} came back with other output tokens"
+                )
         self._order = tuple(sorted(rows.items()))
         self._numbers = tuple(number for number, _ in self._order)
         self._wants_logprobs = any(row.logprobs is not None for row in rows.values())
