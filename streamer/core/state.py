@@ -357,7 +357,7 @@ class State:
     # ------------------------------------------------------------ seen from outside
 
     def stats(self) -> StepStats:
-        """Counts now."""
+        """Counts now; a block that nobody holds is free, also while a launched plan ends."""
         counts, device, host, totals = self.counts, self.kv.device, self.kv.host, self.counters
         return StepStats(
             waiting=counts[Status.WAITING],
@@ -366,10 +366,10 @@ class State:
             preempted=counts[Status.PREEMPTED],
             swapped=counts[Status.SWAPPED] + counts[Status.SWAPPING_OUT],
             blocks_total=device.num_blocks,
-            blocks_free=device.num_free,
+            blocks_free=device.num_free + device.num_cooling,
             blocks_cached=device.num_cached,
             host_blocks_total=host.num_blocks,
-            host_blocks_free=host.num_free,
+            host_blocks_free=host.num_free + host.num_cooling,
             steps=self.launched,
             computed_tokens=totals.computed_tokens,
             generated_tokens=totals.generated_tokens,
