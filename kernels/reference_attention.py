@@ -12,7 +12,7 @@ cache. Groups are planned once a step and used by every layer. Called through re
 #   beyond noise, so block-major, where a swap or a copy is one piece.
 # - Decode of 32 rows at 200 tokens, rows one by one against groups: fp32 2406 / 649 small, 4875 /
 #   5233 half; bf16 5280 / 1041 and 15600 / 5900. Alone or grouped, a decode row in fp32 is bit-
-#   equal (tested), so grouping costs nothing.
+#   equal (tested), so grouping costs no exactness.
 # - Half's 32 rows in one gather instead of groups of 4 MB: 22400 (fresh pages every time).
 # - Head-major blocks, gathered whole: a quarter off the gather, but then the unused tail of each
 #   last block has to be cleared (25): not worth another layout.
@@ -28,15 +28,12 @@ from streamer.kernels.batch import AttentionBatch
 
 # Bytes of K and V a group gathers: past the cache every fresh page costs more than the arithmetic.
 GROUP_BYTES = 4 << 20
-# A group's keys are padded to this many: softmax adds in vectors of at most 16 lanes, so a row's
-# sum has the same order whatever the group pads it to.
+# Softmax adds in vectors of at most 16 lanes; keys are padded to a multiple of this.
 LANES = 16
 # Rows with more query tokens than this are alone in their group.
 MAX_SHARED_QUERIES = 8
 # Query tokens multiplied at once; bounds the scores to heads * QUERY_TILE * context.
 QUERY_TILE = 256
-# A group may gather this much more than its rows need.
-MAX_PADDING = 1.25
 
 
 class _Tile:
@@ -181,26 +178,34 @@ def _plan(batch: AttentionBatch, pool_layer: torch.Tensor, window: int | None) -
     return _Layout(groups, order, torch.argsort(order))
 
 
+def _padded(size: int) -> int:
+    """Keys a short row of `size` keys is computed with: four sizes an octave, all of 16 or more.
+
+    A function of the row alone, and rows share a group only where it is equal: MKL sums in another
+    order at other shapes (from 7 query heads a KV head on, 4% of the rows were off by 3e-7 in a
+    group that padded them further than alone), and this way a row's shape is always its own.
+    """
+    step = max(LANES, 1 << max(0, (size - 1).bit_length() - 3))
+    return -(-size // step) * step
+
+
 def _cut(
     rows: list[int], query_lens: list[int], sizes: list[int], max_keys: int
 ) -> list[list[int]]:
-    """Runs of sorted rows with equal query_lens that fit the cache and pad little."""
+    """Runs of sorted rows of one shape that fit the cache together."""
     groups: list[list[int]] = []
-    needed = 0
     for r in rows:
         if groups:
             group = groups[-1]
-            padded = (len(group) + 1) * sizes[r]
+            keys = _padded(sizes[r])
             if (
                 query_lens[r] == query_lens[group[0]] <= MAX_SHARED_QUERIES
-                and padded <= max_keys
-                and padded <= MAX_PADDING * (needed + sizes[r]) + len(group) * LANES
+                and keys == _padded(sizes[group[0]])
+                and (len(group) + 1) * keys <= max_keys
             ):
                 group.append(r)
-                needed += sizes[r]
                 continue
         groups.append([r])
-        needed = sizes[r]
     return groups
 
 
@@ -217,7 +222,7 @@ def _make_group(
     queries = batch.query_lens[members[0]]
     keys = max(sizes[r] for r in members)
     if queries <= MAX_SHARED_QUERIES:
-        keys = -(-keys // LANES) * LANES
+        keys = _padded(keys)
     first = torch.tensor([[firsts[r]] for r in members], device=device)
     last = torch.tensor([[batch.context_lens[r] - 1] for r in members], device=device)
     # Padding repeats the row's own last key: what another sequence left in the block, be it a
