@@ -68,8 +68,11 @@ def resolve_model(config: Config) -> Path:
 
     Raises ConfigError if there is no such model.
     """
+    from streamer.bench.fake import is_fake
     from streamer.errors import ConfigError
 
+    if is_fake(config.model):
+        raise ConfigError("the fake model has no checkpoint", param="model")
     if config.model is None:
         from streamer.demo import CHECKPOINT
 

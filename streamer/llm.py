@@ -1,7 +1,7 @@
 """LLM: the engine for programs without an event loop: prompts in, finished answers out.
 
-Runs an AsyncEngine on a loop in a thread of its own, so that it works in notebooks too. Owns nothing
-but that thread; everything else is AsyncEngine's.
+Runs an AsyncEngine on a loop in a thread of its own, so that it works in notebooks too. Owns that
+thread alone; everything else is AsyncEngine's.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
+Encode = Callable[[Any], Coroutine[Any, Any, tuple[str | None, tuple[int, ...]]]]
 FEW = 4  # so many prompts need no progress bar
 
 
@@ -102,7 +103,7 @@ class LLM:
         A prompt is a text or token ids; without `params` the model's defaults hold. `progress`
         shows a bar when there are more than a few. Raises the first request's error, if any.
         """
-        return self._all([self._encoded(p) for p in _as_list(prompts)], params, progress)
+        return self._all(self._encode, _as_list(prompts), params, progress)
 
     def chat(
         self,
@@ -112,10 +113,10 @@ class LLM:
         progress: bool = True,
     ) -> list[Output]:
         """Like generate, for conversations (or one: a list of messages)."""
-        if conversations and isinstance(conversations[0], Mapping):
-            conversations = [conversations]  # type: ignore[list-item]
-        chats = [self._templated(c) for c in conversations]  # type: ignore[arg-type]
-        return self._all(chats, params, progress)
+        is_one = bool(conversations) and isinstance(conversations[0], Mapping)
+        return self._all(
+            self._encode_chat, [conversations] if is_one else conversations, params, progress
+        )
 
     def close(self) -> None:
         """Free the model; twice is harmless."""
@@ -144,72 +145,63 @@ class LLM:
 
         return await build_engine(self.config).__aenter__()
 
-    async def _encoded(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
+    async def _encode(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
         if isinstance(prompt, str):
             return prompt, tuple(await self._ready().encode(prompt))
         return None, tuple(prompt)
 
-    async def _templated(
+    async def _encode_chat(
         self, messages: Sequence[Mapping[str, Any]]
     ) -> tuple[str | None, tuple[int, ...]]:
         return None, tuple(await self._ready().encode_chat(messages))
 
-    async def _answer(
-        self,
-        encoding: Coroutine[Any, Any, tuple[str | None, tuple[int, ...]]],
-        params: SamplingParams,
-        room: asyncio.Semaphore,
-        done: Callable[[], None],
-    ) -> Output:
-        from streamer.engine.engine import GenerateRequest
-
-        async with room:
-            text, ids = await encoding
-            request = GenerateRequest(prompt=ids, params=params)
-            stream = self._ready().submit(request)
-            await stream.wait()  # leaving it, by an error elsewhere, cancels the request
-        output = _output(text, stream)
-        done()
-        return output
-
     async def _gather(
         self,
-        encodings: Sequence[Coroutine[Any, Any, tuple[str | None, tuple[int, ...]]]],
+        encode: Encode,
+        prompts: Sequence[Any],
         params: SamplingParams | None,
         done: Callable[[], None],
     ) -> list[Output]:
+        from streamer.engine.engine import GenerateRequest
+
         engine = self._ready()
-        params = engine.default_params() if params is None else params
+        chosen = engine.default_params() if params is None else params
         # As many as can run, and some that wait: never more than the queue takes.
-        rows = max(1, self.config.max_num_seqs // params.n)
+        rows = max(1, self.config.max_num_seqs // chosen.n)
         room = asyncio.Semaphore(rows + min(rows, self.config.max_queue))
+
+        async def answer(prompt: Any) -> Output:
+            async with room:
+                text, ids = await encode(prompt)
+                stream = engine.submit(GenerateRequest(prompt=ids, params=chosen))
+                await stream.wait()  # leaving it, by an error elsewhere, cancels the request
+            done()
+            return _output(text, stream)
+
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._answer(e, params, room, done)) for e in encodings]
+                tasks = [group.create_task(answer(prompt)) for prompt in prompts]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        finally:
-            for encoding in encodings:
-                encoding.close()
         return [task.result() for task in tasks]
 
     # ------------------------------------------------------------ on the caller's thread
 
     def _all(
         self,
-        encodings: Sequence[Coroutine[Any, Any, tuple[str | None, tuple[int, ...]]]],
+        encode: Encode,
+        prompts: Sequence[Any],
         params: SamplingParams | None,
         progress: bool,
     ) -> list[Output]:
-        if not progress or len(encodings) <= FEW:
-            return self._run(self._gather(encodings, params, lambda: None))
+        if not progress or len(prompts) <= FEW:
+            return self._run(self._gather(encode, prompts, params, lambda: None))
         from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
-        with Progress(
-            *Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn()
-        ) as bar:
-            task = bar.add_task("Prompts", total=len(encodings))
-            return self._run(self._gather(encodings, params, lambda: bar.advance(task)))
+        columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns) as bar:
+            task = bar.add_task("Prompts", total=len(prompts))
+            return self._run(self._gather(encode, prompts, params, lambda: bar.advance(task)))
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         if self._loop.is_closed():
