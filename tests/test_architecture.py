@@ -252,6 +252,17 @@ def test_top_of_the_repository() -> None:
     assert {"README.md", "LICENSE", "Makefile", "CONTRIBUTING.md", "pyproject.toml"} <= {*listed}
 
 
+TORCH_FREE = "tokenizer core.scheduler engine.engine server.lifecycle bench.fake build cli.serve"
+
+
+@pytest.mark.parametrize("module", [f"streamer.{name}" for name in TORCH_FREE.split()])
+def test_torch_is_not_loaded(module: str) -> None:
+    """What the table says of the text holds for the process, dependencies included."""
+    script = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr or f"{module} loads torch"
+
+
 BAD_IMPORTS = [
     ("streamer.core.kv", "import time"),
     ("streamer.core.kv", "def f():\n    import torch"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from streamer.cli.arguments import add_config_flags, config_from
+from streamer.cli.arguments import UsageError, add_config_flags, config_from
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,10 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Print the facts; 0 if it can be served here."""
+    from streamer.bench.fake import is_fake
     from streamer.build import resolve_model
     from streamer.model.inspect import inspect_checkpoint
 
     config = config_from(args)
+    if is_fake(config.model):
+        raise UsageError("MODEL: the fake model has no checkpoint")
     facts = inspect_checkpoint(resolve_model(config), config)
     for name, text in rows(facts, config):
         console.print(f"{name:>14}  ", end="", style="dim")

@@ -36,12 +36,18 @@ def run(args: argparse.Namespace, console: Console) -> int:
     """Serve until stopped; 0 after a drain, 1 when the engine died."""
     config = config_from(args)
     check_bind(config)
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    _log_to_stderr(config.log_level)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with new_runner() as runner:
         return runner.run(_serve(config, console))
+
+
+def _log_to_stderr(level: str) -> None:
+    logging.basicConfig(
+        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    if level == "info":  # its "started" and "finished" say what `announce` says better
+        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
 
 
 async def _serve(config: Config, console: Console) -> int:
@@ -75,9 +81,10 @@ def _is_loopback(host: str) -> bool:
 def announce(info: ModelInfo, url: str, console: Console) -> None:
     """The lines a person reads before the first request."""
     tokens = info.num_blocks * info.block_size
+    millions = info.num_parameters / 1e6
     kv_mib = info.num_blocks * info.block_bytes / (1 << 20)
     for name, text in (
-        ("model", f"{info.name}, {info.num_parameters / 1e6:,.1f} M parameters"),
+        ("model", info.name + (f", {millions:,.1f} M parameters" if millions else "")),
         ("dtype", f"{info.dtype} on {info.device}"),
         ("context", f"{info.max_model_len:,} tokens"),
         ("KV cache", f"{tokens:,} tokens in {info.num_blocks:,} blocks ({kv_mib:,.0f} MiB)"),

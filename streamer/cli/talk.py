@@ -21,7 +21,6 @@ from streamer.cli.arguments import (
     config_from,
     sampling_from,
 )
-from streamer.core.sampling import SamplingParams
 from streamer.errors import StreamerError
 
 if TYPE_CHECKING:
@@ -86,13 +85,7 @@ class InProcess:
     def __init__(self, engine: AsyncEngine, given: dict[str, Any]) -> None:
         self.name = engine.info.name
         self._engine = engine
-        known = {f.name: f.type for f in msgspec.structs.fields(SamplingParams)}
-        defaults = {
-            name: msgspec.convert(value, known[name], strict=False)
-            for name, value in engine.info.generation_defaults.items()
-            if name in known
-        }
-        self._params = SamplingParams(**{**defaults, **given})
+        self._params = engine.default_params(**given)
 
     async def answer(self, messages: list[Message]) -> AsyncIterator[Piece]:
         """Pieces of the assistant's next message."""
