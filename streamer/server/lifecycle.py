@@ -126,22 +126,7 @@ async def _start(
 def bind(config: Config) -> socket.socket:
     """The listening socket; what it accepts inherits its small send buffer."""
     try:
-        if config.uds is not None:
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            with contextlib.suppress(FileNotFoundError):
-                _remove_stale(config.uds)
-            listener.bind(config.uds)
-        else:
-            infos = socket.getaddrinfo(
-                config.host.strip("[]") or None,
-                config.port,
-                type=socket.SOCK_STREAM,
-                flags=socket.AI_PASSIVE,
-            )
-            family, kind, proto, _, address = infos[0]
-            listener = socket.socket(family, kind, proto)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
+        listener = _bind_path(config.uds) if config.uds is not None else _bind_port(config)
     except OSError as e:
         where = config.uds or f"{config.host}:{config.port}"
         raise ConfigError(
@@ -150,6 +135,33 @@ def bind(config: Config) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     listener.listen(BACKLOG)
     listener.setblocking(False)
+    return listener
+
+
+def _bind_port(config: Config) -> socket.socket:
+    host = config.host.strip("[]") or None
+    family, kind, proto, _, address = socket.getaddrinfo(
+        host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, proto)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _bind_path(path: str) -> socket.socket:
+    with contextlib.suppress(FileNotFoundError):
+        _remove_stale(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(path)
+    except OSError:
+        listener.close()
+        raise
     return listener
 
 

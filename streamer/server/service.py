@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from streamer.config import Config
 from streamer.core.sampling import SamplingParams
-from streamer.engine.engine import GenerateRequest
+from streamer.engine.requests import GenerateRequest
 from streamer.errors import EngineDead, Overloaded, StreamerError
 from streamer.server.metrics import Metrics
-from streamer.server.openai.common import SamplingFields, failure
+from streamer.server.openai.common import SamplingFields, failure, named
 
 if TYPE_CHECKING:
     from streamer.engine.engine import AsyncEngine
@@ -107,17 +107,17 @@ class Service:
         is_streamed: bool = True,
     ) -> TokenStream:
         """Hand one prompt to the engine; `detach_s` is the default where the body names none."""
-        return self.engine.submit(
-            GenerateRequest(
-                prompt=prompt,
-                params=params,
-                request_id=request_id,
-                priority=body.priority or 0,
-                cache_salt=body.cache_salt or "",
-                detach_s=detach_s if body.detach_s is None else body.detach_s,
-                window=self.config.stream_window if is_streamed else 0,
-            )
+        request = GenerateRequest(
+            prompt=prompt,
+            params=params,
+            request_id=request_id,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt or "",
+            detach_s=detach_s if body.detach_s is None else body.detach_s,
+            window=self.config.stream_window if is_streamed else 0,
         )
+        with named(body.names):
+            return self.engine.submit(request)
 
     def cancel(self, streams: Sequence[TokenStream]) -> None:
         """End what is not finished of these."""

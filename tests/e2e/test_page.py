@@ -17,7 +17,7 @@ FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-ne
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    running = Running().start()
+    running = Running(model="fake:tokens_per_s=400").start()
     yield running
     running.stop()
 
@@ -79,7 +79,7 @@ def test_a_question_is_answered_and_measured(page: Page) -> None:
 
 
 def test_stop_ends_the_answer_and_gives_everything_back(page: Page, server: Running) -> None:
-    limit(page, 100_000)
+    limit(page, 50_000)
     answer = ask(page, "Never stop.")
     expect(answer.locator(".text")).not_to_be_empty()
     page.get_by_role("button", name="Stop").click()
@@ -89,7 +89,7 @@ def test_stop_ends_the_answer_and_gives_everything_back(page: Page, server: Runn
 
 
 def test_escape_stops_too_and_the_chat_goes_on(page: Page, server: Running) -> None:
-    limit(page, 100_000)
+    limit(page, 50_000)
     answer = ask(page, "Never stop.")
     expect(answer.locator(".text")).not_to_be_empty()
     page.keyboard.press("Escape")
@@ -100,7 +100,7 @@ def test_escape_stops_too_and_the_chat_goes_on(page: Page, server: Running) -> N
 
 
 def test_new_chat_cancels_and_clears(page: Page, server: Running) -> None:
-    limit(page, 100_000)
+    limit(page, 50_000)
     expect(ask(page, "Never stop.").locator(".text")).not_to_be_empty()
     page.get_by_role("button", name="New chat").click()
     expect(page.locator("article")).to_have_count(0)

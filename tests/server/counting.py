@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "count, please"}]}
-ENDLESS: dict[str, Any] = {"max_tokens": 100_000, "ignore_eos": True}
+ENDLESS: dict[str, Any] = {"max_tokens": 30_000, "ignore_eos": True}
 
 
 def check_counting(text: str) -> list[int]:

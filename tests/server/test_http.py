@@ -38,7 +38,7 @@ def test_errors_have_one_shape(
 
 
 def test_a_batch_with_one_bad_prompt_leaves_nothing_running(server: Running) -> None:
-    body = {"prompt": [[1], [2], [1 << 40]], "max_tokens": 100_000, "ignore_eos": True}
+    body = {"prompt": [[1], [2], [1 << 40]], "max_tokens": 30_000, "ignore_eos": True}
     assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 400
     server.wait_idle()
 
@@ -79,7 +79,7 @@ def test_metrics_count_tokens_and_ends(server_with: Any) -> None:
     server.wait_metric('streamer_choices_finished_total{reason="length"}', 2)
     server.wait_metric("streamer_time_to_first_token_seconds_count", 2)
     server.wait_metric("streamer_request_seconds_count", 1)
-    assert server.metric('streamer_blocks{pool="device",state="used"}') == 0
+    server.wait_idle()
     total = sum(
         server.metric(f'streamer_blocks{{pool="device",state="{s}"}}') for s in ("free", "cached")
     )

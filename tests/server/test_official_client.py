@@ -65,7 +65,7 @@ def test_chat_stream_equals_whole(client: openai.OpenAI) -> None:
 
 
 def test_chat_helper_stream(client: openai.OpenAI) -> None:
-    with client.chat.completions.stream(model="fake", messages=MESSAGES, max_tokens=12) as stream:
+    with client.chat.completions.stream(model="fake", messages=MESSAGES, stop=" 9") as stream:
         kinds = {event.type for event in stream}
         final = stream.get_final_completion()
     assert "content.delta" in kinds
@@ -174,7 +174,7 @@ async def test_lanes_run_in_parallel_and_in_order(async_client: openai.AsyncOpen
     lanes: dict[str, str] = {}
     order: list[tuple[str, int]] = []
     async with async_client.responses.connect() as connection:
-        for length, lane in ((400, "slow"), (6, "fast"), (7, "fast"), (5, "slow")):
+        for length, lane in ((4000, "slow"), (6, "fast"), (7, "fast"), (5, "slow")):
             await connection.response.create(
                 model="fake", input="count", max_output_tokens=length, stream_id=lane
             )
@@ -194,7 +194,7 @@ async def test_lanes_run_in_parallel_and_in_order(async_client: openai.AsyncOpen
                 order.append((lane, event.response.max_output_tokens or 0))
                 if len(order) == 4:
                     break
-    assert order == [("fast", 6), ("fast", 7), ("slow", 400), ("slow", 5)]
+    assert order == [("fast", 6), ("fast", 7), ("slow", 4000), ("slow", 5)]
     for text in texts.values():
         check_counting(text)
 

@@ -15,7 +15,6 @@ from streamer.core.sampling import SamplingParams
 from streamer.errors import InvalidRequest, StreamerError
 from streamer.server.openai.common import (
     ChatLogprob,
-    Names,
     SamplingFields,
     StreamOptions,
     TokenText,
@@ -24,6 +23,7 @@ from streamer.server.openai.common import (
     encode,
     error_body,
     finish_reason,
+    named,
     only_if,
     sampling_params,
     usage_of,
@@ -152,17 +152,23 @@ class ChatRequest(SamplingFields, kw_only=True):
             self.stream_options.check()
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs goes with logprobs: true", param="top_logprobs")
-        name, limit = "max_tokens", self.max_tokens
+        given = self.max_completion_tokens
+        with named(self.names):
+            return sampling_params(
+                self,
+                defaults,
+                max_tokens=self.max_tokens if given is None else given,
+                logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+                n=1 if self.n is None else self.n,
+            )
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The prompt is the messages here, and the limit has two names."""
+        names = {"prompt": "messages", "logprobs": "top_logprobs"}
         if self.max_completion_tokens is not None:
-            name, limit = "max_completion_tokens", self.max_completion_tokens
-        return sampling_params(
-            self,
-            defaults,
-            max_tokens=limit,
-            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            n=1 if self.n is None else self.n,
-            names=Names(max_tokens=name, logprobs="top_logprobs"),
-        )
+            names["max_tokens"] = "max_completion_tokens"
+        return names
 
 
 DECODER: Final = msgspec.json.Decoder(ChatRequest)

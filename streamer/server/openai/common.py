@@ -6,8 +6,9 @@ Pure builders over values of the core; chat.py, completions.py and responses.py 
 from __future__ import annotations
 
 import codecs
+import contextlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -73,6 +74,11 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     detach_s: float | None = None
 
+    @property
+    def names(self) -> dict[str, str]:
+        """What this body calls fields of the engine's request, where it calls them otherwise."""
+        return {}
+
 
 class StreamOptions(msgspec.Struct):
     """`stream_options`: the usage chunk; the other known options only at their defaults."""
@@ -92,11 +98,16 @@ class StreamOptions(msgspec.Struct):
                 )
 
 
-class Names(msgspec.Struct, frozen=True):
-    """What a body calls two fields of SamplingParams, for error messages."""
-
-    max_tokens: str = "max_tokens"
-    logprobs: str = "logprobs"
+@contextlib.contextmanager
+def named(names: Mapping[str, str]) -> Iterator[None]:
+    """Let errors raised inside name a field as the body has it: `names` maps ours to the wire's."""
+    try:
+        yield
+    except InvalidRequest as e:
+        wire = names.get(e.param or "")
+        if wire is not None:
+            e.param = wire
+        raise
 
 
 _PLAIN = (
@@ -122,10 +133,8 @@ def sampling_params(
     max_tokens: int | None,
     logprobs: int | None,
     n: int = 1,
-    names: Names | None = None,
 ) -> SamplingParams:
-    """The request's SamplingParams; an InvalidRequest names the field as the body has it."""
-    names = names or Names()
+    """The request's SamplingParams, checked; to be called under `named`."""
     values: dict[str, Any] = {k: v for k, v in defaults.items() if k in _PLAIN}
     if "top_k" in values:
         values["top_k"] = int(values["top_k"])
@@ -136,14 +145,7 @@ def sampling_params(
     values["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     values["stop_token_ids"] = tuple(body.stop_token_ids or ())
     _check_extras(body)
-    try:
-        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, n=n, **values)
-    except InvalidRequest as e:
-        wire = {"max_tokens": names.max_tokens, "logprobs": names.logprobs}.get(e.param or "")
-        if wire is None or wire == e.param:
-            raise
-        message = e.message.replace(e.param or "", wire, 1)
-        raise InvalidRequest(message, param=wire, code=e.code) from None
+    return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, n=n, **values)
 
 
 def _check_extras(body: SamplingFields) -> None:

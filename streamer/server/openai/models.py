@@ -1,4 +1,7 @@
-"""The list of models: one model under its served names."""
+"""The list of models: one model under its served names, and which of them a request means.
+
+Pure: app.py gives it the names and sends what it builds.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import msgspec
 
 from streamer.core.sampling import SamplingParams
 from streamer.errors import InvalidRequest
-from streamer.server.openai.common import Names, SamplingFields, sampling_params
+from streamer.server.openai.common import SamplingFields, named, sampling_params
 from streamer.server.openai.fields import HONOURED, LABELS, SAMPLING, Table, refused
 
 MAX_ITEMS = 4096
@@ -132,13 +132,22 @@ class ResponseCreate(SamplingFields, kw_only=True):
         for i, name in enumerate(self.include or ()):
             if name != LOGPROBS:
                 raise _unsupported(f"include[{i}]")
-        return sampling_params(
-            self,
-            defaults,
-            max_tokens=self.max_output_tokens,
-            logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
-            names=Names(max_tokens="max_output_tokens", logprobs="top_logprobs"),
-        )
+        with named(self.names):
+            return sampling_params(
+                self,
+                defaults,
+                max_tokens=self.max_output_tokens,
+                logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
+            )
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The prompt is the input here."""
+        return {
+            "prompt": "input",
+            "max_tokens": "max_output_tokens",
+            "logprobs": "top_logprobs",
+        }
 
     @property
     def wants_logprobs(self) -> bool:
