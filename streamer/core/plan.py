@@ -98,7 +98,7 @@ class RowJoin(msgspec.Struct, frozen=True):
     choice        index among the request's n choices; part of the noise's counter
     stop_ids      with params.min_tokens: masked until so many output tokens exist
     logits_of     >= 0: this row computes nothing in this plan and draws its first token from the
-                  logits of that row's last prompt token (a fork of one prefill)
+                  logits of that row, which ends its prompt in this plan (a fork of one prefill)
     """
 
     row: int

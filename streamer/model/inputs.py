@@ -26,8 +26,7 @@ class StepInputs(msgspec.Struct, frozen=True):
     last               [S] packed index of each drawing row's last token; None: S = T, in order
     rows               the S drawing rows, then the F forks
     draw_at            position of the token each of `rows` draws
-    parents            F rows whose prompt logits the forks draw from
-    keep               index in the S rows -> row whose prompt ended here and may be forked
+    parents            F indices into the S rows: whose logits the forks draw from
     """
 
     tokens: torch.Tensor | None
@@ -37,7 +36,6 @@ class StepInputs(msgspec.Struct, frozen=True):
     rows: list[int]
     draw_at: list[int]
     parents: list[int]
-    keep: list[tuple[int, int]]
     num_tokens: int
     num_chunk_tokens: int
 
@@ -50,12 +48,11 @@ class StepInputs(msgspec.Struct, frozen=True):
 class _Row:
     """What only joins and chunks need of a row."""
 
-    __slots__ = ("is_forked", "num_prompt", "tokens")
+    __slots__ = ("num_prompt", "tokens")
 
     def __init__(self, join: RowJoin) -> None:
         self.tokens = list(join.tokens)
         self.num_prompt = join.num_prompt
-        self.is_forked = join.params.n > 1
 
 
 class Rows:
@@ -144,7 +141,7 @@ class Rows:
         if chunks:
             draws = np.array([True] * len(decoding) + [c.sample for c in chunks], bool)
             last = torch.from_numpy((np.cumsum(counts) - 1)[draws])
-        keep = [(len(decoding) + i, row) for i, row in self._ended_prompts(chunks)]
+        parents = [_index_of(drawing, parent) for _, parent in forks]
         self._computed[rows] += counts
         drawing += [row for row, _ in forks]
         return StepInputs(
@@ -154,8 +151,7 @@ class Rows:
             last=last,
             rows=drawing,
             draw_at=self._known[drawing].tolist(),
-            parents=[parent for _, parent in forks],
-            keep=keep,
+            parents=parents,
             num_tokens=int(counts.sum()),
             num_chunk_tokens=int(counts[len(decoding) :].sum()),
         )
@@ -203,15 +199,6 @@ class Rows:
             self._rows[chunk.row].tokens[chunk.start : chunk.start + chunk.count], np.int64
         )
 
-    def _ended_prompts(self, chunks: list[Chunk]) -> list[tuple[int, int]]:
-        """(index among the chunks that draw, row) where a forked request's prompt ends."""
-        drawing = [c for c in chunks if c.sample]
-        return [
-            (i, c.row)
-            for i, c in enumerate(drawing)
-            if self._rows[c.row].is_forked and c.start + c.count == self._rows[c.row].num_prompt
-        ]
-
     def _check_chunk(self, chunk: Chunk, busy: set[int]) -> None:
         row = chunk.row
         if row not in self._rows or row in busy:
@@ -248,3 +235,9 @@ class Rows:
                 raise InvariantViolated(
                     f"plan {plan.number}: {name} is {theirs}, the rows say {ours}"
                 )
+
+
+def _index_of(drawing: list[int], parent: int) -> int:
+    if parent not in drawing:
+        raise InvariantViolated(f"a fork of row {parent}, which draws nothing in this plan")
+    return drawing.index(parent)

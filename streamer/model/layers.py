@@ -40,6 +40,9 @@ def has_bf16() -> bool:
         return False
 
 
+_SINGLE_ROW_DIFFERS: dict[tuple[torch.Size, torch.dtype, int], bool] = {}  # what probes found
+
+
 class Linear:
     """x [T, K] -> x @ weight.T + bias [T, N], with weights packed once (oneDNN) where possible.
 
@@ -57,7 +60,7 @@ class Linear:
         self._pads = False
         if self.is_packed:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
-            self._pads = self._single_row_differs(weight.shape[1], weight.dtype)
+            self._pads = self._single_row_differs(weight)
         else:
             self._weight = weight
 
@@ -75,9 +78,14 @@ class Linear:
         )
         return y
 
-    def _single_row_differs(self, columns: int, dtype: torch.dtype) -> bool:
-        x = torch.sin(torch.arange(2 * columns, dtype=torch.float32)).reshape(2, columns).to(dtype)
-        return not torch.equal(self._multiply(x[:1]), self._multiply(x)[:1])
+    def _single_row_differs(self, weight: torch.Tensor) -> bool:
+        """Probe once for a shape: layers share theirs, and a large model has hundreds."""
+        key = (weight.shape, weight.dtype, torch.get_num_threads())
+        if key not in _SINGLE_ROW_DIFFERS:
+            x = torch.linspace(-1.3, 1.7, 2 * weight.shape[1]).reshape(2, -1).to(weight.dtype)
+            same = torch.equal(self._multiply(x[:1]), self._multiply(x)[:1])
+            _SINGLE_ROW_DIFFERS[key] = not same
+        return _SINGLE_ROW_DIFFERS[key]
 
 
 class RopeTable:

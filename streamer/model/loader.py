@@ -127,8 +127,7 @@ class SafetensorsSource:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._files.clear()
-        self._stack.close()
+        self._close()
 
     def take(self, name: str) -> torch.Tensor:
         """The tensor in the computing dtype; a copy, since the file may change under a mapping."""
@@ -141,8 +140,13 @@ class SafetensorsSource:
         return torch.cat([self._read(name).to(self.dtype) for name in names])
 
     def layer_done(self) -> None:
-        """Advance the progress bar."""
+        """Advance the progress bar, and unmap the files: pages that were read count as resident."""
+        self._close()
         self._advance()
+
+    def _close(self) -> None:
+        self._files.clear()
+        self._stack.close()
 
     def _read(self, name: str) -> torch.Tensor:
         file = self._checkpoint.tensors[name].file

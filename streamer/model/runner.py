@@ -88,7 +88,6 @@ class ModelRunner:
         self._host_pool = ops.new_pool(num_host_blocks, *shape)
         self._rows = Rows(max_num_seqs, -(-max_model_len // block_size), num_blocks, block_size)
         self._sampler = Sampler(model.vocab_size, max_num_seqs)
-        self._prompt_logits: dict[int, torch.Tensor] = {}  # of rows that may be forked: [V]
         self._block_bytes = self._pool[:1].numel() * self._pool.element_size()
         self._costs = Costs(self._block_bytes)
         self._copies_done = 0
@@ -119,14 +118,12 @@ class ModelRunner:
         """Free pools and weights."""
         empty = torch.empty(0)
         self._pool = self._host_pool = empty
-        self._prompt_logits.clear()
         self.__dict__.pop("_model", None)
 
     def _update_rows(self, plan: Plan) -> None:
         for row in plan.leaves:
             self._rows.leave(row)
             self._sampler.leave(row)
-            self._prompt_logits.pop(row, None)
         for join in plan.joins:
             self._rows.join(join)
             self._sampler.join(
@@ -172,18 +169,9 @@ class ModelRunner:
             logits = self._model.forward(
                 inputs.tokens, inputs.positions, inputs.batch, self._pool, inputs.last
             )
-            for index, row in inputs.keep:
-                self._prompt_logits[row] = logits[index].clone()  # the sampler may write into them
-        if inputs.parents:
-            forked = torch.stack([self._kept(parent) for parent in inputs.parents])
-            logits = forked if logits is None else torch.cat([logits, forked])
+        if logits is not None and inputs.parents:
+            logits = torch.cat([logits, logits[inputs.parents]])
         return logits if inputs.rows else None
-
-    def _kept(self, parent: int) -> torch.Tensor:
-        logits = self._prompt_logits.get(parent)
-        if logits is None:
-            raise InvariantViolated(f"a fork of row {parent}, whose prompt's logits are not here")
-        return logits
 
 
 def _check_ids(

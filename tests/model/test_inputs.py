@@ -86,13 +86,13 @@ def test_a_resumed_row_prefills_its_own_output() -> None:
 
 
 def test_forks_draw_last() -> None:
-    """They compute nothing and come after the rows that do; the parent's index is kept."""
+    """They compute nothing and come after the rows that do."""
     forked = SamplingParams(temperature=0.0, seed=0, n=2)
     rows = make(join(1, (1, 2, 3), (3,), params=forked))
     child = join(0, (1, 2, 3), (3,), num_computed=3, logits_of=1)
     rows.join(child)
     got = step(rows, Chunk(1, 0, 3, True), num=(2, 3, 2), joins=(child,))
-    assert (got.rows, got.parents, got.keep) == ([1, 0], [1], [(0, 1)])
+    assert (got.rows, got.parents) == ([1, 0], [0])
     assert got.draw_at == [3, 3]
 
 

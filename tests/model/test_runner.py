@@ -92,10 +92,10 @@ def test_swap_needs_its_copies(checkpoint: Any, reference: Any) -> None:
     assert row.output[1:] != reference_greedy(reference(folder), prompt, 12)[1:]
 
 
-@pytest.mark.parametrize("is_same_plan", [True, False])
+@pytest.mark.parametrize("last", [7, 1])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_forks_of_one_prefill(
-    checkpoint: Any, reference: Any, family: str, is_same_plan: bool
+    checkpoint: Any, reference: Any, family: str, last: int
 ) -> None:
     """Forks draw from the prompt's logits; the shared tail block is copied before it is written."""
     folder = checkpoint(family, 2)
@@ -103,11 +103,9 @@ def test_forks_of_one_prefill(
     params = SamplingParams(temperature=1.0, seed=7, n=3, max_tokens=64)
     hand = Hand(make_runner(folder), num_blocks=64)
     parent = hand.join(0, prompt, params)
-    hand.step({0: 30})
-    if not is_same_plan:
-        hand.step({0: 7})
+    hand.step({0: 37 - last})
     children = [hand.fork(row, 0, choice, params) for choice, row in ((1, 4), (2, 2))]
-    hand.step({0: 7} if is_same_plan else None)
+    hand.step({0: last} if last > 1 else None)
     hand.step(copies=(hand.own_tail(4), hand.own_tail(2)))
     hand.run(7)
     alone = []
@@ -180,13 +178,13 @@ def test_wrong_plans(checkpoint: Any, plan: Plan, says: str) -> None:
 
 
 def test_a_fork_without_its_parents_prompt(checkpoint: Any) -> None:
-    """The parent's request has n = 1: its prompt's logits were not kept."""
+    """The parent sits out the plan in which its fork should draw from its logits."""
     hand = Hand(make_runner(checkpoint("llama", 1)), num_blocks=64)
     hand.join(0, random_tokens(4))
     hand.step({0: 4})
     hand.fork(1, 0, 1, GREEDY)
     with pytest.raises(InvariantViolated, match="fork of row 0"):
-        hand.step()
+        hand.step({0: 0})
 
 
 def test_facts_are_measured(checkpoint: Any) -> None:

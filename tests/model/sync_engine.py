@@ -1,0 +1,96 @@
+"""Scheduler and runner without threads: what the parity suite runs against transformers.
+
+The policy is the scheduler's own; `costs` only replaces what the runner measured, so that a test
+can choose between swap and recompute as a machine with those costs would.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from streamer.config import Config
+from streamer.core.plan import Add, Finish, StepStats
+from streamer.core.prefix import BlockHasher
+from streamer.core.sampling import SamplingParams
+from streamer.core.scheduler import Scheduler, SchedulerConfig
+from streamer.model.runner import load_runner
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class SyncEngine:
+    """One checkpoint, served step by step on this thread."""
+
+    def __init__(
+        self, folder: Path, *, costs: dict[str, float] | None = None, check: bool = True,
+        **settings: int | float | str | bool,
+    ) -> None:  # fmt: skip
+        config = Config(
+            model=str(folder),
+            dtype="float32",
+            load_progress=False,
+            **({"num_gpu_blocks_override": 512, "swap_space": 0.01} | settings),  # type: ignore[arg-type]
+        )
+        self.runner, self.info = load_runner(config)
+        self.costs = costs or {}
+        self.check = check
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                block_size=self.info.block_size,
+                num_blocks=self.info.num_blocks,
+                num_host_blocks=self.info.num_host_blocks,
+                block_bytes=self.info.block_bytes,
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_model_len=self.info.max_model_len,
+                enable_prefix_caching=config.enable_prefix_caching,
+            ),
+            BlockHasher(self.info.block_size, b"k" * 32),
+        )
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.finishes: dict[tuple[str, int], Finish] = {}
+        self.stats = StepStats()
+        self.steps = 0
+
+    def add(
+        self, request_id: str, prompt: list[int], max_tokens: int,
+        params: SamplingParams = GREEDY, *, share_with: str | None = None,
+    ) -> None:  # fmt: skip
+        """Queue a request; its own end tokens are ordinary tokens, as in the oracle."""
+        params = msgspec.structs.replace(params, max_tokens=max_tokens, seed=params.seed or 7)
+        for choice in range(params.n):
+            self.tokens[request_id, choice] = []
+        self.scheduler.command(Add(request_id, tuple(prompt), params, share_with=share_with))
+
+    def step(self) -> bool:
+        """One iteration; False when nothing is left to do."""
+        facts = msgspec.structs.replace(self.runner.facts(), **self.costs)
+        plan = self.scheduler.schedule(facts)
+        if plan is None:
+            return False
+        out = self.scheduler.apply(plan, self.runner.launch(plan).collect())
+        if self.check:
+            self.scheduler.check()
+        self.steps += 1
+        self.stats = out.stats
+        for request_id, choice, token in zip(out.request_ids, out.choices, out.tokens, strict=True):
+            self.tokens[request_id, choice].append(token)
+        for finish in out.finishes:
+            self.finishes[finish.request_id, finish.choice] = finish
+        return True
+
+    def run(self, limit: int = 20_000) -> None:
+        """To the end of every request."""
+        for _ in range(limit):
+            if not self.step():
+                break
+        missing = set(self.tokens) - set(self.finishes)
+        if missing:
+            raise AssertionError(f"{len(missing)} choices unfinished after {self.steps} steps")
+
+    @property
+    def preemptions(self) -> tuple[int, int]:
+        """(by swap, by recompute)."""
+        return self.stats.preemptions_swap, self.stats.preemptions_recompute
