@@ -70,7 +70,7 @@ ROOMS = {
     "cluster": _room("core", "", lazy_rooms=ANY, lazy_packages=ANY),
     "bench": _room("core", "*", lazy_rooms=ANY),
     "demo": _room("core", "*", lazy_rooms=ANY),
-    "llm": _room("core", "", lazy_rooms="build engine"),
+    "llm": _room("core", "", lazy_rooms="build engine", lazy_packages="rich"),
     "package": _room("", "", lazy_rooms=ANY),
 }
 OPEN_ROOMS = frozenset(["errors", "config", "package"])
