@@ -29,7 +29,7 @@ class CheckpointFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint is and what would fit here. `refused` says why it can't be served, or "".
 
     served_by           "decoder" (our own) or "transformers" (the fallback); "" where refused
-    weight_bytes        in the computing dtype
+    weight_bytes        in the computing dtype; tied embeddings twice, as rows and packed
     fitting_tokens      tokens of KV cache that the pool would hold with the memory free now
     """
 
@@ -69,6 +69,14 @@ class Recognized(msgspec.Struct, frozen=True, kw_only=True):
     def item_bytes(self) -> int:
         """Bytes of one number in the computing dtype."""
         return 4 if self.dtype == "float32" else 2
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the weights; our decoder keeps tied embeddings twice, as rows and packed."""
+        count = self.num_parameters
+        if self.decoder is not None and self.decoder.tied:
+            count += self.decoder.vocab_size * self.decoder.hidden_size
+        return count * self.item_bytes
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -135,7 +143,7 @@ def inspect_checkpoint(path: str | Path, config: Config | None = None) -> Checkp
             served_by="decoder" if known.decoder else "transformers",
             dtype=known.dtype,
             num_parameters=known.num_parameters,
-            weight_bytes=known.num_parameters * known.item_bytes,
+            weight_bytes=known.weight_bytes,
             kv_bytes_per_token=known.kv_bytes_per_token,
             model_limit=known.model_limit,
             vocab_size=known.vocab_size,

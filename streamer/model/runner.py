@@ -193,9 +193,8 @@ def load_runner(config: Config) -> tuple[ModelRunner, ModelInfo]:
     if config.model is None:
         raise ConfigError("no checkpoint folder to load", param="model")
     known = recognize(open_checkpoint(Path(config.model)), config.dtype)
-    weight_bytes = known.num_parameters * known.item_bytes
-    memory.check_weights_fit(weight_bytes, memory.free_bytes())
-    torch.set_num_threads(_num_threads(weight_bytes))
+    memory.check_weights_fit(known.weight_bytes, memory.free_bytes())
+    torch.set_num_threads(_num_threads(known.weight_bytes))
     model = _load_model(known, config.load_progress)
     block_bytes = known.kv_bytes_per_token * config.block_size
     pools = memory.plan_pools(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,6 +80,24 @@ def test_swap_out_and_in(checkpoint: Any, reference: Any) -> None:
     assert row.output == want
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+def test_recompute(checkpoint: Any, reference: Any, family: str) -> None:
+    """A row that lost its blocks computes prompt and output again, in chunks, and goes on."""
+    folder = checkpoint(family, 1)
+    prompt = random_tokens(30)
+    hand = Hand(make_runner(folder), num_blocks=64)
+    hand.join(0, prompt)
+    hand.step({0: 30})
+    hand.run(5)
+    row = hand.leave(0)
+    row.computed, row.blocks = 0, []
+    hand.rejoin(1, row)
+    hand.step({1: 32})
+    hand.step({1: 4})
+    hand.run(6)
+    assert row.output == reference_greedy(reference(folder), prompt, 13)
+
+
 def test_swap_needs_its_copies(checkpoint: Any, reference: Any) -> None:
     """The test above can fail: without the swap-in the tokens differ."""
     folder = checkpoint("llama", 1)
@@ -94,9 +114,7 @@ def test_swap_needs_its_copies(checkpoint: Any, reference: Any) -> None:
 
 @pytest.mark.parametrize("last", [7, 1])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_forks_of_one_prefill(
-    checkpoint: Any, reference: Any, family: str, last: int
-) -> None:
+def test_forks_of_one_prefill(checkpoint: Any, reference: Any, family: str, last: int) -> None:
     """Forks draw from the prompt's logits; the shared tail block is copied before it is written."""
     folder = checkpoint(family, 2)
     prompt = random_tokens(37)
@@ -198,6 +216,30 @@ def test_facts_are_measured(checkpoint: Any) -> None:
     assert 0 < facts.prefill_s < 1
     assert facts.swap_bytes_per_s > 0
     assert facts.swap_fixed_s > 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory from /proc")
+def test_pools_are_touched_on_first_use(checkpoint: Any) -> None:
+    """Most of a GiB of blocks takes no memory before it is used."""
+
+    def resident_bytes() -> int:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident_bytes()
+    runner = make_runner(
+        checkpoint("llama", 1), num_gpu_blocks_override=1 << 16, swap_space=0.25, max_num_seqs=256
+    )
+    pools = (runner._pool, runner._host_pool)
+    assert sum(p.numel() * p.element_size() for p in pools) > 1 << 29
+    assert resident_bytes() - before < 64 << 20
+
+
+def test_closing_twice(checkpoint: Any) -> None:
+    """Frees once."""
+    runner = make_runner(checkpoint("llama", 1))
+    runner.close()
+    runner.close()
 
 
 def test_model_info(checkpoint: Any) -> None:
