@@ -83,9 +83,10 @@ class ClientWatch:
         tb: TracebackType | None,
     ) -> bool:
         self._task.cancel()
-        if self.is_gone and kind is asyncio.CancelledError:
-            return self._owner.uncancel() <= self._cancels
-        return False
+        if not self.is_gone:
+            return False
+        is_ours_alone = self._owner.uncancel() <= self._cancels
+        return is_ours_alone and kind is asyncio.CancelledError
 
     async def _watch(self) -> None:
         while True:

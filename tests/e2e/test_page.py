@@ -139,6 +139,25 @@ def test_everything_has_a_name_and_the_keyboard_reaches_it(page: Page) -> None:
     expect(page.get_by_role("dialog", name="Settings")).to_be_hidden()
 
 
+def test_it_comes_back_after_the_server_did(browser: Browser) -> None:
+    first = Running(model="fake:tokens_per_s=400").start()
+    port = int(first.url.rpartition(":")[2])
+    page = browser.new_page()
+    page.goto(first.url)
+    badge = page.locator("#badge")
+    expect(badge).to_have_text("connected")
+    first.stop()
+    expect(badge).to_have_text("reconnecting")
+    page.get_by_label("Message").fill("Not yet.")
+    expect(page.get_by_role("button", name="Send")).to_be_disabled()
+    second = Running(model="fake:tokens_per_s=400", port=port).start()
+    expect(badge).to_have_text("connected", timeout=20_000)
+    page.get_by_label("Message").press("Enter")
+    expect(page.locator("article.assistant .text")).not_to_be_empty()
+    page.close()
+    second.stop()
+
+
 @pytest.mark.parametrize("width", [360, 1280])
 def test_nothing_is_wider_than_the_screen(page: Page, width: int) -> None:
     page.set_viewport_size({"width": width, "height": 740})
