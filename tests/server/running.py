@@ -9,10 +9,10 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import httpx
-from streamer.build import build_engine
-from streamer.engine.engine import AsyncEngine
 
+from streamer.build import build_engine
 from streamer.config import Config
+from streamer.engine.engine import AsyncEngine
 from streamer.server.lifecycle import serve
 
 T = TypeVar("T")

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from streamer.engine.stream import Delta
 
 from streamer.core.plan import Finish, FinishReason
 from streamer.core.sampling import SamplingParams
+from streamer.engine.stream import Delta
 from streamer.errors import EngineDead
 from streamer.server.metrics import Metrics
 from streamer.server.openai.chat import DECODER, ChatAnswer
