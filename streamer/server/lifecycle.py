@@ -36,6 +36,13 @@ SEND_BUFFER_BYTES: Final = 64 << 10  # else the kernel hides megabytes of a read
 BACKLOG: Final = 2048
 
 
+class _NoDenials(logging.Filter):
+    """Drops uvicorn's ERROR about each refused handshake: the refusal is ours and is answered."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.msg != "ASGI callable returned without completing handshake."
+
+
 class Server(uvicorn.Server):
     """uvicorn's server, which drains before it exits and watches the engine."""
 
@@ -95,6 +102,8 @@ async def serve(
     with contextlib.closing(bind(config)) as listener:
         service = Service(engine, config)
         server = Server(_uvicorn_config(service, config), service, drain_s, stop)
+        uvicorn_log, quiet = logging.getLogger("uvicorn.error"), _NoDenials()
+        uvicorn_log.addFilter(quiet)
         starting = asyncio.create_task(_start(engine, server, on_ready, _url(listener, config)))
         try:
             await server.serve(sockets=[listener])
@@ -103,6 +112,7 @@ async def serve(
                 starting.cancel()
             await asyncio.wait([starting])
             await engine.aclose()
+            uvicorn_log.removeFilter(quiet)
         if not starting.cancelled():
             starting.result()
     if engine.is_dead:
