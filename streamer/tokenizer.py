@@ -21,6 +21,7 @@ from streamer.tokenizer_text import TextStream
 
 __all__ = ["TextStream", "Tokenizer", "read_template"]
 
+NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
 # Files from which transformers can build a tokenizer that has no tokenizer.json.
 CONVERTIBLE = ("tokenizer.model", "vocab.json", "spiece.model", "tokenizer.tiktoken", "tekken.json")
 
@@ -37,15 +38,18 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._settings = settings
+        self._mark_named()
         added = backend.get_added_tokens_decoder()
-        self._specials = {i: token.content for i, token in added.items() if token.special}
-        self.special_ids = frozenset(self._specials)
-        self.special_bytes = {i: content.encode() for i, content in self._specials.items()}
+        self._added = {i: token.content.encode() for i, token in added.items()}
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.special_bytes = {i: self._added[i] for i in self.special_ids}
         self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
         self.eos_token_id = self._id_of("eos_token")
         self.bos_token_id = self._id_of("bos_token")
-        source = settings.get("chat_template")
-        self._chat = ChatTemplate(source, self._named_tokens()) if source else None
+        source, tokens = settings.get("chat_template"), self._named_tokens()
+        self._chat = ChatTemplate(source, tokens) if source else None
+        source = settings.get("tool_template")
+        self._tool_chat = ChatTemplate(source, tokens) if source else self._chat
 
     @classmethod
     def from_folder(cls, path: Path, chat_template: str | None = None) -> Tokenizer:
@@ -57,7 +61,7 @@ class Tokenizer:
         """
         settings = _read_json(path / "special_tokens_map.json")
         settings |= _read_json(path / "tokenizer_config.json")
-        settings["chat_template"] = _find_template(path, settings, chat_template)
+        settings |= _find_templates(path, settings, chat_template)
         file = path / "tokenizer.json"
         if not file.is_file():
             return cls(_convert(path), settings)
@@ -91,14 +95,17 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """A conversation as the model was trained to see it; encode it without special tokens."""
-        if self._chat is None:
+        chat = self._tool_chat if tools else self._chat
+        if chat is None:
             raise InvalidRequest(
                 "this model has no chat template: use completions with a plain prompt, or start "
                 "the server with --chat-template FILE",
                 param="messages",
                 code="no_chat_template",
             )
-        return self._chat.render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
+        return chat.render(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools or None
+        )
 
     def token_bytes(self) -> tuple[bytes, ...]:
         """Bytes of every token; none for special ones. Computed once."""
@@ -106,16 +113,29 @@ class Tokenizer:
 
     @cached_property
     def _token_bytes(self) -> tuple[bytes, ...]:
-        decoder = self._backend.decoder
-        described = json.loads(decoder.__getstate__()) if decoder is not None else None
-        return token_bytes(self._backend.get_vocab(), self._specials, described)
+        part = self._backend.decoder or self._backend.pre_tokenizer
+        described = json.loads(part.__getstate__()) if part is not None else None
+        added = self._added | dict.fromkeys(self.special_ids, b"")
+        return token_bytes(self._backend.get_vocab(), added, described)
 
     # ------------------------------------------------------------ special tokens
 
     def _named_tokens(self) -> dict[str, str]:
         """bos_token and its like, as written; absent ones are empty, as templates expect."""
-        names = ("bos_token", "eos_token", "pad_token", "unk_token")
-        return {name: _content(self._settings.get(name)) for name in names}
+        return {name: _content(self._settings.get(name)) for name in NAMED}
+
+    def _mark_named(self) -> None:
+        """What has a role is special, as in transformers, also where tokenizer.json forgets it.
+
+        A name that is no token is left alone: it would grow the vocabulary beyond the model's.
+        """
+        added = self._backend.get_added_tokens_decoder().values()
+        # Added again, a token would lose its other settings (lstrip ...).
+        missing = set(self._named_tokens().values()) - {t.content for t in added if t.special}
+        known = sorted(c for c in missing if c and self._backend.token_to_id(c) is not None)
+        self._backend.add_special_tokens(
+            [tokenizers.AddedToken(c, special=True, normalized=False) for c in known]
+        )
 
     def _id_of(self, name: str) -> int | None:
         content = _content(self._settings.get(name))
@@ -149,18 +169,22 @@ def read_template(file: str) -> str:
         raise ConfigError(f"chat template {file}: {e}", param="chat_template") from e
 
 
-def _find_template(path: Path, settings: Mapping[str, Any], given: str | None) -> str | None:
-    """The operator's template, else chat_template.jinja, else tokenizer_config.json's."""
+def _find_templates(path: Path, settings: Mapping[str, Any], given: str | None) -> dict[str, Any]:
+    """ "chat_template" and, for chats with tools, "tool_template".
+
+    The operator's template, else chat_template.jinja, else tokenizer_config.json's, which may be a
+    list of named ones.
+    """
     if given is not None:
-        return read_template(given)
+        return {"chat_template": read_template(given), "tool_template": None}
+    template = settings.get("chat_template")
+    named = {"default": template if isinstance(template, str) else None}
+    if isinstance(template, list):
+        named |= {str(t.get("name")): t.get("template") for t in template if isinstance(t, Mapping)}
     file = path / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = settings.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, Mapping)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+        named["default"] = read_template(str(file))
+    return {"chat_template": named["default"], "tool_template": named.get("tool_use")}
 
 
 def _convert(path: Path) -> tokenizers.Tokenizer:

@@ -17,12 +17,14 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
 
 def token_bytes(
-    vocabulary: Mapping[str, int], specials: Mapping[int, str], decoder: Mapping[str, Any] | None
+    vocabulary: Mapping[str, int], added: Mapping[int, bytes], decoder: Mapping[str, Any] | None
 ) -> tuple[bytes, ...]:
-    """Bytes of each token id from 0 to the largest; special tokens and unused ids have none.
+    """Bytes of each token id from 0 to the largest; unused ids have none.
 
     vocabulary  token as written in the vocabulary -> id, added tokens included
-    decoder     the "decoder" of tokenizer.json
+    added       id -> bytes of the tokens that are not spelt in the vocabulary's way: none for
+                special tokens, their own text for others
+    decoder     the "decoder" of tokenizer.json, or its "pre_tokenizer" where it has none
 
     Byte-level vocabularies and those of SentencePiece are known; ModelNotSupported for others,
     whose text depends on neighbouring tokens.
@@ -41,8 +43,7 @@ def token_bytes(
         )
     table = [b""] * (max(vocabulary.values(), default=-1) + 1)
     for token, token_id in vocabulary.items():
-        if token_id not in specials:
-            table[token_id] = spell(token)
+        table[token_id] = added[token_id] if token_id in added else spell(token)
     return tuple(table)
 
 
@@ -50,7 +51,7 @@ def _parts(decoder: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
     if decoder is None:
         return
     if decoder["type"] == "Sequence":
-        for part in decoder["decoders"]:
+        for part in decoder.get("decoders") or decoder.get("pretokenizers") or ():
             yield from _parts(part)
     else:
         yield decoder

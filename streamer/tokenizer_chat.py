@@ -28,6 +28,7 @@ TEMPLATE_ERRORS = (
     LookupError,
     AttributeError,
     ArithmeticError,
+    RecursionError,
 )
 
 

@@ -1,0 +1,182 @@
+"""Chat templates: where they are found, what they may do, and whose mistake a refusal is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from streamer.errors import ConfigError, InvalidRequest
+from streamer.tokenizer import Tokenizer
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+def backend() -> tokenizers.Tokenizer:
+    """Bytes, a begin and an end token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = tokenizers.Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<s>", "</s>"])
+    return made
+
+
+def chat(template: Any, messages: Any = HI, **kwargs: Any) -> str:
+    settings = {"chat_template": template, "bos_token": "<s>", "eos_token": "</s>"}
+    return Tokenizer(backend(), settings).render_chat(messages, **kwargs)
+
+
+def folder(path: Path, **settings: Any) -> Path:
+    backend().save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return path
+
+
+def test_roles_tokens_and_generation_prompt() -> None:
+    template = (
+        "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m['content'] }}{{ eos_token }}"
+        "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}{{ pad_token }}"
+    )
+    assert chat(template) == "<s>[user]hi</s>[assistant]"
+    assert chat(template, add_generation_prompt=False) == "<s>[user]hi</s>"
+
+
+def test_a_rendered_chat_begins_once() -> None:
+    settings = {"chat_template": "{{ bos_token }}x", "bos_token": "<s>"}
+    t = Tokenizer(backend(), settings)
+    ids = t.encode(t.render_chat(HI), add_special_tokens=False)
+    assert ids.count(t.bos_token_id or -1) == 1
+
+
+def test_blocks_leave_no_blank_lines() -> None:
+    template = "{% for m in messages %}\n    {{ m.content }}\n    {% endfor %}\nend"
+    assert chat(template) == "    hi\nend"
+
+
+def test_loop_controls_and_generation_blocks() -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
+    )
+    messages = [{"role": "system", "content": "s"}, *HI, {"role": "user", "content": "2"}]
+    assert chat(template, messages) == "hi"
+
+
+def test_tojson_is_plain_json() -> None:
+    tools = [{"name": "größe", "description": "<a & 'b'>"}]
+    assert json.loads(chat("{{ tools | tojson }}", tools=tools)) == tools
+    assert "größe" in chat("{{ tools | tojson }}", tools=tools)
+    assert "<a & 'b'>" in chat("{{ tools | tojson(indent=2) }}", tools=tools)
+    assert chat("{{ tools is none }}", tools=[]) == "True"
+
+
+def test_strftime_now() -> None:
+    assert len(chat("{{ strftime_now('%Y-%m-%d') }}")) == 10
+
+
+def test_text_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]
+    assert chat("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "ab"
+
+
+@pytest.mark.parametrize(
+    ("content", "param"),
+    [
+        ([{"type": "image_url", "image_url": {}}], "messages[0].content[0]"),
+        ([{"type": "text", "text": "a"}, 5], "messages[0].content[1]"),
+        ([{"type": "text"}], "messages[0].content[0].text"),
+        (7, "messages[0].content"),
+    ],
+)
+def test_other_content_is_refused_by_name(content: Any, param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        chat("{{ messages }}", [{"role": "user", "content": content}])
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[5].content.strip() }}",
+        "{{ 1 / 0 }}",
+        "{{ messages[0] + 1 }}",
+        "{{ messages | map('nothing') | list }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    ],
+)
+def test_a_template_that_fails_is_the_callers_mistake(template: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        chat(template)
+    assert caught.value.param == "messages"
+
+
+def test_the_templates_own_words_reach_the_caller() -> None:
+    with pytest.raises(InvalidRequest, match="roles must alternate"):
+        chat("{{ raise_exception('roles must alternate') }}")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update(role='x') }}",
+        "{{ '{0.__class__}'.format(messages) }}",
+        "{{ cycler.__init__.__globals__.os }}",
+    ],
+)
+def test_templates_are_in_a_sandbox(template: str) -> None:
+    try:
+        rendered = chat(template)
+    except InvalidRequest:
+        return
+    assert rendered == ""  # Jinja's undefined
+
+
+def test_messages_are_not_changed() -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+    chat("{{ messages[0].content }}", messages)
+    assert messages == [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+
+
+def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
+    t = Tokenizer.from_folder(folder(tmp_path))
+    with pytest.raises(InvalidRequest, match="no chat template") as caught:
+        t.render_chat(HI)
+    assert caught.value.param == "messages"
+
+
+def test_a_template_that_is_no_jinja_stops_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="line 2") as caught:
+        Tokenizer.from_folder(folder(tmp_path, chat_template="ok\n{% for %}"))
+    assert caught.value.param == "chat_template"
+
+
+def test_where_templates_are_found(tmp_path: Path) -> None:
+    """The operator's, then the folder's own file, then the settings."""
+    path = folder(tmp_path, chat_template="settings")
+    assert Tokenizer.from_folder(path).render_chat(HI) == "settings"
+    (path / "chat_template.jinja").write_text("file")
+    assert Tokenizer.from_folder(path).render_chat(HI) == "file"
+    given = tmp_path / "given.jinja"
+    given.write_text("given")
+    assert Tokenizer.from_folder(path, str(given)).render_chat(HI) == "given"
+    with pytest.raises(ConfigError, match="absent") as caught:
+        Tokenizer.from_folder(path, str(tmp_path / "absent"))
+    assert caught.value.param == "chat_template"
+
+
+def test_named_templates(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    t = Tokenizer.from_folder(folder(tmp_path, chat_template=named))
+    assert t.render_chat(HI) == "plain"
+    assert t.render_chat(HI, tools=[{"name": "f"}]) == "tools"
+    t = Tokenizer.from_folder(folder(tmp_path, chat_template=named[:1]))
+    assert t.render_chat(HI, tools=[{"name": "f"}]) == "plain"
