@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -20,7 +21,6 @@ from starlette.types import ASGIApp
 
 from streamer.config import Config
 from streamer.errors import InvalidRequest, NotFound, Overloaded, StreamerError
-from streamer.server.metrics import CONTENT_TYPE
 from streamer.server.openai import chat, completions
 from streamer.server.openai.common import encode, error_body, new_id
 from streamer.server.openai.fields import decode_body
@@ -140,7 +140,9 @@ class Api:
 
     async def metrics(self, request: Request) -> ASGIApp:
         """GET /metrics."""
-        return Response(self._service.metrics.expose(), headers={"content-type": CONTENT_TYPE})
+        return Response(
+            self._service.metrics.expose(), headers={"content-type": CONTENT_TYPE_LATEST}
+        )
 
 
 def json(body: bytes, status: int = 200, request_id: str | None = None) -> Response:

@@ -193,7 +193,7 @@ def _url(listener: socket.socket, config: Config) -> str:
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     scheme = "https" if config.ssl_certfile else "http"
     shown = f"[{host}]" if ":" in host else host
-    return f"{scheme}://{shown}:{port}{config.root_path}"
+    return f"{scheme}://{shown}:{port}"  # root_path is for what a proxy strips
 
 
 def _uvicorn_config(service: Service, config: Config) -> uvicorn.Config:

@@ -164,12 +164,28 @@ def test_closing_the_connection_cancels(server: Running, path: str, extra: dict[
     assert {f.reason.value for f in stream.finishes if f is not None} == {"cancelled"}
 
 
-def test_closing_while_a_whole_answer_is_awaited_cancels(server: Running) -> None:
+def post_raw(server: Running, **fields: Any) -> socket.socket:
+    """A request on a bare socket, so that the test decides what is read and when."""
     host, port = server.url.removeprefix("http://").split(":")
-    body = httpx.Request("POST", server.url, json={**CHAT, **ENDLESS}).read()
-    with socket.create_connection((host, int(port))) as raw:
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}:{port}\r\n"
-        raw.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    body = httpx.Request("POST", server.url, json={**CHAT, **ENDLESS, **fields}).read()
+    raw = socket.create_connection((host, int(port)))
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}:{port}\r\n"
+    raw.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    return raw
+
+
+def test_a_reader_that_takes_nothing_is_paused_alone(server: Running) -> None:
+    with post_raw(server, stream=True):
+        server.wait_metric('streamer_requests{state="paused"}', 1)
+        *events, _ = chat(server, max_tokens=2000, ignore_eos=True)
+        text = "".join(e.json["choices"][0]["delta"].get("content", "") for e in events)
+        assert check_counting(text)[-1] == 2000
+        assert server.metric('streamer_requests{state="paused"}') == 1
+    server.wait_idle()
+
+
+def test_closing_while_a_whole_answer_is_awaited_cancels(server: Running) -> None:
+    with post_raw(server):
         server.wait_metric('streamer_requests{state="running"}', 1)
     server.wait_idle()
 
