@@ -258,7 +258,6 @@ class StepOutput(msgspec.Struct, frozen=True):
     """A step's news, as parallel arrays: token i belongs to request_ids[i], choices[i].
 
     logprobs  index into the arrays -> TokenLogprob
-    is_idle   nothing left to do until a command comes
     """
 
     number: int
@@ -269,4 +268,3 @@ class StepOutput(msgspec.Struct, frozen=True):
     finishes: tuple[Finish, ...] = ()
     notices: tuple[Notice, ...] = ()
     stats: StepStats = StepStats()
-    is_idle: bool = False
