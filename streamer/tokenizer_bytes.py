@@ -76,12 +76,14 @@ def byte_alphabet() -> dict[str, int]:
 
 class _ByteLevel:
     def __init__(self) -> None:
-        self._bytes = byte_alphabet()
+        # As Latin-1, whose characters are the bytes; what is not in the alphabet leaves it.
+        self._latin = dict.fromkeys(range(256), "\uffff")
+        self._latin |= {ord(char): chr(byte) for char, byte in byte_alphabet().items()}
 
     def __call__(self, token: str) -> bytes:
         try:
-            return bytes([self._bytes[c] for c in token])
-        except KeyError:  # an added token, written in plain text
+            return token.translate(self._latin).encode("latin-1")
+        except UnicodeEncodeError:  # a token that is written in plain text
             return token.encode()
 
 

@@ -80,8 +80,8 @@ def load_fake_tokenizer(chat_template: str | None = None) -> Tokenizer:
     written = {byte: char for char, byte in byte_alphabet().items()}
     vocab = {char: byte for byte, char in written.items()}
     # Without merges `encode` never finds the numbers: any text is bytes, and decodes to itself.
-    numbers = range(FIRST_NUMBER, VOCAB_SIZE)
-    vocab |= {"".join(written[b] for b in _spell(t).encode()): t for t in numbers}
+    space = written[ord(" ")]  # digits are written as they are
+    vocab |= {_spell(t).replace(" ", space): t for t in range(FIRST_NUMBER, VOCAB_SIZE)}
     vocab |= {token: BOS + i for i, token in enumerate(SPECIAL_TOKENS)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
