@@ -34,7 +34,9 @@ UNSTEADY_ROPE = {
     "longrope": "original_max_position_embeddings",
 }
 PROBE_TOKENS = 48
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of the logits' standard deviation
+# Mean difference of logits, in their standard deviations. Not the largest: over the 12 million
+# logits of a probe with a large vocabulary, bfloat16 rounding alone has outliers.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,7 +147,7 @@ def load_fallback(
             raise _refusal(shape.architecture, f"{kind.replace('_', ' ')}: {', '.join(names[:8])}")
     model.eval()
     with torch.inference_mode():
-        tokens = torch.arange(PROBE_TOKENS) * 7919 % shape.vocab_size
+        tokens = torch.arange(min(PROBE_TOKENS, shape.model_limit)) * 7919 % shape.vocab_size
         expected = _eager_logits(model, tokens)
         _use_hook(model, shape.architecture)
         _pack(model)
@@ -286,7 +288,7 @@ def _paged_logits(model: FallbackModel, tokens: torch.Tensor) -> torch.Tensor:
         blocks, model.num_layers, block, model.num_kv_heads, model.head_dim, model.dtype
     )
     out = []
-    for start, end in ((0, count // 2 + 3), (count // 2 + 3, count)):
+    for start, end in ((0, count // 2 + 1), (count // 2 + 1, count)):
         positions = torch.arange(start, end)
         batch = ops.AttentionBatch(
             query_lens=[end - start],
@@ -300,7 +302,7 @@ def _paged_logits(model: FallbackModel, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _compare(expected: torch.Tensor, got: torch.Tensor, name: str, dtype: torch.dtype) -> None:
-    distance = float((expected - got).abs().max() / expected.std())
+    distance = float((expected - got).abs().mean() / expected.std())
     if not distance <= TOLERANCE[dtype]:
         raise _refusal(
             name,
