@@ -221,7 +221,7 @@ class TokenStream:
         finally:
             self._detach(me)
         if self.error is not None:
-            raise type(self.error)(self.error.message) from self.error
+            raise type(self.error)(self.error.message, code=self.error.code) from self.error
 
     async def wait(self) -> None:
         """Until it is finished, as a reader that takes everything; raises what ended it."""

@@ -1,0 +1,215 @@
+"""TokenStream: what follows from its readers: detaching cancels, lag pauses."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+from tests.engine.helpers import DEADLINE_S, Calls, end, lone_stream, write
+
+# ---------------------------------------------------------------- detaching
+
+
+async def test_the_last_reader_leaving_cancels() -> None:
+    calls = Calls()
+    stream = lone_stream(calls, detach_s=0.0)
+    first, second = stream.read(), stream.read()
+    write(stream, "a")
+    await anext(first)
+    await anext(second)
+    await first.aclose()
+    assert calls.log == []
+    await second.aclose()
+    assert calls.log == ["cancel"]
+
+
+async def test_cancelling_a_readers_task_detaches_it() -> None:
+    calls = Calls()
+    stream = lone_stream(calls, detach_s=0.0)
+    task = asyncio.create_task(stream.wait())
+    await asyncio.sleep(0)
+    assert stream.num_readers == 1
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert (stream.num_readers, calls.log) == (0, ["cancel"])
+
+
+async def test_breaking_out_of_the_loop_detaches() -> None:
+    calls = Calls()
+    stream = lone_stream(calls, detach_s=0.0)
+    write(stream, "a")
+    async with asyncio.timeout(DEADLINE_S), aclosing(stream.read()) as batches:
+        async for _ in batches:
+            break
+    assert calls.log == ["cancel"]
+
+
+async def test_a_stream_that_nobody_ever_read_runs_on() -> None:
+    calls = Calls()
+    stream = lone_stream(calls, detach_s=0.0)
+    write(stream, "abc")
+    end(stream)
+    assert calls.log == []
+
+
+async def test_without_a_detach_time_it_runs_on_for_ever() -> None:
+    calls = Calls()
+    stream = lone_stream(calls, detach_s=None)
+    write(stream, "a")
+    async with aclosing(stream.read()) as reader:
+        await anext(reader)
+    assert calls.log == []
+
+
+async def test_the_detach_time_passes_before_the_cancel() -> None:
+    cancelled = asyncio.Event()
+
+    class Watch(Calls):
+        def cancel(self, request_id: str) -> None:
+            super().cancel(request_id)
+            cancelled.set()
+
+    calls = Watch()
+    stream = lone_stream(calls, detach_s=0.01)
+    write(stream, "a")
+    async with aclosing(stream.read()) as reader:
+        await anext(reader)
+    assert calls.log == []
+    async with asyncio.timeout(DEADLINE_S):
+        await cancelled.wait()
+
+
+async def test_a_reader_that_comes_in_time_prevents_the_cancel() -> None:
+    calls = Calls()
+    stream = lone_stream(calls, detach_s=0.02)
+    loop = asyncio.get_running_loop()
+    write(stream, "a")
+    async with aclosing(stream.read()) as reader:
+        await anext(reader)
+    passed = asyncio.Event()
+    async with aclosing(stream.read()) as reader:
+        await anext(reader)
+        loop.call_later(0.05, passed.set)
+        async with asyncio.timeout(DEADLINE_S):
+            await passed.wait()
+        assert calls.log == []
+
+
+async def test_a_finished_stream_is_not_cancelled() -> None:
+    calls = Calls()
+    stream = lone_stream(calls, detach_s=0.01)
+    write(stream, "a")
+    async with aclosing(stream.read()) as reader:
+        await anext(reader)
+    end(stream)
+    passed = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.03, passed.set)
+    async with asyncio.timeout(DEADLINE_S):
+        await passed.wait()
+    assert calls.log == []
+
+
+# ---------------------------------------------------------------- the window
+
+
+async def test_it_pauses_above_the_window_and_resumes_at_half_of_it() -> None:
+    calls = Calls()
+    stream = lone_stream(calls, window=8)
+    async with aclosing(stream.read()) as reader:
+        write(stream, "a")
+        await anext(reader)  # the reader has been given 1, and has not come back for more
+        write(stream, "b" * 7)
+        assert (stream.lag(), calls.log) == (8, [])
+        write(stream, "c")
+        assert (stream.lag(), calls.log) == (9, ["pause"])
+        assert stream.is_paused
+        await anext(reader)  # it came back: 1 is consumed, 8 more are given
+        assert (stream.lag(), calls.log) == (8, ["pause"])
+        waiting = asyncio.create_task(anext(reader))  # and again: all consumed
+        await asyncio.sleep(0)
+        assert (stream.lag(), calls.log) == (0, ["pause", "resume"])
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def test_the_furthest_reader_counts() -> None:
+    calls = Calls()
+    stream = lone_stream(calls, window=4)
+    fast, slow = stream.read(), stream.read()
+    write(stream, "a")
+    await anext(slow)
+    for _ in range(10):
+        write(stream, "b")
+        await anext(fast)
+    assert stream.lag() <= 1
+    assert calls.log == []
+    await fast.aclose()  # now the slow one is the furthest
+    write(stream, "c")
+    assert calls.log == ["pause"]
+    await slow.aclose()
+    assert calls.log == ["pause", "resume"]  # without readers it is not paused
+
+
+async def test_no_reader_no_pause() -> None:
+    calls = Calls()
+    stream = lone_stream(calls, window=4)
+    write(stream, "a" * 100)
+    assert (stream.lag(), calls.log) == (0, [])
+
+
+async def test_no_window_no_pause() -> None:
+    calls = Calls()
+    stream = lone_stream(calls, window=0)
+    async with aclosing(stream.read()) as reader:
+        write(stream, "a")
+        await anext(reader)
+        write(stream, "a" * 10_000)
+        assert (stream.lag(), calls.log) == (10_001, [])
+
+
+async def test_acknowledgements_replace_what_was_taken() -> None:
+    calls = Calls()
+    stream = lone_stream(calls, window=4)
+    number = stream.new_reader()
+    async with aclosing(stream.read(reader=number)) as reader:
+        write(stream, "a")
+        await anext(reader)
+        stream.acknowledge(number, 1)
+        for _ in range(4):
+            write(stream, "b")
+            await anext(reader)
+        assert (stream.lag(), calls.log) == (4, [])
+        write(stream, "c")
+        assert (stream.lag(), calls.log) == (5, ["pause"])
+        stream.acknowledge(number, 3)
+        assert calls.log == ["pause"]  # 3 are left, half of the window is 2
+        stream.acknowledge(number, 2)  # old news
+        stream.acknowledge(number, 4)
+        assert (stream.lag(), calls.log) == (2, ["pause", "resume"])
+        stream.acknowledge(number, 10**9)  # no further than the head
+        assert stream.lag() == 0
+
+
+async def test_a_caller_and_a_lag_both_pause_and_one_command_is_sent() -> None:
+    calls = Calls()
+    stream = lone_stream(calls, window=4)
+    async with aclosing(stream.read()) as reader:
+        write(stream, "a")
+        await anext(reader)
+        stream.hold(True)
+        write(stream, "b" * 5)
+        assert calls.log == ["pause"]
+        stream.hold(False)
+        assert calls.log == ["pause"]  # its reader still lags
+    assert calls.log == ["pause", "resume"]
+
+
+async def test_a_finished_stream_is_neither_paused_nor_resumed() -> None:
+    calls = Calls()
+    stream = lone_stream(calls, window=4)
+    async with aclosing(stream.read()) as reader:
+        write(stream, "a")
+        await anext(reader)
+        write(stream, "b" * 5)
+        end(stream)
+    assert calls.log == ["pause"]

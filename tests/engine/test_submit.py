@@ -1,0 +1,170 @@
+"""submit: everything that can be refused is refused before anything is queued."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from streamer.bench.fake import expected_text
+from streamer.engine.prompts import INLINE_TOKENS
+from streamer.errors import ContextLengthExceeded, InvalidRequest, Overloaded
+from tests.engine.helpers import DEADLINE_S, PROMPT, GatedEngine, make_engine, request
+
+VOCAB = 10**7
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": ()}, "prompt"),
+        ({"prompt": (1, VOCAB)}, "prompt"),
+        ({"prompt": (-1,)}, "prompt"),
+        ({"stop_token_ids": (VOCAB,)}, "stop_token_ids"),
+        ({"stop_token_ids": (-1,)}, "stop_token_ids"),
+        ({"logit_bias": {VOCAB: 1.0}}, "logit_bias"),
+        ({"n": 9}, "n"),
+        ({"priority": 1 << 40}, "priority"),
+        ({"max_tokens": None, "min_tokens": 10**6}, "min_tokens"),
+    ],
+)
+async def test_a_mistake_is_named_and_nothing_is_queued(fields: dict[str, Any], param: str) -> None:
+    async with asyncio.timeout(DEADLINE_S), make_engine(max_num_seqs=8) as engine:
+        with pytest.raises(InvalidRequest) as refusal:
+            engine.submit(request(**fields))
+        assert refusal.value.param == param
+        assert engine.snapshot().submitted == 0
+
+
+async def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
+    settings = {"num_gpu_blocks_override": 8, "max_model_len": 100}
+    async with asyncio.timeout(DEADLINE_S), make_engine(**settings) as engine:
+        for fields, number in (
+            ({"max_tokens": 99}, "100"),
+            ({"prompt": PROMPT * 9}, "117"),
+            ({"max_tokens": 60, "n": 4}, "n=4"),
+        ):
+            with pytest.raises(ContextLengthExceeded, match=number):
+                engine.submit(request(**fields))
+
+
+async def test_absent_max_tokens_are_clamped_to_the_context() -> None:
+    async with asyncio.timeout(DEADLINE_S), make_engine(max_model_len=100) as engine:
+        stream = engine.submit(request(None))
+        assert stream.params.max_tokens == 100 - len(PROMPT)
+        await stream.wait()
+        assert stream.text() == expected_text(100 - len(PROMPT))
+
+
+async def test_an_id_is_taken_while_it_is_live_and_while_it_is_retained() -> None:
+    async with asyncio.timeout(DEADLINE_S), make_engine() as engine:
+        stream = engine.submit(request(request_id="mine"))
+        assert engine.get("mine") is stream
+        with pytest.raises(InvalidRequest) as refusal:
+            engine.submit(request(request_id="mine"))
+        assert refusal.value.param == "request_id"
+        await stream.wait()
+        with pytest.raises(InvalidRequest):
+            engine.submit(request(request_id="mine"))
+        assert engine.get("mine") is stream
+
+
+async def test_without_retention_a_finished_stream_is_gone() -> None:
+    async with asyncio.timeout(DEADLINE_S), make_engine(retain_s=0.0) as engine:
+        stream = engine.submit(request(request_id="mine"))
+        await stream.wait()
+        assert engine.get("mine") is None
+        await engine.submit(request(request_id="mine")).wait()
+
+
+async def test_retention_keeps_the_newest_within_its_bytes() -> None:
+    async with asyncio.timeout(DEADLINE_S), make_engine(retain_bytes=3 * 2500) as engine:
+        for i in range(5):
+            await engine.submit(request(request_id=f"r{i}")).wait()
+        assert [i for i in range(5) if engine.get(f"r{i}") is not None] == [2, 3, 4]
+        snapshot = engine.snapshot()
+        assert snapshot.retained_streams == 3
+        assert 0 < snapshot.retained_bytes <= 3 * 2500
+
+
+async def test_the_queue_is_bounded_and_idle_rows_are_no_queue() -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        async with GatedEngine(max_num_seqs=2, max_queue=3) as gated:
+            streams = [gated.engine.submit(request(5)) for _ in range(5)]  # two run, three wait
+            with pytest.raises(Overloaded) as refusal:
+                gated.engine.submit(request(5))
+            assert (refusal.value.status, refusal.value.code) == (503, "server_overloaded")
+            assert refusal.value.retry_after_s >= 1.0
+            gated.gate.open()
+            await asyncio.gather(*(s.wait() for s in streams))
+            await gated.engine.submit(request(5)).wait()  # there is room again
+
+
+async def test_no_queue_at_all_still_serves_idle_rows() -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        async with GatedEngine(max_num_seqs=1, max_queue=0) as gated:
+            stream = gated.engine.submit(request(5))
+            with pytest.raises(Overloaded):
+                gated.engine.submit(request(5))
+            gated.gate.open()
+            await stream.wait()
+            await gated.engine.submit(request(5)).wait()
+
+
+async def test_seeds_are_kept_drawn_and_repeatable() -> None:
+    async with asyncio.timeout(DEADLINE_S):
+
+        async def seeds(**settings: Any) -> list[int]:
+            async with make_engine(**settings) as engine:
+                return [engine.submit(request()).seed for _ in range(3)]
+
+        async with make_engine() as engine:
+            assert engine.submit(request(seed=0)).seed == 0
+            assert engine.submit(request(seed=-7)).seed == -7
+        drawn = await seeds() + await seeds()
+        assert len(set(drawn)) == 6
+        assert all(0 <= s < 1 << 53 for s in drawn)  # exact in JSON
+        assert await seeds(seed=42) == await seeds(seed=42) != await seeds(seed=43)
+
+
+async def test_default_params_come_from_the_model() -> None:
+    from msgspec.structs import replace
+
+    async with asyncio.timeout(DEADLINE_S), make_engine() as engine:
+        defaults = {"temperature": 0.6, "top_k": 20.0, "not_ours": 1.0}
+        engine._info = replace(engine.info, generation_defaults=defaults)
+        params = engine.default_params(max_tokens=3)
+    assert (params.temperature, params.top_k, params.max_tokens) == (0.6, 20, 3)
+    assert isinstance(params.top_k, int)
+
+
+async def test_a_long_prompts_hashes_are_made_in_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """encode hashes it off the loop; submit finds that, and hashes only what it does not know."""
+    import threading
+
+    from streamer.core.prefix import BlockHasher
+
+    hashed: list[tuple[str, int]] = []
+    original = BlockHasher.hash_blocks
+
+    def recording(self: BlockHasher, tokens: Any, salt: bytes) -> tuple[bytes, ...]:
+        hashed.append((threading.current_thread().name[:15], len(tokens)))
+        return original(self, tokens, salt)
+
+    monkeypatch.setattr(BlockHasher, "hash_blocks", recording)
+    long = INLINE_TOKENS + 10
+    settings = {"num_gpu_blocks_override": 2000}
+    async with asyncio.timeout(DEADLINE_S), make_engine(**settings) as engine:
+        ids = tuple(await engine.encode("x" * long, add_special_tokens=False))
+        assert hashed == [("streamer-encode", long)]
+        first = engine.submit(request(2, prompt=ids))
+        await first.wait()
+        assert len(hashed) == 1
+        second = engine.submit(request(2, prompt=ids, cache_salt="other"))
+        await second.wait()
+        assert hashed[1:] == [("MainThread", long)]
+        third = engine.submit(request(2, prompt=ids))
+        await third.wait()
+    assert first.cached_tokens == second.cached_tokens == 0
+    assert third.cached_tokens >= long - 32
