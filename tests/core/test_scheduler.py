@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from streamer.core.plan import Add, FinishReason, NoticeKind
+from streamer.core.plan import Add, NoticeKind
 from streamer.core.prefix import BlockHasher
 from streamer.core.request import Status
 from streamer.core.sampling import SamplingParams
@@ -259,129 +257,7 @@ def test_equal_priorities_do_not_preempt_each_other_for_rows() -> None:
     assert stats.preemptions_swap + stats.preemptions_recompute == 0
 
 
-# ------------------------------------------------------------ pause and cancel
-
-
-def test_a_paused_request_gives_up_its_row_and_goes_on_where_it_was() -> None:
-    driver = Driver(make_config())
-    driver.add(prompt(5), max_tokens=10)
-    for _ in range(3):
-        driver.step()
-    driver.pause("r0")
-    driver.step()
-    assert driver.plans[-1].num_rows == 0
-    assert driver.status("r0") is Status.PAUSED
-    assert not driver.step()  # nothing to do: an idle engine
-    driver.resume("r0")
-    driver.step()
-    assert driver.plans[-1].num_tokens == 1  # its blocks were still there
-    driver.drain()
-
-
-def test_under_pressure_a_paused_reader_loses_its_blocks_first() -> None:
-    driver = Driver(make_config(num_blocks=20), costs=RECOMPUTE)
-    driver.add(prompt(24), max_tokens=12)
-    driver.step()
-    driver.step()
-    driver.pause("r0")
-    driver.add(prompt(30, start=50), max_tokens=30)
-    while driver.status("r0") is Status.PAUSED:
-        assert driver.step()
-    assert driver.status("r0") is Status.PREEMPTED
-    assert driver.status("r1") is Status.RUNNING
-    driver.drain()
-
-
-def waiting(driver: Driver) -> None:
-    """r0 waits: the rows are taken."""
-
-
-def prefilling(driver: Driver) -> None:
-    driver.step()
-
-
-def decoding(driver: Driver) -> None:
-    for _ in range(4):
-        driver.step()
-
-
-def paused(driver: Driver) -> None:
-    decoding(driver)
-    driver.pause("r0")
-
-
-def crowded_out(driver: Driver) -> None:
-    """r0 paused, and somebody else needs its blocks."""
-    paused(driver)
-    driver.add(prompt(40, start=50), max_tokens=20)
-    driver.step()
-
-
-def swapping(driver: Driver) -> None:
-    paused(driver)
-    driver.flush_copies = False
-    driver.add(prompt(40, start=50), max_tokens=20)
-    driver.step()
-
-
-def swapped(driver: Driver) -> None:
-    crowded_out(driver)
-    while driver.status("r0") is Status.SWAPPING_OUT:
-        assert driver.step()
-
-
-def swapping_in(driver: Driver) -> None:
-    swapped(driver)
-    driver.cancel("r1")
-    driver.step()
-    driver.flush_copies = False
-    driver.resume("r0")
-    driver.step()
-
-
-STATES: list[tuple[Callable[[Driver], None], Status, dict[str, float]]] = [
-    (waiting, Status.WAITING, SWAP),
-    (prefilling, Status.RUNNING, SWAP),
-    (decoding, Status.RUNNING, SWAP),
-    (paused, Status.PAUSED, SWAP),
-    (swapping, Status.SWAPPING_OUT, SWAP),
-    (swapped, Status.SWAPPED, SWAP),
-    (swapping_in, Status.SWAPPING_IN, SWAP),
-    (crowded_out, Status.PREEMPTED, RECOMPUTE),
-]
-
-
-@pytest.mark.parametrize(
-    ("reach", "status", "costs"), STATES, ids=[reach.__name__ for reach, _, _ in STATES]
-)
-@pytest.mark.parametrize("depth", [0, 1])
-def test_cancel_in_every_state_ends_in_no_later_plan_with_every_block_back(
-    reach: Callable[[Driver], None], status: Status, costs: dict[str, float], depth: int
-) -> None:
-    driver = Driver(make_config(num_blocks=16), costs=costs, depth=depth)
-    driver.add(prompt(30), max_tokens=20)
-    reach(driver)
-    assert driver.status("r0") is status
-    row_before = [s.row for s in driver.scheduler.state.requests["r0"].sequences if s.joined]
-    driver.cancel("r0")
-    plan = driver.launch()
-    if plan is not None:
-        assert "r0" not in [j.request_id for j in plan.joins]
-        assert set(row_before) <= set(plan.leaves)
-    driver.drain()  # proves that every block on both pools is back
-    assert driver.finishes["r0", 0].reason is FinishReason.CANCELLED
-
-
-def test_a_cancel_while_its_plan_is_under_way_drops_what_the_plan_draws() -> None:
-    driver = Driver(make_config())
-    driver.add(prompt(5), max_tokens=10)
-    driver.step()
-    driver.launch()
-    driver.cancel("r0")
-    output = driver.collect()
-    assert output.tokens == ()
-    assert [f.num_tokens for f in output.finishes] == [1]
-    driver.drain()
+# ------------------------------------------------------------ mistakes
 
 
 def test_unknown_ids_are_ignored_and_a_second_one_is_refused() -> None:
