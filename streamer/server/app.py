@@ -140,9 +140,7 @@ class Api:
 
     async def metrics(self, request: Request) -> ASGIApp:
         """GET /metrics."""
-        return Response(
-            self._service.metrics.expose(), headers={"content-type": CONTENT_TYPE_LATEST}
-        )
+        return Response(self._service.metrics.expose(), media_type=CONTENT_TYPE_LATEST)
 
 
 def json(body: bytes, status: int = 200, request_id: str | None = None) -> Response:
