@@ -21,6 +21,7 @@ from streamer.cli.arguments import (
     config_from,
     sampling_from,
 )
+from streamer.cli.bench import BENCHES
 from streamer.cli.doctor import port_free
 from streamer.cli.serve import announce, check_bind
 from streamer.config import Config, settings
@@ -58,9 +59,17 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
     assert COMMANDS[name].help in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", BENCHES)
+def test_every_bench_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", name, "--help"]) == 0
+    assert BENCHES[name][1] in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["bench"], "required: WHAT"),
+        (["bench", "x"], "invalid choice: 'x'"),
         ([], "usage: streamer"),
         (["swerve"], "no command is called 'swerve'"),
         (["serve", "--prot", "1"], "unrecognized arguments: --prot"),

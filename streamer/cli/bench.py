@@ -1,32 +1,44 @@
 """`streamer bench WHAT`: the in-process measurements, each a module of the bench room.
 
-Only finds the module and hands the parsed flags on; what is measured is that module's business.
+Only finds the module and hands the flags on; what is measured is that module's business.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+from streamer.cli.arguments import Parser
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-BENCHES = {"step": ("streamer.bench.step", "host time of a step: schedule, inputs and apply")}
+
+class Bench(NamedTuple):
+    """A bench: the module that implements it, and its line in `--help`."""
+
+    module: str
+    help: str
+
+
+BENCHES = {
+    "step": Bench("streamer.bench.step", "host time of a step, beside a quiet and a busy loop")
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """One subcommand a bench; only the one that is named is imported."""
-    which = parser.add_subparsers(dest="bench", required=True, metavar="WHAT")
-    for name, (module, help_text) in BENCHES.items():
-        bench = which.add_parser(name, help=help_text, description=help_text)
-        if name in sys.argv:
-            import_module(module).add_arguments(bench)
+    """The bench's name; what follows is its own."""
+    listed = "; ".join(f"{name}: {bench.help}" for name, bench in BENCHES.items())
+    parser.add_argument("bench", metavar="WHAT", choices=BENCHES, help=listed)
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """The bench's own exit code."""
-    module, _ = BENCHES[args.bench]
-    code: int = import_module(module).run(args, console)
+    """The bench's own exit code; only the one that is named is imported."""
+    bench = BENCHES[args.bench]
+    module = import_module(bench.module)
+    parser = Parser(prog=f"streamer bench {args.bench}", description=bench.help)
+    module.add_arguments(parser)
+    code: int = module.run(parser.parse_args(args.rest), console)
     return code
