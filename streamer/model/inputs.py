@@ -67,13 +67,14 @@ class Rows:
         self._known: Ints = np.zeros(max_rows, np.int64)  # tokens known
         self._computed: Ints = np.zeros(max_rows, np.int64)  # of them with KV
         self._latest: Ints = np.zeros(max_rows, np.int64)  # the last known token
-        self._resident: Ints = np.zeros(0, np.int64)  # ascending
+        self._resident: Ints = np.zeros(0, np.int64)  # ascending, as of the latest step
+        self._has_moved = False  # somebody joined or left since
 
     def leave(self, row: int) -> None:
         """The row is empty again."""
         if self._rows.pop(row, None) is None:
             raise InvariantViolated(f"row {row} leaves, but nobody is there")
-        self._resident = np.array(sorted(self._rows), np.int64)
+        self._has_moved = True
 
     def join(self, join: RowJoin) -> None:
         """The row holds this sequence from now on."""
@@ -88,7 +89,7 @@ class Rows:
                 f"{join.num_computed} computed"
             )
         self._rows[row] = _Row(join)
-        self._resident = np.array(sorted(self._rows), np.int64)
+        self._has_moved = True
         self._known[row] = known
         self._computed[row] = join.num_computed
         self._latest[row] = join.tokens[-1]
@@ -124,6 +125,9 @@ class Rows:
         for chunk in plan.chunks:
             self._check_chunk(chunk, busy)
             busy.add(chunk.row)
+        if self._has_moved:
+            self._resident = np.array(sorted(self._rows), np.int64)
+            self._has_moved = False
         decoding = self._resident
         if busy:
             decoding = decoding[~np.isin(decoding, list(busy))]
