@@ -21,8 +21,9 @@ serve: $(VENV)/.ready ## install what is needed, then serve the bundled model on
 test: $(VENV)/.ready-dev chromium check ## install what the tests need, check the code, run every test
 	$(BIN)/python -m pytest --durations=15 $(ARGS)
 
-check: $(VENV)/.ready-dev ## lint and types
+check: $(VENV)/.ready-dev ## lint, layout and types
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 format: $(VENV)/.ready-dev ## rewrite the code in its layout
