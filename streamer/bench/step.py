@@ -1,0 +1,213 @@
+"""`streamer bench step`: what a step costs besides the model, beside an idle and a busy event loop.
+
+Runs the whole engine over the fake model, and over a runner that makes 100 short calls a step which
+release the GIL, as a CPU model does. The busy loop writes to a socket as fast as it can: the GIL is
+the budget that both share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import hashlib
+import socket
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from streamer.config import Config
+from streamer.core.plan import Facts, Plan
+from streamer.core.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from streamer.bench.fake_runner import FakeInFlight, FakeRunner
+    from streamer.engine.engine import AsyncEngine
+
+NUM_CALLS = 100
+CALL_BYTES = 4096  # above 2047 hashlib releases the GIL: about 3 us
+FRAME = b"x" * 200
+FRAMES_A_TURN = 64
+SAMPLE_S = 0.02  # the largest lag of so long is one sample
+MAX_TOKENS = 1 << 20
+BUSY_SWITCH_S = 0.0005  # what `streamer serve` sets
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """One case: milliseconds between steps and of the loop's lag, frames written a second."""
+
+    runner: str
+    loop: str
+    num_steps: int
+    step_p50_ms: float
+    step_p99_ms: float
+    lag_p50_ms: float
+    lag_p99_ms: float
+    frames_per_s: float
+
+
+class CallingRunner:
+    """The fake runner, with `num_calls` short calls a step that release the GIL."""
+
+    def __init__(self, inner: FakeRunner, num_calls: int) -> None:
+        self._inner = inner
+        self._num_calls = num_calls
+        self._data = b"x" * CALL_BYTES
+        self.launches: list[float] = []
+
+    @property
+    def depth(self) -> int:
+        return self._inner.depth
+
+    def launch(self, plan: Plan) -> FakeInFlight:
+        """Work as a model would, then let the fake runner draw."""
+        self.launches.append(time.perf_counter())
+        for _ in range(self._num_calls):
+            hashlib.sha256(self._data)
+        return self._inner.launch(plan)
+
+    def facts(self) -> Facts:
+        return self._inner.facts()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """How many sequences, for how long."""
+    parser.add_argument("--sequences", type=int, default=32, help="running at once (32)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each case (3)")
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Measure every case and print a table."""
+    from streamer.cli.loop import new_runner
+
+    switch_s = sys.getswitchinterval()
+    sys.setswitchinterval(BUSY_SWITCH_S)
+    try:
+        with new_runner() as runner:
+            runner.run(report(console, args.sequences, args.seconds))
+    finally:
+        sys.setswitchinterval(switch_s)
+    return 0
+
+
+async def report(console: Console, num_sequences: int, seconds: float) -> None:
+    """The table; each case on an engine of its own."""
+    from rich.table import Table
+
+    table = Table(title=f"{num_sequences} sequences, {seconds:g} s a case")
+    for name in ("runner", "loop", "steps", "step p50", "p99", "lag p50", "p99", "frames/s"):
+        table.add_column(name, justify="left" if name in ("runner", "loop") else "right")
+    for num_calls in (0, NUM_CALLS):
+        for is_busy in (False, True):
+            m = await measure(num_calls, is_busy, num_sequences, seconds)
+            times = (m.step_p50_ms, m.step_p99_ms, m.lag_p50_ms, m.lag_p99_ms)
+            cells = [f"{t:.3f} ms" for t in times]
+            table.add_row(m.runner, m.loop, f"{m.num_steps:,}", *cells, f"{m.frames_per_s:,.0f}")
+    console.print(table)
+
+
+async def measure(num_calls: int, is_busy: bool, num_sequences: int, seconds: float) -> Measured:
+    """One case, for so many seconds after every sequence has a token."""
+    runners: list[CallingRunner] = []
+    engine = _build(num_calls, num_sequences, runners)
+    async with engine, _writing(is_busy) as frames:
+        params = SamplingParams(max_tokens=MAX_TOKENS)
+        begun = [asyncio.Event() for _ in range(num_sequences)]
+        readers = [
+            asyncio.create_task(_read(engine, params, i + 1, event))
+            for i, event in enumerate(begun)
+        ]
+        await asyncio.gather(*(event.wait() for event in begun))
+        first, began, frames_before = len(runners[0].launches), time.perf_counter(), frames[0]
+        lags = []
+        while time.perf_counter() - began < seconds:
+            await asyncio.sleep(SAMPLE_S)
+            lags.append(engine.snapshot().max_loop_lag_s * 1e3)
+        took_s = time.perf_counter() - began
+        launches = runners[0].launches[first:]
+        frames_per_s = (frames[0] - frames_before) / took_s
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+    steps = [(b - a) * 1e3 for a, b in pairwise(launches)]
+    return Measured(
+        runner=f"{num_calls} calls" if num_calls else "fake",
+        loop="busy" if is_busy else "idle",
+        num_steps=len(steps),
+        step_p50_ms=statistics.median(steps),
+        step_p99_ms=_p99(steps),
+        lag_p50_ms=statistics.median(lags),
+        lag_p99_ms=_p99(lags),
+        frames_per_s=frames_per_s,
+    )
+
+
+def _build(num_calls: int, num_sequences: int, runners: list[CallingRunner]) -> AsyncEngine:
+    from streamer.bench.fake import load_fake, load_fake_tokenizer
+    from streamer.core.model_info import ModelInfo
+    from streamer.engine.engine import AsyncEngine
+
+    config = Config(
+        model="fake",
+        max_num_seqs=num_sequences,
+        max_num_batched_tokens=max(2048, num_sequences),
+        num_gpu_blocks_override=num_sequences * (MAX_TOKENS // 1024 + 2),
+        block_size=1024,
+    )
+
+    def load() -> tuple[CallingRunner, ModelInfo]:
+        inner, info = load_fake(config)
+        runners.append(CallingRunner(inner, num_calls))
+        return runners[0], info
+
+    return AsyncEngine(load, load_fake_tokenizer, config)
+
+
+async def _read(
+    engine: AsyncEngine, params: SamplingParams, prompt: int, begun: asyncio.Event
+) -> None:
+    async for _ in engine.generate([prompt], params):
+        begun.set()
+
+
+@contextlib.asynccontextmanager
+async def _writing(is_busy: bool) -> AsyncIterator[list[int]]:
+    """Frames written so far, in a list of one; written without pause if the loop is to be busy."""
+    frames = [0]
+    if not is_busy:
+        yield frames
+        return
+    loop = asyncio.get_running_loop()
+    # Datagrams that nobody reads are dropped: writing never waits, and reading costs nothing.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sink:
+        sink.bind(("127.0.0.1", 0))
+        transport, _ = await loop.create_datagram_endpoint(
+            asyncio.DatagramProtocol, remote_addr=sink.getsockname()
+        )
+
+        def write() -> None:
+            for _ in range(FRAMES_A_TURN):
+                transport.sendto(FRAME)
+            frames[0] += FRAMES_A_TURN
+            turn[0] = loop.call_soon(write)
+
+        turn = [loop.call_soon(write)]
+        try:
+            yield frames
+        finally:
+            turn[0].cancel()
+            transport.close()
+
+
+def _p99(values: list[float]) -> float:
+    return sorted(values)[int(0.99 * (len(values) - 1))]

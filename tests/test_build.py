@@ -1,0 +1,90 @@
+"""build: which model a Config means, and what its engine is made of."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import streamer.demo
+from streamer.build import build_engine, resolve_model
+from streamer.config import Config
+from streamer.errors import ConfigError
+
+DEADLINE_S = 30.0
+
+
+def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+    assert resolve_model(Config(model=str(tmp_path))) == tmp_path
+
+
+def test_no_model_is_the_bundled_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streamer.demo, "CHECKPOINT", tmp_path)
+    assert resolve_model(Config()) == tmp_path
+    monkeypatch.setattr(streamer.demo, "CHECKPOINT", tmp_path / "gone")
+    with pytest.raises(ConfigError, match="gone"):
+        resolve_model(Config())
+
+
+@pytest.mark.parametrize("model", ["./nothing", "/nothing/here", "~/nothing", "a/b/c"])
+def test_a_path_that_is_not_there_is_never_looked_for_on_the_hub(model: str) -> None:
+    with pytest.raises(ConfigError, match="there is no folder") as refusal:
+        resolve_model(Config(model=model))
+    assert refusal.value.param == "model"
+
+
+def test_a_hub_id_out_of_reach_is_a_clear_refusal() -> None:
+    """Tests are offline: only the cache could have it."""
+    with pytest.raises(ConfigError, match="the hub did not give it") as refusal:
+        resolve_model(Config(model="nobody/no-such-model", load_progress=False))
+    assert refusal.value.param == "model"
+
+
+def test_only_safetensors_and_texts_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    asked: list[tuple[str, str | None, list[str]]] = []
+
+    def download(model: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((model, revision, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert resolve_model(Config(model="some/model", revision="v1")) == tmp_path
+    ((model, revision, patterns),) = asked
+    assert (model, revision) == ("some/model", "v1")
+    assert "*.safetensors" in patterns
+    assert not any(p.endswith((".bin", ".pt", ".pth", ".py", ".pkl")) or p == "*" for p in patterns)
+
+
+def test_the_fake_model_has_no_folder() -> None:
+    with pytest.raises(ConfigError, match="no checkpoint"):
+        resolve_model(Config(model="fake:depth=1"))
+
+
+@pytest.mark.parametrize("model", ["fake:speed=1", "fake:depth=2", "fake:tokens_per_s=x"])
+def test_a_wrong_fake_is_refused_before_anything_starts(model: str) -> None:
+    with pytest.raises(ConfigError, match="fake"):
+        build_engine(Config(model=model))
+
+
+async def test_the_fakes_chat_template_can_be_replaced(tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("{{ messages[0].content }}!")
+    config = Config(model="fake", chat_template=str(file))
+    async with asyncio.timeout(DEADLINE_S), build_engine(config) as engine:
+        assert await engine.encode_chat([{"content": "hi"}]) == list(b"hi!")
+
+
+def test_nothing_heavy_is_imported_to_build_the_fake() -> None:
+    script = (
+        "import sys; from streamer.build import build_engine; from streamer.config import Config;"
+        "build_engine(Config(model='fake'));"
+        "sys.exit(bool({'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -1,0 +1,100 @@
+"""LLM: prompts in, answers out, without an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from streamer import LLM, SamplingParams
+from streamer.bench.fake import expected_text, expected_tokens
+from streamer.errors import ConfigError, EngineDead, InvalidRequest
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("fake", max_num_seqs=8, max_queue=4, num_gpu_blocks_override=512) as llm:
+        yield llm
+
+
+def test_answers_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+    prompts = [f"count to {1 + i % 9}" for i in range(60)]  # far more than rows and queue
+    outputs = llm.generate(prompts, progress=False)
+    assert [o.prompt for o in outputs] == prompts
+    assert [o.text for o in outputs] == [expected_text(1 + i % 9) for i in range(60)]
+    assert {o.finish_reason for o in outputs} == {"stop"}
+
+
+def test_an_output_says_everything(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=5, n=2, logprobs=1, seed=7)
+    (output,) = llm.generate([(5, 6, 7)], params)
+    assert output.prompt is None
+    assert output.prompt_token_ids == (5, 6, 7)
+    assert output.seed == 7
+    assert len(output.choices) == 2
+    for choice in output.choices:
+        assert choice.text == expected_text(5)
+        assert choice.token_ids == tuple(expected_tokens(0, 5))
+        assert choice.finish_reason == "length"
+        assert choice.logprobs is not None
+        assert len(choice.logprobs) == 5
+    assert (output.usage.prompt_tokens, output.usage.completion_tokens) == (3, 10)
+    assert (output.text, output.token_ids) == (expected_text(5), tuple(expected_tokens(0, 5)))
+
+
+@pytest.mark.parametrize("prompt", ["count to 4", tuple(b"count to 4"), list(b"count to 4")])
+def test_one_prompt_is_a_list_of_one(llm: LLM, prompt: str | list[int]) -> None:
+    assert [o.text for o in llm.generate(prompt)] == [expected_text(4)]
+
+
+def test_conversations(llm: LLM) -> None:
+    chat = [{"role": "user", "content": "count to 3"}]
+    assert [o.text for o in llm.chat(chat)] == [expected_text(3)]
+    assert [o.text for o in llm.chat([chat, chat])] == [expected_text(3)] * 2
+
+
+def test_no_prompts_no_outputs(llm: LLM) -> None:
+    assert llm.generate([]) == []
+    assert llm.chat([]) == []
+
+
+def test_the_first_error_is_raised_and_the_rest_is_given_up(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="no tokens"):
+        llm.generate(["count to 9", (), "count to 9"], SamplingParams(max_tokens=5))
+    with pytest.raises(InvalidRequest, match="a prompt is"):
+        llm.generate([1.5])  # type: ignore[list-item]
+    assert llm.generate("count to 2")[0].text == expected_text(2)
+
+
+def test_a_bar_for_more_than_a_few(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(["count to 2"] * 3)
+    assert capsys.readouterr().out == ""
+    llm.generate(["count to 2"] * 9)
+    assert "9/9" in capsys.readouterr().out
+    llm.generate(["count to 2"] * 9, progress=False)
+    assert capsys.readouterr().out == ""
+
+
+async def test_it_works_beside_a_running_loop(llm: LLM) -> None:
+    """In a notebook."""
+    assert llm.generate("count to 2")[0].text == expected_text(2)
+    assert asyncio.get_running_loop().is_running()
+
+
+def test_closing_ends_its_threads_and_refuses_what_follows() -> None:
+    llm = LLM("fake")
+    llm.close()
+    llm.close()
+    with pytest.raises(EngineDead, match="closed"):
+        llm.generate("hello")
+    with pytest.raises(EngineDead, match="closed"):
+        llm.generate(["hello"] * 9)
+
+
+def test_a_model_that_is_not_there_is_raised_and_leaves_no_thread() -> None:
+    before = threading.active_count()
+    with pytest.raises(ConfigError, match="no folder"):
+        LLM("./not-here")
+    assert threading.active_count() == before
