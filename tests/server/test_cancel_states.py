@@ -1,0 +1,193 @@
+"""Cancel by every way there is, in every state a request can be seen in from outside.
+
+The ways: `cancel(id)`, `response.cancel`, closing an SSE connection, closing a socket with
+`--detach-timeout 0`. Each ends the request, and every block on both pools comes back. (The moments
+while swap copies run are shorter than a request from here; tests/core/test_cancel.py stops there.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import httpx
+import pytest
+
+from streamer.core.plan import FinishReason
+from streamer.core.sampling import SamplingParams
+from streamer.engine.engine import GenerateRequest, TokenStream
+from tests.server.running import DEADLINE_S, Running
+from tests.server.test_websocket import dial, hear, say
+
+PROMPT_TOKENS = 300
+WAYS = ("cancel(id)", "response.cancel", "closing SSE", "closing the socket")
+# State, and GiB of host pool: without one, who gives way is recomputed.
+STATES = {
+    "waiting": 0.25,
+    "prefilling": 0.25,
+    "decoding": 0.25,
+    "paused": 0.25,
+    "swapped": 0.25,
+    "preempted": 0.0,
+}
+
+
+class Client(Protocol):
+    """Somebody whose request is to be cancelled."""
+
+    def read(self) -> None: ...
+    def cancel(self) -> None: ...
+
+
+class OverSse:
+    """A chat over SSE, ended by closing the connection or by the engine's own cancel."""
+
+    def __init__(self, server: Running, exits: contextlib.ExitStack, is_closing: bool) -> None:
+        self._server, self._is_closing, self._exits = server, is_closing, contextlib.ExitStack()
+        exits.enter_context(self._exits)
+        body = {
+            "model": "fake", "stream": True, "max_tokens": 100, "prompt": "x" * PROMPT_TOKENS
+        }  # fmt: skip
+        client = self._exits.enter_context(httpx.Client(timeout=20))
+        response = self._exits.enter_context(
+            client.stream("POST", server.url + "/v1/completions", json=body)
+        )
+        assert response.status_code == 200
+        self._lines = response.iter_lines()
+
+    def read(self) -> None:
+        next(line for line in self._lines if '"text":' in line)
+
+    def cancel(self) -> None:
+        if self._is_closing:
+            self._exits.close()
+        else:
+            request_id = subject(self._server).request_id
+            self._server.on_loop(run(self._server.engine.cancel, request_id))
+
+
+class OverSocket:
+    """A response over WebSocket, ended by an event or by closing the socket."""
+
+    def __init__(self, server: Running, exits: contextlib.ExitStack, is_closing: bool) -> None:
+        self._is_closing = is_closing
+        self._socket = exits.enter_context(dial(server, "streamer.v1.json"))
+        hear(self._socket)
+        say(
+            self._socket,
+            "response.create",
+            model="fake",
+            input="x" * PROMPT_TOKENS,
+            max_output_tokens=100,
+            detach_s=0 if is_closing else 20,
+        )
+        while (event := hear(self._socket))["type"] != "response.created":
+            pass
+        self._response_id = event["response"]["id"]
+
+    def read(self) -> None:
+        while hear(self._socket)["type"] != "response.output_text.delta":
+            pass
+
+    def cancel(self) -> None:
+        if self._is_closing:
+            self._socket.close()
+        else:
+            say(self._socket, "response.cancel", response_id=self._response_id)
+
+
+async def run(call: Any, *args: Any) -> Any:
+    """A plain call, on the server's loop."""
+    return call(*args)
+
+
+def live(server: Running) -> list[TokenStream]:
+    streams: list[TokenStream] = server.on_loop(run(server.engine._streams.live))
+    return streams
+
+
+def subject(server: Running) -> TokenStream:
+    """The client's request: its prompt has the 300 tokens, and what a template adds."""
+    (stream,) = (s for s in live(server) if PROMPT_TOKENS <= s.num_prompt_tokens < 400)
+    return stream
+
+
+def crowd(server: Running, num_tokens: int) -> TokenStream:
+    """Somebody else, who stays until cancelled."""
+    request = GenerateRequest(
+        prompt=(65,) * num_tokens,
+        params=SamplingParams(max_tokens=100, ignore_eos=True),
+        detach_s=None,
+    )
+    stream: TokenStream = server.on_loop(run(server.engine.submit, request))
+    return stream
+
+
+@pytest.fixture(scope="module")
+def pressed() -> Iterator[Callable[[float], Running]]:
+    """Servers with two rows, 40 blocks of 16 tokens, 16 tokens a step, 200 steps a second."""
+    started: dict[float, Running] = {}
+
+    def get(swap_space: float) -> Running:
+        if swap_space not in started:
+            started[swap_space] = Running(
+                model="fake:tokens_per_s=200",
+                max_num_seqs=2,
+                max_num_batched_tokens=16,
+                num_gpu_blocks_override=40,
+                swap_space=swap_space,
+                detach_timeout=0.0,
+                stream_window=0,
+            ).start()
+        return started[swap_space]
+
+    yield get
+    for server in started.values():
+        server.stop()
+
+
+def reach(server: Running, state: str, client: Client) -> list[TokenStream]:
+    """Bring the client's request into the state; the others that helped."""
+    requests = 'streamer_requests{{state="{}"}}'.format
+    if state in ("waiting", "prefilling"):
+        return []
+    client.read()
+    if state == "decoding":
+        return []
+    server.on_loop(run(server.engine.pause, subject(server).request_id))
+    server.wait_metric(requests("paused"), 1)
+    if state == "paused":
+        return []
+    others = [crowd(server, 400)]  # 25 blocks and more, where 20 are free
+    server.wait_metric(requests(state), 1)
+    return others
+
+
+def wait_over(server: Running, stream: TokenStream) -> None:
+    """Until it has ended, without becoming a reader that would keep it alive."""
+    end = time.monotonic() + DEADLINE_S
+    while not stream.is_finished:
+        server.metric("streamer_steps_total")  # the request is the pace
+        assert time.monotonic() < end, "not cancelled"
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("state", STATES)
+def test_cancel(pressed: Callable[[float], Running], state: str, way: str) -> None:
+    server = pressed(STATES[state])
+    others = [crowd(server, 20), crowd(server, 30)] if state == "waiting" else []
+    with contextlib.ExitStack() as exits:
+        kind = OverSocket if way in ("response.cancel", "closing the socket") else OverSse
+        client = kind(server, exits, is_closing=way.startswith("closing"))
+        others += reach(server, state, client)
+        stream = subject(server)
+        assert state != "prefilling" or stream.num_output_tokens == 0
+        client.cancel()
+        wait_over(server, stream)
+    assert [f.reason for f in stream.finishes if f] == [FinishReason.CANCELLED]
+    for other in others:
+        server.on_loop(run(server.engine.cancel, other.request_id))
+    server.wait_idle()
+    server.wait_metric('streamer_blocks{pool="host",state="used"}', 0)
