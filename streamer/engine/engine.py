@@ -120,16 +120,14 @@ class AsyncEngine:
     def info(self) -> ModelInfo:
         """The loaded model; Overloaded while it loads, EngineDead if it never will."""
         if self._info is None or self._state in ("new", "loading"):
-            self._require_ready()
-            raise self._loading()
+            raise self._unavailable()
         return self._info
 
     @property
     def tokenizer(self) -> Tokenizer:
         """Its tokenizer; raises like `info`."""
         if self._tokenizer is None or self._state in ("new", "loading"):
-            self._require_ready()
-            raise self._loading()
+            raise self._unavailable()
         return self._tokenizer
 
     async def start(self) -> None:
@@ -154,7 +152,7 @@ class AsyncEngine:
         Returns when the thread has ended; a load that is under way can't be interrupted.
         """
         if self._state == "new":
-            self._close()
+            self._close(None)
         elif not self._is_ended.is_set() and self._thread is not None:
             self.is_draining = True
             self._thread.stop()
@@ -180,10 +178,9 @@ class AsyncEngine:
         Checks everything first: raises InvalidRequest and ContextLengthExceeded for what can't be
         served, Overloaded when it can't be now, EngineDead when it never will.
         """
-        self._require_ready()
         info, sizes, thread = self._info, self._sizes, self._thread
-        if info is None or sizes is None or thread is None or self._tokenizer is None:
-            raise self._loading()
+        if self._state != "ready" or info is None or sizes is None or thread is None:
+            raise self._unavailable()
         if self.is_draining:
             raise Overloaded(
                 "the engine is shutting down", retry_after_s=DRAINING_RETRY_S, code="draining"
@@ -193,8 +190,8 @@ class AsyncEngine:
             raise InvalidRequest(f"request {request_id} exists", param="request_id")
         params = check_request(request, info, sizes, self._random.getrandbits(SEED_BITS))
         self._streams.require_room(self.config.max_queue, sizes.max_num_seqs)
-        hasher = self._hasher if self.config.enable_prefix_caching else None
-        hashes = self._prompts.hashes(request.prompt, request.cache_salt.encode(), hasher)
+        salt = request.cache_salt.encode()
+        hashes = self._prompts.hashes(request.prompt, salt, self._hasher)
         stream = TokenStream(
             request_id=request_id,
             prompt=request.prompt,
@@ -276,8 +273,7 @@ class AsyncEngine:
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, in a thread pool."""
-        hasher = self._hasher if self.config.enable_prefix_caching else None
-        return await self._prompts.encode(self.tokenizer, text, add_special_tokens, hasher)
+        return await self._prompts.encode(self.tokenizer, text, add_special_tokens, self._hasher)
 
     async def encode_chat(
         self,
@@ -287,9 +283,8 @@ class AsyncEngine:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
         """Token ids of a conversation through the chat template, in a thread pool."""
-        hasher = self._hasher if self.config.enable_prefix_caching else None
         return await self._prompts.encode_chat(
-            self.tokenizer, messages, add_generation_prompt, tools, hasher
+            self.tokenizer, messages, add_generation_prompt, tools, self._hasher
         )
 
     # ------------------------------------------------------------ seen from outside
@@ -336,7 +331,8 @@ class AsyncEngine:
         )
         hasher = BlockHasher(info.block_size, secrets.token_bytes(32))
         scheduler = Scheduler(sizes, hasher)
-        self._tokenizer, self._info, self._sizes, self._hasher = tokenizer, info, sizes, hasher
+        self._tokenizer, self._info, self._sizes = tokenizer, info, sizes
+        self._hasher = hasher if config.enable_prefix_caching else None
         self._special = tokenizer.special_bytes
         self._first_stats = scheduler.stats()
         return EngineCore(runner, scheduler, inbox)
@@ -355,34 +351,34 @@ class AsyncEngine:
         self._lag_s = time.perf_counter() - sent
         self._max_lag_s = max(self._max_lag_s, self._lag_s)
         self.stats = output.stats
-        self._streams.distribute(output)
-        if self._thread is not None:
-            self._thread.permit()
+        if self._thread is None or self._state != "ready":
+            return
+        try:
+            self._streams.distribute(output)
+        except Exception as e:  # a bug of ours: nobody may be left waiting for what it lost
+            self._close(e)
+            self._thread.stop()
+        self._thread.permit()
 
     def on_end(self, cause: BaseException | None) -> None:
         """The thread has ended: nobody will hear of a step again."""
-        if cause is not None:
-            self.death = EngineDead(f"the engine died: {type(cause).__name__}: {cause}")
-            self.death.__cause__ = cause
-            if self._state == "loading":
-                self._load_error = cause
-        self._close()
+        if self._state == "loading":
+            self._load_error = cause
+        self._close(cause)
+        self._is_ended.set()
         if self._thread is not None:
             self._thread.join()
 
-    def _close(self) -> None:
+    def _close(self, cause: BaseException | None) -> None:
+        """Tell everybody that it is over; the first cause is the one that is told."""
+        if cause is not None and self.death is None:
+            self.death = EngineDead(f"the engine died: {type(cause).__name__}: {cause}")
+            self.death.__cause__ = cause
         self._state = "closed" if self.death is None else "dead"
         self._streams.fail_all(self._gone())
         self._is_started.set()
-        self._is_ended.set()
 
     # ------------------------------------------------------------ refusals
-
-    def _require_ready(self) -> None:
-        if self._state in ("dead", "closed"):
-            raise self._gone()
-        if self._state != "ready":
-            raise self._loading()
 
     def _gone(self) -> EngineDead:
         if self.death is None:
@@ -391,7 +387,10 @@ class AsyncEngine:
         gone.__cause__ = self.death.__cause__
         return gone
 
-    def _loading(self) -> Overloaded:
+    def _unavailable(self) -> StreamerError:
+        """Why it takes no requests: gone, or not there yet."""
+        if self._state in ("dead", "closed"):
+            return self._gone()
         return Overloaded(
             "the model is still loading", retry_after_s=LOADING_RETRY_S, code="model_loading"
         )

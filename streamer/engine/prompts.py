@@ -20,7 +20,7 @@ NUM_THREADS = 2
 # Hashing costs about 0.1 us a token: up to here a submit holds the loop for less than 0.5 ms.
 # Longer prompts are hashed in the pool, where they are encoded anyway.
 INLINE_TOKENS = 4096
-REMEMBERED = 64  # long prompts between their encoding and their submit
+REMEMBERED = 8  # long prompts between their encoding and their submit; megabytes each
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from streamer.bench.fake import FakeRunner, fake_tokenizer
 from streamer.config import Config
 from streamer.core.plan import Plan
 from streamer.engine.core import InFlight
-from streamer.engine.engine import AsyncEngine
+from streamer.engine.engine import AsyncEngine, TokenStream
 from streamer.errors import ConfigError, EngineDead, ModelNotSupported, Overloaded
 from tests.engine.helpers import (
     DEADLINE_S,
@@ -175,6 +175,24 @@ async def test_a_request_that_is_on_its_way_when_the_engine_dies_is_told() -> No
         for stream in (first, second):
             with pytest.raises(EngineDead, match="device lost"):
                 await stream.wait()
+
+
+async def test_a_fault_on_the_loop_is_death_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """News that could not be handed out: nobody may wait for it for ever."""
+    async with asyncio.timeout(DEADLINE_S), make_engine() as engine:
+
+        def push(self: TokenStream, *args: Any) -> None:
+            raise ZeroDivisionError("a bug of ours")
+
+        monkeypatch.setattr(TokenStream, "push", push)
+        stream = engine.submit(request(1_000))
+        with pytest.raises(EngineDead, match="a bug of ours"):
+            await stream.wait()
+        assert engine.is_dead
+        with pytest.raises(EngineDead, match="a bug of ours"):
+            engine.submit(request())
+        await engine.aclose()
+        assert threads() == []
 
 
 async def test_death_while_loading_reaches_those_who_wait() -> None:

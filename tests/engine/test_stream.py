@@ -172,6 +172,18 @@ async def test_notices_come_first_and_only_the_newest_of_a_kind() -> None:
     await reader.aclose()
 
 
+async def test_notices_that_piled_up_keep_the_order_in_which_they_last_came() -> None:
+    stream = lone_stream()
+    reader = stream.read()
+    waiting = asyncio.create_task(anext(reader))
+    await asyncio.sleep(0)
+    for kind in (NoticeKind.RUNNING, NoticeKind.PREEMPTED, NoticeKind.RUNNING):
+        stream.notify(Notice("r", kind))
+    kinds = [i.kind for i in await waiting if isinstance(i, Notice)]
+    assert kinds == [NoticeKind.PREEMPTED, NoticeKind.RUNNING]
+    await reader.aclose()
+
+
 async def test_cached_tokens_are_those_of_the_first_run() -> None:
     stream = lone_stream()
     stream.notify(Notice("r", NoticeKind.RUNNING, cached_tokens=2))
