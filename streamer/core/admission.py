@@ -102,7 +102,10 @@ def evict_paused_for(state: State, request: Request, draft: Draft) -> bool:
     while (need := blocks_needed(state, request)) > device.num_free:
         if need <= device.num_free + device.num_cooling:
             return False
-        victim = choose_victim([r for r in state.paused if r.is_held])
+        # Who only waits for its rows keeps its blocks, unless nobody else could ever go on.
+        must = not state.running and not is_anyone_returning(state)
+        paused = [r for r in state.paused if r is not request and (r.is_held or must)]
+        victim = choose_victim(paused)
         if victim is None:
             return False
         state.preempt(victim, draft)
@@ -130,6 +133,7 @@ def begin(state: State, request: Request, draft: Draft) -> None:
     cached = shared = 0
     place = len(state.notices)
     state.move(request, Event.ADMIT)
+    draft.begun.add(request)
     for seq in request.live():
         cached_here, shared_here = inherit(state, seq, draft)
         cached, shared = cached + cached_here, shared + shared_here
@@ -149,7 +153,7 @@ def begin(state: State, request: Request, draft: Draft) -> None:
 def inherit(state: State, seq: Sequence, draft: Draft) -> tuple[int, int]:
     """Take what is computed already: (tokens from the cache, tokens shared by a fork)."""
     kv = state.kv
-    parent = parent_of(state, seq)
+    parent = parent_of(state, seq, draft)
     if parent is not None:
         at = common_tokens(parent, seq, draft)
         if at > kv.cached_tokens(seq) and kv.fork(parent, seq, at):
@@ -157,12 +161,14 @@ def inherit(state: State, seq: Sequence, draft: Draft) -> tuple[int, int]:
     return kv.match(seq), 0
 
 
-def parent_of(state: State, seq: Sequence) -> Sequence | None:
+def parent_of(state: State, seq: Sequence, draft: Draft) -> Sequence | None:
     """The sequence it was forked from, if that still holds device blocks."""
     share_with = seq.request.add.share_with
     request = state.requests.get(share_with) if share_with is not None else None
     if request is None or request.status not in (Status.RUNNING, Status.PAUSED):
         return None
+    if request in draft.begun:
+        return None  # a twin may compute what it matched in this very plan: match as well
     return request.sequences[0] if request.sequences[0].blocks else None
 
 

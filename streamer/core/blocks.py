@@ -134,6 +134,12 @@ class BlockPool:
                 del self._cached[block]
                 self._blank.append(block)
 
+    def withdraw_hash(self, block_hash: bytes) -> None:
+        """Forget the block with that hash, if there is one."""
+        block = self._index.get(block_hash)
+        if block is not None:
+            self.withdraw(block)
+
     def find(self, block_hash: bytes, tokens: Sequence[int]) -> int | None:
         """The block with that hash, if its own tokens are these (a collision is a miss)."""
         block = self._index.get(block_hash)

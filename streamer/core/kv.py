@@ -121,9 +121,10 @@ class KVManager:
         seq.num_published = full
 
     def withdraw(self, seq: Sequence) -> None:
-        """Its step failed: nobody may match its blocks any more."""
-        for block in seq.blocks:
-            self.device.withdraw(block)
+        """Its step failed: nobody may match its blocks any more, wherever they are by now."""
+        for block_hash in seq.hashes:
+            self.device.withdraw_hash(block_hash)
+            self.host.withdraw_hash(block_hash)
 
     # ------------------------------------------------------------ tables
 

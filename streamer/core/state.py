@@ -90,6 +90,7 @@ class Draft:
     """The plan being built. `budget` is what is left of the step's tokens.
 
     sitting  running sequences that got no block in this plan
+    begun    requests admitted without blocks in this plan
     starts   where each chunk of this plan began, to know what was computed before it
     """
 
@@ -101,6 +102,7 @@ class Draft:
         self.swap_out: list[tuple[int, int]] = []
         self.swap_in: list[tuple[int, int]] = []
         self.sitting: set[Sequence] = set()
+        self.begun: set[Request] = set()
         self.starts: dict[Sequence, int] = {}
         self.num_tokens = 0
         self.num_samples = 0
@@ -305,8 +307,10 @@ class State:
             self.counters.preemptions_swap += 1
             self.counters.swapped_out_blocks += len(moves)
         else:
+            # An earlier victim's swap in this plan may still read a block they shared.
+            after = draft.number if draft.has_swap else self.launched
             for seq in live:
-                self.kv.release(seq, self.launched)
+                self.kv.release(seq, after)
             self.move(request, Event.DROP)
             self.enqueue(request)
             self.counters.preemptions_recompute += 1

@@ -27,7 +27,7 @@ from streamer.engine.core import EngineCore, Inbox, Runner, Tokenizer
 from streamer.engine.gpu_thread import GpuThread
 from streamer.engine.prompts import Prompts
 from streamer.engine.registry import Registry
-from streamer.engine.requests import GenerateRequest, build_add, check_request, default_params
+from streamer.engine.requests import GenerateRequest, accept, build_add, default_params, with_end
 from streamer.engine.stats import Snapshot
 from streamer.engine.stream import Delta, Timing, TokenStream
 from streamer.errors import EngineDead, InvalidRequest, Overloaded, RequestFailed, StreamerError
@@ -188,7 +188,7 @@ class AsyncEngine:
         request_id = request.request_id or secrets.token_hex(12)
         if self._streams.get(request_id) is not None:
             raise InvalidRequest(f"request {request_id} exists", param="request_id")
-        params = check_request(request, info, sizes, self._random.getrandbits(SEED_BITS))
+        params = accept(request, info, sizes, self._random.getrandbits(SEED_BITS))
         self._streams.require_room(self.config.max_queue, sizes.max_num_seqs)
         salt = request.cache_salt.encode()
         hashes = self._prompts.hashes(request.prompt, salt, self._hasher)
@@ -317,6 +317,7 @@ class AsyncEngine:
         """Load everything; called once, by the thread."""
         tokenizer = self._load_tokenizer()
         runner, info = self._load()
+        info = with_end(info, tokenizer.eos_token_id)
         config = self.config
         sizes = SchedulerConfig(
             block_size=info.block_size,

@@ -41,7 +41,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     window: int = 0
 
 
-def check_request(
+def accept(
     request: GenerateRequest, info: ModelInfo, sizes: SchedulerConfig, seed: int
 ) -> SamplingParams:
     """The request's params with seed and max_tokens filled in, `seed` where it names none.
@@ -82,6 +82,13 @@ def default_params(info: ModelInfo, given: dict[str, Any]) -> SamplingParams:
         if name in types
     }
     return SamplingParams(**{**defaults, **given})
+
+
+def with_end(info: ModelInfo, token: int | None) -> ModelInfo:
+    """The model with one more end token: a chat checkpoint may name it in the tokenizer alone."""
+    if token is None or token in info.eos_token_ids:
+        return info
+    return msgspec.structs.replace(info, eos_token_ids=(*info.eos_token_ids, token))
 
 
 def build_add(

@@ -71,6 +71,10 @@ FOREIGN_FIELDS = (
 )
 
 
+# transformers' MistralConfig where the field is absent; null means full attention.
+MISTRAL_WINDOW = 4096
+
+
 class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything decoder.py needs; sizes in elements, windows in tokens (None: full attention)."""
 
@@ -167,6 +171,8 @@ def _windows(read: Fields, rule: Sliding, layers: int) -> tuple[int | None, ...]
     if rule is Sliding.NEVER:
         return (None,) * layers
     window = read.size_or_none("sliding_window")
+    if rule is Sliding.EVERY_LAYER and not read.has("sliding_window"):
+        window = MISTRAL_WINDOW
     kinds = read.texts_or_none("layer_types")
     if kinds is not None:
         if len(kinds) != layers:

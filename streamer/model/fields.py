@@ -26,6 +26,10 @@ class Fields:
             raise self._wrong(name, value, "at least 1")
         return value
 
+    def has(self, name: str) -> bool:
+        """Whether the field is written at all, null included."""
+        return name in self._values
+
     def size_or_none(self, name: str) -> int | None:
         """An integer of at least 1, or None where absent."""
         return None if self._values.get(name) is None else self.size(name)

@@ -167,7 +167,7 @@ class Sampler:
         bad: list[int],
         tokens: list[int],
     ) -> list[int]:
-        """`tokens` holds every row's bare argmax already."""
+        """`tokens` holds every row's bare argmax already; rows without a choice join `bad`."""
         x = logits.float().contiguous()
         if bad:
             x[bad] = 0.0
@@ -175,6 +175,7 @@ class Sampler:
         if touched:
             for i, token in zip(touched, x[touched].argmax(-1).tolist(), strict=True):
                 tokens[i] = token
+        bad += self._masked_out(x, layout, positions)
         layout.origin[2] = positions
         for members, is_filtered in ((layout.whole, False), (layout.filtered, True)):
             if not members:
@@ -191,6 +192,17 @@ class Sampler:
             for i, token in zip(members, drawn.tolist(), strict=True):
                 tokens[i] = token
         return tokens
+
+    def _masked_out(self, x: torch.Tensor, layout: _Layout, positions: Sequence[int]) -> list[int]:
+        """Rows in which min_tokens bans every token the model would allow: nothing to draw."""
+        below = [i for i, floor in layout.floors if positions[i] < floor]
+        if not below:
+            return []
+        is_open = x[below].amax(-1).isfinite().tolist()
+        closed = [i for i, has_token in zip(below, is_open, strict=True) if not has_token]
+        if closed:
+            x[closed] = 0.0
+        return closed
 
     def _edit(self, x: torch.Tensor, layout: _Layout, positions: Sequence[int]) -> list[int]:
         """Bias, min_tokens mask and penalties, in place in x [S, V]; the greedy rows it touched."""

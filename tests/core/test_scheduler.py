@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from streamer.core.plan import Add, NoticeKind
+from streamer.core.plan import Add, FinishReason, NoticeKind, StepResult
 from streamer.core.prefix import BlockHasher
 from streamer.core.request import Status
 from streamer.core.sampling import SamplingParams
@@ -255,6 +255,49 @@ def test_equal_priorities_do_not_preempt_each_other_for_rows() -> None:
     driver.drain()
     stats = driver.outputs[-1].stats
     assert stats.preemptions_swap + stats.preemptions_recompute == 0
+
+
+# ------------------------------------------------------------ found by random lives
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_resumed_reader_gives_way_to_a_higher_priority_when_nobody_else_can_go_on(
+    depth: int,
+) -> None:
+    driver = Driver(make_config(num_blocks=16, num_host_blocks=16), costs=SWAP, depth=depth)
+    driver.add(prompt(30), max_tokens=20)
+    for _ in range(4):
+        driver.step()
+    driver.pause("r0")
+    for _ in range(2):
+        driver.step()
+    driver.resume("r0")
+    driver.add(prompt(40, start=50), max_tokens=20, priority=-1)
+    driver.drain()
+
+
+def test_no_fork_from_blocks_that_a_twin_computes_in_the_same_plan() -> None:
+    driver = Driver(make_config(max_num_batched_tokens=64))
+    driver.add(prompt(23), max_tokens=4)
+    driver.add([*prompt(23), 7], max_tokens=4)
+    driver.add([*prompt(19), 9, 9], max_tokens=4, share_with="r1")
+    driver.drain()
+
+
+def test_a_failed_request_leaves_nothing_to_match_even_if_it_was_preempted_meanwhile() -> None:
+    driver = Driver(make_config(num_blocks=16, max_num_seqs=1), depth=1, costs=RECOMPUTE)
+    driver.add(prompt(16), max_tokens=8, priority=5)
+    driver.launch()
+    driver.add(prompt(4, start=60), max_tokens=4, priority=0)
+    driver.launch()  # r0 gave way while its first plan was under way
+    assert driver.status("r0") is Status.PREEMPTED
+    plan = driver.inflight.popleft()
+    out = driver.scheduler.apply(plan, StepResult(plan.number, failed={0: "not finite"}))
+    assert [f.reason for f in out.finishes] == [FinishReason.FAILED]
+    driver.adds.pop("r0")
+    driver.add(prompt(16), request_id="r2", max_tokens=2)
+    driver.drain()
+    assert driver.outputs[-1].stats.prefix_hit_tokens == 0
 
 
 # ------------------------------------------------------------ mistakes
