@@ -91,7 +91,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str | None, Meta(description="path of a Unix socket, instead of host and port")
     ] = None
     api_key: Annotated[
-        tuple[str, ...], Meta(description="keys that clients may use; none: no key is asked for")
+        tuple[Annotated[str, Meta(min_length=1)], ...],
+        Meta(description="keys that clients may use; none: no key is asked for"),
     ] = ()
     allowed_origins: Annotated[
         tuple[str, ...], Meta(description="Origins let in besides the server's own")
@@ -172,7 +173,8 @@ class Setting(msgspec.Struct, frozen=True):
             wanted = str(error).partition(", got ")[0].lower()
             if self.choices:
                 wanted = "expected one of " + ", ".join(self.choices)
-            raise ConfigError(f"{where}: {wanted}, got {raw!r}", param=self.name) from None
+            got = "" if self.name == "api_key" else f", got {raw!r}"  # keys stay out of logs
+            raise ConfigError(f"{where}: {wanted}{got}", param=self.name) from None
 
 
 @cache

@@ -103,6 +103,13 @@ def test_bounds_hold_for_python_too() -> None:
         msgspec.structs.replace(Config(), block_size=-1)
 
 
+@pytest.mark.parametrize("keys", [("",), ("good-key", "")])
+def test_an_empty_api_key_is_refused_and_no_key_is_shown(keys: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="api_key: expected `str` of length >= 1") as caught:
+        Config(api_key=keys)
+    assert "good-key" not in caught.value.message
+
+
 @pytest.mark.parametrize("setting", settings(), ids=lambda s: s.name)
 def test_every_setting_says_what_it_does_and_accepts_its_default(setting: Setting) -> None:
     assert setting.help

@@ -6,8 +6,6 @@ Names and meanings follow the OpenAI API and vLLM's extras.
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 
 from streamer.errors import InvalidRequest
@@ -19,6 +17,7 @@ MAX_STOP_BYTES = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_TOKENS = 1 << 24
+SHOWN_BITS = 128  # a message spells out integers up to this length
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,8 +116,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _within(name: str, value: float, low: float, high: float) -> None:
-    if not (math.isfinite(value) and low <= value <= high):
-        raise InvalidRequest(f"{name} must be from {low} to {high}, got {value}", param=name)
+    if not low <= value <= high:  # NaN is not; an integer of any length compares exactly
+        if isinstance(value, int) and value.bit_length() > SHOWN_BITS:
+            got = f"an integer of {value.bit_length()} bits"
+        else:
+            got = str(value)
+        raise InvalidRequest(f"{name} must be from {low} to {high}, got {got}", param=name)
 
 
 def _at_most(name: str, length: int, limit: int) -> None:

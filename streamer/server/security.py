@@ -84,7 +84,10 @@ class Guard:
         if origin is None:
             return None
         host = headers.get("host", "").strip().lower()
-        parts = urlsplit(origin.strip().lower())
+        try:
+            parts = urlsplit(origin.strip().lower())
+        except ValueError:
+            raise Forbidden(f"Origin {origin!r} is no address") from None
         if parts.scheme in ("http", "https") and host and parts.netloc == host:
             return None
         if "*" in self._origins or origin.rstrip("/").lower() in self._origins:
@@ -99,7 +102,7 @@ class Guard:
         is_known = False
         for key in self._keys:  # all of them, so that time says nothing about which
             is_known |= hmac.compare_digest(key, token)
-        if not is_known:
+        if not (is_known and token):
             raise NotAuthenticated(
                 "this server wants an API key: Authorization: Bearer KEY"
                 if not token

@@ -189,6 +189,10 @@ class Session:
                     self._handle(event, text)
                 except StreamerError as e:
                     self._refuse(e, event.stream_id)
+                except Exception:  # a bug of ours costs one event, not everybody on this socket
+                    log.exception("an event failed")
+                    error = StreamerError("internal error", code="internal")
+                    self._refuse(error, event.stream_id)
             if self._is_flooded:
                 await self._close(4429, f"more than {MAX_REPLIES} replies are waiting to be read")
                 return

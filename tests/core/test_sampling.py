@@ -24,6 +24,11 @@ from streamer.errors import InvalidRequest
         ("presence_penalty", 2.5),
         ("frequency_penalty", float("inf")),
         ("seed", 1 << 64),
+        ("seed", 10**400),
+        pytest.param("seed", -(10**5000), id="longer than Python writes out"),
+        ("top_k", 10**400),
+        ("temperature", 10**400),
+        ("temperature", float("-inf")),
         ("max_tokens", 0),
         ("max_tokens", 1 << 40),
         ("min_tokens", -1),
@@ -40,6 +45,7 @@ def test_a_value_out_of_bounds_is_refused_by_name(field: str, value: Any) -> Non
         SamplingParams(**{field: value})
     assert caught.value.param == field
     assert caught.value.status == 400
+    assert len(caught.value.message) < 200
 
 
 def test_an_entry_of_a_list_is_named() -> None:

@@ -28,6 +28,8 @@ FOREIGN = [
     "http://localhost",
     "file://",
     "http://127.0.0.1.evil.example",
+    "http://[",
+    "http://[::1",
 ]
 
 

@@ -11,6 +11,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 from websockets.typing import Subprotocol
 
+from streamer.server.websocket import Session
 from tests.server.counting import check_counting
 from tests.server.running import Running
 
@@ -245,3 +246,27 @@ def test_a_flood_of_bad_events_is_cut(server: Running) -> None:
         flood(socket)
     assert caught.value.rcvd is not None
     assert caught.value.rcvd.code == 4429
+
+
+def test_an_integer_of_400_digits_is_refused_by_name(extended: ClientConnection) -> None:
+    extended.send('{"type": "response.create", "input": "x", "seed": 1' + "0" * 400 + "}")
+    answer = hear(extended)
+    assert (answer["status"], answer["error"]["param"]) == (400, "seed")
+    say(extended, "session.ping", t=1)
+    assert hear(extended)["type"] == "session.pong"
+
+
+def test_a_bug_in_one_event_leaves_the_socket(
+    extended: ClientConnection, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(self: Session, response_id: str | None) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Session, "_cancel", broken)
+    say(extended, "response.cancel", response_id="x", stream_id="lane")
+    answer = hear(extended)
+    assert (answer["status"], answer["stream_id"]) == (500, "lane")
+    assert answer["error"]["code"] == "internal"
+    assert "an event failed" in caplog.text
+    say(extended, "session.ping", t=1)
+    assert hear(extended)["type"] == "session.pong"
