@@ -14,6 +14,7 @@ from streamer.core.plan import Plan, RowJoin, StepResult
 
 VOCAB = 97
 ROOT = 1
+BAD = -1  # a cell whose K or V is not finite
 
 
 def extend(chain: int, token: int) -> int:
@@ -113,30 +114,61 @@ class Device:
                 self.memory[row.table[block]][offset] = chains[position]
             row.computed += count
         drawn: dict[int, int] = {}
+        failed: dict[int, str] = {}
         for row, count, sample in work:
-            if count:
-                self._read(row)
-            if sample:
+            is_well = self._read(row) if count else True
+            if sample and is_well:
                 drawn[row.join.row] = draw(chain_of(row.tokens)[-1], row.join.choice)
+            elif sample:
+                failed[row.join.row] = "not finite"
         for child, parent in forks:
             assert child.tokens == parent.tokens
             assert child.computed == len(child.tokens)
-            self._read(child)
+            if not self._read(child) or parent.join.row in failed:
+                failed[child.join.row] = "not finite"
+                continue
             drawn[child.join.row] = draw(chain_of(child.tokens)[-1], child.join.choice)
-        assert len(drawn) == plan.num_samples
-        for number, token in drawn.items():
-            self.rows[number].tokens.append(token)
+        assert len(drawn) + len(failed) == plan.num_samples
+        for number, token in [*drawn.items(), *((row, 0) for row in failed)]:
+            self.rows[number].tokens.append(token)  # a failed row's is nobody's
         rows = tuple(sorted(drawn))
-        self.results[plan.number] = StepResult(plan.number, rows, tuple(drawn[r] for r in rows))
+        tokens = tuple(drawn[r] for r in rows)
+        self.results[plan.number] = StepResult(plan.number, rows, tokens, failed=failed)
 
-    def _read(self, row: Row) -> None:
+    def poison(self, plan: Plan) -> str | None:
+        """Let the first row that drew in this plan fail, and leave what it wrote not finite."""
+        result = self.results[plan.number]
+        if not result.rows:
+            return None
+        number = result.rows[0]
+        row = self.rows[number]
+        row.tokens[-1] = 0  # whatever was drawn is nobody's
+        chunk = next((c for c in plan.chunks if c.row == number), None)
+        for position in range(row.computed - (1 if chunk is None else chunk.count), row.computed):
+            block, offset = divmod(position, self.size)
+            self.memory[row.table[block]][offset] = BAD
+        self.results[plan.number] = StepResult(
+            plan.number,
+            result.rows[1:],
+            result.tokens[1:],
+            failed={**result.failed, number: "not finite"},
+        )
+        return row.join.request_id
+
+    def _read(self, row: Row) -> bool:
+        """Whether all of it is finite; what is finite must be the row's own prefix."""
+        is_well = True
         chains = chain_of(row.tokens)
         for position in range(row.computed):
             block, offset = divmod(position, self.size)
             cell = self.memory[row.table[block]][offset]
+            if cell == BAD:
+                is_well = False
+                continue
             assert cell == chains[position], (
                 f"{row.join.request_id}: position {position} reads another prefix"
             )
+        return is_well
 
     def flush(self, upto: int) -> None:
         """Run the swap copies of plans up to `upto`; only now do they read and write."""

@@ -67,13 +67,18 @@ class Driver:
         self.log: list[Entry] = []
         self.held: set[str] = set()
         self.steps = 0
+        self.fail_next = False  # let a row of the next plan that draws fail
+        self.sick: set[str] = set()
+        self.first_plan: dict[str, int] = {}
+        self.last_bad_plan = 0  # who began later may not have met a bad block
         self.flush_copies = True  # whether swap copies end with their plan's collection
 
     # ------------------------------------------------------------ commands
 
     def add(
         self, prompt: list[int], *, request_id: str | None = None, n: int = 1, max_tokens: int = 8,
-        priority: int = 0, share_with: str | None = None, **params: object,
+        priority: int = 0, stop_ids: frozenset[int] = frozenset(), share_with: str | None = None,
+        **params: object,
     ) -> str:  # fmt: skip
         """Submit; the id is r0, r1 ... unless given."""
         request_id = request_id or f"r{len(self.adds)}"
@@ -81,6 +86,7 @@ class Driver:
             request_id,
             tuple(prompt),
             SamplingParams(n=n, max_tokens=max_tokens, seed=1, **params),  # type: ignore[arg-type]
+            stop_ids=stop_ids,
             priority=priority,
             share_with=share_with,
         )
@@ -120,6 +126,11 @@ class Driver:
             self.plans.append(plan)
             self.device.launch(plan)
             self.inflight.append(plan)
+            for join in plan.joins:
+                self.first_plan.setdefault(join.request_id, plan.number)
+            if self.fail_next and (name := self.device.poison(plan)) is not None:
+                self.fail_next = False
+                self.sick.add(name)
         self.scheduler.check()
         return plan
 
@@ -132,6 +143,8 @@ class Driver:
         result = self.device.results.pop(plan.number)
         self.log.append(("result", result))
         output = self.scheduler.apply(plan, result)
+        if result.failed:
+            self.last_bad_plan = self.plans[-1].number
         self.scheduler.check()
         self._take(output)
         self.steps += 1
@@ -163,8 +176,14 @@ class Driver:
         tokens = self.tokens[finish.request_id, finish.choice]
         assert finish.num_tokens == len(tokens)
         assert tokens == oracle(add.prompt, finish.choice, len(tokens))
+        stops = [i for i, token in enumerate(tokens) if token in add.stop_ids]
         if finish.reason is FinishReason.LENGTH:
             assert len(tokens) == add.params.max_tokens
+            assert not stops
+        elif finish.reason is FinishReason.STOP:
+            assert stops == [len(tokens) - 1]
+        elif finish.reason is FinishReason.FAILED and finish.request_id not in self.sick:
+            assert self.first_plan[finish.request_id] <= self.last_bad_plan, "met a bad block"
 
     def run(self, limit: int = 2000) -> None:
         """Until nobody is left but paused readers; more than `limit` steps is starvation."""

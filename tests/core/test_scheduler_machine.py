@@ -55,15 +55,17 @@ class Life(RuleBasedStateMachine):
         max_tokens=st.integers(1, 20),
         n=st.sampled_from([1, 1, 1, 2, 3]),
         priority=st.sampled_from([0, 0, 0, 1, -1]),
+        stop=st.frozensets(st.integers(0, 96), max_size=6),
     )
     def add(
-        self, family: int, length: int, tail: int, max_tokens: int, n: int, priority: int
-    ) -> None:
+        self, family: int, length: int, tail: int, max_tokens: int, n: int, priority: int,
+        stop: frozenset[int],
+    ) -> None:  # fmt: skip
         config = self.driver.config
         prompt = [(family * 29 + i) % 97 for i in range(length)] + [tail] * tail
         blocks = -(-(len(prompt) + max_tokens) // config.block_size)
         n = min(n, config.max_num_seqs, config.num_blocks // blocks)
-        self.driver.add(prompt, n=n, max_tokens=max_tokens, priority=priority)
+        self.driver.add(prompt, n=n, max_tokens=max_tokens, priority=priority, stop_ids=stop)
 
     @precondition(lambda self: self.driver.adds)
     @rule(data=st.data(), at=st.integers(1, 40), more=st.integers(0, 3))
@@ -88,9 +90,10 @@ class Life(RuleBasedStateMachine):
     def resume(self, data: st.DataObject) -> None:
         self.driver.resume(data.draw(st.sampled_from(sorted(self.driver.held))))
 
-    @rule(late=st.booleans())
-    def late_copies(self, late: bool) -> None:
+    @rule(late=st.booleans(), fails=st.booleans())
+    def weather(self, late: bool, fails: bool) -> None:
         self.driver.flush_copies = not late
+        self.driver.fail_next = fails
 
     @rule(count=st.integers(1, 6))
     def step(self, count: int) -> None:
