@@ -61,6 +61,7 @@ def test_qwen3_has_its_head_dim_and_norms() -> None:
     ("architecture", "fields", "windows"),
     [
         ("LlamaForCausalLM", {"sliding_window": 8}, (None,) * 4),
+        ("MistralForCausalLM", {}, (4096,) * 4),  # transformers' default where it is absent
         ("MistralForCausalLM", {"sliding_window": 8}, (8,) * 4),
         ("MistralForCausalLM", {"sliding_window": None}, (None,) * 4),
         ("Qwen2ForCausalLM", {"sliding_window": 8}, (None,) * 4),

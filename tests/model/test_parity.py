@@ -84,7 +84,7 @@ def compare(
             ties += 1
     record("ties_within_rounding", ties)
     print(f"{ties} of {len(got)} sequences differ where two tokens are within {ROUNDING}")
-    assert ties <= len(got) // 8
+    assert ties <= len(got) // 16
 
 
 def mixed_asks(seed: int, count: int, *, longest: int, output: tuple[int, int]) -> list[Ask]:
@@ -157,7 +157,7 @@ def test_64_requests_in_a_pool_that_preempts_at_least_50_times(
     compare([engine.tokens[f"r{i}", 0] for i in range(64)], want, record_property)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_prefix_hits_change_no_token(
     checkpoint: Any, reference: Any, record_property: Any, family: str
 ) -> None:
@@ -175,7 +175,7 @@ def test_prefix_hits_change_no_token(
 
 
 @pytest.mark.parametrize("costs", [SWAP, RECOMPUTE], ids=["swap", "recompute"])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_four_forks_of_a_prefill_say_the_same_through_preemption(
     checkpoint: Any, reference: Any, record_property: Any, family: str, costs: dict[str, float]
 ) -> None:

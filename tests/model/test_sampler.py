@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -133,6 +134,19 @@ def test_min_tokens_masks_ends_until_so_many_are_out() -> None:
         drawn = [sampler.sample(logits.clone(), [0], [3 + i]).tokens[0] for i in range(4)]
         assert 9 not in drawn[:2]
         assert drawn[2:] == [9, 9]
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, {"seed": 1}, {"seed": 1, "top_k": 2}])
+def test_a_row_whose_every_token_is_banned_fails_alone(params: dict[str, Any]) -> None:
+    """min_tokens masks the only tokens the model allows: nothing is left to draw."""
+    sampler = Sampler(VOCAB, 2)
+    sampler.join(0, SamplingParams(min_tokens=2, **params), [5], 1, 0, stop_ids=frozenset({9}))
+    sampler.join(1, SamplingParams(**params), [5], 1, 0, stop_ids=frozenset())
+    logits = torch.full((2, VOCAB), -torch.inf)
+    logits[:, 9] = 1.0
+    out = sampler.sample(logits, [0, 1], [1, 1])
+    assert list(out.failed) == [0]
+    assert out.tokens[1] == 9
 
 
 def test_bias_beyond_the_vocabulary_touches_no_neighbour() -> None:
