@@ -120,11 +120,45 @@ def test_what_is_typed_is_text(page: Page) -> None:
 
 
 def test_a_refusal_is_shown_and_the_next_question_works(page: Page) -> None:
-    limit(page, 1 << 23)
+    limit(page, 1 << 25)
     answer = ask(page, "Too much.")
     expect(answer.get_by_role("alert")).to_be_visible()
     limit(page, 3)
     check_counting(finished(ask(page, "Less.")))
+
+
+def test_a_chat_that_fills_the_context_keeps_the_question(browser: Browser) -> None:
+    small = Running(model="fake", max_model_len=600).start()
+    page = browser.new_page()
+    page.goto(small.url)
+    expect(page.locator("#badge")).to_have_text("connected")
+    check_counting(finished(ask(page, "How far can you count?")))  # to the end of the context
+    question = "How far is that?"
+    alert = ask(page, question).get_by_role("alert")
+    expect(alert).to_contain_text("This conversation is too long")
+    expect(page.get_by_label("Message")).to_have_value(question)
+    alert.get_by_role("button", name="New chat").click()
+    expect(page.locator("article.user .text")).to_have_text([question])
+    check_counting(finished(page.locator("article.assistant")))
+    expect(page.get_by_role("alert")).to_have_count(0)
+    page.close()
+    small.stop()
+
+
+def test_a_limit_beyond_the_context_gives_what_fits(browser: Browser) -> None:
+    small = Running(model="fake", max_model_len=600).start()
+    page = browser.new_page()
+    page.goto(small.url)
+    expect(page.locator("#badge")).to_have_text("connected")
+    limit(page, 599)
+    assert len(check_counting(finished(ask(page, "How far can you count?")))) > 500
+    limit(page, 1)
+    alert = ask(page, "x" * 700).get_by_role("alert")
+    expect(alert).to_contain_text("too long")
+    page.get_by_role("button", name="New chat", exact=True).click()
+    expect(ask(page, "x" * 700).get_by_role("alert")).to_contain_text("This message is longer")
+    page.close()
+    small.stop()
 
 
 def test_everything_has_a_name_and_the_keyboard_reaches_it(page: Page) -> None:
