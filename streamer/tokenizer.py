@@ -7,7 +7,8 @@ releases the GIL and may run in any thread; the engine calls it in its pool.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import tokenizers
 from streamer.errors import ConfigError, InvalidRequest, ModelNotSupported
 from streamer.tokenizer_bytes import token_bytes
 from streamer.tokenizer_chat import ChatTemplate
+from streamer.tokenizer_special import Disguise, SpecialText
 from streamer.tokenizer_text import TextStream
 
 __all__ = ["TextStream", "Tokenizer", "read_template"]
@@ -50,6 +52,8 @@ class Tokenizer:
         self._chat = ChatTemplate(source, tokens) if source else None
         source = settings.get("tool_template")
         self._tool_chat = ChatTemplate(source, tokens) if source else self._chat
+        # Made here: copying a vocabulary holds the GIL for long.
+        self._special_text = SpecialText(backend) if self._chat is not None else None
 
     @classmethod
     def from_folder(cls, path: Path, chat_template: str | None = None) -> Tokenizer:
@@ -76,11 +80,9 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; InvalidRequest if it is no Unicode text (a lone surrogate)."""
-        try:
+        with _unicode():
             # encode_batch releases the GIL, encode holds it (136 ms for 400 KB).
             found = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
-        except (UnicodeError, TypeError) as e:
-            raise InvalidRequest(f"the prompt is no valid Unicode text: {e}", param="prompt") from e
         return found[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -94,7 +96,35 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """A conversation as the model was trained to see it; encode it without special tokens."""
+        """A conversation as text, as the model was trained to see it."""
+        return self._render(messages, add_generation_prompt, tools, None)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation as the model was trained to see it.
+
+        Special tokens are the template's alone: where messages or tools spell one, it is text.
+        """
+        special = self._special_text
+        disguise = special.disguise() if special is not None else None
+        text = self._render(messages, add_generation_prompt, tools, disguise)
+        if special is None or disguise is None or not disguise.hidden:
+            return self.encode(text, add_special_tokens=False)
+        with _unicode():
+            return special.encode(text, disguise)
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        disguise: Disguise | None,
+    ) -> str:
         chat = self._tool_chat if tools else self._chat
         if chat is None:
             raise InvalidRequest(
@@ -104,7 +134,10 @@ class Tokenizer:
                 code="no_chat_template",
             )
         return chat.render(
-            messages, add_generation_prompt=add_generation_prompt, tools=tools or None
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools or None,
+            disguise=disguise,
         )
 
     def token_bytes(self) -> tuple[bytes, ...]:
@@ -140,6 +173,15 @@ class Tokenizer:
     def _id_of(self, name: str) -> int | None:
         content = _content(self._settings.get(name))
         return self._backend.token_to_id(content) if content else None
+
+
+@contextmanager
+def _unicode() -> Iterator[None]:
+    """The library's refusal of a text as the caller's mistake."""
+    try:
+        yield
+    except (UnicodeError, TypeError) as e:
+        raise InvalidRequest(f"the prompt is no valid Unicode text: {e}", param="prompt") from e
 
 
 def _content(token: Any) -> str:

@@ -18,6 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from streamer.errors import ConfigError, InvalidRequest
+from streamer.tokenizer_special import Disguise, change_strings
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 # What templates raise over messages they were not written for.
@@ -57,9 +58,17 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None,
+        disguise: Disguise | None = None,
     ) -> str:
-        """The conversation as text; InvalidRequest if the messages don't suit the template."""
+        """The conversation as text; InvalidRequest if the messages don't suit the template.
+
+        disguise  changes what the caller wrote, before the template sees it
+        """
         flat = [_flatten(message, i) for i, message in enumerate(messages)]
+        if disguise is not None:
+            # Roles stay: templates compare them.
+            flat = [change_strings(m, disguise) | _role(m) for m in flat]
+            tools = change_strings(tools, disguise)
         try:
             return self._template.render(
                 messages=flat,
@@ -69,8 +78,9 @@ class ChatTemplate:
                 **self._tokens,
             )
         except TEMPLATE_ERRORS as e:
+            why = str(e) if disguise is None else disguise.reveal(str(e))
             raise InvalidRequest(
-                f"the model's chat template refuses these messages: {e}", param="messages"
+                f"the model's chat template refuses these messages: {why}", param="messages"
             ) from e
 
 
@@ -88,6 +98,10 @@ def _flatten(message: Mapping[str, Any], index: int) -> dict[str, Any]:
         ]
         flat["content"] = "".join(texts)
     return flat
+
+
+def _role(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {"role": message["role"]} if "role" in message else {}
 
 
 def _part_text(part: Any, where: str) -> str:

@@ -54,10 +54,9 @@ class Prompts:
         """Token ids of a conversation, through the chat template."""
 
         def work() -> tuple[list[int], tuple[bytes, ...]]:
-            text = tokenizer.render_chat(
+            ids = tokenizer.encode_chat(
                 messages, add_generation_prompt=add_generation_prompt, tools=tools
             )
-            ids = tokenizer.encode(text, add_special_tokens=False)
             return ids, self._hash(ids, hasher)
 
         return self._remember(*await self._run(work))
