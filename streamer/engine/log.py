@@ -1,7 +1,8 @@
 """ChoiceLog: tokens, text and log probabilities of one choice, compact and append-only.
 
-Twelve bytes a token besides its text, so that long answers can be kept for late readers. Any token
-index is a cursor: the text released by each token is known. Owned by TokenStream.
+Twelve bytes a token besides its text, so that long answers can be kept for late readers; with log
+probabilities, many times that. Any token index is a cursor: the text released by each token is
+known. Owned by TokenStream.
 """
 
 from __future__ import annotations
@@ -12,6 +13,10 @@ import msgspec
 
 from streamer.core.plan import Finish, TokenLogprob
 from streamer.tokenizer_text import TextStream
+
+# What CPython keeps of a TokenLogprob, and of each alternative: objects, not numbers.
+LOGPROB_BYTES = 160
+TOP_BYTES = 120
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -34,7 +39,7 @@ class Delta(msgspec.Struct, frozen=True):
 class ChoiceLog:
     """See the module. `tokens` holds token ids below 2**31."""
 
-    __slots__ = ("_ends", "_logprobs", "_text", "_writer", "tokens")
+    __slots__ = ("_ends", "_logprob_bytes", "_logprobs", "_text", "_writer", "tokens")
 
     def __init__(self, writer: TextStream, has_logprobs: bool) -> None:
         self.tokens = array("i")
@@ -42,18 +47,20 @@ class ChoiceLog:
         self._text = bytearray()  # UTF-8, whole characters
         self._ends = array("Q")  # bytes of text released up to and with each token
         self._logprobs: list[TokenLogprob] | None = [] if has_logprobs else None
+        self._logprob_bytes = 0
 
     @property
     def num_bytes(self) -> int:
         """About what it occupies."""
-        num_logprobs = len(self._logprobs) if self._logprobs is not None else 0
-        return len(self._text) + 12 * len(self.tokens) + 256 * num_logprobs
+        return len(self._text) + 12 * len(self.tokens) + self._logprob_bytes
 
     def push(self, token: int, logprob: TokenLogprob | None, finish: Finish | None) -> None:
         """One more token, with its finish if it is the last."""
         self.tokens.append(token)
         if self._logprobs is not None:
-            self._logprobs.append(logprob or TokenLogprob(token, float("nan")))
+            logprob = logprob or TokenLogprob(token, float("nan"))
+            self._logprobs.append(logprob)
+            self._logprob_bytes += LOGPROB_BYTES + TOP_BYTES * len(logprob.top)
         if finish is None:
             self._text += self._writer.push(token).encode()
         else:

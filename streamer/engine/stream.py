@@ -23,6 +23,8 @@ from streamer.tokenizer_text import TextStream
 
 __all__ = ["Control", "Delta", "Timing", "TokenStream"]
 
+PROMPT_TOKEN_BYTES = 36  # an int and its place in a tuple
+
 
 class Timing(msgspec.Struct, frozen=True):
     """Seconds of one request's life; None: it has not come so far.
@@ -147,7 +149,8 @@ class TokenStream:
     @property
     def num_bytes(self) -> int:
         """About what it occupies, for retention."""
-        return sum(c.num_bytes for c in self._choices) + 8 * len(self.prompt) + 2048
+        prompt = PROMPT_TOKEN_BYTES * len(self.prompt)
+        return sum(c.num_bytes for c in self._choices) + prompt + 2048
 
     @property
     def num_readers(self) -> int:

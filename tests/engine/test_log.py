@@ -1,0 +1,62 @@
+"""ChoiceLog and TokenStream: what they say they occupy is what they occupy."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections.abc import Callable
+
+import pytest
+
+from streamer.core.plan import TokenLogprob
+from streamer.core.sampling import SamplingParams
+from streamer.engine.stream import TokenStream
+from tests.engine.helpers import LETTERS, Calls
+
+NUM_TOKENS = 3000
+
+
+def stream_of(prompt: tuple[int, ...], num_tops: int | None) -> TokenStream:
+    """A stream of one choice of letters, `num_tops` alternatives a token where it has any."""
+    stream = TokenStream(
+        request_id="r",
+        prompt=prompt,
+        params=SamplingParams(seed=5, logprobs=num_tops),
+        token_bytes=LETTERS,
+        special={},
+        control=Calls(),
+        detach_s=None,
+        window=0,
+    )
+    for k in range(NUM_TOKENS):
+        lp = None
+        if num_tops is not None:
+            # New objects, as a step's result has them.
+            top = tuple((1000 + k * 20 + i, -0.5 - i - k) for i in range(num_tops))
+            lp = TokenLogprob(100_000 + k, -0.25 - k, top)
+        stream.push(0, 97, lp, None)
+    return stream
+
+
+def occupied(make: Callable[[], TokenStream]) -> tuple[int, TokenStream]:
+    """Bytes that what `make` returns keeps alive."""
+    make()  # what is made once only
+    gc.collect()
+    tracemalloc.start()
+    try:
+        stream = make()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0], stream
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("num_tops", [None, 0, 1, 5, 20])
+def test_the_output_is_counted_as_it_is(num_tops: int | None) -> None:
+    real, stream = occupied(lambda: stream_of((1,), num_tops))
+    assert stream.num_bytes == pytest.approx(real, rel=0.3, abs=8192)
+
+
+def test_the_prompt_is_counted_as_it_is() -> None:
+    real, stream = occupied(lambda: stream_of(tuple(range(1000, 101_000)), None))
+    assert stream.num_bytes == pytest.approx(real, rel=0.1)
