@@ -112,7 +112,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = "info"
     max_queue: Annotated[
         Annotated[int, Meta(ge=0, le=1 << 24)],
-        Meta(description="requests that may wait; beyond it the answer is 503"),
+        Meta(description="choices that may wait; beyond it the answer is 503"),
     ] = 1024
     stream_window: Annotated[
         Annotated[int, Meta(ge=0, le=1 << 24)],

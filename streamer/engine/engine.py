@@ -34,8 +34,7 @@ from streamer.errors import EngineDead, InvalidRequest, Overloaded, RequestFaile
 
 __all__ = ["AsyncEngine", "Delta", "GenerateRequest", "Timing", "TokenStream"]
 
-LOADING_RETRY_S = 2.0
-DRAINING_RETRY_S = 5.0
+LOADING_RETRY_S, DRAINING_RETRY_S = 2.0, 5.0
 # A seed travels through JSON, where integers beyond 2**53 lose digits.
 SEED_BITS = 53
 
@@ -78,8 +77,7 @@ class AsyncEngine:
         self._prompts = Prompts()
         self._streams = Registry(config.retain_s, config.retain_bytes)
         self._random = random.SystemRandom() if config.seed is None else random.Random(config.seed)
-        self._ready_at = 0.0
-        self._lag_s = self._max_lag_s = 0.0
+        self._ready_at = self._lag_s = self._max_lag_s = 0.0
 
     @classmethod
     def from_config(cls, config: Config) -> AsyncEngine:
@@ -189,9 +187,8 @@ class AsyncEngine:
         if self._streams.get(request_id) is not None:
             raise InvalidRequest(f"request {request_id} exists", param="request_id")
         params = accept(request, info, sizes, self._random.getrandbits(SEED_BITS))
-        self._streams.require_room(self.config.max_queue, sizes.max_num_seqs)
-        salt = request.cache_salt.encode()
-        hashes = self._prompts.hashes(request.prompt, salt, self._hasher)
+        self._streams.require_room(self.config.max_queue, sizes.max_num_seqs, params.n)
+        hashes = self._prompts.hashes(request.prompt, request.cache_salt.encode(), self._hasher)
         stream = TokenStream(
             request_id=request_id,
             prompt=request.prompt,
@@ -219,7 +216,7 @@ class AsyncEngine:
 
         Without `params`, the model's own defaults. Raises RequestFailed if a step fails it.
         """
-        ids = await self.encode(prompt) if isinstance(prompt, str) else prompt
+        ids = await self.encode(prompt, True, cache_salt) if isinstance(prompt, str) else prompt
         stream = self.submit(
             GenerateRequest(
                 prompt=tuple(ids),
@@ -271,9 +268,13 @@ class AsyncEngine:
 
     # ------------------------------------------------------------ prompts
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, in a thread pool."""
-        return await self._prompts.encode(self.tokenizer, text, add_special_tokens, self._hasher)
+    async def encode(
+        self, text: str, add_special_tokens: bool = True, cache_salt: str = ""
+    ) -> list[int]:
+        """Token ids of a text, in a thread pool; `cache_salt` as the request will have it."""
+        return await self._prompts.encode(
+            self.tokenizer, text, add_special_tokens, self._hasher, cache_salt.encode()
+        )
 
     async def encode_chat(
         self,
@@ -281,10 +282,12 @@ class AsyncEngine:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        cache_salt: str = "",
     ) -> list[int]:
-        """Token ids of a conversation through the chat template, in a thread pool."""
+        """Token ids of a conversation through the chat template, likewise."""
+        salt = cache_salt.encode()
         return await self._prompts.encode_chat(
-            self.tokenizer, messages, add_generation_prompt, tools, self._hasher
+            self.tokenizer, messages, add_generation_prompt, tools, self._hasher, salt
         )
 
     # ------------------------------------------------------------ seen from outside
@@ -292,10 +295,9 @@ class AsyncEngine:
     def snapshot(self) -> Snapshot:
         """Everything countable, now."""
         streams = self._streams
-        is_draining = self.is_draining and self._state == "ready"
         lag_s, self._max_lag_s = self._max_lag_s, 0.0
         return Snapshot(
-            state="draining" if is_draining else self._state,
+            state="draining" if self.is_draining and self._state == "ready" else self._state,
             step=self.stats,
             live_streams=streams.num_live,
             waiting=streams.num_waiting,

@@ -30,18 +30,23 @@ class Prompts:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="streamer-encode")
-        self._hashed: OrderedDict[tuple[int, ...], tuple[bytes, ...]] = OrderedDict()
+        self._hashed: OrderedDict[tuple[bytes, tuple[int, ...]], tuple[bytes, ...]] = OrderedDict()
 
     async def encode(
-        self, tokenizer: Tokenizer, text: str, add_special_tokens: bool, hasher: BlockHasher | None
+        self,
+        tokenizer: Tokenizer,
+        text: str,
+        add_special_tokens: bool,
+        hasher: BlockHasher | None,
+        salt: bytes = b"",
     ) -> list[int]:
         """Token ids of a text."""
 
         def work() -> tuple[list[int], tuple[bytes, ...]]:
             ids = tokenizer.encode(text, add_special_tokens)
-            return ids, self._hash(ids, hasher)
+            return ids, self._hash(ids, hasher, salt)
 
-        return self._remember(*await self._run(work))
+        return self._remember(*await self._run(work), salt)
 
     async def encode_chat(
         self,
@@ -50,6 +55,7 @@ class Prompts:
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None,
         hasher: BlockHasher | None,
+        salt: bytes = b"",
     ) -> list[int]:
         """Token ids of a conversation, through the chat template."""
 
@@ -57,9 +63,9 @@ class Prompts:
             ids = tokenizer.encode_chat(
                 messages, add_generation_prompt=add_generation_prompt, tools=tools
             )
-            return ids, self._hash(ids, hasher)
+            return ids, self._hash(ids, hasher, salt)
 
-        return self._remember(*await self._run(work))
+        return self._remember(*await self._run(work), salt)
 
     def hashes(
         self, prompt: tuple[int, ...], salt: bytes, hasher: BlockHasher | None
@@ -67,8 +73,8 @@ class Prompts:
         """Block hashes of a prompt: remembered, or computed here."""
         if hasher is None:
             return ()
-        if not salt and len(prompt) > INLINE_TOKENS:
-            known = self._hashed.pop(prompt, None)
+        if len(prompt) > INLINE_TOKENS:
+            known = self._hashed.pop((salt, prompt), None)
             if known is not None:
                 return known
         return hasher.hash_blocks(prompt, salt)
@@ -84,14 +90,14 @@ class Prompts:
             raise EngineDead("the engine is closed", code="engine_closed") from None
         return await asyncio.wrap_future(future)
 
-    def _hash(self, ids: list[int], hasher: BlockHasher | None) -> tuple[bytes, ...]:
+    def _hash(self, ids: list[int], hasher: BlockHasher | None, salt: bytes) -> tuple[bytes, ...]:
         if hasher is None or len(ids) <= INLINE_TOKENS:
             return ()
-        return hasher.hash_blocks(ids, b"")
+        return hasher.hash_blocks(ids, salt)
 
-    def _remember(self, ids: list[int], hashes: tuple[bytes, ...]) -> list[int]:
+    def _remember(self, ids: list[int], hashes: tuple[bytes, ...], salt: bytes) -> list[int]:
         if hashes:
-            self._hashed[tuple(ids)] = hashes
+            self._hashed[salt, tuple(ids)] = hashes
             if len(self._hashed) > REMEMBERED:
                 self._hashed.popitem(last=False)
         return ids

@@ -33,6 +33,7 @@ class Registry:
         self._is_quiet.set()
         self._mean_s = MIN_RETRY_S
         self._num_rows = 0  # sequences of live requests that have started
+        self._num_waiting_rows = 0  # and of those that have not
         self.num_waiting = 0
         self.num_submitted = 0
         self.retained_bytes = 0
@@ -62,14 +63,18 @@ class Registry:
             stream = kept[2] if kept is not None else None
         return stream
 
-    def require_room(self, max_queue: int, max_num_seqs: int) -> None:
-        """Overloaded if more than `max_queue` requests would wait; idle rows are no queue."""
+    def require_room(self, max_queue: int, max_num_seqs: int, n: int = 1) -> None:
+        """Overloaded if more than `max_queue` choices would wait; idle rows are no queue.
+
+        n  choices of the request that asks
+        """
         idle_rows = max(0, max_num_seqs - self._num_rows)
-        if self.num_waiting < max_queue + idle_rows:
+        if self._num_waiting_rows + n <= max_queue + idle_rows:
             return
-        turns = self.num_waiting / max_num_seqs
+        turns = self._num_waiting_rows / max_num_seqs
         raise Overloaded(
-            f"{self.num_waiting} requests are waiting, the limit is {max_queue}",
+            f"{self._num_waiting_rows} choices are waiting and {n} more asked for; the limit is "
+            f"{max_queue}",
             retry_after_s=min(MAX_RETRY_S, max(MIN_RETRY_S, turns * self._mean_s)),
         )
 
@@ -78,6 +83,7 @@ class Registry:
         self._live[stream.request_id] = stream
         self.num_submitted += 1
         self.num_waiting += 1
+        self._num_waiting_rows += stream.params.n
         self._is_quiet.clear()
 
     async def wait_quiet(self) -> None:
@@ -94,6 +100,7 @@ class Registry:
                 stream.notify(notice)
                 if stream.is_started and not was_started:
                     self.num_waiting -= 1
+                    self._num_waiting_rows -= stream.params.n
                     self._num_rows += stream.params.n
         finishes = {(f.request_id, f.choice): f for f in output.finishes}
         logprobs = output.logprobs
@@ -124,6 +131,7 @@ class Registry:
             self._num_rows -= stream.params.n
         else:
             self.num_waiting -= 1
+            self._num_waiting_rows -= stream.params.n
         self.num_ended[reason] += 1
         total_s = stream.timing.total_s or 0.0
         self._mean_s += RECENT * (total_s - self._mean_s)

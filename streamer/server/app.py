@@ -27,7 +27,7 @@ from streamer.server.openai.fields import decode_body
 from streamer.server.openai.models import check_model, model_body, models_body
 from streamer.server.page import Page
 from streamer.server.security import Guard, read_body
-from streamer.server.service import Service
+from streamer.server.service import Service, salt_of
 from streamer.server.sse import Answer, EventStream, read_whole
 from streamer.server.websocket import Endpoint
 
@@ -53,13 +53,15 @@ class Api:
         model = check_model(body.model, service.names)
         params = body.params(service.engine.info.generation_defaults)
         messages = body.template_messages()
+        salt = salt_of(request.scope, body)
         prompt = await service.encode_messages(
-            messages, add_generation_prompt=body.add_generation_prompt is not False
+            messages, salt=salt, add_generation_prompt=body.add_generation_prompt is not False
         )
         stream = service.submit(
             prompt,
             params,
             body,
+            salt=salt,
             request_id=new_id("chatcmpl-"),
             detach_s=0.0,
             is_streamed=bool(body.stream),
@@ -75,8 +77,10 @@ class Api:
         body = decode_body(data, completions.DECODER, completions.FIELDS)
         model = check_model(body.model, service.names)
         params = body.params(service.engine.info.generation_defaults)
+        salt = salt_of(request.scope, body)
+        is_special = body.add_special_tokens is not False
         prompts = [
-            await service.engine.encode(p, add_special_tokens=body.add_special_tokens is not False)
+            await service.engine.encode(p, add_special_tokens=is_special, cache_salt=salt)
             if isinstance(p, str)
             else p
             for p in body.prompts()
@@ -89,6 +93,7 @@ class Api:
                     tuple(prompt),
                     params,
                     body,
+                    salt=salt,
                     request_id=base if i == 0 else f"{base}-{i}",
                     detach_s=0.0,
                     is_streamed=bool(body.stream),

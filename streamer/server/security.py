@@ -6,6 +6,7 @@ server on this machine, directly or by rebinding its name: both are told apart b
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 from typing import Final
 from urllib.parse import urlsplit
@@ -16,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from streamer.config import Config
 from streamer.errors import Forbidden, NotAuthenticated, StreamerError, TooLarge
 from streamer.server.openai.common import error_body
+from streamer.server.service import TENANT
 
 MAX_BODY_BYTES: Final = 4 << 20
 OPEN_PATHS: Final = frozenset({"/", "/health", "/ready"})
@@ -61,7 +63,9 @@ class Guard:
                     await _answer_preflight(send)
                     return
             if path not in OPEN_PATHS:
-                self._check_key(headers)
+                tenant = self._check_key(headers)
+                if tenant:
+                    scope.setdefault("state", {})[TENANT] = tenant
         except StreamerError as e:
             await deny(scope, send, e)
             return
@@ -94,9 +98,10 @@ class Guard:
             return origin
         raise Forbidden(f"Origin {origin!r} is not allowed here; see --allowed-origins")
 
-    def _check_key(self, headers: Headers) -> None:
+    def _check_key(self, headers: Headers) -> str:
+        """A digest of the key that was given; "" where no keys are asked for."""
         if not self._keys:
-            return
+            return ""
         scheme, _, given = headers.get("authorization", "").partition(" ")
         token = given.strip().encode() if scheme.lower() == "bearer" else b""
         is_known = False
@@ -108,6 +113,7 @@ class Guard:
                 if not token
                 else "the API key is not known here"
             )
+        return hashlib.sha256(token).hexdigest()
 
 
 async def deny(scope: Scope, send: Send, error: StreamerError) -> None:

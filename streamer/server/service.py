@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from starlette.types import Scope
+
 from streamer.config import Config
 from streamer.core.sampling import SamplingParams
 from streamer.engine.requests import GenerateRequest
@@ -24,8 +26,20 @@ if TYPE_CHECKING:
     from streamer.engine.engine import AsyncEngine
     from streamer.engine.stream import Delta, TokenStream
 
+TENANT = "tenant"  # in scope["state"]: a digest of the key, put there by the guard
 LOADING_RETRY_S = 2.0
 DRAINING_RETRY_S = 5.0
+
+
+def salt_of(scope: Scope, body: SamplingFields) -> str:
+    """The salt of this caller's blocks: the body's own, within those of its key.
+
+    Blocks of one key are never found by another: how long a prompt took and how much of it was
+    cached would tell what others ask.
+    """
+    tenant: str = scope.get("state", {}).get(TENANT, "")
+    salt = body.cache_salt or ""
+    return f"{tenant}:{salt}" if tenant else salt
 
 
 class Service:
@@ -88,11 +102,17 @@ class Service:
     # ------------------------------------------------------------ requests
 
     async def encode_messages(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        salt: str,
+        add_generation_prompt: bool = True,
     ) -> tuple[int, ...]:
         """A conversation through the chat template, as token ids."""
         ids = await self.engine.encode_chat(
-            [dict(m) for m in messages], add_generation_prompt=add_generation_prompt
+            [dict(m) for m in messages],
+            add_generation_prompt=add_generation_prompt,
+            cache_salt=salt,
         )
         return tuple(ids)
 
@@ -102,17 +122,21 @@ class Service:
         params: SamplingParams,
         body: SamplingFields,
         *,
+        salt: str,
         request_id: str,
         detach_s: float,
         is_streamed: bool = True,
     ) -> TokenStream:
-        """Hand one prompt to the engine; `detach_s` is the default where the body names none."""
+        """Hand one prompt to the engine; `detach_s` is the default where the body names none.
+
+        salt  what `salt_of` made of the caller and the body
+        """
         request = GenerateRequest(
             prompt=prompt,
             params=params,
             request_id=request_id,
             priority=body.priority or 0,
-            cache_salt=body.cache_salt or "",
+            cache_salt=salt,
             detach_s=detach_s if body.detach_s is None else body.detach_s,
             window=self.config.stream_window if is_streamed else 0,
         )

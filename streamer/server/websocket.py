@@ -27,7 +27,7 @@ from streamer.server.openai.events import ResponseEvents
 from streamer.server.openai.fields import decode_body
 from streamer.server.openai.models import check_model
 from streamer.server.openai.responses import DECODER, FIELDS, ResponseCreate
-from streamer.server.service import Service
+from streamer.server.service import Service, salt_of
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +112,7 @@ class Session:
 
     def __init__(self, service: Service, scope: Scope, receive: Receive, send: Send) -> None:
         self._service = service
+        self._scope = scope
         self._offered: list[str] = list(scope.get("subprotocols") or ())
         self._receive = receive
         self._asgi_send = send
@@ -259,11 +260,13 @@ class Session:
         service = self._service
         with service.working():
             try:
-                prompt = await service.encode_messages(job.messages)
+                salt = salt_of(self._scope, job.body)
+                prompt = await service.encode_messages(job.messages, salt=salt)
                 stream = service.submit(
                     prompt,
                     job.params,
                     job.body,
+                    salt=salt,
                     request_id=job.response_id,
                     detach_s=service.config.detach_timeout,
                 )

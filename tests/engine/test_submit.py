@@ -173,7 +173,7 @@ async def test_a_long_prompts_hashes_are_made_in_the_pool(monkeypatch: pytest.Mo
     async with asyncio.timeout(DEADLINE_S), make_engine(**settings) as engine:
         ids = tuple(await engine.encode("x" * long, add_special_tokens=False))
         assert hashed == [("streamer-encode", long)]
-        # What the pool hashed is nobody's tenant's: a salted prompt must not be found by it.
+        # What the pool hashed without a salt: a salted prompt must not be found by it.
         salted = engine.submit(request(2, prompt=ids, cache_salt="tenant"))
         await salted.wait()
         assert hashed[1:] == [("MainThread", long)]
@@ -182,5 +182,23 @@ async def test_a_long_prompts_hashes_are_made_in_the_pool(monkeypatch: pytest.Mo
         assert len(hashed) == 2
         second = engine.submit(request(2, prompt=ids))
         await second.wait()
+        hashed.clear()
+        await engine.encode("x" * long, add_special_tokens=False, cache_salt="tenant")
+        for salt in ("tenant", "other"):
+            await engine.submit(request(2, prompt=ids, cache_salt=salt)).wait()
+        # the first was hashed in the pool, under its own salt alone
+        assert hashed == [("streamer-encode", long), ("MainThread", long)]
     assert first.cached_tokens == salted.cached_tokens == 0
     assert second.cached_tokens >= long - 32
+
+
+async def test_a_request_takes_as_much_of_the_queue_as_it_has_choices() -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        async with GatedEngine(max_num_seqs=4, max_queue=4) as gated:
+            streams = [gated.engine.submit(request(5, n=4)) for _ in range(2)]
+            for n in (4, 1):
+                with pytest.raises(Overloaded, match=f"and {n} more"):
+                    gated.engine.submit(request(5, n=n))
+            gated.gate.open()
+            await asyncio.gather(*(s.wait() for s in streams))
+            await gated.engine.submit(request(5, n=4)).wait()

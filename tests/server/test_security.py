@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from typing import Any
 
@@ -171,3 +172,39 @@ def test_the_page_holds_nothing_that_its_policy_would_stop(server: Running) -> N
     for word in (" style=", " onclick=", "innerHTML", "eval(", "http://", "https://"):
         found = html.replace("http://www.w3.org/2000/svg", "").count(word)
         assert found == 0, word
+
+
+def _cached(server: Running, key: str | None, **fields: Any) -> int:
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    body = {**CHAT, "max_tokens": 1, **fields}
+    body["messages"] = [{"role": "user", "content": "a secret of many tokens " * 8}]
+    response = httpx.post(server.url + "/v1/chat/completions", json=body, headers=headers)
+    return int(response.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def _cached_by_socket(server: Running, key: str) -> int:
+    with connect(server.ws_url, additional_headers={"authorization": f"Bearer {key}"}) as socket:
+        body = {"input": "a secret of many tokens " * 8, "max_output_tokens": 1}
+        socket.send(json.dumps({"type": "response.create", **body}))
+        while True:
+            event = json.loads(socket.recv(timeout=20))
+            if event["type"] in ("response.completed", "response.incomplete"):
+                return int(event["response"]["usage"]["input_tokens_details"]["cached_tokens"])
+
+
+def test_the_blocks_of_one_key_are_not_found_by_another(server_with: Any) -> None:
+    server = server_with(api_key=("first-key", "second-key"))
+    assert _cached(server, "first-key") == 0
+    assert _cached(server, "second-key") == 0
+    assert _cached(server, "first-key") > 100
+    assert _cached(server, "second-key", cache_salt="x") == 0
+    assert _cached(server, "first-key", cache_salt="x") == 0
+    assert _cached(server, "first-key", cache_salt="x") > 100
+    assert _cached_by_socket(server, "first-key") > 100
+
+
+def test_a_socket_finds_nothing_of_another_key(server_with: Any) -> None:
+    server = server_with(api_key=("first-key", "second-key"))
+    assert _cached_by_socket(server, "first-key") == 0
+    assert _cached_by_socket(server, "second-key") == 0
+    assert _cached_by_socket(server, "first-key") > 100
