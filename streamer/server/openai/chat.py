@@ -19,7 +19,9 @@ from streamer.server.openai.common import (
     StreamOptions,
     TokenText,
     Usage,
+    by_choice,
     chat_logprobs,
+    check_metadata,
     encode,
     error_body,
     finish_reason,
@@ -150,6 +152,7 @@ class ChatRequest(SamplingFields, kw_only=True):
                     "stream_options goes with stream: true", param="stream_options"
                 )
             self.stream_options.check()
+        check_metadata(self.metadata)
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs goes with logprobs: true", param="top_logprobs")
         given = self.max_completion_tokens
@@ -313,8 +316,7 @@ class ChatAnswer:
     def whole(self, results: Sequence[Sequence[Delta]]) -> bytes:
         """The body of an answer that was not streamed."""
         choices: list[Choice] = []
-        for index in range(self._n):
-            mine = [d for d in results[0] if d.choice == index]
+        for index, mine in enumerate(by_choice(results[0], self._n)):
             finish = mine[-1].finish
             ids = tuple(t for d in mine for t in d.token_ids)
             values = [lp for d in mine for lp in d.logprobs or ()]

@@ -9,7 +9,7 @@ import codecs
 import contextlib
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from msgspec import UNSET
@@ -18,9 +18,14 @@ from streamer.core.plan import Finish, FinishReason, TokenLogprob
 from streamer.core.sampling import SamplingParams
 from streamer.errors import InvalidRequest, RequestFailed, StreamerError
 
+if TYPE_CHECKING:
+    from streamer.engine.stream import Delta
+
 MAX_DETACH_S = 86_400.0
 MAX_PRIORITY = 1 << 31
 MAX_SALT = 256
+MAX_METADATA = 16
+MAX_METADATA_KEY, MAX_METADATA_VALUE = 64, 512  # characters
 
 encode = msgspec.json.Encoder().encode
 
@@ -148,6 +153,23 @@ def sampling_params(
     return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, n=n, **values)
 
 
+def check_metadata(metadata: Mapping[str, str] | None) -> None:
+    """Refuse more labels, or longer ones, than OpenAI's API takes."""
+    if metadata is None:
+        return
+    if len(metadata) > MAX_METADATA:
+        raise InvalidRequest(
+            f"metadata has {len(metadata)} entries, the limit is {MAX_METADATA}", param="metadata"
+        )
+    for key, value in metadata.items():
+        if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
+            raise InvalidRequest(
+                f"metadata has keys of up to {MAX_METADATA_KEY} and values of up to "
+                f"{MAX_METADATA_VALUE} characters, got {len(key)} and {len(value)}",
+                param=f"metadata.{key[:MAX_METADATA_KEY]}",
+            )
+
+
 def _check_extras(body: SamplingFields) -> None:
     if body.detach_s is not None and not 0 <= body.detach_s <= MAX_DETACH_S:
         raise InvalidRequest(
@@ -200,6 +222,14 @@ def failure(finish: Finish) -> StreamerError | None:
 def finish_reason(reason: FinishReason) -> str:
     """The wire's word for an ordinary end (a cancel or failure is an error, not a reason)."""
     return "length" if reason is FinishReason.LENGTH else "stop"
+
+
+def by_choice(deltas: Sequence[Delta], n: int) -> list[list[Delta]]:
+    """The deltas of each of the `n` choices, in one pass."""
+    grouped: list[list[Delta]] = [[] for _ in range(n)]
+    for delta in deltas:
+        grouped[delta.choice].append(delta)
+    return grouped
 
 
 class TopLogprob(msgspec.Struct, frozen=True):

@@ -7,7 +7,7 @@ prompt p. app.py and sse.py drive the builder.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -21,6 +21,7 @@ from streamer.server.openai.common import (
     StreamOptions,
     TokenText,
     Usage,
+    by_choice,
     encode,
     error_body,
     finish_reason,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 MAX_PROMPTS = 256
+MAX_CHOICES = 256  # prompts times n
 
 FIELDS: Final[Table] = {
     **SAMPLING,
@@ -71,13 +73,24 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
     def prompts(self) -> list[str | tuple[int, ...]]:
         """The prompts, each text or token ids."""
+        prompts = self._prompts()
+        n = 1 if self.n is None else self.n
+        if len(prompts) * n > MAX_CHOICES:
+            raise InvalidRequest(
+                f"{len(prompts)} prompts with n={n} are {len(prompts) * n} choices, "
+                f"the limit is {MAX_CHOICES}",
+                param="n",
+            )
+        return prompts
+
+    def _prompts(self) -> list[str | tuple[int, ...]]:
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
         if not prompt:
             raise InvalidRequest("prompt is empty", param="prompt")
-        if all(isinstance(p, int) for p in prompt):
-            return [tuple(p for p in prompt if isinstance(p, int))]
+        if set(map(type, prompt)) == {int}:  # in C: there may be millions
+            return [cast("tuple[int, ...]", tuple(prompt))]
         if len(prompt) > MAX_PROMPTS:
             raise InvalidRequest(
                 f"prompt has {len(prompt)} entries, the limit is {MAX_PROMPTS}", param="prompt"
@@ -142,8 +155,9 @@ class Completion(msgspec.Struct, frozen=True, tag_field="object", tag="text_comp
 class CompletionAnswer:
     """Frames and bodies of one completion over its prompts' streams.
 
-    A frame's number counts a choice's output tokens, its finish and the usage chunk; with several
-    choices the numbers are joined by dots.
+    A frame's number counts the choice's output tokens, its finish and the usage chunk. With several
+    choices frames have no number: there is nothing that could resume such a stream, and a list of
+    all of them in every frame would grow with the square of their count.
     """
 
     def __init__(
@@ -201,9 +215,8 @@ class CompletionAnswer:
         """The body of an answer that was not streamed."""
         choices = []
         for source, deltas in enumerate(results):
-            for c in range(self._n):
-                mine = [d for d in deltas if d.choice == c]
-                choices.append(self._choice(source, mine, is_first=True))
+            mine = by_choice(deltas, self._n)
+            choices += [self._choice(source, each, is_first=True) for each in mine]
         return encode(
             Completion(
                 self.request_id,
@@ -250,4 +263,5 @@ class CompletionAnswer:
             usage=only_if(self._include_usage, usage),
             seed=only_if(is_first, self._streams[0].seed),
         )
-        return frame(".".join(map(str, self._numbers)), encode(chunk))
+        number = str(self._numbers[0]) if len(self._numbers) == 1 else ""
+        return frame(number, encode(chunk))

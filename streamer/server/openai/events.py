@@ -299,7 +299,8 @@ class ResponseEvents:
         }[finish.reason]
         number = OPENING + self._num_tokens
         self.number = number + 2
-        part, item = self._part(), self._item(status)
+        part = self._part()  # with the log probabilities of every token: once
+        item = self._item(status, part)
         return [
             encode(
                 TextDone(
@@ -320,13 +321,16 @@ class ResponseEvents:
                 )
             ),
             encode(ItemEvent("response.output_item.done", number + 2, item, stream_id=self._lane)),
-            *self._terminal(status, None),
+            *self._terminal(status, None, item),
         ]
 
-    def _terminal(self, status: str, error: StreamerError | None) -> list[bytes]:
+    def _terminal(
+        self, status: str, error: StreamerError | None, item: Item | None = None
+    ) -> list[bytes]:
         kind = {"cancelled": "incomplete"}.get(status, status)
-        has_output = self._num_tokens > 0 or error is None
-        response = self._response(status, [self._item(status)] if has_output else [])
+        if item is None and self._num_tokens > 0:
+            item = self._item(status, self._part())
+        response = self._response(status, [] if item is None else [item])
         details = {"reason": "max_output_tokens"} if status == "incomplete" else None
         failure = None
         if error is not None:
@@ -353,9 +357,9 @@ class ResponseEvents:
     def _part(self) -> Part:
         return Part(self._stream.text(0), logprobs=chat_logprobs(self._logprobs, self._text))
 
-    def _item(self, status: str) -> Item:
+    def _item(self, status: str, part: Part) -> Item:
         state = "completed" if status == "completed" else "incomplete"
-        return Item(self._item_id, state, [self._part()])
+        return Item(self._item_id, state, [part])
 
     def _usage(self) -> Usage:
         num_in, num_out = self._stream.num_prompt_tokens, self._num_tokens
