@@ -8,6 +8,7 @@ Names are vLLM's where it has one. The cli calls `load_config`; everybody reads 
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -21,6 +22,10 @@ from streamer.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "STREAMER_"
 FILE_VARIABLE = "STREAMER_CONFIG"
+_SERVICE_VARIABLE = re.compile(
+    r"_SERVICE_(HOST|PORT)(_[A-Z0-9_]+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$"
+)
+_SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
 SECTIONS = {"model": "model", "max_num_seqs": "scheduling and memory", "host": "server"}  # starts
 
 
@@ -232,6 +237,8 @@ def _from_environment(
     for variable in sorted(environment):
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable == FILE_VARIABLE:
             continue
+        if _is_orchestrators(variable, environment[variable]):
+            continue
         setting = by_variable.get(variable)
         if setting is None:
             raise ConfigError(
@@ -240,6 +247,11 @@ def _from_environment(
             )
         values[setting.name] = setting.parse(environment[variable], where=variable, is_text=True)
     return values
+
+
+def _is_orchestrators(variable: str, value: str) -> bool:
+    """Whether Kubernetes put it there: it describes a service named streamer or streamer-... so."""
+    return bool(_SERVICE_VARIABLE.search(variable) or _SERVICE_ADDRESS.match(value))
 
 
 def _from_file(known: Mapping[str, Setting], file: Path) -> dict[str, Any]:

@@ -48,6 +48,24 @@ def test_text_becomes_the_fields_type(name: str, text: str, value: object) -> No
     assert getattr(load_config({}, {f"STREAMER_{name.upper()}": text}), name) == value
 
 
+def test_what_kubernetes_says_of_its_services_is_no_setting() -> None:
+    environment = {
+        "STREAMER_PORT": "tcp://10.0.0.7:8000",
+        "STREAMER_SERVICE_HOST": "10.0.0.7",
+        "STREAMER_SERVICE_PORT": "8000",
+        "STREAMER_SERVICE_PORT_HTTP": "8000",
+        "STREAMER_PORT_8000_TCP": "tcp://10.0.0.7:8000",
+        "STREAMER_PORT_8000_TCP_ADDR": "10.0.0.7",
+        "STREAMER_WEB_PORT": "tcp://10.0.0.8:80",
+        "STREAMER_WEB_SERVICE_HOST": "10.0.0.8",
+        "STREAMER_MAX_QUEUE": "3",
+    }
+    config = load_config({}, environment)
+    assert (config.port, config.max_queue) == (8000, 3)
+    with pytest.raises(ConfigError, match="STREAMER_WEB_PORT"):
+        load_config({}, {"STREAMER_WEB_PORT": "80"})
+
+
 def test_a_list_flag_may_be_repeated() -> None:
     assert load_config({"api_key": ["a,b", "c"]}, {}).api_key == ("a", "b", "c")
 

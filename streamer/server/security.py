@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -22,6 +23,10 @@ from streamer.server.service import TENANT
 MAX_BODY_BYTES: Final = 4 << 20
 OPEN_PATHS: Final = frozenset({"/", "/health", "/ready"})
 LOCAL_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+MAX_ASKED: Final = 4096  # characters of a preflight's list of headers
+_HEADER_NAMES: Final = re.compile(
+    r"[A-Za-z0-9!#$%&'*+.^_`|~-]+(?:\s*,\s*[A-Za-z0-9!#$%&'*+.^_`|~-]+)*"
+)
 WILDCARDS: Final = frozenset({"", "0.0.0.0", "::"})
 
 
@@ -30,7 +35,7 @@ def split_host(value: str) -> str:
     value = value.strip().lower()
     if value.startswith("["):
         return value[1:].partition("]")[0]
-    return value.partition(":")[0]
+    return value.partition(":")[0] if value.count(":") == 1 else value  # else a bare IPv6 address
 
 
 class Guard:
@@ -60,7 +65,7 @@ class Guard:
             if foreign is not None:
                 send = _with_cors(send, foreign)
                 if _is_preflight(scope, headers):
-                    await _answer_preflight(send)
+                    await _answer_preflight(headers, send)
                     return
             if path not in OPEN_PATHS:
                 tenant = self._check_key(headers)
@@ -121,7 +126,7 @@ async def deny(scope: Scope, send: Send, error: StreamerError) -> None:
     prefix = "http"
     if scope["type"] == "websocket":
         if "websocket.http.response" not in scope.get("extensions", {}):
-            await send({"type": "websocket.close", "code": 4000 + error.status % 100})
+            await send({"type": "websocket.close", "code": 4000 + error.status})
             return
         prefix = "websocket.http"
     body = error_body(error)
@@ -169,10 +174,15 @@ def _is_preflight(scope: Scope, headers: Headers) -> bool:
     )
 
 
-async def _answer_preflight(send: Send) -> None:
+async def _answer_preflight(request: Headers, send: Send) -> None:
+    # Client libraries add headers of their own (x-stainless-...): an allowed site may send any.
+    asked = request.get("access-control-request-headers", "")
+    if len(asked) > MAX_ASKED or not _HEADER_NAMES.fullmatch(asked):
+        asked = ""
+    allowed = ", ".join(filter(None, ("authorization, content-type, last-event-id", asked)))
     headers = [
         (b"access-control-allow-methods", b"GET, POST, DELETE"),
-        (b"access-control-allow-headers", b"authorization, content-type, last-event-id"),
+        (b"access-control-allow-headers", allowed.encode("ascii")),
         (b"access-control-max-age", b"600"),
         (b"content-length", b"0"),
     ]

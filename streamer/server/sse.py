@@ -116,7 +116,7 @@ async def merged(
             async for items in batches:
                 yield 0, items
         return
-    queue: asyncio.Queue[tuple[int, list[Delta | Notice] | StreamerError | None]]
+    queue: asyncio.Queue[tuple[int, list[Delta | Notice] | Exception | None]]
     queue = asyncio.Queue(maxsize=1)
 
     async def pump(source: int, stream: TokenStream) -> None:
@@ -125,7 +125,7 @@ async def merged(
                 async for items in batches:
                     await queue.put((source, items))
             await queue.put((source, None))
-        except StreamerError as e:
+        except Exception as e:  # whatever it is, the reader of the queue waits for an end
             await queue.put((source, e))
 
     tasks = [asyncio.create_task(pump(i, s)) for i, s in enumerate(streams)]
@@ -133,7 +133,7 @@ async def merged(
         num_open = len(tasks)
         while num_open:
             source, got = await queue.get()
-            if isinstance(got, StreamerError):
+            if isinstance(got, Exception):
                 raise got
             if got is None:
                 num_open -= 1
@@ -253,7 +253,7 @@ async def read_whole(
                     if failure is not None:
                         raise failure
                     results[source].extend(deltas)
-        except StreamerError:
+        except Exception:
             service.cancel(streams)
             raise
         finally:

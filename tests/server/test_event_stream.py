@@ -210,3 +210,18 @@ async def test_a_cancel_from_outside_is_not_absorbed() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_a_bug_in_one_stream_of_a_batch_is_raised() -> None:
+    good, bad = Scripted(), Scripted()
+    bad.batches.put_nowait(RuntimeError("a bug"))
+    streams: Any = [good, bad]
+
+    async def follow() -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            async for _ in merged(streams):
+                pass
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        await follow()
+    assert good.num_readers == bad.num_readers == 0

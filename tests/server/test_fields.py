@@ -187,6 +187,9 @@ def test_a_body_at_fault_says_where(body: bytes, param: str | None) -> None:
         ({"detach_s": -1}, "detach_s"),
         ({"priority": 1 << 40}, "priority"),
         ({"cache_salt": ""}, "cache_salt"),
+        ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"),
+        ({"metadata": {"k": "x" * 513}}, "metadata.k"),
+        ({"metadata": {"k" * 65: "x"}}, "metadata." + "k" * 64),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         (
             {"stream": True, "stream_options": {"include_obfuscation": True}},
@@ -238,6 +241,21 @@ def test_prompts_at_fault(prompt: Any, param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         decode("completions", prompt=prompt).prompts()
     assert caught.value.param == param
+
+
+def test_a_batch_has_a_limited_number_of_choices() -> None:
+    assert len(decode("completions", prompt=["x"] * 64, n=4).prompts()) == 64
+    assert len(decode("completions", prompt=["x"] * 256).prompts()) == 256
+    with pytest.raises(InvalidRequest, match="260 choices") as caught:
+        decode("completions", prompt=["x"] * 65, n=4).prompts()
+    assert caught.value.param == "n"
+
+
+def test_metadata_is_bounded_on_sockets_too() -> None:
+    decode("responses", metadata={"k" * 64: "x" * 512}).params({})
+    with pytest.raises(InvalidRequest) as caught:
+        decode("responses", metadata={str(i): "x" for i in range(17)}).params({})
+    assert caught.value.param == "metadata"
 
 
 def test_input_items_become_messages() -> None:

@@ -11,6 +11,8 @@ import pytest
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
+from streamer.errors import Forbidden, NotAuthenticated, StreamerError
+from streamer.server.security import deny, split_host
 from tests.server.counting import CHAT
 from tests.server.running import Running
 
@@ -107,10 +109,55 @@ def test_allowed_hosts_and_origins(server_with: Any) -> None:
     )
     assert preflight.status_code == 204
     assert "authorization" in preflight.headers["access-control-allow-headers"]
+    for asked, is_allowed in (
+        ("x-stainless-lang,x-stainless-os", True),
+        ("x-bad header", False),
+        ("x" * 10_000, False),
+    ):
+        preflight = httpx.options(
+            server.url + "/v1/chat/completions",
+            headers={
+                **headers,
+                "access-control-request-method": "POST",
+                "access-control-request-headers": asked,
+            },
+        )
+        allowed = preflight.headers["access-control-allow-headers"]
+        assert (asked in allowed) == is_allowed
+        assert "authorization" in allowed
     with connect(server.ws_url, origin=origin):  # type: ignore[arg-type]
         pass
     other = httpx.get(server.url + "/v1/models", headers={"origin": "https://evil.example"})
     assert other.status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        ("LOCALHOST", "localhost"),
+        ("localhost:80", "localhost"),
+        ("[::1]:80", "::1"),
+        ("[::1]", "::1"),
+        ("::1", "::1"),
+        ("fe80::2", "fe80::2"),
+        ("", ""),
+    ],
+)
+def test_split_host(value: str, name: str) -> None:
+    assert split_host(value) == name
+
+
+@pytest.mark.parametrize("error", [NotAuthenticated("no key"), Forbidden("elsewhere")])
+async def test_a_handshake_is_closed_by_a_code_where_it_cannot_be_answered(
+    error: StreamerError,
+) -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await deny({"type": "websocket"}, send, error)
+    assert sent == [{"type": "websocket.close", "code": 4000 + error.status}]
 
 
 def test_keys(server_with: Any) -> None:

@@ -108,6 +108,7 @@ def test_completion_stream_of_a_batch(server: Running) -> None:
     finishes = []
     for event in events:
         chunk = event.json
+        assert event.id is None  # nothing resumes it, and the list would be as long as the batch
         assert chunk["object"] == "text_completion"
         (choice,) = chunk["choices"]
         texts[choice["index"]] += choice["text"]

@@ -13,7 +13,7 @@ import msgspec
 
 from streamer.core.sampling import SamplingParams
 from streamer.errors import InvalidRequest
-from streamer.server.openai.common import SamplingFields, named, sampling_params
+from streamer.server.openai.common import SamplingFields, check_metadata, named, sampling_params
 from streamer.server.openai.fields import HONOURED, LABELS, SAMPLING, Table, refused
 
 MAX_ITEMS = 4096
@@ -129,6 +129,7 @@ class ResponseCreate(SamplingFields, kw_only=True):
                 f"stream_id has 1 to {MAX_STREAM_ID} characters, got {len(self.stream_id)}",
                 param="stream_id",
             )
+        check_metadata(self.metadata)
         for i, name in enumerate(self.include or ()):
             if name != LOGPROBS:
                 raise _unsupported(f"include[{i}]")
