@@ -15,7 +15,12 @@ from typing import Any
 
 import tokenizers
 
-from streamer.errors import ConfigError, InvalidRequest, ModelNotSupported
+from streamer.errors import (
+    ConfigError,
+    ContextLengthExceeded,
+    InvalidRequest,
+    ModelNotSupported,
+)
 from streamer.tokenizer_bytes import token_bytes
 from streamer.tokenizer_chat import ChatTemplate
 from streamer.tokenizer_special import Disguise, SpecialText
@@ -78,8 +83,14 @@ class Tokenizer:
 
     # ------------------------------------------------------------ text and tokens
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; InvalidRequest if it is no Unicode text (a lone surrogate)."""
+    def encode(
+        self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
+        """Token ids of a text; InvalidRequest if it is no Unicode text (a lone surrogate).
+
+        max_tokens  ContextLengthExceeded, without encoding it, for a text that must have more
+        """
+        self._require_short(text, max_tokens, "prompt")
         with _unicode():
             # encode_batch releases the GIL, encode holds it (136 ms for 400 KB).
             found = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
@@ -105,14 +116,16 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        max_tokens: int | None = None,
     ) -> list[int]:
-        """Token ids of a conversation as the model was trained to see it.
+        """Token ids of a conversation as the model was trained to see it; `max_tokens` likewise.
 
         Special tokens are the template's alone: where messages or tools spell one, it is text.
         """
         special = self._special_text
         disguise = special.disguise() if special is not None else None
         text = self._render(messages, add_generation_prompt, tools, disguise)
+        self._require_short(text, max_tokens, "messages")
         if special is None or disguise is None or not disguise.hidden:
             return self.encode(text, add_special_tokens=False)
         with _unicode():
@@ -139,6 +152,31 @@ class Tokenizer:
             tools=tools or None,
             disguise=disguise,
         )
+
+    def _require_short(self, text: str, max_tokens: int | None, param: str) -> None:
+        if max_tokens is None or self._most_bytes is None:
+            return
+        if len(text) * 4 <= max_tokens * self._most_bytes:
+            return  # no need to count: a character has four bytes at most
+        num_bytes = len(text.encode(errors="replace"))
+        least = -(-num_bytes // self._most_bytes)
+        if least > max_tokens:
+            raise ContextLengthExceeded(
+                f"a text of {num_bytes} bytes has at least {least} tokens; the context has room "
+                f"for {max_tokens}",
+                param=param,
+            )
+
+    @cached_property
+    def _most_bytes(self) -> int | None:
+        """The most bytes of text that a token stands for; None if there is no bound."""
+        part = self._backend.pre_tokenizer
+        is_byte_level = part is not None and "ByteLevel" in str(part)
+        if not is_byte_level and not getattr(self._backend.model, "byte_fallback", False):
+            return None  # the unknown token takes any number
+        longest = max(map(len, (*self.token_bytes(), *self._added.values())), default=1)
+        # NFKC makes one byte of four where it replaces letters of mathematics.
+        return max(1, longest) * (1 if self._backend.normalizer is None else 4)
 
     def token_bytes(self) -> tuple[bytes, ...]:
         """Bytes of every token; none for special ones. Computed once."""

@@ -175,3 +175,13 @@ def test_every_special_token_of_the_fake() -> None:
     content = "".join(SPECIAL_TOKENS)
     ids = fake_tokenizer().encode_chat(user(content))
     assert ids == [BOS, USER, *content.encode(), END, ASSISTANT]
+
+
+@ALL
+@given(text=st.lists(WORDS | SPECIAL | st.text(max_size=3), max_size=8).map("".join))
+def test_no_text_is_refused_that_would_fit(t: Tokenizer, text: str) -> None:
+    try:
+        ids = t.encode(text, add_special_tokens=False)
+    except InvalidRequest:  # a lone surrogate
+        return
+    assert t.encode(text, False, max_tokens=len(ids)) == ids

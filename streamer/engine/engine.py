@@ -71,7 +71,6 @@ class AsyncEngine:
         self._info: ModelInfo | None = None
         self._tokenizer: Tokenizer | None = None
         self._sizes: SchedulerConfig | None = None
-        self._hasher: BlockHasher | None = None
         self._first_stats = StepStats()
         self._special: Mapping[int, bytes] = {}
         self._prompts = Prompts()
@@ -188,7 +187,7 @@ class AsyncEngine:
             raise InvalidRequest(f"request {request_id} exists", param="request_id")
         params = accept(request, info, sizes, self._random.getrandbits(SEED_BITS))
         self._streams.require_room(self.config.max_queue, sizes.max_num_seqs, params.n)
-        hashes = self._prompts.hashes(request.prompt, request.cache_salt.encode(), self._hasher)
+        hashes = self._prompts.hashes(request.prompt, request.cache_salt.encode())
         stream = TokenStream(
             request_id=request_id,
             prompt=request.prompt,
@@ -273,7 +272,7 @@ class AsyncEngine:
     ) -> list[int]:
         """Token ids of a text, in a thread pool; `cache_salt` as the request will have it."""
         return await self._prompts.encode(
-            self.tokenizer, text, add_special_tokens, self._hasher, cache_salt.encode()
+            self.tokenizer, text, add_special_tokens, cache_salt.encode()
         )
 
     async def encode_chat(
@@ -285,9 +284,8 @@ class AsyncEngine:
         cache_salt: str = "",
     ) -> list[int]:
         """Token ids of a conversation through the chat template, likewise."""
-        salt = cache_salt.encode()
         return await self._prompts.encode_chat(
-            self.tokenizer, messages, add_generation_prompt, tools, self._hasher, salt
+            self.tokenizer, messages, add_generation_prompt, tools, cache_salt.encode()
         )
 
     # ------------------------------------------------------------ seen from outside
@@ -335,7 +333,8 @@ class AsyncEngine:
         hasher = BlockHasher(info.block_size, secrets.token_bytes(32))
         scheduler = Scheduler(sizes, hasher)
         self._tokenizer, self._info, self._sizes = tokenizer, info, sizes
-        self._hasher = hasher if config.enable_prefix_caching else None
+        self._prompts.hasher = hasher if config.enable_prefix_caching else None
+        self._prompts.max_tokens = info.max_model_len - 1
         self._special = tokenizer.special_bytes
         self._first_stats = scheduler.stats()
         return EngineCore(runner, scheduler, inbox)

@@ -26,9 +26,15 @@ T = TypeVar("T")
 
 
 class Prompts:
-    """Encodes in a pool of NUM_THREADS threads; `hashes` is called on the loop."""
+    """Encodes in a pool of NUM_THREADS threads; `hashes` is called on the loop.
+
+    hasher      None: no prefix is cached
+    max_tokens  of a prompt; texts that must have more are refused without encoding them
+    """
 
     def __init__(self) -> None:
+        self.hasher: BlockHasher | None = None
+        self.max_tokens: int | None = None
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="streamer-encode")
         self._hashed: OrderedDict[tuple[bytes, tuple[int, ...]], tuple[bytes, ...]] = OrderedDict()
 
@@ -37,14 +43,13 @@ class Prompts:
         tokenizer: Tokenizer,
         text: str,
         add_special_tokens: bool,
-        hasher: BlockHasher | None,
         salt: bytes = b"",
     ) -> list[int]:
         """Token ids of a text."""
 
         def work() -> tuple[list[int], tuple[bytes, ...]]:
-            ids = tokenizer.encode(text, add_special_tokens)
-            return ids, self._hash(ids, hasher, salt)
+            ids = tokenizer.encode(text, add_special_tokens, self.max_tokens)
+            return ids, self._hash(ids, salt)
 
         return self._remember(*await self._run(work), salt)
 
@@ -54,30 +59,30 @@ class Prompts:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None,
-        hasher: BlockHasher | None,
         salt: bytes = b"",
     ) -> list[int]:
         """Token ids of a conversation, through the chat template."""
 
         def work() -> tuple[list[int], tuple[bytes, ...]]:
             ids = tokenizer.encode_chat(
-                messages, add_generation_prompt=add_generation_prompt, tools=tools
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=tools,
+                max_tokens=self.max_tokens,
             )
-            return ids, self._hash(ids, hasher, salt)
+            return ids, self._hash(ids, salt)
 
         return self._remember(*await self._run(work), salt)
 
-    def hashes(
-        self, prompt: tuple[int, ...], salt: bytes, hasher: BlockHasher | None
-    ) -> tuple[bytes, ...]:
+    def hashes(self, prompt: tuple[int, ...], salt: bytes) -> tuple[bytes, ...]:
         """Block hashes of a prompt: remembered, or computed here."""
-        if hasher is None:
+        if self.hasher is None:
             return ()
         if len(prompt) > INLINE_TOKENS:
             known = self._hashed.pop((salt, prompt), None)
             if known is not None:
                 return known
-        return hasher.hash_blocks(prompt, salt)
+        return self.hasher.hash_blocks(prompt, salt)
 
     def close(self) -> None:
         """End the threads; what is queued is dropped."""
@@ -90,10 +95,10 @@ class Prompts:
             raise EngineDead("the engine is closed", code="engine_closed") from None
         return await asyncio.wrap_future(future)
 
-    def _hash(self, ids: list[int], hasher: BlockHasher | None, salt: bytes) -> tuple[bytes, ...]:
-        if hasher is None or len(ids) <= INLINE_TOKENS:
+    def _hash(self, ids: list[int], salt: bytes) -> tuple[bytes, ...]:
+        if self.hasher is None or len(ids) <= INLINE_TOKENS:
             return ()
-        return hasher.hash_blocks(ids, salt)
+        return self.hasher.hash_blocks(ids, salt)
 
     def _remember(self, ids: list[int], hashes: tuple[bytes, ...], salt: bytes) -> list[int]:
         if hashes:

@@ -51,7 +51,6 @@ def accept(
     prompt, params = request.prompt, request.params
     if not prompt:
         raise InvalidRequest("the prompt has no tokens", param="prompt")
-    _check_ids("prompt", prompt, info.vocab_size)
     if params.stop_token_ids:
         _check_ids("stop_token_ids", params.stop_token_ids, info.vocab_size)
     if params.logit_bias:
@@ -63,6 +62,7 @@ def accept(
     if not -MAX_PRIORITY <= request.priority < MAX_PRIORITY:
         raise InvalidRequest(f"priority {request.priority} is out of bounds", param="priority")
     max_tokens = check_fits(len(prompt), params.n, params.max_tokens, sizes)
+    _check_ids("prompt", prompt, info.vocab_size)  # a pass over it: it is known to be short enough
     if params.min_tokens > max_tokens:
         raise InvalidRequest(
             f"min_tokens ({params.min_tokens}) exceeds the {max_tokens} tokens that fit",
