@@ -22,6 +22,7 @@ import uvicorn
 from streamer.config import Config
 from streamer.errors import ConfigError
 from streamer.server.app import build_service_app
+from streamer.server.protocol import LimitedHttpProtocol
 from streamer.server.service import Service
 from streamer.server.websocket import MAX_MESSAGE_BYTES
 
@@ -34,6 +35,7 @@ DRAIN_S: Final = 10.0
 FLUSH_S: Final = 2.0  # after the engine is done, for the last frames
 SEND_BUFFER_BYTES: Final = 64 << 10  # else the kernel hides megabytes of a reader's lag
 BACKLOG: Final = 2048
+MAX_CONNECTIONS: Final = 16_384
 
 
 class _NoDenials(logging.Filter):
@@ -200,7 +202,8 @@ def _uvicorn_config(service: Service, config: Config) -> uvicorn.Config:
     app = build_service_app(service)
     return uvicorn.Config(
         app,
-        http="httptools",
+        http=LimitedHttpProtocol,
+        limit_concurrency=MAX_CONNECTIONS,
         ws="websockets-sansio",
         ws_max_size=MAX_MESSAGE_BYTES,
         ws_ping_interval=20.0,
