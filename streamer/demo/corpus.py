@@ -7,7 +7,7 @@ the loss. Never trains. Called by train.py, tokenizer_training.py, report.py and
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -22,6 +22,7 @@ from streamer.demo.dialogues import (
     typed,
 )
 from streamer.demo.grammar import TemplateError
+from streamer.demo.lookback import lookback_exchange
 from streamer.demo.questions import Entry, normalised, reworded
 from streamer.demo.stories import make_story
 
@@ -35,6 +36,9 @@ SPECIAL_TOKENS = (BOS, START, END, END_OF_TEXT)
 # What share of the documents is what. Questions are short: 0.66 of the documents and 0.43 of the
 # tokens; told stories are 0.30 of the tokens, chat 0.20, plain stories 0.06.
 MIX = {"questions": 0.66, "chat": 0.16, "story": 0.04, "told": 0.14}
+LOOKBACK_MIX = {**{kind: 0.7 * share for kind, share in MIX.items()}, "lookback": 0.3}
+ONLY_LOOKBACK = {"lookback": 1.0}
+STORY_MIX = {"questions": 0.56, "chat": 0.12, "story": 0.04, "told": 0.2, "lookback": 0.08}
 PROMPT_WEIGHT = 0.15
 """Loss weight of system and user tokens: enough to learn how people ask, with room for answers."""
 
@@ -156,18 +160,23 @@ def _told_dialogue(rng: random.Random) -> list[Turn]:
 
 
 def documents(
-    seed: int, entries: Sequence[Entry], excluded: frozenset[str] = frozenset()
+    seed: int,
+    entries: Sequence[Entry],
+    excluded: frozenset[str] = frozenset(),
+    mix: Mapping[str, float] = MIX,
 ) -> Iterator[Document]:
-    """Documents without end, the same for the same seed."""
+    """Documents without end, the same for the same seed; `mix` is their shares by kind."""
     rng = random.Random(seed)
     asker = Asker(entries, rng, excluded)
-    kinds, shares = list(MIX), list(MIX.values())
+    kinds, shares = list(mix), list(mix.values())
     while True:
         kind = rng.choices(kinds, shares)[0]
         if kind == "questions":
             yield Document(kind, tuple(_question_dialogue(rng, asker)))
         elif kind == "chat":
             yield Document(kind, tuple(_chat_dialogue(rng, asker)))
+        elif kind == "lookback":
+            yield Document(kind, tuple(lookback_exchange(rng)))
         elif kind == "told":
             yield Document(kind, tuple(_told_dialogue(rng)))
         else:
@@ -238,6 +247,28 @@ def pack(rows: Iterator[Row], length: int, num_rows: int, pad: int) -> Packed:
             weights[index, used : used + take] = row.weights[:take]
             used += take
     return Packed(ids, weights)
+
+
+def single_documents(rows: Iterator[Row], num_tokens: int, pad: int) -> Iterator[Packed]:
+    """Batches of about num_tokens in which each row is one document, padded to a multiple of 64.
+
+    A batch holds documents of one such length, and comes when it is full.
+    """
+    import numpy as np
+
+    waiting: dict[int, list[Row]] = {}
+    for row in rows:
+        length = -(-(len(row.ids) - 1) // 64) * 64
+        waiting.setdefault(length, []).append(row)
+        if len(waiting[length]) * length < num_tokens:
+            continue
+        full = waiting.pop(length)
+        ids = np.full((len(full), length + 1), pad, dtype=np.int16)
+        weights = np.zeros((len(full), length + 1), dtype=np.float16)
+        for index, one in enumerate(full):
+            ids[index, : len(one.ids)] = one.ids
+            weights[index, : len(one.ids)] = one.weights
+        yield Packed(ids, weights)
 
 
 def encoded_documents(stream: Iterator[Document], tokenizer: Tokenizer) -> Iterator[Row]:
