@@ -29,7 +29,8 @@ from streamer.core.preemption import choose_victim
 from streamer.core.prefix import BlockHasher
 from streamer.core.request import Request, Sequence, Status
 from streamer.core.results import apply_result
-from streamer.core.state import Draft, SchedulerConfig, State, check_fits
+from streamer.core.sizes import SchedulerConfig, check_fits
+from streamer.core.state import Draft, State
 from streamer.core.tokens import continue_running
 from streamer.errors import InvalidRequest, InvariantViolated
 

@@ -1,0 +1,64 @@
+"""SchedulerConfig and check_fits: the sizes the scheduler works within, and what can ever run.
+
+Frozen values and one pure function, used by the loop before anything is queued and by the scheduler.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from streamer.errors import ConfigError, ContextLengthExceeded
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes the scheduler works within. Token counts, blocks, and bytes of one block.
+
+    token_bytes  token id -> its bytes in the text (special tokens: empty), for stop strings
+    """
+
+    block_size: int
+    num_blocks: int
+    num_host_blocks: int
+    block_bytes: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    enable_prefix_caching: bool = True
+    token_bytes: tuple[bytes, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({self.max_num_seqs}): every running sequence decodes each step",
+                param="max_num_batched_tokens",
+            )
+
+
+def check_fits(num_prompt: int, n: int, max_tokens: int | None, config: SchedulerConfig) -> int:
+    """The output tokens each choice may have, an absent maximum clamped to what fits.
+
+    Raises ContextLengthExceeded with the numbers if the request can never run.
+    """
+    by_context = config.max_model_len - num_prompt
+    if by_context < 1:
+        raise ContextLengthExceeded(
+            f"the prompt has {num_prompt} tokens; the context of {config.max_model_len} leaves "
+            f"no room for an answer",
+            param="prompt",
+        )
+    by_pool = config.num_blocks // n * config.block_size - num_prompt
+    if by_pool < 1 or (max_tokens is not None and max_tokens > by_pool):
+        raise ContextLengthExceeded(
+            f"n={n} choices of {num_prompt} prompt and {max_tokens or 1} output tokens need "
+            f"{n * -(-(num_prompt + (max_tokens or 1)) // config.block_size)} blocks of "
+            f"{config.block_size} tokens; the KV pool has {config.num_blocks}",
+            param="max_tokens",
+        )
+    if max_tokens is not None and max_tokens > by_context:
+        raise ContextLengthExceeded(
+            f"{num_prompt} prompt and {max_tokens} output tokens exceed the context of "
+            f"{config.max_model_len}",
+            param="max_tokens",
+        )
+    return min(by_context, by_pool) if max_tokens is None else max_tokens
