@@ -1,6 +1,6 @@
 """SchedulerConfig and check_fits: the sizes the scheduler works within, and what can ever run.
 
-Frozen values and one pure function, used by the loop before anything is queued and by the scheduler.
+Frozen values and one pure function, used by the loop before anything is queued and by scheduler.py.
 """
 
 from __future__ import annotations
