@@ -12,19 +12,19 @@ import contextlib
 import logging
 import secrets
 from collections import OrderedDict, deque
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 from starlette.types import Receive, Scope, Send
 
 from streamer.core.plan import Notice
 from streamer.core.sampling import MAX_TOKENS, SamplingParams
 from streamer.engine.stream import Delta, TokenStream
 from streamer.errors import InvalidRequest, NotFound, RateLimited, StreamerError
-from streamer.server.openai.common import ApiError, api_error, encode, new_id
+from streamer.server.openai.common import MAX_ECHO, ApiError, api_error, clip, encode, new_id
 from streamer.server.openai.events import ResponseEvents
-from streamer.server.openai.fields import decode_body
+from streamer.server.openai.fields import decode_body, located
 from streamer.server.openai.models import check_model
 from streamer.server.openai.responses import DECODER, FIELDS, ResponseCreate
 from streamer.server.service import Service, salt_of
@@ -36,6 +36,8 @@ MAX_MESSAGE_BYTES: Final = 1 << 20
 MAX_LANES: Final = 64
 MAX_QUEUED: Final = 256  # creates that wait for their lane
 MAX_REPLIES: Final = 256
+MAX_QUEUED_BYTES: Final = 4 << 20  # of creates whose response has not begun
+MAX_REPLY_BYTES: Final = 4 << 20
 MAX_REMEMBERED: Final = 1024  # finished ids, so that a late cancel is not an error
 
 
@@ -68,10 +70,19 @@ class ErrorEvent(msgspec.Struct, frozen=True, tag="error"):
     stream_id: str | UnsetType = UNSET
 
 
-class Pong(msgspec.Struct, frozen=True, tag="session.pong"):
-    """Echoes whatever the ping carried."""
+# What a ping may carry: a time or a short name, of whatever kind the client keeps.
+Stamp = (
+    Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+    | float
+    | Annotated[str, Meta(max_length=MAX_ECHO)]
+    | None
+)
 
-    t: Any = None
+
+class Pong(msgspec.Struct, frozen=True, tag="session.pong"):
+    """Echoes what the ping carried."""
+
+    t: Stamp = None
 
 
 class ClientEvent(msgspec.Struct):
@@ -80,13 +91,14 @@ class ClientEvent(msgspec.Struct):
     type: str
     stream_id: str | None = None
     response_id: str | None = None
-    t: Any = None
+    t: Stamp = None
 
 
 class Job(msgspec.Struct, frozen=True):
-    """A create that was read and checked, waiting for its lane."""
+    """A create that was read and checked, waiting for its lane; `size` in bytes of JSON."""
 
     response_id: str
+    size: int
     body: ResponseCreate
     model: str
     params: SamplingParams
@@ -122,6 +134,8 @@ class Session:
         self._live: dict[str, TokenStream] = {}
         self._finished: OrderedDict[str, None] = OrderedDict()
         self._replies: asyncio.Queue[bytes] = asyncio.Queue(MAX_REPLIES)
+        self._reply_bytes = 0
+        self._queued_bytes = 0
         self._is_flooded = False
 
     async def run(self) -> None:
@@ -181,7 +195,7 @@ class Session:
             try:
                 event = _EVENT.decode(text)
             except msgspec.ValidationError as e:
-                self._refuse(InvalidRequest(str(e), code="invalid_event"), None)
+                self._refuse(located(str(e), "invalid_event"), None)
             except (msgspec.DecodeError, UnicodeError, RecursionError):
                 await self._close(4400, "an event is not valid JSON")
                 return
@@ -195,7 +209,7 @@ class Session:
                     error = StreamerError("internal error", code="internal")
                     self._refuse(error, event.stream_id)
             if self._is_flooded:
-                await self._close(4429, f"more than {MAX_REPLIES} replies are waiting to be read")
+                await self._close(4429, "too many replies are waiting to be read")
                 return
 
     def _handle(self, event: ClientEvent, text: str) -> None:
@@ -208,7 +222,9 @@ class Session:
                 self._reply(encode(Pong(event.t)))
             case _:
                 raise InvalidRequest(
-                    f"there is no event {event.type!r} here", param="type", code="unknown_event"
+                    f"there is no event {clip(event.type)!r} here",
+                    param="type",
+                    code="unknown_event",
                 )
 
     def _create(self, text: str) -> None:
@@ -217,16 +233,24 @@ class Session:
         body = decode_body(text, DECODER, FIELDS)
         model = check_model(body.model, service.names)
         params = body.params(service.engine.info.generation_defaults)
-        job = Job(new_id("resp_"), body, model, params, body.template_messages())
+        size = len(text.encode())
+        if self._queued_bytes + size > MAX_QUEUED_BYTES:
+            raise RateLimited(
+                f"{self._queued_bytes} bytes of responses wait on this socket and this one has "
+                f"{size}; the limit is {MAX_QUEUED_BYTES}"
+            )
+        job = Job(new_id("resp_"), size, body, model, params, body.template_messages())
         lane = self._lanes.get(body.stream_id)
         if lane is not None:
             if sum(map(len, self._lanes.values())) >= MAX_QUEUED:
                 raise RateLimited(f"{MAX_QUEUED} responses wait for their lanes on this socket")
             lane.append(job)
+            self._queued_bytes += size
             return
         if len(self._lanes) >= MAX_LANES:
             raise RateLimited(f"{MAX_LANES} lanes are running on this socket")
         self._lanes[body.stream_id] = deque([job])
+        self._queued_bytes += size
         task = asyncio.create_task(self._run_lane(body.stream_id))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -238,7 +262,7 @@ class Session:
         if stream is not None:
             self._service.cancel([stream])
         elif response_id not in self._finished:
-            raise NotFound(f"there is no response {response_id!r} here", param="response_id")
+            raise NotFound(f"there is no response {clip(response_id)!r} here", param="response_id")
 
     # ------------------------------------------------------------ lanes
 
@@ -273,6 +297,8 @@ class Session:
             except StreamerError as e:
                 await self._send(_error(e, job.body.stream_id))
                 return
+            finally:
+                self._queued_bytes -= job.size
             self._live[job.response_id] = stream
             try:
                 await self._follow(job, stream)
@@ -321,15 +347,18 @@ class Session:
         self._reply(_error(error, stream_id))
 
     def _reply(self, data: bytes) -> None:
-        try:
-            self._replies.put_nowait(data)
-        except asyncio.QueueFull:
+        self._reply_bytes += len(data)
+        if self._replies.full() or self._reply_bytes > MAX_REPLY_BYTES:
             self._is_flooded = True
+        else:
+            self._replies.put_nowait(data)
 
     async def _write_replies(self) -> None:
         with contextlib.suppress(OSError):
             while True:
-                await self._send(await self._replies.get())
+                data = await self._replies.get()
+                await self._send(data)
+                self._reply_bytes -= len(data)
 
     async def _send(self, data: bytes) -> None:
         await self._asgi_send({"type": "websocket.send", "text": data.decode()})
@@ -341,5 +370,5 @@ class Session:
 
 
 def _error(error: StreamerError, stream_id: str | None) -> bytes:
-    lane: str | UnsetType = UNSET if stream_id is None else stream_id
+    lane: str | UnsetType = UNSET if stream_id is None else clip(stream_id)
     return encode(ErrorEvent(error.status, api_error(error), stream_id=lane))

@@ -168,6 +168,12 @@ def test_cancel_of_something_else(extended: ClientConnection) -> None:
         ),
         ({"type": "response.create", "input": "x", "include": ["all"]}, "include[0]"),
         ({"type": "response.create", "input": "x", "stream_id": ""}, "stream_id"),
+        ({"type": "response.create", "input": "x", "stream_id": 5}, "stream_id"),
+        ({"type": 5}, "type"),
+        ({"stream_id": "a"}, "type"),
+        ({"type": "session.ping", "t": {"a": 1}}, "t"),
+        ({"type": "session.ping", "t": "x" * 201}, "t"),
+        ({"type": "session.ping", "t": 10**30}, "t"),
     ],
 )
 def test_a_bad_event_is_answered_and_the_socket_stays(
@@ -186,7 +192,7 @@ def test_events_without_a_type_are_answered(extended: ClientConnection) -> None:
         assert hear(extended)["error"]["code"] == "invalid_event"
 
 
-@pytest.mark.parametrize("message", ["{", "hello", "", b"\x80binary", '{"t":' + "[" * 100_000])
+@pytest.mark.parametrize("message", ["{", "hello", "", b"\x80binary", '{"x":' + "[" * 100_000])
 def test_what_is_no_json_closes_with_4400(server: Running, message: str | bytes) -> None:
     with dial(server) as socket:
         socket.send(message)

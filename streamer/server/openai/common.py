@@ -27,7 +27,14 @@ MAX_SALT = 256
 MAX_METADATA = 16
 MAX_METADATA_KEY, MAX_METADATA_VALUE = 64, 512  # characters
 
+MAX_ECHO, MAX_MESSAGE = 200, 1000  # characters of what a client sent, and of a whole message
+
 encode = msgspec.json.Encoder().encode
+
+
+def clip(text: str, limit: int = MAX_ECHO) -> str:
+    """The text, shortened: an answer is not to be as long as whatever it complains about."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 class ApiError(msgspec.Struct, frozen=True):
@@ -41,7 +48,8 @@ class ApiError(msgspec.Struct, frozen=True):
 
 def api_error(error: StreamerError) -> ApiError:
     """The wire's object for one of our exceptions."""
-    return ApiError(error.message, error.type, error.param, error.code)
+    param = None if error.param is None else clip(error.param)
+    return ApiError(clip(error.message, MAX_MESSAGE), error.type, param, error.code)
 
 
 def error_body(error: StreamerError) -> bytes:

@@ -105,7 +105,7 @@ def decode_body(data: bytes | str, decoder: msgspec.json.Decoder[T], table: Tabl
                 _refuse(name, _ANY.decode(raw), rule.harmless)
         return decoder.decode(data)
     except msgspec.ValidationError as e:
-        raise _invalid(str(e)) from None
+        raise located(str(e)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
         raise InvalidRequest(f"the body is not valid JSON: {e}", code="invalid_json") from None
     except RecursionError:
@@ -127,15 +127,16 @@ def _refuse(name: str, value: Any, harmless: tuple[Any, ...]) -> None:
     )
 
 
-def _invalid(text: str) -> InvalidRequest:
+def located(text: str, code: str = "invalid_type") -> InvalidRequest:
+    """msgspec's complaint as an error whose `param` is the path of the field."""
     match = _PATH.match(text)
     if match is None:
-        return InvalidRequest(text, param=missing_field(text), code="invalid_type")
+        return InvalidRequest(text, param=missing_field(text), code=code)
     path, what = match["path"], match["what"]
     missing = missing_field(what)
     if missing is not None:
         path = f"{path}.{missing}" if path else missing
-    return InvalidRequest(f"{path or 'the body'}: {what}", param=path or None, code="invalid_type")
+    return InvalidRequest(f"{path or 'the body'}: {what}", param=path or None, code=code)
 
 
 def missing_field(text: str) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from streamer.errors import NotFound
-from streamer.server.openai.common import encode
+from streamer.server.openai.common import clip, encode
 
 
 class Model(msgspec.Struct, frozen=True, tag_field="object", tag="model"):
@@ -28,7 +28,7 @@ def check_model(given: str | None, served: tuple[str, ...]) -> str:
         return given
     names = ", ".join(served)
     raise NotFound(
-        f"model {given!r} is not served here; there is {names}",
+        f"model {clip(given)!r} is not served here; there is {names}",
         param="model",
         code="model_not_found",
     )
