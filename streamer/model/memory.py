@@ -88,12 +88,15 @@ def check_weights_fit(weight_bytes: int, free: int) -> None:
 
 
 def cpu_quota() -> int | None:
-    """Whole cores that the cgroup (version 2) lets this process use; None: no limit."""
-    try:
-        quota, period = (CGROUP / "cpu.max").read_text().split()
-        return max(1, int(quota) // int(period))
-    except (OSError, ValueError):
-        return None
+    """Whole cores that the cgroups (version 2) let this process use; None: no limit."""
+    found = []
+    for folder in {CGROUP, *(folder for folder, _, _ in _cgroup_folders())}:
+        try:
+            quota, period = (folder / "cpu.max").read_text().split()
+            found.append(max(1, int(quota) // int(period)))
+        except (OSError, ValueError):  # not there, or "max"
+            continue
+    return min(found, default=None)
 
 
 def _available_bytes() -> int:

@@ -121,10 +121,19 @@ def test_cgroups_limit(
 @pytest.mark.parametrize(
     ("text", "cores"), [("max 100000", None), ("150000 100000", 1), ("400000 100000", 4)]
 )
+@pytest.mark.parametrize("folder", ["", "box", "box/inner"])
 def test_cpu_quota(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, cores: int | None
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: str, text: str, cores: int | None
 ) -> None:
-    """Whole cores, at least one."""
-    (tmp_path / "cpu.max").write_text(text)
+    """Whole cores, at least one; any group on the way to the root binds."""
+    (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+    (tmp_path / folder / "cpu.max").write_text(text)
+    real = Path.read_text
+
+    def read(path: Path, *args: Any, **kwargs: Any) -> str:
+        own = "0::/box/inner"
+        return own if str(path) == "/proc/self/cgroup" else real(path, *args, **kwargs)
+
     monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(Path, "read_text", read)
     assert memory.cpu_quota() == cores
