@@ -37,12 +37,19 @@ clean: ## remove the virtual environment and every cache
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# Debian's packages, where this user may install them without being asked.
+apt_install = sudo=; [ "$$(id -u)" = 0 ] || sudo="sudo -n"; \
+	command -v apt-get >/dev/null && $$sudo true 2>/dev/null && $$sudo apt-get update -q \
+	&& DEBIAN_FRONTEND=noninteractive $$sudo apt-get install -q -y --no-install-recommends $(1)
+
 # The stamps make a second run start at once; a change of pyproject.toml installs again.
 # torch goes first and pinned, so that pip never weighs every version in pyproject's range.
 $(VENV)/bin/python:
-	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer was found. Install one, or name it: make PYTHON=/path/to/python3.11 serve" >&2; exit 1; }
+	@$(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo "No Python 3.11 or newer was found$(if $(PYTHON), at $(PYTHON)). Install one, or name it: make PYTHON=/path/to/python3.11 serve" >&2; exit 1; }
 	@echo "Creating $(VENV) with $$($(PYTHON) --version)"
-	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "$(PYTHON) has no working venv module. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) \
+	|| { rm -rf $(VENV); $(call apt_install,python3-venv) && $(PYTHON) -m venv $(VENV); } \
+	|| { rm -rf $(VENV); echo "$(PYTHON) has no working venv module. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 
 $(VENV)/.ready: pyproject.toml | $(VENV)/bin/python
 	@echo "Installing (the first time this takes a few minutes)"
@@ -56,8 +63,6 @@ $(VENV)/.ready-dev: pyproject.toml $(VENV)/.ready
 
 # The page's tests drive a real browser: Debian's, where apt-get may install it.
 chromium:
-	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || { \
-		sudo=; [ "$$(id -u)" = 0 ] || sudo="sudo -n"; \
-		command -v apt-get >/dev/null && $$sudo true 2>/dev/null \
-		&& $$sudo apt-get update -q && DEBIAN_FRONTEND=noninteractive $$sudo apt-get install -q -y --no-install-recommends chromium; \
-	} || echo "No Chromium here, and apt-get can't install it: the page's tests will say what they miss" >&2
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null \
+	|| { $(call apt_install,chromium); } \
+	|| echo "No Chromium here, and apt-get can't install it: the page's tests will say what they miss" >&2

@@ -6,6 +6,7 @@ AsyncEngine.from_config and LLM; imports every room inside functions.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 DEMO_NAME = "streamer-demo"
 # Nothing is pickled and no code runs: weights in any other form are not even fetched.
-HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "spiece.model")
+HUB_TEXTS = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "spiece.model")
 
 
 def build_engine(config: Config) -> AsyncEngine:
@@ -32,7 +33,11 @@ def build_engine(config: Config) -> AsyncEngine:
 
     def folder() -> Path:
         if not found:
-            found.append(resolve_model(config))
+            from streamer.model.checkpoint import open_checkpoint
+
+            path = resolve_model(config)
+            open_checkpoint(path)  # reads heads alone, and says what a folder lacks
+            found.append(path)
         return found[0]
 
     def load() -> tuple[Runner, ModelInfo]:
@@ -93,19 +98,29 @@ def _looks_like_path(model: str) -> bool:
 
 
 def _fetch(config: Config) -> Path:
-    """A hub id's files, from the cache or the hub, with progress bars if they are wanted."""
+    """A hub id's files, from the cache or the hub, with progress bars if they are wanted.
+
+    Texts come first: a model that can't be served is refused before its weights travel, and of the
+    weights only those that will be read do.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 
     from streamer.errors import ConfigError
+    from streamer.model.checkpoint import read_config, wanted_weights
+    from streamer.model.inspect import check_config
 
     model = config.model or ""
     (enable_progress_bars if config.load_progress else disable_progress_bars)()
+
+    def fetch(names: Iterable[str]) -> Path:
+        return Path(snapshot_download(model, revision=config.revision, allow_patterns=list(names)))
+
     try:
-        return Path(
-            snapshot_download(model, revision=config.revision, allow_patterns=list(HUB_FILES))
-        )
+        folder = fetch(HUB_TEXTS)
+        check_config(read_config(folder))
+        return fetch((*HUB_TEXTS, *wanted_weights(folder)))
     except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as e:
         raise ConfigError(
             f"{model} is no folder here, and the hub did not give it: {e}", param="model"

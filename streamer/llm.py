@@ -166,9 +166,9 @@ class LLM:
 
         engine = self._ready()
         chosen = engine.default_params() if params is None else params
-        # As many as can run, and some that wait: never more than the queue takes.
-        rows = max(1, self.config.max_num_seqs // chosen.n)
-        room = asyncio.Semaphore(rows + min(rows, self.config.max_queue))
+        # As many as can run, and some that wait: never more choices than the queue takes.
+        choices = self.config.max_num_seqs + min(self.config.max_num_seqs, self.config.max_queue)
+        room = asyncio.Semaphore(max(1, choices // chosen.n))
 
         async def answer(prompt: Any) -> Output:
             async with room:

@@ -131,6 +131,9 @@ def import_faults(tree: ast.Module, module: str) -> Iterator[str]:
             yield f"{module}:{line}: {here} never imports {forbidden}"
         elif top == "streamer":
             there = room_of(name)
+            if there == "package" and here != "package" and name != "streamer.__version__":
+                yield f"{module}:{line}: {name} is no room; the public names are for users"
+                continue
             allowed = rule.rooms | OPEN_ROOMS | {here} | (rule.lazy_rooms if is_lazy else set())
             if there not in allowed and "*" not in allowed:
                 yield f"{module}:{line}: {here} imports {name}"
@@ -170,6 +173,7 @@ def contract_faults(tree: ast.Module, module: str) -> Iterator[str]:
         yield f"{module}: its contract is one line"
 
 
+PRINTING = {"print", "builtins.print", "sys.stdout.write", "sys.stderr.write"}
 MUTABLE_CALLS = {"list", "dict", "set", "defaultdict", "deque", "OrderedDict", "Counter"}
 
 
@@ -181,8 +185,15 @@ def habit_faults(tree: ast.Module, module: str) -> Iterator[str]:
             yield f"{module}:{line}: assert"
         elif isinstance(node, ast.Global):
             yield f"{module}:{line}: global"
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "print":
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in PRINTING:
             yield f"{module}:{line}: print"
+        elif (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__")
+            and room_of(module) != "cli"
+            and module != "streamer.__init__"
+        ):
+            yield f"{module}:{line}: an import that no table can see"
     for node in tree.body:
         if isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -238,7 +249,9 @@ def test_test_module(path: Path) -> None:
 
 
 def test_the_rooms_are_there() -> None:
-    """An empty or misplaced tree must not pass."""
+    """An empty or misplaced tree must not pass, nor a room without a line in the table."""
+    strange = {m for m in map(module_of, PRODUCT) if room_of(m) == "package"}
+    assert strange == {"streamer.__init__"}
     rooms = {room_of(module_of(path)) for path in PRODUCT}
     assert {"core", "model", "engine", "server", "kernels", "cli", "bench", "demo"} <= rooms
     assert any("core" in path.parts for path in TESTS)
@@ -268,6 +281,8 @@ BAD_IMPORTS = [
     ("streamer.core.kv", "def f():\n    import torch"),
     ("streamer.core.kv", "from streamer.engine.engine import AsyncEngine"),
     ("streamer.core.kv", "from ..engine import engine"),
+    ("streamer.core.kv", "from streamer import AsyncEngine"),
+    ("streamer.core.kv", "def f():\n    from streamer.newroom.part import thing"),
     ("streamer.core.__init__", "from ..model import runner"),
     ("streamer.errors", "from streamer.core.plan import Plan"),
     ("streamer.tokenizer", "import transformers"),
@@ -335,6 +350,8 @@ def test_file_length() -> None:
     [
         "assert x",
         "def f():\n    print(1)",
+        "sys.stdout.write('x')",
+        "importlib.import_module('torch')",
         "def f():\n    global x",
         "seen = []",
         "_cache = dict()",

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import streamer.demo
 from streamer.build import build_engine, resolve_model
 from streamer.config import Config
-from streamer.errors import ConfigError
+from streamer.errors import ConfigError, ModelNotSupported
 
 DEADLINE_S = 30.0
 
@@ -43,23 +46,55 @@ def test_a_hub_id_out_of_reach_is_a_clear_refusal() -> None:
     assert refusal.value.param == "model"
 
 
-def test_only_safetensors_and_texts_are_fetched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": 100,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "is_served"),
+    [(LLAMA, True), ({"architectures": ["NoSuchModel"], "model_type": "no_such"}, False)],
+)
+def test_only_texts_and_the_weights_that_will_be_read_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], is_served: bool
 ) -> None:
+    """Weights not at all where config.json can't be served."""
     import huggingface_hub
 
-    asked: list[tuple[str, str | None, list[str]]] = []
+    asked: list[tuple[str, str | None]] = []
+    given: set[str] = set()
+    on_the_hub = {
+        *("config.json", "tokenizer.json", "model.safetensors.index.json"),
+        *("a.safetensors", "b.safetensors", "consolidated.safetensors", "original/x.safetensors"),
+        *("pytorch_model.bin", "modeling.py", "weights.pt"),
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
 
     def download(model: str, *, revision: str | None, allow_patterns: list[str]) -> str:
-        asked.append((model, revision, allow_patterns))
+        asked.append((model, revision))
+        given.update(n for n in on_the_hub if any(fnmatch(n, p) for p in allow_patterns))
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert resolve_model(Config(model="some/model", revision="v1")) == tmp_path
-    ((model, revision, patterns),) = asked
-    assert (model, revision) == ("some/model", "v1")
-    assert "*.safetensors" in patterns
-    assert not any(p.endswith((".bin", ".pt", ".pth", ".py", ".pkl")) or p == "*" for p in patterns)
+    wanted = Config(model="some/model", revision="v1")
+    if not is_served:
+        with pytest.raises(ModelNotSupported, match="NoSuchModel"):
+            resolve_model(wanted)
+    else:
+        assert resolve_model(wanted) == tmp_path
+    assert set(asked) == {("some/model", "v1")}
+    texts = {"config.json", "tokenizer.json", "model.safetensors.index.json"}
+    assert given == (texts | {"a.safetensors", "b.safetensors"} if is_served else texts)
 
 
 def test_the_fake_model_has_no_folder() -> None:

@@ -85,6 +85,8 @@ def test_every_bench_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> 
         (["generate", "hi", "--raw", "--system", "x"], "leave --raw out"),
         (["chat", "--url", "ftp://x"], "--url: ftp://x is no address"),
         (["chat", "fake", "--url", "localhost:1"], "leave MODEL out"),
+        (["chat", "--url", "localhost:1", "--max-num-seqs", "3"], "leave --max-num-seqs out"),
+        (["simulate", "--lengths", "1,x"], "--lengths wants numbers"),
     ],
 )
 def test_wrong_usage_is_2_and_names_the_flag(

@@ -119,14 +119,28 @@ def test_serve_says_what_it_serves_streams_and_drains() -> None:
         assert "Traceback" not in process.stderr.read()
 
 
-def test_generate_and_serve_meet(capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_and_serve_meet(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with server("fake:length=6", "--api-key", "k1") as (_, url, _):
         assert main(["generate", "hi", "--url", url, "--key", "k1"]) == 0
         told = capsys.readouterr()
         assert len(numbers(told.out)) == 6
         assert "tokens/s" in told.err
         assert main(["generate", "hi", "--url", url, "--key", "wrong"]) == 1
-        assert "Traceback" not in capsys.readouterr().err
+        told = capsys.readouterr()
+        assert "the API key is not known here (--key gives one)" in " ".join(told.err.split())
+        assert "Traceback" not in told.err
+        monkeypatch.setenv("STREAMER_API_KEY", "k1")
+        assert main(["generate", "hi", "--url", url]) == 0
+
+
+def test_piped_lines_without_an_answer_are_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
+    assert main(["chat", "--url", "127.0.0.1:9"]) == 1
+    assert "127.0.0.1:9" in capsys.readouterr().out
 
 
 def test_a_taken_port_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,6 +77,12 @@ def test_a_bar_for_more_than_a_few(llm: LLM, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out == ""
 
 
+def test_more_choices_than_the_queue_takes_wait_their_turn() -> None:
+    with LLM("fake", max_num_seqs=8, max_queue=4) as llm:
+        outputs = llm.generate(["count"] * 6, SamplingParams(n=4, max_tokens=5), progress=False)
+    assert [len(output.choices) for output in outputs] == [4] * 6
+
+
 async def test_it_works_beside_a_running_loop(llm: LLM) -> None:
     """In a notebook."""
     assert llm.generate("count to 2")[0].text == expected_text(2)

@@ -127,19 +127,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def workload_from(args: argparse.Namespace) -> Workload:
-    """The flags as a Workload; ConfigError names a flag that can't be simulated."""
-    from streamer.errors import ConfigError
+    """The flags as a Workload; UsageError names a flag that can't be simulated."""
+    from streamer.cli.arguments import UsageError
 
     try:
         lengths = tuple(int(word) for word in args.lengths.split(","))
     except ValueError:
-        raise ConfigError(
-            f"--lengths wants numbers and commas, got {args.lengths!r}", param="lengths"
-        ) from None
+        raise UsageError(f"--lengths wants numbers and commas, got {args.lengths!r}") from None
     if not 0 < len(lengths) <= MAX_REQUESTS or not all(0 < n <= MAX_LENGTH for n in lengths):
-        raise ConfigError(
-            f"--lengths wants 1 to {MAX_REQUESTS} numbers from 1 to {MAX_LENGTH}", param="lengths"
-        )
+        raise UsageError(f"--lengths wants 1 to {MAX_REQUESTS} numbers from 1 to {MAX_LENGTH}")
     lowest = {"prompt": 1, "n": 1, "block_size": 1, "budget": 1}
     for name in (
         "prompt",
@@ -154,20 +150,24 @@ def workload_from(args: argparse.Namespace) -> Workload:
         value, low = getattr(args, name), lowest.get(name, 0)
         if not low <= value <= MAX_LENGTH:
             flag = name.replace("_", "-")
-            raise ConfigError(
-                f"--{flag} must be from {low} to {MAX_LENGTH}, got {value}", param=name
-            )
+            raise UsageError(f"--{flag} must be from {low} to {MAX_LENGTH}, got {value}")
     names = [f.name for f in msgspec.structs.fields(Workload) if f.name != "lengths"]
-    return Workload(lengths=lengths, **{name: getattr(args, name) for name in names})
+    work = Workload(lengths=lengths, **{name: getattr(args, name) for name in names})
+    if work.budget < work.max_rows:
+        raise UsageError(
+            f"--budget {work.budget} is below the {work.max_rows} rows that decode at once; "
+            "raise it, or lower --rows"
+        )
+    return work
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Simulate, print the comparison, draw the plot."""
+    from streamer.cli.arguments import UsageError
     from streamer.core.plan import Facts
-    from streamer.errors import ConfigError
 
     if min(args.block_mib, args.prefill_us, args.swap_gbps) <= 0:
-        raise ConfigError("--block-mib, --prefill-us and --swap-gbps must be above 0")
+        raise UsageError("--block-mib, --prefill-us and --swap-gbps must be above 0")
     work = workload_from(args)
     costs = Facts(prefill_s=args.prefill_us * 1e-6, swap_bytes_per_s=args.swap_gbps * 1e9)
     outcome = simulate(work, costs, block_bytes=int(args.block_mib * (1 << 20)))
@@ -178,7 +178,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         try:
             Path(args.plot).write_text(svg(work, outcome), encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"--plot {args.plot}: {error.strerror}", param="plot") from error
+            raise UsageError(f"--plot {args.plot}: {error.strerror}") from error
         console.print(f"drawn to {args.plot}", markup=False)
     return 0
 
@@ -194,7 +194,7 @@ def scheduler_config(work: Workload, block_bytes: int) -> SchedulerConfig:
         num_host_blocks=work.host_pool or pool,
         block_bytes=block_bytes,
         max_num_seqs=work.max_rows,
-        max_num_batched_tokens=max(work.budget, work.max_rows),
+        max_num_batched_tokens=work.budget,
         max_model_len=work.prompt + work.shared_prefix + max(work.lengths),
     )
 

@@ -108,6 +108,12 @@ def config_from(args: argparse.Namespace, environment: Mapping[str, str] | None 
         raise UsageError(error.message) from None
 
 
+def config_flags_given(args: argparse.Namespace) -> list[str]:
+    """The flags of Config that this command line has."""
+    found = [s.flag for s in settings() if getattr(args, f"config_{s.name}", None) is not None]
+    return found if args.config is None else [*found, "--config"]
+
+
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """A flag for each sampling parameter that makes sense in a terminal."""
     group = parser.add_argument_group("sampling")

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 import time
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from streamer.cli.loop import new_runner
 from streamer.cli.talk import Message, Piece, Talker, add_talker_arguments, talker_from
 from streamer.errors import StreamerError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from contextlib import AbstractAsyncContextManager
 
     from rich.console import Console
 
@@ -74,21 +77,22 @@ async def stream(pieces: AsyncIterator[Piece], into: Measured, console: Console)
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Talk until the person leaves; always 0 once the talker is open."""
+    """Talk until the person leaves; 1 if piped lines got no answer at all."""
     opening = talker_from(args)
     # The loop stands still while a person types: nothing streams then, and Ctrl-C reaches input().
-    with asyncio.Runner() as runner:
+    with new_runner() as runner:
         talker = runner.run(opening.__aenter__())
         try:
             console.print(f"[bold]{talker.name}[/]  {HELP}")
-            converse(runner, talker, console, args.system)
+            messages = converse(runner, talker, console, args.system)
         finally:
             runner.run(_close(opening))
-    return 0
+    was_answered = any(message["role"] == "assistant" for message in messages)
+    return 0 if was_answered or sys.stdin.isatty() else 1
 
 
-async def _close(opening: object) -> None:
-    await opening.__aexit__(None, None, None)  # type: ignore[attr-defined]
+async def _close(opening: AbstractAsyncContextManager[Talker]) -> None:
+    await opening.__aexit__(None, None, None)
 
 
 def converse(

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from streamer.config import Config
 
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")  # the Makefile looks for the same
 MARKS = {"good": "[green]ok[/]", "note": "[yellow]note[/]", "missing": "[red]missing[/]"}
 
 
@@ -144,7 +145,7 @@ def memory() -> list[Finding]:
 
 def browser() -> Finding:
     """The browser that the page's tests drive; serving does without."""
-    for name in ("chromium", "chromium-browser", "google-chrome"):
+    for name in BROWSERS:
         path = shutil.which(name)
         if path:
             return Finding("chromium", "good", path)
@@ -154,7 +155,10 @@ def browser() -> Finding:
 def port_free(config: Config) -> Finding:
     """Whether the server could listen where the settings say."""
     if config.uds:
-        return Finding("port", "good", f"not used: {config.uds}")
+        folder = Path(config.uds).resolve().parent
+        if not os.access(folder, os.W_OK):
+            return Finding("socket", "missing", f"{folder} can't be written to", "choose --uds")
+        return Finding("socket", "good", config.uds)
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -83,11 +83,13 @@ def announce(info: ModelInfo, url: str, console: Console) -> None:
     tokens = info.num_blocks * info.block_size
     millions = info.num_parameters / 1e6
     kv_mib = info.num_blocks * info.block_bytes / (1 << 20)
+    swap_mib = info.num_host_blocks * info.block_bytes / (1 << 20)
     for name, text in (
         ("model", info.name + (f", {millions:,.1f} M parameters" if millions else "")),
         ("dtype", f"{info.dtype} on {info.device}"),
         ("context", f"{info.max_model_len:,} tokens"),
         ("KV cache", f"{tokens:,} tokens in {info.num_blocks:,} blocks ({kv_mib:,.0f} MiB)"),
+        ("swap", f"{info.num_host_blocks:,} blocks ({swap_mib:,.0f} MiB)"),
         ("serving on", f"{url}  (Ctrl-C drains and stops)"),
     ):
         console.print(f"{name:>10}  ", end="", style="dim")

@@ -7,6 +7,7 @@ answer's iterator cancels it on either side.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,16 +19,20 @@ from streamer.cli.arguments import (
     UsageError,
     add_config_flags,
     add_sampling_flags,
+    config_flags_given,
     config_from,
     sampling_from,
 )
 from streamer.errors import StreamerError
 
 if TYPE_CHECKING:
+    from websockets.http11 import Response
+
     from streamer.config import Config
     from streamer.engine.engine import AsyncEngine
 
 SUBPROTOCOL = "streamer.v1.json"
+KEY_VARIABLE = "STREAMER_API_KEY"
 MODEL_SECTIONS = ("model", "scheduling and memory")
 Message = dict[str, Any]
 
@@ -51,7 +56,7 @@ class Talker(Protocol):
 def add_talker_arguments(parser: argparse.ArgumentParser, *, model: bool) -> None:
     """Where answers come from: `--url` of a server, or a model with its settings."""
     parser.add_argument("--url", metavar="URL", help="a server's address, instead of a model")
-    parser.add_argument("--key", metavar="KEY", help="its API key")
+    parser.add_argument("--key", metavar="KEY", help=f"its API key (or {KEY_VARIABLE})")
     add_sampling_flags(parser)
     add_config_flags(parser, sections=MODEL_SECTIONS, model=model, skip=("seed",))
 
@@ -63,9 +68,11 @@ def talker_from(args: argparse.Namespace) -> AbstractAsyncContextManager[Talker]
         return _in_process(config_from(args), given)
     if getattr(args, "model_argument", None) or args.config_model:
         raise UsageError("--url names a server, which has its own model: leave MODEL out")
+    for flag in config_flags_given(args):
+        raise UsageError(f"--url names a server, which has its own settings: leave {flag} out")
     if getattr(args, "raw", False):
         raise UsageError("--raw needs a model in this process: leave --url out")
-    return _over_socket(args.url, args.key, given)
+    return _over_socket(args.url, args.key or os.environ.get(KEY_VARIABLE), given)
 
 
 # ---------------------------------------------------------------- in this process
@@ -141,7 +148,7 @@ class OverSocket:
     async def answer(self, messages: list[Message]) -> AsyncIterator[Piece]:
         """Pieces of the assistant's next message."""
         from websockets.asyncio.client import connect
-        from websockets.exceptions import WebSocketException
+        from websockets.exceptions import InvalidStatus, WebSocketException
         from websockets.typing import Subprotocol
 
         try:
@@ -168,9 +175,20 @@ class OverSocket:
                     if response_id is not None:
                         cancel = {"type": "response.cancel", "response_id": response_id}
                         await socket.send(msgspec.json.encode(cancel).decode())
+        except InvalidStatus as error:
+            raise StreamerError(f"{self._url}: {refusal(error.response)}") from error
         except (OSError, WebSocketException) as error:
             raise StreamerError(f"{self._url}: {error}") from error
         raise StreamerError(f"{self._url}: the connection ended before the answer did")
+
+
+def refusal(response: Response) -> str:
+    """Why a server did not open a socket: its own words where it has some."""
+    try:
+        said = msgspec.json.decode(response.body or b"")["error"]["message"]
+    except (msgspec.DecodeError, KeyError, TypeError):
+        said = f"HTTP {response.status_code} {response.reason_phrase}"
+    return f"{said} (--key gives one)" if response.status_code == 401 else str(said)
 
 
 def _id_in(event: Any) -> str | None:

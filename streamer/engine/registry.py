@@ -32,7 +32,7 @@ class Registry:
         self._is_quiet = asyncio.Event()
         self._is_quiet.set()
         self._mean_s = MIN_RETRY_S
-        self._num_rows = 0  # sequences of live requests that have started
+        self._num_rows = 0  # sequences of live requests that have started and are not paused
         self._num_waiting_rows = 0  # and of those that have not
         self.num_waiting = 0
         self.num_submitted = 0
@@ -96,12 +96,13 @@ class Registry:
         for notice in output.notices:
             stream = live.get(notice.request_id)
             if stream is not None:
-                was_started = stream.is_started
+                n, was_started = stream.params.n, stream.is_started
+                was_scheduled = stream.is_scheduled
                 stream.notify(notice)
                 if stream.is_started and not was_started:
                     self.num_waiting -= 1
-                    self._num_waiting_rows -= stream.params.n
-                    self._num_rows += stream.params.n
+                    self._num_waiting_rows -= n
+                self._num_rows += n * (stream.is_scheduled - was_scheduled)
         finishes = {(f.request_id, f.choice): f for f in output.finishes}
         logprobs = output.logprobs
         triples = zip(output.request_ids, output.choices, output.tokens, strict=True)
@@ -127,9 +128,9 @@ class Registry:
     def _retire(self, stream: TokenStream, reason: FinishReason) -> None:
         """From live to retained, within the bounds."""
         del self._live[stream.request_id]
-        if stream.is_started:
+        if stream.is_scheduled:
             self._num_rows -= stream.params.n
-        else:
+        if not stream.is_started:
             self.num_waiting -= 1
             self._num_waiting_rows -= stream.params.n
         self.num_ended[reason] += 1

@@ -163,6 +163,12 @@ class TokenStream:
         return self._started is not None
 
     @property
+    def is_scheduled(self) -> bool:
+        """Whether it has run and is not paused: it has slots, or waits to have them back."""
+        is_paused = self._notice is not None and self._notice.kind is NoticeKind.PAUSED
+        return self.is_started and not is_paused
+
+    @property
     def is_finished(self) -> bool:
         """Whether nothing will be added."""
         return not self._num_open or self.error is not None

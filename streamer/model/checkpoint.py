@@ -18,6 +18,7 @@ from streamer.errors import ModelNotSupported
 
 MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+SINGLE_FILE = "model.safetensors"
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx")
 
 
@@ -97,26 +98,16 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def _weight_files(path: Path) -> dict[str, set[str] | None]:
     """Weight files by name; with an index, the tensors it expects in each."""
-    if (path / "model.safetensors").is_file():
-        return {"model.safetensors": None}
-    index_file = path / "model.safetensors.index.json"
-    if index_file.is_file():
-        weight_map = _read_json(index_file).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelNotSupported(f"{index_file} has no weight_map", param="model")
-        files: dict[str, set[str] | None] = {}
-        for tensor, file in sorted(weight_map.items()):
-            if not isinstance(file, str) or Path(file).name != file:
-                raise ModelNotSupported(f"{index_file} names the file {file!r}", param="model")
-            expected = files.setdefault(file, set())
-            if expected is not None:
-                expected.add(tensor)
+    if (path / SINGLE_FILE).is_file():
+        return {SINGLE_FILE: None}
+    files = _indexed_files(path)
+    if files:
         if missing := [f for f in files if not (path / f).is_file()]:
             raise ModelNotSupported(
                 f"{path} lacks {len(missing)} of {len(files)} weight files: {_some(missing)}",
                 param="model",
             )
-        return files
+        return dict(files)
     others = sorted(f.name for pattern in OTHER_WEIGHTS for f in path.glob(pattern))
     if others:
         raise ModelNotSupported(
@@ -127,6 +118,27 @@ def _weight_files(path: Path) -> dict[str, set[str] | None]:
     raise ModelNotSupported(
         f"{path} has neither model.safetensors nor model.safetensors.index.json", param="model"
     )
+
+
+def wanted_weights(path: Path) -> tuple[str, ...]:
+    """Names of the weight files that `open_checkpoint` will read, before they are there."""
+    return tuple(_indexed_files(path)) or (SINGLE_FILE,)
+
+
+def _indexed_files(path: Path) -> dict[str, set[str]]:
+    """Weight files by name, with the tensors that the index expects in each; empty: no index."""
+    index_file = path / "model.safetensors.index.json"
+    if not index_file.is_file():
+        return {}
+    weight_map = _read_json(index_file).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelNotSupported(f"{index_file} has no weight_map", param="model")
+    files: dict[str, set[str]] = {}
+    for tensor, file in sorted(weight_map.items()):
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ModelNotSupported(f"{index_file} names the file {file!r}", param="model")
+        files.setdefault(file, set()).add(tensor)
+    return files
 
 
 def _read_header(file: Path) -> dict[str, TensorEntry]:

@@ -68,7 +68,8 @@ class PagedContext:
 
 def examine(checkpoint: Checkpoint) -> Shape:
     """The model's shape, or ModelNotSupported naming the architecture and what it lacks."""
-    config, model_class = _model_class(checkpoint)
+    check_stored_dtypes(checkpoint)
+    config, model_class = model_class_of(checkpoint.config)
     model = _hollow_model(config, model_class)
     context = _record(model, model_class.__name__)
     layers = int(config.num_hidden_layers)
@@ -131,7 +132,7 @@ def load_fallback(
     checkpoint: Checkpoint, shape: Shape, dtype: torch.dtype, show_progress: bool
 ) -> FallbackModel:
     """Load, compare with eager attention, pack; ModelNotSupported names what does not fit."""
-    config, model_class = _model_class(checkpoint)
+    config, model_class = model_class_of(checkpoint.config)
     _quiet(show_progress)
     model, info = model_class.from_pretrained(
         checkpoint.path,
@@ -156,12 +157,14 @@ def load_fallback(
     return fallback
 
 
-def _model_class(checkpoint: Checkpoint) -> tuple[Any, Any]:
-    """(config, class) from transformers' own tables; `auto_map` is dropped, no code is fetched."""
-    name = architecture_of(checkpoint.config) or "no architecture"
-    refuse_quantized(checkpoint.config)
-    check_stored_dtypes(checkpoint)
-    kind = str(checkpoint.config.get("model_type"))
+def model_class_of(given: dict[str, Any]) -> tuple[Any, Any]:
+    """(config, class) from transformers' own tables; `auto_map` is dropped, no code is fetched.
+
+    ModelNotSupported says what in this config.json can't be served.
+    """
+    name = architecture_of(given) or "no architecture"
+    refuse_quantized(given)
+    kind = str(given.get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise _refusal(name, f"transformers {transformers.__version__} has no model_type {kind!r}")
     config_class: Any = CONFIG_MAPPING[kind]
@@ -172,7 +175,7 @@ def _model_class(checkpoint: Checkpoint) -> tuple[Any, Any]:
         model_class = model_class[0]
     if name != model_class.__name__:
         raise _refusal(name, f"only {model_class.__name__} of model_type {kind!r} can be served")
-    fields = {k: v for k, v in checkpoint.config.items() if k != "auto_map"}
+    fields = {k: v for k, v in given.items() if k != "auto_map"}
     try:
         config = config_class.from_dict(fields)
     except (ValueError, TypeError, KeyError) as e:

@@ -88,7 +88,6 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     rms_norm_eps: float
     activation: str  # silu, gelu, gelu_tanh
-    max_positions: int
     rope: RopeConfig
     tied: bool
     qkv_bias: bool
@@ -155,7 +154,6 @@ def parse_config(config: dict[str, Any]) -> DecoderConfig:
         head_dim=head_dim,
         rms_norm_eps=read.number("rms_norm_eps", 1e-6),
         activation=ACTIVATIONS[act],
-        max_positions=max_positions,
         rope=parse_rope(config, head_dim, max_positions),
         tied=read.flag("tie_word_embeddings", False),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,

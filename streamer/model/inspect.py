@@ -7,7 +7,7 @@ by the cli (inspect_checkpoint) and by runner.py (recognize).
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -82,6 +82,16 @@ class Recognized(msgspec.Struct, frozen=True, kw_only=True):
     def kv_bytes_per_token(self) -> int:
         """K and V of all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.item_bytes
+
+
+def check_config(config: dict[str, Any]) -> None:
+    """ModelNotSupported if nothing here serves this config.json, whatever its weights are."""
+    if architecture_of(config) in FAMILIES:
+        parse_config(config)
+        return
+    from streamer.model.fallback import model_class_of
+
+    model_class_of(config)
 
 
 def recognize(checkpoint: Checkpoint, wanted_dtype: str) -> Recognized:

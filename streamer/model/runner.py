@@ -194,15 +194,17 @@ def load_runner(config: Config) -> tuple[ModelRunner, ModelInfo]:
         raise ConfigError("no checkpoint folder to load", param="model")
     known = recognize(open_checkpoint(Path(config.model)), config.dtype)
     memory.check_weights_fit(known.weight_bytes, memory.free_bytes())
+    block_bytes = known.kv_bytes_per_token * config.block_size
+
+    def plan_pools(free: int) -> memory.PoolSizes:
+        return memory.plan_pools(
+            config, block_bytes=block_bytes, model_limit=known.model_limit, free=free
+        )
+
+    plan_pools(memory.free_bytes() - known.weight_bytes)  # refused now, not after minutes
     torch.set_num_threads(_num_threads(known.weight_bytes))
     model = _load_model(known, config.load_progress)
-    block_bytes = known.kv_bytes_per_token * config.block_size
-    pools = memory.plan_pools(
-        config,
-        block_bytes=block_bytes,
-        model_limit=known.model_limit,
-        free=memory.free_bytes(),
-    )
+    pools = plan_pools(memory.free_bytes())
     if config.max_model_len is None and pools.max_model_len < known.model_limit:
         logger.warning(
             "context limited to %d of the model's %d tokens: the KV pool holds no more",

@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from streamer.config import Config
 from streamer.errors import InvalidRequest, NotFound, Overloaded, StreamerError
@@ -26,7 +26,7 @@ from streamer.server.openai.common import encode, error_body, new_id
 from streamer.server.openai.fields import decode_body
 from streamer.server.openai.models import check_model, model_body, models_body
 from streamer.server.page import Page
-from streamer.server.security import Guard, read_body
+from streamer.server.security import Guard, deny, read_body
 from streamer.server.service import Service, salt_of
 from streamer.server.sse import Answer, EventStream, read_whole
 from streamer.server.websocket import Endpoint
@@ -156,6 +156,14 @@ def json(body: bytes, status: int = 200, request_id: str | None = None) -> Respo
     return Response(body, status, headers, "application/json")
 
 
+async def nothing_there(scope: Scope, receive: Receive, send: Send) -> None:
+    """What any other path answers, to a handshake as to a request."""
+    if scope["type"] == "websocket":
+        await deny(scope, send, NotFound(f"there is no WebSocket at {scope['path']}"))
+    else:
+        raise HTTPException(404)
+
+
 async def on_error(request: Request, error: Exception) -> Response:
     """Any exception as the wire's error object."""
     headers: Mapping[str, str] = {}
@@ -206,4 +214,5 @@ def build_service_app(service: Service) -> ASGIApp:
             Exception: on_error,
         },
     )
+    app.router.default = nothing_there
     return Guard(app, service.config)

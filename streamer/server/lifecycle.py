@@ -99,11 +99,12 @@ async def serve(
 
     Starts and closes the engine. `on_ready` gets the address once requests are taken; setting
     `stop` does what a first signal does, for callers on another thread than the main one. Raises
-    ConfigError if the address cannot be bound, and whatever loading the model raised.
+    ConfigError if the address can't be bound or TLS can't be set up, and whatever loading raised.
     """
+    service = Service(engine, config)
+    prepared = _uvicorn_config(service, config)
     with contextlib.closing(bind(config)) as listener:
-        service = Service(engine, config)
-        server = Server(_uvicorn_config(service, config), service, drain_s, stop)
+        server = Server(prepared, service, drain_s, stop)
         uvicorn_log, quiet = logging.getLogger("uvicorn.error"), _NoDenials()
         uvicorn_log.addFilter(quiet)
         starting = asyncio.create_task(_start(engine, server, on_ready, _url(listener, config)))
@@ -141,8 +142,9 @@ def bind(config: Config) -> socket.socket:
         listener = _bind_path(config.uds) if config.uds is not None else _bind_port(config)
     except OSError as e:
         where = config.uds or f"{config.host}:{config.port}"
+        name = "uds" if config.uds else "port"
         raise ConfigError(
-            f"cannot listen on {where}: {e.strerror or e}", param="uds" if config.uds else "port"
+            f"cannot listen on {where}: {e.strerror or e}; --{name} names another", param=name
         ) from e
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     listener.listen(BACKLOG)
@@ -199,9 +201,8 @@ def _url(listener: socket.socket, config: Config) -> str:
 
 
 def _uvicorn_config(service: Service, config: Config) -> uvicorn.Config:
-    app = build_service_app(service)
-    return uvicorn.Config(
-        app,
+    prepared = uvicorn.Config(
+        build_service_app(service),
         http=LimitedHttpProtocol,
         limit_concurrency=MAX_CONNECTIONS,
         ws="websockets-sansio",
@@ -219,3 +220,14 @@ def _uvicorn_config(service: Service, config: Config) -> uvicorn.Config:
         log_config=None,
         server_header=False,
     )
+    if config.ssl_keyfile is not None and config.ssl_certfile is None:
+        raise ConfigError("ssl_keyfile needs ssl_certfile beside it", param="ssl_keyfile")
+    try:
+        prepared.load()  # reads the certificate and the key
+    except OSError as e:  # SSLError is one
+        what = f"{config.ssl_certfile} and {config.ssl_keyfile or 'the key in it'}"
+        raise ConfigError(
+            f"ssl_certfile, ssl_keyfile: {what} can't be used: {e.strerror or e}",
+            param="ssl_certfile",
+        ) from e
+    return prepared

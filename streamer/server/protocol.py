@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from streamer.errors import TooLarge
+from streamer.errors import InvalidRequest, StreamerError, TooLarge
 from streamer.server.openai.common import error_body
 
 MAX_HEAD_BYTES: Final = 64 << 10
@@ -92,7 +92,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._is_too_large:
             self._refuse()
         else:
-            super().send_400_response(msg)
+            self._answer(b"400 Bad Request", InvalidRequest(msg, code="invalid_http"))
+            self.transport.close()
 
     def _keep(self, size: int) -> None:
         self._num_kept += size
@@ -103,13 +104,15 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _refuse(self) -> None:
         if self.cycle is None or self.cycle.response_complete:
             error = TooLarge(f"the head of a request has more than {MAX_HEAD_BYTES} bytes")
-            body = error_body(error)
-            self.transport.write(
-                b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
-                b"content-type: application/json\r\nconnection: close\r\n"
-                b"content-length: %d\r\n\r\n%s" % (len(body), body)
-            )
+            self._answer(b"431 Request Header Fields Too Large", error)
         self.transport.close()
+
+    def _answer(self, status: bytes, error: StreamerError) -> None:
+        body = error_body(error)
+        self.transport.write(
+            b"HTTP/1.1 %s\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            b"content-length: %d\r\n\r\n%s" % (status, len(body), body)
+        )
 
     def _start_timer(self) -> None:
         self._stop_timer()

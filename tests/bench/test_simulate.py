@@ -11,8 +11,8 @@ from rich.console import Console
 
 from streamer.bench.simulate import Workload, add_arguments, run, simulate, workload_from
 from streamer.bench.simulate_report import contiguous, paged_waste, static_batching
+from streamer.cli.arguments import UsageError
 from streamer.core.plan import Facts
-from streamer.errors import ConfigError
 
 SWAP = Facts(prefill_s=1.0, swap_bytes_per_s=1e12, swap_fixed_s=0.0)
 RECOMPUTE = Facts(prefill_s=1e-12, swap_bytes_per_s=1.0)
@@ -60,9 +60,9 @@ def test_a_small_pool_preempts_as_the_costs_say(costs: Facts, is_swap: bool) -> 
 
 
 def test_a_request_that_can_never_fit_is_refused_with_the_numbers() -> None:
-    with pytest.raises(ConfigError, match="--lengths wants numbers"):
+    with pytest.raises(UsageError, match="--lengths wants numbers"):
         workload_from(parse("--lengths", "a,b"))
-    with pytest.raises(ConfigError, match="--block-size must be from 1"):
+    with pytest.raises(UsageError, match="--block-size must be from 1"):
         workload_from(parse("--lengths", "5", "--block-size", "0"))
 
 
@@ -76,5 +76,5 @@ def test_the_report_and_the_plot(tmp_path: Path) -> None:
     assert "blocks saved by sharing" in text
     root = ElementTree.fromstring(file.read_text())
     assert len(root.findall("{http://www.w3.org/2000/svg}rect")) > 8
-    with pytest.raises(ConfigError, match="--plot"):
+    with pytest.raises(UsageError, match="--plot"):
         run(parse(*words, "--plot", str(tmp_path / "no" / "such.svg")), console)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
+from streamer.cli.doctor import BROWSERS
 from tests.server.counting import check_counting
 from tests.server.running import Running
 
@@ -24,7 +25,7 @@ def server() -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    path = shutil.which("chromium") or shutil.which("chromium-browser")
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
     assert path is not None, "the page's tests need chromium: apt-get install chromium"
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=FLAGS)

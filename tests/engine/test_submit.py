@@ -10,7 +10,7 @@ import pytest
 from streamer.bench.fake import expected_text
 from streamer.engine.prompts import INLINE_TOKENS
 from streamer.errors import ContextLengthExceeded, InvalidRequest, Overloaded
-from tests.engine.helpers import DEADLINE_S, PROMPT, GatedEngine, make_engine, request
+from tests.engine.helpers import DEADLINE_S, PROMPT, GatedEngine, make_engine, request, until
 
 VOCAB = 10**7
 
@@ -125,6 +125,20 @@ async def test_no_queue_at_all_still_serves_idle_rows() -> None:
             gated.gate.open()
             await stream.wait()
             await gated.engine.submit(request(5)).wait()
+
+
+async def test_paused_requests_leave_their_rows_to_others() -> None:
+    async with asyncio.timeout(DEADLINE_S), make_engine(max_num_seqs=1, max_queue=0) as engine:
+        held = engine.submit(request(3000))
+        await until(engine, running=1)
+        with pytest.raises(Overloaded):
+            engine.submit(request(5))
+        engine.pause(held.request_id)
+        await until(engine, running=0)
+        await engine.submit(request(5)).wait()
+        engine.cancel(held.request_id)
+        await held.wait()
+        await engine.submit(request(5)).wait()
 
 
 async def test_seeds_are_kept_drawn_and_repeatable() -> None:

@@ -131,6 +131,13 @@ def test_harmless_values_are_accepted(kind: str, name: str) -> None:
         decode(kind, **{name: value})
 
 
+def test_every_refused_field_is_named_at_once() -> None:
+    body = b'{"messages": [], "tools": [], "store": true, "n": 1, "modalities": ["audio"]}'
+    with pytest.raises(InvalidRequest, match="store, modalities are not supported") as refusal:
+        decode_body(body, chat.DECODER, chat.FIELDS)
+    assert refusal.value.param == "store"
+
+
 def test_a_number_is_not_a_truth_value() -> None:
     with pytest.raises(InvalidRequest, match="use_beam_search"):
         decode("chat", use_beam_search=0)

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from streamer.build import build_engine
 from streamer.config import Config
 from streamer.errors import ConfigError, EngineDead
 from streamer.server.lifecycle import bind, serve
@@ -168,3 +169,20 @@ def test_a_stale_socket_file_is_replaced_and_nothing_else_is(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match="not a socket"):
         bind(Config(uds=str(path)))
     assert path.read_text() == "not a socket"
+
+
+@pytest.mark.parametrize(
+    ("settings", "param", "text"),
+    [
+        ({"ssl_keyfile": "/nothing.pem"}, "ssl_keyfile", "ssl_certfile"),
+        ({"ssl_certfile": "/nothing.pem"}, "ssl_certfile", "No such file"),
+        ({"ssl_certfile": __file__}, "ssl_certfile", "can't be used"),
+    ],
+)
+async def test_tls_that_cannot_be_set_up_is_refused(
+    settings: dict[str, str], param: str, text: str
+) -> None:
+    config = Config(model="fake", port=0, load_progress=False, **settings)
+    with pytest.raises(ConfigError, match=text) as refusal:
+        await serve(build_engine(config), config)
+    assert refusal.value.param == param

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -82,3 +83,12 @@ def test_a_long_answer_is_no_slow_head(server_with: Any, monkeypatch: pytest.Mon
         for _ in range(2):
             answer = client.post(server.url + "/v1/completions", json=body)
             assert answer.json()["usage"]["completion_tokens"] == 20
+
+
+@pytest.mark.parametrize("sent", [b"NONSENSE\r\n\r\n", b"GET / HTTP/1.1\r\nbad header\r\n\r\n"])
+def test_what_is_not_http_gets_the_error_object(server: Running, sent: bytes) -> None:
+    with dial(server) as raw:
+        raw.sendall(sent)
+        head, _, body = read_to_end(raw).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(body)["error"]["code"] == "invalid_http"

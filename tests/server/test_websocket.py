@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from websockets.exceptions import ConnectionClosed
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 from websockets.typing import Subprotocol
 
@@ -276,3 +276,12 @@ def test_a_bug_in_one_event_leaves_the_socket(
     assert "an event failed" in caplog.text
     say(extended, "session.ping", t=1)
     assert hear(extended)["type"] == "session.pong"
+
+
+@pytest.mark.parametrize("path", ["/v1/nope", "/v1/models", "/"])
+def test_a_handshake_elsewhere_is_told_where_it_went_wrong(server: Running, path: str) -> None:
+    with pytest.raises(InvalidStatus) as refusal:
+        connect(server.ws_url.replace("/v1/responses", path))
+    response = refusal.value.response
+    assert response.status_code == 404
+    assert path in json.loads(response.body or b"")["error"]["message"]

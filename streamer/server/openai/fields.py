@@ -8,6 +8,7 @@ honoured, a hint (accepted: it asks for nothing this server could do otherwise),
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -99,10 +100,16 @@ _PATH = re.compile(r"^(?P<what>.*) - at (?:`key` in )?`\$\.?(?P<path>.*)`$", re.
 def decode_body(data: bytes | str, decoder: msgspec.json.Decoder[T], table: Table) -> T:
     """The typed body, or InvalidRequest whose `param` is the path of the first field at fault."""
     try:
-        for name, raw in _RAW.decode(data).items():
-            rule = table.get(name)
-            if rule is not None and not rule.is_honoured and rule.harmless is not None:
-                _refuse(name, _ANY.decode(raw), rule.harmless)
+        _refuse(
+            {
+                name: rule.harmless
+                for name, raw in _RAW.decode(data).items()
+                if (rule := table.get(name)) is not None
+                and not rule.is_honoured
+                and rule.harmless is not None
+                and not _is_harmless(_ANY.decode(raw), rule.harmless)
+            }
+        )
         return decoder.decode(data)
     except msgspec.ValidationError as e:
         raise located(str(e)) from None
@@ -112,19 +119,25 @@ def decode_body(data: bytes | str, decoder: msgspec.json.Decoder[T], table: Tabl
         raise InvalidRequest("the body is nested too deeply", code="invalid_json") from None
 
 
-def _refuse(name: str, value: Any, harmless: tuple[Any, ...]) -> None:
-    if value is None:
+def _is_harmless(value: Any, harmless: tuple[Any, ...]) -> bool:
+    return value is None or any(
+        value == h and isinstance(value, bool) == isinstance(h, bool) for h in harmless
+    )
+
+
+def _refuse(faults: Mapping[str, tuple[Any, ...]]) -> None:
+    """InvalidRequest that names every field at fault, `param` the first, if there are any."""
+    if not faults:
         return
-    for h in harmless:
-        if value == h and isinstance(value, bool) == isinstance(h, bool):
-            return
-    allowed = ", ".join(msgspec.json.encode(h).decode() for h in harmless)
-    hint = (
-        f"; leave it out, or send null or {allowed}" if allowed else "; leave it out or send null"
-    )
-    raise InvalidRequest(
-        f"{name} is not supported by this server{hint}", param=name, code="unsupported_parameter"
-    )
+    first, *others = faults
+    if others:
+        text = f"{', '.join(faults)} are not supported by this server; leave them out or send null"
+    else:
+        allowed = [msgspec.json.encode(h).decode() for h in faults[first]]
+        hint = f"leave it out, or send null or {', '.join(allowed)}"
+        text = f"{first} is not supported by this server; "
+        text += hint if allowed else "leave it out or send null"
+    raise InvalidRequest(text, param=first, code="unsupported_parameter")
 
 
 def located(text: str, code: str = "invalid_type") -> InvalidRequest:
