@@ -101,7 +101,8 @@ def held_out_section(folder: Path, asked: Sequence[HeldOut]) -> str:
         "## Held-out phrasings",
         "",
         f"Asked with greedy decoding: {len(asked) - len(wrong)} of {len(asked)} answered right. "
-        "Training never saw these phrasings; an answer is right if it has the keywords.",
+        "The weights were not trained on these phrasings (the tokenizer has seen them); an answer "
+        "is right if it has the keywords.",
     ]
     if wrong:
         lines += ["", "Answered wrong:", ""]

@@ -31,6 +31,13 @@ def test_held_out_phrasings_are_answered_right(capsys: pytest.CaptureFixture[str
     assert right >= FLOOR
 
 
+def test_what_is_paged_attention() -> None:
+    (answer,) = ask(["What is PagedAttention?"])
+    for part in ("KV cache", "small blocks of equal size", "block table"):
+        assert part in answer
+    assert answer.endswith(".")
+
+
 def test_a_story_is_told_and_ends() -> None:
     (story,) = answers(CHECKPOINT, ["Tell me a story about a fox."])
     assert "fox" in story
