@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import torch
 
+from streamer.core.sampling import SamplingParams
 from tests.model.sync_engine import GREEDY, SyncEngine
 
 ROUNDING = 1e-4
@@ -174,11 +175,24 @@ def test_prefix_hits_change_no_token(
     compare(got, generate(reference(folder), asks), record_property)
 
 
+@torch.inference_mode()
+def logprobs_of(model: Any, prompt: list[int], outputs: list[list[int]]) -> torch.Tensor:
+    """[choices, tokens] log probabilities of these outputs of one length, by transformers."""
+    ids = torch.tensor([prompt + output for output in outputs])
+    logits = model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+    logs = torch.log_softmax(logits[:, len(prompt) - 1 : -1], -1)
+    return logs.gather(2, ids[:, len(prompt) :, None])[:, :, 0]
+
+
 @pytest.mark.parametrize("costs", [SWAP, RECOMPUTE], ids=["swap", "recompute"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_four_forks_of_a_prefill_say_the_same_through_preemption(
+def test_four_forks_of_a_prefill_through_preemption(
     checkpoint: Any, reference: Any, record_property: Any, family: str, costs: dict[str, float]
 ) -> None:
+    """Greedy ones say what transformers says; sampled ones go four ways, each with its own KV.
+
+    (Greedy siblings write the same KV: only among sampled ones would a leak show.)
+    """
     folder = checkpoint(family, 2, **FAMILIES[family])
     asks = mixed_asks(9, 8, longest=50, output=(20, 30))
     engine = SyncEngine(
@@ -190,12 +204,20 @@ def test_four_forks_of_a_prefill_say_the_same_through_preemption(
         block_size=8,
         max_model_len=96,
     )
-    four = msgspec.structs.replace(GREEDY, n=4)
+    sampled = SamplingParams(temperature=1.0, n=4, logprobs=0)
+    greedy = msgspec.structs.replace(GREEDY, n=4)
     for i, (prompt, count) in enumerate(asks):
-        engine.add(f"r{i}", prompt, count, four)
+        engine.add(f"r{i}", prompt, count, sampled if i % 2 else greedy)
     engine.run()
     assert sum(engine.preemptions) > 0
     assert engine.stats.copied_blocks > 0
-    got = [engine.tokens[f"r{i}", c] for i in range(len(asks)) for c in range(4)]
-    want = [answer for answer in generate(reference(folder), asks) for _ in range(4)]
-    compare(got, want, record_property)
+    model = reference(folder)
+    for i, (prompt, count) in list(enumerate(asks))[1::2]:
+        outputs = [engine.tokens[f"r{i}", choice] for choice in range(4)]
+        assert len({tuple(output) for output in outputs}) == 4
+        got = torch.tensor([engine.logprobs[f"r{i}", choice] for choice in range(4)])
+        assert got.shape == (4, count)
+        assert (got - logprobs_of(model, prompt, outputs)).abs().max() < 1e-3
+    got_greedy = [engine.tokens[f"r{i}", c] for i in range(0, len(asks), 2) for c in range(4)]
+    want = [answer for answer in generate(model, asks[::2]) for _ in range(4)]
+    compare(got_greedy, want, record_property)
