@@ -54,6 +54,7 @@ class SyncEngine:
         self.finishes: dict[tuple[str, int], Finish] = {}
         self.stats = StepStats()
         self.steps = 0
+        self.widest = 0  # rows that drew in one step
 
     def add(
         self, request_id: str, prompt: list[int], max_tokens: int,
@@ -75,6 +76,7 @@ class SyncEngine:
         if self.check:
             self.scheduler.check()
         self.steps += 1
+        self.widest = max(self.widest, plan.num_samples)
         self.stats = out.stats
         for i, key in enumerate(zip(out.request_ids, out.choices, strict=True)):
             self.tokens[key].append(out.tokens[i])
