@@ -291,10 +291,8 @@ def test_a_failed_request_leaves_nothing_to_match_even_if_it_was_preempted_meanw
     driver.add(prompt(4, start=60), max_tokens=4, priority=0)
     driver.launch()  # r0 gave way while its first plan was under way
     assert driver.status("r0") is Status.PREEMPTED
-    plan = driver.inflight.popleft()
-    out = driver.scheduler.apply(plan, StepResult(plan.number, failed={0: "not finite"}))
-    assert [f.reason for f in out.finishes] == [FinishReason.FAILED]
-    driver.adds.pop("r0")
+    driver.fail_next = True
+    assert [f.reason for f in driver.collect().finishes] == [FinishReason.FAILED]
     driver.add(prompt(16), request_id="r2", max_tokens=2)
     driver.drain()
     assert driver.outputs[-1].stats.prefix_hit_tokens == 0
@@ -322,4 +320,4 @@ def test_results_must_come_in_order() -> None:
     driver.launch()
     second = driver.inflight[1]
     with pytest.raises(InvariantViolated, match="applied after 0"):
-        driver.scheduler.apply(second, driver.device.results[second.number])
+        driver.scheduler.apply(second, StepResult(second.number))
