@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from streamer.core.admission import blocks_needed, rows_needed
 from streamer.core.plan import (
     Add,
     Cancel,
@@ -111,6 +112,7 @@ class Driver:
     def command(self, command: Command) -> None:
         self.log.append(("command", command))
         self.scheduler.command(command)
+        self.scheduler.check()
 
     # ------------------------------------------------------------ steps
 
@@ -130,7 +132,21 @@ class Driver:
             for join in plan.joins:
                 self.first_plan.setdefault(join.request_id, plan.number)
         self.scheduler.check()
+        self._check_head(plan)
         return plan
+
+    def _check_head(self, plan: Plan | None) -> None:
+        """Who could have entered this plan is not left in the queue."""
+        state = self.scheduler.state
+        is_full = plan is not None and plan.num_tokens == self.config.max_num_batched_tokens
+        if is_full or not state.queue:
+            return
+        head = state.queue[0][1]
+        assert (
+            any(seq.num_pending for seq in head.sequences)
+            or rows_needed(head) > state.rows.num_free
+            or blocks_needed(state, head) > state.kv.device.num_free
+        ), f"{head.request_id} is stuck: {head.status.value}"
 
     def collect(self) -> StepOutput:
         """Apply the oldest launched plan."""
