@@ -1,8 +1,10 @@
-"""What every test shares: an environment without settings, offline, and hypothesis' profiles."""
+"""What every test shares: an environment without settings, offline, hypothesis' profiles, and the
+sums that a run prints at its end."""
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 
 import pytest
 from hypothesis import settings
@@ -21,3 +23,19 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """A developer's STREAMER_ variables must not change what a test sees."""
     for name in [name for name in os.environ if name.startswith("STREAMER_")]:
         monkeypatch.delenv(name)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How often greedy parity rested on rounding (tests/model/greedy_oracle.py), also on a pass."""
+    sums = Counter[str]()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            for name, value in getattr(report, "user_properties", ()):
+                if report.when == "call" and name.startswith("greedy_"):
+                    sums[name] += value
+    if sums:
+        terminalreporter.write_line(
+            f"greedy parity with transformers: {sums['greedy_tokens']} tokens; at "
+            f"{sums['greedy_within_rounding']} its two best were within rounding, and at "
+            f"{sums['greedy_second_best']} of those the second best was drawn"
+        )

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Iterable
 
 from streamer.core.request import Sequence
+from streamer.errors import InvariantViolated
 
 
 class RowSlots:
@@ -42,6 +44,15 @@ class RowSlots:
             heapq.heappush(self._free, row)
         else:
             self._cooling.append((after_plan, row))
+
+    def check(self, held: Iterable[int]) -> None:
+        """Prove that each row is free, cooling or held, exactly once, or raise."""
+        held, cooling = list(held), [row for _, row in self._cooling]
+        if sorted([*self._free, *cooling, *held]) != list(range(len(self.owners))):
+            raise InvariantViolated(
+                f"{len(self.owners)} rows: {len(self._free)} free + {len(cooling)} cooling + "
+                f"{len(held)} held; each must be one of these, once"
+            )
 
     def retire(self, collected: int) -> None:
         """Every plan up to `collected` is collected."""

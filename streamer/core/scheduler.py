@@ -30,7 +30,7 @@ from streamer.core.prefix import BlockHasher
 from streamer.core.request import Request, Sequence, Status
 from streamer.core.results import apply_result
 from streamer.core.sizes import SchedulerConfig, check_fits
-from streamer.core.state import Draft, State
+from streamer.core.state import QUEUED, Draft, State
 from streamer.core.tokens import continue_running
 from streamer.errors import InvalidRequest, InvariantViolated
 
@@ -65,8 +65,7 @@ class Scheduler:
                     self.state.pause(request)
             case Resume() if request.is_held:
                 request.is_held = False
-                waits = (Status.WAITING, Status.PREEMPTED, Status.SWAPPED, Status.PAUSED)
-                if request.status in waits:
+                if request.status in QUEUED:
                     self.state.enqueue(request)
             case _:
                 pass

@@ -31,6 +31,10 @@ from streamer.errors import InvariantViolated
 WATERMARK = 0.01  # of the pool stays free when a request is admitted beside others
 
 
+# Who waits to be admitted, unless the reader holds it: in one of these, and in the queue.
+QUEUED = (Status.WAITING, Status.PREEMPTED, Status.SWAPPED, Status.PAUSED)
+
+
 class Draft:
     """The plan being built. `budget` is what is left of the step's tokens.
 
@@ -343,6 +347,17 @@ class State:
         joined = [s for r in self.requests.values() for s in r.sequences if s.joined]
         if len(joined) != self.num_joined or len({s.row for s in joined}) != len(joined):
             raise InvariantViolated(f"{len(joined)} rows joined, {self.num_joined} counted")
-        for _, request in self.queue:
-            if request.is_held or self.requests.get(request.request_id) is not request:
-                raise InvariantViolated(f"request {request.request_id} should not be queued")
+        if any(self.rows.owners[s.row] is not s for s in joined):
+            raise InvariantViolated("a joined row's results would go to another sequence")
+        self.rows.check(
+            row
+            for r in self.requests.values()
+            for row in (*(s.row for s in r.sequences if s.row >= 0), *r.spare_rows)
+        )
+        queued = [r for _, r in self.queue]
+        due = [r for r in self.requests.values() if r.status in QUEUED and not r.is_held]
+        if len(queued) != len(due) or set(queued) != set(due):
+            raise InvariantViolated(
+                f"{len(queued)} requests are queued, {len(due)} wait to be admitted: "
+                f"{sorted(r.request_id for r in set(queued) ^ set(due))} differ"
+            )

@@ -1,8 +1,13 @@
 """A simulated device: executes Plans on memory that remembers what was written where.
 
 Each KV cell holds the hash of the whole token prefix up to its position, so a read of a wrong,
-stale or overwritten block is seen at once. Swap copies run late, when the test says so, as copies
-on side streams may. Drawn tokens depend on everything before them: the output proves itself.
+stale or overwritten block is seen at once. Drawn tokens depend on everything before them: the
+output proves itself.
+
+As on a GPU, `launch` only queues: plans compute in order, when they are collected. Swap copies are
+on streams of their own. A swap-in waits for nobody: it may run before plans that were launched
+earlier have computed. A swap-out waits for the plans before its own, whose blocks it reads. Both
+may be done long after their plan is collected.
 """
 
 from __future__ import annotations
@@ -58,19 +63,30 @@ class Row:
 
 
 class Device:
-    """Memory, rows and late copies. `launch` runs the plan's compute; `flush` its swap copies."""
+    """Memory and rows. `launch` queues a plan, `run` computes it, `flush` ends its swap copies."""
 
     def __init__(self, num_blocks: int, num_host: int, block_size: int) -> None:
         self.size = block_size
         self.memory: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.host: list[list[int | None]] = [[None] * block_size for _ in range(num_host)]
         self.rows: dict[int, Row] = {}
-        self.pending: deque[Plan] = deque()
+        self.launched: deque[Plan] = deque()
+        self.early: set[int] = set()  # plans whose swap copies run as soon as they may
+        self.copying: deque[Plan] = deque()
         self.copies_done = 0
-        self.results: dict[int, StepResult] = {}
 
-    def launch(self, plan: Plan) -> None:
-        """Take the plan's effects in order; its swap copies may run until `flush`."""
+    def launch(self, plan: Plan, is_early: bool = False) -> None:
+        """Queue the plan; `is_early`: its swap copies run as soon as they may."""
+        self.launched.append(plan)
+        self.copying.append(plan)
+        if is_early:
+            self.early.add(plan.number)
+            self._swap_in(plan)
+
+    def run(self, number: int) -> StepResult:
+        """Compute the oldest launched plan, with its effects in order."""
+        plan = self.launched.popleft()
+        assert plan.number == number, f"plan {number} collected before {plan.number}"
         for row in plan.leaves:
             del self.rows[row]
         joined = set()
@@ -82,13 +98,31 @@ class Device:
             table = self.rows[update.row].table
             assert update.start <= len(table), "a hole in a block table"
             table[update.start :] = update.blocks
-        self.pending.append(plan)
+        if plan.number in self.early:
+            self._swap_out(plan)
         for source, destination in plan.copies:
             self.memory[destination] = list(self.memory[source])
         assert len(self.rows) == plan.num_rows
-        self._compute(plan, joined)
+        return self._compute(plan, joined)
 
-    def _compute(self, plan: Plan, joined: set[int]) -> None:
+    def flush(self, upto: int) -> None:
+        """End the swap copies of plans up to `upto`."""
+        while self.copying and self.copying[0].number <= upto:
+            plan = self.copying.popleft()
+            if plan.number not in self.early:
+                self._swap_out(plan)
+                self._swap_in(plan)
+            self.copies_done = plan.number
+
+    def _swap_out(self, plan: Plan) -> None:
+        for source, destination in plan.swap_out:
+            self.host[destination] = list(self.memory[source])
+
+    def _swap_in(self, plan: Plan) -> None:
+        for source, destination in plan.swap_in:
+            self.memory[destination] = list(self.host[source])
+
+    def _compute(self, plan: Plan, joined: set[int]) -> StepResult:
         chunks = {c.row: c for c in plan.chunks}
         work: list[tuple[Row, int, bool]] = []
         forks: list[tuple[Row, Row]] = []
@@ -133,13 +167,10 @@ class Device:
             self.rows[number].tokens.append(token)  # a failed row's is nobody's
         rows = tuple(sorted(drawn))
         tokens = tuple(drawn[r] for r in rows)
-        self.results[plan.number] = StepResult(plan.number, rows, tokens, failed=failed)
+        return StepResult(plan.number, rows, tokens, failed=failed)
 
-    def poison(self, plan: Plan) -> str | None:
-        """Let the first row that drew in this plan fail, and leave what it wrote not finite."""
-        result = self.results[plan.number]
-        if not result.rows:
-            return None
+    def poison(self, plan: Plan, result: StepResult) -> StepResult:
+        """Let the first row that drew fail, and leave what it wrote not finite."""
         number = result.rows[0]
         row = self.rows[number]
         row.tokens[-1] = 0  # whatever was drawn is nobody's
@@ -147,13 +178,12 @@ class Device:
         for position in range(row.computed - (1 if chunk is None else chunk.count), row.computed):
             block, offset = divmod(position, self.size)
             self.memory[row.table[block]][offset] = BAD
-        self.results[plan.number] = StepResult(
+        return StepResult(
             plan.number,
             result.rows[1:],
             result.tokens[1:],
             failed={**result.failed, number: "not finite"},
         )
-        return row.join.request_id
 
     def _read(self, row: Row) -> bool:
         """Whether all of it is finite; what is finite must be the row's own prefix."""
@@ -169,13 +199,3 @@ class Device:
                 f"{row.join.request_id}: position {position} reads another prefix"
             )
         return is_well
-
-    def flush(self, upto: int) -> None:
-        """Run the swap copies of plans up to `upto`; only now do they read and write."""
-        while self.pending and self.pending[0].number <= upto:
-            plan = self.pending.popleft()
-            for source, destination in plan.swap_out:
-                self.host[destination] = list(self.memory[source])
-            for source, destination in plan.swap_in:
-                self.memory[destination] = list(self.host[source])
-            self.copies_done = plan.number

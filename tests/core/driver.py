@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from streamer.core.admission import blocks_needed, rows_needed
 from streamer.core.plan import (
     Add,
     Cancel,
@@ -67,11 +68,12 @@ class Driver:
         self.log: list[Entry] = []
         self.held: set[str] = set()
         self.steps = 0
-        self.fail_next = False  # let a row of the next plan that draws fail
+        self.fail_next = False  # let a row of the next collected plan that draws fail
         self.sick: set[str] = set()
         self.first_plan: dict[str, int] = {}
         self.last_bad_plan = 0  # who began later may not have met a bad block
         self.flush_copies = True  # whether swap copies end with their plan's collection
+        self.early_copies = False  # whether they run as soon as they may
 
     # ------------------------------------------------------------ commands
 
@@ -110,6 +112,7 @@ class Driver:
     def command(self, command: Command) -> None:
         self.log.append(("command", command))
         self.scheduler.command(command)
+        self.scheduler.check()
 
     # ------------------------------------------------------------ steps
 
@@ -124,23 +127,38 @@ class Driver:
         plan = self.scheduler.schedule(facts)
         if plan is not None:
             self.plans.append(plan)
-            self.device.launch(plan)
+            self.device.launch(plan, self.early_copies)
             self.inflight.append(plan)
             for join in plan.joins:
                 self.first_plan.setdefault(join.request_id, plan.number)
-            if self.fail_next and (name := self.device.poison(plan)) is not None:
-                self.fail_next = False
-                self.sick.add(name)
         self.scheduler.check()
+        self._check_head(plan)
         return plan
+
+    def _check_head(self, plan: Plan | None) -> None:
+        """Who could have entered this plan is not left in the queue."""
+        state = self.scheduler.state
+        is_full = plan is not None and plan.num_tokens == self.config.max_num_batched_tokens
+        if is_full or not state.queue:
+            return
+        head = state.queue[0][1]
+        assert (
+            any(seq.num_pending for seq in head.sequences)
+            or rows_needed(head) > state.rows.num_free
+            or blocks_needed(state, head) > state.kv.device.num_free
+        ), f"{head.request_id} is stuck: {head.status.value}"
 
     def collect(self) -> StepOutput:
         """Apply the oldest launched plan."""
         plan = self.inflight.popleft()
+        result = self.device.run(plan.number)
+        if self.fail_next and result.rows:
+            self.fail_next = False
+            self.sick.add(self.device.rows[result.rows[0]].join.request_id)
+            result = self.device.poison(plan, result)
         is_waiting = not plan.num_rows and not self.inflight
         if self.flush_copies or is_waiting:
             self.device.flush(plan.number)
-        result = self.device.results.pop(plan.number)
         self.log.append(("result", result))
         output = self.scheduler.apply(plan, result)
         if result.failed:

@@ -203,14 +203,82 @@ def test_a_preempted_request_comes_back_before_new_ones_of_its_priority() -> Non
     driver.drain()
 
 
-def test_admission_keeps_a_watermark_of_free_blocks_beside_others() -> None:
+@pytest.mark.parametrize(("length", "status"), [(28, Status.RUNNING), (29, Status.WAITING)])
+def test_admission_keeps_a_watermark_of_free_blocks_beside_others(
+    length: int, status: Status
+) -> None:
+    """8 of 16 blocks are free and one must stay so: 7 blocks enter, 8 wait."""
     driver = Driver(make_config(num_blocks=16, max_num_batched_tokens=64))
-    driver.add(prompt(32), max_tokens=4)
+    driver.add(prompt(30), max_tokens=4)
     driver.step()
-    driver.add(prompt(32, start=40), max_tokens=4)  # its 8 blocks are all that is left or less
+    driver.add(prompt(length, start=40), max_tokens=3)
     driver.step()
-    assert driver.status("r1") is Status.WAITING
+    assert driver.scheduler.state.watermark == 1
+    assert driver.status("r1") is status
     driver.drain()
+
+
+def test_alone_it_needs_no_watermark() -> None:
+    driver = Driver(make_config(num_blocks=8, max_num_batched_tokens=64))
+    driver.add(prompt(30), max_tokens=2)
+    driver.step()
+    assert driver.status("r0") is Status.RUNNING
+    driver.drain()
+
+
+@pytest.mark.parametrize(("length", "status"), [(38, Status.RUNNING), (39, Status.PREEMPTED)])
+def test_a_preempted_request_comes_back_with_headroom(length: int, status: Status) -> None:
+    """It wants its 4 blocks, the watermark and one to grow into: 6 are enough, 5 are not."""
+    config = make_config(num_blocks=16, max_num_batched_tokens=64, max_num_seqs=2)
+    driver = Driver(config, costs=RECOMPUTE)
+    driver.add(prompt(14), max_tokens=9, priority=5)
+    driver.add(prompt(length, start=40), max_tokens=9)
+    driver.step()
+    driver.add(prompt(1, start=90), max_tokens=1)  # takes the first one's row for one step
+    driver.step()
+    assert driver.status("r0") is Status.PREEMPTED
+    driver.step()
+    assert driver.status("r0") is status
+    driver.drain()
+
+
+def test_a_swap_starts_one_step_before_the_pool_runs_dry() -> None:
+    """Two rows will want a block in plan 4, one is free: plan 3 begins the swap."""
+
+    def preempted_in(costs: dict[str, float]) -> list[int]:
+        driver = Driver(make_config(num_blocks=5), costs=costs)
+        for start in (0, 50):
+            driver.add(prompt(6, start=start), max_tokens=8)
+        for _ in range(4):
+            driver.step()
+        named = [
+            out.number
+            for out in driver.outputs
+            for notice in out.notices
+            if notice.kind is NoticeKind.PREEMPTED
+        ]
+        driver.drain()
+        return named
+
+    assert preempted_in(SWAP) == [3]
+    assert preempted_in(RECOMPUTE) == [4]  # nothing to win by giving blocks up early
+
+
+def test_a_swap_in_takes_the_device_copy_where_the_hash_is_found() -> None:
+    """7 full blocks are still there, only the partial eighth is copied back."""
+    driver = Driver(make_config(num_blocks=12), costs=SWAP)
+    driver.add(prompt(29), max_tokens=9)
+    while len(driver.tokens["r0", 0]) < 2:
+        driver.step()
+    driver.pause("r0")
+    driver.add(prompt(20, start=50), max_tokens=1)  # 5 blocks where 4 are free
+    while ("r1", 0) not in driver.finishes:
+        driver.step()
+    assert driver.status("r0") is Status.SWAPPED
+    driver.resume("r0")
+    driver.drain()
+    stats = driver.outputs[-1].stats
+    assert (stats.swapped_out_blocks, stats.swapped_in_blocks) == (8, 1)
 
 
 def test_a_request_that_can_never_run_is_refused_with_the_numbers() -> None:
@@ -291,10 +359,8 @@ def test_a_failed_request_leaves_nothing_to_match_even_if_it_was_preempted_meanw
     driver.add(prompt(4, start=60), max_tokens=4, priority=0)
     driver.launch()  # r0 gave way while its first plan was under way
     assert driver.status("r0") is Status.PREEMPTED
-    plan = driver.inflight.popleft()
-    out = driver.scheduler.apply(plan, StepResult(plan.number, failed={0: "not finite"}))
-    assert [f.reason for f in out.finishes] == [FinishReason.FAILED]
-    driver.adds.pop("r0")
+    driver.fail_next = True
+    assert [f.reason for f in driver.collect().finishes] == [FinishReason.FAILED]
     driver.add(prompt(16), request_id="r2", max_tokens=2)
     driver.drain()
     assert driver.outputs[-1].stats.prefix_hit_tokens == 0
@@ -322,4 +388,4 @@ def test_results_must_come_in_order() -> None:
     driver.launch()
     second = driver.inflight[1]
     with pytest.raises(InvariantViolated, match="applied after 0"):
-        driver.scheduler.apply(second, driver.device.results[second.number])
+        driver.scheduler.apply(second, StepResult(second.number))

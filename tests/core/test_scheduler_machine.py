@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -14,8 +14,9 @@ from hypothesis.stateful import run_state_machine_as_test as run_machine
 from streamer.core.blocks import BlockPool
 from streamer.core.plan import Facts
 from streamer.core.prefix import BlockHasher
+from streamer.core.request import Status
 from streamer.core.scheduler import Scheduler
-from streamer.errors import InvariantViolated
+from streamer.core.state import State
 from tests.core.driver import RECOMPUTE, SWAP, Driver, make_config
 
 COSTS = [SWAP, RECOMPUTE, {"prefill_s": 1e-3, "swap_bytes_per_s": 1e6, "swap_fixed_s": 4e-3}]
@@ -90,9 +91,11 @@ class Life(RuleBasedStateMachine):
     def resume(self, data: st.DataObject) -> None:
         self.driver.resume(data.draw(st.sampled_from(sorted(self.driver.held))))
 
-    @rule(late=st.booleans(), fails=st.booleans())
-    def weather(self, late: bool, fails: bool) -> None:
+    @rule(late=st.booleans(), early=st.booleans(), fails=st.booleans())
+    def weather(self, late: bool, early: bool, fails: bool) -> None:
+        """Swap copies that run early, or are done late; a row whose logits are not finite."""
         self.driver.flush_copies = not late
+        self.driver.early_copies = early
         self.driver.fail_next = fails
 
     @rule(count=st.integers(1, 6))
@@ -127,58 +130,118 @@ def test_random_lives_leak_nothing_starve_nobody_and_end_once(machine: type[Life
     assert machine.total_steps >= 5_000, f"only {machine.total_steps} steps ran"
 
 
-def busy_life(seed: int, *, depth: int, late: bool) -> Driver:
-    """A seeded life under memory pressure, with every command there is."""
+def busy_life(seed: int, *, depth: int) -> Driver:
+    """A seeded life under memory pressure, with every command there is and copies at any time."""
     rng = random.Random(seed)
     config = make_config(num_blocks=20, num_host_blocks=30, max_num_seqs=5)
     costs = COSTS[2] if seed % 3 == 2 else SWAP
     driver = Driver(config, depth=depth, costs=costs)
     for _ in range(120):
-        driver.flush_copies = not late or rng.random() < 0.3
+        driver.flush_copies = rng.random() < 0.3
+        driver.early_copies = rng.random() < 0.5
         choice = rng.random()
-        known = sorted(driver.adds)
-        if choice < 0.25 or not known:
+        live = [name for name in driver.adds if driver.status(name) is not Status.FINISHED]
+        if choice < 0.25 or not live:
             prompt = [rng.randrange(3) * 20 + i for i in range(rng.randint(1, 24))]
             driver.add(prompt, n=rng.choice([1, 1, 2]), max_tokens=rng.randint(1, 16))
         elif choice < 0.3:
-            driver.cancel(rng.choice(known))
+            driver.cancel(rng.choice(live))
         elif choice < 0.36:
-            driver.pause(rng.choice(known))
+            driver.pause(rng.choice(live))
         elif choice < 0.45 and driver.held:
             driver.resume(rng.choice(sorted(driver.held)))
         else:
             driver.step()
-    driver.flush_copies = True
     driver.drain()
     return driver
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-def test_a_seeded_life_passes_with_late_copies(depth: int) -> None:
+def busy_lives(depth: int) -> None:
     for seed in range(30):
-        busy_life(seed, depth=depth, late=True)
+        busy_life(seed, depth=depth)
 
 
-def test_freeing_blocks_at_once_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: without waiting for plans and copies, somebody reads another's content."""
+def swap_in_beside_a_cancelled_writer(depth: int) -> None:
+    """r1 is cancelled while a plan that writes its tail is under way; r0 wants its blocks."""
+    driver = Driver(make_config(num_blocks=16), depth=depth, costs=SWAP)
+    driver.add([i % 97 for i in range(30)], max_tokens=20)
+    for _ in range(4):
+        driver.step()
+    driver.pause("r0")
+    driver.add([(50 + i) % 97 for i in range(40)], max_tokens=20)
+    while driver.status("r0") is not Status.SWAPPED or not driver.tokens["r1", 0]:
+        assert driver.step()
+    driver.early_copies = True
+    driver.resume("r0")
+    driver.step()
+    assert len(driver.inflight) == depth
+    driver.cancel("r1")
+    driver.drain()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("life", [busy_lives, swap_in_beside_a_cancelled_writer])
+def test_lives_with_copies_at_any_time_pass(life: Callable[[int], None], depth: int) -> None:
+    life(depth)
+
+
+def not_waiting_for_anybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block is free as soon as nobody holds it."""
     honest = BlockPool.give_back
 
     def at_once(self: BlockPool, blocks: Sequence[int], after_plan: int) -> None:
         honest(self, blocks, 0)
 
     monkeypatch.setattr(BlockPool, "give_back", at_once)
-    caught = 0
-    for seed in range(30):
-        try:
-            busy_life(seed, depth=1, late=True)
-        except (AssertionError, InvariantViolated) as error:
-            caught += "reads another prefix" in str(error)
-    assert caught > 0
+
+
+def not_waiting_for_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block is free when its copies are done, also while a launched plan still writes it."""
+    honest = State.retire
+
+    def after_copies(self: State) -> None:
+        honest(self)
+        upto = self.copy_plans[0] - 1 if self.copy_plans else self.launched
+        self.kv.device.retire(upto)
+        self.kv.host.retire(upto)
+
+    monkeypatch.setattr(State, "retire", after_copies)
+
+
+def not_waiting_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block is free when its plans are collected, also while a copy still reads or writes it."""
+    honest = State.retire
+
+    def after_plans(self: State) -> None:
+        honest(self)
+        self.kv.device.retire(self.collected)
+        self.kv.host.retire(self.collected)
+
+    monkeypatch.setattr(State, "retire", after_plans)
+
+
+@pytest.mark.parametrize(
+    ("mutate", "life"),
+    [
+        (not_waiting_for_anybody, busy_lives),
+        (not_waiting_for_plans, swap_in_beside_a_cancelled_writer),
+        (not_waiting_for_copies, busy_lives),
+    ],
+)
+def test_freeing_blocks_too_soon_is_caught(
+    mutate: Callable[[pytest.MonkeyPatch], None],
+    life: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The controls: somebody reads another's content."""
+    mutate(monkeypatch)
+    with pytest.raises(AssertionError, match="reads another prefix"):
+        life(1)
 
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_recorded_log_replays_to_the_same_plans(depth: int) -> None:
-    driver = busy_life(11, depth=depth, late=True)
+    driver = busy_life(11, depth=depth)
     again = Scheduler(driver.config, BlockHasher(driver.config.block_size, b"s" * 32))
     plans, outputs, inflight = [], [], []
     for kind, value in driver.log:

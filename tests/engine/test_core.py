@@ -13,6 +13,7 @@ from streamer.core.prefix import BlockHasher
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler, SchedulerConfig
 from streamer.engine.core import EngineCore, Inbox, InFlight
+from streamer.errors import InvariantViolated
 from tests.engine.helpers import PROMPT
 
 
@@ -76,7 +77,6 @@ class Rig:
         outputs = []
         while (output := self.core.step()) is not None:
             outputs.append(output)
-            self.scheduler.check()
         return outputs
 
 
@@ -127,6 +127,26 @@ def test_a_cancel_that_comes_while_a_plan_runs_gets_no_token_of_it(depth: int) -
     assert sum(len(o.tokens) for o in outputs) == 2
     finishes = [f for o in outputs for f in o.finishes]
     assert [(f.reason, f.num_tokens) for f in finishes] == [(FinishReason.CANCELLED, 2)]
+
+
+def test_conservation_is_proved_once_each_time_the_work_is_done() -> None:
+    rig = Rig()
+    honest, checks = rig.scheduler.check, []
+    rig.scheduler.check = lambda: checks.append(honest())  # type: ignore[method-assign]
+
+    def work(request_id: str) -> int:
+        rig.add(request_id)
+        checks.clear()
+        while rig.core.step() is not None:
+            assert not checks, "checked in a step"
+        assert rig.core.step() is None  # woken for nothing
+        return len(checks)
+
+    assert [work("a"), work("b")] == [1, 1]
+    rig.scheduler.state.kv.device.take(1)  # a leak
+    rig.add("c")
+    with pytest.raises(InvariantViolated, match="1 references, held by 0 tables"):
+        rig.run()
 
 
 def test_closing_lets_the_device_finish() -> None:

@@ -48,3 +48,23 @@ def distribution(
             probs[token] = 0.0
         total += probs[token]
     return np.asarray(probs / probs.sum())
+
+
+def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Philox4x32-10 as the paper writes it, in Python's integers."""
+    mask = 0xFFFFFFFF
+    (c0, c1, c2, c3), (k0, k1) = counter, key
+    for _ in range(10):
+        low, high = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (high >> 32) ^ c1 ^ k0, high & mask, (low >> 32) ^ c3 ^ k1, low & mask
+        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
+    return c0, c1, c2, c3
+
+
+def noise(seed: int, position: int, choice: int, vocab: int) -> NDArray[np.float64]:
+    """[vocab] Gumbel noise of the draw at `position`, keyed as DESIGN section 7 says."""
+    key = (seed % (1 << 64) % (1 << 32), seed % (1 << 64) >> 32)
+    words = [philox((position, choice, 0, group), key) for group in range(-(-vocab // 4))]
+    bits = np.array(words, dtype=np.uint64).reshape(-1)[:vocab]
+    u = ((bits >> np.uint64(9)).astype(np.float64) + 0.5) * 2.0**-23
+    return np.asarray(-np.log(-np.log(u)))

@@ -50,9 +50,11 @@ class SyncEngine:
             BlockHasher(self.info.block_size, b"k" * 32),
         )
         self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.logprobs: dict[tuple[str, int], list[float]] = {}  # of those that asked for them
         self.finishes: dict[tuple[str, int], Finish] = {}
         self.stats = StepStats()
         self.steps = 0
+        self.widest = 0  # rows that drew in one step
 
     def add(
         self, request_id: str, prompt: list[int], max_tokens: int,
@@ -74,9 +76,12 @@ class SyncEngine:
         if self.check:
             self.scheduler.check()
         self.steps += 1
+        self.widest = max(self.widest, plan.num_samples)
         self.stats = out.stats
-        for request_id, choice, token in zip(out.request_ids, out.choices, out.tokens, strict=True):
-            self.tokens[request_id, choice].append(token)
+        for i, key in enumerate(zip(out.request_ids, out.choices, strict=True)):
+            self.tokens[key].append(out.tokens[i])
+            if i in out.logprobs:
+                self.logprobs.setdefault(key, []).append(out.logprobs[i].logprob)
         for finish in out.finishes:
             self.finishes[finish.request_id, finish.choice] = finish
         return True

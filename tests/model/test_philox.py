@@ -7,6 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from streamer.model.philox import GUMBEL_SPAN, gumbel, philox4x32, seed_key, token_noise
+from tests.model.sampling_oracle import philox
 
 # Counter, key and result of Random123's known-answer tests for Philox4x32-10.
 VECTORS = [
@@ -31,6 +32,8 @@ def column(words: str) -> NDArray[np.uint32]:
 def test_known_answers() -> None:
     for counter, key, expected in VECTORS:
         assert (philox4x32(column(counter), column(key)) == column(expected)).all()
+        words = [[int(word, 16) for word in part.split()] for part in (counter, key, expected)]
+        assert list(philox(tuple(words[0]), tuple(words[1]))) == words[2]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("n", [1, 3, 8191, 8192, 8193, 20000])

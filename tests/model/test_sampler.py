@@ -13,7 +13,7 @@ from streamer.core.sampling import SamplingParams
 from streamer.model import sampling_filters
 from streamer.model.sampler import Sampler
 from streamer.model.sampling_rows import History
-from tests.model.sampling_oracle import edited
+from tests.model.sampling_oracle import edited, noise
 
 VOCAB = 1001  # not a multiple of four
 
@@ -82,6 +82,25 @@ def test_seed_position_and_choice_each_change_the_draw() -> None:
     assert base == draws(1, 0, 100)
     assert base[1:] == draws(1, 0, 101)[:-1]
     assert base not in (draws(2, 0, 100), draws(1, 1, 100), draws(1 + (1 << 32), 0, 100))
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": VOCAB}], ids=["whole", "filtered"])
+def test_noise_is_keyed_by_seed_position_choice_and_token(filters: dict[str, Any]) -> None:
+    """Every draw, computed by hand: argmax of logits / temperature + noise(seed, position, ...)."""
+    rows = [(1, 40, 0), (1, 0, 40), (1, 3, 2), (1, 2, 3), (-5, 7, 1), (9 + (5 << 40), 70_000, 13)]
+    sampler = Sampler(VOCAB, len(rows))
+    for row, (seed, _, choice) in enumerate(rows):
+        params = SamplingParams(seed=seed, temperature=1.5, **filters)
+        sampler.join(row, params, [1], 1, choice)
+    for step in range(4):
+        logits = logits_of(len(rows), seed=step)
+        got = sampler.sample(logits.clone(), range(len(rows)), [p + step for _, p, _ in rows])
+        scaled = logits.numpy().astype(np.float64) / 1.5
+        want = [
+            int((scaled[row] + noise(seed, position + step, choice, VOCAB)).argmax())
+            for row, (seed, position, choice) in enumerate(rows)
+        ]
+        assert got.tokens == want
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])

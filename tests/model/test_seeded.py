@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from streamer.core.sampling import SamplingParams
+from tests.model.greedy_oracle import mixed_asks
 from tests.model.sync_engine import SyncEngine
-from tests.model.test_parity import RECOMPUTE, SWAP, mixed_asks
+from tests.model.test_parity import RECOMPUTE, SWAP
 
 MIXES = [
     SamplingParams(temperature=0.8),

@@ -1,0 +1,70 @@
+"""State.check can fail: each thing that may be lost is missed, with the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from streamer.core.state import State
+from streamer.errors import InvariantViolated
+from tests.core.driver import Driver, make_config
+
+
+def lose_a_row(state: State) -> None:
+    state.leave(state.requests["r0"].sequences[0])
+    state.rows.take(1)
+
+
+def free_a_row_twice(state: State) -> None:
+    state.rows.give_back(0, 0, 0)
+
+
+def swap_two_rows(state: State) -> None:
+    owners = state.rows.owners
+    owners[0], owners[1] = owners[1], owners[0]
+
+
+def forget_who_waits(state: State) -> None:
+    state.queue.clear()
+
+
+def queue_somebody_twice(state: State) -> None:
+    state.queue *= 2
+
+
+def queue_who_runs(state: State) -> None:
+    state.enqueue(state.requests["r0"])
+
+
+def lose_a_block(state: State) -> None:
+    state.kv.device.take(1)
+
+
+def forget_who_runs(state: State) -> None:
+    state.running.popitem()
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "says"),
+    [
+        (lose_a_row, r"2 rows: 0 free \+ 0 cooling \+ 1 held"),
+        (free_a_row_twice, r"2 rows: 1 free \+ 0 cooling \+ 2 held"),
+        (swap_two_rows, "another sequence"),
+        (forget_who_waits, r"0 requests are queued, 1 wait to be admitted: \['r2'\]"),
+        (queue_somebody_twice, "2 requests are queued, 1 wait"),
+        (queue_who_runs, r"2 requests are queued, 1 wait to be admitted: \['r0'\]"),
+        (lose_a_block, "1 references, held by 0 tables"),
+        (forget_who_runs, "2 requests are running, 1 in its set"),
+    ],
+)
+def test_check_misses_what_is_lost(corrupt: Callable[[State], None], says: str) -> None:
+    driver = Driver(make_config(max_num_seqs=2))
+    for start in (0, 30, 60):
+        driver.add([start, 1, 2])
+    driver.step()
+    state = driver.scheduler.state
+    state.check()
+    corrupt(state)
+    with pytest.raises(InvariantViolated, match=says):
+        state.check()
