@@ -87,18 +87,25 @@ def test_the_backlogged_are_served_alike_whatever_their_requests_are_like(depth:
     driver.drain()
 
 
-def test_cached_prompts_and_recomputed_ones_cost_nothing_more() -> None:
-    driver = Driver(make_config(num_blocks=12, num_host_blocks=0, max_num_seqs=4), costs=RECOMPUTE)
+def test_what_is_computed_again_is_not_paid_again() -> None:
+    config = make_config(num_blocks=12, num_host_blocks=0, enable_prefix_caching=False)
+    driver = Driver(config, costs=RECOMPUTE)
     for start in (0, 40):
         driver.add(prompt(8, start=start), max_tokens=20, tenant="a")
-    shares = [driver.scheduler.state.requests[name].share for name in driver.adds]
+    share = driver.scheduler.state.requests["r0"].share
     driver.drain()
     assert driver.outputs[-1].stats.preemptions_recompute > 0
-    assert shares[0].time == PROMPT_COST * 16 + OUTPUT_COST * 40
-    driver.add(prompt(9), max_tokens=1, tenant="a")
-    (request,) = driver.scheduler.state.requests.values()
+    assert share.time == PROMPT_COST * 16 + OUTPUT_COST * 40
+
+
+def test_what_is_found_in_the_cache_is_not_paid() -> None:
+    driver = Driver(make_config())
+    driver.add(prompt(9), max_tokens=1)
+    driver.run()
+    driver.add(prompt(9), max_tokens=1)
+    share = driver.scheduler.state.requests["r1"].share
     driver.drain()
-    assert request.share.time == PROMPT_COST * 1 + OUTPUT_COST * 1  # two blocks were found
+    assert share.time == PROMPT_COST * 1 + OUTPUT_COST * 1  # two blocks of four were found
 
 
 # ------------------------------------------------------------ what idling earns
@@ -116,6 +123,20 @@ def test_idling_earns_nothing() -> None:
     driver.drain()
     assert order(driver)[:2] == ["a0", "b0"]
     assert order(driver)[7:12] == ["b1", "a6", "b2", "a7", "b3"]
+
+
+def test_a_newcomer_has_no_claim_on_what_was_served_before_it() -> None:
+    """Also when nobody waits as it comes."""
+    driver = wide(max_num_seqs=1)
+    driver.add(prompt(4), request_id="a0", max_tokens=50, tenant="a")
+    while driver.steps < 40:
+        driver.step()
+    for i in range(1, 4):
+        driver.add(prompt(4, start=50 + i), request_id=f"b{i}", max_tokens=10, tenant="b")
+    for i in range(1, 4):
+        driver.add(prompt(4, start=i), request_id=f"a{i}", max_tokens=10, tenant="a")
+    driver.drain()
+    assert order(driver) == ["a0", "b1", "a1", "b2", "a2", "b3", "a3"]
 
 
 def test_waiting_at_a_low_priority_is_no_claim_on_a_higher_one() -> None:
