@@ -26,7 +26,19 @@ _SERVICE_VARIABLE = re.compile(
     r"_SERVICE_(HOST|PORT)(_[A-Z0-9_]+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$"
 )
 _SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
+SECRET = frozenset({"api_key", "key_limits"})  # values that stay out of messages and logs
 SECTIONS = {"model": "model", "max_num_seqs": "scheduling and memory", "host": "server"}  # starts
+
+
+Limit = Annotated[int, Meta(ge=0, le=1 << 40)]
+
+
+class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one key may do. 0: no limit. None: what every key may."""
+
+    max_requests_per_minute: Limit | None = None
+    max_tokens_per_minute: Limit | None = None
+    max_streams_per_key: Limit | None = None
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -119,6 +131,19 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Annotated[int, Meta(ge=0, le=1 << 24)],
         Meta(description="choices that may wait; beyond it the answer is 503"),
     ] = 1024
+    max_requests_per_minute: Annotated[
+        Limit, Meta(description="of each key; beyond it the answer is 429; 0: no limit")
+    ] = 0
+    max_tokens_per_minute: Annotated[
+        Limit, Meta(description="of each key, prompts and output together; 0: no limit")
+    ] = 0
+    max_streams_per_key: Annotated[
+        Limit, Meta(description="unfinished answers of each key; 0: no limit")
+    ] = 0
+    key_limits: Annotated[
+        dict[str, KeyLimits],
+        Meta(description="tables of these three for single keys, by key; as text in JSON"),
+    ] = {}
     stream_window: Annotated[
         Annotated[int, Meta(ge=0, le=1 << 24)],
         Meta(description="tokens a reader may lag before its sequence pauses; 0: never"),
@@ -136,14 +161,23 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def __post_init__(self) -> None:
         for setting in settings():
-            setting.parse(getattr(self, setting.name), where=setting.name, is_text=False)
+            value = setting.parse(getattr(self, setting.name), where=setting.name, is_text=False)
+            msgspec.structs.force_setattr(self, setting.name, value)
+        if not self.key_limits.keys() <= set(self.api_key):
+            raise ConfigError("key_limits: a key that is not in api_key", param="key_limits")
+
+    def limits_of(self, key: str) -> KeyLimits:
+        """The limits of a key, its own before those of every key; no field is None."""
+        own = self.key_limits.get(key, KeyLimits())
+        limits = {name: getattr(own, name) for name in own.__struct_fields__}
+        return KeyLimits(**{n: getattr(self, n) if v is None else v for n, v in limits.items()})
 
 
 class Setting(msgspec.Struct, frozen=True):
     """One field of Config as flags, environment and files see it.
 
     section  heading under which `--help` lists it
-    kind     "bool", "list", "choice" or "value"
+    kind     "bool", "list", "table", "choice" or "value"
     choices  of a "choice", else empty
     type     what `msgspec.convert` turns a raw value into
     """
@@ -167,18 +201,21 @@ class Setting(msgspec.Struct, frozen=True):
     def parse(self, raw: Any, *, where: str, is_text: bool) -> Any:
         """`raw` as this field's type, or ConfigError that names `where`.
 
-        With `is_text`, strings become numbers and booleans, and lists are comma-separated.
+        With `is_text`, strings become numbers and booleans, lists are comma-separated, and tables
+        are JSON.
         """
         if self.kind == "list" and is_text:
             parts = [raw] if isinstance(raw, str) else raw
             raw = [item for part in parts for item in map(str.strip, part.split(",")) if item]
         try:
+            if self.kind == "table" and is_text:
+                raw = msgspec.json.decode(raw)
             return msgspec.convert(raw, self.type, strict=not is_text)
-        except msgspec.ValidationError as error:
+        except msgspec.DecodeError as error:
             wanted = str(error).partition(", got ")[0].lower()
             if self.choices:
                 wanted = "expected one of " + ", ".join(self.choices)
-            got = "" if self.name == "api_key" else f", got {raw!r}"  # keys stay out of logs
+            got = "" if self.name in SECRET else f", got {raw!r}"
             raise ConfigError(f"{where}: {wanted}{got}", param=self.name) from None
 
 
@@ -190,7 +227,8 @@ def settings() -> tuple[Setting, ...]:
     section = ""
     for field in msgspec.structs.fields(Config):
         section = SECTIONS.get(field.name, section)
-        found.append(_setting(field.name, hints[field.name], field.default, section))
+        default = {} if field.default is msgspec.NODEFAULT else field.default
+        found.append(_setting(field.name, hints[field.name], default, section))
     return tuple(found)
 
 
@@ -203,6 +241,8 @@ def _setting(name: str, hint: Any, default: Any, section: str) -> Setting:
         kind = "bool"
     elif get_origin(inner) is tuple:
         kind = "list"
+    elif get_origin(inner) is dict:
+        kind = "table"
     return Setting(name, hint, default, described[0], section, kind, choices)
 
 

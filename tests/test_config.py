@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from streamer.config import Config, Setting, load_config, settings
+from streamer.config import Config, KeyLimits, Setting, load_config, settings
 from streamer.errors import ConfigError
 
 
@@ -126,6 +127,41 @@ def test_an_empty_api_key_is_refused_and_no_key_is_shown(keys: tuple[str, ...]) 
     with pytest.raises(ConfigError, match="api_key: expected `str` of length >= 1") as caught:
         Config(api_key=keys)
     assert "good-key" not in caught.value.message
+
+
+LIMITS = {"a.b": {"max_tokens_per_minute": 7}, "c": {"max_streams_per_key": 0}}
+
+
+def test_a_key_may_have_limits_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text(
+        'api_key = ["a.b", "c"]\nmax_streams_per_key = 2\n'
+        '[key_limits."a.b"]\nmax_tokens_per_minute = 7\n[key_limits.c]\nmax_streams_per_key = 0\n'
+    )
+    config = load_config({}, {}, file)
+    assert config.limits_of("a.b") == KeyLimits(0, 7, 2)
+    assert config.limits_of("c") == KeyLimits(0, 0, 0)
+    text = {"api_key": "a.b,c", "key_limits": json.dumps(LIMITS), "max_streams_per_key": "2"}
+    assert load_config(text, {}) == config
+    assert Config(api_key=("a.b", "c"), max_streams_per_key=2, key_limits=LIMITS) == config
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ('{"good-key": {"max_tokens_per_minute": -1}}', "expected `int` >= 0"),
+        ('{"good-key": {"max_token": 1}}', "unknown field `max_token`"),
+        ('{"good-key": 3}', "expected `object`"),
+        ('{"good-key": ', "truncated"),
+        ('{"good-kez": {}}', "a key that is not in api_key"),
+    ],
+)
+def test_limits_of_a_key_are_refused_without_showing_it(limits: str, message: str) -> None:
+    environment = {"STREAMER_KEY_LIMITS": limits, "STREAMER_API_KEY": "good-key"}
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config({}, environment)
+    assert caught.value.param == "key_limits"
+    assert "good-ke" not in caught.value.message
 
 
 @pytest.mark.parametrize("setting", settings(), ids=lambda s: s.name)

@@ -1,7 +1,8 @@
 """Admission: who enters the running set, and what must be moved or given up for it.
 
 Functions over State and the plan being built, called by Scheduler.schedule. The queue is served
-from its head: nobody overtakes within it, so nobody starves.
+from its head, in the order of fairness.py: a head that does not fit yet is waited for, and whoever
+is put before it is charged for that, so nobody starves.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from streamer.errors import InvariantViolated
 
 def make_way(state: State, draft: Draft) -> None:
     """Preempt running requests of lower priority for the head of the queue."""
-    if not state.queue or not state.running_by_priority:
+    head = state.queue.head()
+    if head is None or not state.running_by_priority:
         return
-    head = state.queue[0][1]
     priority = head.add.priority
     if max(state.running_by_priority) <= priority:
         return
@@ -81,7 +82,7 @@ def admit(state: State, request: Request, draft: Draft) -> bool:
     rows = state.rows.take(num_rows)
     if rows is None:
         raise InvariantViolated(f"{state.rows.num_free} rows free, but not {num_rows}")
-    state.dequeue(request)
+    state.queue.remove(request)
     state.reserve_rows(request, rows)
     if request.status is Status.SWAPPED:
         swap_in(state, request, draft)

@@ -35,6 +35,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     block_hashes  chained hashes of the prompt's full blocks (core.prefix), may be empty
     salt          the tenant's salt for blocks that fill later
     priority      lower runs first
+    tenant        whose request it is; requests of one priority share fairly between tenants
     share_with    fork: begin from this request's blocks as far as the tokens agree
     """
 
@@ -46,6 +47,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     block_hashes: tuple[bytes, ...] = ()
     salt: bytes = b""
     priority: int = 0
+    tenant: str = ""
     share_with: str | None = None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 
+from streamer.core.fairness import PROMPT_COST, Share
 from streamer.core.plan import Add, FinishReason
 from streamer.errors import InvariantViolated
 
@@ -52,6 +53,9 @@ TRANSITIONS: dict[tuple[Status, Event], Status] = {
     (Status.SWAPPING_IN, Event.SWAPPED_IN): Status.RUNNING,
     **{(s, Event.FINISH): Status.FINISHED for s in Status if s is not Status.FINISHED},
 }
+
+
+MAY_BE_ADMITTED = frozenset((Status.WAITING, Status.PREEMPTED, Status.SWAPPED, Status.PAUSED))
 
 
 class Sequence:
@@ -114,8 +118,10 @@ class Request:
         "is_held",
         "last_swap",
         "max_tokens",
+        "num_charged",
         "preemptions",
         "sequences",
+        "share",
         "spare_rows",
         "status",
     )
@@ -126,6 +132,8 @@ class Request:
         self.max_tokens = max_tokens
         self.status = Status.WAITING
         self.is_held = False  # paused by its reader, wherever it is
+        self.share = Share()  # its tenant's account: the queue's, once the request is in there
+        self.num_charged = 0  # prompt tokens its tenant has paid for
         self.preemptions = 0
         self.last_swap = 0  # plan that carries its latest swap copies
         self.spare_rows: list[int] = []  # reserved for choices that are not forked yet
@@ -134,6 +142,18 @@ class Request:
     @property
     def request_id(self) -> str:
         return self.add.request_id
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it has never run."""
+        return self.status is Status.WAITING
+
+    def charge_prompt(self, start: int, end: int) -> None:
+        """Tokens from `start` to `end` are computed; only the prompt's, once, are paid for here."""
+        start, end = max(start, self.num_charged), min(end, len(self.add.prompt))
+        if start < end:
+            self.share.time += PROMPT_COST * (end - start)
+            self.num_charged = end
 
     def live(self) -> list[Sequence]:
         """Sequences that have not finished."""

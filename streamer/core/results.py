@@ -6,6 +6,7 @@ finished meanwhile are dropped; those of paused, swapped and preempted ones are 
 
 from __future__ import annotations
 
+from streamer.core.fairness import OUTPUT_COST
 from streamer.core.plan import FinishReason, StepOutput, StepResult, TokenLogprob
 from streamer.core.request import Sequence
 from streamer.core.state import State
@@ -32,7 +33,9 @@ def apply_result(state: State, result: StepResult) -> StepOutput:
         seq.tokens.append(token)
         if row in result.logprobs:
             logprobs[len(tokens)] = result.logprobs[row]
-        request_ids.append(seq.request.add.request_id)
+        request = seq.request
+        request.share.time += OUTPUT_COST
+        request_ids.append(request.add.request_id)
         choices.append(seq.choice)
         tokens.append(token)
         if len(seq.tokens) % block_size == 0 and seq.blocks:

@@ -27,10 +27,10 @@ from streamer.core.plan import (
 )
 from streamer.core.preemption import choose_victim
 from streamer.core.prefix import BlockHasher
-from streamer.core.request import Request, Sequence, Status
+from streamer.core.request import MAY_BE_ADMITTED, Request, Sequence, Status
 from streamer.core.results import apply_result
 from streamer.core.sizes import SchedulerConfig, check_fits
-from streamer.core.state import QUEUED, Draft, State
+from streamer.core.state import Draft, State
 from streamer.core.tokens import continue_running
 from streamer.errors import InvalidRequest, InvariantViolated
 
@@ -59,13 +59,13 @@ class Scheduler:
             case Cancel():
                 self.state.finish_all(request, FinishReason.CANCELLED)
             case Pause() if not request.is_held:
-                self.state.dequeue(request)
+                self.state.queue.remove(request)
                 request.is_held = True
                 if request.status is Status.RUNNING:
                     self.state.pause(request)
             case Resume() if request.is_held:
                 request.is_held = False
-                if request.status in QUEUED:
+                if request.status in MAY_BE_ADMITTED:
                     self.state.enqueue(request)
             case _:
                 pass
@@ -82,6 +82,7 @@ class Scheduler:
         request = Request(add, self._arrivals, max_tokens)
         self.state.requests[add.request_id] = request
         self.state.counts[Status.WAITING] += 1
+        self.state.queue.open(request)
         self.state.enqueue(request)
 
     # ------------------------------------------------------------ the step
@@ -99,7 +100,7 @@ class Scheduler:
         self._make_room(draft)
         make_way(state, draft)
         continue_running(state, draft)
-        while state.queue and draft.budget > 0 and admit(state, state.queue[0][1], draft):
+        while draft.budget > 0 and (head := state.queue.head()) and admit(state, head, draft):
             pass
         return self._build(draft)
 
@@ -208,7 +209,7 @@ class Scheduler:
         waiting: Iterable[Request] = (
             *state.running,
             *state.swapping,
-            *(r for _, r in state.queue),
+            *state.queue,
         )
         for request in waiting:
             raise InvariantViolated(

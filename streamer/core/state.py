@@ -6,10 +6,10 @@ the counts and the block tables can't drift apart. Called by scheduler.py and re
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections import deque
 
 from streamer.core.blocks import BlockPool
+from streamer.core.fairness import FairQueue
 from streamer.core.kv import KVManager
 from streamer.core.plan import (
     Chunk,
@@ -23,7 +23,7 @@ from streamer.core.plan import (
 )
 from streamer.core.preemption import is_swap_cheaper
 from streamer.core.prefix import BlockHasher
-from streamer.core.request import Event, Request, Sequence, Status
+from streamer.core.request import MAY_BE_ADMITTED, Event, Request, Sequence, Status
 from streamer.core.rows import RowSlots
 from streamer.core.sizes import SchedulerConfig
 from streamer.errors import InvariantViolated
@@ -32,7 +32,6 @@ WATERMARK = 0.01  # of the pool stays free when a request is admitted beside oth
 
 
 # Who waits to be admitted, unless the reader holds it: in one of these, and in the queue.
-QUEUED = (Status.WAITING, Status.PREEMPTED, Status.SWAPPED, Status.PAUSED)
 
 
 class Draft:
@@ -70,15 +69,12 @@ class Counters:
     swapped_in_blocks = 0
 
 
-QueueKey = tuple[int, bool, int]
-
-
 class State:
     """Everything the scheduler knows.
 
     running, paused   requests with that status, in order of admission
     swapping          requests whose copies are not done
-    queue             who may be admitted, sorted: priority, preempted before new, arrival
+    queue             who may be admitted, in order
     launched, collected   numbers of the last plan made and the last one applied
     copy_plans        plans whose swap copies are not done
     """
@@ -99,7 +95,7 @@ class State:
         self.running_by_priority: dict[int, int] = {}
         self.paused: dict[Request, None] = {}
         self.swapping: list[Request] = []
-        self.queue: list[tuple[QueueKey, Request]] = []
+        self.queue = FairQueue()
         self.facts = Facts()
         self.launched = 0
         self.collected = 0
@@ -137,19 +133,10 @@ class State:
         elif after in (Status.SWAPPING_OUT, Status.SWAPPING_IN):
             self.swapping.append(request)
 
-    def _key(self, request: Request) -> QueueKey:
-        return request.add.priority, request.status is Status.WAITING, request.arrival
-
     def enqueue(self, request: Request) -> None:
         """Let it be admitted, unless its reader holds it."""
         if not request.is_held:
-            insort(self.queue, (self._key(request), request), key=lambda item: item[0])
-
-    def dequeue(self, request: Request) -> None:
-        """Take it out of the queue if it is there."""
-        at = bisect_left(self.queue, self._key(request), key=lambda item: item[0])
-        if at < len(self.queue) and self.queue[at][1] is request:
-            del self.queue[at]
+            self.queue.push(request)
 
     # ------------------------------------------------------------ time
 
@@ -244,7 +231,7 @@ class State:
         """Take the request's blocks away: to the host, or to be computed again."""
         live = request.live()
         moves = self.kv.swap_out(live) if self.would_swap(request) else None
-        self.dequeue(request)  # a paused one may be waiting for its rows
+        self.queue.remove(request)  # a paused one may be waiting for its rows
         if request.status is Status.RUNNING:
             request.preemptions += 1
         self.leave_all(request)
@@ -302,9 +289,10 @@ class State:
             self.finish(seq, reason, detail=detail)
 
     def _end(self, request: Request) -> None:
-        self.dequeue(request)
+        self.queue.remove(request)
         self.leave_all(request)
         self.move(request, Event.FINISH)
+        self.queue.close(request)
         del self.requests[request.request_id]
 
     # ------------------------------------------------------------ seen from outside
@@ -354,10 +342,12 @@ class State:
             for r in self.requests.values()
             for row in (*(s.row for s in r.sequences if s.row >= 0), *r.spare_rows)
         )
-        queued = [r for _, r in self.queue]
-        due = [r for r in self.requests.values() if r.status in QUEUED and not r.is_held]
-        if len(queued) != len(due) or set(queued) != set(due):
+        wanted = {
+            r for r in self.requests.values() if r.status in MAY_BE_ADMITTED and not r.is_held
+        }
+        for request in wanted ^ set(self.queue):
             raise InvariantViolated(
-                f"{len(queued)} requests are queued, {len(due)} wait to be admitted: "
-                f"{sorted(r.request_id for r in set(queued) ^ set(due))} differ"
+                f"request {request.request_id} is {request.status.value} and "
+                f"{'not ' if request in wanted else ''}in the queue"
             )
+        self.queue.check(self.requests.values())

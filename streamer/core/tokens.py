@@ -72,6 +72,7 @@ def advance(state: State, seq: Sequence, draft: Draft) -> None:
     draft.num_samples += samples
     seq.num_computed += count
     seq.num_pending += samples
+    request.charge_prompt(start, seq.num_computed)
     state.kv.publish(seq)
     if samples and request.spare_rows:
         fork_choices(state, seq, draft)

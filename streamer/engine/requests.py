@@ -25,6 +25,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt      token ids, at least one
     request_id  drawn if absent; refused if it is live or still retained
     priority    lower runs first
+    tenant      whose it is: requests of one priority share fairly between tenants
     cache_salt  blocks are shared only between requests of the same salt
     share_with  id of a request to fork from: its blocks serve as far as the tokens agree
     detach_s    seconds it runs on after its last reader left; None: for ever
@@ -35,6 +36,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingParams
     request_id: str | None = None
     priority: int = 0
+    tenant: str = ""
     cache_salt: str = ""
     share_with: str | None = None
     detach_s: float | None = 0.0
@@ -109,6 +111,7 @@ def build_add(
         block_hashes=block_hashes,
         salt=request.cache_salt.encode(),
         priority=request.priority,
+        tenant=request.tenant,
         share_with=request.share_with,
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
@@ -120,6 +120,7 @@ class TokenStream:
         self._readers: list[_Reader] = []
         self._num_readers = 0  # ever
         self._departure: asyncio.TimerHandle | None = None
+        self._on_end: list[Callable[[], None]] = []
         self._notice: Notice | None = None
         self._is_held = False  # by the caller of AsyncEngine.pause
         self._is_behind = False  # its readers lag
@@ -188,6 +189,10 @@ class TokenStream:
             per_token_s=per_token_s,
             total_s=None if ended is None else ended - begin,
         )
+
+    def when_finished(self, callback: Callable[[], None]) -> None:
+        """Call this once, when it finishes; not for a stream that has."""
+        self._on_end.append(callback)
 
     def text(self, choice: int = 0) -> str:
         """The text of a choice so far."""
@@ -382,6 +387,9 @@ class TokenStream:
 
     def _over(self) -> None:
         self._ended = time.perf_counter()
+        callbacks, self._on_end = self._on_end, []
+        for callback in callbacks:
+            callback()
         if self._departure is not None:
             self._departure.cancel()
             self._departure = None

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
@@ -21,6 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from streamer.config import Config
 from streamer.errors import InvalidRequest, NotFound, Overloaded, StreamerError
+from streamer.server.admission import LimitHeaders
 from streamer.server.openai import chat, completions
 from streamer.server.openai.common import encode, error_body, new_id
 from streamer.server.openai.fields import decode_body
@@ -47,7 +49,7 @@ class Api:
     async def chat_completions(self, request: Request) -> ASGIApp:
         """POST /v1/chat/completions."""
         service = self._service
-        service.require_ready()
+        tenant = service.admit(request.scope)
         data = await read_body(request.headers, request.receive)
         body = decode_body(data, chat.DECODER, chat.FIELDS)
         model = check_model(body.model, service.names)
@@ -57,10 +59,12 @@ class Api:
         prompt = await service.encode_messages(
             messages, salt=salt, add_generation_prompt=body.add_generation_prompt is not False
         )
+        service.admission.accept(tenant, [prompt])
         stream = service.submit(
             prompt,
             params,
             body,
+            tenant=tenant,
             salt=salt,
             request_id=new_id("chatcmpl-"),
             detach_s=0.0,
@@ -72,7 +76,7 @@ class Api:
     async def completions(self, request: Request) -> ASGIApp:
         """POST /v1/completions."""
         service = self._service
-        service.require_ready()
+        tenant = service.admit(request.scope)
         data = await read_body(request.headers, request.receive)
         body = decode_body(data, completions.DECODER, completions.FIELDS)
         model = check_model(body.model, service.names)
@@ -85,6 +89,7 @@ class Api:
             else p
             for p in body.prompts()
         ]
+        service.admission.accept(tenant, prompts)
         base = new_id("cmpl-")
         streams: list[TokenStream] = []
         try:
@@ -93,6 +98,7 @@ class Api:
                     tuple(prompt),
                     params,
                     body,
+                    tenant=tenant,
                     salt=salt,
                     request_id=base if i == 0 else f"{base}-{i}",
                     detach_s=0.0,
@@ -195,6 +201,7 @@ def build_app(engine: AsyncEngine, config: Config) -> ASGIApp:
 def build_service_app(service: Service) -> ASGIApp:
     """The same over a Service that the caller keeps."""
     api = Api(service)
+    limited = [Middleware(LimitHeaders, admission=service.admission)]
     routes = [
         Route("/", Page().endpoint),
         Route("/health", api.health),
@@ -202,8 +209,8 @@ def build_service_app(service: Service) -> ASGIApp:
         Route("/metrics", api.metrics),
         Route("/v1/models", api.models),
         Route("/v1/models/{model:path}", api.model),
-        Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
-        Route("/v1/completions", api.completions, methods=["POST"]),
+        Route("/v1/chat/completions", api.chat_completions, methods=["POST"], middleware=limited),
+        Route("/v1/completions", api.completions, methods=["POST"], middleware=limited),
         WebSocketRoute("/v1/responses", Endpoint(service)),
     ]
     app = Starlette(

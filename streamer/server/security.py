@@ -6,7 +6,6 @@ server on this machine, directly or by rebinding its name: both are told apart b
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import re
 from typing import Final
@@ -17,8 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from streamer.config import Config
 from streamer.errors import Forbidden, NotAuthenticated, StreamerError, TooLarge
+from streamer.server.admission import TENANT, digest
 from streamer.server.openai.common import error_body
-from streamer.server.service import TENANT
 
 MAX_BODY_BYTES: Final = 4 << 20
 OPEN_PATHS: Final = frozenset({"/", "/health", "/ready"})
@@ -26,6 +25,11 @@ LOCAL_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 MAX_ASKED: Final = 4096  # characters of a preflight's list of headers
 _HEADER_NAMES: Final = re.compile(
     r"[A-Za-z0-9!#$%&'*+.^_`|~-]+(?:\s*,\s*[A-Za-z0-9!#$%&'*+.^_`|~-]+)*"
+)
+EXPOSED: Final = (
+    b"x-request-id, retry-after, "
+    b"x-ratelimit-limit-requests, x-ratelimit-remaining-requests, x-ratelimit-reset-requests, "
+    b"x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens"
 )
 WILDCARDS: Final = frozenset({"", "0.0.0.0", "::"})
 
@@ -118,7 +122,7 @@ class Guard:
                 if not token
                 else "the API key is not known here"
             )
-        return hashlib.sha256(token).hexdigest()
+        return digest(given.strip())
 
 
 async def deny(scope: Scope, send: Send, error: StreamerError) -> None:
@@ -195,7 +199,7 @@ def _with_cors(send: Send, origin: str) -> Send:
         if message["type"] == "http.response.start":
             extra = [
                 (b"access-control-allow-origin", origin.encode("latin-1")),
-                (b"access-control-expose-headers", b"x-request-id, retry-after"),
+                (b"access-control-expose-headers", EXPOSED),
                 (b"vary", b"Origin"),
             ]
             message = {**message, "headers": [*message.get("headers", ()), *extra]}

@@ -19,6 +19,7 @@ from streamer.config import Config
 from streamer.core.sampling import SamplingParams
 from streamer.engine.requests import GenerateRequest
 from streamer.errors import EngineDead, Overloaded, StreamerError
+from streamer.server.admission import Admission, tenant_of
 from streamer.server.metrics import Metrics
 from streamer.server.openai.common import SamplingFields, failure, named
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from streamer.engine.engine import AsyncEngine
     from streamer.engine.stream import Delta, TokenStream
 
-TENANT = "tenant"  # in scope["state"]: a digest of the key, put there by the guard
 LOADING_RETRY_S = 2.0
 DRAINING_RETRY_S = 5.0
 
@@ -37,7 +37,7 @@ def salt_of(scope: Scope, body: SamplingFields) -> str:
     Blocks of one key are never found by another: how long a prompt took and how much of it was
     cached would tell what others ask.
     """
-    tenant: str = scope.get("state", {}).get(TENANT, "")
+    tenant = tenant_of(scope)
     salt = body.cache_salt or ""
     return f"{tenant}:{salt}" if tenant else salt
 
@@ -49,6 +49,7 @@ class Service:
         self.engine = engine
         self.config = config
         self.metrics = Metrics(engine)
+        self.admission = Admission(config)
         self.epoch = secrets.token_hex(8)
         self.started = int(time.time())
         self._num_working = 0
@@ -72,6 +73,13 @@ class Service:
             raise Overloaded(
                 "the model is still loading", retry_after_s=LOADING_RETRY_S, code="model_loading"
             )
+
+    def admit(self, scope: Scope) -> str:
+        """Let one more request of this caller begin, or raise what it gets; its tenant."""
+        self.require_ready()
+        tenant = tenant_of(scope)
+        self.admission.enter(tenant)
+        return tenant
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -122,6 +130,7 @@ class Service:
         params: SamplingParams,
         body: SamplingFields,
         *,
+        tenant: str,
         salt: str,
         request_id: str,
         detach_s: float,
@@ -129,19 +138,23 @@ class Service:
     ) -> TokenStream:
         """Hand one prompt to the engine; `detach_s` is the default where the body names none.
 
-        salt  what `salt_of` made of the caller and the body
+        tenant  whom `admit` let in
+        salt    what `salt_of` made of the caller and the body
         """
         request = GenerateRequest(
             prompt=prompt,
             params=params,
             request_id=request_id,
             priority=body.priority or 0,
+            tenant=tenant,
             cache_salt=salt,
             detach_s=detach_s if body.detach_s is None else body.detach_s,
             window=self.config.stream_window if is_streamed else 0,
         )
         with named(body.names):
-            return self.engine.submit(request)
+            stream = self.engine.submit(request)
+        self.admission.follow(tenant, stream)
+        return stream
 
     def cancel(self, streams: Sequence[TokenStream]) -> None:
         """End what is not finished of these."""

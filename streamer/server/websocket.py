@@ -22,6 +22,7 @@ from streamer.core.plan import Notice
 from streamer.core.sampling import MAX_TOKENS, SamplingParams
 from streamer.engine.stream import Delta, TokenStream
 from streamer.errors import InvalidRequest, NotFound, RateLimited, StreamerError
+from streamer.server.admission import tenant_of
 from streamer.server.openai.common import MAX_ECHO, ApiError, api_error, clip, encode, new_id
 from streamer.server.openai.events import ResponseEvents
 from streamer.server.openai.fields import decode_body, located
@@ -229,7 +230,7 @@ class Session:
 
     def _create(self, text: str) -> None:
         service = self._service
-        service.require_ready()
+        service.admit(self._scope)
         body = decode_body(text, DECODER, FIELDS)
         model = check_model(body.model, service.names)
         params = body.params(service.engine.info.generation_defaults)
@@ -286,10 +287,13 @@ class Session:
             try:
                 salt = salt_of(self._scope, job.body)
                 prompt = await service.encode_messages(job.messages, salt=salt)
+                tenant = tenant_of(self._scope)
+                service.admission.accept(tenant, [prompt])
                 stream = service.submit(
                     prompt,
                     job.params,
                     job.body,
+                    tenant=tenant,
                     salt=salt,
                     request_id=job.response_id,
                     detach_s=service.config.detach_timeout,

@@ -80,7 +80,7 @@ class Driver:
     def add(
         self, prompt: list[int], *, request_id: str | None = None, n: int = 1, max_tokens: int = 8,
         priority: int = 0, stop_ids: frozenset[int] = frozenset(), share_with: str | None = None,
-        **params: object,
+        tenant: str = "", **params: object,
     ) -> str:  # fmt: skip
         """Submit; the id is r0, r1 ... unless given."""
         request_id = request_id or f"r{len(self.adds)}"
@@ -90,6 +90,7 @@ class Driver:
             SamplingParams(n=n, max_tokens=max_tokens, seed=1, **params),  # type: ignore[arg-type]
             stop_ids=stop_ids,
             priority=priority,
+            tenant=tenant,
             share_with=share_with,
         )
         self.command(add)

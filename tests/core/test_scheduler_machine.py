@@ -57,16 +57,19 @@ class Life(RuleBasedStateMachine):
         n=st.sampled_from([1, 1, 1, 2, 3]),
         priority=st.sampled_from([0, 0, 0, 1, -1]),
         stop=st.frozensets(st.integers(0, 96), max_size=6),
+        tenant=st.sampled_from(["", "a", "b"]),
     )
     def add(
         self, family: int, length: int, tail: int, max_tokens: int, n: int, priority: int,
-        stop: frozenset[int],
+        stop: frozenset[int], tenant: str,
     ) -> None:  # fmt: skip
         config = self.driver.config
         prompt = [(family * 29 + i) % 97 for i in range(length)] + [tail] * tail
         blocks = -(-(len(prompt) + max_tokens) // config.block_size)
         n = min(n, config.max_num_seqs, config.num_blocks // blocks)
-        self.driver.add(prompt, n=n, max_tokens=max_tokens, priority=priority, stop_ids=stop)
+        self.driver.add(
+            prompt, n=n, max_tokens=max_tokens, priority=priority, stop_ids=stop, tenant=tenant
+        )
 
     @precondition(lambda self: self.driver.adds)
     @rule(data=st.data(), at=st.integers(1, 40), more=st.integers(0, 3))
@@ -143,7 +146,8 @@ def busy_life(seed: int, *, depth: int) -> Driver:
         live = [name for name in driver.adds if driver.status(name) is not Status.FINISHED]
         if choice < 0.25 or not live:
             prompt = [rng.randrange(3) * 20 + i for i in range(rng.randint(1, 24))]
-            driver.add(prompt, n=rng.choice([1, 1, 2]), max_tokens=rng.randint(1, 16))
+            n, tenant = rng.choice([1, 1, 2]), rng.choice("ab")
+            driver.add(prompt, n=n, max_tokens=rng.randint(1, 16), tenant=tenant)
         elif choice < 0.3:
             driver.cancel(rng.choice(live))
         elif choice < 0.36:

@@ -239,3 +239,17 @@ async def test_a_finish_comes_once() -> None:
     assert [f.reason for f in stream.finishes if f] == [FinishReason.LENGTH]
     stream.fail(EngineDead("too late"))
     assert stream.error is None
+
+
+async def test_the_end_is_told_once_however_it_comes() -> None:
+    calls: list[str] = []
+    stream, other = lone_stream(n=2), lone_stream()
+    stream.when_finished(lambda: calls.append(f"ended at {stream.num_output_tokens}"))
+    other.when_finished(lambda: calls.append("failed"))
+    write(stream, "ab")
+    end(stream, 0)
+    assert calls == []
+    end(stream, 1)
+    end(stream, 1)
+    other.fail(EngineDead("gone"))
+    assert calls == ["ended at 2", "failed"]

@@ -103,6 +103,8 @@ def test_allowed_hosts_and_origins(server_with: Any) -> None:
     assert response.status_code == 200
     assert response.headers["access-control-allow-origin"] == origin
     assert response.headers["vary"] == "Origin"
+    exposed = response.headers["access-control-expose-headers"].split(", ")
+    assert {"retry-after", "x-ratelimit-remaining-tokens"} <= set(exposed)
     preflight = httpx.options(
         server.url + "/v1/chat/completions",
         headers={**headers, "access-control-request-method": "POST"},

@@ -1,0 +1,182 @@
+"""Fair share: the queue of those who may be admitted, and what each tenant was served.
+
+Order: priority, preempted before new, virtual time of the tenant, arrival. Virtual time is service
+in weighted tokens. A tenant that begins to wait is lifted to the least virtual time of those who
+wait already, so that idling earns nothing. This is the virtual token counter of Sheng et al. 2024,
+"Fairness in Serving Large Language Models", with counters for each priority of its own: what is
+parked at a low priority earns no claim on a higher one. Owned by State; deterministic, no clock.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
+from operator import attrgetter
+from typing import TYPE_CHECKING, Final
+
+from streamer.errors import InvariantViolated
+
+if TYPE_CHECKING:
+    from streamer.core.request import Request
+
+# The weights of the paper, and about how providers price the two: the tokens of a prompt share one
+# pass over the weights, an output token takes a row in a pass of its own.
+PROMPT_COST: Final = 1
+OUTPUT_COST: Final = 2
+
+_arrival = attrgetter("arrival")
+
+
+class Share:
+    """One tenant at one priority.
+
+    time      virtual time: what it was served, in weighted tokens
+    waiting   its new requests that may be admitted, by arrival
+    num_live  its requests that have not ended
+    """
+
+    __slots__ = ("num_live", "time", "waiting")
+
+    def __init__(self) -> None:
+        self.time = 0
+        self.waiting: list[Request] = []
+        self.num_live = 0
+
+
+class _Level:
+    """One priority.
+
+    returning   who was running before, by arrival; they go first
+    backlogged  shares with somebody waiting
+    last        the share that stopped waiting last
+    """
+
+    __slots__ = ("backlogged", "last", "num_live", "returning", "shares")
+
+    def __init__(self) -> None:
+        self.returning: list[Request] = []
+        self.shares: dict[str, Share] = {}
+        self.backlogged: dict[Share, None] = {}
+        self.last = Share()
+        self.num_live = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.returning and not self.backlogged
+
+    def floor(self) -> int:
+        """The virtual time from which a newcomer starts."""
+        return min((s.time for s in self.backlogged), default=self.last.time)
+
+    def head(self) -> Request:
+        """Who is next; O(tenants that wait)."""
+        if self.returning:
+            return self.returning[0]
+        return min(self.backlogged, key=lambda s: (s.time, s.waiting[0].arrival)).waiting[0]
+
+    def forget(self) -> None:
+        """Drop the shares that would be lifted anyway if their tenants came back."""
+        floor = self.floor()
+        for tenant in [t for t, s in self.shares.items() if not s.num_live and s.time <= floor]:
+            del self.shares[tenant]
+
+
+class FairQueue:
+    """Who may be admitted, in order. Requests are known from `open` to `close`."""
+
+    def __init__(self) -> None:
+        self._levels: dict[int, _Level] = {}
+        self._priorities: list[int] = []  # of levels that are not empty, ascending
+
+    def __bool__(self) -> bool:
+        return bool(self._priorities)
+
+    def __iter__(self) -> Iterator[Request]:
+        for priority in self._priorities:
+            level = self._levels[priority]
+            yield from level.returning
+            for share in level.backlogged:
+                yield from share.waiting
+
+    def open(self, request: Request) -> None:
+        """A new request: from now on its tenant pays for it."""
+        add = request.add
+        level = self._levels.setdefault(add.priority, _Level())
+        request.share = level.shares.setdefault(add.tenant, Share())
+        request.share.num_live += 1
+        level.num_live += 1
+
+    def close(self, request: Request) -> None:
+        """A request that ended; it is in the queue no more."""
+        level = self._levels[request.add.priority]
+        level.num_live -= 1
+        request.share.num_live -= 1
+        if not level.num_live:
+            del self._levels[request.add.priority]
+        elif not request.share.num_live:
+            level.forget()
+
+    def head(self) -> Request | None:
+        """Who is to be admitted next."""
+        return self._levels[self._priorities[0]].head() if self._priorities else None
+
+    def push(self, request: Request) -> None:
+        """Let it be admitted."""
+        priority, share = request.add.priority, request.share
+        level = self._levels[priority]
+        if level.is_empty:
+            insort(self._priorities, priority)
+        if not request.is_new:
+            insort(level.returning, request, key=_arrival)
+            return
+        if not share.waiting:
+            share.time = max(share.time, level.floor())
+            level.backlogged[share] = None
+        insort(share.waiting, request, key=_arrival)
+
+    def remove(self, request: Request) -> None:
+        """Take it out if it is there; to be called before its status changes."""
+        priority, share = request.add.priority, request.share
+        level = self._levels[priority]
+        waiting = share.waiting if request.is_new else level.returning
+        at = bisect_left(waiting, request.arrival, key=_arrival)
+        if at == len(waiting) or waiting[at] is not request:
+            return
+        del waiting[at]
+        if request.is_new and not waiting:
+            del level.backlogged[share]
+            level.last = share
+        if level.is_empty:
+            self._priorities.remove(priority)
+
+    def check(self, requests: Iterable[Request]) -> None:
+        """Prove that the shares count these live requests and that the head is who it must be."""
+        live: dict[Share, int] = {}
+        for request in requests:
+            add = request.add
+            if self._levels[add.priority].shares.get(add.tenant) is not request.share:
+                raise InvariantViolated(f"request {add.request_id} pays for another tenant")
+            live[request.share] = live.get(request.share, 0) + 1
+        for priority, level in self._levels.items():
+            total = 0
+            for share in level.shares.values():
+                total += share.num_live
+                if share.num_live != live.get(share, 0):
+                    raise InvariantViolated(
+                        f"a tenant has {live.get(share, 0)} requests of priority {priority}, "
+                        f"{share.num_live} counted"
+                    )
+                if bool(share.waiting) != (share in level.backlogged):
+                    raise InvariantViolated(f"a tenant has {len(share.waiting)} waiting, unlisted")
+            if total != level.num_live or level.is_empty == (priority in self._priorities):
+                raise InvariantViolated(
+                    f"priority {priority}: {total} requests, {level.num_live} counted"
+                )
+        head, first = self.head(), min(self, key=_rank, default=None)
+        if head is not first:
+            raise InvariantViolated(f"{head and head.request_id} is before {first}")
+
+
+def _rank(request: Request) -> tuple[int, bool, int, int]:
+    time = request.share.time if request.is_new else 0
+    return request.add.priority, request.is_new, time, request.arrival

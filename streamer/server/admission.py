@@ -1,0 +1,232 @@
+"""Admission: what each key may ask for: requests and tokens a minute, streams at once; else 429.
+
+A limit a minute is a bucket: full at first, refilled evenly, its whole size in a minute. So a key
+may begin with all of it at once, and in t seconds gets at most limit * (1 + t / 60).
+
+requests  one is taken when a request comes, before any work; those refused here cost nothing
+tokens    a request is let in if the bucket holds as many as its prompts have, or is full; they are
+          taken once the engine has it, cached or not. Output is taken when the key asks again and
+          when an answer ends, as if drawn evenly since the last such moment. A bucket may be
+          overdrawn by output; until that is refilled, nothing is let in
+streams   answers that have not ended, read or not: one a prompt, whatever its n
+
+Retry-After is when the same request is let in if the key is given nothing else until then (after an
+overdraft, when it is refilled; the prompt is not known yet). Nobody knows when a stream ends:
+there it is one second. The queue that all keys share is the engine's, and full it is a 503.
+Without keys all callers are one. Called by Service and app.py on the loop; takes no locks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from streamer.config import Config, KeyLimits
+from streamer.errors import InvalidRequest, RateLimited
+
+if TYPE_CHECKING:
+    from streamer.engine.stream import TokenStream
+
+TENANT: Final = "tenant"  # in scope["state"]: a digest of the key, put there by the guard
+MINUTE_S: Final = 60.0
+STREAM_RETRY_S: Final = 1.0
+NO_WAIT_S: Final = 1e-3  # a wait below it is none
+ROUNDING: Final = 1e-6
+
+Header = tuple[bytes, bytes]
+
+
+def digest(key: str) -> str:
+    """What stands for a key everywhere behind the guard, logs included."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def tenant_of(scope: Scope) -> str:
+    """The digest of the caller's key; "" where no keys are asked for."""
+    tenant: str = scope.get("state", {}).get(TENANT, "")
+    return tenant
+
+
+class Bucket:
+    """One limit a minute of one key; `level` may be below 0."""
+
+    def __init__(self, limit: int, now: float) -> None:
+        self.limit = limit
+        self.level = float(limit)
+        self._since = now
+
+    def settle(self, now: float, spent: int = 0) -> None:
+        """Refill it until now, and take what was spent meanwhile."""
+        refill = (now - self._since) * self.limit / MINUTE_S
+        self.level = min(self.limit, self.level + refill - spent)
+        self._since = now
+
+    def take(self, amount: int) -> None:
+        """Take so much at once."""
+        self.level -= amount
+
+    def wait_s(self, amount: int) -> float:
+        """Seconds until it holds so much, or is full."""
+        return (min(amount, self.limit) - self.level) * MINUTE_S / self.limit
+
+    def headers(self, name: str) -> list[Header]:
+        """OpenAI's three headers of this limit."""
+        values = {
+            "limit": str(self.limit),
+            "remaining": str(max(0, math.floor(min(self.level, self.limit) + ROUNDING))),
+            "reset": duration(max(0.0, self.wait_s(self.limit))),
+        }
+        return [(f"x-ratelimit-{k}-{name}".encode(), v.encode()) for k, v in values.items()]
+
+
+class Account:
+    """One key's buckets, and its streams that have not ended: output tokens taken for each."""
+
+    def __init__(self, limits: KeyLimits, now: float) -> None:
+        num_requests, num_tokens = limits.max_requests_per_minute, limits.max_tokens_per_minute
+        self.requests = Bucket(num_requests, now) if num_requests else None
+        self.tokens = Bucket(num_tokens, now) if num_tokens else None
+        self.max_streams = limits.max_streams_per_key or 0
+        self._live: dict[TokenStream, int] = {}
+
+    def settle(self, now: float) -> None:
+        """Bring both buckets up to now."""
+        if self.requests is not None:
+            self.requests.settle(now)
+        if self.tokens is not None:
+            spent = 0
+            for stream, known in self._live.items():
+                spent += stream.num_output_tokens - known
+                self._live[stream] = stream.num_output_tokens
+            self.tokens.settle(now, spent)
+
+    def require(self, *, num_requests: int, num_tokens: int, num_streams: int) -> None:
+        """RateLimited, with the longest wait, if there is not so much room."""
+        waits = [(0.0, "")]
+        if self.requests is not None:
+            limit = f"{self.requests.limit} requests a minute"
+            waits.append((self.requests.wait_s(num_requests), limit))
+        if self.tokens is not None:
+            limit = f"{self.tokens.limit} tokens a minute"
+            waits.append((self.tokens.wait_s(num_tokens), limit))
+        if self.max_streams and len(self._live) + num_streams > self.max_streams:
+            limit = f"{self.max_streams} streams at once, {len(self._live)} are open"
+            waits.append((STREAM_RETRY_S, limit))
+        wait_s, limit = max(waits)
+        if wait_s > NO_WAIT_S:
+            raise RateLimited(
+                f"the limit is {limit}; try again in {math.ceil(wait_s)} s", retry_after_s=wait_s
+            )
+
+    def open(self, stream: TokenStream) -> None:
+        """A stream that was let in."""
+        self._live[stream] = 0
+        if self.tokens is not None:
+            self.tokens.take(stream.num_prompt_tokens)
+
+    def close(self, stream: TokenStream) -> None:
+        """It ended, and is settled."""
+        del self._live[stream]
+
+
+class Admission:
+    """The accounts of the keys that have a limit."""
+
+    def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        now = clock()
+        limits = {digest(key): config.limits_of(key) for key in config.api_key}
+        self._accounts = {
+            tenant: Account(each, now)
+            for tenant, each in (limits or {"": config.limits_of("")}).items()
+            if any(getattr(each, name) for name in each.__struct_fields__)
+        }
+
+    def enter(self, tenant: str) -> None:
+        """A request has come: RateLimited if the key can't have one now, whatever it is."""
+        account = self._settled(tenant)
+        if account is not None:
+            account.require(num_requests=1, num_tokens=1, num_streams=1)
+            if account.requests is not None:
+                account.requests.take(1)
+
+    def accept(self, tenant: str, prompts: Sequence[Sequence[int]]) -> None:
+        """Its prompts are known: RateLimited if they are too much now, before any is submitted."""
+        account = self._settled(tenant)
+        if account is None:
+            return
+        if 0 < account.max_streams < len(prompts):
+            raise InvalidRequest(
+                f"{len(prompts)} prompts are as many streams; the limit of this key is "
+                f"{account.max_streams}",
+                param="prompt",
+            )
+        try:
+            account.require(
+                num_requests=0, num_tokens=sum(map(len, prompts)), num_streams=len(prompts)
+            )
+        except RateLimited:
+            if account.requests is not None:
+                account.requests.take(-1)
+            raise
+
+    def follow(self, tenant: str, stream: TokenStream) -> None:
+        """The engine has it: the key pays for it until it ends."""
+        account = self._accounts.get(tenant)
+        if account is not None:
+            account.open(stream)
+            stream.when_finished(partial(self._ended, account, stream))
+
+    def headers(self, tenant: str) -> list[Header]:
+        """The x-ratelimit headers of an answer to this key; none where it has no limit a minute."""
+        account = self._settled(tenant)
+        found: list[Header] = []
+        if account is not None and account.requests is not None:
+            found += account.requests.headers("requests")
+        if account is not None and account.tokens is not None:
+            found += account.tokens.headers("tokens")
+        return found
+
+    def _settled(self, tenant: str) -> Account | None:
+        account = self._accounts.get(tenant)
+        if account is not None:
+            account.settle(self._clock())
+        return account
+
+    def _ended(self, account: Account, stream: TokenStream) -> None:
+        account.settle(self._clock())
+        account.close(stream)
+
+
+class LimitHeaders:
+    """ASGI around a route: every answer says what is left of its key's limits."""
+
+    def __init__(self, app: ASGIApp, admission: Admission) -> None:
+        self._app = app
+        self._admission = admission
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Add the headers to the head of the answer."""
+
+        async def wrapped(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                left = self._admission.headers(tenant_of(scope))
+                message = {**message, "headers": [*message.get("headers", ()), *left]}
+            await send(message)
+
+        await self._app(scope, receive, wrapped)
+
+
+def duration(seconds: float) -> str:
+    """As OpenAI writes it: 6m0s, 1.5s, 20ms; rounded up to a millisecond."""
+    total_ms = math.ceil(seconds * 1000 - ROUNDING)
+    minutes, rest_ms = divmod(total_ms, 60_000)
+    if minutes:
+        return f"{minutes}m{rest_ms / 1000:g}s"
+    return f"{rest_ms}ms" if 0 < rest_ms < 1000 else f"{rest_ms / 1000:g}s"

@@ -1,0 +1,243 @@
+"""Fair share between tenants: who is next, what idling earns, and what stays as it was."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from streamer.core.fairness import OUTPUT_COST, PROMPT_COST
+from streamer.core.plan import Add
+from streamer.core.prefix import BlockHasher
+from streamer.core.request import Request, Status
+from streamer.core.sampling import SamplingParams
+from streamer.core.state import State
+from streamer.errors import InvariantViolated
+from tests.core.driver import RECOMPUTE, Driver, make_config
+
+
+def prompt(length: int, start: int = 0) -> list[int]:
+    return [(start + i) % 97 for i in range(length)]
+
+
+def order(driver: Driver) -> list[str]:
+    """Requests in the order in which they first ran."""
+    return list(driver.first_plan)
+
+
+def wide(**settings: int) -> Driver:
+    """Room for everything but rows."""
+    sizes = {"num_blocks": 400, "max_num_batched_tokens": 400, "max_num_seqs": 4} | settings
+    return Driver(make_config(**sizes))
+
+
+# ------------------------------------------------------------ under load
+
+
+@pytest.mark.parametrize("is_fair", [True, False])
+def test_two_requests_do_not_wait_for_the_fifty_of_another(is_fair: bool) -> None:
+    """Four rows, answers of 20 tokens: 50 requests of A take 13 turns; B comes in the first."""
+    driver = wide()
+    for i in range(50):
+        driver.add(prompt(8, start=i), request_id=f"a{i}", max_tokens=20, tenant="a")
+    for _ in range(5):
+        driver.step()
+    arrived = driver.steps
+    for i in range(2):
+        tenant = "b" if is_fair else "a"
+        driver.add(prompt(8, start=60 + i), request_id=f"b{i}", max_tokens=20, tenant=tenant)
+    driver.drain()
+    waits = [driver.first_plan[f"b{i}"] - arrived for i in range(2)]
+    if is_fair:
+        assert order(driver)[:6] == ["a0", "a1", "a2", "a3", "b0", "b1"]
+        assert max(waits) <= 20  # the turn that was under way
+    else:
+        assert order(driver)[-2:] == ["b0", "b1"]
+        assert min(waits) > 200
+
+
+def served(driver: Driver, tenant: str) -> int:
+    """Weighted tokens: each prompt that began, each output token."""
+    total = 0
+    for name, add in driver.adds.items():
+        if add.tenant == tenant and name in driver.first_plan:
+            total += PROMPT_COST * len(add.prompt) + OUTPUT_COST * len(driver.tokens[name, 0])
+    return total
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_backlogged_are_served_alike_whatever_their_requests_are_like(depth: int) -> None:
+    """Long prompts and short answers against the opposite: the paper's bound holds throughout."""
+    driver = Driver(
+        make_config(
+            num_blocks=400, max_num_batched_tokens=400, max_num_seqs=4, enable_prefix_caching=False
+        ),
+        depth=depth,
+    )
+    for i in range(40):
+        driver.add(prompt(40, start=i), max_tokens=2, tenant="long prompts")
+        driver.add(prompt(2, start=i), max_tokens=20, tenant="long answers")
+    bound = 2 * max(PROMPT_COST * 40, OUTPUT_COST * 4 * 20)
+    while len(driver.first_plan) < 60:
+        driver.step()
+        gap = served(driver, "long prompts") - served(driver, "long answers")
+        assert abs(gap) <= bound
+    begun = [driver.adds[name].tenant for name in order(driver)]
+    assert 20 < begun.count("long answers") < begun.count("long prompts") + 8
+    driver.drain()
+
+
+def test_what_is_computed_again_is_not_paid_again() -> None:
+    config = make_config(num_blocks=12, num_host_blocks=0, enable_prefix_caching=False)
+    driver = Driver(config, costs=RECOMPUTE)
+    for start in (0, 40):
+        driver.add(prompt(8, start=start), max_tokens=20, tenant="a")
+    share = driver.scheduler.state.requests["r0"].share
+    driver.drain()
+    assert driver.outputs[-1].stats.preemptions_recompute > 0
+    assert share.time == PROMPT_COST * 16 + OUTPUT_COST * 40
+
+
+def test_what_is_found_in_the_cache_is_not_paid() -> None:
+    driver = Driver(make_config())
+    driver.add(prompt(9), max_tokens=1)
+    driver.run()
+    driver.add(prompt(9), max_tokens=1)
+    share = driver.scheduler.state.requests["r1"].share
+    driver.drain()
+    assert share.time == PROMPT_COST * 1 + OUTPUT_COST * 1  # two blocks of four were found
+
+
+# ------------------------------------------------------------ what idling earns
+
+
+def test_idling_earns_nothing() -> None:
+    driver = wide(max_num_seqs=1)
+    for i in range(10):
+        driver.add(prompt(4, start=i), request_id=f"a{i}", max_tokens=10, tenant="a")
+    driver.add(prompt(4, start=50), request_id="b0", max_tokens=1, tenant="b")
+    while len(driver.first_plan) < 7:
+        driver.step()
+    for i in range(1, 4):  # it asked for little; that is no claim on the next three turns
+        driver.add(prompt(4, start=50 + i), request_id=f"b{i}", max_tokens=10, tenant="b")
+    driver.drain()
+    assert order(driver)[:2] == ["a0", "b0"]
+    assert order(driver)[7:12] == ["b1", "a6", "b2", "a7", "b3"]
+
+
+def test_a_newcomer_has_no_claim_on_what_was_served_before_it() -> None:
+    """Also when nobody waits as it comes."""
+    driver = wide(max_num_seqs=1)
+    driver.add(prompt(4), request_id="a0", max_tokens=50, tenant="a")
+    while driver.steps < 40:
+        driver.step()
+    for i in range(1, 4):
+        driver.add(prompt(4, start=50 + i), request_id=f"b{i}", max_tokens=10, tenant="b")
+    for i in range(1, 4):
+        driver.add(prompt(4, start=i), request_id=f"a{i}", max_tokens=10, tenant="a")
+    driver.drain()
+    assert order(driver) == ["a0", "b1", "a1", "b2", "a2", "b3", "a3"]
+
+
+def test_waiting_at_a_low_priority_is_no_claim_on_a_higher_one() -> None:
+    driver = wide(max_num_seqs=1)
+    driver.add(prompt(4), request_id="parked", max_tokens=1, tenant="b", priority=5)
+    for i in range(8):
+        driver.add(prompt(4, start=i), request_id=f"a{i}", max_tokens=10, tenant="a")
+    while len(driver.first_plan) < 3:
+        driver.step()
+    for i in range(3):
+        driver.add(prompt(4, start=50 + i), request_id=f"b{i}", max_tokens=10, tenant="b")
+    driver.drain()
+    assert order(driver)[3:8] == ["b0", "a3", "b1", "a4", "b2"]
+    assert order(driver)[-1] == "parked"
+
+
+def test_coming_back_forgives_nothing() -> None:
+    """One at a time, with nothing waiting in between, is no way around the account."""
+    driver = wide(max_num_seqs=1)
+    for i in range(20):
+        driver.add(prompt(4, start=i), request_id=f"a{i}", max_tokens=2, tenant="a")
+    driver.add(prompt(4, start=50), request_id="b0", max_tokens=30, tenant="b")
+    while "b0" in driver.scheduler.state.requests:
+        driver.step()
+    driver.add(prompt(4, start=51), request_id="b1", max_tokens=30, tenant="b")
+    driver.drain()
+    between = order(driver)[order(driver).index("b0") + 1 : order(driver).index("b1")]
+    assert len(between) == (4 + 2 * 30) // (4 + 2 * 2)  # what b0 took, in answers of a
+
+
+# ------------------------------------------------------------ what stays
+
+
+def test_with_one_tenant_the_order_is_arrival() -> None:
+    rng = random.Random(3)
+    driver = wide(max_num_seqs=3)
+    for i in range(40):
+        length, tokens = rng.randint(1, 20), rng.randint(1, 20)
+        driver.add(prompt(length, start=i), max_tokens=tokens, tenant="a")
+        driver.step()
+    driver.drain()
+    assert order(driver) == [f"r{i}" for i in range(40)]
+
+
+def test_who_is_preempted_comes_back_before_the_new_of_a_tenant_served_less() -> None:
+    config = make_config(num_blocks=12, num_host_blocks=0, max_num_seqs=2)
+    driver = Driver(config, costs=RECOMPUTE)
+    for start in (0, 40):
+        driver.add(prompt(8, start=start), max_tokens=24, tenant="a")
+    while not driver.scheduler.state.stats().preempted:
+        driver.step()
+    driver.add(prompt(4, start=70), request_id="b", max_tokens=4, tenant="b")
+    while "b" not in driver.first_plan:
+        assert driver.step()
+    assert not driver.scheduler.state.stats().preempted
+    driver.drain()
+
+
+# ------------------------------------------------------------ the account book
+
+
+def put(state: State, name: str, tenant: str, arrival: int, priority: int = 0) -> Request:
+    add = Add(name, (1,), SamplingParams(max_tokens=1), tenant=tenant, priority=priority)
+    request = Request(add, arrival, 1)
+    state.requests[name] = request
+    state.queue.open(request)
+    state.enqueue(request)
+    return request
+
+
+def test_tenants_that_are_even_are_forgotten() -> None:
+    driver = wide(max_num_seqs=1)
+    for i in range(30):
+        driver.add(prompt(4, start=i), max_tokens=2, tenant="a")
+        driver.add(prompt(4, start=i), max_tokens=2, tenant=f"visitor {i}")
+    known = []
+    while driver.step():
+        if 0 in driver.scheduler.state.queue._levels:
+            shares = driver.scheduler.state.queue._levels[0].shares
+            known.append(sum(not s.num_live for s in shares.values()))
+    assert 0 < max(known) < 30
+    assert not driver.scheduler.state.queue._levels
+    driver.drain()
+
+
+def test_check_finds_a_lost_account_and_a_wrong_one() -> None:
+    state = State(make_config(), BlockHasher(4, b"s" * 32))
+    first, second = put(state, "a", "a", 1), put(state, "b", "b", 2)
+    state.queue.check(state.requests.values())
+    first.share.num_live += 1
+    with pytest.raises(InvariantViolated, match="has 1 requests of priority 0, 2 counted"):
+        state.queue.check(state.requests.values())
+    first.share.num_live -= 1
+    first.share, second.share = second.share, first.share
+    with pytest.raises(InvariantViolated, match="pays for another"):
+        state.queue.check(state.requests.values())
+
+
+def test_check_finds_who_is_missing_from_the_queue() -> None:
+    state = State(make_config(), BlockHasher(4, b"s" * 32))
+    state.queue.remove(put(state, "a", "a", 1))
+    state.counts[Status.WAITING] += 1
+    with pytest.raises(InvariantViolated, match="request a is waiting and not in the queue"):
+        state.check()

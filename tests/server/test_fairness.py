@@ -1,0 +1,58 @@
+"""Fair share on the wire: one key with fifty requests, and one that comes later with two."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from streamer.server.sse import DONE
+from tests.server.counting import CHAT
+from tests.server.running import Running
+
+ROWS, MANY, FEW = 4, 50, 2
+ANSWER = {**CHAT, "max_tokens": 8, "ignore_eos": True, "stream": True}
+
+
+async def ends_before(server: Running, few_key: str) -> tuple[int, list[int]]:
+    """How many of the fifty were left when the two came, and how many ended before each of them."""
+    limits = httpx.Limits(max_connections=None)
+    ended: list[str] = []
+    num_open = 0
+    are_queued = asyncio.Event()
+
+    async def ask(client: httpx.AsyncClient, key: str, name: str) -> None:
+        nonlocal num_open
+        headers = {"authorization": f"Bearer {key}"}
+        url = server.url + "/v1/chat/completions"
+        async with client.stream("POST", url, json=ANSWER, headers=headers) as response:
+            num_open += 1  # the head comes when the request is queued
+            if num_open == MANY:
+                are_queued.set()
+            assert (await response.aread()).endswith(DONE)
+        ended.append(name)
+
+    async with httpx.AsyncClient(limits=limits, timeout=60.0) as client, asyncio.TaskGroup() as all:
+        for _ in range(MANY):
+            all.create_task(ask(client, "many", "many"))
+        await are_queued.wait()
+        before = len(ended)
+        for _ in range(FEW):
+            all.create_task(ask(client, few_key, "few"))
+    return MANY - before, [i - before for i, name in enumerate(ended) if name == "few"]
+
+
+@pytest.mark.parametrize("is_fair", [True, False])
+async def test_the_second_key_waits_a_turn_and_not_for_the_fifty(
+    server_with: Any, is_fair: bool
+) -> None:
+    server = server_with(model="fake:tokens_per_s=100", max_num_seqs=ROWS, api_key=("many", "few"))
+    left, waits = await ends_before(server, "few" if is_fair else "many")
+    keys = "two keys" if is_fair else "one key"
+    print(f"{keys}: {waits} of the {left} queued answers ended before the {FEW} that came later")
+    if is_fair:  # the turn that was under way, and those who shared the next one with them
+        assert max(waits) <= 3 * ROWS
+    else:
+        assert min(waits) > left - 3 * ROWS
