@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
@@ -83,6 +83,7 @@ class TokenStream:
     finishes       a Finish for each choice that has ended
     error          what ended the stream without finishes: the engine's death
     is_paused      the scheduler was asked to pause it
+    observer       called when it starts, gets its first token, and ends; must not raise
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class TokenStream:
         self.finishes: list[Finish | None] = [None] * params.n
         self.error: StreamerError | None = None
         self.is_paused = False
+        self.observer: Callable[[TokenStream], None] | None = None
         stop = tuple(s.encode() for s in params.stop)
         shown = {} if params.skip_special_tokens else special
         self._choices = [
@@ -333,6 +335,7 @@ class TokenStream:
         now = time.perf_counter()
         if self._first is None:
             self._first = now
+            self._tell_observer()
         self._last = now
         self._head += 1
         self._choices[choice].push(token, logprob, finish)
@@ -355,6 +358,7 @@ class TokenStream:
             self._started = time.perf_counter()
             self.cached_tokens = notice.cached_tokens
             self.shared_tokens = notice.shared_tokens
+            self._tell_observer()
         self._notice = notice
         for reader in self._readers:
             reader.notices.pop(notice.kind, None)  # the newest of a kind, in order of arrival
@@ -376,9 +380,14 @@ class TokenStream:
 
     def _over(self) -> None:
         self._ended = time.perf_counter()
+        self._tell_observer()
         if self._departure is not None:
             self._departure.cancel()
             self._departure = None
+
+    def _tell_observer(self) -> None:
+        if self.observer is not None:
+            self.observer(self)
 
     def _wake(self) -> None:
         for reader in self._readers:

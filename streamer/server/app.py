@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -21,11 +22,13 @@ from starlette.types import ASGIApp
 
 from streamer.config import Config
 from streamer.errors import InvalidRequest, NotFound, Overloaded, StreamerError
+from streamer.server.metrics import Metrics
 from streamer.server.openai import chat, completions
 from streamer.server.openai.common import encode, error_body, new_id
 from streamer.server.openai.fields import decode_body
 from streamer.server.openai.models import check_model, model_body, models_body
 from streamer.server.page import Page
+from streamer.server.records import Transport
 from streamer.server.security import Guard, read_body
 from streamer.server.service import Service, salt_of
 from streamer.server.sse import Answer, EventStream, read_whole
@@ -67,6 +70,7 @@ class Api:
             is_streamed=bool(body.stream),
         )
         answer = chat.ChatAnswer(body, [stream], model, service.token_text)
+        service.record("chat", transport(body), request.scope, [stream], model)
         return await self._respond(request, bool(body.stream), answer, [stream])
 
     async def completions(self, request: Request) -> ASGIApp:
@@ -103,6 +107,7 @@ class Api:
             service.cancel(streams)
             raise
         answer = completions.CompletionAnswer(body, streams, model, service.token_text)
+        service.record("completions", transport(body), request.scope, streams, model)
         return await self._respond(request, bool(body.stream), answer, streams)
 
     async def _respond(
@@ -148,6 +153,11 @@ class Api:
         return Response(self._service.metrics.expose(), media_type=CONTENT_TYPE_LATEST)
 
 
+def transport(body: chat.ChatRequest | completions.CompletionRequest) -> Transport:
+    """How the answer goes out."""
+    return "sse" if body.stream else "http"
+
+
 def json(body: bytes, status: int = 200, request_id: str | None = None) -> Response:
     """A JSON response from encoded bytes."""
     headers = {"x-content-type-options": "nosniff"}
@@ -156,7 +166,7 @@ def json(body: bytes, status: int = 200, request_id: str | None = None) -> Respo
     return Response(body, status, headers, "application/json")
 
 
-async def on_error(request: Request, error: Exception) -> Response:
+async def on_error(metrics: Metrics, request: Request, error: Exception) -> Response:
     """Any exception as the wire's error object."""
     headers: Mapping[str, str] = {}
     if isinstance(error, HTTPException):
@@ -170,6 +180,7 @@ async def on_error(request: Request, error: Exception) -> Response:
     elif not isinstance(error, StreamerError):
         log.error("a handler failed", exc_info=error)
         error = StreamerError("internal error", code="internal")
+    metrics.refused(error)
     response = json(error_body(error), error.status)
     response.headers.update(headers)
     if isinstance(error, Overloaded):
@@ -198,12 +209,13 @@ def build_service_app(service: Service) -> ASGIApp:
         Route("/v1/completions", api.completions, methods=["POST"]),
         WebSocketRoute("/v1/responses", Endpoint(service)),
     ]
+    handler = partial(on_error, service.metrics)
     app = Starlette(
         routes=routes,
         exception_handlers={
-            StreamerError: on_error,
-            HTTPException: on_error,
-            Exception: on_error,
+            StreamerError: handler,
+            HTTPException: handler,
+            Exception: handler,
         },
     )
-    return Guard(app, service.config)
+    return Guard(app, service.config, service.metrics.refused)

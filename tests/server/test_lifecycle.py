@@ -26,9 +26,9 @@ import asyncio, sys
 from streamer.build import build_engine
 from streamer.config import Config
 from streamer.server.lifecycle import serve
-config = Config(model="fake", port=0, load_progress=False)
+config = Config(model="fake", port=0, load_progress=False, drain_timeout=5.0)
 ready = lambda url: print(url, flush=True)
-sys.exit(asyncio.run(serve(build_engine(config), config, on_ready=ready, drain_s=5.0)))
+sys.exit(asyncio.run(serve(build_engine(config), config, on_ready=ready)))
 """
 
 
