@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 TRACES_PATH: Final = "/v1/traces"
 OPERATIONS: Final = {"chat": "chat", "completions": "text_completion", "responses": "chat"}
 NANO: Final = 1_000_000_000
+EXPORT_S: Final = 3.0  # with retries; the last batch holds up the exit for so long at most
 
 
 class Tracer(Protocol):
@@ -51,7 +52,7 @@ def make_tracer(endpoint: str | None) -> Tracer | None:
             f"otlp_endpoint wants the extra: pip install 'streamer[otel]' ({e})",
             param="otlp_endpoint",
         ) from e
-    return OpenTelemetry(OTLPSpanExporter(endpoint=endpoint))
+    return OpenTelemetry(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_S))
 
 
 class OpenTelemetry:

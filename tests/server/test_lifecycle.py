@@ -63,16 +63,6 @@ def test_sigterm_lets_running_streams_finish_and_exits_0(process: Any) -> None:
     assert child.wait(20) == 0
 
 
-def test_a_second_signal_does_not_wait(process: Any) -> None:
-    child, url = process
-    body = {**CHAT, "stream": True, "max_tokens": 30_000, "ignore_eos": True}
-    with httpx.stream("POST", url + "/v1/chat/completions", json=body) as response:
-        next(sse(response))
-        child.send_signal(signal.SIGTERM)
-        child.send_signal(signal.SIGINT)
-        assert child.wait(20) == 0
-
-
 class SlowEngine(SimpleNamespace):
     """An engine that loads until told otherwise, and can be told to die."""
 
