@@ -127,6 +127,24 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Literal["critical", "error", "warning", "info", "debug"],
         Meta(description="the least serious messages to log"),
     ] = "info"
+    log_format: Annotated[
+        Literal["text", "json"], Meta(description="of the log's lines, on standard error")
+    ] = "text"
+    log_prompts: Annotated[
+        bool, Meta(description="log the text of prompts with their finished requests")
+    ] = False
+    otlp_endpoint: Annotated[
+        str | None,
+        Meta(description="where to send OpenTelemetry traces over HTTP; wants the extra [otel]"),
+    ] = None
+    watchdog_s: Annotated[
+        Annotated[float, Meta(ge=0.0)],
+        Meta(description="seconds a step may take before the engine is given up; 0: for ever"),
+    ] = 120.0
+    drain_timeout: Annotated[
+        Annotated[float, Meta(ge=0.0)],
+        Meta(description="seconds that running streams get to finish when the server stops"),
+    ] = 10.0
     max_queue: Annotated[
         Annotated[int, Meta(ge=0, le=1 << 24)],
         Meta(description="choices that may wait; beyond it the answer is 503"),

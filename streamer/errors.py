@@ -92,6 +92,12 @@ class EngineDead(StreamerError):
     code = "engine_dead"
 
 
+class StepHung(StreamerError):
+    """A step did not end within `--watchdog-s`; the engine's thread can't be joined any more."""
+
+    code = "step_hung"
+
+
 class RequestFailed(StreamerError):
     """One request failed inside a step (a NaN row, say); its neighbours go on."""
 

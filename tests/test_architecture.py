@@ -61,6 +61,7 @@ ROOMS = {
     "server": _room(
         "engine tokenizer core",
         "starlette uvicorn prometheus_client websockets",
+        lazy_packages="opentelemetry",
         never="torch streamer.model streamer.core.scheduler streamer.core.blocks streamer.core.kv",
     ),
     "kernels": _room("", "torch triton numba numpy"),

@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import logging
+import os
 import sys
 from typing import TYPE_CHECKING
 
 from streamer.cli.arguments import UsageError, add_config_flags, config_from
 from streamer.cli.loop import new_runner
+from streamer.errors import StepHung
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,20 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Serve until stopped; 0 after a drain, 1 when the engine died."""
+    from streamer.server.logs import setup
+
     config = config_from(args)
     check_bind(config)
-    _log_to_stderr(config.log_level)
+    setup(config.log_level, config.log_format)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with new_runner() as runner:
         return runner.run(_serve(config, console))
-
-
-def _log_to_stderr(level: str) -> None:
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    if level == "info":  # its "started" and "finished" say what `announce` says better
-        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
 
 
 async def _serve(config: Config, console: Console) -> int:
@@ -55,7 +51,18 @@ async def _serve(config: Config, console: Console) -> int:
     from streamer.server.lifecycle import serve
 
     engine = build_engine(config)
-    return await serve(engine, config, on_ready=lambda url: announce(engine.info, url, console))
+    code = await serve(engine, config, on_ready=lambda url: announce(engine.info, url, console))
+    if engine.death is not None and isinstance(engine.death.__cause__, StepHung):
+        _leave(code)
+    return code
+
+
+def _leave(code: int) -> None:
+    """End the process although the engine's thread hangs: nothing can join it."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def check_bind(config: Config) -> None:

@@ -79,12 +79,14 @@ class Facts(msgspec.Struct, frozen=True):
     prefill_s          seconds a prefilled token costs
     swap_bytes_per_s   measured host-device bandwidth
     swap_fixed_s       fixed cost of a swap, one way
+    swap_s             seconds that swap copies have taken so far, both ways
     """
 
     copies_done: int = 0
     prefill_s: float = 1e-4
     swap_bytes_per_s: float = 1e10
     swap_fixed_s: float = 1e-4
+    swap_s: float = 0.0
 
 
 # ---------------------------------------------------------------- plan: scheduler -> runner
@@ -233,7 +235,11 @@ class Notice(msgspec.Struct, frozen=True):
 
 
 class StepStats(msgspec.Struct, frozen=True):
-    """Counts after a step: requests by status, blocks by state, and running totals."""
+    """Counts after a step: requests by status, blocks by state, and running totals.
+
+    blocks_cached, host_blocks_cached  free ones whose content can still be matched
+    swap_s                             seconds of swap copies, as Facts tells them
+    """
 
     waiting: int = 0
     running: int = 0
@@ -245,6 +251,7 @@ class StepStats(msgspec.Struct, frozen=True):
     blocks_cached: int = 0
     host_blocks_total: int = 0
     host_blocks_free: int = 0
+    host_blocks_cached: int = 0
     steps: int = 0
     computed_tokens: int = 0
     generated_tokens: int = 0
@@ -254,6 +261,19 @@ class StepStats(msgspec.Struct, frozen=True):
     swapped_out_blocks: int = 0
     swapped_in_blocks: int = 0
     copied_blocks: int = 0
+    swap_s: float = 0.0
+
+
+class StepTimes(msgspec.Struct, frozen=True):
+    """Seconds of one iteration of the engine's thread; zero from the scheduler, which has no clock.
+
+    With plans ahead, `schedule` and `launch` are a later plan's than `collect` and `apply`.
+    """
+
+    schedule_s: float = 0.0
+    launch_s: float = 0.0
+    collect_s: float = 0.0
+    apply_s: float = 0.0
 
 
 class StepOutput(msgspec.Struct, frozen=True):
@@ -270,3 +290,4 @@ class StepOutput(msgspec.Struct, frozen=True):
     finishes: tuple[Finish, ...] = ()
     notices: tuple[Notice, ...] = ()
     stats: StepStats = StepStats()
+    times: StepTimes = StepTimes()

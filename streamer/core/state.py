@@ -311,6 +311,7 @@ class State:
             blocks_cached=device.num_cached,
             host_blocks_total=host.num_blocks,
             host_blocks_free=host.num_free + host.num_cooling,
+            host_blocks_cached=host.num_cached,
             steps=self.launched,
             computed_tokens=totals.computed_tokens,
             generated_tokens=totals.generated_tokens,
@@ -320,6 +321,7 @@ class State:
             swapped_out_blocks=totals.swapped_out_blocks,
             swapped_in_blocks=totals.swapped_in_blocks,
             copied_blocks=self.kv.num_copied,
+            swap_s=self.facts.swap_s,
         )
 
     def check(self) -> None:

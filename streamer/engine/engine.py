@@ -27,8 +27,15 @@ from streamer.engine.core import EngineCore, Inbox, Runner, Tokenizer
 from streamer.engine.gpu_thread import GpuThread
 from streamer.engine.prompts import Prompts
 from streamer.engine.registry import Registry
-from streamer.engine.requests import GenerateRequest, accept, build_add, default_params, with_end
-from streamer.engine.stats import Snapshot
+from streamer.engine.requests import (
+    GenerateRequest,
+    accept,
+    build_add,
+    default_params,
+    scheduler_config,
+    with_end,
+)
+from streamer.engine.stats import PhaseTallies, Snapshot
 from streamer.engine.stream import Delta, Timing, TokenStream
 from streamer.errors import EngineDead, InvalidRequest, Overloaded, RequestFailed, StreamerError
 
@@ -60,6 +67,7 @@ class AsyncEngine:
         self.death: StreamerError | None = None
         self.is_draining = False
         self.stats = StepStats()
+        self.phases = PhaseTallies()
         self._load = load
         self._load_tokenizer = tokenizer_loader
         self._state: State = "new"
@@ -134,7 +142,9 @@ class AsyncEngine:
         """
         if self._state == "new":
             self._state = "loading"
-            self._thread = GpuThread(self._build, self, asyncio.get_running_loop())
+            self._thread = GpuThread(
+                self._build, self, asyncio.get_running_loop(), self.config.watchdog_s
+            )
             self._thread.start()
         if self._state == "loading":
             await self._is_started.wait()
@@ -319,17 +329,7 @@ class AsyncEngine:
         runner, info = self._load()
         info = with_end(info, tokenizer.eos_token_id)
         config = self.config
-        sizes = SchedulerConfig(
-            block_size=info.block_size,
-            num_blocks=info.num_blocks,
-            num_host_blocks=info.num_host_blocks,
-            block_bytes=info.block_bytes,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=info.max_model_len,
-            enable_prefix_caching=config.enable_prefix_caching,
-            token_bytes=tokenizer.token_bytes(),
-        )
+        sizes = scheduler_config(config, info, tokenizer.token_bytes())
         hasher = BlockHasher(info.block_size, secrets.token_bytes(32))
         scheduler = Scheduler(sizes, hasher)
         self._tokenizer, self._info, self._sizes = tokenizer, info, sizes
@@ -353,6 +353,7 @@ class AsyncEngine:
         self._lag_s = time.perf_counter() - sent
         self._max_lag_s = max(self._max_lag_s, self._lag_s)
         self.stats = output.stats
+        self.phases.saw(output.times)
         if self._thread is None or self._state != "ready":
             return
         try:

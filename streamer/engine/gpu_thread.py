@@ -1,4 +1,4 @@
-"""GpuThread: the one worker thread, its tick permits, and its death.
+"""GpuThread: the one worker thread, its tick permits, its death, and the watch over its steps.
 
 Runs EngineCore: builds it (all torch work, loading included, happens on this thread), steps while
 it holds a permit and has work, sleeps otherwise. Knows nothing of streams: what happens is told to
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import gc
 import threading
 import time
@@ -17,8 +18,11 @@ from typing import Protocol
 
 from streamer.core.plan import Command, StepOutput
 from streamer.engine.core import EngineCore, Inbox
+from streamer.errors import StepHung
 
 MAX_AHEAD = 2  # permits plus StepOutputs that the loop has not worked through
+CHECKS = 4  # in the time that a step may take; a hung one is found a quarter late at worst
+MIN_CHECK_S = 0.25
 
 
 class Listener(Protocol):
@@ -42,17 +46,28 @@ class _LoopGone(Exception):
 
 
 class GpuThread:
-    """A thread that runs what `build` returns, from `start` until `stop` or death."""
+    """A thread that runs what `build` returns, from `start` until `stop` or death.
+
+    watchdog_s  a step that takes longer ends the engine; 0: it may take for ever
+    is_hung     that has happened: the thread is given up, and never joined
+    """
 
     def __init__(
         self,
         build: Callable[[Inbox], EngineCore],
         listener: Listener,
         loop: asyncio.AbstractEventLoop,
+        watchdog_s: float = 0.0,
     ) -> None:
         self._build = build
         self._listener = listener
         self._loop = loop
+        self._watchdog_s = watchdog_s
+        self._check: asyncio.TimerHandle | None = None
+        self._num_begun = self._num_ended = 0  # steps; written by the thread alone
+        self._is_warm = False  # the first plan was carried out; written by the thread too
+        self._seen = (0, 0.0)  # the last step seen under way, and when that was first
+        self.is_hung = False
         self._inbox = Inbox()
         # A daemon, so that a program that never closes its engine can still end.
         self._thread = threading.Thread(target=self._run, name="streamer-gpu", daemon=True)
@@ -66,6 +81,8 @@ class GpuThread:
     def command(self, command: Command) -> None:
         """Send a command; takes effect within one step."""
         self._inbox.put(command)
+        if self._check is None and self._watchdog_s:
+            self._watch_later()
 
     def permit(self) -> None:
         """The loop has worked through one StepOutput."""
@@ -77,7 +94,36 @@ class GpuThread:
 
     def join(self) -> None:
         """Wait for the thread itself; only after on_end, when nothing is left to wait for."""
-        self._thread.join()
+        if not self.is_hung:
+            self._thread.join()
+
+    # ------------------------------------------------------------ the watch, on the loop
+
+    def _watch_later(self) -> None:
+        wait_s = max(self._watchdog_s / CHECKS, MIN_CHECK_S)
+        self._check = self._loop.call_later(wait_s, self._watch)
+
+    def _watch(self) -> None:
+        """Look whether the same step is still under way; no timer runs where no step does."""
+        self._check = None
+        ended, begun = self._num_ended, self._num_begun  # in this order: a step may end meanwhile
+        last, since = self._seen
+        now = self._loop.time()
+        if begun != last:
+            self._seen = (begun, now)
+        elif begun == ended or not self._thread.is_alive():
+            return  # idle: the next command watches again
+        elif self._is_warm and now - since >= self._watchdog_s:
+            self._give_up()
+            return
+        self._watch_later()
+
+    def _give_up(self) -> None:
+        with contextlib.suppress(Exception):  # stderr may be closed, or no file
+            faulthandler.dump_traceback()
+        self.is_hung = True
+        self._inbox.stop()
+        self._listener.on_end(StepHung(f"a step took longer than {self._watchdog_s:g} s"))
 
     # ------------------------------------------------------------ on the thread
 
@@ -109,16 +155,21 @@ class GpuThread:
         while True:
             output = None
             if inbox.permits and not inbox.is_stopped:
+                self._num_begun += 1
                 output = core.step()
+                self._num_ended += 1
             if inbox.is_stopped:
                 return
             if output is None:
                 inbox.wait()
                 continue
+            self._is_warm = True
             inbox.permits -= 1
             self._tell(self._listener.on_output, output, time.perf_counter())
 
     def _tell(self, listener: Callable[..., None], *args: object) -> None:
+        if self.is_hung:  # it came back after all, but everybody was told that it would not
+            raise _LoopGone
         try:
             self._loop.call_soon_threadsafe(listener, *args)
         except RuntimeError:

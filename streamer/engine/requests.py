@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from streamer.config import Config
 from streamer.core.model_info import ModelInfo
 from streamer.core.plan import Add
 from streamer.core.sampling import SamplingParams
@@ -41,6 +42,23 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     share_with: str | None = None
     detach_s: float | None = 0.0
     window: int = 0
+
+
+def scheduler_config(
+    config: Config, info: ModelInfo, token_bytes: tuple[bytes, ...]
+) -> SchedulerConfig:
+    """The sizes that a loaded model is scheduled within."""
+    return SchedulerConfig(
+        block_size=info.block_size,
+        num_blocks=info.num_blocks,
+        num_host_blocks=info.num_host_blocks,
+        block_bytes=info.block_bytes,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=info.max_model_len,
+        enable_prefix_caching=config.enable_prefix_caching,
+        token_bytes=token_bytes,
+    )
 
 
 def accept(

@@ -83,6 +83,7 @@ class TokenStream:
     finishes       a Finish for each choice that has ended
     error          what ended the stream without finishes: the engine's death
     is_paused      the scheduler was asked to pause it
+    observers      called when it starts, gets its first token, and ends; must not raise
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class TokenStream:
         self.finishes: list[Finish | None] = [None] * params.n
         self.error: StreamerError | None = None
         self.is_paused = False
+        self.observers: list[Callable[[TokenStream], None]] = []
         stop = tuple(s.encode() for s in params.stop)
         shown = {} if params.skip_special_tokens else special
         self._choices = [
@@ -120,7 +122,6 @@ class TokenStream:
         self._readers: list[_Reader] = []
         self._num_readers = 0  # ever
         self._departure: asyncio.TimerHandle | None = None
-        self._on_end: list[Callable[[], None]] = []
         self._notice: Notice | None = None
         self._is_held = False  # by the caller of AsyncEngine.pause
         self._is_behind = False  # its readers lag
@@ -189,10 +190,6 @@ class TokenStream:
             per_token_s=per_token_s,
             total_s=None if ended is None else ended - begin,
         )
-
-    def when_finished(self, callback: Callable[[], None]) -> None:
-        """Call this once, when it finishes; not for a stream that has."""
-        self._on_end.append(callback)
 
     def text(self, choice: int = 0) -> str:
         """The text of a choice so far."""
@@ -344,6 +341,7 @@ class TokenStream:
         now = time.perf_counter()
         if self._first is None:
             self._first = now
+            self._tell_observers()
         self._last = now
         self._head += 1
         self._choices[choice].push(token, logprob, finish)
@@ -366,6 +364,7 @@ class TokenStream:
             self._started = time.perf_counter()
             self.cached_tokens = notice.cached_tokens
             self.shared_tokens = notice.shared_tokens
+            self._tell_observers()
         self._notice = notice
         for reader in self._readers:
             reader.notices.pop(notice.kind, None)  # the newest of a kind, in order of arrival
@@ -387,12 +386,14 @@ class TokenStream:
 
     def _over(self) -> None:
         self._ended = time.perf_counter()
-        callbacks, self._on_end = self._on_end, []
-        for callback in callbacks:
-            callback()
+        self._tell_observers()
         if self._departure is not None:
             self._departure.cancel()
             self._departure = None
+
+    def _tell_observers(self) -> None:
+        for observer in self.observers:
+            observer(self)
 
     def _wake(self) -> None:
         for reader in self._readers:

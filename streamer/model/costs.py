@@ -1,6 +1,6 @@
 """Costs: what prefill and swaps cost here, measured as they happen.
 
-Owns three running figures for core.plan.Facts. Called by runner.py.
+Owns the running figures of core.plan.Facts. Called by runner.py.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class Costs:
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes
         self._prefill_s: float | None = None
+        self._swap_s = 0.0
         self._swap_fixed_s, self._swap_s_per_byte = _probe_copy()
 
     def saw_step(self, seconds: float, num_tokens: int, num_chunk_tokens: int) -> None:
@@ -30,6 +31,7 @@ class Costs:
 
     def saw_swap(self, seconds: float, num_blocks: int) -> None:
         """So many blocks were copied, one way."""
+        self._swap_s += seconds
         moving = max(seconds - self._swap_fixed_s, 0.1 * seconds, 1e-9)
         cost = moving / (num_blocks * self._block_bytes)
         self._swap_s_per_byte = _mean(self._swap_s_per_byte, cost)
@@ -42,6 +44,7 @@ class Costs:
             prefill_s=prefill_s,
             swap_bytes_per_s=1 / self._swap_s_per_byte,
             swap_fixed_s=self._swap_fixed_s,
+            swap_s=self._swap_s,
         )
 
 

@@ -181,7 +181,7 @@ class Admission:
         account = self._accounts.get(tenant)
         if account is not None:
             account.open(stream)
-            stream.when_finished(partial(self._ended, account, stream))
+            stream.observers.append(partial(self._see, account))
 
     def headers(self, tenant: str) -> list[Header]:
         """The x-ratelimit headers of an answer to this key; none where it has no limit a minute."""
@@ -199,9 +199,10 @@ class Admission:
             account.settle(self._clock())
         return account
 
-    def _ended(self, account: Account, stream: TokenStream) -> None:
-        account.settle(self._clock())
-        account.close(stream)
+    def _see(self, account: Account, stream: TokenStream) -> None:
+        if stream.is_finished:
+            account.settle(self._clock())
+            account.close(stream)
 
 
 class LimitHeaders:

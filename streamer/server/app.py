@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -23,11 +24,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from streamer.config import Config
 from streamer.errors import InvalidRequest, NotFound, Overloaded, StreamerError
 from streamer.server.admission import LimitHeaders
+from streamer.server.metrics import Metrics
 from streamer.server.openai import chat, completions
 from streamer.server.openai.common import encode, error_body, new_id
 from streamer.server.openai.fields import decode_body
 from streamer.server.openai.models import check_model, model_body, models_body
 from streamer.server.page import Page
+from streamer.server.records import Transport
 from streamer.server.security import Guard, deny, read_body
 from streamer.server.service import Service, salt_of
 from streamer.server.sse import Answer, EventStream, read_whole
@@ -71,6 +74,7 @@ class Api:
             is_streamed=bool(body.stream),
         )
         answer = chat.ChatAnswer(body, [stream], model, service.token_text)
+        service.record("chat", transport(body), request.scope, [stream], model)
         return await self._respond(request, bool(body.stream), answer, [stream])
 
     async def completions(self, request: Request) -> ASGIApp:
@@ -109,6 +113,7 @@ class Api:
             service.cancel(streams)
             raise
         answer = completions.CompletionAnswer(body, streams, model, service.token_text)
+        service.record("completions", transport(body), request.scope, streams, model)
         return await self._respond(request, bool(body.stream), answer, streams)
 
     async def _respond(
@@ -154,6 +159,11 @@ class Api:
         return Response(self._service.metrics.expose(), media_type=CONTENT_TYPE_LATEST)
 
 
+def transport(body: chat.ChatRequest | completions.CompletionRequest) -> Transport:
+    """How the answer goes out."""
+    return "sse" if body.stream else "http"
+
+
 def json(body: bytes, status: int = 200, request_id: str | None = None) -> Response:
     """A JSON response from encoded bytes."""
     headers = {"x-content-type-options": "nosniff"}
@@ -170,7 +180,7 @@ async def nothing_there(scope: Scope, receive: Receive, send: Send) -> None:
         raise HTTPException(404)
 
 
-async def on_error(request: Request, error: Exception) -> Response:
+async def on_error(metrics: Metrics, request: Request, error: Exception) -> Response:
     """Any exception as the wire's error object."""
     headers: Mapping[str, str] = {}
     if isinstance(error, HTTPException):
@@ -184,6 +194,7 @@ async def on_error(request: Request, error: Exception) -> Response:
     elif not isinstance(error, StreamerError):
         log.error("a handler failed", exc_info=error)
         error = StreamerError("internal error", code="internal")
+    metrics.refused(error)
     response = json(error_body(error), error.status)
     response.headers.update(headers)
     if isinstance(error, Overloaded):
@@ -213,13 +224,14 @@ def build_service_app(service: Service) -> ASGIApp:
         Route("/v1/completions", api.completions, methods=["POST"], middleware=limited),
         WebSocketRoute("/v1/responses", Endpoint(service)),
     ]
+    handler = partial(on_error, service.metrics)
     app = Starlette(
         routes=routes,
         exception_handlers={
-            StreamerError: on_error,
-            HTTPException: on_error,
-            Exception: on_error,
+            StreamerError: handler,
+            HTTPException: handler,
+            Exception: handler,
         },
     )
     app.router.default = nothing_there
-    return Guard(app, service.config)
+    return Guard(app, service.config, service.metrics.refused)

@@ -1,8 +1,8 @@
 """serve: the uvicorn server around an engine, from the first open socket to a clean exit.
 
 The socket opens at once and /health answers while the model loads. The first SIGTERM or Ctrl-C
-drains: new work is refused, running streams get DRAIN_S to finish. A dead engine ends the process
-with an error. The command line calls this and prints what `on_ready` tells it.
+drains: new work is refused, running streams get --drain-timeout to finish. A dead engine ends the
+process with an error. The command line calls this and prints what `on_ready` tells it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from streamer.errors import ConfigError
 from streamer.server.app import build_service_app
 from streamer.server.protocol import LimitedHttpProtocol
 from streamer.server.service import Service
+from streamer.server.tracing import make_tracer
 from streamer.server.websocket import MAX_MESSAGE_BYTES
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DRAIN_S: Final = 10.0
+TICK_S: Final = 0.1  # between uvicorn's ticks, which sleep that long
 FLUSH_S: Final = 2.0  # after the engine is done, for the last frames
 SEND_BUFFER_BYTES: Final = 64 << 10  # else the kernel hides megabytes of a reader's lag
 BACKLOG: Final = 2048
@@ -52,13 +53,12 @@ class Server(uvicorn.Server):
         self,
         config: uvicorn.Config,
         service: Service,
-        drain_s: float,
         stop: asyncio.Event | None,
     ) -> None:
         super().__init__(config)
         self._service = service
-        self._drain_s = drain_s
         self._stop = stop
+        self._tick_s: float | None = None  # when the next tick is due
         self._num_signals = 0
         self._drain: asyncio.Task[None] | None = None
 
@@ -70,6 +70,7 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second: begin the drain that a signal asked for; notice a dead engine."""
+        self._see_loop_lag()
         is_stopping = self._num_signals or (self._stop is not None and self._stop.is_set())
         if is_stopping and self._drain is None:
             self._drain = asyncio.create_task(self._drain_all())
@@ -78,10 +79,18 @@ class Server(uvicorn.Server):
             self.should_exit = True
         return await super().on_tick(counter)
 
+    def _see_loop_lag(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if self._tick_s is not None:
+            self._service.metrics.loop_late_s.observe(max(0.0, now - self._tick_s))
+        self._tick_s = now + TICK_S
+
     async def _drain_all(self) -> None:
         try:
+            drain_s = self._service.config.drain_timeout
+            self._service.begin_drain(drain_s)
             if self._service.engine.is_ready:
-                await self._service.engine.drain(self._drain_s)
+                await self._service.engine.drain(drain_s)
                 await self._service.wait_quiet(FLUSH_S)
         finally:
             self.should_exit = True
@@ -92,7 +101,6 @@ async def serve(
     config: Config,
     *,
     on_ready: Callable[[str], None] | None = None,
-    drain_s: float = DRAIN_S,
     stop: asyncio.Event | None = None,
 ) -> int:
     """Open the socket, start the engine, serve until a signal; the process's exit code.
@@ -101,10 +109,11 @@ async def serve(
     `stop` does what a first signal does, for callers on another thread than the main one. Raises
     ConfigError if the address can't be bound or TLS can't be set up, and whatever loading raised.
     """
-    service = Service(engine, config)
+    tracer = make_tracer(config.otlp_endpoint)
+    service = Service(engine, config, tracer)
     prepared = _uvicorn_config(service, config)
     with contextlib.closing(bind(config)) as listener:
-        server = Server(prepared, service, drain_s, stop)
+        server = Server(prepared, service, stop)
         uvicorn_log, quiet = logging.getLogger("uvicorn.error"), _NoDenials()
         uvicorn_log.addFilter(quiet)
         starting = asyncio.create_task(_start(engine, server, on_ready, _url(listener, config)))
@@ -115,6 +124,8 @@ async def serve(
                 starting.cancel()
             await asyncio.wait([starting])
             await engine.aclose()
+            if tracer is not None:
+                await asyncio.to_thread(tracer.close)
             uvicorn_log.removeFilter(quiet)
         if not starting.cancelled():
             starting.result()

@@ -1,7 +1,7 @@
 """Prometheus metrics, in a registry of their own.
 
-Counts of the engine are read when scraped; a Meter a request observes what only the transport
-knows: time to the first token, gaps between tokens, and how it ended.
+Three sources: a Record tells of a request's start, first token and end (records.py); a Meter, one a
+reader, of the gaps between deltas; engine_metrics.py reads the engine's counts when scraped.
 """
 
 from __future__ import annotations
@@ -10,165 +10,163 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Histogram,
-    generate_latest,
-)
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from streamer.engine.stats import Tally
+from streamer.server.engine_metrics import EngineCollector, histogram
+
 if TYPE_CHECKING:
-    from streamer.core.plan import StepStats
     from streamer.engine.engine import AsyncEngine
     from streamer.engine.stream import Delta, TokenStream
+    from streamer.errors import StreamerError
 
 LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 GAP_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 1)
+LAG_QUANTILES = (0.5, 0.99, 1.0)
 
 
 class Metrics:
-    """All metrics of one server."""
+    """All metrics of one server.
+
+    live         streams of requests that have not ended: their lag is looked at when scraped
+    gap_s        seconds a token between deltas;  output_tokens handed to readers
+    loop_late_s  how late the event loop came to a timer
+    """
 
     def __init__(self, engine: AsyncEngine) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_EngineCollector(engine))
-        self._finished = Counter(
-            "streamer_choices_finished",
-            "Choices answered, by reason (stop, length, cancelled, failed, left).",
-            ["reason"],
-            registry=self.registry,
+        self.live: set[TokenStream] = set()
+        self.gap_s = Tally(GAP_S)
+        self.loop_late_s = Tally(LATENCY_S)
+        self.output_tokens = 0
+        self.registry.register(EngineCollector(engine))
+        self.registry.register(_TallyCollector(self))
+        self._finished = self._counter(
+            "streamer_requests_finished",
+            "Requests that ended, by reason (stop, length, left, cancelled, failed) and transport.",
+            ["reason", "transport"],
         )
-        self._prompt_tokens = Counter(
-            "streamer_prompt_tokens", "Prompt tokens of requests.", registry=self.registry
+        self._refused = self._counter(
+            "streamer_requests_refused", "Requests that were answered with an error.", ["code"]
         )
-        self._output_tokens = Counter(
-            "streamer_output_tokens", "Output tokens handed to readers.", registry=self.registry
+        self._resumed = self._counter(
+            "streamer_resumes",
+            "Readers that came back to a response, by what they found (live, finished, gone).",
+            ["status"],
         )
-        self._cached_tokens = Counter(
-            "streamer_cached_prompt_tokens",
-            "Prompt tokens whose KV was already there.",
-            registry=self.registry,
+        self._prompt_tokens = self._counter("streamer_prompt_tokens", "Prompt tokens of requests.")
+        self._cached_tokens = self._counter(
+            "streamer_cached_prompt_tokens", "Prompt tokens whose KV was already there."
         )
-        self._first_token_s = Histogram(
-            "streamer_time_to_first_token_seconds",
-            "From submission to the first token.",
-            buckets=LATENCY_S,
-            registry=self.registry,
+        self._queue_s = self._seconds("streamer_queue_seconds", "From submission to the first run.")
+        self._first_token_s = self._seconds(
+            "streamer_time_to_first_token_seconds", "From submission to the first token."
         )
-        self._gap_s = Histogram(
-            "streamer_inter_token_latency_seconds",
-            "Seconds a token between deltas of a choice (one observation a delta).",
-            buckets=GAP_S,
-            registry=self.registry,
-        )
-        self._total_s = Histogram(
-            "streamer_request_seconds",
-            "From submission to the end.",
-            buckets=LATENCY_S,
-            registry=self.registry,
-        )
+        self._total_s = self._seconds("streamer_request_seconds", "From submission to the end.")
+
+    def _counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
+        return Counter(name, text, labels, registry=self.registry)
+
+    def _seconds(self, name: str, text: str) -> Histogram:
+        return Histogram(name, text, buckets=LATENCY_S, registry=self.registry)
 
     def expose(self) -> bytes:
         """The text exposition."""
         return generate_latest(self.registry)
 
     def meter(self, streams: Sequence[TokenStream]) -> Meter:
-        """A Meter for a request that was just submitted."""
-        return Meter(self, streams)
+        """A Meter for one reader of these streams."""
+        return Meter(self)
+
+    def queued(self, seconds: float) -> None:
+        """A request runs for the first time."""
+        self._queue_s.observe(seconds)
+
+    def first_token(self, seconds: float) -> None:
+        """A request has its first token."""
+        self._first_token_s.observe(seconds)
+
+    def finished(
+        self, reason: str, transport: str, prompt_tokens: int, cached_tokens: int, total_s: float
+    ) -> None:
+        """A request has ended, whoever was reading."""
+        self._finished.labels(reason, transport).inc()
+        self._prompt_tokens.inc(prompt_tokens)
+        self._cached_tokens.inc(cached_tokens)
+        self._total_s.observe(total_s)
+
+    def refused(self, error: StreamerError) -> None:
+        """A request was answered with an error and never ran."""
+        self._refused.labels(error.code or error.type).inc()
+
+    def resumed(self, status: str) -> None:
+        """A reader asked for a response again and found it "live", "finished" or "gone"."""
+        self._resumed.labels(status).inc()
 
 
 class Meter:
-    """Observes one request; `close` counts how it ended."""
+    """What one reader sees of the time between tokens; 1 us a delta."""
 
-    def __init__(self, metrics: Metrics, streams: Sequence[TokenStream]) -> None:
-        self._m = metrics
-        self._streams = streams
-        self._start = time.monotonic()
+    __slots__ = ("_last", "_metrics")
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
         self._last: dict[tuple[int, int], float] = {}
 
     def deltas(self, source: int, deltas: Sequence[Delta]) -> None:
         """What a wake-up brought to the stream at `source`."""
-        now = time.monotonic()
+        now = time.perf_counter()
         for d in deltas:
-            if not d.token_ids:
-                continue
-            key = (source, d.choice)
-            last = self._last.get(key)
-            if last is None:
-                self._m._first_token_s.observe(now - self._start)
-            else:
-                self._m._gap_s.observe((now - last) / len(d.token_ids))
-            self._last[key] = now
-            self._m._output_tokens.inc(len(d.token_ids))
-
-    def close(self) -> None:
-        """The request is answered, or its reader left."""
-        self._m._total_s.observe(time.monotonic() - self._start)
-        for stream in self._streams:
-            self._m._prompt_tokens.inc(stream.num_prompt_tokens)
-            self._m._cached_tokens.inc(stream.cached_tokens)
-            for finish in stream.finishes:
-                reason = "left" if finish is None else finish.reason.value
-                self._m._finished.labels(reason).inc()
+            count = len(d.token_ids)
+            if count:
+                key = (source, d.choice)
+                last = self._last.get(key)
+                if last is not None:
+                    self._metrics.gap_s.observe((now - last) / count)
+                self._last[key] = now
+                self._metrics.output_tokens += count
 
 
-class _EngineCollector(Collector):
-    """Reads the engine's latest counts at every scrape."""
+class _TallyCollector(Collector):
+    """Exposes what is counted without prometheus_client, and the lag of the live streams."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
-        self._engine = engine
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
 
     def collect(self) -> Iterable[Metric]:
-        """Gauges and counters of the scheduler and its pools."""
-        stats = self._engine.stats
-        yield _gauge(
-            "streamer_requests",
-            "Requests in the engine by state.",
-            "state",
-            {
-                s: getattr(stats, s)
-                for s in ("waiting", "running", "paused", "preempted", "swapped")
-            },
+        """Families with today's values."""
+        metrics = self._metrics
+        yield CounterMetricFamily(
+            "streamer_output_tokens",
+            "Output tokens handed to readers.",
+            value=metrics.output_tokens,
         )
-        yield _blocks(stats)
-        counters = {
-            "steps": "Steps of the engine.",
-            "computed_tokens": "Tokens run through the model.",
-            "generated_tokens": "Tokens drawn.",
-            "prefix_hit_tokens": "Prompt tokens found in the prefix cache.",
-            "preemptions_swap": "Preemptions by swap.",
-            "preemptions_recompute": "Preemptions by recompute.",
-            "swapped_out_blocks": "Blocks copied to the host pool.",
-            "swapped_in_blocks": "Blocks copied back.",
-            "copied_blocks": "Blocks copied on first write.",
-        }
-        for name, text in counters.items():
-            yield CounterMetricFamily(f"streamer_{name}", text, value=getattr(stats, name))
+        yield histogram(
+            "streamer_inter_token_latency_seconds",
+            "Seconds a token between deltas of a choice (one observation a delta).",
+            {"": metrics.gap_s},
+        )
+        yield histogram(
+            "streamer_event_loop_lag_seconds",
+            "How late the event loop came to a timer, ten times a second.",
+            {"": metrics.loop_late_s},
+        )
+        yield self._lags()
+
+    def _lags(self) -> Metric:
+        family = GaugeMetricFamily(
+            "streamer_stream_lag_tokens",
+            "Output tokens that the readers of live streams have not taken, by quantile.",
+            labels=["quantile"],
+        )
+        lags = sorted(stream.lag() for stream in self._metrics.live)
+        for quantile in LAG_QUANTILES:
+            at = min(int(quantile * len(lags)), len(lags) - 1)
+            family.add_metric([f"{quantile:g}"], lags[at] if lags else 0)
+        return family
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: the counts of an engine that is not there yet are not asked for."""
+        """Nothing: names are fixed, values are not asked for at registration."""
         return []
-
-
-def _gauge(name: str, text: str, label: str, values: dict[str, int]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(name, text, labels=[label])
-    for key, value in values.items():
-        family.add_metric([key], value)
-    return family
-
-
-def _blocks(stats: StepStats) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(
-        "streamer_blocks",
-        "KV blocks by pool and state; cached ones are free and still hold a prefix.",
-        labels=["pool", "state"],
-    )
-    free = stats.blocks_free - stats.blocks_cached
-    family.add_metric(["device", "free"], free)
-    family.add_metric(["device", "cached"], stats.blocks_cached)
-    family.add_metric(["device", "used"], stats.blocks_total - stats.blocks_free)
-    family.add_metric(["host", "free"], stats.host_blocks_free)
-    family.add_metric(["host", "used"], stats.host_blocks_total - stats.host_blocks_free)
-    return family

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import re
+from collections.abc import Callable
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -45,8 +46,11 @@ def split_host(value: str) -> str:
 class Guard:
     """Refuses what comes from elsewhere or without a key, before any route sees it."""
 
-    def __init__(self, app: ASGIApp, config: Config) -> None:
+    def __init__(
+        self, app: ASGIApp, config: Config, on_refusal: Callable[[StreamerError], None]
+    ) -> None:
         self._app = app
+        self._on_refusal = on_refusal
         self._root = config.root_path.rstrip("/")
         self._hosts = LOCAL_HOSTS | {split_host(h) for h in config.allowed_hosts}
         if config.host not in WILDCARDS:
@@ -76,6 +80,7 @@ class Guard:
                 if tenant:
                     scope.setdefault("state", {})[TENANT] = tenant
         except StreamerError as e:
+            self._on_refusal(e)
             await deny(scope, send, e)
             return
         await self._app(scope, receive, send)

@@ -1,7 +1,7 @@
 """Service: what every handler needs of the engine, in one place.
 
-Owns the served names, the epoch, the count of requests at work, and the way from a decoded body to
-a TokenStream. Made once by build_app; never touches a socket.
+Owns the served names, the epoch, the count of requests at work, who wants to hear of a drain, and
+the way from a decoded body to a TokenStream. Made once by build_app; never touches a socket.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from streamer.config import Config
@@ -22,13 +24,16 @@ from streamer.errors import EngineDead, Overloaded, StreamerError
 from streamer.server.admission import Admission, tenant_of
 from streamer.server.metrics import Metrics
 from streamer.server.openai.common import SamplingFields, failure, named
+from streamer.server.records import Operation, Record, Transport
 
 if TYPE_CHECKING:
     from streamer.engine.engine import AsyncEngine
     from streamer.engine.stream import Delta, TokenStream
+    from streamer.server.tracing import Tracer
 
 LOADING_RETRY_S = 2.0
 DRAINING_RETRY_S = 5.0
+MAX_LOGGED_PROMPT = 4096  # tokens, with --log-prompts: decoding them holds the loop up
 
 
 def salt_of(scope: Scope, body: SamplingFields) -> str:
@@ -45,13 +50,15 @@ def salt_of(scope: Scope, body: SamplingFields) -> str:
 class Service:
     """The engine as the handlers see it."""
 
-    def __init__(self, engine: AsyncEngine, config: Config) -> None:
+    def __init__(self, engine: AsyncEngine, config: Config, tracer: Tracer | None = None) -> None:
         self.engine = engine
         self.config = config
         self.metrics = Metrics(engine)
         self.admission = Admission(config)
         self.epoch = secrets.token_hex(8)
         self.started = int(time.time())
+        self._tracer = tracer
+        self._drain_callbacks: dict[int, Callable[[float], None]] = {}
         self._num_working = 0
         self._is_quiet = asyncio.Event()
         self._is_quiet.set()
@@ -107,6 +114,17 @@ class Service:
                 await self._is_quiet.wait()
         return self._is_quiet.is_set()
 
+    def on_drain(self, callback: Callable[[float], None]) -> Callable[[], object]:
+        """Call back when a drain begins, with the seconds it may take; the result takes it back."""
+        key = id(callback)
+        self._drain_callbacks[key] = callback
+        return partial(self._drain_callbacks.pop, key, None)
+
+    def begin_drain(self, deadline_s: float) -> None:
+        """Tell everybody who wants to know that the server stops."""
+        for callback in list(self._drain_callbacks.values()):
+            callback(deadline_s)
+
     # ------------------------------------------------------------ requests
 
     async def encode_messages(
@@ -155,6 +173,30 @@ class Service:
             stream = self.engine.submit(request)
         self.admission.follow(tenant, stream)
         return stream
+
+    def record(
+        self,
+        operation: Operation,
+        transport: Transport,
+        scope: Scope,
+        streams: Sequence[TokenStream],
+        model: str,
+    ) -> None:
+        """Follow a request that was just submitted, for metrics, log and traces."""
+        Record(
+            streams,
+            metrics=self.metrics,
+            operation=operation,
+            transport=transport,
+            model=model,
+            tenant=tenant_of(scope),
+            traceparent=Headers(scope=scope).get("traceparent") if self._tracer else None,
+            tracer=self._tracer,
+            prompts=self._prompt_text if self.config.log_prompts else None,
+        )
+
+    def _prompt_text(self, ids: Sequence[int]) -> str:
+        return self.engine.tokenizer.decode(ids[:MAX_LOGGED_PROMPT], skip_special_tokens=False)
 
     def cancel(self, streams: Sequence[TokenStream]) -> None:
         """End what is not finished of these."""

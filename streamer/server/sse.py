@@ -212,8 +212,6 @@ class EventStream:
             log.exception("a stream failed")
             self._service.cancel(self._streams)
             return self._answer.error(StreamerError("internal error", code="internal"))
-        finally:
-            meter.close()
         return self._answer.closing()
 
     async def _put(self, body: bytes) -> None:
@@ -256,6 +254,4 @@ async def read_whole(
         except Exception:
             service.cancel(streams)
             raise
-        finally:
-            meter.close()
     return None if watch.is_gone else results

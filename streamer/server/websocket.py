@@ -299,10 +299,12 @@ class Session:
                     detach_s=service.config.detach_timeout,
                 )
             except StreamerError as e:
+                service.metrics.refused(e)
                 await self._send(_error(e, job.body.stream_id))
                 return
             finally:
                 self._queued_bytes -= job.size
+            service.record("responses", "websocket", self._scope, [stream], job.model)
             self._live[job.response_id] = stream
             try:
                 await self._follow(job, stream)
@@ -341,13 +343,13 @@ class Session:
             for data in events.failed(e):
                 await self._send(data)
         finally:
-            meter.close()
             if not is_reading:  # nobody ever read, so nobody's leaving would end it
                 service.cancel([stream])
 
     # ------------------------------------------------------------ writing
 
     def _refuse(self, error: StreamerError, stream_id: str | None) -> None:
+        self._service.metrics.refused(error)
         self._reply(_error(error, stream_id))
 
     def _reply(self, data: bytes) -> None:

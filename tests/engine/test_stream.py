@@ -8,7 +8,7 @@ from contextlib import aclosing
 import pytest
 
 from streamer.core.plan import Finish, FinishReason, Notice, NoticeKind, TokenLogprob
-from streamer.engine.stream import Delta
+from streamer.engine.stream import Delta, TokenStream
 from streamer.errors import EngineDead, InvalidRequest
 from tests.engine.helpers import DEADLINE_S, all_deltas, end, lone_stream, write
 
@@ -244,12 +244,16 @@ async def test_a_finish_comes_once() -> None:
 async def test_the_end_is_told_once_however_it_comes() -> None:
     calls: list[str] = []
     stream, other = lone_stream(n=2), lone_stream()
-    stream.when_finished(lambda: calls.append(f"ended at {stream.num_output_tokens}"))
-    other.when_finished(lambda: calls.append("failed"))
+
+    def see(seen: TokenStream) -> None:
+        calls.append(f"{seen.num_output_tokens} {seen.is_finished} {seen.error is not None}")
+
+    stream.observers.append(see)
+    other.observers.append(see)
     write(stream, "ab")
     end(stream, 0)
-    assert calls == []
+    assert calls == ["1 False False"]
     end(stream, 1)
     end(stream, 1)
     other.fail(EngineDead("gone"))
-    assert calls == ["ended at 2", "failed"]
+    assert calls[1:] == ["2 True False", "0 True True"]

@@ -23,7 +23,8 @@ class Running:
     """A server in a thread of its own, and its engine."""
 
     def __init__(self, **settings: Any) -> None:
-        self.config = Config(**{"model": "fake", "port": 0, "load_progress": False, **settings})
+        given = {"model": "fake", "port": 0, "load_progress": False, "drain_timeout": 2.0}
+        self.config = Config(**{**given, **settings})
         self.url = ""
         self.exit_code: int | None = None
         self.engine: AsyncEngine
@@ -92,6 +93,4 @@ class Running:
             self.url = url
             self._is_ready.set()
 
-        self.exit_code = await serve(
-            self.engine, self.config, on_ready=ready, drain_s=2.0, stop=self._stop
-        )
+        self.exit_code = await serve(self.engine, self.config, on_ready=ready, stop=self._stop)

@@ -76,8 +76,8 @@ def test_metrics_count_tokens_and_ends(server_with: Any) -> None:
     usage = httpx.post(server.url + "/v1/chat/completions", json=body).json()["usage"]
     server.wait_metric("streamer_output_tokens_total", 14)
     server.wait_metric("streamer_prompt_tokens_total", usage["prompt_tokens"])
-    server.wait_metric('streamer_choices_finished_total{reason="length"}', 2)
-    server.wait_metric("streamer_time_to_first_token_seconds_count", 2)
+    server.wait_metric('streamer_requests_finished_total{reason="length",transport="http"}', 1)
+    server.wait_metric("streamer_time_to_first_token_seconds_count", 1)
     server.wait_metric("streamer_request_seconds_count", 1)
     server.wait_idle()
     total = sum(

@@ -1,0 +1,123 @@
+"""EngineCollector: the engine's own counts as Prometheus families, read when scraped.
+
+Owns nothing: the scheduler counts in StepStats, the engine's thread times its phases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from streamer.engine.stats import Tally
+
+if TYPE_CHECKING:
+    from streamer.core.plan import StepStats
+    from streamer.engine.engine import AsyncEngine
+
+STATES = ("waiting", "running", "paused", "preempted", "swapped")
+COUNTERS = {
+    "steps": "Steps of the engine.",
+    "computed_tokens": "Tokens run through the model.",
+    "generated_tokens": "Tokens drawn.",
+    "prefix_hit_tokens": "Prompt tokens found in the prefix cache.",
+    "copied_blocks": "Blocks copied on first write.",
+}
+
+
+class EngineCollector(Collector):
+    """Reads the engine's latest counts at every scrape."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterable[Metric]:
+        """Gauges and counters of the scheduler, its pools and its steps."""
+        engine, stats = self._engine, self._engine.stats
+        states: dict[tuple[str, ...], float] = {(s,): getattr(stats, s) for s in STATES}
+        yield _gauge("streamer_requests", "Requests in the engine by state.", ["state"], states)
+        yield _gauge(
+            "streamer_blocks",
+            "KV blocks by pool and state; cached ones are free and still hold a prefix.",
+            ["pool", "state"],
+            _blocks(stats),
+        )
+        for name, text in COUNTERS.items():
+            value = getattr(stats, name)
+            yield CounterMetricFamily(f"streamer_{name}", text, value=value)
+        yield _counter(
+            "streamer_preemptions",
+            "Requests that gave their blocks up, by how they come back.",
+            "kind",
+            {"swap": stats.preemptions_swap, "recompute": stats.preemptions_recompute},
+        )
+        block_bytes = engine.info.block_bytes if engine.is_ready else 0
+        yield _counter(
+            "streamer_swap_bytes",
+            "Bytes copied to the host pool (out) and back (in).",
+            "direction",
+            {
+                "out": stats.swapped_out_blocks * block_bytes,
+                "in": stats.swapped_in_blocks * block_bytes,
+            },
+        )
+        yield CounterMetricFamily(
+            "streamer_swap_seconds", "Seconds of swap copies, both ways.", value=stats.swap_s
+        )
+        yield histogram(
+            "streamer_step_phase_seconds",
+            "Seconds of each step by phase.",
+            engine.phases.by_phase,
+            label="phase",
+        )
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: the counts of an engine that is not there yet are not asked for."""
+        return []
+
+
+def histogram(
+    name: str, text: str, tallies: Mapping[str, Tally], label: str | None = None
+) -> HistogramMetricFamily:
+    """Tallies by the value of their label; one under any key where there is no label."""
+    family = HistogramMetricFamily(name, text, labels=[label] if label else [])
+    for key, tally in tallies.items():
+        bounds = [*(str(float(b)) for b in tally.bounds), "+Inf"]
+        buckets = list(zip(bounds, map(float, accumulate(tally.counts)), strict=True))
+        family.add_metric([key] if label else [], buckets, tally.total)
+    return family
+
+
+def _gauge(
+    name: str, text: str, labels: list[str], values: Mapping[tuple[str, ...], float]
+) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, text, labels=labels)
+    for key, value in values.items():
+        family.add_metric(key, value)
+    return family
+
+
+def _counter(name: str, text: str, label: str, values: Mapping[str, float]) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
+
+
+def _blocks(stats: StepStats) -> dict[tuple[str, ...], float]:
+    blocks: dict[tuple[str, ...], float] = {}
+    for pool, total, free, cached in (
+        ("device", stats.blocks_total, stats.blocks_free, stats.blocks_cached),
+        ("host", stats.host_blocks_total, stats.host_blocks_free, stats.host_blocks_cached),
+    ):
+        blocks |= {(pool, "free"): free - cached, (pool, "cached"): cached}
+        blocks[pool, "used"] = total - free
+    return blocks

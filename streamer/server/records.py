@@ -1,0 +1,170 @@
+"""Record: one request from its submission to its end, whoever reads it and however often.
+
+Hears from its streams and tells the metrics, the log (one line a finished request, logger
+streamer.request) and, where traces are on, the tracer. Made by Service.record; never raises into
+the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, Literal, Protocol
+
+import msgspec
+
+from streamer.core.plan import FinishReason
+
+if TYPE_CHECKING:
+    from streamer.engine.stream import TokenStream
+    from streamer.server.metrics import Metrics
+    from streamer.server.tracing import Tracer
+
+log = logging.getLogger("streamer.request")
+
+KEY_DIGITS: Final = 12  # of the key's digest: enough to tell keys apart
+STATUS: Final = {"left": 499, "cancelled": 499, "failed": 500}
+WORST_FIRST: Final = ("failed", "cancelled", "left", "length", "stop")
+
+Operation = Literal["chat", "completions", "responses"]
+Transport = Literal["http", "sse", "websocket"]
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The line of a finished request; None where it never came so far.
+
+    key     digits of the key's digest, absent where no key was asked for
+    reason  of its worst choice: stop, length; left: its last reader had gone; cancelled; failed
+    status  what that is in HTTP (499: left or cancelled), also where a stream had begun with 200
+    prompt  only with --log-prompts
+    """
+
+    id: str
+    operation: Operation
+    transport: Transport
+    model: str
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    total_s: float
+    reason: str
+    status: int
+    key: str | None = None
+    queue_s: float | None = None
+    first_token_s: float | None = None
+    error: str | None = None
+    prompt: tuple[str, ...] | None = None
+
+    def __str__(self) -> str:
+        """`name=value` pairs, for logs in text."""
+        pairs = ((f, getattr(self, f)) for f in self.__struct_fields__)
+        shown = ((f, f"{v:.4f}" if isinstance(v, float) else v) for f, v in pairs if v is not None)
+        return " ".join(f"{f}={v!r}" if " " in str(v) else f"{f}={v}" for f, v in shown)
+
+
+class Prompts(Protocol):
+    """What shows a prompt's token ids as text."""
+
+    def __call__(self, ids: Sequence[int]) -> str: ...
+
+
+class Record:
+    """Observes the streams of one request: called when one starts, has a token, or ends.
+
+    began        unix seconds
+    traceparent  the caller's trace, as it came
+    """
+
+    def __init__(
+        self,
+        streams: Sequence[TokenStream],
+        *,
+        metrics: Metrics,
+        operation: Operation,
+        transport: Transport,
+        model: str,
+        tenant: str,
+        traceparent: str | None = None,
+        tracer: Tracer | None = None,
+        prompts: Prompts | None = None,
+    ) -> None:
+        self.streams = tuple(streams)
+        self.began = time.time()
+        self.traceparent = traceparent
+        self._metrics = metrics
+        self._operation = operation
+        self._transport = transport
+        self._model = model
+        self._key = tenant[:KEY_DIGITS] or None
+        self._tracer = tracer
+        self._prompts = prompts
+        self._queue_s: float | None = None
+        self._first_token_s: float | None = None
+        metrics.live.update(streams)
+        for stream in streams:
+            stream.observers.append(self)
+
+    def __call__(self, stream: TokenStream) -> None:
+        """Note what is new; with its last stream the request is finished."""
+        try:
+            self._look(stream)
+        except Exception:  # the engine goes on without this line
+            log.exception("a request could not be reported")
+
+    def _look(self, stream: TokenStream) -> None:
+        timing = stream.timing
+        if self._queue_s is None and timing.queue_s is not None:
+            self._queue_s = timing.queue_s
+            self._metrics.queued(timing.queue_s)
+        if self._first_token_s is None and timing.first_token_s is not None:
+            self._first_token_s = timing.first_token_s
+            self._metrics.first_token(timing.first_token_s)
+        if stream.is_finished:
+            self._metrics.live.discard(stream)
+            if all(s.is_finished for s in self.streams):
+                self._finish()
+
+    def _finish(self) -> None:
+        line = self._line()
+        self._metrics.finished(
+            line.reason, line.transport, line.prompt_tokens, line.cached_tokens, line.total_s
+        )
+        log.info("%s", line)
+        if self._tracer is not None:
+            self._tracer.finished(self, line)
+
+    def _line(self) -> Finished:
+        streams = self.streams
+        error = next((s.error for s in streams if s.error is not None), None)
+        reason = min((_reason(s) for s in streams), key=WORST_FIRST.index)
+        status = error.status if error is not None else STATUS.get(reason, 200)
+        detail = next((f.detail for s in streams for f in s.finishes if f and f.detail), None)
+        show = self._prompts
+        return Finished(
+            id=streams[0].request_id,
+            operation=self._operation,
+            transport=self._transport,
+            model=self._model,
+            prompt_tokens=sum(s.num_prompt_tokens for s in streams),
+            output_tokens=sum(s.num_output_tokens for s in streams),
+            cached_tokens=sum(s.cached_tokens for s in streams),
+            total_s=max(s.timing.total_s or 0.0 for s in streams),
+            reason=reason,
+            status=status,
+            key=self._key,
+            queue_s=self._queue_s,
+            first_token_s=self._first_token_s,
+            error=error.message if error is not None else detail,
+            prompt=tuple(show(s.prompt) for s in streams) if show is not None else None,
+        )
+
+
+def _reason(stream: TokenStream) -> str:
+    """Why its worst choice ended."""
+    if stream.error is not None:
+        return "failed"
+    reasons = {f.reason for f in stream.finishes if f is not None}
+    if FinishReason.CANCELLED in reasons and not stream.num_readers:
+        return "left"
+    return min((r.value for r in reasons), key=WORST_FIRST.index)

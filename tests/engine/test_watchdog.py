@@ -1,0 +1,118 @@
+"""The watch over steps: a hung one is the engine's death, a slow one is not, idleness is free."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from streamer.bench.fake import FakeRunner
+from streamer.core.plan import Plan, StepResult
+from streamer.engine import gpu_thread
+from streamer.engine.core import InFlight
+from streamer.errors import EngineDead, StepHung
+from tests.engine.helpers import DEADLINE_S, Wrapped, make_engine, request
+
+WATCHDOG_S = 0.2
+
+
+class Stuck(Wrapped):
+    """Steps hang in `collect`, from a number on, until the test lets go."""
+
+    def __init__(self, inner: FakeRunner, number: int) -> None:
+        super().__init__(inner)
+        self.number = number
+        self.is_stuck, self.let_go = threading.Event(), threading.Event()
+
+    def launch(self, plan: Plan) -> InFlight:
+        return _Waiting(super().launch(plan), self if plan.number >= self.number else None)
+
+
+class _Waiting:
+    def __init__(self, inner: InFlight, at: Stuck | None) -> None:
+        self._inner, self._at = inner, at
+
+    def collect(self) -> StepResult:
+        if self._at is not None:
+            self._at.is_stuck.set()
+            self._at.let_go.wait(DEADLINE_S)
+        return self._inner.collect()
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_thread, "MIN_CHECK_S", 0.02)
+
+
+def stuck_at(number: int, made: list[Stuck]) -> Callable[[FakeRunner], Stuck]:
+    def wrap(inner: FakeRunner) -> Stuck:
+        made.append(Stuck(inner, number))
+        return made[0]
+
+    return wrap
+
+
+async def test_a_hung_step_is_death_and_closing_does_not_wait(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    made: list[Stuck] = []
+    engine = make_engine(stuck_at(5, made), watchdog_s=WATCHDOG_S)
+    async with asyncio.timeout(DEADLINE_S):
+        await engine.start()
+        streams = [engine.submit(request(100)) for _ in range(3)]
+        for stream in streams:
+            with pytest.raises(EngineDead, match=r"StepHung: a step took longer than 0\.2 s"):
+                await stream.wait()
+        assert engine.death is not None
+        assert isinstance(engine.death.__cause__, StepHung)
+        with pytest.raises(EngineDead):
+            engine.submit(request())
+        await engine.aclose()  # although the thread is still there
+    assert streams[0].num_output_tokens == 4
+    told = capfd.readouterr().err
+    assert "in collect" in told
+    assert "test_watchdog.py" in told
+    made[0].let_go.set()  # it comes back: nobody is told anything, and it ends
+    thread = engine._thread
+    assert thread is not None
+    thread._thread.join(DEADLINE_S)
+    assert not thread._thread.is_alive()
+    await asyncio.sleep(0)
+    assert made[0].is_closed
+
+
+async def test_the_first_step_may_warm_up() -> None:
+    made: list[Stuck] = []
+    engine = make_engine(stuck_at(1, made), watchdog_s=WATCHDOG_S)
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(DEADLINE_S), engine:
+        stream = engine.submit(request(3))
+        await asyncio.to_thread(made[0].is_stuck.wait)
+        loop.call_later(3 * WATCHDOG_S, made[0].let_go.set)
+        await stream.wait()
+    assert engine.death is None
+
+
+async def test_many_slow_steps_are_no_hung_one() -> None:
+    async with (
+        asyncio.timeout(DEADLINE_S),
+        make_engine(tokens_per_s=20, watchdog_s=WATCHDOG_S) as engine,
+    ):
+        await engine.submit(request(12)).wait()  # 0.6 s of steps of 0.05
+        assert engine.death is None
+
+
+@pytest.mark.parametrize("watchdog_s", [0.0, WATCHDOG_S])
+async def test_no_timer_is_left_when_nothing_runs(watchdog_s: float) -> None:
+    async with asyncio.timeout(DEADLINE_S), make_engine(watchdog_s=watchdog_s) as engine:
+        await engine.submit(request(5)).wait()
+        thread = engine._thread
+        assert thread is not None
+        # the last timer finds nothing and sets no other: there is no event to wait for
+        while thread._check is not None:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert not thread.is_hung
+        await engine.submit(request(5)).wait()
+        assert (thread._check is None) is (watchdog_s == 0)
