@@ -38,7 +38,6 @@ SPECIAL_TOKENS = (BOS, START, END, END_OF_TEXT)
 MIX = {"questions": 0.66, "chat": 0.16, "story": 0.04, "told": 0.14}
 LOOKBACK_MIX = {**{kind: 0.7 * share for kind, share in MIX.items()}, "lookback": 0.3}
 ONLY_LOOKBACK = {"lookback": 1.0}
-STORY_MIX = {"questions": 0.56, "chat": 0.12, "story": 0.04, "told": 0.2, "lookback": 0.08}
 PROMPT_WEIGHT = 0.15
 """Loss weight of system and user tokens: enough to learn how people ask, with room for answers."""
 
