@@ -57,7 +57,8 @@ class Driver:
         self.config = config
         self.depth = depth
         self.costs = costs or {}
-        self.scheduler = Scheduler(config, BlockHasher(config.block_size, b"s" * 32))
+        self.hasher = BlockHasher(config.block_size, b"s" * 32)
+        self.scheduler = Scheduler(config, self.hasher)
         self.device = Device(config.num_blocks, config.num_host_blocks, config.block_size)
         self.inflight: deque[Plan] = deque()
         self.adds: dict[str, Add] = {}
@@ -80,15 +81,17 @@ class Driver:
     def add(
         self, prompt: list[int], *, request_id: str | None = None, n: int = 1, max_tokens: int = 8,
         priority: int = 0, stop_ids: frozenset[int] = frozenset(), share_with: str | None = None,
-        **params: object,
+        salt: bytes = b"", **params: object,
     ) -> str:  # fmt: skip
-        """Submit; the id is r0, r1 ... unless given."""
+        """Submit, with the prompt's hashes as the engine does; the id is r0, r1 ... unless given."""
         request_id = request_id or f"r{len(self.adds)}"
         add = Add(
             request_id,
             tuple(prompt),
             SamplingParams(n=n, max_tokens=max_tokens, seed=1, **params),  # type: ignore[arg-type]
             stop_ids=stop_ids,
+            block_hashes=self.hasher.hash_blocks(prompt, salt),
+            salt=salt,
             priority=priority,
             share_with=share_with,
         )
