@@ -181,6 +181,7 @@ class Scheduler:
         state.counters.computed_tokens += draft.num_tokens
         leaves, state.leaves = tuple(state.leaves), []
         copies, state.kv.copies = state.kv.copies, {}
+        state.counters.copied_blocks += len(copies)
         return Plan(
             number=draft.number,
             leaves=leaves,

@@ -68,6 +68,7 @@ class Counters:
     preemptions_recompute = 0
     swapped_out_blocks = 0
     swapped_in_blocks = 0
+    copied_blocks = 0
 
 
 QueueKey = tuple[int, bool, int]
@@ -331,7 +332,7 @@ class State:
             preemptions_recompute=totals.preemptions_recompute,
             swapped_out_blocks=totals.swapped_out_blocks,
             swapped_in_blocks=totals.swapped_in_blocks,
-            copied_blocks=self.kv.num_copied,
+            copied_blocks=totals.copied_blocks,
         )
 
     def check(self) -> None:
