@@ -163,11 +163,13 @@ def inherit(state: State, seq: Sequence, draft: Draft) -> tuple[int, int]:
 
 
 def parent_of(state: State, seq: Sequence, draft: Draft) -> Sequence | None:
-    """The sequence it was forked from, if that still holds device blocks."""
-    share_with = seq.request.add.share_with
-    request = state.requests.get(share_with) if share_with is not None else None
+    """The sequence it was forked from, if that is its tenant's and still holds device blocks."""
+    add = seq.request.add
+    request = state.requests.get(add.share_with) if add.share_with is not None else None
     if request is None or request.status not in (Status.RUNNING, Status.PAUSED):
         return None
+    if request.add.salt != add.salt:
+        return None  # tenants share nothing, whatever a command says
     if request in draft.begun:
         return None  # a twin may compute what it matched in this very plan: match as well
     return request.sequences[0] if request.sequences[0].blocks else None

@@ -147,6 +147,14 @@ class BlockPool:
             return None
         return block
 
+    def num_published(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> int:
+        """How many of `blocks`, from the first on, still have these hashes."""
+        index = self._index
+        for i, block in enumerate(blocks):
+            if index.get(hashes[i]) != block:
+                return i
+        return len(blocks)
+
     def check(self, owners: Iterable[Sequence[int]]) -> None:
         """Prove conservation against the block tables of all owners, or raise InvariantViolated."""
         held: Counter[int] = Counter()

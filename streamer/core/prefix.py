@@ -15,20 +15,23 @@ DIGEST_SIZE = 16  # 128 bits
 
 
 class BlockHasher:
-    """Keyed BLAKE2b over (parent hash, tokens); `secret` is 16 to 64 random bytes a process."""
+    """Keyed BLAKE2b over (parent hash, tokens); `secret` is 16 to 64 random bytes a process.
+
+    Commands carry hashes made under the secret: a log of them replays only under the same one.
+    """
 
     def __init__(self, block_size: int, secret: bytes) -> None:
         self.block_size = block_size
-        self._secret = secret
+        self.secret = secret
 
     def root(self, salt: bytes) -> bytes:
         """The parent of a sequence's first block."""
-        return blake2b(salt, digest_size=DIGEST_SIZE, key=self._secret, person=b"root").digest()
+        return blake2b(salt, digest_size=DIGEST_SIZE, key=self.secret, person=b"root").digest()
 
     def next(self, parent: bytes, tokens: Sequence[int]) -> bytes:
         """The hash of a full block after `parent`."""
         data = parent + array("q", tokens).tobytes()
-        return blake2b(data, digest_size=DIGEST_SIZE, key=self._secret).digest()
+        return blake2b(data, digest_size=DIGEST_SIZE, key=self.secret).digest()
 
     def hash_blocks(self, tokens: Sequence[int], salt: bytes) -> tuple[bytes, ...]:
         """Hashes of all full blocks of `tokens`, first to last."""

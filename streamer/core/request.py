@@ -63,12 +63,14 @@ class Sequence:
 
     num_computed  tokens whose KV is (or will be, by launched plans) in `blocks`
     num_pending   tokens drawn by launched plans that `apply` has not seen yet
+    found         while it holds no blocks: its published prefix, as of the last look
     """
 
     __slots__ = (
         "blocks",
         "choice",
         "finish_reason",
+        "found",
         "hashes",
         "host_blocks",
         "joined",
@@ -91,6 +93,7 @@ class Sequence:
         self.blocks: list[int] = []
         self.host_blocks: list[int] = []
         self.hashes: list[bytes] = []
+        self.found: list[int] = []
         self.num_published = 0
         self.row = -1
         self.joined = False  # the runner knows the row

@@ -2,7 +2,8 @@
 
 Owns every live request (in State). `command`, `schedule` and `apply` are called by EngineCore on
 the GPU thread, never concurrently; plans are applied in order, and `schedule` may run with one plan
-not yet applied. There is no prefill and no decode phase: every sequence catches up with its known
+not yet applied. A log that starts with the config and the hasher's secret and goes on with every
+command, facts and result replays to the same plans. There is no prefill and no decode phase: every sequence catches up with its known
 tokens under one token budget.
 """
 
@@ -181,6 +182,7 @@ class Scheduler:
         state.counters.computed_tokens += draft.num_tokens
         leaves, state.leaves = tuple(state.leaves), []
         copies, state.kv.copies = state.kv.copies, {}
+        state.counters.copied_blocks += len(copies)
         return Plan(
             number=draft.number,
             leaves=leaves,

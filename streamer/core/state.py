@@ -67,6 +67,7 @@ class Counters:
     preemptions_recompute = 0
     swapped_out_blocks = 0
     swapped_in_blocks = 0
+    copied_blocks = 0
 
 
 class State:
@@ -320,7 +321,7 @@ class State:
             preemptions_recompute=totals.preemptions_recompute,
             swapped_out_blocks=totals.swapped_out_blocks,
             swapped_in_blocks=totals.swapped_in_blocks,
-            copied_blocks=self.kv.num_copied,
+            copied_blocks=totals.copied_blocks,
             swap_s=self.facts.swap_s,
         )
 

@@ -57,7 +57,8 @@ class Driver:
         self.config = config
         self.depth = depth
         self.costs = costs or {}
-        self.scheduler = Scheduler(config, BlockHasher(config.block_size, b"s" * 32))
+        self.hasher = BlockHasher(config.block_size, b"s" * 32)
+        self.scheduler = Scheduler(config, self.hasher)
         self.device = Device(config.num_blocks, config.num_host_blocks, config.block_size)
         self.inflight: deque[Plan] = deque()
         self.adds: dict[str, Add] = {}
@@ -65,6 +66,7 @@ class Driver:
         self.finishes: dict[tuple[str, int], Finish] = {}
         self.outputs: list[StepOutput] = []
         self.plans: list[Plan] = []
+        self.resident: dict[int, set[str]] = {}  # plan -> requests that had a row in it
         self.log: list[Entry] = []
         self.held: set[str] = set()
         self.steps = 0
@@ -80,15 +82,17 @@ class Driver:
     def add(
         self, prompt: list[int], *, request_id: str | None = None, n: int = 1, max_tokens: int = 8,
         priority: int = 0, stop_ids: frozenset[int] = frozenset(), share_with: str | None = None,
-        tenant: str = "", **params: object,
+        tenant: str = "", salt: bytes = b"", **params: object,
     ) -> str:  # fmt: skip
-        """Submit; the id is r0, r1 ... unless given."""
+        """Submit, with the prompt's hashes as the engine does; the id is r0, r1 ... unless given."""
         request_id = request_id or f"r{len(self.adds)}"
         add = Add(
             request_id,
             tuple(prompt),
             SamplingParams(n=n, max_tokens=max_tokens, seed=1, **params),  # type: ignore[arg-type]
             stop_ids=stop_ids,
+            block_hashes=self.hasher.hash_blocks(prompt, salt),
+            salt=salt,
             priority=priority,
             tenant=tenant,
             share_with=share_with,
@@ -143,16 +147,21 @@ class Driver:
         if is_full or not state.queue:
             return
         head = state.queue[0][1]
+        need = blocks_needed(state, head)
+        for seq in head.sequences:
+            seq.found = []  # what it remembers must not matter
+        assert blocks_needed(state, head) == need
         assert (
             any(seq.num_pending for seq in head.sequences)
             or rows_needed(head) > state.rows.num_free
-            or blocks_needed(state, head) > state.kv.device.num_free
+            or need > state.kv.device.num_free
         ), f"{head.request_id} is stuck: {head.status.value}"
 
     def collect(self) -> StepOutput:
         """Apply the oldest launched plan."""
         plan = self.inflight.popleft()
         result = self.device.run(plan.number)
+        self.resident[plan.number] = {r.join.request_id for r in self.device.rows.values()}
         if self.fail_next and result.rows:
             self.fail_next = False
             self.sick.add(self.device.rows[result.rows[0]].join.request_id)
@@ -225,3 +234,7 @@ class Driver:
         for pool in (state.kv.device, state.kv.host):
             assert pool.num_free == pool.num_blocks, f"{pool.name} blocks leaked"
         assert state.rows.num_free == self.config.max_num_seqs
+        totals = state.stats()
+        assert totals.copied_blocks == sum(len(plan.copies) for plan in self.plans)
+        assert totals.swapped_out_blocks == sum(len(plan.swap_out) for plan in self.plans)
+        assert totals.swapped_in_blocks == sum(len(plan.swap_in) for plan in self.plans)

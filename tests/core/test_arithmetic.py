@@ -1,19 +1,13 @@
-"""The field's arithmetic, by name: what a textbook on paged attention computes by hand."""
+"""The field's arithmetic, by name: what a textbook on paged attention computes by hand.
+
+That of positions is in tests/model/test_inputs.py, that of bytes in tests/model/test_inspect.py.
+"""
 
 from __future__ import annotations
 
-from streamer.core.kv import block_bytes, logical_position, num_blocks_for
+from streamer.core.kv import num_blocks_for
 from streamer.core.request import Status
 from tests.core.driver import Driver, make_config
-
-
-def test_position_37_with_block_size_16_is_logical_block_2_offset_5() -> None:
-    assert logical_position(37, 16) == (2, 5)
-
-
-def test_a_block_of_32_layers_16_tokens_8_heads_of_128_in_two_bytes_is_2097152_bytes() -> None:
-    size = block_bytes(num_layers=32, block_size=16, num_kv_heads=8, head_dim=128, element_bytes=2)
-    assert size == 2_097_152
 
 
 def forks_of_a_system_prompt() -> Driver:

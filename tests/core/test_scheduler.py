@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
-from streamer.core.plan import Add, FinishReason, NoticeKind, StepResult
+from streamer.core.plan import Add, Facts, FinishReason, NoticeKind, StepResult
 from streamer.core.prefix import BlockHasher
 from streamer.core.request import Status
 from streamer.core.sampling import SamplingParams
@@ -118,6 +120,45 @@ def test_a_fork_of_a_finished_request_falls_back_to_the_cache_with_the_same_toke
     notice = next(n for n in driver.outputs[-1].notices if n.kind is NoticeKind.RUNNING)
     assert (notice.shared_tokens, notice.cached_tokens) == (0, 8)
     driver.drain()
+
+
+def test_a_fork_shares_nothing_across_tenants() -> None:
+    driver = Driver(make_config())
+    parent = driver.add(prompt(6), max_tokens=12, salt=b"one")
+    for _ in range(5):
+        driver.step()
+    known = [*driver.adds[parent].prompt, *driver.tokens[parent, 0]]
+    driver.add(known[:10], max_tokens=6, share_with=parent, salt=b"two")
+    driver.step()
+    notice = next(n for n in driver.outputs[-1].notices if n.kind is NoticeKind.RUNNING)
+    assert (notice.shared_tokens, notice.cached_tokens) == (0, 0)
+    driver.drain()
+
+
+def test_who_waits_compares_its_cached_prefix_once() -> None:
+    """12 blocks are found at the first look; later ones only see that they are still there."""
+    driver = Driver(make_config(num_blocks=18, enable_prefix_caching=True))
+    driver.add(prompt(48), max_tokens=1)
+    driver.run()
+    driver.add(prompt(20, start=60), max_tokens=8)
+    driver.step()
+    driver.step()
+    driver.scheduler.command(Add("r2", tuple(prompt(49)), SamplingParams(max_tokens=1)))
+    scheduler, looks = driver.scheduler, []
+    honest = scheduler.state.kv.device.find
+
+    def find(block_hash: bytes, tokens: Sequence[int]) -> int | None:
+        looks.append(block_hash)
+        return honest(block_hash, tokens)
+
+    scheduler.state.kv.device.find = find  # type: ignore[method-assign]
+    counts = []
+    for _ in range(3):
+        looks.clear()
+        scheduler.schedule(Facts())
+        counts.append(len(looks))
+    assert scheduler.state.requests["r2"].status is Status.WAITING
+    assert counts == [12, 0, 0]
 
 
 def test_n_choices_are_n_forks_of_one_prefill() -> None:

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 
 from streamer.core.blocks import BlockPool
-from streamer.core.plan import Facts
+from streamer.core.plan import Facts, Plan, StepOutput
 from streamer.core.prefix import BlockHasher
 from streamer.core.request import Status
 from streamer.core.scheduler import Scheduler
@@ -57,18 +57,19 @@ class Life(RuleBasedStateMachine):
         n=st.sampled_from([1, 1, 1, 2, 3]),
         priority=st.sampled_from([0, 0, 0, 1, -1]),
         stop=st.frozensets(st.integers(0, 96), max_size=6),
-        tenant=st.sampled_from(["", "a", "b"]),
+        salt=st.sampled_from([b"", b"tenant"]),
     )
     def add(
         self, family: int, length: int, tail: int, max_tokens: int, n: int, priority: int,
-        stop: frozenset[int], tenant: str,
+        stop: frozenset[int], salt: bytes,
     ) -> None:  # fmt: skip
         config = self.driver.config
         prompt = [(family * 29 + i) % 97 for i in range(length)] + [tail] * tail
         blocks = -(-(len(prompt) + max_tokens) // config.block_size)
         n = min(n, config.max_num_seqs, config.num_blocks // blocks)
         self.driver.add(
-            prompt, n=n, max_tokens=max_tokens, priority=priority, stop_ids=stop, tenant=tenant
+            prompt, n=n, max_tokens=max_tokens, priority=priority, stop_ids=stop, salt=salt,
+            tenant="ab"[length % 2],
         )
 
     @precondition(lambda self: self.driver.adds)
@@ -146,8 +147,16 @@ def busy_life(seed: int, *, depth: int) -> Driver:
         live = [name for name in driver.adds if driver.status(name) is not Status.FINISHED]
         if choice < 0.25 or not live:
             prompt = [rng.randrange(3) * 20 + i for i in range(rng.randint(1, 24))]
-            n, tenant = rng.choice([1, 1, 2]), rng.choice("ab")
-            driver.add(prompt, n=n, max_tokens=rng.randint(1, 16), tenant=tenant)
+            if driver.adds and rng.random() < 0.5:  # the next turn of a conversation
+                name = rng.choice(list(driver.adds))
+                prompt = [*driver.adds[name].prompt, *driver.tokens[name, 0], 7][:24]
+            driver.add(
+                prompt,
+                n=rng.choice([1, 1, 2]),
+                max_tokens=rng.randint(1, 16),
+                salt=rng.choice([b"", b"tenant"]),
+                tenant=rng.choice("ab"),
+            )
         elif choice < 0.3:
             driver.cancel(rng.choice(live))
         elif choice < 0.36:
@@ -246,8 +255,29 @@ def test_freeing_blocks_too_soon_is_caught(
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_recorded_log_replays_to_the_same_plans(depth: int) -> None:
     driver = busy_life(11, depth=depth)
-    again = Scheduler(driver.config, BlockHasher(driver.config.block_size, b"s" * 32))
-    plans, outputs, inflight = [], [], []
+    plans, outputs = replay(driver, driver.hasher.secret)
+    assert plans == driver.plans
+    assert outputs == driver.outputs
+
+
+def test_a_log_replays_under_its_own_secret_alone() -> None:
+    """The next turn's prompt carries a hash of a block that the scheduler named itself."""
+    driver = Driver(make_config())
+    first = driver.add([1, 2, 3], max_tokens=6)
+    driver.run()
+    driver.add([1, 2, 3, *driver.tokens[first, 0]], max_tokens=1, salt=b"")
+    driver.drain()
+    assert driver.outputs[-1].stats.prefix_hit_tokens == 8
+    assert replay(driver, driver.hasher.secret)[0] == driver.plans
+    assert replay(driver, b"t" * 32)[0] != driver.plans
+
+
+def replay(driver: Driver, secret: bytes) -> tuple[list[Plan], list[StepOutput]]:
+    """What a new scheduler makes of the driver's log."""
+    again = Scheduler(driver.config, BlockHasher(driver.config.block_size, secret))
+    plans: list[Plan] = []
+    outputs: list[StepOutput] = []
+    inflight: list[Plan] = []
     for kind, value in driver.log:
         if kind == "command":
             again.command(value)  # type: ignore[arg-type]
@@ -258,5 +288,4 @@ def test_a_recorded_log_replays_to_the_same_plans(depth: int) -> None:
                 inflight.append(plan)
         else:
             outputs.append(again.apply(inflight.pop(0), value))  # type: ignore[arg-type]
-    assert plans == driver.plans
-    assert outputs == driver.outputs
+    return plans, outputs

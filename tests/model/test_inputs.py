@@ -61,6 +61,17 @@ def test_chunks_and_decodes_are_packed() -> None:
     assert (got.rows, got.draw_at, got.num_chunk_tokens) == ([0], [3], 5)
 
 
+def test_position_37_with_block_size_16_is_logical_block_2_offset_5() -> None:
+    """The cell that K and V of the token at position 37 are written to: block 9 comes third."""
+    rows = Rows(4, 3, 10, 16)
+    rows.join(join(0, tuple(range(38)), (7, 4, 9), num_computed=37))
+    got = step(rows, num=(1, 1, 1))
+    assert got.positions is not None
+    assert got.batch is not None
+    assert got.positions.tolist() == [37]
+    assert divmod(got.batch.slots.item(), 16) == (9, 5)
+
+
 def test_a_steady_step_takes_all_rows() -> None:
     """No chunk: every token draws, `last` is None; progress advances by itself."""
     rows = make(join(1, (3,), (4,)), join(3, (5, 6), (0, 2), num_computed=1, num_prompt=1))

@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from streamer.config import Config
+from streamer.kernels import ops
 from streamer.model import memory
 from streamer.model.checkpoint import open_checkpoint
 from streamer.model.inspect import (
@@ -54,6 +56,18 @@ def test_facts_of_a_fallback(checkpoint: Any, reference: Any) -> None:
     assert (facts.served_by, facts.refused) == ("transformers", "")
     assert facts.num_parameters == reference(folder).num_parameters()
     assert facts.kv_bytes_per_token == 3 * 2 * 64 * 4
+
+
+def test_a_block_of_32_layers_16_tokens_8_heads_of_128_in_two_bytes_is_2097152_bytes(
+    folder: Path,
+) -> None:
+    """What memory is planned with, and what the pool's blocks then take."""
+    known = msgspec.structs.replace(
+        recognize(open_checkpoint(folder), "bfloat16"), num_layers=32, num_kv_heads=8, head_dim=128
+    )
+    assert 16 * known.kv_bytes_per_token == 2_097_152
+    pool = ops.new_pool(3, 32, 16, 8, 128, torch.bfloat16)
+    assert pool[:1].numel() * pool.element_size() == 2_097_152
 
 
 def test_a_refusal_is_a_fact(folder: Path) -> None:

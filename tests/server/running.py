@@ -48,6 +48,10 @@ class Running:
         if self._error is not None:
             raise self._error
 
+    def build(self) -> AsyncEngine:
+        """The engine it serves."""
+        return build_engine(self.config)
+
     def on_loop(self, work: Coroutine[Any, Any, T]) -> T:
         """Run this on the server's loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(DEADLINE_S)
@@ -87,7 +91,7 @@ class Running:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        self.engine = build_engine(self.config)
+        self.engine = self.build()
 
         def ready(url: str) -> None:
             self.url = url

@@ -1,23 +1,27 @@
 """Cancel by every way there is, in every state a request can be seen in from outside.
 
 The ways: `cancel(id)`, `response.cancel`, closing an SSE connection, closing a socket with
-`--detach-timeout 0`. Each ends the request, and every block on both pools comes back. (The moments
-while swap copies run are shorter than a request from here; tests/core/test_cancel.py stops there.)
+`--detach-timeout 0`. Each ends the request, and every block on both pools comes back. A gate in
+front of the fake model stops a prefill, or the copies of a swap, until the cancel has come.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import httpx
+import msgspec
 import pytest
 
-from streamer.core.plan import FinishReason
+from streamer.core.model_info import ModelInfo
+from streamer.core.plan import Facts, FinishReason, Plan, StepResult
 from streamer.core.sampling import SamplingParams
-from streamer.engine.engine import GenerateRequest, TokenStream
+from streamer.engine.core import InFlight, Runner
+from streamer.engine.engine import AsyncEngine, GenerateRequest, TokenStream
 from tests.server.running import DEADLINE_S, Running
 from tests.server.test_websocket import dial, hear, say
 
@@ -29,9 +33,79 @@ STATES = {
     "prefilling": 0.25,
     "decoding": 0.25,
     "paused": 0.25,
+    "swapping": 0.25,
     "swapped": 0.25,
     "preempted": 0.0,
 }
+
+
+class Gate:
+    """A runner whose prefills or swap copies stand still while it is closed."""
+
+    def __init__(self, inner: Runner) -> None:
+        self._inner = inner
+        self._is_open = threading.Event()
+        self._is_open.set()
+        self._stops = ""
+        self._copies_done = 0
+
+    @property
+    def depth(self) -> int:
+        return self._inner.depth
+
+    def close_for(self, what: str) -> None:
+        """Stop every prefill after its first chunk ("prefill"), or all swaps ("copies")."""
+        self._stops = what
+        self._is_open.clear()
+
+    def open(self) -> None:
+        self._is_open.set()
+
+    def launch(self, plan: Plan) -> InFlight:
+        in_flight, gate = self._inner.launch(plan), self
+        is_prefill = any(chunk.start > 0 for chunk in plan.chunks)
+
+        class Held:
+            def collect(self) -> StepResult:
+                if is_prefill and gate._stops == "prefill":
+                    gate._is_open.wait(DEADLINE_S)
+                elif not plan.num_rows:  # it waits for copies, and looks for commands meanwhile
+                    gate._is_open.wait(0.005)
+                return in_flight.collect()
+
+        return Held()
+
+    def facts(self) -> Facts:
+        facts = self._inner.facts()
+        if self._is_open.is_set() or self._stops != "copies":
+            self._copies_done = facts.copies_done
+        return msgspec.structs.replace(facts, copies_done=self._copies_done)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class Gated(Running):
+    """A server over the gate; a cancel that reached the engine opens it."""
+
+    gate: Gate
+
+    def build(self) -> AsyncEngine:
+        engine = super().build()
+        load, cancel = engine._load, engine.cancel
+
+        def load_gated() -> tuple[Runner, ModelInfo]:
+            runner, info = load()
+            self.gate = Gate(runner)
+            return self.gate, info
+
+        def cancel_and_open(request_id: str) -> None:
+            cancel(request_id)
+            self.gate.open()
+
+        engine._load = load_gated
+        engine.cancel = cancel_and_open  # type: ignore[method-assign]
+        return engine
 
 
 class Client(Protocol):
@@ -81,7 +155,6 @@ class OverSocket:
             model="fake",
             input="x" * PROMPT_TOKENS,
             max_output_tokens=100,
-            detach_s=0 if is_closing else 20,
         )
         while (event := hear(self._socket))["type"] != "response.created":
             pass
@@ -126,13 +199,13 @@ def crowd(server: Running, num_tokens: int) -> TokenStream:
 
 
 @pytest.fixture(scope="module")
-def pressed() -> Iterator[Callable[[float], Running]]:
+def pressed() -> Iterator[Callable[[float], Gated]]:
     """Servers with two rows, 40 blocks of 16 tokens, 16 tokens a step, 200 steps a second."""
-    started: dict[float, Running] = {}
+    started: dict[float, Gated] = {}
 
-    def get(swap_space: float) -> Running:
+    def get(swap_space: float) -> Gated:
         if swap_space not in started:
-            started[swap_space] = Running(
+            started[swap_space] = Gated(
                 model="fake:tokens_per_s=200",
                 max_num_seqs=2,
                 max_num_batched_tokens=16,
@@ -140,7 +213,9 @@ def pressed() -> Iterator[Callable[[float], Running]]:
                 swap_space=swap_space,
                 detach_timeout=0.0,
                 stream_window=0,
-            ).start()
+                enable_prefix_caching=False,  # every prefill has a second chunk
+            )
+            started[swap_space].start()
         return started[swap_space]
 
     yield get
@@ -148,44 +223,64 @@ def pressed() -> Iterator[Callable[[float], Running]]:
         server.stop()
 
 
-def reach(server: Running, state: str, client: Client) -> list[TokenStream]:
-    """Bring the client's request into the state; the others that helped."""
+def reach(server: Gated, state: str, client: Client) -> list[TokenStream]:
+    """Bring the client's request into the state and see it there; the others that helped."""
     requests = 'streamer_requests{{state="{}"}}'.format
-    if state in ("waiting", "prefilling"):
+    stream = subject(server)
+    if state == "waiting":
+        server.wait_metric(requests("waiting"), 1)
+        assert not stream.is_started
+        return []
+    if state == "prefilling":
+        wait_until(server, lambda: stream.is_started, "not started")
+        server.wait_metric(requests("running"), 1)
+        assert stream.num_output_tokens == 0
         return []
     client.read()
     if state == "decoding":
+        assert stream.num_output_tokens > 0
+        server.wait_metric(requests("running"), 1)
         return []
-    server.on_loop(run(server.engine.pause, subject(server).request_id))
+    server.on_loop(run(server.engine.pause, stream.request_id))
     server.wait_metric(requests("paused"), 1)
     if state == "paused":
         return []
+    if state == "swapping":
+        server.gate.close_for("copies")
     others = [crowd(server, 400)]  # 25 blocks and more, where 20 are free
-    server.wait_metric(requests(state), 1)
+    server.wait_metric(requests("swapped" if state == "swapping" else state), 1)
+    if state == "swapped":  # its copies are done: who took its blocks runs
+        server.wait_metric(requests("running"), 1)
     return others
 
 
-def wait_over(server: Running, stream: TokenStream) -> None:
-    """Until it has ended, without becoming a reader that would keep it alive."""
+def wait_until(server: Running, is_true: Callable[[], bool], says: str) -> None:
+    """Until something holds of a stream, without becoming a reader that would keep it alive."""
     end = time.monotonic() + DEADLINE_S
-    while not stream.is_finished:
+    while not is_true():
         server.metric("streamer_steps_total")  # the request is the pace
-        assert time.monotonic() < end, "not cancelled"
+        assert time.monotonic() < end, says
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("state", STATES)
-def test_cancel(pressed: Callable[[float], Running], state: str, way: str) -> None:
+def test_cancel(pressed: Callable[[float], Gated], state: str, way: str) -> None:
     server = pressed(STATES[state])
-    others = [crowd(server, 20), crowd(server, 30)] if state == "waiting" else []
+    others = []
+    if state == "waiting":
+        others = [crowd(server, 20), crowd(server, 30)]
+        server.gate.close_for("prefill")  # both rows stay taken
+    elif state == "prefilling":
+        server.gate.close_for("prefill")
     with contextlib.ExitStack() as exits:
         kind = OverSocket if way in ("response.cancel", "closing the socket") else OverSse
         client = kind(server, exits, is_closing=way.startswith("closing"))
         others += reach(server, state, client)
         stream = subject(server)
-        assert state != "prefilling" or stream.num_output_tokens == 0
         client.cancel()
-        wait_over(server, stream)
+        wait_until(server, lambda: stream.is_finished, "not cancelled")
+    if state in ("waiting", "prefilling"):
+        assert stream.num_output_tokens == 0
     assert [f.reason for f in stream.finishes if f] == [FinishReason.CANCELLED]
     for other in others:
         server.on_loop(run(server.engine.cancel, other.request_id))
