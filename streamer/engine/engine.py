@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from streamer.config import Config
 from streamer.core.model_info import ModelInfo
@@ -23,6 +23,7 @@ from streamer.core.plan import Cancel, FinishReason, Pause, Resume, StepOutput, 
 from streamer.core.prefix import BlockHasher
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler, SchedulerConfig
+from streamer.core.sizes import sizes_of
 from streamer.engine.core import EngineCore, Inbox, Runner, Tokenizer
 from streamer.engine.gpu_thread import GpuThread
 from streamer.engine.prompts import Prompts
@@ -39,6 +40,7 @@ LOADING_RETRY_S, DRAINING_RETRY_S = 2.0, 5.0
 SEED_BITS = 53
 
 State = Literal["new", "loading", "ready", "dead", "closed"]
+T = TypeVar("T")
 
 
 class AsyncEngine:
@@ -288,6 +290,10 @@ class AsyncEngine:
             self.tokenizer, messages, add_generation_prompt, tools, cache_salt.encode()
         )
 
+    async def in_pool(self, work: Callable[[], T]) -> T:
+        """Other work on texts, such as decoding a long one, in the same thread pool."""
+        return await self._prompts.run(work)
+
     # ------------------------------------------------------------ seen from outside
 
     def snapshot(self) -> Snapshot:
@@ -319,17 +325,7 @@ class AsyncEngine:
         runner, info = self._load()
         info = with_end(info, tokenizer.eos_token_id)
         config = self.config
-        sizes = SchedulerConfig(
-            block_size=info.block_size,
-            num_blocks=info.num_blocks,
-            num_host_blocks=info.num_host_blocks,
-            block_bytes=info.block_bytes,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=info.max_model_len,
-            enable_prefix_caching=config.enable_prefix_caching,
-            token_bytes=tokenizer.token_bytes(),
-        )
+        sizes = sizes_of(config, info, tokenizer.token_bytes())
         hasher = BlockHasher(info.block_size, secrets.token_bytes(32))
         scheduler = Scheduler(sizes, hasher)
         self._tokenizer, self._info, self._sizes = tokenizer, info, sizes

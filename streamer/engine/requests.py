@@ -6,6 +6,7 @@ refused here, so that the scheduler never sees a request it can't serve.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -52,9 +53,9 @@ def accept(
     if not prompt:
         raise InvalidRequest("the prompt has no tokens", param="prompt")
     if params.stop_token_ids:
-        _check_ids("stop_token_ids", params.stop_token_ids, info.vocab_size)
+        check_ids("stop_token_ids", params.stop_token_ids, info.vocab_size)
     if params.logit_bias:
-        _check_ids("logit_bias", tuple(params.logit_bias), info.vocab_size)
+        check_ids("logit_bias", tuple(params.logit_bias), info.vocab_size)
     if params.n > sizes.max_num_seqs:
         raise InvalidRequest(
             f"n={params.n} exceeds the {sizes.max_num_seqs} sequences that run at once", param="n"
@@ -62,7 +63,7 @@ def accept(
     if not -MAX_PRIORITY <= request.priority < MAX_PRIORITY:
         raise InvalidRequest(f"priority {request.priority} is out of bounds", param="priority")
     max_tokens = check_fits(len(prompt), params.n, params.max_tokens, sizes)
-    _check_ids("prompt", prompt, info.vocab_size)  # a pass over it: it is known to be short enough
+    check_ids("prompt", prompt, info.vocab_size)  # a pass over it: it is known to be short enough
     if params.min_tokens > max_tokens:
         raise InvalidRequest(
             f"min_tokens ({params.min_tokens}) exceeds the {max_tokens} tokens that fit",
@@ -113,9 +114,10 @@ def build_add(
     )
 
 
-def _check_ids(name: str, ids: tuple[int, ...], vocab_size: int) -> None:
+def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Refuse ids beyond the vocabulary, naming the field."""
     # min and max run in C: 100,000 ids take 2 ms less than a loop would
-    if min(ids) >= 0 and max(ids) < vocab_size:
+    if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
         return
     wrong = next(i for i in ids if not 0 <= i < vocab_size)
     raise InvalidRequest(f"{name}: {wrong} is no token id below {vocab_size}", param=name)

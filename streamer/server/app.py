@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 
 from streamer.config import Config
 from streamer.errors import InvalidRequest, NotFound, Overloaded, StreamerError
-from streamer.server.openai import chat, completions
+from streamer.server.openai import chat, completions, tokenizing
 from streamer.server.openai.common import encode, error_body, new_id
 from streamer.server.openai.fields import decode_body
 from streamer.server.openai.models import check_model, model_body, models_body
@@ -79,12 +79,14 @@ class Api:
         params = body.params(service.engine.info.generation_defaults)
         salt = salt_of(request.scope, body)
         is_special = body.add_special_tokens is not False
+        given = body.prompts()
         prompts = [
             await service.engine.encode(p, add_special_tokens=is_special, cache_salt=salt)
             if isinstance(p, str)
             else p
-            for p in body.prompts()
+            for p in given
         ]
+        echoes = await service.texts_of(given, body.skip_special_tokens) if body.echo else []
         base = new_id("cmpl-")
         streams: list[TokenStream] = []
         try:
@@ -102,8 +104,36 @@ class Api:
         except StreamerError:
             service.cancel(streams)
             raise
-        answer = completions.CompletionAnswer(body, streams, model, service.token_text)
+        answer = completions.CompletionAnswer(body, streams, model, service.token_text, echoes)
         return await self._respond(request, bool(body.stream), answer, streams)
+
+    async def tokenize(self, request: Request) -> ASGIApp:
+        """POST /tokenize."""
+        service = self._service
+        service.require_ready()
+        data = await read_body(request.headers, request.receive)
+        body = decode_body(data, tokenizing.TOKENIZE, tokenizing.TOKENIZE_FIELDS)
+        check_model(body.model, service.names)
+        messages, engine = body.template_messages(), service.engine
+        if messages is None:
+            tokens = await engine.encode(body.prompt or "", body.add_special_tokens is not False)
+        else:
+            tokens = await engine.encode_chat(
+                messages, add_generation_prompt=body.add_generation_prompt is not False
+            )
+        text = service.token_text if body.return_token_strs else None
+        limit = engine.info.max_model_len
+        return json(await engine.in_pool(lambda: tokenizing.tokenized(tokens, limit, text)))
+
+    async def detokenize(self, request: Request) -> ASGIApp:
+        """POST /detokenize."""
+        service = self._service
+        service.require_ready()
+        data = await read_body(request.headers, request.receive)
+        body = decode_body(data, tokenizing.DETOKENIZE, tokenizing.DETOKENIZE_FIELDS)
+        check_model(body.model, service.names)
+        (text,) = await service.texts_of([body.tokens], False, "tokens")
+        return json(tokenizing.detokenized(text))
 
     async def _respond(
         self, request: Request, is_streamed: bool, answer: Answer, streams: list[TokenStream]
@@ -196,6 +226,8 @@ def build_service_app(service: Service) -> ASGIApp:
         Route("/v1/models/{model:path}", api.model),
         Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
         Route("/v1/completions", api.completions, methods=["POST"]),
+        Route("/tokenize", api.tokenize, methods=["POST"]),
+        Route("/detokenize", api.detokenize, methods=["POST"]),
         WebSocketRoute("/v1/responses", Endpoint(service)),
     ]
     app = Starlette(

@@ -34,6 +34,7 @@ FIELDS: Final[Table] = {
     "stream_options": HONOURED,
     "access_programs": refused(),
     "background": refused(False),
+    "background_options": refused(),
     "context_management": refused([]),
     "conversation": refused(),
     "generate": refused(True),
