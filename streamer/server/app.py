@@ -29,6 +29,7 @@ from streamer.server.page import Page
 from streamer.server.security import Guard, read_body
 from streamer.server.service import Service, salt_of
 from streamer.server.sse import Answer, EventStream, read_whole
+from streamer.server.watching import SnapshotStream, engine_body, wants_stream
 from streamer.server.websocket import Endpoint
 
 if TYPE_CHECKING:
@@ -161,6 +162,14 @@ class Api:
             model_body(name, self._service.names, self._service.started, info.max_model_len)
         )
 
+    async def engine(self, request: Request) -> ASGIApp:
+        """GET /v1/engine, and ?stream=true."""
+        self._service.require_ready()
+        is_streamed = wants_stream(request.query_params.get("stream"))
+        if is_streamed and request.method != "HEAD":
+            return SnapshotStream(self._service)
+        return json(await engine_body(self._service, request.scope))
+
     async def health(self, request: Request) -> ASGIApp:
         """GET /health: 200 while the engine lives, loading included."""
         engine = self._service.engine
@@ -226,6 +235,7 @@ def build_service_app(service: Service) -> ASGIApp:
         Route("/v1/models/{model:path}", api.model),
         Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
         Route("/v1/completions", api.completions, methods=["POST"]),
+        Route("/v1/engine", api.engine),
         Route("/tokenize", api.tokenize, methods=["POST"]),
         Route("/detokenize", api.detokenize, methods=["POST"]),
         WebSocketRoute("/v1/responses", Endpoint(service)),
