@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 
 from streamer.config import Config
 from streamer.errors import InvalidRequest, NotFound, Overloaded, StreamerError
+from streamer.server import openapi
 from streamer.server.openai import chat, completions, tokenizing
 from streamer.server.openai.common import encode, error_body, new_id
 from streamer.server.openai.fields import decode_body
@@ -182,6 +183,11 @@ class Api:
         self._service.require_ready()
         return json(encode({"status": "ready", "model": self._service.names[0]}))
 
+    async def openapi(self, request: Request) -> ASGIApp:
+        """GET /openapi.json."""
+        config = self._service.config
+        return json(openapi.document(config.root_path, bool(config.api_key)))
+
     async def metrics(self, request: Request) -> ASGIApp:
         """GET /metrics."""
         return Response(self._service.metrics.expose(), media_type=CONTENT_TYPE_LATEST)
@@ -231,6 +237,7 @@ def build_service_app(service: Service) -> ASGIApp:
         Route("/health", api.health),
         Route("/ready", api.ready),
         Route("/metrics", api.metrics),
+        Route("/openapi.json", api.openapi),
         Route("/v1/models", api.models),
         Route("/v1/models/{model:path}", api.model),
         Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
