@@ -11,6 +11,10 @@ from collections.abc import Iterable, Sequence
 
 from streamer.errors import InvariantViolated
 
+# What `states` says of a block: one bit each.
+FREE, CACHED, COOLING, PRIVATE, SHARED = 0, 1, 2, 4, 8
+_STATE_OF_REFS = bytes([FREE, PRIVATE, *[SHARED] * 254])
+
 
 class BlockPool:
     """A pool of `num_blocks` blocks, each in exactly one state.
@@ -53,6 +57,19 @@ class BlockPool:
     def ref_count(self, block: int) -> int:
         """Block tables that hold the block."""
         return self._refs[block]
+
+    def states(self) -> bytes:
+        """A byte a block: FREE, CACHED, COOLING, PRIVATE or SHARED."""
+        try:
+            refs = bytes(self._refs)
+        except ValueError:  # a block in more than 255 tables
+            refs = bytes(min(r, 255) for r in self._refs)
+        states = bytearray(refs.translate(_STATE_OF_REFS))
+        for block in self._cached:
+            states[block] = CACHED
+        for block in self._cool_until:
+            states[block] = COOLING
+        return bytes(states)
 
     def is_published(self, block: int) -> bool:
         """Whether the block's content can be found by hash."""

@@ -33,6 +33,8 @@ from streamer.core.results import apply_result
 from streamer.core.sizes import SchedulerConfig, check_fits
 from streamer.core.state import Draft, State
 from streamer.core.tokens import continue_running
+from streamer.core.view import SchedulerView, Wanted
+from streamer.core.watching import Recorder, look
 from streamer.errors import InvalidRequest, InvariantViolated
 
 __all__ = ["Scheduler", "SchedulerConfig", "check_fits"]
@@ -45,6 +47,7 @@ class Scheduler:
         self.config = config
         self.state = State(config, hasher)
         self._arrivals = 0
+        self._recorder: Recorder | None = None  # while somebody follows
 
     # ------------------------------------------------------------ commands
 
@@ -113,7 +116,17 @@ class Scheduler:
                 f"plan {plan.number} with result {result.number} applied after {state.collected}"
             )
         state.collected = plan.number
-        return apply_result(state, result)
+        output = apply_result(state, result)
+        if self._recorder is not None:
+            self._recorder.applied(output, state)
+        return output
+
+    def snapshot(self, wanted: Wanted) -> SchedulerView:
+        """What a look asks for; from here on steps are recorded if it wants steps, else not."""
+        recorder = self._recorder or Recorder()
+        steps, owner_of = recorder.take(wanted.num_steps)
+        self._recorder = recorder if wanted.num_steps else None
+        return look(self.state, wanted, steps, owner_of)
 
     def stats(self) -> StepStats:
         """Counts now, for an engine that has not stepped yet."""
@@ -183,6 +196,8 @@ class Scheduler:
         leaves, state.leaves = tuple(state.leaves), []
         copies, state.kv.copies = state.kv.copies, {}
         state.counters.copied_blocks += len(copies)
+        if self._recorder is not None:
+            self._recorder.planned(draft, state, len(copies))
         return Plan(
             number=draft.number,
             leaves=leaves,

@@ -1,12 +1,14 @@
 """SchedulerConfig and check_fits: the sizes the scheduler works within, and what can ever run.
 
-Frozen values and one pure function, used by the loop before anything is queued and by scheduler.py.
+Frozen values and pure functions, used by the loop before anything is queued and by scheduler.py.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+from streamer.config import Config
+from streamer.core.model_info import ModelInfo
 from streamer.errors import ConfigError, ContextLengthExceeded
 
 
@@ -33,6 +35,21 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"max_num_seqs ({self.max_num_seqs}): every running sequence decodes each step",
                 param="max_num_batched_tokens",
             )
+
+
+def sizes_of(config: Config, info: ModelInfo, token_bytes: tuple[bytes, ...]) -> SchedulerConfig:
+    """The sizes of a loaded model under these settings."""
+    return SchedulerConfig(
+        block_size=info.block_size,
+        num_blocks=info.num_blocks,
+        num_host_blocks=info.num_host_blocks,
+        block_bytes=info.block_bytes,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=info.max_model_len,
+        enable_prefix_caching=config.enable_prefix_caching,
+        token_bytes=token_bytes,
+    )
 
 
 def check_fits(num_prompt: int, n: int, max_tokens: int | None, config: SchedulerConfig) -> int:

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from streamer.core.model_info import ModelInfo
 from streamer.core.plan import Command, Facts, Plan, StepOutput, StepResult, StepTimes
 from streamer.core.scheduler import Scheduler
+from streamer.core.view import SchedulerView, Wanted
 
 __all__ = ["EngineCore", "InFlight", "Inbox", "ModelInfo", "Runner", "Tokenizer"]
 
@@ -90,19 +91,22 @@ _PERMIT, _STOP = _Signal(), _Signal()
 
 
 class Inbox:
-    """What the loop sends the GPU thread: commands, permits to step, the order to stop.
+    """What the loop sends the GPU thread: commands, looks, permits to step, the order to stop.
+
+    looks  that are not answered yet, oldest first
 
     `put`, `permit` and `stop` may be called from any thread; the rest belongs to the GPU thread.
     """
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[Command | _Signal] = SimpleQueue()
+        self._queue: SimpleQueue[Command | Wanted | _Signal] = SimpleQueue()
         self._commands: list[Command] = []
+        self.looks: list[Wanted] = []
         self.permits = 0
         self.is_stopped = False
 
-    def put(self, command: Command) -> None:
-        """Send a command."""
+    def put(self, command: Command | Wanted) -> None:
+        """Send a command, or ask for a look."""
         self._queue.put(command)
 
     def permit(self) -> None:
@@ -124,11 +128,13 @@ class Inbox:
         commands, self._commands = self._commands, []
         return commands
 
-    def _sort(self, message: Command | _Signal) -> None:
+    def _sort(self, message: Command | Wanted | _Signal) -> None:
         if message is _PERMIT:
             self.permits += 1
         elif message is _STOP:
             self.is_stopped = True
+        elif isinstance(message, Wanted):
+            self.looks.append(message)
         elif not isinstance(message, _Signal):
             self._commands.append(message)
 
@@ -175,6 +181,10 @@ class EngineCore:
         if not self._is_checked:
             self._is_checked = True
             self._scheduler.check()
+
+    def snapshot(self) -> SchedulerView:
+        """The answer to the oldest look."""
+        return self._scheduler.snapshot(self._inbox.looks.pop(0))
 
     def close(self) -> None:
         """Let the device finish what it was given, then free it."""

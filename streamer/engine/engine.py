@@ -15,28 +15,24 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from streamer.config import Config
 from streamer.core.model_info import ModelInfo
-from streamer.core.plan import Cancel, FinishReason, Pause, Resume, StepOutput, StepStats
+from streamer.core.plan import Cancel, Command, FinishReason, Pause, Resume, StepOutput, StepStats
 from streamer.core.prefix import BlockHasher
 from streamer.core.sampling import SamplingParams
-from streamer.core.scheduler import Scheduler, SchedulerConfig
+from streamer.core.scheduler import Scheduler
+from streamer.core.sizes import SchedulerConfig, sizes_of
+from streamer.core.view import SchedulerView, Wanted
 from streamer.engine.core import EngineCore, Inbox, Runner, Tokenizer
 from streamer.engine.gpu_thread import GpuThread
 from streamer.engine.prompts import Prompts
 from streamer.engine.registry import Registry
-from streamer.engine.requests import (
-    GenerateRequest,
-    accept,
-    build_add,
-    default_params,
-    scheduler_config,
-    with_end,
-)
-from streamer.engine.stats import PhaseTallies, Snapshot
+from streamer.engine.requests import GenerateRequest, accept, build_add, default_params, with_end
+from streamer.engine.stats import PhaseTallies, Snapshot, take_snapshot
 from streamer.engine.stream import Delta, Timing, TokenStream
+from streamer.engine.watch import Watch
 from streamer.errors import EngineDead, InvalidRequest, Overloaded, RequestFailed, StreamerError
 
 __all__ = ["AsyncEngine", "Delta", "GenerateRequest", "Timing", "TokenStream"]
@@ -46,6 +42,7 @@ LOADING_RETRY_S, DRAINING_RETRY_S = 2.0, 5.0
 SEED_BITS = 53
 
 State = Literal["new", "loading", "ready", "dead", "closed"]
+T = TypeVar("T")
 
 
 class AsyncEngine:
@@ -82,6 +79,7 @@ class AsyncEngine:
         self._first_stats = StepStats()
         self._special: Mapping[int, bytes] = {}
         self._prompts = Prompts()
+        self.watch = Watch(self._command)
         self._streams = Registry(config.retain_s, config.retain_bytes)
         self._random = random.SystemRandom() if config.seed is None else random.Random(config.seed)
         self._ready_at = self._lag_s = self._max_lag_s = 0.0
@@ -251,8 +249,8 @@ class AsyncEngine:
     def cancel(self, request_id: str) -> None:
         """End a request, wherever it is; unknown and finished ids are ignored."""
         stream = self._streams.get(request_id)
-        if stream is not None and not stream.is_finished and self._thread is not None:
-            self._thread.command(Cancel(request_id))
+        if stream is not None and not stream.is_finished:
+            self._command(Cancel(request_id))
 
     def pause(self, request_id: str) -> None:
         """Let a request give up its slot until `resume`; unknown and finished ids are ignored."""
@@ -268,8 +266,12 @@ class AsyncEngine:
 
     def hold(self, request_id: str, is_held: bool) -> None:
         """What a stream asks for, after its caller's and its readers' wishes are settled."""
-        if self._thread is not None:
-            self._thread.command(Pause(request_id) if is_held else Resume(request_id))
+        self._command(Pause(request_id) if is_held else Resume(request_id))
+
+    def _command(self, command: Command | Wanted) -> None:
+        if self._thread is None:
+            raise self._unavailable()
+        self._thread.command(command)
 
     def get(self, request_id: str) -> TokenStream | None:
         """A live or recently finished request's stream."""
@@ -298,27 +300,23 @@ class AsyncEngine:
             self.tokenizer, messages, add_generation_prompt, tools, cache_salt.encode()
         )
 
+    async def in_pool(self, work: Callable[[], T]) -> T:
+        """Other work on texts, such as decoding a long one, in the same thread pool."""
+        return await self._prompts.run(work)
+
     # ------------------------------------------------------------ seen from outside
 
     def snapshot(self) -> Snapshot:
         """Everything countable, now."""
-        streams = self._streams
-        lag_s, self._max_lag_s = self._max_lag_s, 0.0
-        return Snapshot(
-            state="draining" if self.is_draining and self._state == "ready" else self._state,
+        max_lag_s, self._max_lag_s = self._max_lag_s, 0.0
+        is_ready = self._state == "ready"
+        return take_snapshot(
+            self._streams,
+            state="draining" if self.is_draining and is_ready else self._state,
             step=self.stats,
-            live_streams=streams.num_live,
-            waiting=streams.num_waiting,
-            paused_streams=sum(s.is_paused for s in streams.live()),
-            retained_streams=streams.num_retained,
-            retained_bytes=streams.retained_bytes,
-            submitted=streams.num_submitted,
-            finished=streams.num_ended[FinishReason.STOP] + streams.num_ended[FinishReason.LENGTH],
-            cancelled=streams.num_ended[FinishReason.CANCELLED],
-            failed=streams.num_ended[FinishReason.FAILED],
-            uptime_s=time.monotonic() - self._ready_at if self._state == "ready" else 0.0,
+            uptime_s=time.monotonic() - self._ready_at if is_ready else 0.0,
             loop_lag_s=self._lag_s,
-            max_loop_lag_s=lag_s,
+            max_loop_lag_s=max_lag_s,
         )
 
     # ------------------------------------------------------------ on the GPU thread
@@ -329,7 +327,7 @@ class AsyncEngine:
         runner, info = self._load()
         info = with_end(info, tokenizer.eos_token_id)
         config = self.config
-        sizes = scheduler_config(config, info, tokenizer.token_bytes())
+        sizes = sizes_of(config, info, tokenizer.token_bytes())
         hasher = BlockHasher(info.block_size, secrets.token_bytes(32))
         scheduler = Scheduler(sizes, hasher)
         self._tokenizer, self._info, self._sizes = tokenizer, info, sizes
@@ -363,6 +361,10 @@ class AsyncEngine:
             self._thread.stop()
         self._thread.permit()
 
+    def on_view(self, view: SchedulerView) -> None:
+        """Hand it to who looks."""
+        self.watch.on_view(view)
+
     def on_end(self, cause: BaseException | None) -> None:
         """The thread has ended: nobody will hear of a step again."""
         if self._state == "loading":
@@ -379,6 +381,7 @@ class AsyncEngine:
             self.death.__cause__ = cause
         self._state = "closed" if self.death is None else "dead"
         self._streams.fail_all(self._gone())
+        self.watch.close(self._gone())
         self._is_started.set()
 
     # ------------------------------------------------------------ refusals

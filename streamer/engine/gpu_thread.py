@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from streamer.core.plan import Command, StepOutput
+from streamer.core.view import SchedulerView, Wanted
 from streamer.engine.core import EngineCore, Inbox
 from streamer.errors import StepHung
 
@@ -34,6 +35,10 @@ class Listener(Protocol):
 
     def on_output(self, output: StepOutput, sent: float) -> None:
         """A step's news, sent at `sent` (time.perf_counter)."""
+        ...
+
+    def on_view(self, view: SchedulerView) -> None:
+        """The answer to the oldest look."""
         ...
 
     def on_end(self, cause: BaseException | None) -> None:
@@ -78,8 +83,11 @@ class GpuThread:
             self._inbox.permit()
         self._thread.start()
 
-    def command(self, command: Command) -> None:
-        """Send a command; takes effect within one step."""
+    def command(self, command: Command | Wanted) -> None:
+        """Send a command, which takes effect within one step, or ask for a look.
+
+        Looks are answered between two steps, also when there is nothing to do.
+        """
         self._inbox.put(command)
         if self._check is None and self._watchdog_s:
             self._watch_later()
@@ -160,6 +168,8 @@ class GpuThread:
                 self._num_ended += 1
             if inbox.is_stopped:
                 return
+            while inbox.looks:
+                self._tell(self._listener.on_view, core.snapshot())
             if output is None:
                 inbox.wait()
                 continue

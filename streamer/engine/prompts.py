@@ -51,7 +51,7 @@ class Prompts:
             ids = tokenizer.encode(text, add_special_tokens, self.max_tokens)
             return ids, self._hash(ids, salt)
 
-        return self._remember(*await self._run(work), salt)
+        return self._remember(*await self.run(work), salt)
 
     async def encode_chat(
         self,
@@ -72,7 +72,7 @@ class Prompts:
             )
             return ids, self._hash(ids, salt)
 
-        return self._remember(*await self._run(work), salt)
+        return self._remember(*await self.run(work), salt)
 
     def hashes(self, prompt: tuple[int, ...], salt: bytes) -> tuple[bytes, ...]:
         """Block hashes of a prompt: remembered, or computed here."""
@@ -88,7 +88,8 @@ class Prompts:
         """End the threads; what is queued is dropped."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def _run(self, work: Callable[[], T]) -> T:
+    async def run(self, work: Callable[[], T]) -> T:
+        """Whatever else takes long over a text, in the same threads."""
         try:
             future = self._pool.submit(work)
         except RuntimeError:

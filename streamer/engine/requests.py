@@ -6,11 +6,11 @@ refused here, so that the scheduler never sees a request it can't serve.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from streamer.config import Config
 from streamer.core.model_info import ModelInfo
 from streamer.core.plan import Add
 from streamer.core.sampling import SamplingParams
@@ -44,23 +44,6 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     window: int = 0
 
 
-def scheduler_config(
-    config: Config, info: ModelInfo, token_bytes: tuple[bytes, ...]
-) -> SchedulerConfig:
-    """The sizes that a loaded model is scheduled within."""
-    return SchedulerConfig(
-        block_size=info.block_size,
-        num_blocks=info.num_blocks,
-        num_host_blocks=info.num_host_blocks,
-        block_bytes=info.block_bytes,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=info.max_model_len,
-        enable_prefix_caching=config.enable_prefix_caching,
-        token_bytes=token_bytes,
-    )
-
-
 def accept(
     request: GenerateRequest, info: ModelInfo, sizes: SchedulerConfig, seed: int
 ) -> SamplingParams:
@@ -72,9 +55,9 @@ def accept(
     if not prompt:
         raise InvalidRequest("the prompt has no tokens", param="prompt")
     if params.stop_token_ids:
-        _check_ids("stop_token_ids", params.stop_token_ids, info.vocab_size)
+        check_ids("stop_token_ids", params.stop_token_ids, info.vocab_size)
     if params.logit_bias:
-        _check_ids("logit_bias", tuple(params.logit_bias), info.vocab_size)
+        check_ids("logit_bias", tuple(params.logit_bias), info.vocab_size)
     if params.n > sizes.max_num_seqs:
         raise InvalidRequest(
             f"n={params.n} exceeds the {sizes.max_num_seqs} sequences that run at once", param="n"
@@ -82,7 +65,7 @@ def accept(
     if not -MAX_PRIORITY <= request.priority < MAX_PRIORITY:
         raise InvalidRequest(f"priority {request.priority} is out of bounds", param="priority")
     max_tokens = check_fits(len(prompt), params.n, params.max_tokens, sizes)
-    _check_ids("prompt", prompt, info.vocab_size)  # a pass over it: it is known to be short enough
+    check_ids("prompt", prompt, info.vocab_size)  # a pass over it: it is known to be short enough
     if params.min_tokens > max_tokens:
         raise InvalidRequest(
             f"min_tokens ({params.min_tokens}) exceeds the {max_tokens} tokens that fit",
@@ -134,9 +117,10 @@ def build_add(
     )
 
 
-def _check_ids(name: str, ids: tuple[int, ...], vocab_size: int) -> None:
+def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Refuse ids beyond the vocabulary, naming the field."""
     # min and max run in C: 100,000 ids take 2 ms less than a loop would
-    if min(ids) >= 0 and max(ids) < vocab_size:
+    if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
         return
     wrong = next(i for i in ids if not 0 <= i < vocab_size)
     raise InvalidRequest(f"{name}: {wrong} is no token id below {vocab_size}", param=name)

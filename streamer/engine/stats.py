@@ -10,7 +10,8 @@ from bisect import bisect_left
 
 import msgspec
 
-from streamer.core.plan import StepStats, StepTimes
+from streamer.core.plan import FinishReason, StepStats, StepTimes
+from streamer.engine.registry import Registry
 
 PHASES = ("schedule", "launch", "collect", "apply")
 PHASE_S = (
@@ -83,3 +84,32 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     uptime_s: float
     loop_lag_s: float
     max_loop_lag_s: float
+
+
+def take_snapshot(
+    streams: Registry,
+    *,
+    state: str,
+    step: StepStats,
+    uptime_s: float,
+    loop_lag_s: float,
+    max_loop_lag_s: float,
+) -> Snapshot:
+    """What the engine says, with the counts of its streams."""
+    ended = streams.num_ended
+    return Snapshot(
+        state=state,
+        step=step,
+        live_streams=streams.num_live,
+        waiting=streams.num_waiting,
+        paused_streams=sum(s.is_paused for s in streams.live()),
+        retained_streams=streams.num_retained,
+        retained_bytes=streams.retained_bytes,
+        submitted=streams.num_submitted,
+        finished=ended[FinishReason.STOP] + ended[FinishReason.LENGTH],
+        cancelled=ended[FinishReason.CANCELLED],
+        failed=ended[FinishReason.FAILED],
+        uptime_s=uptime_s,
+        loop_lag_s=loop_lag_s,
+        max_loop_lag_s=max_loop_lag_s,
+    )

@@ -23,9 +23,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from streamer.config import Config
 from streamer.errors import InvalidRequest, NotFound, Overloaded, StreamerError
+from streamer.server import openapi
 from streamer.server.admission import LimitHeaders
 from streamer.server.metrics import Metrics
-from streamer.server.openai import chat, completions
+from streamer.server.openai import chat, completions, tokenizing
 from streamer.server.openai.common import encode, error_body, new_id
 from streamer.server.openai.fields import decode_body
 from streamer.server.openai.models import check_model, model_body, models_body
@@ -34,6 +35,7 @@ from streamer.server.records import Transport
 from streamer.server.security import Guard, deny, read_body
 from streamer.server.service import Service, salt_of
 from streamer.server.sse import Answer, EventStream, read_whole
+from streamer.server.watching import SnapshotStream, engine_body, wants_stream
 from streamer.server.websocket import Endpoint
 
 if TYPE_CHECKING:
@@ -87,13 +89,15 @@ class Api:
         params = body.params(service.engine.info.generation_defaults)
         salt = salt_of(request.scope, body)
         is_special = body.add_special_tokens is not False
+        given = body.prompts()
         prompts = [
             await service.engine.encode(p, add_special_tokens=is_special, cache_salt=salt)
             if isinstance(p, str)
             else p
-            for p in body.prompts()
+            for p in given
         ]
         service.admission.accept(tenant, prompts)
+        echoes = await service.texts_of(given, body.skip_special_tokens) if body.echo else []
         base = new_id("cmpl-")
         streams: list[TokenStream] = []
         try:
@@ -112,9 +116,37 @@ class Api:
         except StreamerError:
             service.cancel(streams)
             raise
-        answer = completions.CompletionAnswer(body, streams, model, service.token_text)
+        answer = completions.CompletionAnswer(body, streams, model, service.token_text, echoes)
         service.record("completions", transport(body), request.scope, streams, model)
         return await self._respond(request, bool(body.stream), answer, streams)
+
+    async def tokenize(self, request: Request) -> ASGIApp:
+        """POST /tokenize."""
+        service = self._service
+        service.require_ready()
+        data = await read_body(request.headers, request.receive)
+        body = decode_body(data, tokenizing.TOKENIZE, tokenizing.TOKENIZE_FIELDS)
+        check_model(body.model, service.names)
+        messages, engine = body.template_messages(), service.engine
+        if messages is None:
+            tokens = await engine.encode(body.prompt or "", body.add_special_tokens is not False)
+        else:
+            tokens = await engine.encode_chat(
+                messages, add_generation_prompt=body.add_generation_prompt is not False
+            )
+        text = service.token_text if body.return_token_strs else None
+        limit = engine.info.max_model_len
+        return json(await engine.in_pool(lambda: tokenizing.tokenized(tokens, limit, text)))
+
+    async def detokenize(self, request: Request) -> ASGIApp:
+        """POST /detokenize."""
+        service = self._service
+        service.require_ready()
+        data = await read_body(request.headers, request.receive)
+        body = decode_body(data, tokenizing.DETOKENIZE, tokenizing.DETOKENIZE_FIELDS)
+        check_model(body.model, service.names)
+        (text,) = await service.texts_of([body.tokens], False, "tokens")
+        return json(tokenizing.detokenized(text))
 
     async def _respond(
         self, request: Request, is_streamed: bool, answer: Answer, streams: list[TokenStream]
@@ -142,6 +174,14 @@ class Api:
             model_body(name, self._service.names, self._service.started, info.max_model_len)
         )
 
+    async def engine(self, request: Request) -> ASGIApp:
+        """GET /v1/engine, and ?stream=true."""
+        self._service.require_ready()
+        is_streamed = wants_stream(request.query_params.get("stream"))
+        if is_streamed and request.method != "HEAD":
+            return SnapshotStream(self._service)
+        return json(await engine_body(self._service, request.scope))
+
     async def health(self, request: Request) -> ASGIApp:
         """GET /health: 200 while the engine lives, loading included."""
         engine = self._service.engine
@@ -153,6 +193,11 @@ class Api:
         """GET /ready: 200 when requests are taken."""
         self._service.require_ready()
         return json(encode({"status": "ready", "model": self._service.names[0]}))
+
+    async def openapi(self, request: Request) -> ASGIApp:
+        """GET /openapi.json."""
+        config = self._service.config
+        return json(openapi.document(config.root_path, bool(config.api_key)))
 
     async def metrics(self, request: Request) -> ASGIApp:
         """GET /metrics."""
@@ -218,10 +263,14 @@ def build_service_app(service: Service) -> ASGIApp:
         Route("/health", api.health),
         Route("/ready", api.ready),
         Route("/metrics", api.metrics),
+        Route("/openapi.json", api.openapi),
         Route("/v1/models", api.models),
         Route("/v1/models/{model:path}", api.model),
         Route("/v1/chat/completions", api.chat_completions, methods=["POST"], middleware=limited),
         Route("/v1/completions", api.completions, methods=["POST"], middleware=limited),
+        Route("/v1/engine", api.engine),
+        Route("/tokenize", api.tokenize, methods=["POST"]),
+        Route("/detokenize", api.detokenize, methods=["POST"]),
         WebSocketRoute("/v1/responses", Endpoint(service)),
     ]
     handler = partial(on_error, service.metrics)

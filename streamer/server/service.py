@@ -19,7 +19,7 @@ from starlette.types import Scope
 
 from streamer.config import Config
 from streamer.core.sampling import SamplingParams
-from streamer.engine.requests import GenerateRequest
+from streamer.engine.requests import GenerateRequest, check_ids
 from streamer.errors import EngineDead, Overloaded, StreamerError
 from streamer.server.admission import Admission, tenant_of
 from streamer.server.metrics import Metrics
@@ -141,6 +141,24 @@ class Service:
             cache_salt=salt,
         )
         return tuple(ids)
+
+    async def texts_of(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        skip_special_tokens: bool | None,
+        param: str = "prompt",
+    ) -> list[str]:
+        """Each prompt's text, token ids decoded in the pool; `param` names them in errors.
+
+        skip_special_tokens  None: yes
+        """
+        engine = self.engine
+        ids = [p for p in prompts if not isinstance(p, str)]
+        for each in ids:
+            check_ids(param, each, engine.info.vocab_size)
+        decode, skips = engine.tokenizer.decode, skip_special_tokens is not False
+        texts = iter(await engine.in_pool(lambda: [decode(i, skips) for i in ids]) if ids else ())
+        return [p if isinstance(p, str) else next(texts) for p in prompts]
 
     def submit(
         self,

@@ -18,7 +18,7 @@ from tests.server.running import Running
         ("chat/completions", {"messages": []}, 400, "messages", None),
         ("chat/completions", {**CHAT, "model": "x"}, 404, "model", "model_not_found"),
         ("chat/completions", {**CHAT, "store": True}, 400, "store", "unsupported_parameter"),
-        ("completions", {"prompt": "x", "echo": True}, 400, "echo", "unsupported_parameter"),
+        ("completions", {"prompt": "x", "suffix": "y"}, 400, "suffix", "unsupported_parameter"),
         ("completions", {"prompt": [1, 1 << 40]}, 400, "prompt", None),
         ("completions", {"prompt": [-1]}, 400, "prompt", None),
         ("completions", {"prompt": "x", "logit_bias": {"999999999": 1}}, 400, "logit_bias", None),

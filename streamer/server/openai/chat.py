@@ -120,6 +120,15 @@ class ChatMessage(msgspec.Struct):
         return message
 
 
+def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages as a chat template takes them; InvalidRequest for what can't be done."""
+    if not 0 < len(messages) <= MAX_MESSAGES:
+        raise InvalidRequest(
+            f"messages has 1 to {MAX_MESSAGES} entries, got {len(messages)}", param="messages"
+        )
+    return [m.plain(f"messages[{i}]") for i, m in enumerate(messages)]
+
+
 class ChatRequest(SamplingFields, kw_only=True):
     """The body of POST /v1/chat/completions, the honoured fields."""
 
@@ -137,12 +146,7 @@ class ChatRequest(SamplingFields, kw_only=True):
 
     def template_messages(self) -> list[dict[str, Any]]:
         """The messages for the chat template."""
-        if not 0 < len(self.messages) <= MAX_MESSAGES:
-            raise InvalidRequest(
-                f"messages has 1 to {MAX_MESSAGES} entries, got {len(self.messages)}",
-                param="messages",
-            )
-        return [m.plain(f"messages[{i}]") for i, m in enumerate(self.messages)]
+        return template_messages(self.messages)
 
     def params(self, defaults: dict[str, float]) -> SamplingParams:
         """The sampling settings, checked."""

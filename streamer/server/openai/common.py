@@ -275,8 +275,8 @@ def chat_logprobs(logprobs: Sequence[TokenLogprob], text: TokenText) -> list[Cha
         top = []
         for token_id, value in lp.top:
             other = text(token_id)
-            top.append(TopLogprob(_show(other), list(other), max(value, LOGPROB_FLOOR)))
-        out.append(ChatLogprob(_show(raw), list(raw), max(lp.logprob, LOGPROB_FLOOR), top))
+            top.append(TopLogprob(show(other), list(other), max(value, LOGPROB_FLOOR)))
+        out.append(ChatLogprob(show(raw), list(raw), max(lp.logprob, LOGPROB_FLOOR), top))
     return out
 
 
@@ -307,13 +307,14 @@ class OffsetCounter:
             raw = text(lp.token_id)
             offsets.append(self._offset)
             self._offset += len(self._decoder.decode(raw))
-            tokens.append(_show(raw))
+            tokens.append(show(raw))
             values.append(max(lp.logprob, LOGPROB_FLOOR))
-            tops.append({_show(text(i)): max(v, LOGPROB_FLOOR) for i, v in lp.top})
+            tops.append({show(text(i)): max(v, LOGPROB_FLOOR) for i, v in lp.top})
         return CompletionLogprobs(offsets, values, tokens, tops if any(tops) else None)
 
 
-def _show(raw: bytes) -> str:
+def show(raw: bytes) -> str:
+    """A token's bytes as text; what is no text on its own is spelled out."""
     try:
         return raw.decode()
     except UnicodeDecodeError:

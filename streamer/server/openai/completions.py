@@ -49,9 +49,9 @@ FIELDS: Final[Table] = {
     "logprobs": HONOURED,
     "stream": HONOURED,
     "stream_options": HONOURED,
+    "echo": HONOURED,
     "add_special_tokens": HONOURED,
     "best_of": refused(1),
-    "echo": refused(False),
     "suffix": refused(""),
     # vLLM's
     "response_format": refused({"type": "text"}),
@@ -69,6 +69,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
     logprobs: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    echo: bool | None = None
     add_special_tokens: bool | None = None
 
     def prompts(self) -> list[str | tuple[int, ...]]:
@@ -114,6 +115,12 @@ class CompletionRequest(SamplingFields, kw_only=True):
                     "stream_options goes with stream: true", param="stream_options"
                 )
             self.stream_options.check()
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequest(
+                "echo with logprobs is not supported by this server: prompts have none",
+                param="echo",
+                code="unsupported_parameter",
+            )
         return sampling_params(
             self,
             defaults,
@@ -158,15 +165,23 @@ class CompletionAnswer:
     A frame's number counts the choice's output tokens, its finish and the usage chunk. With several
     choices frames have no number: there is nothing that could resume such a stream, and a list of
     all of them in every frame would grow with the square of their count.
+
+    echoes  for `echo`: the text of each prompt, which goes before every choice's own
     """
 
     def __init__(
-        self, body: CompletionRequest, streams: Sequence[TokenStream], model: str, text: TokenText
+        self,
+        body: CompletionRequest,
+        streams: Sequence[TokenStream],
+        model: str,
+        text: TokenText,
+        echoes: Sequence[str] = (),
     ) -> None:
         self._body = body
         self._streams = streams
         self._model = model
         self._text = text
+        self._echoes = echoes
         self._n = streams[0].params.n
         self._numbers = [0] * (self._n * len(streams))
         self._offsets = [OffsetCounter() for _ in self._numbers]
@@ -234,9 +249,10 @@ class CompletionAnswer:
         values = [lp for d in deltas for lp in d.logprobs or ()]
         stream = self._streams[source]
         wants_ids = bool(self._body.return_token_ids)
+        echo = self._echoes[source] if is_first and self._echoes else ""
         return Choice(
             index,
-            "".join(d.text for d in deltas),
+            echo + "".join(d.text for d in deltas),
             self._offsets[index].build(values, self._text) if values else None,
             finish_reason(finish.reason) if finish is not None else None,
             only_if(wants_ids, tuple(t for d in deltas for t in d.token_ids)),

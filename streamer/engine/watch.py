@@ -1,0 +1,117 @@
+"""Watch: looks at the scheduler from the loop, shared by everybody who looks.
+
+Owns the clock of the looks: at most one every INTERVAL_S, however many look, and none when nobody
+does. The GPU thread answers each with one SchedulerView; every caller gets its own part of it. Made
+by AsyncEngine, called on the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from typing import Final
+
+from streamer.core.view import MAX_STEPS, SchedulerView, Wanted, seen_by
+from streamer.errors import Overloaded, StreamerError
+
+INTERVAL_S: Final = 0.25
+MAX_FOLLOWERS: Final = 32
+
+
+class Watch:
+    """One look at a time.
+
+    ask  sends what is wanted to the GPU thread; its answers come to `on_view` in the same order
+    """
+
+    def __init__(self, ask: Callable[[Wanted], None]) -> None:
+        self._ask = ask
+        self._asked: deque[asyncio.Future[SchedulerView]] = deque()
+        self._waiting: dict[bytes, asyncio.Future[SchedulerView]] = {}  # by owner
+        self._ticking: asyncio.Task[None] | None = None
+        self._next_s = 0.0
+        self._num_followers = 0
+        self._end: StreamerError | None = None
+
+    async def look(self, owner: str = "") -> SchedulerView:
+        """The scheduler at the next tick; steps are in it while anybody follows.
+
+        owner  salts that begin so are the caller's: others' requests are counted, not listed
+
+        Raises Overloaded before the engine is started, EngineDead when it has ended or does so now.
+        """
+        if self._end is not None:
+            raise self._end
+        key = owner.encode()
+        future = self._waiting.get(key)
+        if future is None:
+            future = self._waiting[key] = asyncio.get_running_loop().create_future()
+        if self._ticking is None:
+            self._ticking = asyncio.create_task(self._tick())
+        return await asyncio.shield(future)  # one caller's leaving is not the others'
+
+    async def follow(self, owner: str = "") -> AsyncGenerator[SchedulerView, None]:
+        """A view a tick, each with the steps since the one before; to be closed (`aclosing`).
+
+        Who comes back late misses steps: their numbers tell. Raises Overloaded if too many follow.
+        """
+        if self._num_followers >= MAX_FOLLOWERS:
+            raise Overloaded(f"{MAX_FOLLOWERS} readers follow the engine already")
+        self._num_followers += 1
+        try:
+            while True:
+                yield await self.look(owner)
+        finally:
+            self._num_followers -= 1
+            if not self._num_followers:
+                self._send(Wanted())  # record no more
+
+    def on_view(self, view: SchedulerView) -> None:
+        """The GPU thread's answer to the oldest look."""
+        future = self._asked.popleft()
+        if not future.done():
+            future.set_result(view)
+
+    def close(self, error: StreamerError) -> None:
+        """No more answers: everybody who waits gets the error."""
+        self._end = error
+        asked, self._asked = self._asked, deque()
+        for future in (*asked, *self._waiting.values()):
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # seen, also when nobody waits any more
+        self._waiting.clear()
+
+    def _send(self, wanted: Wanted) -> asyncio.Future[SchedulerView]:
+        self._ask(wanted)
+        future: asyncio.Future[SchedulerView] = asyncio.get_running_loop().create_future()
+        self._asked.append(future)
+        return future
+
+    async def _tick(self) -> None:
+        """Ask while anybody waits, then end."""
+        loop = asyncio.get_running_loop()
+        try:
+            while self._waiting:
+                await asyncio.sleep(self._next_s - loop.time())
+                self._next_s = loop.time() + INTERVAL_S
+                waiting, self._waiting = self._waiting, {}
+                num_steps = MAX_STEPS if self._num_followers else 0
+                await self._answer(waiting, Wanted(tuple(waiting), num_steps))
+        finally:
+            self._ticking = None
+
+    async def _answer(
+        self, waiting: dict[bytes, asyncio.Future[SchedulerView]], wanted: Wanted
+    ) -> None:
+        try:
+            view = await self._send(wanted)
+        except StreamerError as e:
+            for future in waiting.values():
+                future.set_exception(e)
+                future.exception()
+            return
+        for owner, future in waiting.items():
+            future.set_result(seen_by(view, owner))
+            future.exception()

@@ -1,0 +1,102 @@
+"""POST /tokenize and /detokenize: bodies, their tables of known fields, and the answers.
+
+vLLM's two routes. Pure: app.py decodes, has the engine's pool do the work, and sends what this
+builds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from streamer.errors import InvalidRequest
+from streamer.server.openai.chat import ChatMessage, template_messages
+from streamer.server.openai.common import TokenText, encode, show
+from streamer.server.openai.fields import HONOURED, Table, refused
+
+TOKENIZE_FIELDS: Final[Table] = {
+    "model": HONOURED,
+    "prompt": HONOURED,
+    "messages": HONOURED,
+    "add_special_tokens": HONOURED,
+    "add_generation_prompt": HONOURED,
+    "return_token_strs": HONOURED,
+    "continue_final_message": refused(False),
+    "chat_template": refused(),
+    "chat_template_kwargs": refused({}),
+    "media_io_kwargs": refused(),
+    "mm_processor_kwargs": refused(),
+    "tools": refused([]),
+}
+DETOKENIZE_FIELDS: Final[Table] = {"model": HONOURED, "tokens": HONOURED}
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """The body of POST /tokenize: a prompt or messages.
+
+    add_special_tokens     of a prompt; a chat template writes its own
+    add_generation_prompt  of messages
+    return_token_strs      each token's text as well, as log probabilities write it
+    """
+
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+    def template_messages(self) -> list[dict[str, Any]] | None:
+        """The messages for the chat template; None where there is a prompt instead."""
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest(
+                "one of prompt and messages is wanted, and only one",
+                param="prompt" if self.messages is None else "messages",
+            )
+        if self.messages is None:
+            return None
+        if self.add_special_tokens:
+            raise InvalidRequest(
+                "add_special_tokens goes with prompt: a chat template writes its own",
+                param="add_special_tokens",
+            )
+        return template_messages(self.messages)
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """The body of POST /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+TOKENIZE: Final = msgspec.json.Decoder(TokenizeRequest)
+DETOKENIZE: Final = msgspec.json.Decoder(DetokenizeRequest)
+
+
+class Tokenized(msgspec.Struct, frozen=True):
+    """The answer of POST /tokenize; max_model_len is the context length in tokens."""
+
+    count: int
+    max_model_len: int
+    tokens: Sequence[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(msgspec.Struct, frozen=True):
+    """The answer of POST /detokenize."""
+
+    prompt: str
+
+
+def tokenized(tokens: Sequence[int], max_model_len: int, text: TokenText | None) -> bytes:
+    """The body; with `text` also each token's string."""
+    strings = None if text is None else [show(text(t)) for t in tokens]
+    return encode(Tokenized(len(tokens), max_model_len, tokens, strings))
+
+
+def detokenized(text: str) -> bytes:
+    """The body."""
+    return encode(Detokenized(text))

@@ -1,0 +1,215 @@
+"""GET /openapi.json: every route, its bodies and its statuses, from one table.
+
+The schemas are those of the Structs that decode and encode the bodies, so that they can't differ
+from what the server does. A new route is a line in ROUTES; a test compares it with the app's.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any, Final
+
+import msgspec
+
+from streamer.server.openai import chat, completions, models, tokenizing
+from streamer.server.openai.common import ApiError, encode
+from streamer.server.openai.fields import Table
+from streamer.server.watching import EngineBody
+
+SSE_TYPE, JSON_TYPE = "text/event-stream", "application/json"
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """What every error looks like."""
+
+    error: ApiError
+
+
+class ModelList(msgspec.Struct, frozen=True, tag_field="object", tag="list"):
+    """What is served."""
+
+    data: list[models.Model]
+
+
+class Alive(msgspec.Struct, frozen=True):
+    """The engine lives."""
+
+    status: str
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """Requests are taken."""
+
+    status: str
+    model: str
+
+
+STATUSES: Final = {
+    304: "the page has not changed",
+    400: "a field is at fault: `param` is its path",
+    401: "no API key, or one that is not known",
+    403: "an Origin or Host that is not allowed here",
+    404: "there is no such model or response",
+    409: "not now: the same request may succeed later",
+    413: "the body is too large",
+    429: "this key's share is used up: see Retry-After",
+    500: "the request failed inside the engine",
+    503: "loading, overloaded, shutting down or dead: see Retry-After",
+}
+OPEN: Final = (403, 503)
+KEYED: Final = (401, *OPEN)
+POSTED: Final = (400, 404, 413, 429, 500, *KEYED)
+
+
+class Route(msgspec.Struct, frozen=True):
+    """One route as the document describes it.
+
+    body, fields   the Struct of a JSON body, and the table of its known fields
+    answer         the Struct of a JSON answer; None: `media` says what it is
+    is_streamed    events instead of the answer, where the body or the query asks for `stream`
+    query          name -> JSON schema
+    statuses       besides `success`
+    """
+
+    method: str
+    path: str
+    summary: str
+    answer: Any = None
+    body: Any = None
+    fields: Table = {}
+    media: str = JSON_TYPE
+    is_streamed: bool = False
+    query: dict[str, Any] = {}
+    statuses: tuple[int, ...] = KEYED
+    success: int = 200
+
+
+_STREAM: Final[dict[str, Any]] = {"stream": {"type": "boolean", "default": False}}
+
+ROUTES: Final = (
+    Route(
+        "POST",
+        "/v1/chat/completions",
+        "Continue a conversation",
+        body=chat.ChatRequest,
+        fields=chat.FIELDS,
+        answer=chat.ChatCompletion,
+        is_streamed=True,
+        statuses=POSTED,
+    ),
+    Route(
+        "POST",
+        "/v1/completions",
+        "Continue texts",
+        body=completions.CompletionRequest,
+        fields=completions.FIELDS,
+        answer=completions.Completion,
+        is_streamed=True,
+        statuses=POSTED,
+    ),
+    Route(
+        "POST",
+        "/tokenize",
+        "Token ids of a prompt or of messages",
+        body=tokenizing.TokenizeRequest,
+        fields=tokenizing.TOKENIZE_FIELDS,
+        answer=tokenizing.Tokenized,
+        statuses=POSTED,
+    ),
+    Route(
+        "POST",
+        "/detokenize",
+        "The text of token ids",
+        body=tokenizing.DetokenizeRequest,
+        fields=tokenizing.DETOKENIZE_FIELDS,
+        answer=tokenizing.Detokenized,
+        statuses=POSTED,
+    ),
+    Route("GET", "/v1/models", "What is served", answer=ModelList),
+    Route("GET", "/v1/models/{model}", "One model", answer=models.Model, statuses=(404, *KEYED)),
+    Route(
+        "GET",
+        "/v1/engine",
+        "Block pools, page tables, queue and steps",
+        answer=EngineBody,
+        is_streamed=True,
+        query=_STREAM,
+        statuses=(400, *KEYED),
+    ),
+    Route("GET", "/health", "Whether the engine lives", answer=Alive, statuses=OPEN),
+    Route("GET", "/ready", "Whether requests are taken", answer=Ready, statuses=OPEN),
+    Route("GET", "/metrics", "Prometheus metrics", media="text/plain"),
+    Route("GET", "/openapi.json", "This document"),
+    Route("GET", "/", "The page", media="text/html", statuses=(304, 403)),
+)
+
+
+@cache
+def document(root_path: str = "", has_keys: bool = False) -> bytes:
+    """The OpenAPI document as JSON."""
+    types = [t for r in ROUTES for t in (r.body, r.answer) if t is not None] + [ErrorBody]
+    schemas, components = msgspec.json.schema_components(
+        types, ref_template="#/components/schemas/{name}"
+    )
+    schema_of = dict(zip(types, schemas, strict=True))
+    paths: dict[str, dict[str, Any]] = {}
+    for route in ROUTES:
+        described = _described(route, schema_of)
+        paths.setdefault(route.path, {})[route.method.lower()] = described
+    built: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "streamer", "version": "1"},
+        "servers": [{"url": root_path or "/"}],
+        "paths": paths,
+        "components": {"schemas": components},
+    }
+    if has_keys:
+        built["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        built["security"] = [{"key": []}]
+    return encode(built)
+
+
+def _described(route: Route, schema_of: dict[Any, Any]) -> dict[str, Any]:
+    schema = {} if route.answer is None else schema_of[route.answer]
+    if route.media != JSON_TYPE:
+        schema = {"type": "string"}
+    content: dict[str, Any] = {route.media: {"schema": schema}}
+    if route.is_streamed:
+        content[SSE_TYPE] = {}  # OpenAPI 3.1 has no words for the events of a stream
+    error = {JSON_TYPE: {"schema": schema_of[ErrorBody]}}
+    responses: dict[str, Any] = {
+        str(route.success): {"description": "as asked for", "content": content}
+    }
+    for status in sorted(route.statuses):
+        responses[str(status)] = {"description": STATUSES[status]}
+        if status >= 400:
+            responses[str(status)]["content"] = error
+    described: dict[str, Any] = {
+        "operationId": re.sub(r"\W+", "_", f"{route.method.lower()}{route.path}").strip("_"),
+        "summary": route.summary,
+        "responses": responses,
+    }
+    parameters = [_parameter(name, "path") for name in re.findall(r"{(\w+)}", route.path)]
+    parameters += [_parameter(name, "query", schema) for name, schema in route.query.items()]
+    if parameters:
+        described["parameters"] = parameters
+    if route.body is not None:
+        described["requestBody"] = {
+            "required": True,
+            "description": _refusals(route.fields),
+            "content": {JSON_TYPE: {"schema": schema_of[route.body]}},
+        }
+    return described
+
+
+def _parameter(name: str, where: str, schema: dict[str, Any] | None = None) -> dict[str, Any]:
+    schema = {"type": "string", "minLength": 1} if schema is None else schema
+    return {"name": name, "in": where, "required": where == "path", "schema": schema}
+
+
+def _refusals(fields: Table) -> str:
+    names = sorted(n for n, r in fields.items() if not r.is_honoured and r.harmless is not None)
+    if not names:
+        return "Unknown fields are ignored."
+    return f"Refused unless they ask for nothing: {', '.join(names)}. Unknown fields are ignored."

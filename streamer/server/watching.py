@@ -1,0 +1,102 @@
+"""GET /v1/engine: the engine as the page draws it, once or as a stream of snapshots.
+
+Bodies and the SSE response of the stream. Nothing is built while nobody follows: engine/watch.py
+keeps the clock, and takes out what belongs to other keys. app.py calls this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from streamer.core.view import SchedulerView
+from streamer.engine.stats import Snapshot
+from streamer.errors import InvalidRequest, StreamerError
+from streamer.server.openai.common import clip, encode, error_body
+from streamer.server.service import TENANT
+from streamer.server.sse import HEADERS, KEEP_ALIVE_S, ClientWatch, frame
+
+if TYPE_CHECKING:
+    from streamer.server.service import Service
+
+
+class EngineBody(msgspec.Struct, frozen=True, tag_field="object", tag="engine"):
+    """The answer, and each event: `engine` counts, `scheduler` shows pools, requests and steps."""
+
+    model: str
+    engine: Snapshot
+    scheduler: SchedulerView
+
+
+def wants_stream(value: str | None) -> bool:
+    """What `?stream=` says."""
+    if value in (None, "", "false", "0"):
+        return False
+    if value in ("true", "1"):
+        return True
+    raise InvalidRequest(f"stream is true or false, got {clip(value or '')!r}", param="stream")
+
+
+def owner_of(scope: Scope) -> str:
+    """How the salts of this caller's requests begin (see salt_of); without keys, as all do."""
+    tenant: str = scope.get("state", {}).get(TENANT, "")
+    return tenant and f"{tenant}:"
+
+
+async def engine_body(service: Service, scope: Scope) -> bytes:
+    """The body of GET /v1/engine."""
+    view = await service.engine.watch.look(owner_of(scope))
+    return _body(service, view)
+
+
+def _body(service: Service, view: SchedulerView) -> bytes:
+    return encode(EngineBody(service.names[0], service.engine.snapshot(), view))
+
+
+class SnapshotStream:
+    """The ASGI response of GET /v1/engine?stream=true.
+
+    An event at once, then whenever something changed, at most one a tick; at least one every
+    KEEP_ALIVE_S. It ends when the server drains: nobody's work waits for it.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send snapshots until the client is gone or the server stops.
+
+        Raises what refuses a follower, before anything is sent.
+        """
+        follower = self._service.engine.watch.follow(owner_of(scope))
+        async with ClientWatch(receive), contextlib.aclosing(follower) as views:
+            first = await anext(views)
+            await send({"type": "http.response.start", "status": 200, "headers": [*HEADERS]})
+            try:
+                await self._send_views(first, views, send)
+            except StreamerError as e:
+                await _put(send, frame("", error_body(e)))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_views(
+        self, first: SchedulerView, views: AsyncIterator[SchedulerView], send: Send
+    ) -> None:
+        service, clock = self._service, asyncio.get_running_loop().time
+        last, view, sent_s = None, first, 0.0
+        while True:
+            is_last = service.engine.is_draining
+            if view != last or is_last or clock() - sent_s >= KEEP_ALIVE_S:
+                await _put(send, frame(str(view.step), _body(service, view)))
+                sent_s = clock()
+            if is_last:
+                return
+            last, view = view, await anext(views)
+
+
+async def _put(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})

@@ -1,0 +1,296 @@
+"""What each honoured field of the create bodies does, shown on answers, or on the sampler.
+
+An effect is a function of an Asker and the kind of body; it asserts. The fake model ignores the
+sampling fields, so what the server made of them is given to the real sampler.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from streamer.bench.fake import expected_text, fake_tokenizer
+from streamer.bench.fake_tokenizer import FIRST_NUMBER
+from streamer.core.plan import FinishReason
+from streamer.core.sampling import SamplingParams
+from streamer.engine.stream import TokenStream
+from streamer.model.sampler import Sampler
+from tests.engine.helpers import Calls
+from tests.server.asking import LIMIT, PATHS, Asker, Refused
+
+VOCAB = 64
+BEST, NEXT = 7, 9
+LONG = 100_000
+
+
+def params(asker: Asker, kind: str, **fields: Any) -> SamplingParams:
+    """What the server made of these fields."""
+    return asker.ask(kind, **fields).stream.params
+
+
+def draw(params: SamplingParams, best: float, *tokens: int, num_prompt: int = 1) -> set[int]:
+    """Tokens drawn at forty positions after these, with logits `best` for BEST, 1 for NEXT, 0."""
+    logits = torch.zeros(1, VOCAB)
+    logits[0, BEST], logits[0, NEXT] = best, 1.0
+    drawn = set()
+    for position in range(len(tokens), len(tokens) + 40):
+        sampler = Sampler(VOCAB, 1)
+        sampler.join(0, params, list(tokens), num_prompt, choice=0)
+        drawn.add(sampler.sample(logits.clone(), [0], [position]).tokens[0])
+    return drawn
+
+
+# ---------------------------------------------------------------- on the sampler
+
+
+def temperature(asker: Asker, kind: str) -> None:
+    assert len(draw(params(asker, kind, seed=1), 1.1, 1)) > 5
+    assert draw(params(asker, kind, seed=1, temperature=0), 1.1, 1) == {BEST}
+
+
+def keeps_only_the_best(**fields: Any) -> Any:
+    """A filter of the candidates, so narrow that one is left."""
+
+    def effect(asker: Asker, kind: str) -> None:
+        assert draw(params(asker, kind, seed=1, **fields), 1.1, 1) == {BEST}
+
+    return effect
+
+
+def repetition_penalty(asker: Asker, kind: str) -> None:
+    greedy = params(asker, kind, temperature=0, repetition_penalty=2)
+    assert draw(greedy, 1.5, BEST) == {NEXT}
+    assert draw(greedy, 1.5, 1) == {BEST}
+
+
+def presence_penalty(asker: Asker, kind: str) -> None:
+    greedy = params(asker, kind, temperature=0, presence_penalty=0.6)
+    assert draw(greedy, 1.5, 1, BEST) == {NEXT}
+    assert draw(greedy, 1.5, BEST, 1) == {BEST}  # the prompt's tokens don't count
+
+
+def frequency_penalty(asker: Asker, kind: str) -> None:
+    greedy = params(asker, kind, temperature=0, frequency_penalty=0.3)
+    assert draw(greedy, 1.5, 1, BEST) == {BEST}
+    assert draw(greedy, 1.5, 1, BEST, BEST) == {NEXT}
+
+
+def logit_bias(asker: Asker, kind: str) -> None:
+    greedy = params(asker, kind, temperature=0, logit_bias={"33": 5})
+    assert draw(greedy, 1.5, 1) == {33}
+
+
+def seed(asker: Asker, kind: str) -> None:
+    one, again, other = (asker.ask(kind, seed=s) for s in (5, 5, 6))
+    assert (one.body["seed"], other.body["seed"]) == (5, 6)
+    draws = [draw(a.stream.params, 1.1, 1) for a in (one, again, other)]
+    assert draws[0] == draws[1] != draws[2]
+    assert asker.ask(kind).body["seed"] != asker.ask(kind).body["seed"]
+
+
+def skip_special_tokens(asker: Asker, kind: str) -> None:
+    for skips, text in ((True, "ab"), (False, "a<x>b")):
+        stream = TokenStream(
+            request_id="r",
+            prompt=(1,),
+            params=params(asker, kind, skip_special_tokens=skips),
+            token_bytes=(b"a", b"b", b""),
+            special={2: b"<x>"},
+            control=Calls(),
+            detach_s=None,
+            window=0,
+        )
+        for token in (0, 2, 1):
+            stream.push(0, token, None, None)
+        assert stream.text(0) == text
+
+
+# ---------------------------------------------------------------- on the answer
+
+
+def limit(name: str) -> Any:
+    def effect(asker: Asker, kind: str) -> None:
+        answer = asker.ask(kind, limit=None, ignore_eos=True, **{name: 5})
+        assert (answer.num_tokens, answer.text) == (5, expected_text(5))
+
+    return effect
+
+
+def stop(asker: Asker, kind: str) -> None:
+    assert asker.ask(kind, stop=" 5").text == expected_text(4)
+    assert asker.ask(kind, stop=[" 7", "3"]).text == expected_text(2) + " "
+
+
+def stop_token_ids(asker: Asker, kind: str) -> None:
+    answer = asker.ask(kind, stop_token_ids=[FIRST_NUMBER + 3])
+    assert [f and f.reason for f in answer.stream.finishes] == [FinishReason.STOP]
+    assert answer.num_tokens == 4
+
+
+def min_tokens(asker: Asker, kind: str) -> None:
+    assert asker.ask(kind, "count to 3").num_tokens == 4  # the end token is the fourth
+    assert asker.ask(kind, "count to 3", min_tokens=6).num_tokens >= 6
+
+
+def ignore_eos(asker: Asker, kind: str) -> None:
+    assert asker.ask(kind, "count to 3", ignore_eos=True).text == expected_text(8)
+
+
+def return_token_ids(asker: Asker, kind: str) -> None:
+    answer = asker.ask(kind, return_token_ids=True)
+    ids = list(range(FIRST_NUMBER, FIRST_NUMBER + 8))
+    if kind == "responses":
+        deltas = [e for e in answer.events if e["type"] == "response.output_text.delta"]
+        assert [i for e in deltas for i in e["token_ids"]] == ids
+        assert tuple(answer.events[0]["prompt_token_ids"]) == answer.stream.prompt
+        return
+    assert answer.choices[0]["token_ids"] == ids
+    holder = answer.body if kind == "chat" else answer.choices[0]
+    assert tuple(holder["prompt_token_ids"]) == answer.stream.prompt
+
+
+def priority(asker: Asker, kind: str) -> None:
+    """The scheduler serves lower ones first (tests/core); here it is the request's own."""
+    assert asker.ask(kind, priority=-3).request.priority == -3
+
+
+def cache_salt(asker: Asker, kind: str) -> None:
+    text = f"a {kind} long enough for blocks of its own: " + "x" * 100
+    asker.ask(kind, text, cache_salt="one")
+    assert asker.ask(kind, text, cache_salt="two").num_cached == 0
+    assert asker.ask(kind, text, cache_salt="one").num_cached > 0
+
+
+def detach_s(asker: Asker, kind: str) -> None:
+    """Closed connections: with 0 the answer ends, with a minute it is made to its end."""
+    with asker.begun(kind, detach_s=0, **{LIMIT[kind]: LONG}) as dropped:
+        pass
+    with asker.begun(kind, detach_s=60, **{LIMIT[kind]: 2000}) as kept:
+        pass
+
+    asker.server.wait_idle()
+    reasons = [f.reason for s in (dropped, kept) if (f := s.finishes[0]) is not None]
+    assert reasons == [FinishReason.CANCELLED, FinishReason.LENGTH]
+
+
+def model(asker: Asker, kind: str) -> None:
+    assert asker.ask(kind, model="fake").body["model"] == "fake"
+    with pytest.raises(Refused) as caught:
+        asker.ask(kind, model="other")
+    assert (caught.value.status, caught.value.param) == (404, "model")
+
+
+def metadata(asker: Asker, kind: str) -> None:
+    assert asker.ask(kind, metadata={"a": "b"}).body["metadata"] == {"a": "b"}
+
+
+def n(asker: Asker, kind: str) -> None:
+    answer = asker.ask(kind, n=3)
+    assert [c["index"] for c in answer.choices] == [0, 1, 2]
+    assert answer.num_tokens == 24
+
+
+def streams(asker: Asker, kind: str) -> None:
+    body = {**asker.body(kind, "count", 4), "stream": True}
+    with httpx.stream("POST", asker.server.url + PATHS[kind], json=body, timeout=20) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        assert response.read().endswith(b"data: [DONE]\n\n")
+
+
+def stream_options(asker: Asker, kind: str) -> None:
+    body = {**asker.body(kind, "count", 4), "stream": True}
+    for wanted in (True, False):
+        body["stream_options"] = {"include_usage": wanted}
+        got = httpx.post(asker.server.url + PATHS[kind], json=body, timeout=20)
+        assert ('"completion_tokens":4' in got.text) is wanted
+
+
+# ---------------------------------------------------------------- of one body
+
+
+def prompt(asker: Asker, kind: str) -> None:
+    name = {"chat": "messages", "completions": "prompt", "responses": "input"}[kind]
+    sent = asker.body(kind, "say this", 2)[name]
+    tokenizer = fake_tokenizer()
+    if kind == "completions":
+        wanted = tokenizer.encode("say this")
+    else:
+        messages = [{"role": "user", "content": "say this"}]
+        wanted = tokenizer.encode_chat(messages, add_generation_prompt=True)
+    assert list(asker.ask(kind, limit=2, **{name: sent}).stream.prompt) == wanted
+
+
+def chat_logprobs(asker: Asker, kind: str) -> None:
+    assert asker.ask(kind).choices[0]["logprobs"] is None
+    content = asker.ask(kind, logprobs=True).choices[0]["logprobs"]["content"]
+    assert "".join(t["token"] for t in content) == expected_text(8)
+    assert [t["top_logprobs"] for t in content] == [[]] * 8
+
+
+def chat_top_logprobs(asker: Asker, kind: str) -> None:
+    answer = asker.ask(kind, logprobs=True, top_logprobs=3)
+    content = answer.choices[0]["logprobs"]["content"]
+    assert [len(t["top_logprobs"]) for t in content] == [3] * 8
+
+
+def completion_logprobs(asker: Asker, kind: str) -> None:
+    logprobs = asker.ask(kind, logprobs=2).choices[0]["logprobs"]
+    assert "".join(logprobs["tokens"]) == expected_text(8)
+    assert [len(t) for t in logprobs["top_logprobs"]] == [2] * 8
+
+
+def add_generation_prompt(asker: Asker, kind: str) -> None:
+    bare = asker.ask(kind, add_generation_prompt=False).stream.prompt
+    opened = asker.ask(kind).stream.prompt
+    assert opened[: len(bare)] == bare
+    assert len(opened) > len(bare)
+
+
+def add_special_tokens(asker: Asker, kind: str) -> None:
+    """The fake tokenizer adds none: the tokenizer is told (and tests/test_tokenizer.py)."""
+    for wanted in (False, True):
+        asker.ask(kind, add_special_tokens=wanted)
+        assert asker.encoded[-1][-1]["add_special_tokens"] is wanted
+
+
+def echo(asker: Asker, kind: str) -> None:
+    assert asker.ask(kind, "go:", echo=True).text == "go:" + expected_text(8)
+
+
+def instructions(asker: Asker, kind: str) -> None:
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "count, please"},
+    ]
+    answer = asker.ask(kind, instructions="be brief")
+    assert list(answer.stream.prompt) == fake_tokenizer().encode_chat(messages)
+    assert answer.body["instructions"] == "be brief"
+
+
+def response_logprobs(asker: Asker, kind: str) -> None:
+    def content(**fields: Any) -> Any:
+        return asker.ask(kind, **fields).body["output"][0]["content"][0]["logprobs"]
+
+    assert content() == []
+    wanted = content(include=["message.output_text.logprobs"])
+    assert "".join(t["token"] for t in wanted) == expected_text(8)
+    assert [len(t["top_logprobs"]) for t in content(top_logprobs=3)] == [3] * 8
+    with pytest.raises(Refused) as caught:
+        asker.ask(kind, include=["file_search_call.results"])
+    assert (caught.value.status, caught.value.param) == (400, "include[0]")
+
+
+def stream_id(asker: Asker, kind: str) -> None:
+    answer = asker.ask(kind, stream_id="lane")
+    assert {e["stream_id"] for e in answer.events} == {"lane"}
+
+
+def obfuscation(asker: Asker, kind: str) -> None:
+    """Its one option is accepted where it asks for nothing."""
+    asker.ask(kind, stream_options={"include_obfuscation": False})
+    with pytest.raises(Refused) as caught:
+        asker.ask(kind, stream_options={"include_obfuscation": True})
+    assert caught.value.param == "stream_options.include_obfuscation"

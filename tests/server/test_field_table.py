@@ -1,0 +1,66 @@
+"""The table of every field, row by row: what is honoured has its effect, the rest is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from streamer.server.openai import chat, completions, responses
+from tests.server import asking
+from tests.server.asking import KINDS, Asker
+from tests.server.field_table import FIELDS, Accepted, Honoured, Refused, official
+from tests.server.running import Running
+
+TYPES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
+    "chat": (chat.ChatRequest, chat.FIELDS),
+    "completions": (completions.CompletionRequest, completions.FIELDS),
+    "responses": (responses.ResponseCreate, responses.FIELDS),
+}
+ROWS = [(kind, name, row) for kind, table in FIELDS.items() for name, row in table.items()]
+
+
+def rows(of: type) -> Any:
+    """Parameters for the rows of one sort."""
+    return [pytest.param(k, n, r, id=f"{k}-{n}") for k, n, r in ROWS if isinstance(r, of)]
+
+
+@pytest.fixture
+def asker(server: Running, monkeypatch: pytest.MonkeyPatch) -> Asker:
+    return Asker(server, monkeypatch)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_table_has_every_field_and_says_what_the_server_does(kind: str) -> None:
+    body, known = TYPES[kind]
+    assert official(kind) - set(FIELDS[kind]) == set()
+    assert set(FIELDS[kind]) == set(known)
+    honoured = {name for name, row in FIELDS[kind].items() if isinstance(row, Honoured)}
+    assert honoured == {f.name for f in msgspec.structs.fields(body)}
+
+
+@pytest.mark.parametrize(("kind", "name", "row"), rows(Honoured))
+def test_what_is_honoured_has_its_effect(asker: Asker, kind: str, name: str, row: Honoured) -> None:
+    row.effect(asker, kind)
+    assert asker.seen, "the effect asked for nothing"
+
+
+@pytest.mark.parametrize(("kind", "name", "row"), rows(Refused))
+def test_what_is_refused_is_named(asker: Asker, kind: str, name: str, row: Refused) -> None:
+    with pytest.raises(asking.Refused) as caught:
+        asker.ask(kind, **{name: row.value})
+    assert (caught.value.status, caught.value.param) == (400, name)
+    assert row.why
+    assert not asker.seen
+
+
+@pytest.mark.parametrize(("kind", "name", "row"), rows(Accepted))
+def test_what_is_accepted_changes_nothing(
+    asker: Asker, kind: str, name: str, row: Accepted
+) -> None:
+    with_it, without = asker.ask(kind, seed=1, **{name: row.value}), asker.ask(kind, seed=1)
+    assert with_it.text == without.text
+    requests = [msgspec.structs.replace(a.request, request_id=None) for a in (with_it, without)]
+    assert requests[0] == requests[1]
+    assert row.why

@@ -1,0 +1,123 @@
+"""/openapi.json: true to the app's routes, and to what schemathesis finds the server to do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+from starlette.routing import Route
+
+from streamer.server import openapi
+from streamer.server.app import build_service_app
+from streamer.server.openapi import ROUTES
+from streamer.server.service import Service
+from tests.server.running import Running
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
+EXAMPLES = 30  # a route with a body; a third of them good, a third against its schema
+GOOD = {"messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "tokens": [104, 105]}
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Running]:
+    """A context so small that no answer is long."""
+    running = Running(max_model_len=64, num_gpu_blocks_override=64).start()
+    yield running
+    running.stop()
+
+
+def tame(case: schemathesis.Case) -> schemathesis.Case:
+    """The case without what is seldom good by chance: numbers within bounds, the model's name."""
+    if "model" in case.path_parameters:
+        case.path_parameters["model"] = "fake"
+    if isinstance(case.body, dict):
+        kept = {k: v for k, v in case.body.items() if isinstance(v, bool | None)}
+        named = {"messages", "prompt", "tokens"} & set(case.body)
+        case.body = kept | {name: GOOD[name] for name in named} | {"stream_options": None}
+    return case
+
+
+def test_every_route_of_the_app_is_described(server: Running) -> None:
+    guard: Any = build_service_app(Service(server.engine, server.config))
+    described = {(r.method, r.path) for r in ROUTES}
+    routes = [r for r in guard._app.routes if isinstance(r, Route)]
+    served = {
+        (method, route.path.replace(":path", ""))
+        for route in routes
+        for method in route.methods or ()
+        if method != "HEAD"
+    }
+    assert served == described
+
+
+def test_the_document_is_whole(server: Running) -> None:
+    got = httpx.get(server.url + "/openapi.json")
+    assert (got.status_code, got.headers["content-type"]) == (200, "application/json")
+    document = got.json()
+    assert document["openapi"].startswith("3.1")
+    assert "security" not in document
+    chat = document["paths"]["/v1/chat/completions"]["post"]
+    assert "tools" in chat["requestBody"]["description"]
+    text = got.text
+    for name in document["components"]["schemas"]:
+        assert f"#/components/schemas/{name}" in text, f"{name} is not used"
+    keyed = openapi.document("/below", True)
+    assert b'"servers":[{"url":"/below"}]' in keyed
+    assert b'"securitySchemes"' in keyed
+
+
+def test_it_wants_the_key(server_with: Any) -> None:
+    server = server_with(api_key=("secret",))
+    assert httpx.get(server.url + "/openapi.json").status_code == 401
+
+
+@pytest.mark.parametrize("at", range(len(ROUTES)), ids=[f"{r.method} {r.path}" for r in ROUTES])
+def test_schemathesis_finds_nothing(small: Running, at: int) -> None:
+    """No 5xx, no status, content type or body that the document does not have."""
+    route = ROUTES[at]
+    schema = schemathesis.openapi.from_dict(httpx.get(small.url + "/openapi.json").json())
+    schema.config.update(base_url=small.url)
+    operation = schema[route.path][route.method]
+    statuses: Counter[int] = Counter()
+    good = operation.as_strategy(generation_mode=GenerationMode.POSITIVE)
+    cases = [good, good.map(tame)]
+    if route.body is not None:
+        cases.append(operation.as_strategy(generation_mode=GenerationMode.NEGATIVE))
+
+    @seed(7)
+    @settings(
+        max_examples=EXAMPLES if route.body is not None else 5,
+        deadline=None,
+        database=None,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=st.one_of(cases))
+    def check(case: schemathesis.Case) -> None:
+        if route.path == "/v1/engine":
+            case.query = {}  # a stream of snapshots has no end
+        response = case.call(timeout=20)
+        statuses[response.status_code] += 1
+        case.validate_response(response, checks=CHECKS)
+
+    check()
+    assert set(statuses) <= {route.success, *route.statuses}
+    assert statuses[route.success], "nothing it sent was good"

@@ -1,0 +1,127 @@
+"""GET /v1/engine on a real socket: one snapshot, the stream of them, keys, and the drain."""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from streamer.engine import watch
+from tests.server.counting import CHAT, ENDLESS, sse
+from tests.server.running import Running
+
+ONE, TWO = ({"authorization": f"Bearer {key}"} for key in ("first", "second"))
+
+
+def events(response: httpx.Response) -> Iterator[Any]:
+    return (e.json for e in sse(response))
+
+
+def endless(server: Running, headers: dict[str, str] | None = None) -> Any:
+    body = {**CHAT, **ENDLESS, "stream": True}
+    url = server.url + "/v1/chat/completions"
+    return httpx.stream("POST", url, json=body, headers=headers, timeout=20)
+
+
+def test_one_snapshot_shows_pools_requests_and_tables(server: Running) -> None:
+    with endless(server) as answer:
+        opened = sse(answer)
+        next(opened)
+        got = httpx.get(server.url + "/v1/engine")
+        body = got.json()
+        scheduler = body["scheduler"]
+        assert (got.status_code, body["object"], body["model"]) == (200, "engine", "fake")
+        assert body["engine"]["state"] == "ready"
+        (request,) = scheduler["requests"]
+        assert request["request_id"] == answer.headers["x-request-id"]
+        (choice,) = request["sequences"]
+        packed = base64.b64decode(choice["blocks"])
+        table = struct.unpack(f"<{len(packed) // 4}I", packed)
+        assert len(table) == choice["num_blocks"] > 0
+        pool = scheduler["device"]
+        cells = base64.b64decode(pool["cells"])
+        assert len(cells) == -(-pool["num_blocks"] // pool["blocks_per_cell"])
+        assert all(cells[b // pool["blocks_per_cell"]] >= 4 for b in table)
+        assert scheduler["steps"] == []
+        assert "owner_of" not in scheduler
+
+
+def test_the_stream_brings_each_step_once(server: Running) -> None:
+    url = server.url + "/v1/engine?stream=true"
+    with httpx.stream("GET", url, timeout=20) as response:
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        snapshots = events(response)
+        before = next(snapshots)["scheduler"]["step"]
+        # as many steps as a look may carry, so that none can be missing
+        httpx.post(server.url + "/v1/completions", json={"prompt": "ab", "max_tokens": 100})
+        seen: list[int] = []
+        decoded = 0
+        while not seen or seen[-1] < before + 100:
+            steps = next(snapshots)["scheduler"]["steps"]
+            seen += [s["number"] for s in steps]
+            decoded += sum(len(s["decoded"]) for s in steps)
+        assert seen[:100] == list(range(before + 1, before + 101))
+        assert decoded == 99
+
+
+def test_other_keys_requests_are_counts_only(server_with: Any) -> None:
+    server = server_with(api_key=("first", "second"))
+    url = server.url + "/v1/engine"
+    assert httpx.get(url).status_code == 401
+    with endless(server, ONE) as answer:
+        opened = sse(answer)
+        next(opened)
+        name = answer.headers["x-request-id"]
+        mine = httpx.get(url, headers=ONE)
+        assert [r["request_id"] for r in mine.json()["scheduler"]["requests"]] == [name]
+        with httpx.stream("GET", url + "?stream=true", headers=TWO, timeout=20) as response:
+            for snapshot, _ in zip(events(response), range(2), strict=False):
+                scheduler = snapshot["scheduler"]
+                assert scheduler["requests"] == []
+                assert sum(scheduler["unlisted"].values()) == 1
+                assert all(not s["decoded"] and not s["prefilled"] for s in scheduler["steps"])
+                assert name not in json.dumps(snapshot)
+
+
+@pytest.mark.parametrize("value", ["maybe", "True", "2"])
+def test_stream_is_true_or_false(server: Running, value: str) -> None:
+    got = httpx.get(server.url + "/v1/engine", params={"stream": value})
+    assert (got.status_code, got.json()["error"]["param"]) == (400, "stream")
+    assert httpx.head(server.url + "/v1/engine?stream=true").status_code == 200
+
+
+def test_a_follower_that_leaves_leaves_nothing(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "INTERVAL_S", 0.001)
+    monkeypatch.setattr(watch, "MAX_FOLLOWERS", 4)
+    for _ in range(12):  # more than may follow at once
+        with httpx.stream("GET", server.url + "/v1/engine?stream=true", timeout=20) as response:
+            assert response.status_code == 200
+            snapshots = events(response)
+            assert "engine" in next(snapshots)
+
+
+def test_one_follower_too_many_is_refused_before_the_200(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "MAX_FOLLOWERS", 0)
+    got = httpx.get(server.url + "/v1/engine?stream=true")
+    assert (got.status_code, got.json()["error"]["code"]) == (503, "server_overloaded")
+    assert got.headers["retry-after"]
+
+
+def test_followers_end_with_the_server(server_with: Any) -> None:
+    server: Running = server_with()
+    with httpx.stream("GET", server.url + "/v1/engine?stream=true", timeout=20) as response:
+        snapshots = events(response)
+        assert next(snapshots)["engine"]["state"] == "ready"
+        server.stop()
+        rest = list(snapshots)
+    assert rest[-1].get("engine", {}).get("state") == "draining" or "error" in rest[-1]
+    assert server.exit_code == 0
