@@ -282,9 +282,9 @@ def _new_table(seconds: float) -> Table:
     from rich.table import Table
 
     title = f"{seconds:g} s a run; CPU in us an event; delivery and lag in ms, p50 and p99"
-    table = Table(title=title, box=None, padding=(0, 1, 0, 0))
+    table = Table(title=title, box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("over")
-    names = ("streams", "set rate", "tokens/s", "events/s", "loop", "all")
+    names = ("streams", "asked", "tokens/s", "events/s", "loop", "all")
     for name in (*names, "deliver", "", "lag", "", "client"):
         table.add_column(name, justify="right")
     return table

@@ -19,6 +19,8 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from streamer.server.histogram import LoopCounter, LoopHistogram
+
 if TYPE_CHECKING:
     from streamer.core.plan import StepStats
     from streamer.engine.engine import AsyncEngine
@@ -43,9 +45,10 @@ class Metrics:
         self._prompt_tokens = Counter(
             "streamer_prompt_tokens", "Prompt tokens of requests.", registry=self.registry
         )
-        self._output_tokens = Counter(
-            "streamer_output_tokens", "Output tokens handed to readers.", registry=self.registry
+        self._output_tokens = LoopCounter(
+            "streamer_output_tokens", "Output tokens handed to readers."
         )
+        self.registry.register(self._output_tokens)
         self._cached_tokens = Counter(
             "streamer_cached_prompt_tokens",
             "Prompt tokens whose KV was already there.",
@@ -57,12 +60,12 @@ class Metrics:
             buckets=LATENCY_S,
             registry=self.registry,
         )
-        self._gap_s = Histogram(
+        self._gap_s = LoopHistogram(
             "streamer_inter_token_latency_seconds",
             "Seconds a token between deltas of a choice (one observation a delta).",
-            buckets=GAP_S,
-            registry=self.registry,
+            GAP_S,
         )
+        self.registry.register(self._gap_s)
         self._total_s = Histogram(
             "streamer_request_seconds",
             "From submission to the end.",
@@ -101,7 +104,7 @@ class Meter:
             else:
                 self._m._gap_s.observe((now - last) / len(d.token_ids))
             self._last[key] = now
-            self._m._output_tokens.inc(len(d.token_ids))
+            self._m._output_tokens.value += len(d.token_ids)
 
     def close(self) -> None:
         """The request is answered, or its reader left."""
