@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from streamer.engine.engine import AsyncEngine
     from streamer.engine.stream import Delta, TokenStream
 
-TENANT = "tenant"  # in scope["state"]: a digest of the key, put there by the guard
+# in scope["state"], put there by the guard: a digest of the key; the server's own `send`
+TENANT = "tenant"
+PLAIN_SEND = "plain_send"
 LOADING_RETRY_S = 2.0
 DRAINING_RETRY_S = 5.0
 

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from streamer.engine.stream import Delta
 from streamer.errors import StreamerError
 from streamer.server.follow import follow
+from streamer.server.service import PLAIN_SEND
 
 if TYPE_CHECKING:
     from streamer.core.plan import Notice
@@ -125,6 +126,7 @@ class EventStream:
         self._streams = streams
         self._keep_alive_s = KEEP_ALIVE_S if keep_alive_s is None else keep_alive_s
         self._send: Send
+        self._send_part: Send  # for after the head
         self._is_sending = True  # until the head is out
         self._last_sent = 0.0
         self._meter = service.metrics.meter(streams)
@@ -132,6 +134,7 @@ class EventStream:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the head and every event; return when all is sent or the client is gone."""
         self._send = send
+        self._send_part = scope.get("state", {}).get(PLAIN_SEND, send)
         with self._service.working():
             async with ClientWatch(receive, self._keep_alive, self._keep_alive_s):
                 await self._write()
@@ -177,7 +180,7 @@ class EventStream:
     async def _put(self, body: bytes) -> None:
         if body:
             self._is_sending = True
-            await self._send({"type": "http.response.body", "body": body, "more_body": True})
+            await self._send_part({"type": "http.response.body", "body": body, "more_body": True})
             self._last_sent = asyncio.get_running_loop().time()
         self._is_sending = False
 
