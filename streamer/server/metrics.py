@@ -95,16 +95,17 @@ class Meter:
         """What a wake-up brought to the stream at `source`."""
         now = time.monotonic()
         for d in deltas:
-            if not d.token_ids:
+            num_tokens = len(d.token_ids)
+            if not num_tokens:
                 continue
             key = (source, d.choice)
             last = self._last.get(key)
             if last is None:
                 self._m._first_token_s.observe(now - self._start)
             else:
-                self._m._gap_s.observe((now - last) / len(d.token_ids))
+                self._m._gap_s.observe((now - last) / num_tokens)
             self._last[key] = now
-            self._m._output_tokens.value += len(d.token_ids)
+            self._m._output_tokens.value += num_tokens
 
     def close(self) -> None:
         """The request is answered, or its reader left."""

@@ -1,6 +1,6 @@
 """SSE: the frame, the response that follows token streams, and the watch over the client.
 
-EventStream is a plain ASGI callable: a cursor-writer that takes everything new at each wake-up and
+EventStream is a plain ASGI callable: a cursor-writer that takes everything new in each step and
 sends it as one body part, keep-alive comments while nothing comes, and a watch that ends it all as
 soon as the client is gone. app.py makes one per streamed request.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Protocol
@@ -181,11 +182,11 @@ class EventStream:
         if body:
             self._is_sending = True
             await self._send_part({"type": "http.response.body", "body": body, "more_body": True})
-            self._last_sent = asyncio.get_running_loop().time()
+            self._last_sent = time.monotonic()  # asking for the loop is a system call
         self._is_sending = False
 
     async def _keep_alive(self) -> float:
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         rest_s = self._last_sent + self._keep_alive_s - now
         if rest_s > 0:
             return rest_s

@@ -267,7 +267,8 @@ class ChatAnswer:
         self._created = int(self._stream.created)
         options = body.stream_options
         self._include_usage = bool(options is not None and options.include_usage)
-        self._plain = [self._around_text(index) for index in range(self._n)]
+        self._is_plain = not body.logprobs and not body.return_token_ids
+        self._around = [self._around_text(index) for index in range(self._n)]
 
     @property
     def request_id(self) -> str:
@@ -287,9 +288,9 @@ class ChatAnswer:
         """The chunks for what a step, or several, brought."""
         parts = []
         for d in deltas:
-            if d.text and not d.logprobs and not self._body.return_token_ids:
+            if self._is_plain and d.text:
                 self._numbers[d.choice] = 1 + d.start + len(d.token_ids)
-                before, after = self._plain[d.choice]
+                before, after = self._around[d.choice]
                 parts.append(frame(self._number(), before + encode(d.text) + after))
             elif d.text or (d.token_ids and (d.logprobs or self._body.return_token_ids)):
                 self._numbers[d.choice] = 1 + d.start + len(d.token_ids)
