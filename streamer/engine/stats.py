@@ -1,6 +1,7 @@
-"""Snapshot: what the engine says of itself at one moment, as one frozen value.
+"""Snapshot and Timing: what engine and stream say of themselves at one moment, as frozen values.
 
-Made by AsyncEngine.snapshot on the loop; scheduler counts are those of the last step.
+Made by AsyncEngine.snapshot and TokenStream.timing on the loop; scheduler counts are those of the
+last step.
 """
 
 from __future__ import annotations
@@ -38,3 +39,19 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     uptime_s: float
     loop_lag_s: float
     max_loop_lag_s: float
+
+
+class Timing(msgspec.Struct, frozen=True):
+    """Seconds of one request's life; None: it has not come so far.
+
+    queue_s        from submission until it first ran;  prefill_s from then to the first token
+    first_token_s  from submission to the first token
+    per_token_s    mean gap between tokens of the whole request after the first
+    total_s        from submission to the last finish
+    """
+
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    first_token_s: float | None = None
+    per_token_s: float | None = None
+    total_s: float | None = None

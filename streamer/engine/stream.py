@@ -13,33 +13,16 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
-import msgspec
-
 from streamer.core.plan import Finish, Notice, NoticeKind, TokenLogprob
 from streamer.core.sampling import SamplingParams
 from streamer.engine.log import ChoiceLog, Delta
+from streamer.engine.stats import Timing
 from streamer.errors import InvalidRequest, StreamerError
 from streamer.tokenizer_text import TextStream
 
 __all__ = ["Control", "Delta", "Reader", "Timing", "TokenStream"]
 
 PROMPT_TOKEN_BYTES = 36  # an int and its place in a tuple
-
-
-class Timing(msgspec.Struct, frozen=True):
-    """Seconds of one request's life; None: it has not come so far.
-
-    queue_s        from submission until it first ran;  prefill_s from then to the first token
-    first_token_s  from submission to the first token
-    per_token_s    mean gap between tokens of the whole request after the first
-    total_s        from submission to the last finish
-    """
-
-    queue_s: float | None = None
-    prefill_s: float | None = None
-    first_token_s: float | None = None
-    per_token_s: float | None = None
-    total_s: float | None = None
 
 
 class Control(Protocol):

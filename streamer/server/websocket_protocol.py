@@ -8,7 +8,7 @@ uvicorn.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.protocol import OPEN
@@ -70,9 +70,8 @@ class StreamingWebSocket(WebSocketsSansIOProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A new connection."""
-        if not isinstance(transport, asyncio.Transport):
-            raise TypeError(f"a stream transport is wanted, got {transport!r}")
-        super().connection_made(TurnTransport(transport, self.loop))
+        inner = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        super().connection_made(TurnTransport(inner, self.loop))
 
     async def send(self, message: Any) -> None:
         """An ASGI message. Whatever is not a message to an open socket is uvicorn's business."""

