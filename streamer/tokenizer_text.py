@@ -22,7 +22,17 @@ class TextStream:
     special      token id -> how a special token is shown; empty where they are left out
     """
 
-    __slots__ = ("_decoder", "_held", "_marks", "_seen", "_special", "_stop", "_table")
+    __slots__ = (
+        "_decoder",
+        "_held",
+        "_is_plain",
+        "_is_whole",
+        "_marks",
+        "_seen",
+        "_special",
+        "_stop",
+        "_table",
+    )
 
     def __init__(
         self,
@@ -35,17 +45,19 @@ class TextStream:
         self._special = special or {}
         # Bytes that never become valid turn into U+FFFD at once: it holds at most three.
         self._decoder = _UTF8("replace")
+        self._is_whole = True  # the decoder holds nothing
+        self._is_plain = not self._stop and not self._special
         self._seen = 0  # bytes
         self._held = b""  # may be the beginning of a stop string
         self._marks: list[tuple[int, bytes]] = []  # (offset in _held, special token shown there)
 
     def push(self, token_id: int) -> str:
         """The text that can be released now that this token has come; may be empty."""
-        if not self._stop and not self._special:
+        if self._is_plain:
             table = self._table
             piece = table[token_id] if token_id < len(table) else b""
             self._seen += len(piece)
-            return self._decoder.decode(piece)
+            return self._decode(piece)
         piece = self._hold(token_id)
         held_back = max([stop.push(piece) for stop in self._stop], default=0)
         return self._release(len(self._held) - held_back)
@@ -60,6 +72,17 @@ class TextStream:
             keep = max(0, min(keep, text_bytes - released))
         text = self._release(keep) + self._decoder.decode(b"", final=True)
         self._held, self._marks = b"", []
+        return text
+
+    def _decode(self, piece: bytes) -> str:
+        """Whole characters of these bytes and of what was held; half a character waits."""
+        if self._is_whole:
+            try:
+                return piece.decode()  # a quarter of the incremental decoder's time
+            except UnicodeDecodeError:
+                pass
+        text = self._decoder.decode(piece)
+        self._is_whole = not self._decoder.getstate()[0]
         return text
 
     def _hold(self, token_id: int) -> bytes:
@@ -80,7 +103,7 @@ class TextStream:
             text += self._decoder.decode(self._held[start:at], final=True)
             text += shown.decode("utf-8", "replace")
             start = at
-        text += self._decoder.decode(self._held[start:upto])
+        text += self._decode(self._held[start:upto])
         self._held = self._held[upto:]
         self._marks = [(at - upto, shown) for at, shown in self._marks]
         return text

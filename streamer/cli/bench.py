@@ -23,7 +23,8 @@ class Bench(NamedTuple):
 
 
 BENCHES = {
-    "step": Bench("streamer.bench.step", "host time of a step, beside a quiet and a busy loop")
+    "step": Bench("streamer.bench.step", "host time of a step, beside a quiet and a busy loop"),
+    "stream": Bench("streamer.bench.stream", "from a step's output to the sockets, by itself"),
 }
 
 

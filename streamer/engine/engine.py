@@ -82,7 +82,7 @@ class AsyncEngine:
         self.watch = Watch(self._command)
         self._streams = Registry(config.retain_s, config.retain_bytes)
         self._random = random.SystemRandom() if config.seed is None else random.Random(config.seed)
-        self._ready_at = self._lag_s = self._max_lag_s = 0.0
+        self._max_lag_s = 0.0
 
     @classmethod
     def from_config(cls, config: Config) -> AsyncEngine:
@@ -314,8 +314,6 @@ class AsyncEngine:
             self._streams,
             state="draining" if self.is_draining and is_ready else self._state,
             step=self.stats,
-            uptime_s=time.monotonic() - self._ready_at if is_ready else 0.0,
-            loop_lag_s=self._lag_s,
             max_loop_lag_s=max_lag_s,
         )
 
@@ -343,13 +341,11 @@ class AsyncEngine:
         """Loading is done."""
         self.stats = self._first_stats
         self._state = "ready"
-        self._ready_at = time.monotonic()
         self._is_started.set()
 
     def on_output(self, output: StepOutput, sent: float) -> None:
         """Hand a step's news to the streams; then the thread may take the step after next."""
-        self._lag_s = time.perf_counter() - sent
-        self._max_lag_s = max(self._max_lag_s, self._lag_s)
+        self._max_lag_s = max(self._max_lag_s, time.perf_counter() - sent)
         self.stats = output.stats
         self.phases.saw(output.times)
         if self._thread is None or self._state != "ready":

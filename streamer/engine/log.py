@@ -39,13 +39,14 @@ class Delta(msgspec.Struct, frozen=True):
 class ChoiceLog:
     """See the module. `tokens` holds token ids below 2**31."""
 
-    __slots__ = ("_ends", "_logprob_bytes", "_logprobs", "_text", "_writer", "tokens")
+    __slots__ = ("_ends", "_last", "_logprob_bytes", "_logprobs", "_text", "_writer", "tokens")
 
     def __init__(self, writer: TextStream, has_logprobs: bool) -> None:
         self.tokens = array("i")
         self._writer = writer
         self._text = bytearray()  # UTF-8, whole characters
         self._ends = array("Q")  # bytes of text released up to and with each token
+        self._last = ""  # text released by the last token
         self._logprobs: list[TokenLogprob] | None = [] if has_logprobs else None
         self._logprob_bytes = 0
 
@@ -62,17 +63,20 @@ class ChoiceLog:
             self._logprobs.append(logprob)
             self._logprob_bytes += LOGPROB_BYTES + TOP_BYTES * len(logprob.top)
         if finish is None:
-            self._text += self._writer.push(token).encode()
+            text = self._writer.push(token)
         else:
             # A token that ended the choice by its id is no part of the text.
             ended_by_id = finish.text_bytes is not None and not isinstance(finish.stop, str)
-            last = None if ended_by_id else token
-            self._text += self._writer.finish(finish.text_bytes, last).encode()
+            text = self._writer.finish(finish.text_bytes, None if ended_by_id else token)
+        self._text += text.encode()
         self._ends.append(len(self._text))
+        self._last = text
 
     def end(self, finish: Finish) -> None:
         """No more tokens: release what was held back, cut where the core said."""
-        self._text += self._writer.finish(finish.text_bytes).encode()
+        text = self._writer.finish(finish.text_bytes)
+        self._text += text.encode()
+        self._last += text
 
     def text_from(self, start: int) -> str:
         """Text after the first `start` tokens, as far as it is released."""
@@ -85,6 +89,8 @@ class ChoiceLog:
 
     def delta(self, choice: int, start: int, finish: Finish | None) -> Delta:
         """Everything from token `start` on."""
+        if start == len(self.tokens) - 1 and self._logprobs is None:  # a reader who is not late
+            return Delta(choice, start, (self.tokens[start],), self._last, None, finish)
         return Delta(
             choice,
             start,

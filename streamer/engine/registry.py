@@ -91,14 +91,16 @@ class Registry:
         await self._is_quiet.wait()
 
     def distribute(self, output: StepOutput) -> None:
-        """Hand a step's notices, tokens and finishes to their streams."""
+        """Hand a step's notices, tokens and finishes to their streams, then wake their readers."""
         live = self._live
+        touched: list[TokenStream] = []  # twice where a request's rows are not neighbours: harmless
         for notice in output.notices:
             stream = live.get(notice.request_id)
             if stream is not None:
                 n, was_started = stream.params.n, stream.is_started
                 was_scheduled = stream.is_scheduled
                 stream.notify(notice)
+                touched.append(stream)
                 if stream.is_started and not was_started:
                     self.num_waiting -= 1
                     self._num_waiting_rows -= n
@@ -106,14 +108,22 @@ class Registry:
         finishes = {(f.request_id, f.choice): f for f in output.finishes}
         logprobs = output.logprobs
         triples = zip(output.request_ids, output.choices, output.tokens, strict=True)
+        last = None
         for i, (request_id, choice, token) in enumerate(triples):
             stream = live.get(request_id)
             if stream is not None:
+                if stream is not last:
+                    touched.append(stream)
+                    last = stream
                 finish = finishes.pop((request_id, choice), None) if finishes else None
                 stream.push(choice, token, logprobs.get(i) if logprobs else None, finish)
         for (request_id, _), finish in finishes.items():
-            if request_id in live:
-                live[request_id].end(finish)
+            stream = live.get(request_id)
+            if stream is not None:
+                stream.end(finish)
+                touched.append(stream)
+        for stream in touched:
+            stream.wake()
         for finish in output.finishes:
             stream = live.get(finish.request_id)
             if stream is not None and stream.is_finished:

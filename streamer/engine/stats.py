@@ -1,4 +1,4 @@
-"""What the engine says of itself: a Snapshot of one moment, and tallies of what repeats.
+"""What engine and stream say of themselves: a Snapshot or Timing of one moment, and tallies.
 
 Snapshots are made by AsyncEngine.snapshot on the loop, with the scheduler's counts after the last
 step. A Tally is a histogram's counts without a name, a lock or a label: metrics.py exposes it.
@@ -65,9 +65,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     paused_streams   held because their reader is behind, or by `pause`
     retained_streams finished ones kept for late readers, retained_bytes in all
     submitted, finished, cancelled, failed   requests since the start
-    uptime_s         since loading was done
-    loop_lag_s       from a step's wake-up to the loop's turn: the last, and the largest since the
-                     previous snapshot
+    max_loop_lag_s   from a step's wake-up to the loop's turn, the largest since the last snapshot
     """
 
     state: str
@@ -81,8 +79,6 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     finished: int
     cancelled: int
     failed: int
-    uptime_s: float
-    loop_lag_s: float
     max_loop_lag_s: float
 
 
@@ -91,8 +87,6 @@ def take_snapshot(
     *,
     state: str,
     step: StepStats,
-    uptime_s: float,
-    loop_lag_s: float,
     max_loop_lag_s: float,
 ) -> Snapshot:
     """What the engine says, with the counts of its streams."""
@@ -109,7 +103,21 @@ def take_snapshot(
         finished=ended[FinishReason.STOP] + ended[FinishReason.LENGTH],
         cancelled=ended[FinishReason.CANCELLED],
         failed=ended[FinishReason.FAILED],
-        uptime_s=uptime_s,
-        loop_lag_s=loop_lag_s,
         max_loop_lag_s=max_loop_lag_s,
     )
+
+
+class Timing(msgspec.Struct, frozen=True):
+    """Seconds of one request's life; None: it has not come so far.
+
+    queue_s        from submission until it first ran;  prefill_s from then to the first token
+    first_token_s  from submission to the first token
+    per_token_s    mean gap between tokens of the whole request after the first
+    total_s        from submission to the last finish
+    """
+
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    first_token_s: float | None = None
+    per_token_s: float | None = None
+    total_s: float | None = None

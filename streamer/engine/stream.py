@@ -13,33 +13,16 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
-import msgspec
-
 from streamer.core.plan import Finish, Notice, NoticeKind, TokenLogprob
 from streamer.core.sampling import SamplingParams
 from streamer.engine.log import ChoiceLog, Delta
+from streamer.engine.stats import Timing
 from streamer.errors import InvalidRequest, StreamerError
 from streamer.tokenizer_text import TextStream
 
-__all__ = ["Control", "Delta", "Timing", "TokenStream"]
+__all__ = ["Control", "Delta", "Reader", "Timing", "TokenStream"]
 
 PROMPT_TOKEN_BYTES = 36  # an int and its place in a tuple
-
-
-class Timing(msgspec.Struct, frozen=True):
-    """Seconds of one request's life; None: it has not come so far.
-
-    queue_s        from submission until it first ran;  prefill_s from then to the first token
-    first_token_s  from submission to the first token
-    per_token_s    mean gap between tokens of the whole request after the first
-    total_s        from submission to the last finish
-    """
-
-    queue_s: float | None = None
-    prefill_s: float | None = None
-    first_token_s: float | None = None
-    per_token_s: float | None = None
-    total_s: float | None = None
 
 
 class Control(Protocol):
@@ -49,28 +32,24 @@ class Control(Protocol):
     def hold(self, request_id: str, is_held: bool) -> None: ...
 
 
-class _Reader:
-    """One reader: what it has been given, and what waits for it."""
+class Reader:
+    """One reader: what it has been given, and what waits for it; made by `attach`."""
 
-    __slots__ = ("acknowledged", "cursors", "finished", "notices", "number", "taken", "waiter")
+    __slots__ = ("acknowledged", "cursors", "finished", "notices", "number", "on_news", "taken")
 
-    def __init__(self, number: int, cursors: list[int]) -> None:
+    def __init__(self, number: int, cursors: list[int], on_news: Callable[[], None]) -> None:
         self.number = number
+        self.on_news = on_news
         self.cursors = cursors
         self.finished = [False] * len(cursors)
         self.notices: dict[NoticeKind, Notice] = {}
         self.taken = sum(cursors)
         self.acknowledged: int | None = None
-        self.waiter: asyncio.Future[None] | None = None
 
     @property
     def position(self) -> int:
         """Output tokens it has consumed."""
         return self.taken if self.acknowledged is None else self.acknowledged
-
-    def wake(self) -> None:
-        if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)
 
 
 class TokenStream:
@@ -119,12 +98,13 @@ class TokenStream:
         self._control = control
         self._detach_s = detach_s
         self._window = window
-        self._readers: list[_Reader] = []
+        self._readers: list[Reader] = []
         self._num_readers = 0  # ever
         self._departure: asyncio.TimerHandle | None = None
         self._notice: Notice | None = None
         self._is_held = False  # by the caller of AsyncEngine.pause
         self._is_behind = False  # its readers lag
+        self._calm_until = 0  # up to this head no reader that is here now can lag too far
         self._submitted = time.perf_counter()
         self._started: float | None = None
         self._first: float | None = None
@@ -217,22 +197,22 @@ class TokenStream:
         closed (contextlib.aclosing): closing detaches this reader, and so does cancelling its task.
         Raises InvalidRequest for a wrong cursor and EngineDead after what came before the death.
         """
-        me = self._attach(after, reader)
+        news = asyncio.Event()
+        me = self.attach(after, news.set, reader)
         try:
             while True:
-                items = self._take(me)
+                news.clear()
+                items = self.take(me)
                 if items:
                     yield items
-                    self._took(me)
+                    self.took(me)
                 elif self.is_finished:
                     break
                 else:
-                    me.waiter = asyncio.get_running_loop().create_future()
-                    await me.waiter
+                    await news.wait()
         finally:
-            self._detach(me)
-        if self.error is not None:
-            raise type(self.error)(self.error.message, code=self.error.code) from self.error
+            self.detach(me)
+        self.require_no_error()
 
     async def wait(self) -> None:
         """Until it is finished, as a reader that takes everything; raises what ended it."""
@@ -259,23 +239,38 @@ class TokenStream:
             return 0
         return self._head - max(r.position for r in self._readers)
 
-    def _attach(self, after: int | Sequence[int], number: int | None) -> _Reader:
+    def require_no_error(self) -> None:
+        """Raise what ended it without finishes."""
+        if self.error is not None:
+            raise type(self.error)(self.error.message, code=self.error.code) from self.error
+
+    # ------------------------------------------------------------ reading without waiting
+
+    def attach(
+        self, after: int | Sequence[int], on_news: Callable[[], None], number: int | None = None
+    ) -> Reader:
+        """A new reader, for `take`; to be given to `detach`. Cursor and number as in `read`.
+
+        on_news  called within the loop turn of every step that brought something, and at the end;
+                 it must neither raise nor detach: the engine calls it
+        """
         n = self.params.n
         cursors = [after] * n if isinstance(after, int) else list(after)
         if len(cursors) != n or any(c < 0 for c in cursors):
             raise InvalidRequest(
                 f"a cursor of {n} numbers from 0 on is wanted, got {after}", param="starting_after"
             )
-        reader = _Reader(self.new_reader() if number is None else number, cursors)
+        reader = Reader(self.new_reader() if number is None else number, cursors, on_news)
         if self._notice is not None and not self.is_finished:
             reader.notices[self._notice.kind] = self._notice
         if self._departure is not None:
             self._departure.cancel()
             self._departure = None
         self._readers.append(reader)
+        self._calm_until = 0
         return reader
 
-    def _take(self, reader: _Reader) -> list[Delta | Notice]:
+    def take(self, reader: Reader) -> list[Delta | Notice]:
         """What is beyond the reader's cursors; moves them."""
         items: list[Delta | Notice] = []
         if reader.notices:
@@ -291,12 +286,14 @@ class TokenStream:
                 reader.finished[choice] = finish is not None
         return items
 
-    def _took(self, reader: _Reader) -> None:
-        """The reader came back for more: it has consumed what it was given."""
+    def took(self, reader: Reader) -> None:
+        """The reader has consumed what it was given."""
         reader.taken = sum(reader.cursors)
-        self._follow_lag()
+        if self._is_behind:
+            self._follow_lag()
 
-    def _detach(self, reader: _Reader) -> None:
+    def detach(self, reader: Reader) -> None:
+        """The reader reads no more: the last one's going may cancel the request."""
         self._readers.remove(reader)
         if self.is_finished:
             return
@@ -320,6 +317,7 @@ class TokenStream:
         if not self._window:
             return
         lag = self.lag()
+        self._calm_until = self._head - lag + self._window
         if lag > self._window:
             self._is_behind = True
         elif lag <= self._window // 2:
@@ -332,7 +330,8 @@ class TokenStream:
             self.is_paused = should_pause
             self._control.hold(self.request_id, should_pause)
 
-    # ------------------------------------------------------------ appending, by AsyncEngine alone
+    # ------------------------------------------------------------ appending, by Registry alone,
+    # which then calls `wake`: a step that brings several tokens wakes its readers once.
 
     def push(
         self, choice: int, token: int, logprob: TokenLogprob | None, finish: Finish | None
@@ -347,16 +346,12 @@ class TokenStream:
         self._choices[choice].push(token, logprob, finish)
         if finish is not None:
             self._close(finish)
-        self._wake()
-        if self._window and self._readers:
-            self._follow_lag()
 
     def end(self, finish: Finish) -> None:
         """The end of a choice that got no token in this step."""
         if self.finishes[finish.choice] is None:
             self._choices[finish.choice].end(finish)
             self._close(finish)
-            self._wake()
 
     def notify(self, notice: Notice) -> None:
         """What happens while nothing streams."""
@@ -369,14 +364,13 @@ class TokenStream:
         for reader in self._readers:
             reader.notices.pop(notice.kind, None)  # the newest of a kind, in order of arrival
             reader.notices[notice.kind] = notice
-        self._wake()
 
     def fail(self, error: StreamerError) -> None:
-        """End it without finishes."""
+        """End it without finishes, and wake its readers."""
         if not self.is_finished:
             self.error = error
             self._over()
-            self._wake()
+            self.wake()
 
     def _close(self, finish: Finish) -> None:
         self.finishes[finish.choice] = finish
@@ -395,6 +389,9 @@ class TokenStream:
         for observer in self.observers:
             observer(self)
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Tell the readers that there is something; those who take it at once have no lag."""
         for reader in self._readers:
-            reader.wake()
+            reader.on_news()
+        if self._window and self._head > self._calm_until:
+            self._follow_lag()

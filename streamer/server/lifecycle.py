@@ -26,6 +26,7 @@ from streamer.server.protocol import LimitedHttpProtocol
 from streamer.server.service import Service
 from streamer.server.tracing import make_tracer
 from streamer.server.websocket import MAX_MESSAGE_BYTES
+from streamer.server.websocket_protocol import StreamingWebSocket
 
 if TYPE_CHECKING:
     from streamer.engine.engine import AsyncEngine
@@ -216,7 +217,7 @@ def _uvicorn_config(service: Service, config: Config) -> uvicorn.Config:
         build_service_app(service),
         http=LimitedHttpProtocol,
         limit_concurrency=MAX_CONNECTIONS,
-        ws="websockets-sansio",
+        ws=StreamingWebSocket,
         ws_max_size=MAX_MESSAGE_BYTES,
         ws_ping_interval=20.0,
         ws_ping_timeout=20.0,

@@ -19,6 +19,7 @@ from streamer.config import Config
 from streamer.errors import Forbidden, NotAuthenticated, StreamerError, TooLarge
 from streamer.server.admission import TENANT, digest
 from streamer.server.openai.common import error_body
+from streamer.server.service import PLAIN_SEND
 
 MAX_BODY_BYTES: Final = 4 << 20
 OPEN_PATHS: Final = frozenset({"/", "/health", "/ready"})
@@ -64,6 +65,8 @@ class Guard:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
+        # Starlette wraps it three times to see the head go by: too much for every token.
+        scope.setdefault("state", {})[PLAIN_SEND] = send
         headers = Headers(scope=scope)
         path = scope["path"].removeprefix(self._root) or "/"
         try:

@@ -1,6 +1,6 @@
 """SSE: the frame, the response that follows token streams, and the watch over the client.
 
-EventStream is a plain ASGI callable: a cursor-writer that takes everything new at each wake-up and
+EventStream is a plain ASGI callable: a cursor-writer that takes everything new in each step and
 sends it as one body part, keep-alive comments while nothing comes, and a watch that ends it all as
 soon as the client is gone. app.py makes one per streamed request.
 """
@@ -8,9 +8,9 @@ soon as the client is gone. app.py makes one per streamed request.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -18,6 +18,8 @@ from starlette.types import Receive, Scope, Send
 
 from streamer.engine.stream import Delta
 from streamer.errors import StreamerError
+from streamer.server.follow import follow
+from streamer.server.service import PLAIN_SEND
 
 if TYPE_CHECKING:
     from streamer.core.plan import Notice
@@ -103,48 +105,6 @@ class ClientWatch:
                 return
 
 
-async def merged(
-    streams: Sequence[TokenStream],
-) -> AsyncGenerator[tuple[int, list[Delta | Notice]], None]:
-    """What the streams bring, as (index of the stream, its news), until all have finished.
-
-    To be closed (`aclosing`): closing detaches every reader. A stream that waits its turn goes on
-    collecting, so a slow consumer gets fewer and larger deltas.
-    """
-    if len(streams) == 1:
-        async with contextlib.aclosing(streams[0].read()) as batches:
-            async for items in batches:
-                yield 0, items
-        return
-    queue: asyncio.Queue[tuple[int, list[Delta | Notice] | Exception | None]]
-    queue = asyncio.Queue(maxsize=1)
-
-    async def pump(source: int, stream: TokenStream) -> None:
-        try:
-            async with contextlib.aclosing(stream.read()) as batches:
-                async for items in batches:
-                    await queue.put((source, items))
-            await queue.put((source, None))
-        except Exception as e:  # whatever it is, the reader of the queue waits for an end
-            await queue.put((source, e))
-
-    tasks = [asyncio.create_task(pump(i, s)) for i, s in enumerate(streams)]
-    try:
-        num_open = len(tasks)
-        while num_open:
-            source, got = await queue.get()
-            if isinstance(got, Exception):
-                raise got
-            if got is None:
-                num_open -= 1
-            else:
-                yield source, got
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 HEADERS: Final = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache, no-transform"),
@@ -167,12 +127,15 @@ class EventStream:
         self._streams = streams
         self._keep_alive_s = KEEP_ALIVE_S if keep_alive_s is None else keep_alive_s
         self._send: Send
+        self._send_part: Send  # for after the head
         self._is_sending = True  # until the head is out
         self._last_sent = 0.0
+        self._meter = service.metrics.meter(streams)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the head and every event; return when all is sent or the client is gone."""
         self._send = send
+        self._send_part = scope.get("state", {}).get(PLAIN_SEND, send)
         with self._service.working():
             async with ClientWatch(receive, self._keep_alive, self._keep_alive_s):
                 await self._write()
@@ -194,17 +157,8 @@ class EventStream:
 
     async def _follow(self) -> bytes:
         """Send the events as they come; the return value is the end of the body."""
-        meter = self._service.metrics.meter(self._streams)
         try:
-            async with contextlib.aclosing(merged(self._streams)) as batches:
-                async for source, items in batches:
-                    deltas = [d for d in items if isinstance(d, Delta)]
-                    meter.deltas(source, deltas)
-                    failure = self._service.failure(deltas)
-                    if failure is not None:
-                        self._service.cancel(self._streams)
-                        return self._answer.error(failure)
-                    await self._put(self._answer.deltas(source, deltas))
+            await follow(self._streams, self._put_news)
         except StreamerError as e:
             self._service.cancel(self._streams)
             return self._answer.error(e)
@@ -214,15 +168,23 @@ class EventStream:
             return self._answer.error(StreamerError("internal error", code="internal"))
         return self._answer.closing()
 
+    async def _put_news(self, source: int, items: list[Delta | Notice]) -> None:
+        deltas = [d for d in items if isinstance(d, Delta)]
+        self._meter.deltas(source, deltas)
+        failure = self._service.failure(deltas)
+        if failure is not None:
+            raise failure
+        await self._put(self._answer.deltas(source, deltas))
+
     async def _put(self, body: bytes) -> None:
         if body:
             self._is_sending = True
-            await self._send({"type": "http.response.body", "body": body, "more_body": True})
-            self._last_sent = asyncio.get_running_loop().time()
+            await self._send_part({"type": "http.response.body", "body": body, "more_body": True})
+            self._last_sent = time.monotonic()  # asking for the loop is a system call
         self._is_sending = False
 
     async def _keep_alive(self) -> float:
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         rest_s = self._last_sent + self._keep_alive_s - now
         if rest_s > 0:
             return rest_s
@@ -242,15 +204,17 @@ async def read_whole(
     results: list[list[Delta]] = [[] for _ in streams]
     async with ClientWatch(receive) as watch:
         meter = service.metrics.meter(streams)
+
+        async def keep(source: int, items: list[Delta | Notice]) -> None:
+            deltas = [d for d in items if isinstance(d, Delta)]
+            meter.deltas(source, deltas)
+            failure = service.failure(deltas)
+            if failure is not None:
+                raise failure
+            results[source].extend(deltas)
+
         try:
-            async with contextlib.aclosing(merged(streams)) as batches:
-                async for source, items in batches:
-                    deltas = [d for d in items if isinstance(d, Delta)]
-                    meter.deltas(source, deltas)
-                    failure = service.failure(deltas)
-                    if failure is not None:
-                        raise failure
-                    results[source].extend(deltas)
+            await follow(streams, keep)
         except Exception:
             service.cancel(streams)
             raise

@@ -17,8 +17,8 @@ from starlette.types import Receive, Scope, Send
 from streamer.core.view import SchedulerView
 from streamer.engine.stats import Snapshot
 from streamer.errors import InvalidRequest, StreamerError
+from streamer.server.admission import tenant_of
 from streamer.server.openai.common import clip, encode, error_body
-from streamer.server.service import TENANT
 from streamer.server.sse import HEADERS, KEEP_ALIVE_S, ClientWatch, frame
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def wants_stream(value: str | None) -> bool:
 
 def owner_of(scope: Scope) -> str:
     """How the salts of this caller's requests begin (see salt_of); without keys, as all do."""
-    tenant: str = scope.get("state", {}).get(TENANT, "")
+    tenant = tenant_of(scope)
     return tenant and f"{tenant}:"
 
 

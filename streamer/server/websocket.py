@@ -23,6 +23,7 @@ from streamer.core.sampling import MAX_TOKENS, SamplingParams
 from streamer.engine.stream import Delta, TokenStream
 from streamer.errors import InvalidRequest, NotFound, RateLimited, StreamerError
 from streamer.server.admission import tenant_of
+from streamer.server.follow import follow
 from streamer.server.openai.common import MAX_ECHO, ApiError, api_error, clip, encode, new_id
 from streamer.server.openai.events import ResponseEvents
 from streamer.server.openai.fields import decode_body, located
@@ -321,6 +322,17 @@ class Session:
             job.body, stream, job.model, service.token_text, is_extended=self._is_extended
         )
         meter = service.metrics.meter([stream])
+
+        async def send_news(_: int, items: list[Delta | Notice]) -> None:
+            deltas = [d for d in items if isinstance(d, Delta)]
+            meter.deltas(0, deltas)
+            if self._is_extended:
+                for notice in items:
+                    if isinstance(notice, Notice):
+                        await self._send(events.state(notice))
+            for data in events.deltas(deltas):
+                await self._send(data)
+
         is_reading = False
         try:
             for data in events.opening():
@@ -328,16 +340,7 @@ class Session:
             if self._is_extended:
                 await self._send(events.waiting(service.engine.stats.waiting))
             is_reading = True
-            async with contextlib.aclosing(stream.read()) as batches:
-                async for items in batches:
-                    deltas = [d for d in items if isinstance(d, Delta)]
-                    meter.deltas(0, deltas)
-                    if self._is_extended:
-                        for notice in items:
-                            if isinstance(notice, Notice):
-                                await self._send(events.state(notice))
-                    for data in events.deltas(deltas):
-                        await self._send(data)
+            await follow([stream], send_news)
         except StreamerError as e:
             service.cancel([stream])
             for data in events.failed(e):

@@ -171,12 +171,14 @@ def write(stream: TokenStream, text: str, choice: int = 0) -> None:
     """Append a text, a token a byte."""
     for byte in text.encode():
         stream.push(choice, byte, None, None)
+        stream.wake()
 
 
 def end(stream: TokenStream, choice: int = 0) -> Finish:
     """Finish a choice by length."""
     finish = Finish("r", choice, FinishReason.LENGTH, len(stream.token_ids(choice)))
     stream.end(finish)
+    stream.wake()
     return finish
 
 

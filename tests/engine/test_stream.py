@@ -179,6 +179,7 @@ async def test_notices_that_piled_up_keep_the_order_in_which_they_last_came() ->
     await asyncio.sleep(0)
     for kind in (NoticeKind.RUNNING, NoticeKind.PREEMPTED, NoticeKind.RUNNING):
         stream.notify(Notice("r", kind))
+    stream.wake()
     kinds = [i.kind for i in await waiting if isinstance(i, Notice)]
     assert kinds == [NoticeKind.PREEMPTED, NoticeKind.RUNNING]
     await reader.aclose()

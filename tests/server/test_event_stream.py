@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,50 +10,43 @@ import pytest
 
 from streamer.core.plan import Finish, FinishReason
 from streamer.core.sampling import SamplingParams
-from streamer.engine.stream import Delta
+from streamer.engine.stream import TokenStream
 from streamer.errors import EngineDead
 from streamer.server.metrics import Metrics
 from streamer.server.openai.chat import DECODER, ChatAnswer
 from streamer.server.service import Service
-from streamer.server.sse import ClientWatch, EventStream, merged
+from streamer.server.sse import ClientWatch, EventStream
+from tests.engine.helpers import LETTERS, Calls
 
 DEADLINE_S = 10.0
 
 
-class Scripted:
-    """A token stream that hands out batches as the test puts them."""
+class Scripted(TokenStream):
+    """A token stream that the test writes."""
 
     def __init__(self) -> None:
-        self.request_id = "chatcmpl-scripted"
-        self.created, self.seed = 1.0, 7
-        self.params = SamplingParams()
-        self.prompt: tuple[int, ...] = (1, 2)
-        self.num_prompt_tokens, self.cached_tokens, self.shared_tokens = 2, 0, 0
-        self.finishes: list[Finish | None] = [None]
-        self.num_readers = 0
-        self.batches: asyncio.Queue[list[Any] | Exception | None] = asyncio.Queue()
+        super().__init__(
+            request_id="chatcmpl-scripted",
+            prompt=(1, 2),
+            params=SamplingParams(seed=7),
+            token_bytes=LETTERS,
+            special={},
+            control=Calls(),
+            detach_s=None,
+            window=0,
+        )
 
-    @property
-    def is_finished(self) -> bool:
-        return self.finishes[0] is not None
+    def token(self) -> None:
+        self.push(0, ord("a"), None, None)
+        self.wake()
 
-    def token(self, index: int) -> None:
-        self.batches.put_nowait([Delta(0, index, (5,), f"{index} ", None, None)])
+    def finish(self, reason: FinishReason) -> None:
+        num_tokens = self.num_output_tokens
+        self.end(Finish(self.request_id, 0, reason, num_tokens, detail="it broke"))
+        self.wake()
 
-    def finish(self, reason: FinishReason, num_tokens: int) -> None:
-        self.finishes[0] = Finish(self.request_id, 0, reason, num_tokens, detail="it broke")
-        self.batches.put_nowait([Delta(0, num_tokens, (), "", None, self.finishes[0])])
-        self.batches.put_nowait(None)
-
-    async def read(self, after: int = 0) -> AsyncIterator[list[Any]]:
-        self.num_readers += 1
-        try:
-            while (batch := await self.batches.get()) is not None:
-                if isinstance(batch, Exception):
-                    raise batch
-                yield batch
-        finally:
-            self.num_readers -= 1
+    def die(self) -> None:
+        self.fail(EngineDead("the step failed"))
 
 
 class Client:
@@ -85,7 +77,7 @@ class Bench:
     """One EventStream over a scripted stream, running."""
 
     def __init__(self, keep_alive_s: float = 60.0) -> None:
-        self.stream: Any = Scripted()
+        self.stream = Scripted()
         self.client = Client()
         self.cancelled: list[str] = []
         engine: Any = SimpleNamespace(cancel=self.cancelled.append, stats=None)
@@ -108,9 +100,9 @@ async def test_a_stream_to_its_end() -> None:
     bench = Bench()
     assert await bench.client.next() == b"head"
     assert b'"role":"assistant"' in await bench.client.next()
-    bench.stream.token(0)
+    bench.stream.token()
     assert (await bench.client.next()).startswith(b"id: 2\n")
-    bench.stream.finish(FinishReason.STOP, 1)
+    bench.stream.finish(FinishReason.STOP)
     assert b'"finish_reason":"stop"' in await bench.client.next()
     assert await bench.client.next() == b"data: [DONE]\n\n"
     await bench.done()
@@ -124,7 +116,7 @@ async def test_keep_alive_from_acceptance_on_and_not_between_tokens() -> None:
     await bench.client.next()
     assert await bench.client.next() == b": keep-alive\n\n"
     assert await bench.client.next() == b": keep-alive\n\n"
-    bench.stream.token(0)
+    bench.stream.token()
     assert (await bench.client.next()).startswith(b"id: 2\n")
     assert await bench.client.next() == b": keep-alive\n\n"
     bench.client.gone.set()
@@ -135,7 +127,7 @@ async def test_the_client_leaving_detaches_the_reader() -> None:
     bench = Bench()
     for _ in range(2):
         await bench.client.next()
-    bench.stream.token(0)
+    bench.stream.token()
     await bench.client.next()
     bench.client.gone.set()
     await bench.done()
@@ -159,7 +151,7 @@ async def test_a_cancel_or_failure_is_one_error_and_the_end(
     bench = Bench()
     for _ in range(2):
         await bench.client.next()
-    bench.stream.finish(reason, 0)
+    bench.stream.finish(reason)
     last = await bench.client.next()
     assert last.startswith(b'data: {"error":{"message":')
     assert code.encode() in last
@@ -171,27 +163,10 @@ async def test_a_dead_engine_is_one_error_and_the_end() -> None:
     bench = Bench()
     for _ in range(2):
         await bench.client.next()
-    bench.stream.batches.put_nowait(EngineDead("the step failed"))
+    bench.stream.die()
     assert b'"code":"engine_dead"' in await bench.client.next()
     assert await bench.client.next() == b""
     await bench.done()
-
-
-async def test_merged_streams_end_with_the_last_and_detach_on_close() -> None:
-    streams: list[Any] = [Scripted(), Scripted()]
-    streams[0].token(0)
-    streams[1].token(0)
-    streams[0].finish(FinishReason.STOP, 1)
-    seen = []
-    iterator = merged(streams)
-    async for source, items in iterator:
-        seen.append((source, items[0].start))
-        if len(seen) == 3:
-            break
-    assert sorted(seen) == [(0, 0), (0, 1), (1, 0)]
-    assert streams[1].num_readers == 1
-    await iterator.aclose()
-    assert [s.num_readers for s in streams] == [0, 0]
 
 
 async def test_a_cancel_from_outside_is_not_absorbed() -> None:
@@ -210,18 +185,3 @@ async def test_a_cancel_from_outside_is_not_absorbed() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-
-
-async def test_a_bug_in_one_stream_of_a_batch_is_raised() -> None:
-    good, bad = Scripted(), Scripted()
-    bad.batches.put_nowait(RuntimeError("a bug"))
-    streams: Any = [good, bad]
-
-    async def follow() -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            async for _ in merged(streams):
-                pass
-
-    with pytest.raises(RuntimeError, match="a bug"):
-        await follow()
-    assert good.num_readers == bad.num_readers == 0

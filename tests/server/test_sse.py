@@ -157,8 +157,8 @@ def test_bytes_are_plain_events(server: Running) -> None:
 def test_closing_the_connection_cancels(server: Running, path: str, extra: dict[str, int]) -> None:
     body = {**CHAT, **ENDLESS, **extra, "prompt": ["a", "b"], "stream": True}
     with httpx.stream("POST", server.url + path, json=body) as response:
-        event = next(sse(response))
-        stream = server.engine.get(event.json["id"])
+        events = sse(response)  # dropping the generator would close the connection
+        stream = server.engine.get(next(events).json["id"])
         assert stream is not None
         assert not stream.is_finished
     server.wait_idle()

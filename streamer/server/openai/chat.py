@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from streamer.engine.stream import Delta, TokenStream
 
 MAX_MESSAGES = 4096
+TEXT_HERE = "(text)"
 
 FIELDS: Final[Table] = {
     **SAMPLING,
@@ -270,6 +271,8 @@ class ChatAnswer:
         self._created = int(self._stream.created)
         options = body.stream_options
         self._include_usage = bool(options is not None and options.include_usage)
+        self._is_plain = not body.logprobs and not body.return_token_ids
+        self._around = [self._around_text(index) for index in range(self._n)]
 
     @property
     def request_id(self) -> str:
@@ -289,7 +292,11 @@ class ChatAnswer:
         """The chunks for what a step, or several, brought."""
         parts = []
         for d in deltas:
-            if d.text or (d.token_ids and (d.logprobs or self._body.return_token_ids)):
+            if self._is_plain and d.text:
+                self._numbers[d.choice] = 1 + d.start + len(d.token_ids)
+                before, after = self._around[d.choice]
+                parts.append(frame(self._number(), before + encode(d.text) + after))
+            elif d.text or (d.token_ids and (d.logprobs or self._body.return_token_ids)):
                 self._numbers[d.choice] = 1 + d.start + len(d.token_ids)
                 choice = ChunkChoice(
                     d.choice,
@@ -354,6 +361,11 @@ class ChatAnswer:
     def _frame(
         self, choices: list[ChunkChoice], is_first: bool = False, usage: Usage | None = None
     ) -> bytes:
+        return frame(self._number(), self._chunk(choices, is_first, usage))
+
+    def _chunk(
+        self, choices: list[ChunkChoice], is_first: bool = False, usage: Usage | None = None
+    ) -> bytes:
         chunk = Chunk(
             self.request_id,
             self._created,
@@ -365,4 +377,13 @@ class ChatAnswer:
                 is_first and bool(self._body.return_token_ids), self._stream.prompt
             ),
         )
-        return frame(".".join(map(str, self._numbers)), encode(chunk))
+        return encode(chunk)
+
+    def _number(self) -> str:
+        return ".".join(map(str, self._numbers)) if self._n > 1 else str(self._numbers[0])
+
+    def _around_text(self, index: int) -> tuple[bytes, bytes]:
+        """The chunk of a text, before and after it: nothing else in there ever changes."""
+        chunk = self._chunk([ChunkChoice(index, ChunkDelta(content=TEXT_HERE))])
+        before, _, after = chunk.rpartition(encode(TEXT_HERE))
+        return before, after

@@ -1,0 +1,115 @@
+"""follow: what token streams bring goes to a connection within the loop turn that brought it.
+
+The write is an ordinary coroutine, begun where the news come in: as long as the connection takes
+what it is given, no task is woken for a token. Where it takes no more, the task that follows waits
+until it does, and what came meanwhile is written merged. Every transport reads through this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import types
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from streamer.core.plan import Notice
+    from streamer.engine.stream import Delta, Reader, TokenStream
+
+Work = Coroutine[Any, Any, None]
+
+
+async def follow(
+    streams: Sequence[TokenStream], write: Callable[[int, list[Delta | Notice]], Work]
+) -> None:
+    """Call `write(index of the stream, its news)` for all that comes, until every stream has ended.
+
+    One write at a time. Raises what a write raised and what ended a stream without finishes;
+    leaving detaches. Until it first waits a write runs outside of any task: it must not use what
+    wants one, such as asyncio.timeout.
+    """
+    follower = _Follower(streams, write)
+    try:
+        await follower.run()
+    finally:
+        follower.close()
+
+
+class _Follower:
+    """Readers of some streams, and the one write that may be under way."""
+
+    def __init__(
+        self, streams: Sequence[TokenStream], write: Callable[[int, list[Delta | Notice]], Work]
+    ) -> None:
+        self._streams = streams
+        self._write = write
+        self._readers: list[Reader] = []
+        self._held: tuple[int, Work, object] | None = None  # a write that waits, and for what
+        self._error: Exception | None = None
+        self._is_due = asyncio.Event()  # there is something for the task to do
+
+    async def run(self) -> None:
+        """To the end of all streams."""
+        for source, stream in enumerate(self._streams):
+            self._readers.append(stream.attach(0, partial(self._advance, source)))
+        while True:
+            for source in range(len(self._streams)):
+                self._advance(source)
+            if self._held is not None:
+                source, work, awaited = self._held
+                await _rest(work, awaited)
+                self._held = None
+                self._streams[source].took(self._readers[source])
+                continue
+            if self._error is not None:
+                raise self._error
+            for stream in self._streams:
+                stream.require_no_error()
+            if all(stream.is_finished for stream in self._streams):
+                return
+            self._is_due.clear()
+            await self._is_due.wait()
+
+    def close(self) -> None:
+        """Drop a write that waits; detach."""
+        if self._held is not None:
+            self._held[1].close()
+        for stream, reader in zip(self._streams, self._readers, strict=False):
+            stream.detach(reader)
+
+    def _advance(self, source: int) -> None:
+        """Write what a stream has brought, unless something is in the way; never raises."""
+        if self._held is not None or self._error is not None:
+            return
+        stream, reader = self._streams[source], self._readers[source]
+        items = stream.take(reader)
+        if items:
+            work = self._write(source, items)
+            try:
+                awaited = work.send(None)
+            except StopIteration:
+                stream.took(reader)
+            except Exception as error:
+                self._error = error
+                self._is_due.set()
+            else:
+                self._held = (source, work, awaited)
+                self._is_due.set()
+        if stream.is_finished:
+            self._is_due.set()
+
+
+@types.coroutine
+def _rest(work: Work, awaited: object) -> Generator[object, Any, None]:
+    """What is left of a coroutine that has begun and waits: `await work`, from there on."""
+    try:
+        while True:
+            try:
+                value = yield awaited
+            except BaseException as error:  # this task is cancelled, and so its write is
+                awaited = work.throw(error)
+            else:
+                awaited = work.send(value)
+    except StopIteration:
+        return
