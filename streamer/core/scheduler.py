@@ -3,8 +3,8 @@
 Owns every live request (in State). `command`, `schedule` and `apply` are called by EngineCore on
 the GPU thread, never concurrently; plans are applied in order, and `schedule` may run with one plan
 not yet applied. A log that starts with the config and the hasher's secret and goes on with every
-command, facts and result replays to the same plans. There is no prefill and no decode phase: every sequence catches up with its known
-tokens under one token budget.
+command, facts and result replays to the same plans. There is no prefill and no decode phase: every
+sequence catches up with its known tokens under one token budget.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class Driver:
         priority: int = 0, stop_ids: frozenset[int] = frozenset(), share_with: str | None = None,
         salt: bytes = b"", **params: object,
     ) -> str:  # fmt: skip
-        """Submit, with the prompt's hashes as the engine does; the id is r0, r1 ... unless given."""
+        """Submit, with the prompt's hashes as the engine does; the id is r0, r1 ... by default."""
         request_id = request_id or f"r{len(self.adds)}"
         add = Add(
             request_id,
