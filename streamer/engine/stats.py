@@ -7,11 +7,14 @@ step. A Tally is a histogram's counts without a name, a lock or a label: metrics
 from __future__ import annotations
 
 from bisect import bisect_left
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from streamer.core.plan import FinishReason, StepStats, StepTimes
-from streamer.engine.registry import Registry
+
+if TYPE_CHECKING:
+    from streamer.engine.registry import Registry
 
 PHASES = ("schedule", "launch", "collect", "apply")
 PHASE_S = (

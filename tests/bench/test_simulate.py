@@ -13,6 +13,10 @@ from streamer.bench.simulate import Workload, add_arguments, run, simulate, work
 from streamer.bench.simulate_report import contiguous, paged_waste, static_batching
 from streamer.cli.arguments import UsageError
 from streamer.core.plan import Facts
+<<<<<<< HEAD
+=======
+from streamer.errors import ConfigError, ContextLengthExceeded
+>>>>>>> proof
 
 SWAP = Facts(prefill_s=1.0, swap_bytes_per_s=1e12, swap_fixed_s=0.0)
 RECOMPUTE = Facts(prefill_s=1e-12, swap_bytes_per_s=1.0)
@@ -60,10 +64,42 @@ def test_a_small_pool_preempts_as_the_costs_say(costs: Facts, is_swap: bool) -> 
 
 
 def test_a_request_that_can_never_fit_is_refused_with_the_numbers() -> None:
+<<<<<<< HEAD
     with pytest.raises(UsageError, match="--lengths wants numbers"):
+=======
+    """16 prompt and 49 output tokens are 5 blocks of 16; 48 would be 4."""
+    says = r"16 prompt and 49 output tokens need 5 blocks of 16 tokens; the KV pool has 4"
+    with pytest.raises(ContextLengthExceeded, match=says):
+        run(parse("--lengths", "5,49", "--pool", "4"), Console(record=True))
+    assert simulate(Workload(lengths=(5, 48), pool=4), SWAP, 1).samples == 53
+
+
+def test_flags_that_mean_nothing_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--lengths wants numbers"):
+>>>>>>> proof
         workload_from(parse("--lengths", "a,b"))
     with pytest.raises(UsageError, match="--block-size must be from 1"):
         workload_from(parse("--lengths", "5", "--block-size", "0"))
+
+
+def test_the_reports_figures_are_those_of_a_calculation_by_hand() -> None:
+    """Prompts of 16 and outputs of 32, 128, 64 and 256, in blocks of 16.
+
+    Reserved: 4 rows of (16 + 256) / 16 = 17 blocks, 68; used 64 + 480 of their 1088 tokens.
+    Held: when n tokens are drawn, the KV of 15 + n is there. Of the last steps in which 4, 3, 2
+    and 1 requests run (n = 32, 64, 128, 256), that is 4 x 3, 3 x 5, 2 x 9 and 17 blocks: 18.
+    Computed: all tokens but the last of each answer, 64 + 480 - 4.
+    """
+    console = Console(record=True, width=120)
+    assert run(parse("--lengths", "32,128,64,256"), console) == 0
+    lines = [line.strip("│ ").split("│") for line in console.export_text().splitlines()]
+    rows = {line[0].strip(): [cell.strip() for cell in line[1:]] for line in lines}
+    assert rows["steps that draw tokens"] == ["256", "256"]
+    assert rows["slot efficiency"] == ["46.9%", "100.0%"]
+    assert rows["KV blocks, at most"] == ["68", "18 of 69"]
+    assert rows["of their room wasted"][0] == "50.0%"
+    assert rows["tokens computed"] == ["", "540"]
+    assert rows["preemptions by swap"] == rows["preemptions by recompute"] == ["", "0"]
 
 
 def test_the_report_and_the_plot(tmp_path: Path) -> None:
