@@ -13,10 +13,7 @@ from streamer.bench.simulate import Workload, add_arguments, run, simulate, work
 from streamer.bench.simulate_report import contiguous, paged_waste, static_batching
 from streamer.cli.arguments import UsageError
 from streamer.core.plan import Facts
-<<<<<<< HEAD
-=======
-from streamer.errors import ConfigError, ContextLengthExceeded
->>>>>>> proof
+from streamer.errors import ContextLengthExceeded
 
 SWAP = Facts(prefill_s=1.0, swap_bytes_per_s=1e12, swap_fixed_s=0.0)
 RECOMPUTE = Facts(prefill_s=1e-12, swap_bytes_per_s=1.0)
@@ -64,9 +61,6 @@ def test_a_small_pool_preempts_as_the_costs_say(costs: Facts, is_swap: bool) -> 
 
 
 def test_a_request_that_can_never_fit_is_refused_with_the_numbers() -> None:
-<<<<<<< HEAD
-    with pytest.raises(UsageError, match="--lengths wants numbers"):
-=======
     """16 prompt and 49 output tokens are 5 blocks of 16; 48 would be 4."""
     says = r"16 prompt and 49 output tokens need 5 blocks of 16 tokens; the KV pool has 4"
     with pytest.raises(ContextLengthExceeded, match=says):
@@ -75,8 +69,7 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers() -> None:
 
 
 def test_flags_that_mean_nothing_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--lengths wants numbers"):
->>>>>>> proof
+    with pytest.raises(UsageError, match="--lengths wants numbers"):
         workload_from(parse("--lengths", "a,b"))
     with pytest.raises(UsageError, match="--block-size must be from 1"):
         workload_from(parse("--lengths", "5", "--block-size", "0"))

@@ -84,11 +84,7 @@ class Driver:
         priority: int = 0, stop_ids: frozenset[int] = frozenset(), share_with: str | None = None,
         tenant: str = "", salt: bytes = b"", **params: object,
     ) -> str:  # fmt: skip
-<<<<<<< HEAD
         """Submit, with hashes as the engine does; the id is r0, r1 ... unless given."""
-=======
-        """Submit, with the prompt's hashes as the engine does; the id is r0, r1 ... by default."""
->>>>>>> proof
         request_id = request_id or f"r{len(self.adds)}"
         add = Add(
             request_id,
