@@ -98,6 +98,10 @@ class FairQueue:
             for share in level.backlogged:
                 yield from share.waiting
 
+    def in_order(self) -> list[Request]:
+        """Everybody, as they would be admitted if nothing were served meanwhile."""
+        return sorted(self, key=_rank)
+
     def open(self, request: Request) -> None:
         """A new request: from now on its tenant pays for it."""
         add = request.add

@@ -348,7 +348,12 @@ class State:
         wanted = {
             r for r in self.requests.values() if r.status in MAY_BE_ADMITTED and not r.is_held
         }
-        for request in wanted ^ set(self.queue):
+        queued = list(self.queue)
+        if len(set(queued)) != len(queued):
+            raise InvariantViolated(
+                f"{len(queued)} requests are queued, {len(set(queued))} of them different"
+            )
+        for request in wanted ^ set(queued):
             raise InvariantViolated(
                 f"request {request.request_id} is {request.status.value} and "
                 f"{'not ' if request in wanted else ''}in the queue"

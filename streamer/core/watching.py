@@ -131,7 +131,7 @@ def look(
     state: State, wanted: Wanted, steps: tuple[StepView, ...], owner_of: dict[int, bytes]
 ) -> SchedulerView:
     """The scheduler now, with the steps that were recorded and the owners of their requests."""
-    positions = {request: i for i, request in enumerate(state.queue)}
+    positions = {request: i for i, request in enumerate(state.queue.in_order())}
     listed: list[RequestView] = []
     unlisted: Counter[str] = Counter()
     budgets = {owner: [MAX_LISTED, MAX_TABLE_BLOCKS] for owner in wanted.owners}
@@ -159,7 +159,7 @@ def look(
 
 def _in_order(state: State) -> Iterator[Request]:
     """Every live request: who holds blocks first, then the queue, then who is held outside it."""
-    first = [*state.running, *state.paused, *state.swapping, *state.queue]
+    first = [*state.running, *state.paused, *state.swapping, *state.queue.in_order()]
     yield from dict.fromkeys((*first, *state.requests.values()))
 
 

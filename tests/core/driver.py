@@ -144,9 +144,9 @@ class Driver:
         """Who could have entered this plan is not left in the queue."""
         state = self.scheduler.state
         is_full = plan is not None and plan.num_tokens == self.config.max_num_batched_tokens
-        if is_full or not state.queue:
+        head = state.queue.head()
+        if is_full or head is None:
             return
-        head = state.queue[0][1]
         need = blocks_needed(state, head)
         for seq in head.sequences:
             seq.found = []  # what it remembers must not matter

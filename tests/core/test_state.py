@@ -26,11 +26,11 @@ def swap_two_rows(state: State) -> None:
 
 
 def forget_who_waits(state: State) -> None:
-    state.queue.clear()
+    state.queue.remove(state.requests["r2"])
 
 
 def queue_somebody_twice(state: State) -> None:
-    state.queue *= 2
+    state.enqueue(state.requests["r2"])
 
 
 def queue_who_runs(state: State) -> None:
@@ -51,9 +51,9 @@ def forget_who_runs(state: State) -> None:
         (lose_a_row, r"2 rows: 0 free \+ 0 cooling \+ 1 held"),
         (free_a_row_twice, r"2 rows: 1 free \+ 0 cooling \+ 2 held"),
         (swap_two_rows, "another sequence"),
-        (forget_who_waits, r"0 requests are queued, 1 wait to be admitted: \['r2'\]"),
-        (queue_somebody_twice, "2 requests are queued, 1 wait"),
-        (queue_who_runs, r"2 requests are queued, 1 wait to be admitted: \['r0'\]"),
+        (forget_who_waits, "request r2 is waiting and not in the queue"),
+        (queue_somebody_twice, "2 requests are queued, 1 of them different"),
+        (queue_who_runs, "request r0 is running and in the queue"),
         (lose_a_block, "1 references, held by 0 tables"),
         (forget_who_runs, "2 requests are running, 1 in its set"),
     ],

@@ -245,7 +245,7 @@ def shared_house() -> tuple[Scheduler, SchedulerView]:
     driver.scheduler = scheduler
     driver.launch()
     plan = driver.inflight.popleft()
-    scheduler.apply(plan, driver.device.results.pop(plan.number))
+    scheduler.apply(plan, driver.device.run(plan.number))
     return scheduler, scheduler.snapshot(wanted)
 
 
