@@ -337,13 +337,12 @@ class TokenStream:
         self, choice: int, token: int, logprob: TokenLogprob | None, finish: Finish | None
     ) -> None:
         """One more token of a choice, and its end if that is the last one."""
-        now = time.perf_counter()
-        if self._first is None:
-            self._first = now
-            self._tell_observers()
-        self._last = now
+        self._last = time.perf_counter()
         self._head += 1
         self._choices[choice].push(token, logprob, finish)
+        if self._first is None:
+            self._first = self._last
+            self._tell_observers()
         if finish is not None:
             self._close(finish)
 
