@@ -27,10 +27,19 @@ from streamer.engine.core import EngineCore, Inbox, Runner, Tokenizer
 from streamer.engine.gpu_thread import GpuThread
 from streamer.engine.prompts import Prompts
 from streamer.engine.registry import Registry
-from streamer.engine.requests import GenerateRequest, accept, build_add, default_params, with_end
+from streamer.engine.requests import (
+    GenerateRequest,
+    accept,
+    build_add,
+    default_params,
+    open_stream,
+    scheduler_config,
+    with_end,
+)
 from streamer.engine.stats import Snapshot
 from streamer.engine.stream import Delta, Timing, TokenStream
 from streamer.errors import EngineDead, InvalidRequest, Overloaded, RequestFailed, StreamerError
+from streamer.tokenizer_chat import Said
 
 __all__ = ["AsyncEngine", "Delta", "GenerateRequest", "Timing", "TokenStream"]
 
@@ -188,16 +197,7 @@ class AsyncEngine:
         params = accept(request, info, sizes, self._random.getrandbits(SEED_BITS))
         self._streams.require_room(self.config.max_queue, sizes.max_num_seqs, params.n)
         hashes = self._prompts.hashes(request.prompt, request.cache_salt.encode())
-        stream = TokenStream(
-            request_id=request_id,
-            prompt=request.prompt,
-            params=params,
-            token_bytes=sizes.token_bytes,
-            special=self._special,
-            control=self,
-            detach_s=request.detach_s,
-            window=request.window,
-        )
+        stream = open_stream(request, request_id, params, self.config, sizes, self._special, self)
         self._streams.add(stream)
         thread.command(build_add(request, params, request_id, info, hashes))
         return stream
@@ -265,6 +265,11 @@ class AsyncEngine:
         """A live or recently finished request's stream."""
         return self._streams.get(request_id)
 
+    def forget(self, request_id: str) -> None:
+        """Keep nothing of a request: a live one is cancelled and not retained."""
+        self.cancel(request_id)
+        self._streams.forget(request_id)
+
     # ------------------------------------------------------------ prompts
 
     async def encode(
@@ -282,11 +287,17 @@ class AsyncEngine:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         cache_salt: str = "",
+        said: Said | None = None,
     ) -> list[int]:
-        """Token ids of a conversation through the chat template, likewise."""
+        """Token ids of a conversation through the chat template, likewise; after `said`."""
+        salt = cache_salt.encode()
         return await self._prompts.encode_chat(
-            self.tokenizer, messages, add_generation_prompt, tools, cache_salt.encode()
+            self.tokenizer, messages, add_generation_prompt, tools, salt, said
         )
+
+    async def encode_plain(self, text: str) -> list[int]:
+        """Token ids of a text that means no special tokens, likewise."""
+        return await self._prompts.encode_plain(self.tokenizer, text)
 
     # ------------------------------------------------------------ seen from outside
 
@@ -318,22 +329,11 @@ class AsyncEngine:
         tokenizer = self._load_tokenizer()
         runner, info = self._load()
         info = with_end(info, tokenizer.eos_token_id)
-        config = self.config
-        sizes = SchedulerConfig(
-            block_size=info.block_size,
-            num_blocks=info.num_blocks,
-            num_host_blocks=info.num_host_blocks,
-            block_bytes=info.block_bytes,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=info.max_model_len,
-            enable_prefix_caching=config.enable_prefix_caching,
-            token_bytes=tokenizer.token_bytes(),
-        )
+        sizes = scheduler_config(self.config, info, tokenizer.token_bytes())
         hasher = BlockHasher(info.block_size, secrets.token_bytes(32))
         scheduler = Scheduler(sizes, hasher)
         self._tokenizer, self._info, self._sizes = tokenizer, info, sizes
-        self._prompts.hasher = hasher if config.enable_prefix_caching else None
+        self._prompts.hasher = hasher if self.config.enable_prefix_caching else None
         self._prompts.max_tokens = info.max_model_len - 1
         self._special = tokenizer.special_bytes
         self._first_stats = scheduler.stats()

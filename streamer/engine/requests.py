@@ -6,14 +6,18 @@ refused here, so that the scheduler never sees a request it can't serve.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
+from streamer.config import Config
 from streamer.core.model_info import ModelInfo
 from streamer.core.plan import Add
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import SchedulerConfig, check_fits
+from streamer.engine.flow import Control, Limits
+from streamer.engine.stream import TokenStream
 from streamer.errors import InvalidRequest
 
 MAX_PRIORITY = 1 << 31
@@ -29,6 +33,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     share_with  id of a request to fork from: its blocks serve as far as the tokens agree
     detach_s    seconds it runs on after its last reader left; None: for ever
     window      output tokens its furthest reader may lag before it is paused; 0: never paused
+    context     kept beside the tokens as long as they are, counted with `context_bytes`
     """
 
     prompt: tuple[int, ...]
@@ -39,6 +44,25 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     share_with: str | None = None
     detach_s: float | None = 0.0
     window: int = 0
+    context: object = None
+    context_bytes: int = 0
+
+
+def scheduler_config(
+    config: Config, info: ModelInfo, token_bytes: tuple[bytes, ...]
+) -> SchedulerConfig:
+    """The sizes that a loaded model is scheduled within."""
+    return SchedulerConfig(
+        block_size=info.block_size,
+        num_blocks=info.num_blocks,
+        num_host_blocks=info.num_host_blocks,
+        block_bytes=info.block_bytes,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=info.max_model_len,
+        enable_prefix_caching=config.enable_prefix_caching,
+        token_bytes=token_bytes,
+    )
 
 
 def accept(
@@ -70,6 +94,31 @@ def accept(
         )
     return msgspec.structs.replace(
         params, max_tokens=max_tokens, seed=seed if params.seed is None else params.seed
+    )
+
+
+def open_stream(
+    request: GenerateRequest,
+    request_id: str,
+    params: SamplingParams,
+    config: Config,
+    sizes: SchedulerConfig,
+    special: Mapping[int, bytes],
+    control: Control,
+) -> TokenStream:
+    """The stream of a request that was accepted."""
+    return TokenStream(
+        request_id=request_id,
+        prompt=request.prompt,
+        params=params,
+        token_bytes=sizes.token_bytes,
+        special=special,
+        control=control,
+        limits=Limits(
+            request.window, request.detach_s, config.pause_timeout, config.detach_timeout
+        ),
+        context=request.context,
+        context_bytes=request.context_bytes,
     )
 
 

@@ -9,50 +9,29 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Protocol
-
-import msgspec
 
 from streamer.core.plan import Finish, Notice, NoticeKind, TokenLogprob
 from streamer.core.sampling import SamplingParams
+from streamer.engine.flow import Control, Flow, Limits
 from streamer.engine.log import ChoiceLog, Delta
-from streamer.errors import InvalidRequest, StreamerError
+from streamer.engine.timing import Timing
+from streamer.errors import InvalidRequest, ReaderTooSlow, StreamerError
 from streamer.tokenizer_text import TextStream
 
-__all__ = ["Control", "Delta", "Timing", "TokenStream"]
+__all__ = ["Delta", "Timing", "TokenStream"]
 
 PROMPT_TOKEN_BYTES = 36  # an int and its place in a tuple
-
-
-class Timing(msgspec.Struct, frozen=True):
-    """Seconds of one request's life; None: it has not come so far.
-
-    queue_s        from submission until it first ran;  prefill_s from then to the first token
-    first_token_s  from submission to the first token
-    per_token_s    mean gap between tokens of the whole request after the first
-    total_s        from submission to the last finish
-    """
-
-    queue_s: float | None = None
-    prefill_s: float | None = None
-    first_token_s: float | None = None
-    per_token_s: float | None = None
-    total_s: float | None = None
-
-
-class Control(Protocol):
-    """What a stream may ask of its engine."""
-
-    def cancel(self, request_id: str) -> None: ...
-    def hold(self, request_id: str, is_held: bool) -> None: ...
 
 
 class _Reader:
     """One reader: what it has been given, and what waits for it."""
 
-    __slots__ = ("acknowledged", "cursors", "finished", "notices", "number", "taken", "waiter")
+    __slots__ = (
+        *("acknowledged", "cursors", "finished", "is_dropped", "notices", "number", "taken"),
+        "waiter",
+    )
 
     def __init__(self, number: int, cursors: list[int]) -> None:
         self.number = number
@@ -61,6 +40,7 @@ class _Reader:
         self.notices: dict[NoticeKind, Notice] = {}
         self.taken = sum(cursors)
         self.acknowledged: int | None = None
+        self.is_dropped = False
         self.waiter: asyncio.Future[None] | None = None
 
     @property
@@ -82,7 +62,8 @@ class TokenStream:
                    request named in share_with; known once it runs
     finishes       a Finish for each choice that has ended
     error          what ended the stream without finishes: the engine's death
-    is_paused      the scheduler was asked to pause it
+    context        whatever its maker wants to find again beside the tokens
+    is_kept        it is retained after its end
     """
 
     def __init__(
@@ -94,8 +75,9 @@ class TokenStream:
         token_bytes: Sequence[bytes],
         special: Mapping[int, bytes],
         control: Control,
-        detach_s: float | None,
-        window: int,
+        limits: Limits,
+        context: object = None,
+        context_bytes: int = 0,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -105,7 +87,8 @@ class TokenStream:
         self.shared_tokens = 0
         self.finishes: list[Finish | None] = [None] * params.n
         self.error: StreamerError | None = None
-        self.is_paused = False
+        self.context = context
+        self.is_kept = True
         stop = tuple(s.encode() for s in params.stop)
         shown = {} if params.skip_special_tokens else special
         self._choices = [
@@ -114,15 +97,11 @@ class TokenStream:
         ]
         self._num_open = params.n
         self._head = 0  # output tokens of all choices
-        self._control = control
-        self._detach_s = detach_s
-        self._window = window
+        self._context_bytes = context_bytes
+        self._flow = Flow(request_id, control, limits, lambda: self._drop(self._readers[:]))
         self._readers: list[_Reader] = []
         self._num_readers = 0  # ever
-        self._departure: asyncio.TimerHandle | None = None
         self._notice: Notice | None = None
-        self._is_held = False  # by the caller of AsyncEngine.pause
-        self._is_behind = False  # its readers lag
         self._submitted = time.perf_counter()
         self._started: float | None = None
         self._first: float | None = None
@@ -150,7 +129,12 @@ class TokenStream:
     def num_bytes(self) -> int:
         """About what it occupies, for retention."""
         prompt = PROMPT_TOKEN_BYTES * len(self.prompt)
-        return sum(c.num_bytes for c in self._choices) + prompt + 2048
+        return sum(c.num_bytes for c in self._choices) + prompt + self._context_bytes + 2048
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the scheduler was asked to pause it."""
+        return self._flow.is_paused
 
     @property
     def num_readers(self) -> int:
@@ -176,22 +160,21 @@ class TokenStream:
     @property
     def timing(self) -> Timing:
         """Its times so far."""
-        begin, first, last = self._submitted, self._first, self._last
-        started, ended = self._started, self._ended
-        per_token_s = None
-        if first is not None and last is not None and self._head > 1:
-            per_token_s = (last - first) / (self._head - 1)
-        return Timing(
-            queue_s=None if started is None else started - begin,
-            prefill_s=None if first is None or started is None else first - started,
-            first_token_s=None if first is None else first - begin,
-            per_token_s=per_token_s,
-            total_s=None if ended is None else ended - begin,
-        )
+        marks = (self._submitted, self._started, self._first, self._last, self._ended)
+        return Timing.of(*marks, num_tokens=self._head)
 
     def text(self, choice: int = 0) -> str:
         """The text of a choice so far."""
         return self._choices[choice].text_from(0)
+
+    def text_before(self, token: int, choice: int = 0) -> str:
+        """The text of the first `token` output tokens, as far as they had released it."""
+        whole = self.text(choice)
+        return whole[: len(whole) - len(self._choices[choice].text_from(token))]
+
+    def has_rest(self, choice: int = 0) -> bool:
+        """Whether the end released text that no token had."""
+        return self._choices[choice].has_rest
 
     def token_ids(self, choice: int = 0) -> tuple[int, ...]:
         """The output tokens of a choice so far."""
@@ -213,7 +196,8 @@ class TokenStream:
 
         A list holds notices first, then at most one Delta a choice: what piled up is merged. To be
         closed (contextlib.aclosing): closing detaches this reader, and so does cancelling its task.
-        Raises InvalidRequest for a wrong cursor and EngineDead after what came before the death.
+        Raises InvalidRequest for a wrong cursor, ReaderTooSlow after lagging for too long, and
+        EngineDead after what came before the death.
         """
         me = self._attach(after, reader)
         try:
@@ -222,6 +206,11 @@ class TokenStream:
                 if items:
                     yield items
                     self._took(me)
+                elif me.is_dropped:
+                    raise ReaderTooSlow(
+                        f"this reader fell more than {self._flow.limits.window} tokens behind and "
+                        f"stayed there; resume the stream where it left off"
+                    )
                 elif self.is_finished:
                     break
                 else:
@@ -231,6 +220,10 @@ class TokenStream:
             self._detach(me)
         if self.error is not None:
             raise type(self.error)(self.error.message, code=self.error.code) from self.error
+
+    def split(self, delta: Delta) -> Iterator[Delta]:
+        """A delta of this stream as one a token, for a reader that must not see them merged."""
+        return self._choices[delta.choice].split(delta)
 
     async def wait(self) -> None:
         """Until it is finished, as a reader that takes everything; raises what ended it."""
@@ -267,10 +260,10 @@ class TokenStream:
         reader = _Reader(self.new_reader() if number is None else number, cursors)
         if self._notice is not None and not self.is_finished:
             reader.notices[self._notice.kind] = self._notice
-        if self._departure is not None:
-            self._departure.cancel()
-            self._departure = None
         self._readers.append(reader)
+        if not self.is_finished:
+            self._flow.arrived()
+            self._follow_lag()
         return reader
 
     def _take(self, reader: _Reader) -> list[Delta | Notice]:
@@ -295,40 +288,38 @@ class TokenStream:
         self._follow_lag()
 
     def _detach(self, reader: _Reader) -> None:
-        self._readers.remove(reader)
-        if self.is_finished:
+        if reader.is_dropped:
             return
-        if not self._readers and self._detach_s is not None:
-            if self._detach_s <= 0:
-                self._control.cancel(self.request_id)
-                return
-            loop = asyncio.get_running_loop()
-            self._departure = loop.call_later(self._detach_s, self._control.cancel, self.request_id)
+        self._readers.remove(reader)
+        if not self._readers:
+            self._flow.left()
         self._follow_lag()
+
+    def miss(self) -> None:
+        """The reader it was made for will not come: as if its last reader had left."""
+        if not self._readers:
+            self._flow.left()
 
     # ------------------------------------------------------------ flow control
 
     def hold(self, is_held: bool) -> None:
         """Pause it for its caller, whatever its readers do, or stop doing so."""
-        self._is_held = is_held
-        self._settle()
+        self._flow.hold(is_held)
 
     def _follow_lag(self) -> None:
-        """Pause above the window, resume at half of it; without readers it is not paused."""
-        if not self._window:
-            return
-        lag = self.lag()
-        if lag > self._window:
-            self._is_behind = True
-        elif lag <= self._window // 2:
-            self._is_behind = False
-        self._settle()
+        self._flow.follow(self.lag())
 
-    def _settle(self) -> None:
-        should_pause = self._is_held or self._is_behind
-        if should_pause != self.is_paused and not self.is_finished:
-            self.is_paused = should_pause
-            self._control.hold(self.request_id, should_pause)
+    def drop(self, reader: int) -> None:
+        """Send a reader away whose transport takes nothing: its `read` raises ReaderTooSlow."""
+        self._drop([r for r in self._readers if r.number == reader])
+
+    def _drop(self, readers: Sequence[_Reader]) -> None:
+        for reader in readers:
+            self._readers.remove(reader)
+            reader.is_dropped = True
+            reader.wake()
+        if readers and not self._readers:
+            self._flow.dropped()
 
     # ------------------------------------------------------------ appending, by AsyncEngine alone
 
@@ -345,7 +336,7 @@ class TokenStream:
         if finish is not None:
             self._close(finish)
         self._wake()
-        if self._window and self._readers:
+        if self._readers:
             self._follow_lag()
 
     def end(self, finish: Finish) -> None:
@@ -382,9 +373,7 @@ class TokenStream:
 
     def _over(self) -> None:
         self._ended = time.perf_counter()
-        if self._departure is not None:
-            self._departure.cancel()
-            self._departure = None
+        self._flow.over()
 
     def _wake(self) -> None:
         for reader in self._readers:

@@ -21,14 +21,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from streamer.config import Config
 from streamer.errors import InvalidRequest, NotFound, Overloaded, StreamerError
+from streamer.server.context import Context
 from streamer.server.openai import chat, completions
 from streamer.server.openai.common import encode, error_body, new_id
 from streamer.server.openai.fields import decode_body
 from streamer.server.openai.models import check_model, model_body, models_body
 from streamer.server.page import Page
 from streamer.server.security import Guard, deny, read_body
-from streamer.server.service import Service, salt_of
+from streamer.server.service import Service, salt_of, tenant_of
 from streamer.server.sse import Answer, EventStream, read_whole
+from streamer.server.stored import ResponseRoutes
 from streamer.server.websocket import Endpoint
 
 if TYPE_CHECKING:
@@ -64,7 +66,9 @@ class Api:
             salt=salt,
             request_id=new_id("chatcmpl-"),
             detach_s=0.0,
-            is_streamed=bool(body.stream),
+            context=Context(kind="chat", tenant=tenant_of(request.scope), body=body, model=model),
+            body_bytes=len(data),
+            window=None if body.stream else 0,
         )
         answer = chat.ChatAnswer(body, [stream], model, service.token_text)
         return await self._respond(request, bool(body.stream), answer, [stream])
@@ -96,7 +100,7 @@ class Api:
                     salt=salt,
                     request_id=base if i == 0 else f"{base}-{i}",
                     detach_s=0.0,
-                    is_streamed=bool(body.stream),
+                    window=None if body.stream else 0,
                 )
                 streams.append(stream)
         except StreamerError:
@@ -109,13 +113,14 @@ class Api:
         self, request: Request, is_streamed: bool, answer: Answer, streams: list[TokenStream]
     ) -> ASGIApp:
         service = self._service
+        meter = service.metrics.meter(streams)
         if is_streamed:
-            return EventStream(service, answer, streams)
+            return EventStream(service, answer, streams, meter=meter)
         with service.working():
-            results = await read_whole(service, streams, request.receive)
-            if results is None:
-                return Response(status_code=499)
-            return json(answer.whole(results), request_id=answer.request_id)
+            whole = await read_whole(answer, streams, request.receive, meter)
+        if whole is None:
+            return Response(status_code=499)
+        return json(whole, request_id=answer.request_id)
 
     async def models(self, request: Request) -> ASGIApp:
         """GET /v1/models."""
@@ -194,7 +199,7 @@ def build_app(engine: AsyncEngine, config: Config) -> ASGIApp:
 
 def build_service_app(service: Service) -> ASGIApp:
     """The same over a Service that the caller keeps."""
-    api = Api(service)
+    api, stored = Api(service), ResponseRoutes(service)
     routes = [
         Route("/", Page().endpoint),
         Route("/health", api.health),
@@ -204,6 +209,12 @@ def build_service_app(service: Service) -> ASGIApp:
         Route("/v1/models/{model:path}", api.model),
         Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
         Route("/v1/completions", api.completions, methods=["POST"]),
+        Route("/v1/chat/completions/{id}", stored.resume_chat),
+        Route("/v1/responses", stored.create, methods=["POST"]),
+        Route("/v1/responses/{id}", stored.delete, methods=["DELETE"]),
+        Route("/v1/responses/{id}", stored.retrieve),
+        Route("/v1/responses/{id}/cancel", stored.cancel, methods=["POST"]),
+        Route("/v1/responses/{id}/input_items", stored.input_items),
         WebSocketRoute("/v1/responses", Endpoint(service)),
     ]
     app = Starlette(

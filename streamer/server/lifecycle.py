@@ -22,9 +22,9 @@ import uvicorn
 from streamer.config import Config
 from streamer.errors import ConfigError
 from streamer.server.app import build_service_app
-from streamer.server.protocol import LimitedHttpProtocol
+from streamer.server.protocol import AbortableWebSocketProtocol, LimitedHttpProtocol
 from streamer.server.service import Service
-from streamer.server.websocket import MAX_MESSAGE_BYTES
+from streamer.server.socket_events import MAX_MESSAGE_BYTES
 
 if TYPE_CHECKING:
     from streamer.engine.engine import AsyncEngine
@@ -80,6 +80,7 @@ class Server(uvicorn.Server):
 
     async def _drain_all(self) -> None:
         try:
+            self._service.begin_drain(self._drain_s)
             if self._service.engine.is_ready:
                 await self._service.engine.drain(self._drain_s)
                 await self._service.wait_quiet(FLUSH_S)
@@ -205,7 +206,7 @@ def _uvicorn_config(service: Service, config: Config) -> uvicorn.Config:
         build_service_app(service),
         http=LimitedHttpProtocol,
         limit_concurrency=MAX_CONNECTIONS,
-        ws="websockets-sansio",
+        ws=AbortableWebSocketProtocol,
         ws_max_size=MAX_MESSAGE_BYTES,
         ws_ping_interval=20.0,
         ws_ping_timeout=20.0,

@@ -1,7 +1,7 @@
-"""LimitedHttpProtocol: uvicorn's HTTP protocol with bounds on what comes before a request.
+"""uvicorn's two protocols, with what they lack: bounds on a head, and a way to drop a connection.
 
 Nothing of ours sees a request until its head is complete, and uvicorn keeps heads of any size for
-any time; the same holds for trailers. lifecycle.py names this class to uvicorn.
+any time; the same holds for trailers. lifecycle.py names these classes to uvicorn.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ import asyncio
 from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.http11 import Request
 
 from streamer.errors import InvalidRequest, StreamerError, TooLarge
 from streamer.server.openai.common import error_body
+from streamer.server.stuck import ABORT
 
 MAX_HEAD_BYTES: Final = 64 << 10
 HEAD_TIMEOUT_S: Final = 30.0
@@ -60,6 +63,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._num_kept = 0
         self._start_timer()
         super().on_message_begin()
+        self.scope["extensions"] = {ABORT: self.transport.abort}  # type: ignore[dict-item]
 
     def on_url(self, url: bytes) -> None:
         """A piece of the target."""
@@ -128,3 +132,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
         else:  # a next head has begun while an answer still goes out
             self._start_timer()
+
+
+class AbortableWebSocketProtocol(WebSocketsSansIOProtocol):
+    """Lets the application abort the connection."""
+
+    def handle_connect(self, event: Request) -> None:
+        """The handshake, which makes the scope unless it is refused."""
+        super().handle_connect(event)
+        if self.response.status_code == 101:
+            self.scope["extensions"][ABORT] = self.transport.abort  # type: ignore[assignment]

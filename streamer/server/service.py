@@ -1,7 +1,7 @@
 """Service: what every handler needs of the engine, in one place.
 
-Owns the served names, the epoch, the count of requests at work, and the way from a decoded body to
-a TokenStream. Made once by build_app; never touches a socket.
+Owns the served names, the epoch, the count of requests at work, who wants to hear of a drain, and
+the way from a decoded body to a TokenStream. Made once by build_app; never touches a socket.
 """
 
 from __future__ import annotations
@@ -10,25 +10,36 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from starlette.types import Scope
 
 from streamer.config import Config
 from streamer.core.sampling import SamplingParams
 from streamer.engine.requests import GenerateRequest
-from streamer.errors import EngineDead, Overloaded, StreamerError
+from streamer.errors import EngineDead, NotFound, Overloaded
+from streamer.server.context import Context, context_of
 from streamer.server.metrics import Metrics
-from streamer.server.openai.common import SamplingFields, failure, named
+from streamer.server.openai.common import SamplingFields, clip, named
+from streamer.server.turns import make_turn
 
 if TYPE_CHECKING:
     from streamer.engine.engine import AsyncEngine
-    from streamer.engine.stream import Delta, TokenStream
+    from streamer.engine.stream import TokenStream
+    from streamer.server.openai.responses import ResponseCreate
 
 TENANT = "tenant"  # in scope["state"]: a digest of the key, put there by the guard
 LOADING_RETRY_S = 2.0
 DRAINING_RETRY_S = 5.0
+
+
+def tenant_of(scope: Scope) -> str:
+    """A digest of the caller's key; "" where no keys are asked for."""
+    tenant: str = scope.get("state", {}).get(TENANT, "")
+    return tenant
 
 
 def salt_of(scope: Scope, body: SamplingFields) -> str:
@@ -37,7 +48,7 @@ def salt_of(scope: Scope, body: SamplingFields) -> str:
     Blocks of one key are never found by another: how long a prompt took and how much of it was
     cached would tell what others ask.
     """
-    tenant: str = scope.get("state", {}).get(TENANT, "")
+    tenant = tenant_of(scope)
     salt = body.cache_salt or ""
     return f"{tenant}:{salt}" if tenant else salt
 
@@ -51,6 +62,7 @@ class Service:
         self.metrics = Metrics(engine)
         self.epoch = secrets.token_hex(8)
         self.started = int(time.time())
+        self._drain_callbacks: dict[int, Callable[[float], None]] = {}
         self._num_working = 0
         self._is_quiet = asyncio.Event()
         self._is_quiet.set()
@@ -99,6 +111,17 @@ class Service:
                 await self._is_quiet.wait()
         return self._is_quiet.is_set()
 
+    def on_drain(self, callback: Callable[[float], None]) -> Callable[[], object]:
+        """Call back when a drain begins, with the seconds it may take; the result takes it back."""
+        key = id(callback)
+        self._drain_callbacks[key] = callback
+        return partial(self._drain_callbacks.pop, key, None)
+
+    def begin_drain(self, deadline_s: float) -> None:
+        """Tell everybody who wants to know that the server stops."""
+        for callback in list(self._drain_callbacks.values()):
+            callback(deadline_s)
+
     # ------------------------------------------------------------ requests
 
     async def encode_messages(
@@ -125,38 +148,119 @@ class Service:
         salt: str,
         request_id: str,
         detach_s: float,
-        is_streamed: bool = True,
+        context: Context | None = None,
+        body_bytes: int = 0,
+        share_with: str | None = None,
+        window: int | None = None,
     ) -> TokenStream:
         """Hand one prompt to the engine; `detach_s` is the default where the body names none.
 
-        salt  what `salt_of` made of the caller and the body
+        salt        what `salt_of` made of the caller and the body
+        context     by which the answer is found again, made from a body of so many bytes
+        share_with  a request that it was forked from
+        window      output tokens a reader may lag; None: the server's setting
         """
+        is_alone = context is not None and context.is_background
         request = GenerateRequest(
             prompt=prompt,
             params=params,
             request_id=request_id,
             priority=body.priority or 0,
             cache_salt=salt,
-            detach_s=detach_s if body.detach_s is None else body.detach_s,
-            window=self.config.stream_window if is_streamed else 0,
+            share_with=share_with,
+            detach_s=None if is_alone else detach_s if body.detach_s is None else body.detach_s,
+            window=self.config.stream_window if window is None else window,
+            context=context,
+            context_bytes=0 if context is None else context.num_bytes(body_bytes),
         )
         with named(body.names):
             return self.engine.submit(request)
+
+    async def respond(
+        self,
+        scope: Scope,
+        body: ResponseCreate,
+        *,
+        model: str,
+        params: SamplingParams,
+        body_bytes: int,
+        response_id: str,
+        detach_s: float,
+        session: str = "",
+        window: int | None = None,
+    ) -> TokenStream:
+        """The stream of a response whose body is checked; `session` is the socket's name."""
+        parent = None
+        if body.previous_response_id is not None:
+            parent = self.find(body.previous_response_id, scope, session, "previous_response_id")
+        salt = salt_of(scope, body)
+        with named(body.names):
+            turn = await make_turn(self.engine, body, parent, response_id=response_id, salt=salt)
+        if body.generate is False:
+            params = msgspec.structs.replace(params, max_tokens=1, min_tokens=0, stop=())
+        context = Context(
+            kind="response",
+            tenant=tenant_of(scope),
+            body=body,
+            model=model,
+            items=turn.items,
+            prefix=turn.prefix,
+            session=session,
+        )
+        return self.submit(
+            turn.prompt,
+            params,
+            body,
+            salt=salt,
+            request_id=response_id,
+            detach_s=detach_s,
+            context=context,
+            body_bytes=body_bytes,
+            share_with=turn.share_with,
+            window=window,
+        )
+
+    def find(
+        self, response_id: str, scope: Scope, session: str = "", param: str | None = None
+    ) -> TokenStream:
+        """A response that is live, or finished and stored, or was made on this socket.
+
+        Raises NotFound for anything else, another key's included. A response belongs to its key.
+        """
+        stream = self._look_up(response_id, scope, "response")
+        if stream is not None:
+            context = context_of(stream)
+            is_mine = bool(session) and context.session == session
+            if not stream.is_finished or context.is_stored or is_mine:
+                return stream
+        raise NotFound(
+            f"there is no response {clip(response_id)!r} here",
+            param=param,
+            code="not_found" if param is None else "previous_response_not_found",
+        )
+
+    def find_chat(self, request_id: str, scope: Scope) -> TokenStream:
+        """The stream of a chat completion, likewise."""
+        stream = self._look_up(request_id, scope, "chat")
+        if stream is None:
+            raise NotFound(f"there is no chat completion {clip(request_id)!r} here")
+        return stream
+
+    def _look_up(self, request_id: str, scope: Scope, kind: str) -> TokenStream | None:
+        if not self.engine.is_ready and not self.engine.is_dead:
+            self.require_ready()
+        stream = self.engine.get(request_id)
+        context = None if stream is None else stream.context
+        if stream is None or not isinstance(context, Context) or not stream.is_kept:
+            return None
+        is_theirs = context.kind == kind and context.tenant == tenant_of(scope)
+        return stream if is_theirs else None
 
     def cancel(self, streams: Sequence[TokenStream]) -> None:
         """End what is not finished of these."""
         for stream in streams:
             if not stream.is_finished:
                 self.engine.cancel(stream.request_id)
-
-    @staticmethod
-    def failure(deltas: Sequence[Delta]) -> StreamerError | None:
-        """The error of the first cancelled or failed choice among these."""
-        for d in deltas:
-            error = failure(d.finish) if d.finish is not None else None
-            if error is not None:
-                return error
-        return None
 
     def token_text(self, token_id: int) -> bytes:
         """The bytes of a token; a special one by its written name."""

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -18,10 +19,12 @@ from starlette.types import Receive, Scope, Send
 
 from streamer.engine.stream import Delta
 from streamer.errors import StreamerError
+from streamer.server.stuck import StuckWatch
 
 if TYPE_CHECKING:
     from streamer.core.plan import Notice
     from streamer.engine.stream import TokenStream
+    from streamer.server.metrics import Meter
     from streamer.server.service import Service
 
 log = logging.getLogger(__name__)
@@ -29,6 +32,7 @@ log = logging.getLogger(__name__)
 KEEP_ALIVE_S = 15.0
 KEEP_ALIVE: Final = b": keep-alive\n\n"
 DONE: Final = b"data: [DONE]\n\n"
+SPLIT = 256  # events of an unmerged replay that are sent together
 
 
 def frame(number: str, data: bytes, event: str = "") -> bytes:
@@ -44,6 +48,7 @@ class Answer(Protocol):
     def request_id(self) -> str: ...
     def opening(self) -> bytes: ...
     def deltas(self, source: int, deltas: Sequence[Delta]) -> bytes: ...
+    def failure(self, deltas: Sequence[Delta]) -> StreamerError | None: ...
     def closing(self) -> bytes: ...
     def error(self, error: StreamerError) -> bytes: ...
     def whole(self, results: Sequence[Sequence[Delta]]) -> bytes: ...
@@ -105,14 +110,20 @@ class ClientWatch:
 
 async def merged(
     streams: Sequence[TokenStream],
+    readers: Sequence[int] | None = None,
+    after: int | Sequence[int] = 0,
 ) -> AsyncGenerator[tuple[int, list[Delta | Notice]], None]:
     """What the streams bring, as (index of the stream, its news), until all have finished.
+
+    readers  a number from `new_reader` for each stream
+    after    the cursor in each of them
 
     To be closed (`aclosing`): closing detaches every reader. A stream that waits its turn goes on
     collecting, so a slow consumer gets fewer and larger deltas.
     """
+    numbers = [None] * len(streams) if readers is None else readers
     if len(streams) == 1:
-        async with contextlib.aclosing(streams[0].read()) as batches:
+        async with contextlib.aclosing(streams[0].read(after, reader=numbers[0])) as batches:
             async for items in batches:
                 yield 0, items
         return
@@ -121,7 +132,8 @@ async def merged(
 
     async def pump(source: int, stream: TokenStream) -> None:
         try:
-            async with contextlib.aclosing(stream.read()) as batches:
+            news = stream.read(after, reader=numbers[source])
+            async with contextlib.aclosing(news) as batches:
                 async for items in batches:
                     await queue.put((source, items))
             await queue.put((source, None))
@@ -153,7 +165,11 @@ HEADERS: Final = (
 
 
 class EventStream:
-    """The ASGI response of one streamed request; the request is submitted already."""
+    """The ASGI response of one streamed request, which is submitted already, or resumed.
+
+    after     the cursor in each stream, as `answer` has it
+    is_split  deltas are not merged: one a token
+    """
 
     def __init__(
         self,
@@ -161,19 +177,29 @@ class EventStream:
         answer: Answer,
         streams: Sequence[TokenStream],
         keep_alive_s: float | None = None,
+        *,
+        after: int | Sequence[int] = 0,
+        is_split: bool = False,
+        meter: Meter | None = None,
     ) -> None:
         self._service = service
         self._answer = answer
         self._streams = streams
         self._keep_alive_s = KEEP_ALIVE_S if keep_alive_s is None else keep_alive_s
+        self._after = after
+        self._is_split = is_split
+        self._meter = meter
+        self._readers = [s.new_reader() for s in streams]
         self._send: Send
+        self._stuck: StuckWatch
         self._is_sending = True  # until the head is out
         self._last_sent = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the head and every event; return when all is sent or the client is gone."""
         self._send = send
-        with self._service.working():
+        self._stuck = StuckWatch(scope, self._service.config.pause_timeout, self._drop)
+        with self._service.working(), self._stuck:
             async with ClientWatch(receive, self._keep_alive, self._keep_alive_s):
                 await self._write()
 
@@ -181,6 +207,7 @@ class EventStream:
         request_id = (b"x-request-id", self._answer.request_id.encode())
         is_reading = False
         try:
+            self._stuck.began()
             await self._send(
                 {"type": "http.response.start", "status": 200, "headers": [*HEADERS, request_id]}
             )
@@ -189,37 +216,49 @@ class EventStream:
             await self._put(await self._follow())
         finally:
             if not is_reading:  # nobody ever read, so nobody's leaving would end it
-                self._service.cancel(self._streams)
+                for stream in self._streams:
+                    stream.miss()
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _follow(self) -> bytes:
         """Send the events as they come; the return value is the end of the body."""
-        meter = self._service.metrics.meter(self._streams)
         try:
-            async with contextlib.aclosing(merged(self._streams)) as batches:
+            news = merged(self._streams, self._readers, self._after)
+            async with contextlib.aclosing(news) as batches:
                 async for source, items in batches:
                     deltas = [d for d in items if isinstance(d, Delta)]
-                    meter.deltas(source, deltas)
-                    failure = self._service.failure(deltas)
+                    if self._meter is not None:
+                        self._meter.deltas(source, deltas)
+                    await self._put_deltas(source, deltas)
+                    failure = self._answer.failure(deltas)
                     if failure is not None:
                         self._service.cancel(self._streams)
                         return self._answer.error(failure)
-                    await self._put(self._answer.deltas(source, deltas))
         except StreamerError as e:
-            self._service.cancel(self._streams)
             return self._answer.error(e)
         except Exception:
             log.exception("a stream failed")
-            self._service.cancel(self._streams)
             return self._answer.error(StreamerError("internal error", code="internal"))
         finally:
-            meter.close()
+            if self._meter is not None:
+                self._meter.close()
         return self._answer.closing()
+
+    async def _put_deltas(self, source: int, deltas: Sequence[Delta]) -> None:
+        if not self._is_split:
+            await self._put(self._answer.deltas(source, deltas))
+            return
+        stream = self._streams[source]
+        pieces = (piece for delta in deltas for piece in stream.split(delta))
+        while some := list(islice(pieces, SPLIT)):
+            await self._put(self._answer.deltas(source, some))
 
     async def _put(self, body: bytes) -> None:
         if body:
             self._is_sending = True
+            self._stuck.began()
             await self._send({"type": "http.response.body", "body": body, "more_body": True})
+            self._stuck.ended()
             self._last_sent = asyncio.get_running_loop().time()
         self._is_sending = False
 
@@ -233,29 +272,30 @@ class EventStream:
             await self._send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
         return self._keep_alive_s
 
+    def _drop(self) -> None:
+        """The client takes nothing: the streams wait for another reader, not for this one."""
+        for stream, reader in zip(self._streams, self._readers, strict=True):
+            stream.drop(reader)
+
 
 async def read_whole(
-    service: Service, streams: Sequence[TokenStream], receive: Receive
-) -> list[list[Delta]] | None:
-    """Wait for all streams, then everything they brought, a list a stream; None: the client left.
+    answer: Answer, streams: Sequence[TokenStream], receive: Receive, meter: Meter
+) -> bytes | None:
+    """Wait for all streams, then the body of the answer; None: the client left.
 
-    Raises what the first failed stream failed with.
+    Raises what the first failed stream failed with, and leaves the others to their last reader.
     """
     results: list[list[Delta]] = [[] for _ in streams]
     async with ClientWatch(receive) as watch:
-        meter = service.metrics.meter(streams)
         try:
             async with contextlib.aclosing(merged(streams)) as batches:
                 async for source, items in batches:
                     deltas = [d for d in items if isinstance(d, Delta)]
                     meter.deltas(source, deltas)
-                    failure = service.failure(deltas)
+                    failure = answer.failure(deltas)
                     if failure is not None:
                         raise failure
                     results[source].extend(deltas)
-        except Exception:
-            service.cancel(streams)
-            raise
         finally:
             meter.close()
-    return None if watch.is_gone else results
+    return None if watch.is_gone else answer.whole(results)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from streamer.core.plan import Finish
 from streamer.core.sampling import SamplingParams
 from streamer.errors import InvalidRequest, StreamerError
 from streamer.server.openai.common import (
@@ -24,7 +25,9 @@ from streamer.server.openai.common import (
     check_metadata,
     encode,
     error_body,
+    failure,
     finish_reason,
+    first_failure,
     named,
     only_if,
     sampling_params,
@@ -248,21 +251,26 @@ class ChatCompletion(msgspec.Struct, frozen=True, tag_field="object", tag="chat.
 
 
 class ChatAnswer:
-    """Frames and bodies of one chat completion.
+    """Frames and bodies of one chat completion, those after the numbers `after`.
 
-    A frame's number counts, per choice, the role chunk, every output token, the finish and the
-    usage chunk; with several choices the numbers are joined by dots.
+    A frame's number counts, per choice, the role chunk, every output token, text that the end alone
+    released, the finish and the usage chunk; with several choices the numbers are joined by dots.
     """
 
     def __init__(
-        self, body: ChatRequest, streams: Sequence[TokenStream], model: str, text: TokenText
+        self,
+        body: ChatRequest,
+        streams: Sequence[TokenStream],
+        model: str,
+        text: TokenText,
+        after: Sequence[int] | None = None,
     ) -> None:
         (self._stream,) = streams
         self._body = body
         self._model = model
         self._text = text
         self._n = self._stream.params.n
-        self._numbers = [0] * self._n
+        self._numbers = [0] * self._n if after is None else list(after)
         self._created = int(self._stream.created)
         options = body.stream_options
         self._include_usage = bool(options is not None and options.include_usage)
@@ -276,6 +284,8 @@ class ChatAnswer:
         """One role chunk a choice; the first brings seed and prompt token ids."""
         parts = []
         for index in range(self._n):
+            if self._numbers[index] > 0:
+                continue
             self._numbers[index] = 1
             choice = ChunkChoice(index, ChunkDelta(role="assistant", content=""))
             parts.append(self._frame([choice], is_first=index == 0))
@@ -285,8 +295,11 @@ class ChatAnswer:
         """The chunks for what a step, or several, brought."""
         parts = []
         for d in deltas:
-            if d.text or (d.token_ids and (d.logprobs or self._body.return_token_ids)):
-                self._numbers[d.choice] = 1 + d.start + len(d.token_ids)
+            rest = d.finish is not None and self._stream.has_rest(d.choice)
+            number = 1 + d.start + len(d.token_ids) + rest
+            is_shown = d.text or (d.token_ids and (d.logprobs or self._body.return_token_ids))
+            if is_shown and number > self._numbers[d.choice]:
+                self._numbers[d.choice] = number
                 choice = ChunkChoice(
                     d.choice,
                     ChunkDelta(content=d.text),
@@ -295,18 +308,26 @@ class ChatAnswer:
                     only_if(bool(self._body.return_token_ids), d.token_ids),
                 )
                 parts.append(self._frame([choice]))
-            if d.finish is not None:
-                self._numbers[d.choice] = 2 + d.finish.num_tokens
-                reason = finish_reason(d.finish.reason)
-                choice = ChunkChoice(d.choice, ChunkDelta(), None, reason)
-                parts.append(self._frame([choice]))
+            if d.finish is not None and failure(d.finish) is None:
+                number = self._end(d.choice, d.finish)
+                if number > self._numbers[d.choice]:
+                    self._numbers[d.choice] = number
+                    reason = finish_reason(d.finish.reason)
+                    choice = ChunkChoice(d.choice, ChunkDelta(), None, reason)
+                    parts.append(self._frame([choice]))
         return b"".join(parts)
+
+    def failure(self, deltas: Sequence[Delta]) -> StreamerError | None:
+        """What ends the answer with an error: a choice that was cancelled or has failed."""
+        return first_failure(deltas)
 
     def closing(self) -> bytes:
         """The usage chunk, if asked for, and the end."""
-        if not self._include_usage:
+        finishes = enumerate(self._stream.finishes)
+        ends = [self._end(i, f) for i, f in finishes if f is not None]
+        if not self._include_usage or self._numbers > ends:
             return DONE
-        self._numbers = [n + 1 for n in self._numbers]
+        self._numbers = [n + 1 for n in ends]
         return self._frame([], usage=self._usage()) + DONE
 
     def error(self, error: StreamerError) -> bytes:
@@ -341,6 +362,10 @@ class ChatAnswer:
                 prompt_token_ids=only_if(bool(self._body.return_token_ids), self._stream.prompt),
             )
         )
+
+    def _end(self, choice: int, finish: Finish) -> int:
+        """The number of a choice's finish."""
+        return 2 + finish.num_tokens + self._stream.has_rest(choice)
 
     def _usage(self) -> Usage:
         s = self._stream
