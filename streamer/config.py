@@ -170,6 +170,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Annotated[float, Meta(ge=0.0)],
         Meta(description="seconds a response outlives its last socket"),
     ] = 30.0
+    pause_timeout: Annotated[
+        Annotated[float, Meta(ge=0.0)],
+        Meta(description="seconds a reader may lag beyond the window before it is sent away"),
+    ] = 60.0
     retain_s: Annotated[
         Annotated[float, Meta(ge=0.0)], Meta(description="seconds a finished response is kept")
     ] = 600.0

@@ -56,6 +56,13 @@ class NotFound(InvalidRequest):
     code = "not_found"
 
 
+class ReaderTooSlow(InvalidRequest):
+    """A reader that lagged for too long; the answer goes on without it and can be resumed."""
+
+    status = 408
+    code = "reader_too_slow"
+
+
 class TooLarge(InvalidRequest):
     """A body or message over the size limit."""
 

@@ -22,11 +22,11 @@ from streamer.errors import (
     ModelNotSupported,
 )
 from streamer.tokenizer_bytes import token_bytes
-from streamer.tokenizer_chat import ChatTemplate
+from streamer.tokenizer_chat import ChatTemplate, Said
 from streamer.tokenizer_special import Disguise, SpecialText
 from streamer.tokenizer_text import TextStream
 
-__all__ = ["TextStream", "Tokenizer", "read_template"]
+__all__ = ["Said", "TextStream", "Tokenizer", "read_template"]
 
 NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
 # Files from which transformers can build a tokenizer that has no tokenizer.json.
@@ -117,8 +117,11 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         max_tokens: int | None = None,
+        said: Said | None = None,
     ) -> list[int]:
         """Token ids of a conversation as the model was trained to see it; `max_tokens` likewise.
+
+        said  an earlier turn: its ids, and those of what follows, where the text extends its text
 
         Special tokens are the template's alone: where messages or tools spell one, it is text.
         """
@@ -126,10 +129,40 @@ class Tokenizer:
         disguise = special.disguise() if special is not None else None
         text = self._render(messages, add_generation_prompt, tools, disguise)
         self._require_short(text, max_tokens, "messages")
+        known: list[int] = []
+        if said is not None:
+            before = self._render(said.messages, said.is_open, tools, disguise)
+            before += said.answer if disguise is None else disguise(said.answer)
+            if text.startswith(before) and self._can_begin(text[len(before) :]):
+                text, known = text[len(before) :], list(said.ids)
+        if special is None or disguise is None or not disguise.hidden:
+            return known + self.encode(text, add_special_tokens=False)
+        with _unicode():
+            return known + special.encode(text, disguise)
+
+    def encode_plain(self, text: str, max_tokens: int | None = None) -> list[int]:
+        """Token ids of a text in which no special token is meant; `max_tokens` likewise."""
+        self._require_short(text, max_tokens, "prompt")
+        special = self._special_text
+        disguise = special.disguise() if special is not None else None
+        hidden = text if disguise is None else disguise(text)
         if special is None or disguise is None or not disguise.hidden:
             return self.encode(text, add_special_tokens=False)
         with _unicode():
-            return special.encode(text, disguise)
+            return special.encode(hidden, disguise)
+
+    def _can_begin(self, text: str) -> bool:
+        """Whether a text has the same tokens alone as after another one, but for merges."""
+        return (
+            not text
+            or self._is_byte_level
+            or (self._special_text is not None and self._special_text.begins(text))
+        )
+
+    @property
+    def _is_byte_level(self) -> bool:
+        part = self._backend.pre_tokenizer
+        return part is not None and "ByteLevel" in str(part)
 
     def _render(
         self,
@@ -170,9 +203,7 @@ class Tokenizer:
     @cached_property
     def _most_bytes(self) -> int | None:
         """The most bytes of text that a token stands for; None if there is no bound."""
-        part = self._backend.pre_tokenizer
-        is_byte_level = part is not None and "ByteLevel" in str(part)
-        if not is_byte_level and not getattr(self._backend.model, "byte_fallback", False):
+        if not self._is_byte_level and not getattr(self._backend.model, "byte_fallback", False):
             return None  # the unknown token takes any number
         longest = max(map(len, (*self.token_bytes(), *self._added.values())), default=1)
         # NFKC makes one byte of four where it replaces letters of mathematics.

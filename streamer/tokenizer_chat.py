@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from jinja2 import nodes
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
@@ -31,6 +31,19 @@ TEMPLATE_ERRORS = (
     ArithmeticError,
     RecursionError,
 )
+
+
+class Said(NamedTuple):
+    """A turn that was computed: its ids count for its text, whatever that text would encode to.
+
+    messages  what its prompt said;  is_open  with the generation prompt
+    answer    the text that followed;  ids  of prompt and answer
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    is_open: bool
+    answer: str
+    ids: Sequence[int]
 
 
 class ChatTemplate:

@@ -18,8 +18,9 @@ import tokenizers
 class Disguise:
     """For one conversation: each special token in the caller's strings becomes a random word.
 
-    Called with a string, it returns the one to give the template: the rest of the string stays, so
-    that a template can trim, split and search it. `hidden` is empty if there was nothing to do.
+    Called with a string, it returns the one to give the template, equal ones for equal strings: the
+    rest of the string stays, so that a template can trim, split and search it. `hidden`, what was
+    replaced and its number, is empty if there was nothing to do.
     """
 
     def __init__(self, find: re.Pattern[str] | None, prefixes: frozenset[str]) -> None:
@@ -27,7 +28,7 @@ class Disguise:
         self._prefixes = prefixes
         self._longest = max(map(len, prefixes), default=0)
         self._nonce = f"x{secrets.token_hex(16)}x"  # nobody can have written it
-        self.hidden: list[str] = []
+        self.hidden: dict[str, int] = {}
 
     def __call__(self, text: str) -> str:
         if self._find is None:
@@ -43,11 +44,12 @@ class Disguise:
 
     def reveal(self, text: str) -> str:
         """The text as the caller wrote it."""
-        return re.sub(f"{self._nonce}([0-9]+)x", lambda m: self.hidden[int(m[1])], text)
+        written = list(self.hidden)
+        return re.sub(f"{self._nonce}([0-9]+)x", lambda m: written[int(m[1])], text)
 
     def _hide(self, text: str) -> str:
-        self.hidden.append(text)
-        return f"{self._nonce}{len(self.hidden) - 1}x"
+        number = self.hidden.setdefault(text, len(self.hidden))
+        return f"{self._nonce}{number}x"
 
 
 class SpecialText:
@@ -81,6 +83,10 @@ class SpecialText:
                 for token in special.values()
             ]
         )
+
+    def begins(self, text: str) -> bool:
+        """Whether a text begins with a special token."""
+        return self._find is not None and self._find.match(text) is not None
 
     def disguise(self) -> Disguise:
         """A new one, for one conversation."""

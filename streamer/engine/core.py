@@ -18,6 +18,7 @@ from streamer.core.model_info import ModelInfo
 from streamer.core.plan import Command, Facts, Plan, StepOutput, StepResult, StepTimes
 from streamer.core.scheduler import Scheduler
 from streamer.core.view import SchedulerView, Wanted
+from streamer.tokenizer_chat import Said
 
 __all__ = ["EngineCore", "InFlight", "Inbox", "ModelInfo", "Runner", "Tokenizer"]
 
@@ -79,7 +80,9 @@ class Tokenizer(Protocol):
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         max_tokens: int | None = None,
+        said: Said | None = None,
     ) -> list[int]: ...
+    def encode_plain(self, text: str, max_tokens: int | None = None) -> list[int]: ...
     def token_bytes(self) -> tuple[bytes, ...]: ...
 
 

@@ -29,11 +29,19 @@ from streamer.engine.core import EngineCore, Inbox, Runner, Tokenizer
 from streamer.engine.gpu_thread import GpuThread
 from streamer.engine.prompts import Prompts
 from streamer.engine.registry import Registry
-from streamer.engine.requests import GenerateRequest, accept, build_add, default_params, with_end
+from streamer.engine.requests import (
+    GenerateRequest,
+    accept,
+    build_add,
+    default_params,
+    open_stream,
+    with_end,
+)
 from streamer.engine.stats import PhaseTallies, Snapshot, take_snapshot
 from streamer.engine.stream import Delta, Timing, TokenStream
 from streamer.engine.watch import Watch
 from streamer.errors import EngineDead, InvalidRequest, Overloaded, RequestFailed, StreamerError
+from streamer.tokenizer_chat import Said
 
 __all__ = ["AsyncEngine", "Delta", "GenerateRequest", "Timing", "TokenStream"]
 
@@ -196,16 +204,7 @@ class AsyncEngine:
         params = accept(request, info, sizes, self._random.getrandbits(SEED_BITS))
         self._streams.require_room(self.config.max_queue, sizes.max_num_seqs, params.n)
         hashes = self._prompts.hashes(request.prompt, request.cache_salt.encode())
-        stream = TokenStream(
-            request_id=request_id,
-            prompt=request.prompt,
-            params=params,
-            token_bytes=sizes.token_bytes,
-            special=self._special,
-            control=self,
-            detach_s=request.detach_s,
-            window=request.window,
-        )
+        stream = open_stream(request, request_id, params, self.config, sizes, self._special, self)
         self._streams.add(stream)
         thread.command(build_add(request, params, request_id, info, hashes))
         return stream
@@ -277,6 +276,11 @@ class AsyncEngine:
         """A live or recently finished request's stream."""
         return self._streams.get(request_id)
 
+    def forget(self, request_id: str) -> None:
+        """Keep nothing of a request: a live one is cancelled and not retained."""
+        self.cancel(request_id)
+        self._streams.forget(request_id)
+
     # ------------------------------------------------------------ prompts
 
     async def encode(
@@ -294,10 +298,12 @@ class AsyncEngine:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         cache_salt: str = "",
+        said: Said | None = None,
     ) -> list[int]:
-        """Token ids of a conversation through the chat template, likewise."""
+        """Token ids of a conversation through the chat template, likewise; after `said`."""
+        salt = cache_salt.encode()
         return await self._prompts.encode_chat(
-            self.tokenizer, messages, add_generation_prompt, tools, cache_salt.encode()
+            self.tokenizer, messages, add_generation_prompt, tools, salt, said
         )
 
     async def in_pool(self, work: Callable[[], T]) -> T:
@@ -309,13 +315,8 @@ class AsyncEngine:
     def snapshot(self) -> Snapshot:
         """Everything countable, now."""
         max_lag_s, self._max_lag_s = self._max_lag_s, 0.0
-        is_ready = self._state == "ready"
-        return take_snapshot(
-            self._streams,
-            state="draining" if self.is_draining and is_ready else self._state,
-            step=self.stats,
-            max_loop_lag_s=max_lag_s,
-        )
+        state = "draining" if self.is_draining and self._state == "ready" else self._state
+        return take_snapshot(self._streams, state=state, step=self.stats, max_loop_lag_s=max_lag_s)
 
     # ------------------------------------------------------------ on the GPU thread
 
@@ -324,12 +325,11 @@ class AsyncEngine:
         tokenizer = self._load_tokenizer()
         runner, info = self._load()
         info = with_end(info, tokenizer.eos_token_id)
-        config = self.config
-        sizes = sizes_of(config, info, tokenizer.token_bytes())
+        sizes = sizes_of(self.config, info, tokenizer.token_bytes())
         hasher = BlockHasher(info.block_size, secrets.token_bytes(32))
         scheduler = Scheduler(sizes, hasher)
         self._tokenizer, self._info, self._sizes = tokenizer, info, sizes
-        self._prompts.hasher = hasher if config.enable_prefix_caching else None
+        self._prompts.hasher = hasher if self.config.enable_prefix_caching else None
         self._prompts.max_tokens = info.max_model_len - 1
         self._special = tokenizer.special_bytes
         self._first_stats = scheduler.stats()

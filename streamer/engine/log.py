@@ -8,6 +8,7 @@ known. Owned by TokenStream.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 
 import msgspec
 
@@ -55,6 +56,11 @@ class ChoiceLog:
         """About what it occupies."""
         return len(self._text) + 12 * len(self.tokens) + self._logprob_bytes
 
+    @property
+    def has_rest(self) -> bool:
+        """Whether the end released text that no token had."""
+        return len(self._text) > (self._ends[-1] if self._ends else 0)
+
     def push(self, token: int, logprob: TokenLogprob | None, finish: Finish | None) -> None:
         """One more token, with its finish if it is the last."""
         self.tokens.append(token)
@@ -77,6 +83,17 @@ class ChoiceLog:
         text = self._writer.finish(finish.text_bytes)
         self._text += text.encode()
         self._last += text
+
+    def split(self, delta: Delta) -> Iterator[Delta]:
+        """The delta token by token; text that no token released comes with the finish."""
+        first, end = delta.start, delta.start + len(delta.token_ids)
+        for i in range(first, end):
+            begin = self._ends[i - 1] if i else 0
+            text = self._text[begin : self._ends[i]].decode()
+            logprobs = None if delta.logprobs is None else (delta.logprobs[i - first],)
+            yield Delta(delta.choice, i, (self.tokens[i],), text, logprobs)
+        if delta.finish is not None:
+            yield Delta(delta.choice, end, (), self.text_from(end), None, delta.finish)
 
     def text_from(self, start: int) -> str:
         """Text after the first `start` tokens, as far as it is released."""

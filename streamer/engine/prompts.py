@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from streamer.core.prefix import BlockHasher
 from streamer.engine.core import Tokenizer
 from streamer.errors import EngineDead
+from streamer.tokenizer_chat import Said
 
 NUM_THREADS = 2
 # Hashing costs about 0.1 us a token: up to here a submit holds the loop for less than 0.5 ms.
@@ -60,8 +61,9 @@ class Prompts:
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None,
         salt: bytes = b"",
+        said: Said | None = None,
     ) -> list[int]:
-        """Token ids of a conversation, through the chat template."""
+        """Token ids of a conversation, through the chat template, after what was `said`."""
 
         def work() -> tuple[list[int], tuple[bytes, ...]]:
             ids = tokenizer.encode_chat(
@@ -69,6 +71,7 @@ class Prompts:
                 add_generation_prompt=add_generation_prompt,
                 tools=tools,
                 max_tokens=self.max_tokens,
+                said=said,
             )
             return ids, self._hash(ids, salt)
 

@@ -63,6 +63,15 @@ class Registry:
             stream = kept[2] if kept is not None else None
         return stream
 
+    def forget(self, request_id: str) -> None:
+        """Retain this one no longer, or not at all if it is live; unknown ids are ignored."""
+        kept = self._retained.pop(request_id, None)
+        if kept is not None:
+            self.retained_bytes -= kept[1]
+            kept[2].is_kept = False
+        elif request_id in self._live:
+            self._live[request_id].is_kept = False
+
     def require_room(self, max_queue: int, max_num_seqs: int, n: int = 1) -> None:
         """Overloaded if more than `max_queue` choices would wait; idle rows are no queue.
 
@@ -148,6 +157,8 @@ class Registry:
         self._mean_s += RECENT * (total_s - self._mean_s)
         if not self._live:
             self._is_quiet.set()
+        if not stream.is_kept:
+            return
         size = stream.num_bytes
         self._retained[stream.request_id] = (time.monotonic(), size, stream)
         self.retained_bytes += size

@@ -6,15 +6,18 @@ refused here, so that the scheduler never sees a request it can't serve.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from streamer.config import Config
 from streamer.core.model_info import ModelInfo
 from streamer.core.plan import Add
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import SchedulerConfig, check_fits
+from streamer.engine.flow import Control, Limits
+from streamer.engine.stream import TokenStream
 from streamer.errors import InvalidRequest
 
 MAX_PRIORITY = 1 << 31
@@ -31,6 +34,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     share_with  id of a request to fork from: its blocks serve as far as the tokens agree
     detach_s    seconds it runs on after its last reader left; None: for ever
     window      output tokens its furthest reader may lag before it is paused; 0: never paused
+    context     kept beside the tokens as long as they are, counted with `context_bytes`
     """
 
     prompt: tuple[int, ...]
@@ -42,6 +46,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     share_with: str | None = None
     detach_s: float | None = 0.0
     window: int = 0
+    context: object = None
+    context_bytes: int = 0
 
 
 def accept(
@@ -73,6 +79,31 @@ def accept(
         )
     return msgspec.structs.replace(
         params, max_tokens=max_tokens, seed=seed if params.seed is None else params.seed
+    )
+
+
+def open_stream(
+    request: GenerateRequest,
+    request_id: str,
+    params: SamplingParams,
+    config: Config,
+    sizes: SchedulerConfig,
+    special: Mapping[int, bytes],
+    control: Control,
+) -> TokenStream:
+    """The stream of a request that was accepted."""
+    return TokenStream(
+        request_id=request_id,
+        prompt=request.prompt,
+        params=params,
+        token_bytes=sizes.token_bytes,
+        special=special,
+        control=control,
+        limits=Limits(
+            request.window, request.detach_s, config.pause_timeout, config.detach_timeout
+        ),
+        context=request.context,
+        context_bytes=request.context_bytes,
     )
 
 

@@ -1,4 +1,4 @@
-"""What engine and stream say of themselves: a Snapshot or Timing of one moment, and tallies.
+"""What the engine says of itself: a Snapshot of one moment, and tallies.
 
 Snapshots are made by AsyncEngine.snapshot on the loop, with the scheduler's counts after the last
 step. A Tally is a histogram's counts without a name, a lock or a label: metrics.py exposes it.
@@ -108,19 +108,3 @@ def take_snapshot(
         failed=ended[FinishReason.FAILED],
         max_loop_lag_s=max_loop_lag_s,
     )
-
-
-class Timing(msgspec.Struct, frozen=True):
-    """Seconds of one request's life; None: it has not come so far.
-
-    queue_s        from submission until it first ran;  prefill_s from then to the first token
-    first_token_s  from submission to the first token
-    per_token_s    mean gap between tokens of the whole request after the first
-    total_s        from submission to the last finish
-    """
-
-    queue_s: float | None = None
-    prefill_s: float | None = None
-    first_token_s: float | None = None
-    per_token_s: float | None = None
-    total_s: float | None = None

@@ -9,47 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Protocol
 
 from streamer.core.plan import Finish, Notice, NoticeKind, TokenLogprob
 from streamer.core.sampling import SamplingParams
+from streamer.engine.flow import Control, Flow, Limits
 from streamer.engine.log import ChoiceLog, Delta
-from streamer.engine.stats import Timing
-from streamer.errors import InvalidRequest, StreamerError
+from streamer.engine.reader import Reader
+from streamer.engine.timing import Timing
+from streamer.errors import InvalidRequest, ReaderTooSlow, StreamerError
 from streamer.tokenizer_text import TextStream
 
-__all__ = ["Control", "Delta", "Reader", "Timing", "TokenStream"]
+__all__ = ["Delta", "Reader", "Timing", "TokenStream"]
 
 PROMPT_TOKEN_BYTES = 36  # an int and its place in a tuple
-
-
-class Control(Protocol):
-    """What a stream may ask of its engine."""
-
-    def cancel(self, request_id: str) -> None: ...
-    def hold(self, request_id: str, is_held: bool) -> None: ...
-
-
-class Reader:
-    """One reader: what it has been given, and what waits for it; made by `attach`."""
-
-    __slots__ = ("acknowledged", "cursors", "finished", "notices", "number", "on_news", "taken")
-
-    def __init__(self, number: int, cursors: list[int], on_news: Callable[[], None]) -> None:
-        self.number = number
-        self.on_news = on_news
-        self.cursors = cursors
-        self.finished = [False] * len(cursors)
-        self.notices: dict[NoticeKind, Notice] = {}
-        self.taken = sum(cursors)
-        self.acknowledged: int | None = None
-
-    @property
-    def position(self) -> int:
-        """Output tokens it has consumed."""
-        return self.taken if self.acknowledged is None else self.acknowledged
 
 
 class TokenStream:
@@ -61,7 +35,8 @@ class TokenStream:
                    request named in share_with; known once it runs
     finishes       a Finish for each choice that has ended
     error          what ended the stream without finishes: the engine's death
-    is_paused      the scheduler was asked to pause it
+    context        whatever its maker wants to find again beside the tokens
+    is_kept        it is retained after its end
     observers      called when it starts, gets its first token, and ends; must not raise
     """
 
@@ -74,8 +49,9 @@ class TokenStream:
         token_bytes: Sequence[bytes],
         special: Mapping[int, bytes],
         control: Control,
-        detach_s: float | None,
-        window: int,
+        limits: Limits,
+        context: object = None,
+        context_bytes: int = 0,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -85,7 +61,8 @@ class TokenStream:
         self.shared_tokens = 0
         self.finishes: list[Finish | None] = [None] * params.n
         self.error: StreamerError | None = None
-        self.is_paused = False
+        self.context = context
+        self.is_kept = True
         self.observers: list[Callable[[TokenStream], None]] = []
         stop = tuple(s.encode() for s in params.stop)
         shown = {} if params.skip_special_tokens else special
@@ -95,15 +72,11 @@ class TokenStream:
         ]
         self._num_open = params.n
         self._head = 0  # output tokens of all choices
-        self._control = control
-        self._detach_s = detach_s
-        self._window = window
+        self._context_bytes = context_bytes
+        self._flow = Flow(request_id, control, limits, lambda: self._drop(self._readers[:]))
         self._readers: list[Reader] = []
         self._num_readers = 0  # ever
-        self._departure: asyncio.TimerHandle | None = None
         self._notice: Notice | None = None
-        self._is_held = False  # by the caller of AsyncEngine.pause
-        self._is_behind = False  # its readers lag
         self._calm_until = 0  # up to this head no reader that is here now can lag too far
         self._submitted = time.perf_counter()
         self._started: float | None = None
@@ -132,7 +105,12 @@ class TokenStream:
     def num_bytes(self) -> int:
         """About what it occupies, for retention."""
         prompt = PROMPT_TOKEN_BYTES * len(self.prompt)
-        return sum(c.num_bytes for c in self._choices) + prompt + 2048
+        return sum(c.num_bytes for c in self._choices) + prompt + self._context_bytes + 2048
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the scheduler was asked to pause it."""
+        return self._flow.is_paused
 
     @property
     def num_readers(self) -> int:
@@ -158,22 +136,21 @@ class TokenStream:
     @property
     def timing(self) -> Timing:
         """Its times so far."""
-        begin, first, last = self._submitted, self._first, self._last
-        started, ended = self._started, self._ended
-        per_token_s = None
-        if first is not None and last is not None and self._head > 1:
-            per_token_s = (last - first) / (self._head - 1)
-        return Timing(
-            queue_s=None if started is None else started - begin,
-            prefill_s=None if first is None or started is None else first - started,
-            first_token_s=None if first is None else first - begin,
-            per_token_s=per_token_s,
-            total_s=None if ended is None else ended - begin,
-        )
+        marks = (self._submitted, self._started, self._first, self._last, self._ended)
+        return Timing.of(*marks, num_tokens=self._head)
 
     def text(self, choice: int = 0) -> str:
         """The text of a choice so far."""
         return self._choices[choice].text_from(0)
+
+    def text_before(self, token: int, choice: int = 0) -> str:
+        """The text of the first `token` output tokens, as far as they had released it."""
+        whole = self.text(choice)
+        return whole[: len(whole) - len(self._choices[choice].text_from(token))]
+
+    def has_rest(self, choice: int = 0) -> bool:
+        """Whether the end released text that no token had."""
+        return self._choices[choice].has_rest
 
     def token_ids(self, choice: int = 0) -> tuple[int, ...]:
         """The output tokens of a choice so far."""
@@ -195,7 +172,8 @@ class TokenStream:
 
         A list holds notices first, then at most one Delta a choice: what piled up is merged. To be
         closed (contextlib.aclosing): closing detaches this reader, and so does cancelling its task.
-        Raises InvalidRequest for a wrong cursor and EngineDead after what came before the death.
+        Raises InvalidRequest for a wrong cursor, ReaderTooSlow after lagging for too long, and
+        EngineDead after what came before the death.
         """
         news = asyncio.Event()
         me = self.attach(after, news.set, reader)
@@ -206,13 +184,12 @@ class TokenStream:
                 if items:
                     yield items
                     self.took(me)
-                elif self.is_finished:
+                elif self.is_over(me):
                     break
                 else:
                     await news.wait()
         finally:
             self.detach(me)
-        self.require_no_error()
 
     async def wait(self) -> None:
         """Until it is finished, as a reader that takes everything; raises what ended it."""
@@ -231,7 +208,7 @@ class TokenStream:
         for each in self._readers:
             if each.number == reader:
                 each.acknowledged = max(each.acknowledged or 0, min(n, self._head))
-        self._follow_lag()
+                self._follow_lag()
 
     def lag(self) -> int:
         """Output tokens that the furthest reader has not consumed; 0 when there is none."""
@@ -239,10 +216,9 @@ class TokenStream:
             return 0
         return self._head - max(r.position for r in self._readers)
 
-    def require_no_error(self) -> None:
-        """Raise what ended it without finishes."""
-        if self.error is not None:
-            raise type(self.error)(self.error.message, code=self.error.code) from self.error
+    def split(self, delta: Delta) -> Iterator[Delta]:
+        """A delta of this stream as one a token, for a reader that must not see them merged."""
+        return self._choices[delta.choice].split(delta)
 
     # ------------------------------------------------------------ reading without waiting
 
@@ -263,11 +239,10 @@ class TokenStream:
         reader = Reader(self.new_reader() if number is None else number, cursors, on_news)
         if self._notice is not None and not self.is_finished:
             reader.notices[self._notice.kind] = self._notice
-        if self._departure is not None:
-            self._departure.cancel()
-            self._departure = None
         self._readers.append(reader)
-        self._calm_until = 0
+        if not self.is_finished:
+            self._flow.arrived()
+            self._follow_lag()
         return reader
 
     def take(self, reader: Reader) -> list[Delta | Notice]:
@@ -289,46 +264,61 @@ class TokenStream:
     def took(self, reader: Reader) -> None:
         """The reader has consumed what it was given."""
         reader.taken = sum(reader.cursors)
-        if self._is_behind:
+        if self._flow.is_behind:
             self._follow_lag()
+
+    def is_over(self, reader: Reader) -> bool:
+        """Whether nothing more comes to a reader that was given everything so far.
+
+        Raises ReaderTooSlow where it was sent away, and what ended the stream without finishes.
+        """
+        if reader.is_dropped:
+            raise ReaderTooSlow(
+                f"this reader fell more than {self._flow.limits.window} tokens behind and "
+                f"stayed there; resume the stream where it left off"
+            )
+        if self.error is not None:
+            raise type(self.error)(self.error.message, code=self.error.code) from self.error
+        return self.is_finished
 
     def detach(self, reader: Reader) -> None:
         """The reader reads no more: the last one's going may cancel the request."""
-        self._readers.remove(reader)
-        if self.is_finished:
+        if reader.is_dropped:
             return
-        if not self._readers and self._detach_s is not None:
-            if self._detach_s <= 0:
-                self._control.cancel(self.request_id)
-                return
-            loop = asyncio.get_running_loop()
-            self._departure = loop.call_later(self._detach_s, self._control.cancel, self.request_id)
+        self._readers.remove(reader)
+        if not self._readers:
+            self._flow.left()
         self._follow_lag()
+
+    def miss(self) -> None:
+        """The reader it was made for will not come: as if its last reader had left."""
+        if not self._readers:
+            self._flow.left()
 
     # ------------------------------------------------------------ flow control
 
     def hold(self, is_held: bool) -> None:
         """Pause it for its caller, whatever its readers do, or stop doing so."""
-        self._is_held = is_held
-        self._settle()
+        self._flow.hold(is_held)
 
     def _follow_lag(self) -> None:
-        """Pause above the window, resume at half of it; without readers it is not paused."""
-        if not self._window:
-            return
-        lag = self.lag()
-        self._calm_until = self._head - lag + self._window
-        if lag > self._window:
-            self._is_behind = True
-        elif lag <= self._window // 2:
-            self._is_behind = False
-        self._settle()
+        if self._readers:
+            lag = self.lag()
+            self._calm_until = self._head - lag + self._flow.limits.window
+            self._flow.follow(lag)
 
-    def _settle(self) -> None:
-        should_pause = self._is_held or self._is_behind
-        if should_pause != self.is_paused and not self.is_finished:
-            self.is_paused = should_pause
-            self._control.hold(self.request_id, should_pause)
+    def drop(self, reader: int) -> None:
+        """Send a reader away whose transport takes nothing: its `read` raises ReaderTooSlow."""
+        self._drop([r for r in self._readers if r.number == reader])
+
+    def _drop(self, readers: Sequence[Reader]) -> None:
+        for reader in readers:
+            self._readers.remove(reader)
+            reader.is_dropped = True
+            reader.on_news()
+        if readers and not self._readers:
+            self._flow.dropped()
+        self._follow_lag()
 
     # ------------------------------------------------------------ appending, by Registry alone,
     # which then calls `wake`: a step that brings several tokens wakes its readers once.
@@ -380,9 +370,7 @@ class TokenStream:
     def _over(self) -> None:
         self._ended = time.perf_counter()
         self._tell_observers()
-        if self._departure is not None:
-            self._departure.cancel()
-            self._departure = None
+        self._flow.over()
 
     def _tell_observers(self) -> None:
         for observer in self.observers:
@@ -392,5 +380,5 @@ class TokenStream:
         """Tell the readers that there is something; those who take it at once have no lag."""
         for reader in self._readers:
             reader.on_news()
-        if self._window and self._head > self._calm_until:
+        if self._head > self._calm_until and self._flow.limits.window:
             self._follow_lag()

@@ -25,6 +25,7 @@ from streamer.config import Config
 from streamer.errors import InvalidRequest, NotFound, Overloaded, StreamerError
 from streamer.server import openapi
 from streamer.server.admission import LimitHeaders
+from streamer.server.context import Context
 from streamer.server.metrics import Metrics
 from streamer.server.openai import chat, completions, tokenizing
 from streamer.server.openai.common import encode, error_body, new_id
@@ -35,6 +36,7 @@ from streamer.server.records import Transport
 from streamer.server.security import Guard, deny, read_body
 from streamer.server.service import Service, salt_of
 from streamer.server.sse import Answer, EventStream, read_whole
+from streamer.server.stored import ResponseRoutes
 from streamer.server.watching import SnapshotStream, engine_body, wants_stream
 from streamer.server.websocket import Endpoint
 
@@ -73,7 +75,9 @@ class Api:
             salt=salt,
             request_id=new_id("chatcmpl-"),
             detach_s=0.0,
-            is_streamed=bool(body.stream),
+            context=Context(kind="chat", tenant=tenant, body=body, model=model),
+            body_bytes=len(data),
+            window=None if body.stream else 0,
         )
         answer = chat.ChatAnswer(body, [stream], model, service.token_text)
         service.record("chat", transport(body), request.scope, [stream], model)
@@ -110,7 +114,7 @@ class Api:
                     salt=salt,
                     request_id=base if i == 0 else f"{base}-{i}",
                     detach_s=0.0,
-                    is_streamed=bool(body.stream),
+                    window=None if body.stream else 0,
                 )
                 streams.append(stream)
         except StreamerError:
@@ -155,10 +159,10 @@ class Api:
         if is_streamed:
             return EventStream(service, answer, streams)
         with service.working():
-            results = await read_whole(service, streams, request.receive)
-            if results is None:
-                return Response(status_code=499)
-            return json(answer.whole(results), request_id=answer.request_id)
+            whole = await read_whole(service, answer, streams, request.receive)
+        if whole is None:
+            return Response(status_code=499)
+        return json(whole, request_id=answer.request_id)
 
     async def models(self, request: Request) -> ASGIApp:
         """GET /v1/models."""
@@ -256,7 +260,7 @@ def build_app(engine: AsyncEngine, config: Config) -> ASGIApp:
 
 def build_service_app(service: Service) -> ASGIApp:
     """The same over a Service that the caller keeps."""
-    api = Api(service)
+    api, stored = Api(service), ResponseRoutes(service)
     limited = [Middleware(LimitHeaders, admission=service.admission)]
     routes = [
         Route("/", Page().endpoint),
@@ -268,6 +272,12 @@ def build_service_app(service: Service) -> ASGIApp:
         Route("/v1/models/{model:path}", api.model),
         Route("/v1/chat/completions", api.chat_completions, methods=["POST"], middleware=limited),
         Route("/v1/completions", api.completions, methods=["POST"], middleware=limited),
+        Route("/v1/chat/completions/{id}", stored.resume_chat),
+        Route("/v1/responses", stored.create, methods=["POST"], middleware=limited),
+        Route("/v1/responses/{id}", stored.delete, methods=["DELETE"]),
+        Route("/v1/responses/{id}", stored.retrieve),
+        Route("/v1/responses/{id}/cancel", stored.cancel, methods=["POST"]),
+        Route("/v1/responses/{id}/input_items", stored.input_items),
         Route("/v1/engine", api.engine),
         Route("/tokenize", api.tokenize, methods=["POST"]),
         Route("/detokenize", api.detokenize, methods=["POST"]),

@@ -21,16 +21,25 @@ Work = Coroutine[Any, Any, None]
 
 
 async def follow(
-    streams: Sequence[TokenStream], write: Callable[[int, list[Delta | Notice]], Work]
+    streams: Sequence[TokenStream],
+    write: Callable[[int, list[Delta | Notice]], Work],
+    *,
+    readers: Sequence[int] | None = None,
+    after: int | Sequence[int] = 0,
 ) -> None:
     """Call `write(index of the stream, its news)` for all that comes, until every stream has ended.
 
-    One write at a time. Raises what a write raised and what ended a stream without finishes;
-    leaving detaches. Until it first waits a write runs outside of any task: it must not use what
-    wants one, such as asyncio.timeout.
+    readers  a number from `new_reader` for each stream, for one that acknowledges or is dropped
+    after    the cursor in each of them
+
+    One write at a time. Raises what a write raised, what ended a stream without finishes, and
+    ReaderTooSlow once everything is written to a reader that was sent away; leaving detaches. Until
+    it first waits a write runs outside of any task: it must not use what wants one, such as
+    asyncio.timeout.
     """
     follower = _Follower(streams, write)
     try:
+        follower.attach(readers or [None] * len(streams), after)
         await follower.run()
     finally:
         follower.close()
@@ -49,10 +58,14 @@ class _Follower:
         self._error: Exception | None = None
         self._is_due = asyncio.Event()  # there is something for the task to do
 
+    def attach(self, numbers: Sequence[int | None], after: int | Sequence[int]) -> None:
+        """Become a reader of every stream."""
+        for source, (stream, number) in enumerate(zip(self._streams, numbers, strict=True)):
+            on_news = partial(self._advance, source)
+            self._readers.append(stream.attach(after, on_news, number))
+
     async def run(self) -> None:
         """To the end of all streams."""
-        for source, stream in enumerate(self._streams):
-            self._readers.append(stream.attach(0, partial(self._advance, source)))
         while True:
             for source in range(len(self._streams)):
                 self._advance(source)
@@ -64,9 +77,9 @@ class _Follower:
                 continue
             if self._error is not None:
                 raise self._error
-            for stream in self._streams:
-                stream.require_no_error()
-            if all(stream.is_finished for stream in self._streams):
+            pairs = zip(self._streams, self._readers, strict=True)
+            are_over = [stream.is_over(reader) for stream, reader in pairs]  # any may raise
+            if all(are_over):
                 return
             self._is_due.clear()
             await self._is_due.wait()
@@ -96,7 +109,7 @@ class _Follower:
             else:
                 self._held = (source, work, awaited)
                 self._is_due.set()
-        if stream.is_finished:
+        if stream.is_finished or reader.is_dropped:
             self._is_due.set()
 
 

@@ -24,8 +24,8 @@ from streamer.errors import ConfigError
 from streamer.server.app import build_service_app
 from streamer.server.protocol import LimitedHttpProtocol
 from streamer.server.service import Service
+from streamer.server.socket_events import MAX_MESSAGE_BYTES
 from streamer.server.tracing import make_tracer
-from streamer.server.websocket import MAX_MESSAGE_BYTES
 from streamer.server.websocket_protocol import StreamingWebSocket
 
 if TYPE_CHECKING:

@@ -76,8 +76,8 @@ class Metrics:
         """The text exposition."""
         return generate_latest(self.registry)
 
-    def meter(self, streams: Sequence[TokenStream]) -> Meter:
-        """A Meter for one reader of these streams."""
+    def meter(self) -> Meter:
+        """A Meter for one reader."""
         return Meter(self)
 
     def queued(self, seconds: float) -> None:

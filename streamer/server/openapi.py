@@ -12,7 +12,15 @@ from typing import Any, Final
 
 import msgspec
 
-from streamer.server.openai import chat, completions, models, tokenizing
+from streamer.server.openai import (
+    chat,
+    chat_types,
+    completions,
+    models,
+    response_types,
+    responses,
+    tokenizing,
+)
 from streamer.server.openai.common import ApiError, encode
 from streamer.server.openai.fields import Table
 from streamer.server.watching import EngineBody
@@ -86,6 +94,13 @@ class Route(msgspec.Struct, frozen=True):
 
 
 _STREAM: Final[dict[str, Any]] = {"stream": {"type": "boolean", "default": False}}
+_CURSOR: Final[dict[str, Any]] = {**_STREAM, "starting_after": {"type": "string"}}
+_PAGE: Final[dict[str, Any]] = {
+    "order": {"enum": ["asc", "desc"], "default": "desc"},
+    "after": {"type": "string"},
+    "limit": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
+}
+_BY_ID: Final = (400, 404, *KEYED)
 
 ROUTES: Final = (
     Route(
@@ -94,7 +109,7 @@ ROUTES: Final = (
         "Continue a conversation",
         body=chat.ChatRequest,
         fields=chat.FIELDS,
-        answer=chat.ChatCompletion,
+        answer=chat_types.ChatCompletion,
         is_streamed=True,
         statuses=POSTED,
     ),
@@ -107,6 +122,55 @@ ROUTES: Final = (
         answer=completions.Completion,
         is_streamed=True,
         statuses=POSTED,
+    ),
+    Route(
+        "GET",
+        "/v1/chat/completions/{id}",
+        "Resume the stream of a chat completion after an event's number",
+        media=SSE_TYPE,
+        query=_CURSOR,
+        statuses=_BY_ID,
+    ),
+    Route(
+        "POST",
+        "/v1/responses",
+        "Respond to an input, or to what came before it",
+        body=responses.ResponseCreate,
+        fields=responses.FIELDS,
+        answer=response_types.Response,
+        is_streamed=True,
+        statuses=POSTED,
+    ),
+    Route(
+        "GET",
+        "/v1/responses/{id}",
+        "A response, or its events after a number",
+        answer=response_types.Response,
+        is_streamed=True,
+        query=_CURSOR,
+        statuses=_BY_ID,
+    ),
+    Route(
+        "DELETE",
+        "/v1/responses/{id}",
+        "Forget a response; a live one is cancelled first",
+        answer=response_types.Deleted,
+        statuses=(404, *KEYED),
+    ),
+    Route(
+        "POST",
+        "/v1/responses/{id}/cancel",
+        "End a response",
+        answer=response_types.Response,
+        statuses=(404, *KEYED),
+    ),
+    Route(
+        "GET",
+        "/v1/responses/{id}/input_items",
+        "The conversation that a response answers",
+        answer=response_types.InputPage,
+        query=_PAGE,
+        statuses=_BY_ID,
     ),
     Route(
         "POST",

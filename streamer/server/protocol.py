@@ -1,4 +1,4 @@
-"""LimitedHttpProtocol: uvicorn's HTTP protocol with bounds on what comes before a request.
+"""LimitedHttpProtocol: uvicorn's, with bounds on a head, and a way to drop a connection.
 
 Nothing of ours sees a request until its head is complete, and uvicorn keeps heads of any size for
 any time; the same holds for trailers. lifecycle.py names this class to uvicorn.
@@ -13,6 +13,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from streamer.errors import InvalidRequest, StreamerError, TooLarge
 from streamer.server.openai.common import error_body
+from streamer.server.stuck import ABORT
 
 MAX_HEAD_BYTES: Final = 64 << 10
 HEAD_TIMEOUT_S: Final = 30.0
@@ -60,6 +61,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._num_kept = 0
         self._start_timer()
         super().on_message_begin()
+        self.scope["extensions"] = {ABORT: self.transport.abort}  # type: ignore[dict-item]
 
     def on_url(self, url: bytes) -> None:
         """A piece of the target."""

@@ -20,15 +20,16 @@ from starlette.types import Scope
 from streamer.config import Config
 from streamer.core.sampling import SamplingParams
 from streamer.engine.requests import GenerateRequest, check_ids
-from streamer.errors import EngineDead, Overloaded, StreamerError
+from streamer.errors import EngineDead, Overloaded
 from streamer.server.admission import Admission, tenant_of
 from streamer.server.metrics import Metrics
-from streamer.server.openai.common import SamplingFields, failure, named
+from streamer.server.openai.common import SamplingFields, named
 from streamer.server.records import Operation, Record, Transport
 
 if TYPE_CHECKING:
     from streamer.engine.engine import AsyncEngine
-    from streamer.engine.stream import Delta, TokenStream
+    from streamer.engine.stream import TokenStream
+    from streamer.server.context import Context
     from streamer.server.tracing import Tracer
 
 # in scope["state"], put there by the guard: the server's own `send`
@@ -172,13 +173,20 @@ class Service:
         salt: str,
         request_id: str,
         detach_s: float,
-        is_streamed: bool = True,
+        context: Context | None = None,
+        body_bytes: int = 0,
+        share_with: str | None = None,
+        window: int | None = None,
     ) -> TokenStream:
         """Hand one prompt to the engine; `detach_s` is the default where the body names none.
 
-        tenant  whom `admit` let in
-        salt    what `salt_of` made of the caller and the body
+        tenant      whom `admit` let in
+        salt        what `salt_of` made of the caller and the body
+        context     by which the answer is found again, made from a body of so many bytes
+        share_with  a request that it was forked from
+        window      output tokens a reader may lag; None: the server's setting
         """
+        is_alone = context is not None and context.is_background
         request = GenerateRequest(
             prompt=prompt,
             params=params,
@@ -186,8 +194,11 @@ class Service:
             priority=body.priority or 0,
             tenant=tenant,
             cache_salt=salt,
-            detach_s=detach_s if body.detach_s is None else body.detach_s,
-            window=self.config.stream_window if is_streamed else 0,
+            share_with=share_with,
+            detach_s=None if is_alone else detach_s if body.detach_s is None else body.detach_s,
+            window=self.config.stream_window if window is None else window,
+            context=context,
+            context_bytes=0 if context is None else context.num_bytes(body_bytes),
         )
         with named(body.names):
             stream = self.engine.submit(request)
@@ -223,15 +234,6 @@ class Service:
         for stream in streams:
             if not stream.is_finished:
                 self.engine.cancel(stream.request_id)
-
-    @staticmethod
-    def failure(deltas: Sequence[Delta]) -> StreamerError | None:
-        """The error of the first cancelled or failed choice among these."""
-        for d in deltas:
-            error = failure(d.finish) if d.finish is not None else None
-            if error is not None:
-                return error
-        return None
 
     def token_text(self, token_id: int) -> bytes:
         """The bytes of a token; a special one by its written name."""

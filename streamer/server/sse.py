@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -20,6 +21,7 @@ from streamer.engine.stream import Delta
 from streamer.errors import StreamerError
 from streamer.server.follow import follow
 from streamer.server.service import PLAIN_SEND
+from streamer.server.stuck import StuckWatch
 
 if TYPE_CHECKING:
     from streamer.core.plan import Notice
@@ -31,6 +33,7 @@ log = logging.getLogger(__name__)
 KEEP_ALIVE_S = 15.0
 KEEP_ALIVE: Final = b": keep-alive\n\n"
 DONE: Final = b"data: [DONE]\n\n"
+SPLIT = 256  # events of an unmerged replay that are sent together
 
 
 def frame(number: str, data: bytes, event: str = "") -> bytes:
@@ -46,6 +49,7 @@ class Answer(Protocol):
     def request_id(self) -> str: ...
     def opening(self) -> bytes: ...
     def deltas(self, source: int, deltas: Sequence[Delta]) -> bytes: ...
+    def failure(self, deltas: Sequence[Delta]) -> StreamerError | None: ...
     def closing(self) -> bytes: ...
     def error(self, error: StreamerError) -> bytes: ...
     def whole(self, results: Sequence[Sequence[Delta]]) -> bytes: ...
@@ -113,7 +117,11 @@ HEADERS: Final = (
 
 
 class EventStream:
-    """The ASGI response of one streamed request; the request is submitted already."""
+    """The ASGI response of one streamed request, which is submitted already, or resumed.
+
+    after     the cursor in each stream, as `answer` has it
+    is_split  deltas are not merged: one a token
+    """
 
     def __init__(
         self,
@@ -121,22 +129,30 @@ class EventStream:
         answer: Answer,
         streams: Sequence[TokenStream],
         keep_alive_s: float | None = None,
+        *,
+        after: int | Sequence[int] = 0,
+        is_split: bool = False,
     ) -> None:
         self._service = service
         self._answer = answer
         self._streams = streams
         self._keep_alive_s = KEEP_ALIVE_S if keep_alive_s is None else keep_alive_s
+        self._after = after
+        self._is_split = is_split
+        self._meter = service.metrics.meter()
+        self._readers = [s.new_reader() for s in streams]
         self._send: Send
         self._send_part: Send  # for after the head
+        self._stuck: StuckWatch
         self._is_sending = True  # until the head is out
         self._last_sent = 0.0
-        self._meter = service.metrics.meter(streams)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the head and every event; return when all is sent or the client is gone."""
         self._send = send
         self._send_part = scope.get("state", {}).get(PLAIN_SEND, send)
-        with self._service.working():
+        self._stuck = StuckWatch(scope, self._service.config.pause_timeout, self._drop)
+        with self._service.working(), self._stuck:
             async with ClientWatch(receive, self._keep_alive, self._keep_alive_s):
                 await self._write()
 
@@ -152,34 +168,45 @@ class EventStream:
             await self._put(await self._follow())
         finally:
             if not is_reading:  # nobody ever read, so nobody's leaving would end it
-                self._service.cancel(self._streams)
+                for stream in self._streams:
+                    stream.miss()
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _follow(self) -> bytes:
         """Send the events as they come; the return value is the end of the body."""
         try:
-            await follow(self._streams, self._put_news)
+            await follow(self._streams, self._put_news, readers=self._readers, after=self._after)
         except StreamerError as e:
-            self._service.cancel(self._streams)
             return self._answer.error(e)
         except Exception:
             log.exception("a stream failed")
-            self._service.cancel(self._streams)
             return self._answer.error(StreamerError("internal error", code="internal"))
         return self._answer.closing()
 
     async def _put_news(self, source: int, items: list[Delta | Notice]) -> None:
         deltas = [d for d in items if isinstance(d, Delta)]
         self._meter.deltas(source, deltas)
-        failure = self._service.failure(deltas)
+        await self._put_deltas(source, deltas)
+        failure = self._answer.failure(deltas)
         if failure is not None:
+            self._service.cancel(self._streams)
             raise failure
-        await self._put(self._answer.deltas(source, deltas))
+
+    async def _put_deltas(self, source: int, deltas: Sequence[Delta]) -> None:
+        if not self._is_split:
+            await self._put(self._answer.deltas(source, deltas))
+            return
+        stream = self._streams[source]
+        pieces = (piece for delta in deltas for piece in stream.split(delta))
+        while some := list(islice(pieces, SPLIT)):
+            await self._put(self._answer.deltas(source, some))
 
     async def _put(self, body: bytes) -> None:
         if body:
             self._is_sending = True
+            self._stuck.began()
             await self._send_part({"type": "http.response.body", "body": body, "more_body": True})
+            self._stuck.ended()
             self._last_sent = time.monotonic()  # asking for the loop is a system call
         self._is_sending = False
 
@@ -193,29 +220,30 @@ class EventStream:
             await self._send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
         return self._keep_alive_s
 
+    def _drop(self) -> None:
+        """The client takes nothing: the streams wait for another reader, not for this one."""
+        for stream, reader in zip(self._streams, self._readers, strict=True):
+            stream.drop(reader)
+
 
 async def read_whole(
-    service: Service, streams: Sequence[TokenStream], receive: Receive
-) -> list[list[Delta]] | None:
-    """Wait for all streams, then everything they brought, a list a stream; None: the client left.
+    service: Service, answer: Answer, streams: Sequence[TokenStream], receive: Receive
+) -> bytes | None:
+    """Wait for all streams, then the body of the answer; None: the client left.
 
-    Raises what the first failed stream failed with.
+    Raises what the first failed stream failed with, and leaves the others to their last reader.
     """
     results: list[list[Delta]] = [[] for _ in streams]
+    meter = service.metrics.meter()
+
+    async def keep(source: int, items: list[Delta | Notice]) -> None:
+        deltas = [d for d in items if isinstance(d, Delta)]
+        meter.deltas(source, deltas)
+        failure = answer.failure(deltas)
+        if failure is not None:
+            raise failure
+        results[source].extend(deltas)
+
     async with ClientWatch(receive) as watch:
-        meter = service.metrics.meter(streams)
-
-        async def keep(source: int, items: list[Delta | Notice]) -> None:
-            deltas = [d for d in items if isinstance(d, Delta)]
-            meter.deltas(source, deltas)
-            failure = service.failure(deltas)
-            if failure is not None:
-                raise failure
-            results[source].extend(deltas)
-
-        try:
-            await follow(streams, keep)
-        except Exception:
-            service.cancel(streams)
-            raise
-    return None if watch.is_gone else results
+        await follow(streams, keep)
+    return None if watch.is_gone else answer.whole(results)

@@ -11,7 +11,10 @@ import asyncio
 from typing import Any, cast
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.http11 import Request
 from websockets.protocol import OPEN
+
+from streamer.server.stuck import ABORT
 
 TEXT, BINARY = b"\x81", b"\x82"  # opcode, and FIN: no message is cut in pieces
 
@@ -66,12 +69,21 @@ class TurnTransport(asyncio.Transport):
 
 
 class StreamingWebSocket(WebSocketsSansIOProtocol):
-    """uvicorn's protocol over a TurnTransport, with a short way for messages to an open socket."""
+    """uvicorn's protocol over a TurnTransport, with a short way for messages to an open socket.
+
+    The application may abort the connection.
+    """
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A new connection."""
         inner = cast(asyncio.Transport, transport)  # uvloop's is no subclass
         super().connection_made(TurnTransport(inner, self.loop))
+
+    def handle_connect(self, event: Request) -> None:
+        """The handshake, which makes the scope unless it is refused."""
+        super().handle_connect(event)
+        if self.response.status_code == 101:
+            self.scope["extensions"][ABORT] = self.transport.abort  # type: ignore[assignment]
 
     async def send(self, message: Any) -> None:
         """An ASGI message. Whatever is not a message to an open socket is uvicorn's business."""

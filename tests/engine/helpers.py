@@ -16,6 +16,7 @@ from streamer.core.plan import Facts, Finish, FinishReason, Plan, StepOutput, St
 from streamer.core.sampling import SamplingParams
 from streamer.engine.core import InFlight, Runner
 from streamer.engine.engine import AsyncEngine, GenerateRequest
+from streamer.engine.flow import Limits
 from streamer.engine.stream import Delta, TokenStream
 
 DEADLINE_S = 20.0
@@ -152,7 +153,7 @@ LETTERS = tuple(bytes([b]) for b in range(256))
 
 def lone_stream(
     calls: Calls | None = None, *, n: int = 1, window: int = 0, detach_s: float | None = None,
-    **params: Any,
+    pause_s: float = 60.0, linger_s: float = 30.0, **params: Any,
 ) -> TokenStream:  # fmt: skip
     """A stream without an engine: tokens are bytes."""
     return TokenStream(
@@ -162,8 +163,7 @@ def lone_stream(
         token_bytes=LETTERS,
         special={},
         control=calls or Calls(),
-        detach_s=detach_s,
-        window=window,
+        limits=Limits(window, detach_s, pause_s, linger_s),
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from streamer.core.plan import TokenLogprob
 from streamer.core.sampling import SamplingParams
+from streamer.engine.flow import Limits
 from streamer.engine.stream import TokenStream
 from tests.engine.helpers import LETTERS, Calls
 
@@ -25,8 +26,7 @@ def stream_of(prompt: tuple[int, ...], num_tops: int | None) -> TokenStream:
         token_bytes=LETTERS,
         special={},
         control=Calls(),
-        detach_s=None,
-        window=0,
+        limits=Limits(),
     )
     for k in range(NUM_TOKENS):
         lp = None

@@ -20,7 +20,11 @@ from tests.server.counting import sse
 from tests.server.running import Running
 
 KINDS = ("chat", "completions", "responses")
-PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+PATHS = {
+    "chat": "/v1/chat/completions",
+    "completions": "/v1/completions",
+    "responses": "/v1/responses",
+}
 LIMIT = {"chat": "max_tokens", "completions": "max_tokens", "responses": "max_output_tokens"}
 FINAL = ("response.completed", "response.incomplete", "response.failed", "error")
 

@@ -18,6 +18,14 @@ def server() -> Iterator[Running]:
     running.stop()
 
 
+@pytest.fixture(scope="module")
+def slow() -> Iterator[Running]:
+    """A server whose answers take long enough to be cut, joined or forked while they are made."""
+    running = Running(model="fake:tokens_per_s=400").start()
+    yield running
+    running.stop()
+
+
 @pytest.fixture
 def server_with() -> Iterator[Any]:
     """A function that starts a server with other settings; all are stopped at the end."""

@@ -21,7 +21,7 @@ def check_counting(text: str) -> list[int]:
 
 
 class Event:
-    """One SSE event: its id, data and the comments before it."""
+    """One SSE event: its id, kind and data."""
 
     def __init__(self, lines: list[str]) -> None:
         fields = [line.partition(": ")[::2] for line in lines if not line.startswith(":")]
@@ -29,6 +29,7 @@ class Event:
         assert set(values) <= {"id", "data", "event"}
         assert len(values) == len(fields)
         self.id = values.get("id")
+        self.kind = values.get("event", "")
         self.data = values.get("data", "")
         self.is_done = self.data == "[DONE]"
 

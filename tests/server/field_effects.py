@@ -16,6 +16,7 @@ from streamer.bench.fake import expected_text, fake_tokenizer
 from streamer.bench.fake_tokenizer import FIRST_NUMBER
 from streamer.core.plan import FinishReason
 from streamer.core.sampling import SamplingParams
+from streamer.engine.flow import Limits
 from streamer.engine.stream import TokenStream
 from streamer.model.sampler import Sampler
 from tests.engine.helpers import Calls
@@ -100,8 +101,7 @@ def skip_special_tokens(asker: Asker, kind: str) -> None:
             token_bytes=(b"a", b"b", b""),
             special={2: b"<x>"},
             control=Calls(),
-            detach_s=None,
-            window=0,
+            limits=Limits(),
         )
         for token in (0, 2, 1):
             stream.push(0, token, None, None)
@@ -197,7 +197,8 @@ def streams(asker: Asker, kind: str) -> None:
     body = {**asker.body(kind, "count", 4), "stream": True}
     with httpx.stream("POST", asker.server.url + PATHS[kind], json=body, timeout=20) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
-        assert response.read().endswith(b"data: [DONE]\n\n")
+        last = response.read().rstrip().rpartition(b"\n\n")[2]
+    assert last == b"data: [DONE]" if kind != "responses" else b"event: response.incomplete" in last
 
 
 def stream_options(asker: Asker, kind: str) -> None:
@@ -294,3 +295,53 @@ def obfuscation(asker: Asker, kind: str) -> None:
     with pytest.raises(Refused) as caught:
         asker.ask(kind, stream_options={"include_obfuscation": True})
     assert caught.value.param == "stream_options.include_obfuscation"
+
+
+def background(asker: Asker, kind: str) -> None:
+    """It is answered at once, and runs to its end though nobody reads it."""
+    body = post(asker, background=True, max_output_tokens=500)
+    assert (body["background"], body["status"]) == (True, "queued")
+    asker.server.wait_idle()
+    assert asker.seen[-1][1].text() == expected_text(500)
+
+
+def generate(asker: Asker, kind: str) -> None:
+    warmed = asker.ask(kind, generate=False)
+    assert (warmed.body["status"], warmed.body["output"]) == ("completed", [])
+    child = asker.ask(kind, "go on", previous_response_id=warmed.body["id"])
+    prompt = warmed.stream.prompt
+    assert child.stream.prompt[: len(prompt)] == prompt
+
+
+def previous_response_id(asker: Asker, kind: str) -> None:
+    parent = asker.ask(kind)
+    child = asker.ask(kind, "and then?", previous_response_id=parent.body["id"])
+    said = parent.stream.prompt + parent.stream.token_ids()
+    assert child.stream.prompt[: len(said)] == said
+    with pytest.raises(Refused) as caught:
+        asker.ask(kind, previous_response_id="resp_1")
+    assert (caught.value.status, caught.value.param) == (404, "previous_response_id")
+
+
+def fork(asker: Asker, kind: str) -> None:
+    parent = asker.ask(kind)
+    body = {"previous_response_id": parent.body["id"], "fork": {"at": 3, "text": " or"}}
+    child = post(asker, input=None, **body)
+    assert child["output"][0]["content"][0]["text"].startswith(expected_text(3) + " or")
+    kept = parent.stream.prompt + parent.stream.token_ids()[:3]
+    assert asker.seen[-1][1].prompt[: len(kept)] == kept
+
+
+def store(asker: Asker, kind: str) -> None:
+    for wanted, status in ((True, 200), (False, 404)):
+        made = post(asker, store=wanted)
+        found = httpx.get(f"{asker.server.url}{PATHS[kind]}/{made['id']}", timeout=20)
+        assert (made["store"], found.status_code) == (wanted, status)
+
+
+def post(asker: Asker, **fields: Any) -> Any:
+    """A response asked for over HTTP."""
+    body = {**asker.body("responses", "count, please", 8), **fields}
+    answer = httpx.post(asker.server.url + PATHS["responses"], json=body, timeout=20)
+    assert answer.status_code == 200, answer.text
+    return answer.json()

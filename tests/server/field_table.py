@@ -43,7 +43,6 @@ class Refused(NamedTuple):
 Row = Honoured | Accepted | Refused
 
 TOOLS, GRAMMAR, BEAMS = "tools come later", "structured output comes later", "beams come later"
-STORE = "stored and resumed responses come later"
 MEDIA, HOSTED = "text only", "a service of OpenAI's platform, not of an engine"
 NEVER = "nothing from a request is run or rendered as a template"
 LOGPROBS = "log probabilities of prompts come later"
@@ -125,7 +124,7 @@ CHAT: dict[str, Row] = {
     "reasoning_effort": Refused("high", "models that reason come later"),
     "response_format": Refused(SCHEMA, GRAMMAR),
     "service_tier": Refused("priority", HOSTED),
-    "store": Refused(True, STORE),
+    "store": Refused(True, "streams of chats are found by id, whole answers are not stored"),
     "tool_choice": Refused("required", TOOLS),
     "tools": Refused([TOOL], TOOLS),
     "verbosity": Refused("high", "models that know it come later"),
@@ -175,22 +174,23 @@ RESPONSES: dict[str, Row] = {
     "stream_options": Honoured(effects.obfuscation),
     "parallel_tool_calls": Accepted(False, "without tools there are no calls"),
     "access_programs": Refused(["x"], HOSTED),
-    "background": Refused(True, STORE),
-    "background_options": Refused({"a": 1}, STORE),
+    "background": Honoured(effects.background),
+    "background_options": Refused({"a": 1}, HOSTED),
     "context_management": Refused([{"type": "compaction"}], HOSTED),
-    "conversation": Refused("conv_1", STORE),
-    "generate": Refused(False, STORE),
+    "conversation": Refused("conv_1", "previous_response_id is there"),
+    "fork": Honoured(effects.fork),
+    "generate": Honoured(effects.generate),
     "image": Refused({"a": 1}, MEDIA),
     "max_tool_calls": Refused(3, TOOLS),
     "moderation": Refused({"a": 1}, HOSTED),
-    "previous_response_id": Refused("resp_1", STORE),
+    "previous_response_id": Honoured(effects.previous_response_id),
     "prompt": Refused({"id": "pmpt_1"}, HOSTED),
     "prompt_cache_options": Refused({"a": 1}, HOSTED),
     "prompt_cache_retention": Refused("24h", HOSTED),
     "reasoning": Refused({"effort": "high"}, "models that reason come later"),
     "service_tier": Refused("priority", HOSTED),
-    "store": Refused(True, STORE),
-    "stream": Refused(False, "a socket always streams"),
+    "store": Honoured(effects.store),
+    "stream": Honoured(effects.streams),
     "text": Refused({"format": {"type": "json_object"}}, GRAMMAR),
     "tool_choice": Refused("required", TOOLS),
     "tools": Refused([TOOL], TOOLS),

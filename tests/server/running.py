@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import httpx
@@ -40,9 +40,13 @@ class Running:
             raise RuntimeError("the server did not start") from self._error
         return self
 
+    def begin_stop(self) -> None:
+        """What a first signal does."""
+        self._loop.call_soon_threadsafe(self._stop.set)
+
     def stop(self) -> None:
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop.set)
+            self.begin_stop()
         self._thread.join(DEADLINE_S)
         assert not self._thread.is_alive(), "the server did not stop"
         if self._error is not None:
@@ -67,6 +71,17 @@ class Running:
             if name == sample:
                 return float(value)
         return 0.0
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Ask the server until this holds; the requests themselves are the pace."""
+        end = time.monotonic() + DEADLINE_S
+        while not is_so():
+            httpx.get(self.url + "/health")
+            assert time.monotonic() < end, "it never came to hold"
+
+    def engine_cancel(self, request_id: str) -> None:
+        """Cancel a request on the server's loop."""
+        self._loop.call_soon_threadsafe(self.engine.cancel, request_id)
 
     def wait_metric(self, sample: str, value: float) -> None:
         """Ask until it has this value; the requests themselves are the pace."""

@@ -11,11 +11,13 @@ import pytest
 
 from streamer.core.plan import Finish, FinishReason, TokenLogprob
 from streamer.engine.stream import Delta, Timing
+from streamer.server.context import Context
 from streamer.server.openai import chat, completions, responses
 from streamer.server.openai.events import ResponseEvents
 
 N = 8
 NUM_TOKENS = 5
+VALUES = tuple(TokenLogprob(97 + k, -1.0, ((97, -1.0),)) for k in range(NUM_TOKENS))
 
 
 class Counting(list[Delta]):
@@ -35,14 +37,18 @@ def stream(n: int = 1) -> Any:
         request_id="r",
         created=1.0,
         seed=7,
-        params=SimpleNamespace(n=n, temperature=1.0, top_p=1.0),
+        params=SimpleNamespace(n=n, temperature=1.0, top_p=1.0, seed=7),
         prompt=(1, 2),
         num_prompt_tokens=2,
         cached_tokens=0,
         shared_tokens=0,
         finishes=finishes,
         timing=Timing(),
+        error=None,
+        num_output_tokens=NUM_TOKENS,
         text=lambda choice: "abcde",
+        logprobs=lambda choice: VALUES,
+        has_rest=lambda choice=0: False,
     )
 
 
@@ -85,14 +91,15 @@ def test_log_probabilities_are_built_once_at_the_end(reason: FinishReason) -> No
         return letter(token_id)
 
     body = responses.DECODER.decode(b'{"input": "x"}')
-    events = ResponseEvents(body, stream(), "m", text, is_extended=False)
-    values = tuple(TokenLogprob(97 + k, -1.0, ((97, -1.0),)) for k in range(NUM_TOKENS))
-    events.deltas([Delta(0, 0, tuple(v.token_id for v in values), "abcde", values)])
+    events = ResponseEvents(
+        Context(kind="response", tenant="", body=body, model="m"), stream(), text
+    )
+    events.deltas([Delta(0, 0, tuple(v.token_id for v in VALUES), "abcde", VALUES)])
     asked.clear()
     closing = events.deltas(
         [Delta(0, NUM_TOKENS, (), "", None, Finish("r", 0, reason, NUM_TOKENS))]
     )
-    last = msgspec.json.decode(closing[-1])
+    last = msgspec.to_builtins(closing[-1])
     (part,) = last["response"]["output"][0]["content"]
     assert "".join(lp["token"] for lp in part["logprobs"]) == "abcde"
     assert len(asked) == 2 * NUM_TOKENS  # each token, and its one alternative

@@ -197,7 +197,7 @@ def test_metadata_is_bounded_on_sockets_too() -> None:
     assert caught.value.param == "metadata"
 
 
-def test_input_items_become_messages() -> None:
+def test_input_items_have_a_role_and_a_text() -> None:
     items = [
         {"role": "developer", "content": "be brief"},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]},
@@ -210,13 +210,13 @@ def test_input_items_become_messages() -> None:
         },
         {"role": "user", "content": [{"type": "input_text", "text": t} for t in ("a", "b")]},
     ]
-    assert decode("responses", input=items, instructions="sys").template_messages() == [
-        {"role": "system", "content": "sys"},
-        {"role": "system", "content": "be brief"},
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "hello"},
-        {"role": "user", "content": "a\nb"},
+    assert decode("responses", input=items).items() == [
+        ("developer", "be brief"),
+        ("user", "hi"),
+        ("assistant", "hello"),
+        ("user", "a\nb"),
     ]
+    assert decode("responses", input="hi").items() == [("user", "hi")]
 
 
 @pytest.mark.parametrize(

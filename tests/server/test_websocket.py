@@ -11,7 +11,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 from websockets.typing import Subprotocol
 
-from streamer.server.websocket import Session
+from streamer.server.lanes import Lanes
 from tests.server.counting import check_counting
 from tests.server.running import Running
 
@@ -265,10 +265,10 @@ def test_an_integer_of_400_digits_is_refused_by_name(extended: ClientConnection)
 def test_a_bug_in_one_event_leaves_the_socket(
     extended: ClientConnection, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(self: Session, response_id: str | None) -> None:
+    def broken(self: Lanes, response_id: str | None) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(Session, "_cancel", broken)
+    monkeypatch.setattr(Lanes, "cancel", broken)
     say(extended, "response.cancel", response_id="x", stream_id="lane")
     answer = hear(extended)
     assert (answer["status"], answer["stream_id"]) == (500, "lane")

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from streamer.server import websocket
+from streamer.config import Config
+from streamer.server import lanes, websocket
+from streamer.server.socket_events import Pong
 from streamer.server.websocket import Session
 from tests.server.running import Running
 from tests.server.test_websocket import ENDLESS, FINAL, dial, hear, say, until
@@ -49,7 +51,7 @@ def test_the_bytes_of_waiting_creates_are_bounded(server: Running) -> None:
 
 
 def test_what_has_run_no_longer_counts(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(websocket, "MAX_QUEUED_BYTES", 5000)
+    monkeypatch.setattr(lanes, "MAX_QUEUED_BYTES", 5000)
     with dial(server) as socket:
         for _ in range(4):
             say(socket, "response.create", input="y" * 3000, max_output_tokens=1)
@@ -64,11 +66,11 @@ def test_what_has_run_no_longer_counts(server: Running, monkeypatch: pytest.Monk
 def test_the_bytes_of_waiting_replies_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     async def nothing(*_: Any) -> Any: ...
 
-    service: Any = SimpleNamespace()
+    service: Any = SimpleNamespace(config=Config(model="fake"))
     monkeypatch.setattr(websocket, "MAX_REPLY_BYTES", 1000)
     session = Session(service, {}, nothing, nothing)
     for _ in range(10):
-        session._reply(b"x" * 100)
+        session._reply(Pong("x" * 60))
     assert not session._is_flooded
-    session._reply(b"x")
+    session._reply(Pong("x" * 150))
     assert session._is_flooded

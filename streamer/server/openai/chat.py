@@ -9,12 +9,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
+from streamer.core.plan import Finish
 from streamer.core.sampling import SamplingParams
 from streamer.errors import InvalidRequest, StreamerError
+from streamer.server.openai.chat_types import (
+    ChatCompletion,
+    Choice,
+    Chunk,
+    ChunkChoice,
+    ChunkDelta,
+    Logprobs,
+    Message,
+)
 from streamer.server.openai.common import (
-    ChatLogprob,
     SamplingFields,
     StreamOptions,
     TokenText,
@@ -24,7 +32,9 @@ from streamer.server.openai.common import (
     check_metadata,
     encode,
     error_body,
+    failure,
     finish_reason,
+    first_failure,
     named,
     only_if,
     sampling_params,
@@ -185,89 +195,27 @@ DECODER: Final = msgspec.json.Decoder(ChatRequest)
 # ---------------------------------------------------------------- answers
 
 
-class Logprobs(msgspec.Struct, frozen=True):
-    """`logprobs` of a chat choice."""
-
-    content: list[ChatLogprob]
-    refusal: None = None
-
-
-class ChunkDelta(msgspec.Struct, frozen=True):
-    """What a chunk adds to a choice."""
-
-    role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-
-
-class ChunkChoice(msgspec.Struct, frozen=True):
-    """One choice in a chunk."""
-
-    index: int
-    delta: ChunkDelta
-    logprobs: Logprobs | None = None
-    finish_reason: str | None = None
-    token_ids: tuple[int, ...] | UnsetType = UNSET
-
-
-class Chunk(msgspec.Struct, frozen=True, tag_field="object", tag="chat.completion.chunk"):
-    """chat.completion.chunk; seed and prompt_token_ids are in the first one only."""
-
-    id: str
-    created: int
-    model: str
-    choices: list[ChunkChoice]
-    usage: Usage | UnsetType | None = UNSET
-    seed: int | UnsetType = UNSET
-    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
-
-
-class Message(msgspec.Struct, frozen=True):
-    """The assistant's message of a whole answer."""
-
-    content: str
-    role: str = "assistant"
-    refusal: None = None
-
-
-class Choice(msgspec.Struct, frozen=True):
-    """One choice of a whole answer."""
-
-    index: int
-    message: Message
-    finish_reason: str
-    logprobs: Logprobs | None = None
-    token_ids: tuple[int, ...] | UnsetType = UNSET
-
-
-class ChatCompletion(msgspec.Struct, frozen=True, tag_field="object", tag="chat.completion"):
-    """The whole answer."""
-
-    id: str
-    created: int
-    model: str
-    choices: list[Choice]
-    usage: Usage
-    seed: int
-    metadata: dict[str, str] | UnsetType = UNSET
-    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
-
-
 class ChatAnswer:
-    """Frames and bodies of one chat completion.
+    """Frames and bodies of one chat completion, those after the numbers `after`.
 
-    A frame's number counts, per choice, the role chunk, every output token, the finish and the
-    usage chunk; with several choices the numbers are joined by dots.
+    A frame's number counts, per choice, the role chunk, every output token, text that the end alone
+    released, the finish and the usage chunk; with several choices the numbers are joined by dots.
     """
 
     def __init__(
-        self, body: ChatRequest, streams: Sequence[TokenStream], model: str, text: TokenText
+        self,
+        body: ChatRequest,
+        streams: Sequence[TokenStream],
+        model: str,
+        text: TokenText,
+        after: Sequence[int] | None = None,
     ) -> None:
         (self._stream,) = streams
         self._body = body
         self._model = model
         self._text = text
         self._n = self._stream.params.n
-        self._numbers = [0] * self._n
+        self._numbers = [0] * self._n if after is None else list(after)
         self._created = int(self._stream.created)
         options = body.stream_options
         self._include_usage = bool(options is not None and options.include_usage)
@@ -283,6 +231,8 @@ class ChatAnswer:
         """One role chunk a choice; the first brings seed and prompt token ids."""
         parts = []
         for index in range(self._n):
+            if self._numbers[index] > 0:
+                continue
             self._numbers[index] = 1
             choice = ChunkChoice(index, ChunkDelta(role="assistant", content=""))
             parts.append(self._frame([choice], is_first=index == 0))
@@ -292,32 +242,32 @@ class ChatAnswer:
         """The chunks for what a step, or several, brought."""
         parts = []
         for d in deltas:
-            if self._is_plain and d.text:
-                self._numbers[d.choice] = 1 + d.start + len(d.token_ids)
-                before, after = self._around[d.choice]
-                parts.append(frame(self._number(), before + encode(d.text) + after))
-            elif d.text or (d.token_ids and (d.logprobs or self._body.return_token_ids)):
-                self._numbers[d.choice] = 1 + d.start + len(d.token_ids)
-                choice = ChunkChoice(
-                    d.choice,
-                    ChunkDelta(content=d.text),
-                    Logprobs(chat_logprobs(d.logprobs, self._text)) if d.logprobs else None,
-                    None,
-                    only_if(bool(self._body.return_token_ids), d.token_ids),
-                )
-                parts.append(self._frame([choice]))
-            if d.finish is not None:
-                self._numbers[d.choice] = 2 + d.finish.num_tokens
-                reason = finish_reason(d.finish.reason)
-                choice = ChunkChoice(d.choice, ChunkDelta(), None, reason)
-                parts.append(self._frame([choice]))
+            rest = d.finish is not None and self._stream.has_rest(d.choice)
+            number = 1 + d.start + len(d.token_ids) + rest
+            is_shown = d.text or (d.token_ids and (d.logprobs or self._body.return_token_ids))
+            if is_shown and number > self._numbers[d.choice]:
+                self._numbers[d.choice] = number
+                parts.append(self._text_frame(d))
+            if d.finish is not None and failure(d.finish) is None:
+                number = self._end(d.choice, d.finish)
+                if number > self._numbers[d.choice]:
+                    self._numbers[d.choice] = number
+                    reason = finish_reason(d.finish.reason)
+                    choice = ChunkChoice(d.choice, ChunkDelta(), None, reason)
+                    parts.append(self._frame([choice]))
         return b"".join(parts)
+
+    def failure(self, deltas: Sequence[Delta]) -> StreamerError | None:
+        """What ends the answer with an error: a choice that was cancelled or has failed."""
+        return first_failure(deltas)
 
     def closing(self) -> bytes:
         """The usage chunk, if asked for, and the end."""
-        if not self._include_usage:
+        finishes = enumerate(self._stream.finishes)
+        ends = [self._end(i, f) for i, f in finishes if f is not None]
+        if not self._include_usage or self._numbers > ends:
             return DONE
-        self._numbers = [n + 1 for n in self._numbers]
+        self._numbers = [n + 1 for n in ends]
         return self._frame([], usage=self._usage()) + DONE
 
     def error(self, error: StreamerError) -> bytes:
@@ -352,6 +302,23 @@ class ChatAnswer:
                 prompt_token_ids=only_if(bool(self._body.return_token_ids), self._stream.prompt),
             )
         )
+
+    def _text_frame(self, d: Delta) -> bytes:
+        if self._is_plain:
+            before, after = self._around[d.choice]
+            return frame(self._number(), before + encode(d.text) + after)
+        choice = ChunkChoice(
+            d.choice,
+            ChunkDelta(content=d.text),
+            Logprobs(chat_logprobs(d.logprobs, self._text)) if d.logprobs else None,
+            None,
+            only_if(bool(self._body.return_token_ids), d.token_ids),
+        )
+        return self._frame([choice])
+
+    def _end(self, choice: int, finish: Finish) -> int:
+        """The number of a choice's finish."""
+        return 2 + finish.num_tokens + self._stream.has_rest(choice)
 
     def _usage(self) -> Usage:
         s = self._stream

@@ -227,6 +227,15 @@ def failure(finish: Finish) -> StreamerError | None:
     return None
 
 
+def first_failure(deltas: Sequence[Delta]) -> StreamerError | None:
+    """The error of the first cancelled or failed choice among these."""
+    for d in deltas:
+        error = failure(d.finish) if d.finish is not None else None
+        if error is not None:
+            return error
+    return None
+
+
 def finish_reason(reason: FinishReason) -> str:
     """The wire's word for an ordinary end (a cancel or failure is an error, not a reason)."""
     return "length" if reason is FinishReason.LENGTH else "stop"

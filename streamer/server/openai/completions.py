@@ -24,7 +24,9 @@ from streamer.server.openai.common import (
     by_choice,
     encode,
     error_body,
+    failure,
     finish_reason,
+    first_failure,
     only_if,
     sampling_params,
     usage_of,
@@ -205,7 +207,8 @@ class CompletionAnswer:
         parts = []
         for d in deltas:
             is_wanted = d.token_ids and (d.logprobs or self._body.return_token_ids)
-            if not (d.text or is_wanted or d.finish is not None):
+            is_end = d.finish is not None and failure(d.finish) is None
+            if not (d.text or is_wanted or is_end):
                 continue
             index = source * self._n + d.choice
             self._numbers[index] = d.start + len(d.token_ids)
@@ -214,6 +217,10 @@ class CompletionAnswer:
             parts.append(self._frame([self._choice(source, [d], index not in self._begun)]))
             self._begun.add(index)
         return b"".join(parts)
+
+    def failure(self, deltas: Sequence[Delta]) -> StreamerError | None:
+        """What ends the answer with an error: a choice that was cancelled or has failed."""
+        return first_failure(deltas)
 
     def closing(self) -> bytes:
         """The usage chunk, if asked for, and the end."""
@@ -254,7 +261,9 @@ class CompletionAnswer:
             index,
             echo + "".join(d.text for d in deltas),
             self._offsets[index].build(values, self._text) if values else None,
-            finish_reason(finish.reason) if finish is not None else None,
+            finish_reason(finish.reason)
+            if finish is not None and failure(finish) is None
+            else None,
             only_if(wants_ids, tuple(t for d in deltas for t in d.token_ids)),
             only_if(wants_ids and is_first, stream.prompt),
             only_if(is_first and len(self._streams) > 1, stream.seed),

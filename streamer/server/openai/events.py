@@ -1,389 +1,293 @@
-"""The events of one response, as server events of the Responses API and our extensions.
+"""The events of one response: Deltas and Notices in, server events out, from any number on.
 
-Pure: Deltas and Notices in, encoded events out, each with its sequence number. `is_extended` adds
-what only clients of our subprotocol see. websocket.py sends them.
+Pure. A sequence number is a function of the response's tokens alone: each event of the opening
+takes one, every output token takes one, each event of the closing takes one; an event over several
+tokens carries the last of theirs. So every number is a cursor, on every transport, at any time.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from streamer.core.plan import Finish, FinishReason, Notice, NoticeKind, TokenLogprob
+from streamer.core.plan import Finish, FinishReason, Notice, NoticeKind
 from streamer.errors import StreamerError
-from streamer.server.openai.common import (
-    ChatLogprob,
-    TokenText,
-    chat_logprobs,
-    encode,
-    only_if,
+from streamer.server.openai.common import TokenText, chat_logprobs, only_if
+from streamer.server.openai.response_types import (
+    CacheUsage,
+    DeltaEvent,
+    Event,
+    InputDetails,
+    Item,
+    ItemEvent,
+    OutputDetails,
+    Part,
+    PartEvent,
+    Response,
+    ResponseEvent,
+    StateEvent,
+    TextDone,
+    Usage,
 )
-from streamer.server.openai.responses import ResponseCreate
 
 if TYPE_CHECKING:
+    from streamer.core.sampling import SamplingParams
     from streamer.engine.stream import Delta, TokenStream
+    from streamer.server.context import Context
 
-OPENING = 4  # created, in_progress, output_item.added, content_part.added
-
-
-class InputDetails(msgspec.Struct, frozen=True):
-    """Input tokens by where they came from."""
-
-    cached_tokens: int
-    cache_write_tokens: int = 0
-
-
-class OutputDetails(msgspec.Struct, frozen=True):
-    """Output tokens by kind."""
-
-    reasoning_tokens: int = 0
+STATUSES = {
+    FinishReason.STOP: "completed",
+    FinishReason.LENGTH: "incomplete",
+    FinishReason.CANCELLED: "cancelled",
+    FinishReason.FAILED: "failed",
+}
+LOGPROBS, TOKEN_IDS = "logprobs", "token_ids"
+EVERYTHING = frozenset([LOGPROBS, TOKEN_IDS])
 
 
-class Usage(msgspec.Struct, frozen=True):
-    """Token counts of a response."""
-
-    input_tokens: int
-    input_tokens_details: InputDetails
-    output_tokens: int
-    output_tokens_details: OutputDetails
-    total_tokens: int
+def item_id(response_id: str) -> str:
+    """The id of a response's message."""
+    return "msg_" + response_id.removeprefix("resp_")
 
 
-class Part(msgspec.Struct, frozen=True, tag="output_text"):
-    """An output_text part."""
-
-    text: str
-    annotations: tuple[()] = ()
-    logprobs: list[ChatLogprob] = []
-
-
-class Item(msgspec.Struct, frozen=True, tag="message"):
-    """The one output item: the assistant's message."""
-
-    id: str
-    status: str
-    content: list[Part]
-    role: str = "assistant"
-
-
-class Reasoning(msgspec.Struct, frozen=True):
-    """No reasoning settings are honoured."""
-
-    effort: None = None
-    summary: None = None
-
-
-class TextFormat(msgspec.Struct, frozen=True, tag="text"):
-    """Plain text."""
-
-
-class TextConfig(msgspec.Struct, frozen=True):
-    """What the text is."""
-
-    format: TextFormat = TextFormat()
-
-
-class Response(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="response"):
-    """OpenAI's response object; `seed` is ours."""
-
-    id: str
-    created_at: float
-    status: str
-    model: str
-    output: list[Item]
-    seed: int
-    temperature: float
-    top_p: float
-    max_output_tokens: int | None
-    instructions: str | None
-    metadata: dict[str, str]
-    top_logprobs: int
-    error: dict[str, str] | None = None
-    incomplete_details: dict[str, str] | None = None
-    completed_at: float | None = None
-    usage: Usage | None = None
-    user: str | None = None
-    background: bool = False
-    parallel_tool_calls: bool = True
-    previous_response_id: str | None = None
-    reasoning: Reasoning = Reasoning()
-    service_tier: str = "default"
-    store: bool = False
-    text: TextConfig = TextConfig()
-    tool_choice: str = "auto"
-    tools: list[str] = []
-    truncation: str = "disabled"
-
-
-class CacheUsage(msgspec.Struct, frozen=True):
-    """Ours, on terminal events: prompt tokens not computed again."""
-
-    cached_tokens: int
-    shared_tokens: int
-
-
-class ResponseEvent(msgspec.Struct, frozen=True):
-    """created, in_progress and the terminal events."""
-
-    type: str
-    sequence_number: int
-    response: Response
-    stream_id: str | UnsetType = UNSET
-    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
-    usage: CacheUsage | UnsetType = UNSET
-    timing: Any = UNSET
-
-
-class ItemEvent(msgspec.Struct, frozen=True):
-    """output_item.added and .done."""
-
-    type: str
-    sequence_number: int
-    item: Item
-    output_index: int = 0
-    stream_id: str | UnsetType = UNSET
-
-
-class PartEvent(msgspec.Struct, frozen=True):
-    """content_part.added and .done."""
-
-    type: str
-    sequence_number: int
-    item_id: str
-    part: Part
-    output_index: int = 0
-    content_index: int = 0
-    stream_id: str | UnsetType = UNSET
-
-
-class DeltaEvent(msgspec.Struct, frozen=True, tag="response.output_text.delta"):
-    """output_text.delta, the event that streams."""
-
-    sequence_number: int
-    item_id: str
-    delta: str
-    output_index: int = 0
-    content_index: int = 0
-    logprobs: list[ChatLogprob] = []
-    stream_id: str | UnsetType = UNSET
-    token_ids: tuple[int, ...] | UnsetType = UNSET
-
-
-class TextDone(msgspec.Struct, frozen=True, tag="response.output_text.done"):
-    """output_text.done."""
-
-    sequence_number: int
-    item_id: str
-    text: str
-    output_index: int = 0
-    content_index: int = 0
-    logprobs: list[ChatLogprob] = []
-    stream_id: str | UnsetType = UNSET
-
-
-class StateEvent(msgspec.Struct, frozen=True):
-    """Ours: what happens while nothing streams. It repeats the last number."""
-
-    type: str
-    sequence_number: int
-    response_id: str
-    stream_id: str | UnsetType = UNSET
-    position: int | UnsetType = UNSET
-    done: int | UnsetType = UNSET
-    total: int | UnsetType = UNSET
-    how: str | UnsetType = UNSET
+def blank_response(
+    context: Context, response_id: str, created: float, params: SamplingParams, status: str
+) -> Response:
+    """The object of a response that has said nothing yet."""
+    body = context.body
+    return Response(
+        id=response_id,
+        created_at=float(int(created)),
+        status=status,
+        model=context.model,
+        output=[],
+        seed=params.seed or 0,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        max_output_tokens=body.max_output_tokens,
+        instructions=body.instructions,
+        metadata=body.metadata or {},
+        top_logprobs=body.top_logprobs or 0,
+        background=bool(body.background),
+        previous_response_id=body.previous_response_id,
+        store=body.store is not False,
+    )
 
 
 class ResponseEvents:
-    """Builds the events of one response in order; `number` is the last one given out."""
+    """Builds the events of one response in order, those after number `after`.
+
+    number  the last one given out, or passed over
+    lane    what every event echoes
+    wanted  LOGPROBS, TOKEN_IDS: what of the body's wishes this reader wants as well
+    """
 
     def __init__(
         self,
-        body: ResponseCreate,
+        context: Context,
         stream: TokenStream,
-        model: str,
         text: TokenText,
         *,
-        is_extended: bool,
+        after: int = -1,
+        lane: str | None = None,
+        is_extended: bool = False,
+        wanted: frozenset[str] = EVERYTHING,
     ) -> None:
-        self._body = body
+        self._context = context
         self._stream = stream
-        self._model = model
         self._text = text
         self._is_extended = is_extended
-        self._lane: str | UnsetType = UNSET if body.stream_id is None else body.stream_id
-        self._item_id = "msg_" + stream.request_id.removeprefix("resp_")
-        self._logprobs: list[TokenLogprob] = []
-        self._num_tokens = 0
-        self.number = -1
+        self._after = self.number = after
+        self._lane: str | UnsetType = UNSET if lane is None else lane
+        self._has_ids = bool(context.body.return_token_ids) and TOKEN_IDS in wanted
+        self._has_logprobs = LOGPROBS in wanted
+        self._item_id = item_id(stream.request_id)
+        self._is_silent = context.body.generate is False
+        opening = 2 if self._is_silent else 4
+        self._num_opening = opening + bool(context.body.background) + bool(context.prefix)
 
-    def opening(self) -> list[bytes]:
-        """created, in_progress, output_item.added, content_part.added."""
-        response = self._response("in_progress", [])
-        ids = only_if(bool(self._body.return_token_ids), self._stream.prompt)
-        item = Item(self._item_id, "in_progress", [])
-        self.number = OPENING - 1
-        return [
-            encode(ResponseEvent("response.created", 0, response, self._lane, ids)),
-            encode(ResponseEvent("response.in_progress", 1, response, self._lane)),
-            encode(ItemEvent("response.output_item.added", 2, item, 0, self._lane)),
-            encode(
+    def tokens_at(self, number: int) -> int:
+        """Output tokens that a reader has who has everything up to this number."""
+        return max(0, number - (self._num_opening - 1))
+
+    # ------------------------------------------------------------ building
+
+    def opening(self) -> list[Event]:
+        """created, in_progress, output_item.added, content_part.added; what is before tokens."""
+        is_queued = bool(self._context.body.background)
+        response = self._blank("queued" if is_queued else "in_progress")
+        ids = only_if(self._has_ids, self._stream.prompt)
+        lane = self._lane
+        out: list[Event] = [ResponseEvent("response.created", 0, response, lane, ids)]
+        if is_queued:
+            out.append(ResponseEvent("response.queued", len(out), response, lane))
+        response = self._blank("in_progress")
+        out.append(ResponseEvent("response.in_progress", len(out), response, lane))
+        if not self._is_silent:
+            item = Item(self._item_id, "in_progress", [])
+            out.append(ItemEvent("response.output_item.added", len(out), item, 0, lane))
+            out.append(
                 PartEvent(
-                    "response.content_part.added", 3, self._item_id, Part(""), 0, 0, self._lane
+                    "response.content_part.added", len(out), self._item_id, Part(""), 0, 0, lane
                 )
-            ),
-        ]
+            )
+        if self._context.prefix:
+            out.append(
+                DeltaEvent(len(out), self._item_id, self._context.prefix, stream_id=self._lane)
+            )
+        return self._beyond(out)
 
-    def deltas(self, deltas: Sequence[Delta]) -> list[bytes]:
+    def deltas(self, deltas: Sequence[Delta]) -> list[Event]:
         """The delta events, and after the last one what closes the response."""
-        out = []
+        out: list[Event] = []
         for d in deltas:
-            self._num_tokens = d.start + len(d.token_ids)
-            if d.logprobs:
-                self._logprobs.extend(d.logprobs)
-            wants = d.token_ids and (d.logprobs or self._body.return_token_ids)
-            if d.text or wants:
-                self.number = OPENING - 1 + self._num_tokens
-                event = DeltaEvent(
-                    self.number,
-                    self._item_id,
-                    d.text,
-                    logprobs=chat_logprobs(d.logprobs, self._text) if d.logprobs else [],
-                    stream_id=self._lane,
-                    token_ids=only_if(bool(self._body.return_token_ids), d.token_ids),
-                )
-                out.append(encode(event))
+            if not self._is_silent:
+                out.extend(self._delta(d))
             if d.finish is not None:
-                out.extend(self._finish(d.finish))
+                out.extend(self._closing(d.finish))
+        return self._beyond(out)
+
+    def failed(self, error: StreamerError) -> list[Event]:
+        """response.failed, for an error that no finish reported."""
+        number = self._num_opening + self._num_tokens
+        return self._beyond([self._terminal(number, self._final("failed", error.message))])
+
+    def state(self, notice: Notice) -> Event:
+        """The extension event of a Notice."""
+        event = self._state("response." + notice.kind.value)
+        if notice.kind in (NoticeKind.PREFILL, NoticeKind.RUNNING):
+            return msgspec.structs.replace(event, done=notice.done, total=notice.total)
+        if notice.kind is NoticeKind.PREEMPTED:
+            return msgspec.structs.replace(event, how=notice.how)
+        return event
+
+    def waiting(self, position: int) -> Event:
+        """response.waiting: so many requests are before this one."""
+        return msgspec.structs.replace(self._state("response.waiting"), position=position)
+
+    def response(self) -> Response:
+        """The object as it is now."""
+        finish, error = self._stream.finishes[0], self._stream.error
+        if finish is not None:
+            return self._final(self._status(finish), finish.detail)
+        if error is not None:
+            return self._final("failed", error.message)
+        is_queued = bool(self._context.body.background) and not self._stream.is_started
+        response = self._blank("queued" if is_queued else "in_progress")
+        text = self._context.prefix + self._stream.text(0)
+        is_begun = bool(text) and not self._is_silent
+        output = [Item(self._item_id, "in_progress", [self._part()])] if is_begun else []
+        return msgspec.structs.replace(response, output=output)
+
+    # ------------------------------------------------------------ parts
+
+    def _beyond(self, events: Iterable[Event]) -> list[Event]:
+        out = []
+        for event in events:
+            number = event.sequence_number
+            if isinstance(number, int) and number > self._after:
+                out.append(event)
+                self.number = max(self.number, number)
         return out
 
-    def failed(self, error: StreamerError) -> list[bytes]:
-        """response.failed, for an error that no finish reported."""
-        return self._terminal("failed", error)
-
-    def state(self, notice: Notice) -> bytes:
-        """The extension event of a Notice."""
-        event = StateEvent(
-            "response." + notice.kind.value, self.number, self._stream.request_id, self._lane
-        )
-        if notice.kind in (NoticeKind.PREFILL, NoticeKind.RUNNING):
-            event = msgspec.structs.replace(event, done=notice.done, total=notice.total)
-        elif notice.kind is NoticeKind.PREEMPTED:
-            event = msgspec.structs.replace(event, how=notice.how)
-        return encode(event)
-
-    def waiting(self, position: int) -> bytes:
-        """response.waiting: so many requests are before this one."""
-        return encode(
-            StateEvent(
-                "response.waiting",
-                self.number,
-                self._stream.request_id,
-                self._lane,
-                position=position,
-            )
-        )
-
-    def _finish(self, finish: Finish) -> list[bytes]:
-        self._num_tokens = finish.num_tokens
-        if finish.reason is FinishReason.FAILED:
-            return self._terminal("failed", StreamerError(finish.detail or "a step failed"))
-        status = {
-            FinishReason.STOP: "completed",
-            FinishReason.LENGTH: "incomplete",
-            FinishReason.CANCELLED: "cancelled",
-        }[finish.reason]
-        number = OPENING + self._num_tokens
-        self.number = number + 2
-        part = self._part()  # with the log probabilities of every token: once
-        item = self._item(status, part)
+    def _delta(self, d: Delta) -> list[Event]:
+        logprobs = d.logprobs if self._has_logprobs else None
+        if not (d.text or (d.token_ids and (logprobs or self._has_ids))):
+            return []
+        number = self._num_opening - 1 + d.start + len(d.token_ids)
+        number += d.finish is not None and self._stream.has_rest()
         return [
-            encode(
-                TextDone(
-                    number,
-                    self._item_id,
-                    part.text,
-                    logprobs=part.logprobs,
-                    stream_id=self._lane,
-                )
-            ),
-            encode(
-                PartEvent(
-                    "response.content_part.done",
-                    number + 1,
-                    self._item_id,
-                    part,
-                    stream_id=self._lane,
-                )
-            ),
-            encode(ItemEvent("response.output_item.done", number + 2, item, stream_id=self._lane)),
-            *self._terminal(status, None, item),
+            DeltaEvent(
+                number,
+                self._item_id,
+                d.text,
+                logprobs=chat_logprobs(logprobs, self._text) if logprobs else [],
+                stream_id=self._lane,
+                token_ids=only_if(self._has_ids, d.token_ids),
+            )
         ]
 
-    def _terminal(
-        self, status: str, error: StreamerError | None, item: Item | None = None
-    ) -> list[bytes]:
-        kind = {"cancelled": "incomplete"}.get(status, status)
-        if item is None and self._num_tokens > 0:
-            item = self._item(status, self._part())
-        response = self._response(status, [] if item is None else [item])
-        details = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        failure = None
-        if error is not None:
-            failure = {"code": "server_error", "message": error.message}
-        response = msgspec.structs.replace(
-            response,
-            error=failure,
-            incomplete_details=details,
-            completed_at=time.time(),
-            usage=self._usage(),
-        )
-        self.number = OPENING + self._num_tokens + (3 if error is None else 0)
+    def _closing(self, finish: Finish) -> list[Event]:
+        status = self._status(finish)
+        response = self._final(status, finish.detail)
+        number = self._num_opening + self._num_tokens
+        if self._is_silent or status == "failed":
+            return [self._terminal(number, response)]
+        (item,) = response.output
+        (part,) = item.content
+        lane = self._lane
+        return [
+            TextDone(number, self._item_id, part.text, logprobs=part.logprobs, stream_id=lane),
+            PartEvent(
+                "response.content_part.done", number + 1, self._item_id, part, stream_id=lane
+            ),
+            ItemEvent("response.output_item.done", number + 2, item, stream_id=lane),
+            self._terminal(number + 3, response),
+        ]
+
+    def _terminal(self, number: int, response: Response) -> Event:
+        kind = {"cancelled": "incomplete"}.get(response.status, response.status)
         cache = CacheUsage(self._stream.cached_tokens, self._stream.shared_tokens)
-        event = ResponseEvent(
+        return ResponseEvent(
             f"response.{kind}",
-            self.number,
+            number,
             response,
             self._lane,
             usage=only_if(self._is_extended, cache),
             timing=only_if(self._is_extended, self._stream.timing),
         )
-        return [encode(event)]
+
+    @property
+    def _num_tokens(self) -> int:
+        """Numbers between opening and closing, once it has ended.
+
+        Text that only the end released has a number of its own, after the last token's.
+        """
+        return 0 if self._is_silent else self._stream.num_output_tokens + self._stream.has_rest()
+
+    def _status(self, finish: Finish) -> str:
+        status = STATUSES[finish.reason]
+        if self._is_silent and status == "incomplete":
+            return "completed"
+        return "incomplete" if self._context.is_steered and status == "cancelled" else status
+
+    def _state(self, kind: str) -> StateEvent:
+        number = self.number if self.number >= 0 else UNSET
+        return StateEvent(kind, self._stream.request_id, number, self._lane)
+
+    def _blank(self, status: str) -> Response:
+        s = self._stream
+        return blank_response(self._context, s.request_id, s.created, s.params, status)
+
+    def _final(self, status: str, detail: str | None) -> Response:
+        """The object of a response that has ended."""
+        stream = self._stream
+        num_in = stream.num_prompt_tokens
+        num_out = 0 if self._is_silent else stream.num_output_tokens
+        reason = "steered" if self._context.is_steered else "max_output_tokens"
+        has_item = not self._is_silent and (status != "failed" or num_out > 0)
+        state = "completed" if status == "completed" else "incomplete"
+        output = [Item(self._item_id, state, [self._part()])] if has_item else []
+        error = {"code": "server_error", "message": detail or "a step failed"}
+        return msgspec.structs.replace(
+            self._blank(status),
+            output=output,
+            error=error if status == "failed" else None,
+            incomplete_details={"reason": reason} if status == "incomplete" else None,
+            completed_at=stream.created + (stream.timing.total_s or 0.0),
+            usage=Usage(
+                num_in,
+                InputDetails(stream.cached_tokens),
+                num_out,
+                OutputDetails(),
+                num_in + num_out,
+            ),
+        )
 
     def _part(self) -> Part:
-        return Part(self._stream.text(0), logprobs=chat_logprobs(self._logprobs, self._text))
-
-    def _item(self, status: str, part: Part) -> Item:
-        state = "completed" if status == "completed" else "incomplete"
-        return Item(self._item_id, state, [part])
-
-    def _usage(self) -> Usage:
-        num_in, num_out = self._stream.num_prompt_tokens, self._num_tokens
-        return Usage(
-            num_in,
-            InputDetails(self._stream.cached_tokens),
-            num_out,
-            OutputDetails(),
-            num_in + num_out,
-        )
-
-    def _response(self, status: str, output: list[Item]) -> Response:
-        body, params = self._body, self._stream.params
-        return Response(
-            id=self._stream.request_id,
-            created_at=float(int(self._stream.created)),
-            status=status,
-            model=self._model,
-            output=output,
-            seed=self._stream.seed,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            max_output_tokens=body.max_output_tokens,
-            instructions=body.instructions,
-            metadata=body.metadata or {},
-            top_logprobs=body.top_logprobs or 0,
-        )
+        values = (self._stream.logprobs(0) or ()) if self._has_logprobs else ()
+        text = self._context.prefix + self._stream.text(0)
+        return Part(text, logprobs=chat_logprobs(values, self._text))

@@ -1,13 +1,11 @@
-"""Responses: the body of response.create, its table of known fields, and the events of a response.
+"""Responses: the body of POST /v1/responses and of response.create, and its table of known fields.
 
-Pure: the builder turns Deltas and Notices into events with their sequence numbers; websocket.py
-sends them. A number is a function of the response's tokens alone: four structural events open,
-every output token takes one, four close. An event over several tokens carries the last number.
+Pure: turns.py makes the prompt, events.py the answer.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -18,6 +16,7 @@ from streamer.server.openai.fields import HONOURED, LABELS, SAMPLING, Table, ref
 
 MAX_ITEMS = 4096
 MAX_STREAM_ID = 128
+MAX_ID = 256
 LOGPROBS = "message.output_text.logprobs"
 
 FIELDS: Final[Table] = {
@@ -32,24 +31,25 @@ FIELDS: Final[Table] = {
     "metadata": HONOURED,
     "stream_id": HONOURED,
     "stream_options": HONOURED,
+    "fork": HONOURED,  # ours
     "access_programs": refused(),
-    "background": refused(False),
+    "background": HONOURED,
     "background_options": refused(),
     "context_management": refused([]),
     "conversation": refused(),
-    "generate": refused(True),
+    "generate": HONOURED,
     "image": refused(),
     "max_tool_calls": refused(),
     "moderation": refused(),
     "parallel_tool_calls": refused(True, False),
-    "previous_response_id": refused(),
+    "previous_response_id": HONOURED,
     "prompt": refused(),
     "prompt_cache_options": refused(),
     "prompt_cache_retention": refused("in_memory"),
     "reasoning": refused({}, {"effort": None}, {"effort": "none"}),
     "service_tier": refused("auto", "default"),
-    "store": refused(False),
-    "stream": refused(True),
+    "store": HONOURED,
+    "stream": HONOURED,
     "text": refused(
         {},
         {"format": {"type": "text"}},
@@ -88,10 +88,17 @@ class CreateOptions(msgspec.Struct):
     include_obfuscation: bool | None = None
 
 
-class ResponseCreate(SamplingFields, kw_only=True):
-    """The body of response.create, the honoured fields."""
+class Fork(msgspec.Struct):
+    """`fork`: continue the parent's answer after its first `at` tokens and `text`."""
 
-    input: str | list[InputItem]
+    at: int
+    text: str | None = None
+
+
+class ResponseCreate(SamplingFields, kw_only=True):
+    """The body of a response, the honoured fields."""
+
+    input: str | list[InputItem] | None = None
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
@@ -100,37 +107,42 @@ class ResponseCreate(SamplingFields, kw_only=True):
     metadata: dict[str, str] | None = None
     stream_id: str | None = None
     stream_options: CreateOptions | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
+    generate: bool | None = None
+    fork: Fork | None = None
 
-    def template_messages(self) -> list[dict[str, Any]]:
-        """The input as messages for the chat template, instructions first."""
-        messages: list[dict[str, Any]] = []
-        if self.instructions:
-            messages.append({"role": "system", "content": self.instructions})
+    def items(self) -> list[tuple[str, str]]:
+        """The input as (role, text)."""
+        if self.input is None:
+            if self.fork is not None:
+                return []
+            raise InvalidRequest("input is wanted", param="input", code="missing_field")
         if isinstance(self.input, str):
-            messages.append({"role": "user", "content": self.input})
-            return messages
+            return [("user", self.input)]
         if not 0 < len(self.input) <= MAX_ITEMS:
             raise InvalidRequest(
                 f"input has 1 to {MAX_ITEMS} items, got {len(self.input)}", param="input"
             )
-        for item in self.input:
-            content = item.content
-            if not isinstance(content, str):
-                content = "\n".join(part.text for part in content)
-            role = "system" if item.role == "developer" else item.role
-            messages.append({"role": role, "content": content})
-        return messages
+        return [
+            (
+                item.role,
+                item.content
+                if isinstance(item.content, str)
+                else "\n".join(part.text for part in item.content),
+            )
+            for item in self.input
+        ]
 
     def params(self, defaults: dict[str, float]) -> SamplingParams:
         """The sampling settings, checked."""
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             raise _unsupported("stream_options.include_obfuscation")
-        if self.stream_id is not None and not 0 < len(self.stream_id) <= MAX_STREAM_ID:
-            raise InvalidRequest(
-                f"stream_id has 1 to {MAX_STREAM_ID} characters, got {len(self.stream_id)}",
-                param="stream_id",
-            )
+        check_stream_id(self.stream_id)
         check_metadata(self.metadata)
+        self._check_parent()
         for i, name in enumerate(self.include or ()):
             if name != LOGPROBS:
                 raise _unsupported(f"include[{i}]")
@@ -141,6 +153,22 @@ class ResponseCreate(SamplingFields, kw_only=True):
                 max_tokens=self.max_output_tokens,
                 logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
             )
+
+    def _check_parent(self) -> None:
+        parent = self.previous_response_id
+        if parent is not None and not 0 < len(parent) <= MAX_ID:
+            raise InvalidRequest(
+                f"previous_response_id has 1 to {MAX_ID} characters, got {len(parent)}",
+                param="previous_response_id",
+            )
+        if self.fork is None:
+            return
+        if parent is None:
+            raise InvalidRequest("fork goes with previous_response_id", param="fork")
+        if self.fork.at < 0:
+            raise InvalidRequest(f"fork.at is 0 or more, got {self.fork.at}", param="fork.at")
+        if self.generate is False:
+            raise InvalidRequest("fork goes on: it wants generate", param="generate")
 
     @property
     def names(self) -> dict[str, str]:
@@ -158,6 +186,15 @@ class ResponseCreate(SamplingFields, kw_only=True):
 
 
 DECODER: Final = msgspec.json.Decoder(ResponseCreate)
+
+
+def check_stream_id(stream_id: str | None) -> None:
+    """Refuse the name of a lane that is empty or too long to echo."""
+    if stream_id is not None and not 0 < len(stream_id) <= MAX_STREAM_ID:
+        raise InvalidRequest(
+            f"stream_id has 1 to {MAX_STREAM_ID} characters, got {len(stream_id)}",
+            param="stream_id",
+        )
 
 
 def _unsupported(path: str) -> InvalidRequest:

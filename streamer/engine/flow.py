@@ -1,0 +1,135 @@
+"""Flow: when a request pauses for its readers, and when it ends because they are gone.
+
+Owned by TokenStream, which tells it of readers and lag; it speaks to the engine through Control.
+Lives on the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+
+class Control(Protocol):
+    """What a stream may ask of its engine."""
+
+    def cancel(self, request_id: str) -> None: ...
+    def hold(self, request_id: str, is_held: bool) -> None: ...
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """How far readers may lag and how long a request does without them.
+
+    window     output tokens its furthest reader may lag before it is paused; 0: never paused
+    detach_s   seconds it runs on after its last reader left; None: for ever
+    pause_s    seconds it stays paused for lag before its readers are dropped
+    linger_s   seconds it then stays paused, for a reader that comes back, before it is cancelled
+    """
+
+    window: int = 0
+    detach_s: float | None = 0.0
+    pause_s: float = 60.0
+    linger_s: float = 30.0
+
+
+class Flow:
+    """Pause above the window, resume at half of it; without readers it is not paused.
+
+    is_paused  the scheduler was asked to pause it
+    is_behind  its readers lag, or were dropped for it
+    drop       called when the readers have lagged for too long; it calls `dropped`
+    """
+
+    def __init__(
+        self, request_id: str, control: Control, limits: Limits, drop: Callable[[], None]
+    ) -> None:
+        self.limits = limits
+        self.is_paused = False
+        self._request_id = request_id
+        self._control = control
+        self._drop = drop
+        self.is_behind = False
+        self._is_held = False  # by the caller of AsyncEngine.pause
+        self._is_over = False
+        self._departure: asyncio.TimerHandle | None = None
+        self._patience: asyncio.TimerHandle | None = None
+
+    def hold(self, is_held: bool) -> None:
+        """Pause it for its caller, whatever its readers do, or stop doing so."""
+        self._is_held = is_held
+        self._settle()
+
+    def follow(self, lag: int) -> None:
+        """Its furthest reader lags by so many output tokens."""
+        if not self.limits.window or self._is_over:
+            return
+        if lag > self.limits.window:
+            self.is_behind = True
+            if self._patience is None:
+                loop = asyncio.get_running_loop()
+                self._patience = loop.call_later(self.limits.pause_s, self._lose_patience)
+        elif lag <= self.limits.window // 2:
+            self.is_behind = False
+            self._be_patient()
+        self._settle()
+
+    def arrived(self) -> None:
+        """There is a new reader; `follow` comes next."""
+        self._stay()
+        self._be_patient()
+
+    def left(self) -> None:
+        """The last reader is gone of its own will."""
+        self._be_patient()
+        detach_s = self.limits.detach_s
+        if self._is_over:
+            return
+        if detach_s is not None and detach_s <= 0:
+            self._control.cancel(self._request_id)
+            return
+        self.is_behind = False
+        self._settle()
+        if detach_s is not None:
+            self._depart(detach_s)
+
+    def dropped(self) -> None:
+        """The last reader was sent away for its lag: wait for another one, paused."""
+        self._be_patient()
+        if not self._is_over:
+            self.is_behind = True
+            self._settle()
+            self._depart(self.limits.linger_s)
+
+    def over(self) -> None:
+        """The request has ended."""
+        self._is_over = True
+        self._stay()
+        self._be_patient()
+
+    def _lose_patience(self) -> None:
+        self._patience = None
+        self._drop()
+
+    def _depart(self, seconds: float) -> None:
+        self._stay()
+        loop = asyncio.get_running_loop()
+        self._departure = loop.call_later(seconds, self._control.cancel, self._request_id)
+
+    def _settle(self) -> None:
+        should_pause = self._is_held or self.is_behind
+        if should_pause != self.is_paused and not self._is_over:
+            self.is_paused = should_pause
+            self._control.hold(self._request_id, should_pause)
+
+    def _stay(self) -> None:
+        if self._departure is not None:
+            self._departure.cancel()
+            self._departure = None
+
+    def _be_patient(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None

@@ -1,0 +1,70 @@
+"""Context: what the server keeps beside a request's tokens, so that its id alone finds it again.
+
+The engine carries it, opaque, in the TokenStream and counts its bytes; retention is the engine's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+if TYPE_CHECKING:
+    from streamer.engine.stream import TokenStream
+
+ITEM_BYTES = 400  # of a Struct, its id and the objects around its text
+BODY_BYTES = 2048
+BYTES_PER_BYTE = 2  # what CPython keeps of a byte of JSON, about
+
+
+class TurnItem(msgspec.Struct, frozen=True):
+    """A message of a conversation."""
+
+    id: str
+    role: str
+    text: str
+
+
+class Context(msgspec.Struct, kw_only=True, eq=False):
+    """What was asked, by whom, and what came before.
+
+    kind        by which route it can be found
+    tenant      whose it is: to every other key it is not there
+    body        the decoded body
+    model       the served name
+    items       of a response: the conversation it answers, earlier turns' items among them
+    prefix      text that the answer begins with, kept from the answer it was forked from
+    session     the socket it was created on
+    is_steered  its client cut it short to say something else
+    """
+
+    kind: Literal["response", "chat"]
+    tenant: str
+    body: Any
+    model: str
+    items: tuple[TurnItem, ...] = ()
+    prefix: str = ""
+    session: str = ""
+    is_steered: bool = False
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether it can be found by its id after its end."""
+        return self.kind == "chat" or self.body.store is not False
+
+    @property
+    def is_background(self) -> bool:
+        """Whether it runs on without readers."""
+        return self.kind == "response" and bool(self.body.background)
+
+    def num_bytes(self, body_bytes: int) -> int:
+        """About what it occupies, made from a body of so many bytes of JSON."""
+        items = sum(ITEM_BYTES + BYTES_PER_BYTE * len(i.text.encode()) for i in self.items)
+        return BODY_BYTES + BYTES_PER_BYTE * (body_bytes + len(self.prefix)) + items
+
+
+def context_of(stream: TokenStream) -> Context:
+    """The context of a stream that has one."""
+    if not isinstance(stream.context, Context):
+        raise TypeError(f"{stream.request_id} was not asked for over a resumable route")
+    return stream.context

@@ -1,0 +1,348 @@
+"""Lanes: the responses of one socket, those that run on it, wait on it, or were resumed on it.
+
+A lane is a task that runs its responses in order and sends their events itself, so a socket that
+takes nothing holds up only its own lanes, whose cursors then merge what they missed. websocket.py
+makes one Lanes a socket and hands it events that are decoded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+from msgspec import UNSET
+from starlette.types import Scope
+
+from streamer.core.plan import Notice
+from streamer.core.sampling import SamplingParams
+from streamer.engine.stream import Delta, TokenStream
+from streamer.errors import InvalidRequest, NotFound, RateLimited, StreamerError
+from streamer.server.context import Context, context_of
+from streamer.server.follow import follow
+from streamer.server.openai.common import new_id
+from streamer.server.openai.events import ResponseEvents, blank_response
+from streamer.server.openai.fields import decode_body
+from streamer.server.openai.models import check_model
+from streamer.server.openai.response_types import ResponseEvent, StateEvent
+from streamer.server.openai.responses import DECODER, FIELDS, ResponseCreate
+from streamer.server.responding import find, respond
+from streamer.server.socket_events import Resume, Resumed, Settings, error_event
+from streamer.server.sse import SPLIT
+
+if TYPE_CHECKING:
+    from streamer.server.metrics import Meter
+    from streamer.server.service import Service
+
+log = logging.getLogger(__name__)
+
+MAX_LANES: Final = 64
+MAX_QUEUED: Final = 256  # creates that wait for their lane
+MAX_QUEUED_BYTES: Final = 4 << 20  # of creates whose response has not begun
+
+Send = Callable[[msgspec.Struct], Awaitable[None]]
+Reply = Callable[[msgspec.Struct], None]
+
+
+class Job(msgspec.Struct, frozen=True):
+    """A create that was read and checked, waiting for its lane; `size` in bytes of JSON."""
+
+    response_id: str
+    size: int
+    body: ResponseCreate
+    model: str
+    params: SamplingParams
+    settings: Settings
+
+
+class Resuming(msgspec.Struct, frozen=True):
+    """A resume that was read."""
+
+    event: Resume
+    settings: Settings
+
+
+class Attached(msgspec.Struct, eq=False):
+    """A response whose events go out on this socket, and the number its reader has there."""
+
+    stream: TokenStream
+    reader: int
+    events: ResponseEvents
+
+
+class Lanes:
+    """See the module.
+
+    send   sends an event, when the socket takes it
+    reply  queues an event to be sent soon
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        scope: Scope,
+        session: str,
+        *,
+        send: Send,
+        reply: Reply,
+        is_extended: bool,
+    ) -> None:
+        self._service = service
+        self._scope = scope
+        self._session = session
+        self._send = send
+        self._reply = reply
+        self._is_extended = is_extended
+        self._lanes: dict[str | None, deque[Job | Resuming]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._attached: list[Attached] = []
+        self._starting: dict[str, bool] = {}  # ids of creates on their way: are they cancelled?
+        self._queued_bytes = 0
+
+    # ------------------------------------------------------------ what the client asks for
+
+    def create(self, data: bytes, settings: Settings) -> None:
+        """response.create: checked and given its id now, run when its lane is free."""
+        service = self._service
+        service.admit(self._scope)
+        body = decode_body(data, DECODER, FIELDS)
+        for name, value in (("background", body.background), ("stream", body.stream is False)):
+            if value:
+                raise InvalidRequest(
+                    f"{name} goes with HTTP: a socket streams, and its responses outlive it",
+                    param=name,
+                    code="unsupported_parameter",
+                )
+        model = check_model(body.model, service.names)
+        params = body.params(service.engine.info.generation_defaults)
+        body.items()
+        if self._queued_bytes + len(data) > MAX_QUEUED_BYTES:
+            raise RateLimited(
+                f"{self._queued_bytes} bytes of responses wait on this socket and this one has "
+                f"{len(data)}; the limit is {MAX_QUEUED_BYTES}"
+            )
+        job = Job(new_id("resp_"), len(data), body, model, params, settings)
+        if body.stream_id in self._lanes:
+            self._wait_for_lane(job)
+        else:
+            self._open_lane(body.stream_id, job)
+        self._queued_bytes += job.size
+
+    def resume(self, event: Resume, settings: Settings) -> None:
+        """response.resume: on its lane if that is free, so that creates wait for it."""
+        event.check()
+        job = Resuming(event, settings)
+        if event.stream_id not in self._lanes:
+            self._open_lane(event.stream_id, job)
+        elif len(self._tasks) >= MAX_LANES:
+            raise RateLimited(f"{MAX_LANES} lanes are running on this socket")
+        else:
+            self._spawn(self._guard(self._resume(job)))
+
+    def cancel(self, response_id: str | None) -> None:
+        """response.cancel: idempotent; a response that waits for its lane is taken out of it."""
+        if response_id is None:
+            raise InvalidRequest("response.cancel wants a response_id", param="response_id")
+        if response_id in self._starting:
+            self._starting[response_id] = True
+            return
+        for lane in self._lanes.values():
+            for job in lane:
+                if isinstance(job, Job) and job.response_id == response_id:
+                    lane.remove(job)
+                    self._queued_bytes -= job.size
+                    self._reply(self._cancelled(job))
+                    return
+        stream = find(self._service, response_id, self._scope, self._session, "response_id")
+        self._service.cancel([stream])
+
+    def acknowledge(self, response_id: str, number: int) -> None:
+        """response.ack: consumed up to this number; what is not attached here is ignored."""
+        for a in self._attached:
+            if a.stream.request_id == response_id:
+                a.stream.acknowledge(a.reader, a.events.tokens_at(number))
+
+    def drop(self) -> None:
+        """The socket takes nothing: its responses wait for another reader."""
+        for a in self._attached:
+            a.stream.drop(a.reader)
+
+    async def close(self) -> None:
+        """End every task; readers detach."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ------------------------------------------------------------ lanes
+
+    def _open_lane(self, name: str | None, job: Job | Resuming) -> None:
+        if len(self._lanes) >= MAX_LANES:
+            raise RateLimited(f"{MAX_LANES} lanes are running on this socket")
+        self._lanes[name] = deque([job])
+        self._spawn(self._guard(self._run_lane(name)))
+
+    def _wait_for_lane(self, job: Job) -> None:
+        if sum(map(len, self._lanes.values())) >= MAX_QUEUED:
+            raise RateLimited(f"{MAX_QUEUED} responses wait for their lanes on this socket")
+        lane = self._lanes[job.body.stream_id]
+        lane.append(job)
+        if self._is_extended:
+            stream_id = UNSET if job.body.stream_id is None else job.body.stream_id
+            waiting = StateEvent("response.waiting", job.response_id, stream_id=stream_id)
+            self._reply(msgspec.structs.replace(waiting, position=len(lane)))
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _guard(self, work: Awaitable[None]) -> None:
+        try:
+            await work
+        except OSError:
+            pass  # the client is gone; the reader sees it too
+        except Exception:
+            log.exception("a lane failed")
+            with contextlib.suppress(OSError):
+                error = StreamerError("internal error", code="internal")
+                await self._send(error_event(error, None))
+
+    async def _run_lane(self, name: str | None) -> None:
+        lane = self._lanes[name]
+        try:
+            while lane:
+                job = lane.popleft()
+                await (self._run(job) if isinstance(job, Job) else self._resume(job))
+        finally:
+            del self._lanes[name]
+
+    async def _run(self, job: Job) -> None:
+        service, body = self._service, job.body
+        with service.working():
+            self._starting[job.response_id] = False
+            try:
+                stream = await respond(
+                    service,
+                    self._scope,
+                    body,
+                    model=job.model,
+                    params=job.params,
+                    body_bytes=job.size,
+                    response_id=job.response_id,
+                    detach_s=job.settings.detach_s,
+                    transport="websocket",
+                    session=self._session,
+                    window=job.settings.window,
+                )
+            except StreamerError as e:
+                service.metrics.refused(e)
+                await self._send(error_event(e, body.stream_id))
+                return
+            finally:
+                self._queued_bytes -= job.size
+                is_cancelled = self._starting.pop(job.response_id)
+            if is_cancelled:
+                service.cancel([stream])
+            await self._follow(stream, -1, body.stream_id, job.settings, is_new=True)
+
+    async def _resume(self, job: Resuming) -> None:
+        event = job.event
+        after = -1 if event.starting_after is None else event.starting_after
+        lane = UNSET if event.stream_id is None else event.stream_id
+        try:
+            stream = find(self._service, event.response_id, self._scope, self._session)
+        except NotFound:
+            self._service.metrics.resumed("gone")
+            await self._send(Resumed(event.response_id, after, "gone", lane))
+            return
+        status = "finished" if stream.is_finished else "live"
+        self._service.metrics.resumed(status)
+        await self._send(Resumed(event.response_id, after, status, lane))
+        is_split = event.starting_after is None
+        with self._service.working():
+            await self._follow(stream, after, event.stream_id, job.settings, is_split=is_split)
+
+    # ------------------------------------------------------------ following
+
+    async def _follow(
+        self,
+        stream: TokenStream,
+        after: int,
+        lane: str | None,
+        settings: Settings,
+        *,
+        is_split: bool = False,
+        is_new: bool = False,
+    ) -> None:
+        """Send a response's events, those after a number, to the last one."""
+        service = self._service
+        events = ResponseEvents(
+            context_of(stream),
+            stream,
+            service.token_text,
+            after=after,
+            lane=lane,
+            is_extended=self._is_extended,
+            wanted=settings.wanted,
+        )
+        attached = Attached(stream, stream.new_reader(), events)
+        self._attached.append(attached)
+        is_reading = False
+        try:
+            for event in events.opening():
+                await self._send(event)
+            if self._is_extended and is_new:
+                await self._send(events.waiting(service.engine.stats.waiting))
+            is_reading = True
+            write = partial(self._send_news, attached, service.metrics.meter(), is_split)
+            cursor = events.tokens_at(after)
+            await follow([stream], write, readers=[attached.reader], after=cursor)
+        except StreamerError as e:
+            if stream.error is None:
+                await self._send(error_event(e, lane))
+            for event in events.failed(e) if stream.error is not None else ():
+                await self._send(event)
+        finally:
+            self._attached.remove(attached)
+            if not is_reading:  # nobody ever read, so nobody's leaving would end it
+                stream.miss()
+
+    async def _send_news(
+        self,
+        attached: Attached,
+        meter: Meter,
+        is_split: bool,
+        source: int,
+        items: Sequence[Delta | Notice],
+    ) -> None:
+        events, stream = attached.events, attached.stream
+        deltas = [d for d in items if isinstance(d, Delta)]
+        meter.deltas(source, deltas)
+        if self._is_extended:
+            for notice in items:
+                if isinstance(notice, Notice):
+                    await self._send(events.state(notice))
+        if not is_split:
+            for event in events.deltas(deltas):
+                await self._send(event)
+            return
+        pieces = (piece for delta in deltas for piece in stream.split(delta))
+        while some := list(islice(pieces, SPLIT)):
+            for event in events.deltas(some):
+                await self._send(event)
+
+    def _cancelled(self, job: Job) -> ResponseEvent:
+        """The terminal event of a response that never began."""
+        context = Context(kind="response", tenant="", body=job.body, model=job.model)
+        now = time.time()
+        response = blank_response(context, job.response_id, now, job.params, "cancelled")
+        lane = UNSET if job.body.stream_id is None else job.body.stream_id
+        return ResponseEvent("response.incomplete", 0, response, lane)

@@ -1,0 +1,78 @@
+"""What chat completions look like on the wire: chunks of a stream, and the whole answer.
+
+Values alone, in the order and with the names of OpenAI's types; chat.py builds them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from streamer.server.openai.common import ChatLogprob, Usage
+
+
+class Logprobs(msgspec.Struct, frozen=True):
+    """`logprobs` of a chat choice."""
+
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class ChunkDelta(msgspec.Struct, frozen=True):
+    """What a chunk adds to a choice."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChunkChoice(msgspec.Struct, frozen=True):
+    """One choice in a chunk."""
+
+    index: int
+    delta: ChunkDelta
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+    token_ids: tuple[int, ...] | UnsetType = UNSET
+
+
+class Chunk(msgspec.Struct, frozen=True, tag_field="object", tag="chat.completion.chunk"):
+    """chat.completion.chunk; seed and prompt_token_ids are in the first one only."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    seed: int | UnsetType = UNSET
+    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
+
+
+class Message(msgspec.Struct, frozen=True):
+    """The assistant's message of a whole answer."""
+
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """One choice of a whole answer."""
+
+    index: int
+    message: Message
+    finish_reason: str
+    logprobs: Logprobs | None = None
+    token_ids: tuple[int, ...] | UnsetType = UNSET
+
+
+class ChatCompletion(msgspec.Struct, frozen=True, tag_field="object", tag="chat.completion"):
+    """The whole answer."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage
+    seed: int
+    metadata: dict[str, str] | UnsetType = UNSET
+    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET

@@ -1,0 +1,227 @@
+"""The wire's Structs of a response: the object, its items, and every server event about it.
+
+Values alone: events.py builds them, the transports encode them as JSON or MessagePack.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from streamer.server.openai.common import ChatLogprob
+
+
+class InputDetails(msgspec.Struct, frozen=True):
+    """Input tokens by where they came from."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputDetails(msgspec.Struct, frozen=True):
+    """Output tokens by kind."""
+
+    reasoning_tokens: int = 0
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Token counts of a response."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class Part(msgspec.Struct, frozen=True, tag="output_text"):
+    """An output_text part."""
+
+    text: str
+    annotations: tuple[()] = ()
+    logprobs: list[ChatLogprob] = []
+
+
+class Item(msgspec.Struct, frozen=True, tag="message"):
+    """The one output item: the assistant's message."""
+
+    id: str
+    status: str
+    content: list[Part]
+    role: str = "assistant"
+
+
+class Reasoning(msgspec.Struct, frozen=True):
+    """No reasoning settings are honoured."""
+
+    effort: None = None
+    summary: None = None
+
+
+class TextFormat(msgspec.Struct, frozen=True, tag="text"):
+    """Plain text."""
+
+
+class TextConfig(msgspec.Struct, frozen=True):
+    """What the text is."""
+
+    format: TextFormat = TextFormat()
+
+
+class Response(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="response"):
+    """OpenAI's response object; `seed` is ours."""
+
+    id: str
+    created_at: float
+    status: str
+    model: str
+    output: list[Item]
+    seed: int
+    temperature: float
+    top_p: float
+    max_output_tokens: int | None
+    instructions: str | None
+    metadata: dict[str, str]
+    top_logprobs: int
+    error: dict[str, str] | None = None
+    incomplete_details: dict[str, str] | None = None
+    completed_at: float | None = None
+    usage: Usage | None = None
+    user: str | None = None
+    background: bool = False
+    parallel_tool_calls: bool = True
+    previous_response_id: str | None = None
+    reasoning: Reasoning = Reasoning()
+    service_tier: str = "default"
+    store: bool = True
+    text: TextConfig = TextConfig()
+    tool_choice: str = "auto"
+    tools: list[str] = []
+    truncation: str = "disabled"
+
+
+class CacheUsage(msgspec.Struct, frozen=True):
+    """Ours, on terminal events: prompt tokens not computed again."""
+
+    cached_tokens: int
+    shared_tokens: int
+
+
+class ResponseEvent(msgspec.Struct, frozen=True):
+    """created, queued, in_progress and the terminal events."""
+
+    type: str
+    sequence_number: int
+    response: Response
+    stream_id: str | UnsetType = UNSET
+    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
+    usage: CacheUsage | UnsetType = UNSET
+    timing: Any = UNSET
+
+
+class ItemEvent(msgspec.Struct, frozen=True):
+    """output_item.added and .done."""
+
+    type: str
+    sequence_number: int
+    item: Item
+    output_index: int = 0
+    stream_id: str | UnsetType = UNSET
+
+
+class PartEvent(msgspec.Struct, frozen=True):
+    """content_part.added and .done."""
+
+    type: str
+    sequence_number: int
+    item_id: str
+    part: Part
+    output_index: int = 0
+    content_index: int = 0
+    stream_id: str | UnsetType = UNSET
+
+
+class DeltaEvent(msgspec.Struct, frozen=True, tag="response.output_text.delta"):
+    """output_text.delta, the event that streams."""
+
+    sequence_number: int
+    item_id: str
+    delta: str
+    output_index: int = 0
+    content_index: int = 0
+    logprobs: list[ChatLogprob] = []
+    stream_id: str | UnsetType = UNSET
+    token_ids: tuple[int, ...] | UnsetType = UNSET
+
+
+class TextDone(msgspec.Struct, frozen=True, tag="response.output_text.done"):
+    """output_text.done."""
+
+    sequence_number: int
+    item_id: str
+    text: str
+    output_index: int = 0
+    content_index: int = 0
+    logprobs: list[ChatLogprob] = []
+    stream_id: str | UnsetType = UNSET
+
+
+class StateEvent(msgspec.Struct, frozen=True):
+    """Ours: what happens while nothing streams. It repeats the last number, if there is one."""
+
+    type: str
+    response_id: str
+    sequence_number: int | UnsetType = UNSET
+    stream_id: str | UnsetType = UNSET
+    position: int | UnsetType = UNSET
+    done: int | UnsetType = UNSET
+    total: int | UnsetType = UNSET
+    how: str | UnsetType = UNSET
+
+
+Event = ResponseEvent | ItemEvent | PartEvent | DeltaEvent | TextDone | StateEvent
+
+
+def type_of(event: Event) -> str:
+    """The `type` of an event."""
+    if isinstance(event, DeltaEvent | TextDone):
+        return str(event.__struct_config__.tag)
+    return event.type
+
+
+# ---------------------------------------------------------------- answers of the routes by id
+
+
+class Deleted(msgspec.Struct, frozen=True, tag_field="object", tag="response"):
+    """The answer to DELETE."""
+
+    id: str
+    deleted: bool = True
+
+
+class InputPart(msgspec.Struct, frozen=True):
+    """A text of the input: input_text, or output_text of an earlier answer."""
+
+    type: str
+    text: str
+    annotations: list[None] | UnsetType = UNSET
+
+
+class InputItem(msgspec.Struct, frozen=True, tag_field="type", tag="message"):
+    """A message of the input."""
+
+    id: str
+    role: str
+    content: list[InputPart]
+    status: str = "completed"
+
+
+class InputPage(msgspec.Struct, frozen=True, tag_field="object", tag="list"):
+    """One page of the conversation that a response answers."""
+
+    data: list[InputItem]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

@@ -1,0 +1,119 @@
+"""Responses by their ids: made from a body that is checked, and found again by whom they belong to.
+
+A response is found in the engine, live or retained, and is nobody's but the key's that made it:
+to every other key it is not there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from streamer.errors import NotFound
+from streamer.server.admission import tenant_of
+from streamer.server.context import Context, context_of
+from streamer.server.openai.common import clip, named
+from streamer.server.service import salt_of
+from streamer.server.turns import make_turn
+
+if TYPE_CHECKING:
+    from starlette.types import Scope
+
+    from streamer.core.sampling import SamplingParams
+    from streamer.engine.stream import TokenStream
+    from streamer.server.openai.responses import ResponseCreate
+    from streamer.server.records import Transport
+    from streamer.server.service import Service
+
+
+async def respond(
+    service: Service,
+    scope: Scope,
+    body: ResponseCreate,
+    *,
+    model: str,
+    params: SamplingParams,
+    body_bytes: int,
+    response_id: str,
+    detach_s: float,
+    transport: Transport,
+    session: str = "",
+    window: int | None = None,
+) -> TokenStream:
+    """The stream of a response whose body is checked, and whose caller `admit` let in.
+
+    session  the socket's name
+    """
+    parent = None
+    if body.previous_response_id is not None:
+        parent = find(service, body.previous_response_id, scope, session, "previous_response_id")
+    salt, tenant = salt_of(scope, body), tenant_of(scope)
+    with named(body.names):
+        turn = await make_turn(service.engine, body, parent, response_id=response_id, salt=salt)
+    service.admission.accept(tenant, [turn.prompt])
+    if body.generate is False:
+        params = msgspec.structs.replace(params, max_tokens=1, min_tokens=0, stop=())
+    context = Context(
+        kind="response",
+        tenant=tenant,
+        body=body,
+        model=model,
+        items=turn.items,
+        prefix=turn.prefix,
+        session=session,
+    )
+    stream = service.submit(
+        turn.prompt,
+        params,
+        body,
+        tenant=tenant,
+        salt=salt,
+        request_id=response_id,
+        detach_s=detach_s,
+        context=context,
+        body_bytes=body_bytes,
+        share_with=turn.share_with,
+        window=window,
+    )
+    service.record("responses", transport, scope, [stream], model)
+    return stream
+
+
+def find(
+    service: Service, response_id: str, scope: Scope, session: str = "", param: str | None = None
+) -> TokenStream:
+    """A response that is live, or finished and stored, or was made on this socket.
+
+    Raises NotFound for anything else, another key's included; `param` is the field that named it.
+    """
+    stream = _look_up(service, response_id, scope, "response")
+    if stream is not None:
+        context = context_of(stream)
+        is_mine = bool(session) and context.session == session
+        if not stream.is_finished or context.is_stored or is_mine:
+            return stream
+    raise NotFound(
+        f"there is no response {clip(response_id)!r} here",
+        param=param,
+        code="not_found" if param is None else "previous_response_not_found",
+    )
+
+
+def find_chat(service: Service, request_id: str, scope: Scope) -> TokenStream:
+    """The stream of a chat completion, likewise."""
+    stream = _look_up(service, request_id, scope, "chat")
+    if stream is None:
+        raise NotFound(f"there is no chat completion {clip(request_id)!r} here")
+    return stream
+
+
+def _look_up(service: Service, request_id: str, scope: Scope, kind: str) -> TokenStream | None:
+    if not service.engine.is_ready and not service.engine.is_dead:
+        service.require_ready()
+    stream = service.engine.get(request_id)
+    context = None if stream is None else stream.context
+    if stream is None or not isinstance(context, Context) or not stream.is_kept:
+        return None
+    is_theirs = context.kind == kind and context.tenant == tenant_of(scope)
+    return stream if is_theirs else None

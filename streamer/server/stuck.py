@@ -1,0 +1,64 @@
+"""StuckWatch: ends a connection whose client takes nothing for too long.
+
+A polite close would wait behind what the client does not take; only aborting the transport frees
+it. The protocol classes put the way to do that into the scope; each streaming connection owns one
+watch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+from typing import Final
+
+from starlette.types import Scope
+
+ABORT: Final = "streamer.abort"  # in scope["extensions"]: drops the connection, buffers and all
+
+
+class StuckWatch:
+    """While entered, looks now and then whether a send that `began` has not `ended` for `limit_s`.
+
+    on_stuck  called before the connection is aborted
+    """
+
+    def __init__(self, scope: Scope, limit_s: float, on_stuck: Callable[[], None]) -> None:
+        self._abort: Callable[[], None] | None = scope.get("extensions", {}).get(ABORT)
+        self._limit_s = limit_s
+        self._on_stuck = on_stuck
+        self._since: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+
+    def __enter__(self) -> StuckWatch:
+        self._look()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def began(self) -> None:
+        """A send begins."""
+        self._since = self._loop.time()
+
+    def ended(self) -> None:
+        """It is through."""
+        self._since = None
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        rest_s = self._limit_s if self._since is None else self._since + self._limit_s - now
+        if rest_s > 0:
+            self._timer = self._loop.call_later(rest_s, self._look)
+            return
+        self._timer = None
+        self._on_stuck()
+        if self._abort is not None:
+            self._abort()

@@ -1,0 +1,212 @@
+"""A stream outlives its connection: cut anywhere, resumed, joined; real sockets, raw bytes."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from streamer.bench.fake import expected_text, expected_tokens
+from tests.server.counting import CHAT, Event, sse
+from tests.server.cutting import cut_after, follow
+from tests.server.running import Running
+
+NUM_TOKENS = 12
+RESPONSE: dict[str, Any] = {
+    "input": "count",
+    "stream": True,
+    "max_output_tokens": NUM_TOKENS,
+    "ignore_eos": True,
+    "return_token_ids": True,
+    "detach_s": 30,
+}
+CHAT_BODY: dict[str, Any] = {
+    **CHAT,
+    "stream": True,
+    "max_tokens": NUM_TOKENS,
+    "ignore_eos": True,
+    "return_token_ids": True,
+    "detach_s": 30,
+}
+
+
+def response_of(events: list[Event]) -> tuple[str, list[int], list[int]]:
+    """Joined text, joined token ids, and the numbers."""
+    deltas = [e.json for e in events if e.kind == "response.output_text.delta"]
+    return (
+        "".join(d["delta"] for d in deltas),
+        [t for d in deltas for t in d["token_ids"]],
+        [e.json["sequence_number"] for e in events],
+    )
+
+
+def check_response(events: list[Event], num_tokens: int = NUM_TOKENS) -> None:
+    """The joined events are an uninterrupted run's: all text, all ids, every other event once."""
+    text, ids, numbers = response_of(events)
+    assert (text, ids) == (expected_text(num_tokens), expected_tokens(0, num_tokens))
+    assert numbers == sorted(set(numbers))
+    others = [e.kind for e in events if e.kind != "response.output_text.delta"]
+    assert others == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete",
+    ]
+    final = events[-1].json["response"]
+    assert final["output"][0]["content"][0]["text"] == text
+    assert final["usage"]["output_tokens"] == num_tokens
+
+
+def start_and_cut(server: Running, num_bytes: int) -> list[Event]:
+    events = cut_after(server, num_bytes, "POST", "/v1/responses", RESPONSE)
+    assert events, "the cut came before the id was known"
+    return events
+
+
+def test_cut_at_every_event_boundary(slow: Running) -> None:
+    with httpx.stream("POST", slow.url + "/v1/responses", json=RESPONSE) as response:
+        whole = response.read()
+    ends = [i + 2 for i in range(len(whole)) if whole[i : i + 2] == b"\n\n"]
+    assert len(ends) > NUM_TOKENS  # some steps may have been merged
+    for end in ends:
+        events = start_and_cut(slow, end)
+        response_id = events[0].json["response"]["id"]
+        path = f"/v1/responses/{response_id}?stream=true&starting_after={events[-1].id}"
+        check_response(events + follow(slow, path))
+
+
+def test_cut_at_random_bytes_again_and_again(slow: Running) -> None:
+    """Each stream is cut, and so are its resumes, until one gets through."""
+    random.seed(20)
+    for round_ in range(6):
+        events = start_and_cut(slow, random.randrange(900, 4000))
+        response_id = events[0].json["response"]["id"]
+        while events[-1].kind != "response.incomplete":
+            path = f"/v1/responses/{response_id}?stream=true"
+            headers = {"Last-Event-ID": events[-1].id or ""}
+            if round_ % 2:
+                path += f"&starting_after={events[-1].id}"
+                headers = {}
+            events += cut_after(slow, random.randrange(100, 3000), "GET", path, **headers)
+        check_response(events)
+
+
+def test_a_resume_is_one_merged_delta_then_live(slow: Running) -> None:
+    body = {**RESPONSE, "max_output_tokens": 200}
+    first = cut_after(slow, 1500, "POST", "/v1/responses", body)
+    response_id = first[0].json["response"]["id"]
+    stream = slow.engine.get(response_id)
+    assert stream is not None
+    while stream.num_output_tokens < 40:
+        httpx.get(slow.url + f"/v1/responses/{response_id}")
+    rest = follow(slow, f"/v1/responses/{response_id}?stream=true&starting_after={first[-1].id}")
+    deltas = [e.json for e in rest if e.kind == "response.output_text.delta"]
+    assert len(deltas[0]["token_ids"]) >= 30
+    assert max(len(d["token_ids"]) for d in deltas[1:]) < 30
+    check_response(first + rest, 200)
+
+
+def test_a_second_reader_while_the_first_is_attached(slow: Running) -> None:
+    body = {**RESPONSE, "max_output_tokens": 300, "detach_s": 0}
+    with httpx.stream("POST", slow.url + "/v1/responses", json=body) as response:
+        first = sse(response)
+        seen = [next(first) for _ in range(10)]
+        path = f"/v1/responses/{seen[0].json['response']['id']}?stream=true"
+        second = follow(slow, path)
+        check_response(seen + list(first), 300)
+    check_response(second, 300)
+    assert len(second) == 308  # unmerged
+
+
+def test_without_a_cursor_it_is_replayed_unmerged_and_as_it_was(slow: Running) -> None:
+    with httpx.stream("POST", slow.url + "/v1/responses", json=RESPONSE) as response:
+        live = list(sse(response))
+    path = f"/v1/responses/{live[0].json['response']['id']}?stream=true"
+    for _ in range(2):
+        replay = follow(slow, path)
+        check_response(replay)
+        assert [e.id for e in replay] == [str(n) for n in range(8 + NUM_TOKENS)]
+        others = [e.json for e in live if "delta" not in e.json]
+        assert [e.json for e in replay if "delta" not in e.json] == others
+    assert follow(slow, path + f"&starting_after={live[-1].id}") == []
+
+
+@pytest.mark.parametrize("cursor", [None, 0, 3, 4, 9, 14, 16, 18])
+def test_the_official_helper_resumes(slow: Running, cursor: int | None) -> None:
+    client = openai.OpenAI(base_url=slow.url + "/v1", api_key="none", max_retries=0)
+    with client:
+        created = client.responses.create(
+            model="fake", input="count to 10", background=True, stream=True
+        )
+        response_id = next(iter(created)).response.id  # type: ignore[union-attr]
+        created.close()
+        options: Any = {} if cursor is None else {"starting_after": cursor}
+        with client.responses.stream(response_id=response_id, **options) as stream:
+            events = list(stream)
+            final = stream.get_final_response()
+    after = -1 if cursor is None else cursor
+    # 15 is the end token's, which has no text
+    assert [e.sequence_number for e in events] == [n for n in range(after + 1, 20) if n != 15]
+    assert final.output_text == expected_text(10)
+    assert events[-1].type == "response.completed"
+
+
+# ---------------------------------------------------------------- chat
+
+
+def chat_of(events: list[Event], n: int) -> tuple[list[str], list[list[int]]]:
+    texts, ids = [""] * n, [[] for _ in range(n)]  # type: ignore[var-annotated]
+    for event in events:
+        for choice in [] if event.is_done else event.json["choices"]:
+            texts[choice["index"]] += choice["delta"].get("content", "")
+            ids[choice["index"]] += choice.get("token_ids", ())
+    return texts, ids
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_chat_is_cut_and_resumed(slow: Running, n: int) -> None:
+    random.seed(n)
+    body = {**CHAT_BODY, "n": n, "stream_options": {"include_usage": True}}
+    for round_ in range(5):
+        size = random.randrange(500, 5000)
+        events = cut_after(slow, size, "POST", "/v1/chat/completions", body)
+        chat_id = events[0].json["id"]
+        while not events[-1].is_done:
+            path, last = f"/v1/chat/completions/{chat_id}?stream=true", str(events[-1].id)
+            headers = {"Last-Event-ID": last} if round_ % 2 else {}
+            path += "" if headers else f"&starting_after={last}"
+            events += cut_after(slow, random.randrange(300, 4000), "GET", path, **headers)
+        texts, ids = chat_of(events, n)
+        assert texts == [expected_text(NUM_TOKENS)] * n
+        assert ids == [expected_tokens(0, NUM_TOKENS)] * n
+        plain = [e.json for e in events if not e.is_done]
+        ends = [c["choices"][0]["finish_reason"] for c in plain if c["choices"]]
+        assert [e for e in ends if e] == ["length"] * n
+        assert [c["usage"]["completion_tokens"] for c in plain if c["usage"]] == [n * NUM_TOKENS]
+        assert sum("role" in c["choices"][0]["delta"] for c in plain if c["choices"]) == n
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("", "stream"),
+        ("?stream=perhaps", "stream"),
+        ("?stream=true&starting_after=x", "starting_after"),
+        ("?stream=true&starting_after=1.2", "starting_after"),
+        ("?stream=true&starting_after=-1", "starting_after"),
+        ("?stream=true&starting_after=" + "9" * 30, "starting_after"),
+    ],
+)
+def test_what_a_chat_resume_refuses(slow: Running, query: str, param: str) -> None:
+    answer = httpx.post(slow.url + "/v1/chat/completions", json={**CHAT, "max_tokens": 1})
+    path = f"/v1/chat/completions/{answer.json()['id']}"
+    refused = httpx.get(slow.url + path + query)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+    assert httpx.get(slow.url + path + "0?stream=true").status_code == 404
