@@ -34,11 +34,6 @@ RECOMPUTE = {"prefill_s": 1e-12, "swap_bytes_per_s": 1.0, "swap_fixed_s": 1.0}
 Entry = tuple[str, Command | Facts | StepResult]
 
 
-def prompt(length: int, start: int = 0) -> list[int]:
-    """Token ids that count from `start`, below 97."""
-    return [(start + i) % 97 for i in range(length)]
-
-
 def make_config(**overrides: int | bool) -> SchedulerConfig:
     """A small scheduler: blocks of 4 tokens."""
     settings: dict[str, int | bool] = {

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
-from streamer.core.plan import Add, Facts, FinishReason, NoticeKind, StepResult
+from streamer.core.plan import Add, FinishReason, NoticeKind, StepResult
 from streamer.core.prefix import BlockHasher
 from streamer.core.request import Status
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler, check_fits
 from streamer.errors import ConfigError, ContextLengthExceeded, InvalidRequest, InvariantViolated
-from tests.core.driver import RECOMPUTE, SWAP, Driver, make_config, prompt
+from tests.core.driver import RECOMPUTE, SWAP, Driver, make_config
+
+
+def prompt(length: int, start: int = 0) -> list[int]:
+    return [(start + i) % 97 for i in range(length)]
+
 
 # ------------------------------------------------------------ the token budget
 
@@ -117,45 +120,6 @@ def test_a_fork_of_a_finished_request_falls_back_to_the_cache_with_the_same_toke
     driver.drain()
 
 
-def test_a_fork_shares_nothing_across_tenants() -> None:
-    driver = Driver(make_config())
-    parent = driver.add(prompt(6), max_tokens=12, salt=b"one")
-    for _ in range(5):
-        driver.step()
-    known = [*driver.adds[parent].prompt, *driver.tokens[parent, 0]]
-    driver.add(known[:10], max_tokens=6, share_with=parent, salt=b"two")
-    driver.step()
-    notice = next(n for n in driver.outputs[-1].notices if n.kind is NoticeKind.RUNNING)
-    assert (notice.shared_tokens, notice.cached_tokens) == (0, 0)
-    driver.drain()
-
-
-def test_who_waits_compares_its_cached_prefix_once() -> None:
-    """12 blocks are found at the first look; later ones only see that they are still there."""
-    driver = Driver(make_config(num_blocks=18, enable_prefix_caching=True))
-    driver.add(prompt(48), max_tokens=1)
-    driver.run()
-    driver.add(prompt(20, start=60), max_tokens=8)
-    driver.step()
-    driver.step()
-    driver.scheduler.command(Add("r2", tuple(prompt(49)), SamplingParams(max_tokens=1)))
-    scheduler, looks = driver.scheduler, []
-    honest = scheduler.state.kv.device.find
-
-    def find(block_hash: bytes, tokens: Sequence[int]) -> int | None:
-        looks.append(block_hash)
-        return honest(block_hash, tokens)
-
-    scheduler.state.kv.device.find = find  # type: ignore[method-assign]
-    counts = []
-    for _ in range(3):
-        looks.clear()
-        scheduler.schedule(Facts())
-        counts.append(len(looks))
-    assert scheduler.state.requests["r2"].status is Status.WAITING
-    assert counts == [12, 0, 0]
-
-
 def test_n_choices_are_n_forks_of_one_prefill() -> None:
     driver = Driver(make_config(max_num_batched_tokens=64))
     driver.add(prompt(10), n=3, max_tokens=5)
@@ -165,6 +129,78 @@ def test_n_choices_are_n_forks_of_one_prefill() -> None:
     assert [j.logits_of for j in plan.joins] == [-1, 0, 0]
     driver.drain()
     assert len({tuple(driver.tokens["r0", c]) for c in range(3)}) == 3
+
+
+# ------------------------------------------------------------ memory pressure
+
+
+def pressed(costs: dict[str, float], *, depth: int = 0) -> Driver:
+    """Four requests that need 28 blocks of 20, all admitted while they are small."""
+    config = make_config(num_blocks=20, max_num_batched_tokens=32)
+    driver = Driver(config, costs=costs, depth=depth)
+    for i in range(4):
+        driver.add(prompt(8, start=20 * i), max_tokens=20)
+    return driver
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_costs_decide_between_swap_and_recompute(depth: int) -> None:
+    driver = pressed(SWAP, depth=depth)
+    driver.drain()
+    stats = driver.outputs[-1].stats
+    assert stats.preemptions_swap > 0
+    assert stats.preemptions_recompute == 0
+    assert stats.swapped_in_blocks > 0
+    driver = pressed(RECOMPUTE, depth=depth)
+    driver.drain()
+    stats = driver.outputs[-1].stats
+    assert stats.preemptions_recompute > 0
+    assert stats.preemptions_swap == stats.swapped_out_blocks == 0
+
+
+def test_a_full_host_pool_falls_back_to_recompute() -> None:
+    driver = Driver(make_config(num_blocks=20, num_host_blocks=1), costs=SWAP)
+    for i in range(4):
+        driver.add(prompt(8, start=20 * i), max_tokens=20)
+    driver.drain()
+    assert driver.outputs[-1].stats.preemptions_recompute > 0
+
+
+def test_a_clean_host_copy_is_not_copied_twice() -> None:
+    driver = Driver(make_config(num_blocks=17), costs=SWAP)
+    victim = driver.add(prompt(16), max_tokens=20)
+    for _ in range(3):
+        driver.step()
+    other = driver.add(prompt(30, start=50), max_tokens=30)
+    driver.pause(victim)
+    moved = []
+    for _ in range(2):
+        for _ in range(300):
+            driver.step()
+            if driver.status(victim) is Status.SWAPPED:
+                break
+        moved.append(driver.outputs[-1].stats.swapped_out_blocks)
+        driver.cancel(other)
+        driver.resume(victim)
+        while driver.status(victim) is not Status.RUNNING:
+            driver.step()
+        driver.pause(victim)
+        other = driver.add(prompt(40, start=13), max_tokens=24)
+    driver.drain()
+    assert moved[0] >= 4
+    assert moved[1] - moved[0] <= 1  # only what was not a full block then
+
+
+def test_a_preempted_request_comes_back_before_new_ones_of_its_priority() -> None:
+    driver = pressed(RECOMPUTE)
+    while not any(driver.status(f"r{i}") is Status.PREEMPTED for i in range(4)):
+        driver.step()
+    preempted = next(f"r{i}" for i in range(4) if driver.status(f"r{i}") is Status.PREEMPTED)
+    late = driver.add(prompt(2, start=90), max_tokens=2)
+    while driver.status(preempted) is Status.PREEMPTED:
+        assert driver.status(late) is Status.WAITING
+        driver.step()
+    driver.drain()
 
 
 def test_a_request_that_can_never_run_is_refused_with_the_numbers() -> None:

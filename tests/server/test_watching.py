@@ -70,7 +70,8 @@ def test_the_stream_brings_each_step_once(server: Running) -> None:
 
 
 def test_other_keys_requests_are_counts_only(server_with: Any) -> None:
-    server = server_with(api_key=("first", "second"))
+    # slow enough not to be paused for its reader, who takes nothing
+    server = server_with(api_key=("first", "second"), model="fake:tokens_per_s=100")
     url = server.url + "/v1/engine"
     assert httpx.get(url).status_code == 401
     with endless(server, ONE) as answer:
