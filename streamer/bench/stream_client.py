@@ -120,7 +120,7 @@ class Client:
         select, clock = self._selector.select, time.perf_counter
         num_reads = 0
         while True:
-            for key, _ in select():
+            for key, _ in select(0):
                 connection = key.data
                 if connection is None:
                     if not self._obey(os.read(0, READ_BYTES)):
