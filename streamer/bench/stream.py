@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MAX_TOKENS = 99_000  # of a stream: one number, one token, so far
-SETTLE_S = 0.5  # after the last stream has begun
+STEADY_S = 30.0  # at most so long until every stream has a token a step
+SETTLE_S = 0.5  # after that
 ANSWER_S = 120.0  # a process that says nothing for so long is killed
 IDLE_RATE = 0.005  # tokens a second: nothing comes while the memory is read
 ACTIVE_RATE = 20.0
@@ -148,12 +149,11 @@ def measure(transport: str, num_streams: int, rate: float, seconds: float) -> Me
         _server(num_streams, rate) as (server, port),
         _client(port, transport, num_streams) as client,
     ):
-        time.sleep(SETTLE_S)
-        before = server.ask("mark", Mark)
+        before = _settled(server)
         client.tell("begin")
         time.sleep(seconds)
-        counted = client.ask("end", Counted)
         after = server.ask("mark", Mark)
+        counted = client.ask("end", Counted)  # while it works that out, it reads nothing
         steps = server.ask("steps", Steps)
     took_s = after.at - before.at
     events_per_s = counted.events / counted.took_s
@@ -174,6 +174,15 @@ def measure(transport: str, num_streams: int, rate: float, seconds: float) -> Me
         client_load=counted.cpu_s / counted.took_s,
         num_samples=len(delays),
     )
+
+
+def _settled(server: Process) -> Mark:
+    """Counts, once the streams run evenly."""
+    end = time.monotonic() + STEADY_S
+    while not server.ask("mark", Mark).is_steady and time.monotonic() < end:
+        time.sleep(SETTLE_S / 10)
+    time.sleep(SETTLE_S)
+    return server.ask("mark", Mark)
 
 
 def measure_memory(transport: str, num_streams: int) -> Memory:

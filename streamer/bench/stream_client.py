@@ -66,10 +66,11 @@ class Counted(msgspec.Struct, frozen=True):
 class Connection:
     """One socket, and how many events came on it."""
 
-    __slots__ = ("_event", "_pending", "socket")
+    __slots__ = ("_event", "_pending", "is_silent", "socket")
 
     def __init__(self, sock: socket.socket, event: bytes) -> None:
         self.socket = sock
+        self.is_silent = True  # nothing has come so far
         self._event = event
         self._pending = b""  # the end of the last read, where an event's mark may have begun
 
@@ -91,52 +92,63 @@ class Client:
         self._lanes = TRANSPORTS[order.transport]
         self._selector = selectors.DefaultSelector()
         self._begin: tuple[float, float] | None = None
-        self._events = self._num_reads = self._num_bytes = 0
+        self._events = self._num_reads = self._num_bytes = self._num_silent = 0
         self._raw: list[tuple[bytes, float]] = []
 
     def open(self) -> int:
-        """Connect and ask for every stream; the number of sockets."""
-        order = self._order
-        num_sockets = -(-order.num_streams // self._lanes)
-        left = order.num_streams
-        for _ in range(num_sockets):
-            sock = socket.create_connection(("127.0.0.1", order.port), timeout=CONNECT_S)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if order.transport == "sse":
-                sock.sendall(_chat_request(order.max_tokens))
+        """Connect and ask for every stream; the number of sockets, once all have answered."""
+        num_sockets = self._order.num_streams // self._lanes
+        sockets = [self._connect() for _ in range(num_sockets)]  # before the server is busy
+        for sock in sockets:
+            if self._order.transport == "sse":
+                sock.sendall(_chat_request(self._order.max_tokens))
             else:
-                num_lanes = min(self._lanes, left)
-                left -= num_lanes
-                _shake_hands(sock)
-                sock.sendall(b"".join(_create(i, order.max_tokens) for i in range(num_lanes)))
-            self._wait_begun(sock)
+                events = (_create(i, self._order.max_tokens) for i in range(self._lanes))
+                sock.sendall(b"".join(events))
             sock.setblocking(False)
             self._selector.register(sock, selectors.EVENT_READ, Connection(sock, self._event))
+        self._num_silent = num_sockets
+        while self._num_silent:
+            self._read()
         return num_sockets
 
     def run(self) -> None:
         """Read until standard input ends."""
         self._selector.register(0, selectors.EVENT_READ, None)
-        select, clock = self._selector.select, time.perf_counter
-        num_reads = 0
-        while True:
-            for key, _ in select():
-                connection = key.data
-                if connection is None:
-                    if not self._obey(os.read(0, READ_BYTES)):
-                        return
-                    continue
-                data = connection.socket.recv(READ_BYTES)
-                if not data:
-                    raise ConnectionError("the server closed a stream")
-                num_reads += 1
-                if self._begin is None:
-                    continue
-                if not num_reads % SAMPLE:
-                    self._raw.append((data, clock()))
+        while self._read():
+            pass
+
+    def _connect(self) -> socket.socket:
+        sock = socket.create_connection(("127.0.0.1", self._order.port), timeout=CONNECT_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._order.transport != "sse":
+            _shake_hands(sock)
+        return sock
+
+    def _read(self) -> bool:
+        """Read what there is, without sleeping: waking this process would cost the server.
+
+        False when standard input has ended.
+        """
+        is_counting = self._begin is not None
+        for key, _ in self._selector.select(0):
+            connection = key.data
+            if connection is None:
+                return self._obey(os.read(0, READ_BYTES))
+            data = connection.socket.recv(READ_BYTES)
+            if not data:
+                raise ConnectionError("the server closed a stream")
+            if connection.is_silent:
+                _require_accepted(data)
+                connection.is_silent = False
+                self._num_silent -= 1
+            if is_counting:
                 self._num_reads += 1
+                if not self._num_reads % SAMPLE:
+                    self._raw.append((data, time.perf_counter()))
                 self._num_bytes += len(data)
                 self._events += connection.count(data)
+        return True
 
     def _obey(self, command: bytes) -> bool:
         if command == b"begin\n":
@@ -160,11 +172,10 @@ class Client:
         sys.stdout.buffer.write(msgspec.json.encode(value) + b"\n")
         sys.stdout.buffer.flush()
 
-    @staticmethod
-    def _wait_begun(sock: socket.socket) -> None:
-        data = sock.recv(READ_BYTES)
-        if b"HTTP/1.1 200" not in data and b"response." not in data:
-            raise ConnectionError(f"the server answered {data[:300]!r}")
+
+def _require_accepted(data: bytes) -> None:
+    if b"HTTP/1.1 200" not in data and b"response." not in data:
+        raise ConnectionError(f"the server answered {data[:300]!r}")
 
 
 def _chat_request(max_tokens: int) -> bytes:

@@ -44,7 +44,10 @@ class Ready(msgspec.Struct, frozen=True):
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """Counts since the start: seconds of CPU of the loop's thread and of the process, bytes."""
+    """Counts since the start: seconds of CPU of the loop's thread and of the process, bytes.
+
+    is_steady  every stream got a token in the last step
+    """
 
     at: float
     loop_cpu_s: float
@@ -52,6 +55,7 @@ class Mark(msgspec.Struct, frozen=True):
     rss_bytes: int
     num_steps: int
     num_tokens: int
+    is_steady: bool
 
 
 class Steps(msgspec.Struct, frozen=True):
@@ -168,6 +172,7 @@ def _mark(record: Record) -> Mark:
         rss_bytes=_rss_bytes(),
         num_steps=len(record.sent),
         num_tokens=record.num_tokens,
+        is_steady=record.steady_from >= 0,
     )
 
 

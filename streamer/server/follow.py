@@ -48,6 +48,8 @@ async def follow(
 class _Follower:
     """Readers of some streams, and the one write that may be under way."""
 
+    __slots__ = ("_error", "_held", "_is_due", "_readers", "_streams", "_write")
+
     def __init__(
         self, streams: Sequence[TokenStream], write: Callable[[int, list[Delta | Notice]], Work]
     ) -> None:

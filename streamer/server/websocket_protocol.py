@@ -8,6 +8,7 @@ uvicorn.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any, cast
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
@@ -65,7 +66,10 @@ class TurnTransport(asyncio.Transport):
     def _flush(self) -> None:
         if self._parts:
             parts, self._parts = self._parts, []
-            self._inner.write(parts[0] if len(parts) == 1 else b"".join(parts))
+            # uvloop's transports raise where asyncio's let the write go: the peer has left, of
+            # which the protocol is being told.
+            with contextlib.suppress(RuntimeError):
+                self._inner.write(parts[0] if len(parts) == 1 else b"".join(parts))
 
 
 class StreamingWebSocket(WebSocketsSansIOProtocol):

@@ -17,8 +17,11 @@ class Inner(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Any] = []
+        self.is_gone = False
 
     def write(self, data: Any) -> None:
+        if self.is_gone:
+            raise RuntimeError("the handler is closed")
         self.calls.append(data)
 
     def close(self) -> None:
@@ -57,3 +60,14 @@ async def test_close_comes_after_what_was_written_and_abort_at_once() -> None:
     transport.abort()
     assert inner.calls == [b"a", "close", "abort"]
     await asyncio.sleep(0)
+
+
+async def test_a_peer_that_left_within_the_turn_is_no_error() -> None:
+    inner, faults = Inner(), []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: faults.append(context))
+    transport = TurnTransport(inner, loop)
+    transport.write(b"a")
+    inner.is_gone = True
+    await asyncio.sleep(0)
+    assert (inner.calls, faults) == ([], [])
