@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Protocol
@@ -157,6 +157,18 @@ async def merged(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def portions(
+    stream: TokenStream, deltas: Sequence[Delta], is_split: bool
+) -> Iterator[Sequence[Delta]]:
+    """What to send together: all of it, or, token by token, SPLIT deltas at a time."""
+    if not is_split:
+        yield deltas
+        return
+    pieces = (piece for delta in deltas for piece in stream.split(delta))
+    while some := list(islice(pieces, SPLIT)):
+        yield some
+
+
 HEADERS: Final = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache, no-transform"),
@@ -245,12 +257,7 @@ class EventStream:
         return self._answer.closing()
 
     async def _put_deltas(self, source: int, deltas: Sequence[Delta]) -> None:
-        if not self._is_split:
-            await self._put(self._answer.deltas(source, deltas))
-            return
-        stream = self._streams[source]
-        pieces = (piece for delta in deltas for piece in stream.split(delta))
-        while some := list(islice(pieces, SPLIT)):
+        for some in portions(self._streams[source], deltas, self._is_split):
             await self._put(self._answer.deltas(source, some))
 
     async def _put(self, body: bytes) -> None:

@@ -69,8 +69,11 @@ def test_cut_and_resumed_on_a_new_socket(slow: Running, num_events: int) -> None
         )  # fmt: skip
         rest = until(second, *FINAL)
     assert rest[0] == {
-        "type": "response.resumed", "response_id": response_id, "from": after,
-        "status": "live", "stream_id": "b",
+        "type": "response.resumed",
+        "response_id": response_id,
+        "from": after,
+        "status": "live",
+        "stream_id": "b",
     }
     assert {e["stream_id"] for e in rest} == {"b"}
     check_response(numbered(events + rest), 30)
@@ -125,8 +128,11 @@ def test_finished_and_gone(slow: Running, socket: ClientConnection) -> None:
     assert rest[0]["token_ids"] == expected_tokens(3, 2)
     say(socket, "response.resume", response_id="resp_nobody", starting_after=3, stream_id="x")
     assert hear(socket) == {
-        "type": "response.resumed", "response_id": "resp_nobody", "from": 3,
-        "status": "gone", "stream_id": "x",
+        "type": "response.resumed",
+        "response_id": "resp_nobody",
+        "from": 3,
+        "status": "gone",
+        "stream_id": "x",
     }
 
 
