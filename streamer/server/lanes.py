@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Final
@@ -20,20 +19,20 @@ from msgspec import UNSET
 from starlette.types import Scope
 
 from streamer.core.plan import Notice
-from streamer.core.sampling import SamplingParams
 from streamer.engine.stream import Delta, TokenStream
 from streamer.errors import InvalidRequest, NotFound, RateLimited, StreamerError
 from streamer.server import steering
-from streamer.server.context import Context, context_of
+from streamer.server.context import context_of
+from streamer.server.jobs import Attached, Job, Resuming, cancelled
 from streamer.server.openai.common import new_id
-from streamer.server.openai.events import ResponseEvents, blank_response
+from streamer.server.openai.events import ResponseEvents
 from streamer.server.openai.fields import decode_body
 from streamer.server.openai.models import check_model
-from streamer.server.openai.response_types import ResponseEvent, StateEvent
-from streamer.server.openai.responses import DECODER, FIELDS, ResponseCreate
+from streamer.server.openai.response_types import StateEvent
+from streamer.server.openai.responses import DECODER, FIELDS
 from streamer.server.socket_events import Resume, Resumed, Settings, error_event
 from streamer.server.sse import portions
-from streamer.server.steering import Steer, SteerEvent
+from streamer.server.steering import SteerEvent
 
 if TYPE_CHECKING:
     from streamer.server.metrics import Meter
@@ -47,39 +46,6 @@ MAX_QUEUED_BYTES: Final = 4 << 20  # of creates whose response has not begun
 
 Send = Callable[[msgspec.Struct], Awaitable[None]]
 Reply = Callable[[msgspec.Struct], None]
-
-
-class Job(msgspec.Struct, frozen=True):
-    """A create that was read and checked, waiting for its lane; `size` in bytes of JSON."""
-
-    response_id: str
-    size: int
-    body: ResponseCreate
-    model: str
-    params: SamplingParams
-    settings: Settings
-    steers: tuple[Steer, ...] = ()
-
-
-class Resuming(msgspec.Struct, frozen=True):
-    """A resume that was read."""
-
-    event: Resume
-    settings: Settings
-
-
-class Attached(msgspec.Struct, eq=False):
-    """A response whose events go out on this socket, and the number its reader has there.
-
-    steers  input that follows it when it has ended
-    """
-
-    stream: TokenStream
-    reader: int
-    events: ResponseEvents
-    lane: str | None
-    settings: Settings
-    steers: list[Steer] = []
 
 
 class Lanes:
@@ -163,7 +129,7 @@ class Lanes:
                 if isinstance(job, Job) and job.response_id == response_id:
                     lane.remove(job)
                     self._queued_bytes -= job.size
-                    self._reply(_cancelled(job))
+                    self._reply(cancelled(job))
                     return
         stream = self._service.find(response_id, self._scope, self._session, "response_id")
         self._service.cancel([stream])
@@ -245,8 +211,9 @@ class Lanes:
         except Exception:
             log.exception("a lane failed")
             with contextlib.suppress(OSError):
-                error = StreamerError("internal error", code="internal")
-                await self._send(error_event(error, None))
+                await self._send(
+                    error_event(StreamerError("internal error", code="internal"), None)
+                )
 
     async def _run_lane(self, name: str | None) -> None:
         lane = self._lanes[name]
@@ -390,11 +357,3 @@ class Lanes:
         for some in portions(stream, deltas, is_split):
             for event in events.deltas(some):
                 await self._send(event)
-
-
-def _cancelled(job: Job) -> ResponseEvent:
-    """The terminal event of a response that never began."""
-    context = Context(kind="response", tenant="", body=job.body, model=job.model)
-    response = blank_response(context, job.response_id, time.time(), job.params, "cancelled")
-    lane = UNSET if job.body.stream_id is None else job.body.stream_id
-    return ResponseEvent("response.incomplete", 0, response, lane)

@@ -223,6 +223,7 @@ class EventStream:
             await self._send(
                 {"type": "http.response.start", "status": 200, "headers": [*HEADERS, request_id]}
             )
+            self._stuck.ended()
             await self._put(self._answer.opening())
             is_reading = True
             await self._put(await self._follow())

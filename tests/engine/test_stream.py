@@ -239,3 +239,27 @@ async def test_a_finish_comes_once() -> None:
     assert [f.reason for f in stream.finishes if f] == [FinishReason.LENGTH]
     stream.fail(EngineDead("too late"))
     assert stream.error is None
+
+
+@pytest.mark.parametrize("after", range(10))
+async def test_a_delta_split_is_the_same_a_token_at_a_time(after: int) -> None:
+    stream = lone_stream(logprobs=0)
+    for byte in "é😀b".encode() + b"\xf0\x9f":
+        stream.push(0, byte, TokenLogprob(byte, -1.0), None)
+    end(stream)
+    (whole,) = await all_deltas(stream, after)
+    *pieces, last = stream.split(whole)
+    assert "".join(d.text for d in (*pieces, last)) == whole.text
+    assert [(d.start, d.token_ids) for d in pieces] == [
+        (whole.start + i, (t,)) for i, t in enumerate(whole.token_ids)
+    ]
+    assert tuple(lp for d in pieces for lp in d.logprobs or ()) == whole.logprobs
+    assert (last.text, last.token_ids, last.finish) == ("\ufffd", (), whole.finish)
+    assert stream.has_rest()
+
+
+async def test_the_text_before_a_token_and_after_it_is_the_text() -> None:
+    stream = lone_stream()
+    write(stream, "aé😀b")
+    for k in range(9):
+        assert stream.text_before(k) + stream._choices[0].text_from(k) == "aé😀b"
