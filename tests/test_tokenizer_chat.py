@@ -10,8 +10,9 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from streamer.bench.fake_tokenizer import END, fake_tokenizer
 from streamer.errors import ConfigError, InvalidRequest
-from streamer.tokenizer import Tokenizer
+from streamer.tokenizer import Said, Tokenizer
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -180,3 +181,35 @@ def test_named_templates(tmp_path: Path) -> None:
     assert t.render_chat(HI, tools=[{"name": "f"}]) == "tools"
     t = Tokenizer.from_folder(folder(tmp_path, chat_template=named[:1]))
     assert t.render_chat(HI, tools=[{"name": "f"}]) == "plain"
+
+
+# ---------------------------------------------------------------- next turns
+
+
+def turns(*texts: str) -> list[dict[str, str]]:
+    return [{"role": "assistant" if i % 2 else "user", "content": t} for i, t in enumerate(texts)]
+
+
+def test_a_next_turn_is_the_ids_that_were_and_what_is_added() -> None:
+    t = fake_tokenizer()
+    ids = [*t.encode_chat(turns("hi <|end|>")), 300, 301]  # not what " 39 40" encodes to
+    said = Said(turns("hi <|end|>"), True, " 39 40", ids)
+    for last in ("on", "<|end|>", "hi <|end|>"):
+        after = t.encode_chat(turns("hi <|end|>", " 39 40", last), said=said)
+        assert after[: len(ids)] == ids
+        whole = t.encode_chat(turns("hi <|end|>", " 39 40", last))
+        assert after[len(ids) :] == whole[whole.index(END, len(ids)) :]
+
+
+def test_a_turn_that_is_not_extended_is_rendered_whole() -> None:
+    t = fake_tokenizer()
+    for messages, answer in ((turns("other"), " 1"), (turns("hi"), " 2")):
+        said = Said(messages, True, answer, [1, 2, 3])
+        conversation = turns("hi", " 1", "on")
+        assert t.encode_chat(conversation, said=said) == t.encode_chat(conversation)
+
+
+def test_plain_text_has_no_special_tokens() -> None:
+    t = fake_tokenizer()
+    assert t.encode_plain("a<|end|>b") == [*b"a<|end|>b"]
+    assert t.encode("a<|end|>b", False).count(END) == 1

@@ -10,11 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -22,20 +20,22 @@ from msgspec import UNSET
 from starlette.types import Scope
 
 from streamer.core.plan import Notice
-from streamer.core.sampling import SamplingParams
 from streamer.engine.stream import Delta, TokenStream
 from streamer.errors import InvalidRequest, NotFound, RateLimited, StreamerError
-from streamer.server.context import Context, context_of
+from streamer.server import steering
+from streamer.server.context import context_of
 from streamer.server.follow import follow
+from streamer.server.jobs import Attached, Job, Resuming, cancelled
 from streamer.server.openai.common import new_id
-from streamer.server.openai.events import ResponseEvents, blank_response
+from streamer.server.openai.events import ResponseEvents
 from streamer.server.openai.fields import decode_body
 from streamer.server.openai.models import check_model
-from streamer.server.openai.response_types import ResponseEvent, StateEvent
-from streamer.server.openai.responses import DECODER, FIELDS, ResponseCreate
+from streamer.server.openai.response_types import StateEvent
+from streamer.server.openai.responses import DECODER, FIELDS
 from streamer.server.responding import find, respond
 from streamer.server.socket_events import Resume, Resumed, Settings, error_event
-from streamer.server.sse import SPLIT
+from streamer.server.sse import portions
+from streamer.server.steering import SteerEvent
 
 if TYPE_CHECKING:
     from streamer.server.metrics import Meter
@@ -49,32 +49,6 @@ MAX_QUEUED_BYTES: Final = 4 << 20  # of creates whose response has not begun
 
 Send = Callable[[msgspec.Struct], Awaitable[None]]
 Reply = Callable[[msgspec.Struct], None]
-
-
-class Job(msgspec.Struct, frozen=True):
-    """A create that was read and checked, waiting for its lane; `size` in bytes of JSON."""
-
-    response_id: str
-    size: int
-    body: ResponseCreate
-    model: str
-    params: SamplingParams
-    settings: Settings
-
-
-class Resuming(msgspec.Struct, frozen=True):
-    """A resume that was read."""
-
-    event: Resume
-    settings: Settings
-
-
-class Attached(msgspec.Struct, eq=False):
-    """A response whose events go out on this socket, and the number its reader has there."""
-
-    stream: TokenStream
-    reader: int
-    events: ResponseEvents
 
 
 class Lanes:
@@ -158,7 +132,7 @@ class Lanes:
                 if isinstance(job, Job) and job.response_id == response_id:
                     lane.remove(job)
                     self._queued_bytes -= job.size
-                    self._reply(self._cancelled(job))
+                    self._reply(cancelled(job))
                     return
         stream = find(self._service, response_id, self._scope, self._session, "response_id")
         self._service.cancel([stream])
@@ -168,6 +142,37 @@ class Lanes:
         for a in self._attached:
             if a.stream.request_id == response_id:
                 a.stream.acknowledge(a.reader, a.events.tokens_at(number))
+
+    def steer(self, event: SteerEvent, size: int) -> None:
+        """response.steer: end the response at the next token; what it said is followed by this."""
+        on_it = [a for a in self._attached if a.stream.request_id == event.previous_response_id]
+        if not on_it:
+            text = "this response does not stream on this socket"
+            self._reply(steering.refused(event, "response_not_found", text))
+            return
+        a, code = on_it[0], ""
+        if a.stream.is_finished:
+            code, text = "response_already_completed", "this response has ended"
+        elif context_of(a.stream).body.generate is False:
+            code, text = "steering_not_supported", "this response says nothing"
+        elif len(a.steers) >= steering.MAX_STEERS or self._queued_bytes + size > MAX_QUEUED_BYTES:
+            code, text = "too_many_pending_steers", "too much input waits on this socket"
+        else:
+            try:
+                steer = steering.read_steer(event, size)
+                self._service.admit(self._scope)
+            except InvalidRequest as e:
+                code, text = "invalid_input", e.message
+            except StreamerError as e:
+                code, text = e.code or e.type, e.message
+        if code:
+            self._reply(steering.refused(event, code, text, a.events.number))
+            return
+        a.steers.append(steer)
+        self._queued_bytes += size
+        self._reply(steering.accepted(steer, a.events.number, a.lane))
+        context_of(a.stream).is_steered = True
+        self._service.cancel([a.stream])
 
     def drop(self) -> None:
         """The socket takes nothing: its responses wait for another reader."""
@@ -212,8 +217,9 @@ class Lanes:
         except Exception:
             log.exception("a lane failed")
             with contextlib.suppress(OSError):
-                error = StreamerError("internal error", code="internal")
-                await self._send(error_event(error, None))
+                await self._send(
+                    error_event(StreamerError("internal error", code="internal"), None)
+                )
 
     async def _run_lane(self, name: str | None) -> None:
         lane = self._lanes[name]
@@ -244,7 +250,10 @@ class Lanes:
                 )
             except StreamerError as e:
                 service.metrics.refused(e)
-                await self._send(error_event(e, body.stream_id))
+                for steer in job.steers:
+                    await self._send(steering.failed(steer, e.message, 0, body.stream_id))
+                if not job.steers:
+                    await self._send(error_event(e, body.stream_id))
                 return
             finally:
                 self._queued_bytes -= job.size
@@ -293,7 +302,7 @@ class Lanes:
             is_extended=self._is_extended,
             wanted=settings.wanted,
         )
-        attached = Attached(stream, stream.new_reader(), events)
+        attached = Attached(stream, stream.new_reader(), events, lane, settings)
         self._attached.append(attached)
         is_reading = False
         try:
@@ -314,6 +323,28 @@ class Lanes:
             self._attached.remove(attached)
             if not is_reading:  # nobody ever read, so nobody's leaving would end it
                 stream.miss()
+        if attached.steers:
+            await self._succeed(attached)
+
+    async def _succeed(self, attached: Attached) -> None:
+        """What was steered goes on, before the creates that wait on its lane."""
+        steers, stream, lane = tuple(attached.steers), attached.stream, attached.lane
+        if not stream.is_finished:  # its reader was too slow, and the successor's would be as well
+            self._queued_bytes -= sum(s.size for s in steers)
+            for steer in steers:
+                text = "this socket no longer follows the response"
+                await self._send(steering.failed(steer, text, attached.events.number, lane))
+            return
+        context = context_of(stream)
+        body = steering.successor(context.body, steers, lane)
+        params = body.params(self._service.engine.info.generation_defaults)
+        size = sum(s.size for s in steers)
+        settings = attached.settings
+        job = Job(new_id("resp_"), size, body, context.model, params, settings, steers)
+        if lane in self._lanes:
+            self._lanes[lane].appendleft(job)
+        else:
+            self._open_lane(lane, job)
 
     async def _send_news(
         self,
@@ -330,19 +361,6 @@ class Lanes:
             for notice in items:
                 if isinstance(notice, Notice):
                     await self._send(events.state(notice))
-        if not is_split:
-            for event in events.deltas(deltas):
-                await self._send(event)
-            return
-        pieces = (piece for delta in deltas for piece in stream.split(delta))
-        while some := list(islice(pieces, SPLIT)):
+        for some in portions(stream, deltas, is_split):
             for event in events.deltas(some):
                 await self._send(event)
-
-    def _cancelled(self, job: Job) -> ResponseEvent:
-        """The terminal event of a response that never began."""
-        context = Context(kind="response", tenant="", body=job.body, model=job.model)
-        now = time.time()
-        response = blank_response(context, job.response_id, now, job.params, "cancelled")
-        lane = UNSET if job.body.stream_id is None else job.body.stream_id
-        return ResponseEvent("response.incomplete", 0, response, lane)

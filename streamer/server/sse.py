@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Protocol
@@ -109,6 +109,18 @@ class ClientWatch:
                 return
 
 
+def portions(
+    stream: TokenStream, deltas: Sequence[Delta], is_split: bool
+) -> Iterator[Sequence[Delta]]:
+    """What to send together: all of it, or, token by token, SPLIT deltas at a time."""
+    if not is_split:
+        yield deltas
+        return
+    pieces = (piece for delta in deltas for piece in stream.split(delta))
+    while some := list(islice(pieces, SPLIT)):
+        yield some
+
+
 HEADERS: Final = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache, no-transform"),
@@ -160,9 +172,11 @@ class EventStream:
         request_id = (b"x-request-id", self._answer.request_id.encode())
         is_reading = False
         try:
+            self._stuck.began()
             await self._send(
                 {"type": "http.response.start", "status": 200, "headers": [*HEADERS, request_id]}
             )
+            self._stuck.ended()
             await self._put(self._answer.opening())
             is_reading = True
             await self._put(await self._follow())
@@ -193,12 +207,7 @@ class EventStream:
             raise failure
 
     async def _put_deltas(self, source: int, deltas: Sequence[Delta]) -> None:
-        if not self._is_split:
-            await self._put(self._answer.deltas(source, deltas))
-            return
-        stream = self._streams[source]
-        pieces = (piece for delta in deltas for piece in stream.split(delta))
-        while some := list(islice(pieces, SPLIT)):
+        for some in portions(self._streams[source], deltas, self._is_split):
             await self._put(self._answer.deltas(source, some))
 
     async def _put(self, body: bytes) -> None:

@@ -46,7 +46,8 @@ class StuckWatch:
 
     def began(self) -> None:
         """A send begins."""
-        self._since = self._loop.time()
+        if self._since is None:  # of several that wait, the first
+            self._since = self._loop.time()
 
     def ended(self) -> None:
         """It is through."""

@@ -34,6 +34,7 @@ from streamer.server.socket_events import (
     Update,
     error_event,
 )
+from streamer.server.steering import SteerEvent
 from streamer.server.stuck import StuckWatch
 
 log = logging.getLogger(__name__)
@@ -180,6 +181,8 @@ class Session:
                 lanes.create(data, self._settings)
             case "response.cancel":
                 lanes.cancel(_fields(data, Cancel).response_id)
+            case "response.steer":
+                lanes.steer(_fields(data, SteerEvent), len(data))
             case "response.resume" if self._is_extended:
                 lanes.resume(_fields(data, Resume), self._settings)
             case "response.ack" if self._is_extended:

@@ -258,3 +258,27 @@ async def test_the_end_is_told_once_however_it_comes() -> None:
     end(stream, 1)
     other.fail(EngineDead("gone"))
     assert calls[1:] == ["2 True False", "0 True True"]
+
+
+@pytest.mark.parametrize("after", range(10))
+async def test_a_delta_split_is_the_same_a_token_at_a_time(after: int) -> None:
+    stream = lone_stream(logprobs=0)
+    for byte in "é😀b".encode() + b"\xf0\x9f":
+        stream.push(0, byte, TokenLogprob(byte, -1.0), None)
+    end(stream)
+    (whole,) = await all_deltas(stream, after)
+    *pieces, last = stream.split(whole)
+    assert "".join(d.text for d in (*pieces, last)) == whole.text
+    assert [(d.start, d.token_ids) for d in pieces] == [
+        (whole.start + i, (t,)) for i, t in enumerate(whole.token_ids)
+    ]
+    assert tuple(lp for d in pieces for lp in d.logprobs or ()) == whole.logprobs
+    assert (last.text, last.token_ids, last.finish) == ("\ufffd", (), whole.finish)
+    assert stream.has_rest()
+
+
+async def test_the_text_before_a_token_and_after_it_is_the_text() -> None:
+    stream = lone_stream()
+    write(stream, "aé😀b")
+    for k in range(9):
+        assert stream.text_before(k) + stream._choices[0].text_from(k) == "aé😀b"

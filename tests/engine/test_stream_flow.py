@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 
+import pytest
+
+from streamer.errors import ReaderTooSlow
 from tests.engine.helpers import DEADLINE_S, Calls, end, lone_stream, write
 
 # ---------------------------------------------------------------- detaching
@@ -213,3 +216,69 @@ async def test_a_finished_stream_is_neither_paused_nor_resumed() -> None:
         write(stream, "b" * 5)
         end(stream)
     assert calls.log == ["pause"]
+
+
+# ---------------------------------------------------------------- readers sent away
+
+
+async def test_a_reader_that_lags_too_long_is_sent_away_and_the_stream_waits_paused() -> None:
+    calls = Calls()
+    stream = lone_stream(calls, window=4, detach_s=0.0, pause_s=0.0, linger_s=60.0)
+    reader = stream.new_reader()
+    async with asyncio.timeout(DEADLINE_S), aclosing(stream.read(reader=reader)) as batches:
+        write(stream, "a")
+        await anext(batches)
+        stream.acknowledge(reader, 1)
+        write(stream, "bcdefgh")
+        await anext(batches)
+        with pytest.raises(ReaderTooSlow, match="more than 4 tokens"):
+            await anext(batches)
+    assert (stream.num_readers, stream.is_paused) == (0, True)
+    assert calls.log == ["pause"]
+    async with aclosing(stream.read(8)) as late:  # has everything: nothing to wait for
+        waiting = asyncio.ensure_future(anext(late))
+        await asyncio.sleep(0)
+        assert calls.log == ["pause", "resume"]
+        end(stream)
+        await waiting
+
+
+async def test_without_another_reader_it_is_cancelled() -> None:
+    cancelled = asyncio.Event()
+
+    class Watch(Calls):
+        def cancel(self, request_id: str) -> None:
+            cancelled.set()
+
+    stream = lone_stream(Watch(), window=4, detach_s=None, pause_s=0.0, linger_s=0.0)
+    async with asyncio.timeout(DEADLINE_S), aclosing(stream.read()) as reader:
+        write(stream, "a")
+        await anext(reader)
+        write(stream, "bcdefgh")
+        await cancelled.wait()
+    assert stream.is_paused
+
+
+async def test_dropping_one_of_two_readers_changes_nothing_for_the_other() -> None:
+    calls = Calls()
+    stream = lone_stream(calls, window=4, detach_s=0.0)
+    number = stream.new_reader()
+    async with aclosing(stream.read()) as first, aclosing(stream.read(reader=number)) as second:
+        write(stream, "a")
+        await anext(first)
+        await anext(second)
+        stream.drop(number)
+        stream.drop(number)
+        assert (stream.num_readers, calls.log) == (1, [])
+        write(stream, "b")
+        assert [d.text for d in await anext(first)] == ["b"]  # type: ignore[union-attr]
+
+
+async def test_a_reader_that_never_came_counts_as_one_that_left() -> None:
+    calls = Calls()
+    stream = lone_stream(calls, detach_s=0.0)
+    stream.miss()
+    assert calls.log == ["cancel"]
+    alone = lone_stream(calls, detach_s=None)
+    alone.miss()
+    assert calls.log == ["cancel"]

@@ -18,6 +18,7 @@ from streamer.server.metrics import Metrics
 from streamer.server.openai.chat import DECODER, ChatAnswer
 from streamer.server.service import Service
 from streamer.server.sse import ClientWatch, EventStream
+from streamer.server.stuck import ABORT
 from tests.engine.helpers import LETTERS, Calls
 
 DEADLINE_S = 10.0
@@ -37,10 +38,14 @@ class Scripted(TokenStream):
             limits=Limits(detach_s=None),
         )
         self.was_missed = False
+        self.dropped: list[int] = []
 
     def miss(self) -> None:
         self.was_missed = True
         super().miss()
+
+    def drop(self, reader: int) -> None:
+        self.dropped.append(reader)
 
     def token(self) -> None:
         self.push(0, ord("a"), None, None)
@@ -82,21 +87,25 @@ class Client:
 class Bench:
     """One EventStream over a scripted stream, running."""
 
-    def __init__(self, keep_alive_s: float = 60.0) -> None:
+    def __init__(
+        self, keep_alive_s: float = 60.0, pause_s: float = 60.0, after: list[int] | None = None
+    ) -> None:
         self.stream = Scripted()
         self.client = Client()
         self.cancelled: list[str] = []
+        self.is_aborted = asyncio.Event()
+        scope = {"extensions": {ABORT: self.is_aborted.set}}
         engine: Any = SimpleNamespace(cancel=self.cancelled.append, stats=None)
         service = Service.__new__(Service)
         service.engine = engine
-        service.config = Config(model="fake")
+        service.config = Config(model="fake", pause_timeout=pause_s)
         service.metrics = Metrics(engine)
         service._num_working = 0
         service._is_quiet = asyncio.Event()
         body = DECODER.decode(b'{"messages":[]}')
-        answer = ChatAnswer(body, [self.stream], "m", lambda token: b"x")
+        answer = ChatAnswer(body, [self.stream], "m", lambda token: b"x", after)
         response = EventStream(service, answer, [self.stream], keep_alive_s)
-        self.task = asyncio.create_task(response({}, self.client.receive, self.client.send))
+        self.task = asyncio.create_task(response(scope, self.client.receive, self.client.send))
 
     async def done(self) -> None:
         async with asyncio.timeout(DEADLINE_S):
@@ -126,6 +135,28 @@ async def test_keep_alive_from_acceptance_on_and_not_between_tokens() -> None:
     bench.stream.token()
     assert (await bench.client.next()).startswith(b"id: 2\n")
     assert await bench.client.next() == b": keep-alive\n\n"
+    bench.client.gone.set()
+    await bench.done()
+
+
+async def test_a_client_that_takes_nothing_is_aborted_and_its_reader_dropped() -> None:
+    bench = Bench(pause_s=0.05)
+    for _ in range(2):
+        await bench.client.next()
+    bench.client.is_reading.clear()
+    bench.stream.token()
+    async with asyncio.timeout(DEADLINE_S):
+        await bench.is_aborted.wait()
+    assert bench.stream.dropped == [1]
+    bench.client.gone.set()
+    await bench.done()
+
+
+async def test_a_resumed_stream_that_says_nothing_is_not_stuck() -> None:
+    bench = Bench(keep_alive_s=0.3, pause_s=0.05, after=[1])
+    assert await bench.client.next() == b"head"
+    assert await bench.client.next() == b": keep-alive\n\n"
+    assert not bench.is_aborted.is_set()
     bench.client.gone.set()
     await bench.done()
 

@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 
+from streamer.bench.fake import expected_text
 from tests.server.counting import CHAT, check_counting
 from tests.server.running import Running
 
@@ -209,3 +210,47 @@ async def test_a_refused_create_is_an_error_event_and_the_socket_lives(
         assert (event.status, event.error.param, event.stream_id) == (400, "background", "a")
         await connection.response.create(model="fake", input="x", max_output_tokens=1)
         assert (await connection.recv()).type == "response.created"
+
+
+async def test_lanes_lineage_and_forks_at_once(async_client: openai.AsyncOpenAI) -> None:
+    """A prefilled parent, two lanes that both go on from it, and a next turn on each."""
+    ends: dict[str, list[Any]] = {"a": [], "b": []}
+    async with async_client.responses.connect() as connection:
+        await connection.response.create(model="fake", input="count to 3", generate=False)
+        async for event in connection:
+            if event.type == "response.completed":
+                parent = event.response
+                break
+        assert parent.output == []
+        for lane in ends:
+            await connection.response.create(
+                model="fake", input=f"count to {ord(lane) - 90}", stream_id=lane,
+                previous_response_id=parent.id,
+            )  # fmt: skip
+        async for event in connection:
+            assert event.type != "error", event
+            if event.type != "response.completed":
+                continue
+            lane = event.stream_id or ""
+            ends[lane].append(event.response)
+            if len(ends[lane]) == 1:
+                await connection.response.create(
+                    model="fake", input="count to 2", stream_id=lane,
+                    previous_response_id=event.response.id,
+                )  # fmt: skip
+            if all(len(each) == 2 for each in ends.values()):
+                break
+    for lane, (first, second) in ends.items():
+        assert first.output_text == expected_text(ord(lane) - 90)
+        assert first.previous_response_id == parent.id
+        assert (second.output_text, second.previous_response_id) == (" 1 2", first.id)
+        items = [
+            item.content[0].text
+            async for item in async_client.responses.input_items.list(second.id, order="asc")
+        ]
+        assert items == [
+            "count to 3",
+            f"count to {ord(lane) - 90}",
+            first.output_text,
+            "count to 2",
+        ]

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from streamer.bench.fake import expected_text, expected_tokens
+from streamer.demo import CHECKPOINT
 from tests.server.counting import CHAT, Event, sse
 from tests.server.cutting import cut_after, follow
 from tests.server.running import Running
@@ -210,3 +211,32 @@ def test_what_a_chat_resume_refuses(slow: Running, query: str, param: str) -> No
     refused = httpx.get(slow.url + path + query)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
     assert httpx.get(slow.url + path + "0?stream=true").status_code == 404
+
+
+# ---------------------------------------------------------------- a real model
+
+
+@pytest.mark.skipif(not CHECKPOINT.is_dir(), reason="the bundled model is not there")
+def test_the_bundled_model_is_resumed_to_the_same_tokens(server_with: Any) -> None:
+    """Sampled, with characters of several bytes and held-back text: cut, resumed, equal."""
+    server = server_with(model=str(CHECKPOINT), num_gpu_blocks_override=64)
+    body: dict[str, Any] = {"input": "What is paged attention?", "seed": 7, "temperature": 0.8}
+    body |= {"max_output_tokens": 60, "return_token_ids": True, "detach_s": 30, "stop": ["zzz"]}
+    url = server.url + "/v1/responses"
+    whole = httpx.post(url, json=body, timeout=60).json()
+    with httpx.stream("POST", url, json={**body, "stream": True}, timeout=60) as response:
+        text, ids, _ = response_of(list(sse(response)))
+    assert text == whole["output"][0]["content"][0]["text"]
+    assert len(ids) == whole["usage"]["output_tokens"] > 5
+    random.seed(3)
+    for _ in range(4):
+        size = random.randrange(900, 6000)
+        events = cut_after(server, size, "POST", "/v1/responses", {**body, "stream": True})
+        while not events[-1].kind.startswith(("response.completed", "response.incomplete")):
+            path = f"/v1/responses/{events[0].json['response']['id']}?stream=true"
+            path += f"&starting_after={events[-1].id}"
+            events += cut_after(server, random.randrange(200, 3000), "GET", path)
+        assert response_of(events)[:2] == (text, ids)
+    follow_up = {**body, "input": "Why?", "previous_response_id": whole["id"]}
+    second = httpx.post(url, json=follow_up, timeout=60).json()
+    assert second["usage"]["input_tokens_details"]["cached_tokens"] > whole["usage"]["input_tokens"]
