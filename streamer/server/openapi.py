@@ -239,7 +239,7 @@ def _described(route: Route, schema_of: dict[Any, Any]) -> dict[str, Any]:
     if route.media != JSON_TYPE:
         schema = {"type": "string"}
     content: dict[str, Any] = {route.media: {"schema": schema}}
-    if route.is_streamed:
+    if route.is_streamed or route.media == SSE_TYPE:
         content[SSE_TYPE] = {}  # OpenAPI 3.1 has no words for the events of a stream
     error = {JSON_TYPE: {"schema": schema_of[ErrorBody]}}
     responses: dict[str, Any] = {

@@ -267,9 +267,12 @@ def wait_until(server: Running, is_true: Callable[[], bool], says: str) -> None:
 def test_cancel(pressed: Callable[[float], Gated], state: str, way: str) -> None:
     server = pressed(STATES[state])
     others = []
-    if state == "waiting":
-        others = [crowd(server, 20), crowd(server, 30)]
-        server.gate.close_for("prefill")  # both rows stay taken
+    if state == "waiting":  # one row decodes, the other stands still in its prefill
+        others.append(crowd(server, 10))
+        wait_until(server, lambda: others[0].is_started, "not started")
+        server.gate.close_for("prefill")
+        others.append(crowd(server, 30))
+        wait_until(server, lambda: others[1].is_started, "not started")
     elif state == "prefilling":
         server.gate.close_for("prefill")
     with contextlib.ExitStack() as exits:
