@@ -11,9 +11,9 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from msgspec import UNSET
@@ -118,7 +118,7 @@ class Lanes:
         elif len(self._tasks) >= MAX_LANES:
             raise RateLimited(f"{MAX_LANES} lanes are running on this socket")
         else:
-            self._spawn(self._guard(self._resume(job)))
+            self._spawn(self._run_beside(job))
 
     def cancel(self, response_id: str | None) -> None:
         """response.cancel: idempotent; a response that waits for its lane is taken out of it."""
@@ -192,7 +192,7 @@ class Lanes:
         if len(self._lanes) >= MAX_LANES:
             raise RateLimited(f"{MAX_LANES} lanes are running on this socket")
         self._lanes[name] = deque([job])
-        self._spawn(self._guard(self._run_lane(name)))
+        self._spawn(self._run_lane(name))
 
     def _wait_for_lane(self, job: Job) -> None:
         if sum(map(len, self._lanes.values())) >= MAX_QUEUED:
@@ -204,31 +204,33 @@ class Lanes:
             waiting = StateEvent("response.waiting", job.response_id, stream_id=stream_id)
             self._reply(msgspec.structs.replace(waiting, position=len(lane)))
 
-    def _spawn(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _guard(self, work: Awaitable[None]) -> None:
+    async def _guard(self, job: Job | Resuming, lane: str | None) -> None:
+        """Do what there is to do: a bug costs one response, not those that wait behind it."""
         try:
-            await work
+            await (self._run(job) if isinstance(job, Job) else self._resume(job))
         except OSError:
-            pass  # the client is gone; the reader sees it too
+            raise
         except Exception:
-            log.exception("a lane failed")
-            with contextlib.suppress(OSError):
-                await self._send(
-                    error_event(StreamerError("internal error", code="internal"), None)
-                )
+            log.exception("a response on a socket failed")
+            await self._send(error_event(StreamerError("internal error", code="internal"), lane))
 
     async def _run_lane(self, name: str | None) -> None:
         lane = self._lanes[name]
         try:
-            while lane:
-                job = lane.popleft()
-                await (self._run(job) if isinstance(job, Job) else self._resume(job))
+            with contextlib.suppress(OSError):  # the client is gone; the reader sees it too
+                while lane:
+                    await self._guard(lane.popleft(), name)
         finally:
             del self._lanes[name]
+
+    async def _run_beside(self, job: Resuming) -> None:
+        with contextlib.suppress(OSError):
+            await self._guard(job, job.event.stream_id)
 
     async def _run(self, job: Job) -> None:
         service, body = self._service, job.body

@@ -96,7 +96,7 @@ def find(
     raise NotFound(
         f"there is no response {clip(response_id)!r} here",
         param=param,
-        code="not_found" if param is None else "previous_response_not_found",
+        code="previous_response_not_found" if param == "previous_response_id" else None,
     )
 
 

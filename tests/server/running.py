@@ -79,10 +79,6 @@ class Running:
             httpx.get(self.url + "/health")
             assert time.monotonic() < end, "it never came to hold"
 
-    def engine_cancel(self, request_id: str) -> None:
-        """Cancel a request on the server's loop."""
-        self._loop.call_soon_threadsafe(self.engine.cancel, request_id)
-
     def wait_metric(self, sample: str, value: float) -> None:
         """Ask until it has this value; the requests themselves are the pace."""
         end = time.monotonic() + DEADLINE_S

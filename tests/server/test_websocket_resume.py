@@ -1,4 +1,4 @@
-"""Sockets: resume, acks, settings, lanes that wait, lineage, MessagePack, goaway, slow readers."""
+"""Sockets: resume from and to anywhere, lanes that wait, lineage."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
-import msgspec
 import pytest
-from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection
 
 from streamer.bench.fake import expected_text, expected_tokens
-from tests.server.counting import sse
+from streamer.server.lanes import Lanes
 from tests.server.cutting import cut_after, follow
 from tests.server.running import Running
 from tests.server.test_resume import RESPONSE, check_response
@@ -243,212 +240,22 @@ def numbered_dicts(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [e.json for e in numbered(events)]
 
 
-# ---------------------------------------------------------------- flow control
+def test_a_bug_costs_one_response(
+    socket: ClientConnection, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = Lanes._run
+    broken = ["once"]
 
+    async def run(self: Lanes, job: Any) -> None:
+        if broken:
+            broken.clear()
+            raise RuntimeError("a bug")
+        await real(self, job)
 
-def test_acks_hold_a_response_back_and_let_it_go(slow: Running, server: Running) -> None:
-    with dial(server, JSON) as socket:
-        hear(socket)
-        say(socket, "session.update", window=100)
-        ask(socket, 2000, stream_id="a")
-        events = until(socket, "response.created")
-        response_id = events[-1]["response"]["id"]
-        say(socket, "response.ack", response_id=response_id, sequence_number=3)
-        events += until(socket, "response.paused")
-        assert server.metric('streamer_requests{state="paused"}') == 1
-        while events[-1]["type"] not in FINAL:
-            number = events[-1].get("sequence_number", 0)
-            for _ in range(2):  # repeats and old news are harmless
-                say(socket, "response.ack", response_id=response_id, sequence_number=number)
-            say(socket, "response.ack", response_id=response_id, sequence_number=5)
-            say(socket, "response.ack", response_id="resp_nobody", sequence_number=5)
-            events.append(hear(socket))
-    check_paused(events)
-    check_response([e for e in numbered(events) if e.kind not in PAUSES], 2000)
-
-
-PAUSES = ("response.paused", "response.preempted")
-
-
-def check_paused(events: list[dict[str, Any]]) -> None:
-    assert sum(e["type"] == "response.paused" for e in events) >= 1
-
-
-def test_a_reader_that_lags_too_long_is_sent_away_and_may_come_back(server_with: Any) -> None:
-    server = server_with(pause_timeout=0.2)
-    with dial(server, JSON) as socket:
-        hear(socket)
-        say(socket, "session.update", window=50, detach_s=0)
-        ask(socket, 400, stream_id="a")
-        events = until(socket, "response.created")
-        response_id = events[-1]["response"]["id"]
-        say(socket, "response.ack", response_id=response_id, sequence_number=3)
-        events += until(socket, "error")
-        error = events.pop()
-        assert (error["error"]["code"], error["stream_id"]) == ("reader_too_slow", "a")
-        stream = server.engine.get(response_id)
-        assert stream is not None
-        assert (stream.num_readers, stream.is_paused, stream.is_finished) == (0, True, False)
-        last = max(e["sequence_number"] for e in events)
-        say(socket, "response.resume", response_id=response_id, starting_after=last)
-        events += until(socket, *FINAL)
-    check_response([e for e in numbered(events) if e.kind not in PAUSES], 400)
-
-
-def test_after_the_detach_timeout_nobody_waits_for_it(server_with: Any) -> None:
-    server = server_with(pause_timeout=0.1, detach_timeout=0.1)
-    with dial(server, JSON) as socket:
-        hear(socket)
-        say(socket, "session.update", window=50)
-        ask(socket, 30_000)
-        response_id = until(socket, "response.created")[-1]["response"]["id"]
-        say(socket, "response.ack", response_id=response_id, sequence_number=3)
-        until(socket, "error")
-        server.wait_idle()
-    answer = httpx.get(server.url + f"/v1/responses/{response_id}").json()
-    assert answer["status"] == "cancelled"
-
-
-@pytest.mark.parametrize("path", ["/v1/responses", "/v1/chat/completions"])
-def test_a_stuck_connection_is_aborted_and_its_stream_resumed(server_with: Any, path: str) -> None:
-    """A client that takes nothing: its connection is dropped, its answer waits, paused."""
-    server = server_with(pause_timeout=0.3)
-    message = {"input": "x", "messages": [{"role": "user", "content": "x"}]}
-    body = {**message, "stream": True, "max_tokens": 100_000, "max_output_tokens": 100_000}
-    body |= {"ignore_eos": True, "logprobs": True, "top_logprobs": 1, "return_token_ids": True}
-    with httpx.stream("POST", server.url + path, json=body) as response:
-        events = sse(response)
-        first = next(events).json
-        request_id = first.get("id") or first["response"]["id"]
-        stream = server.engine.get(request_id)
-        assert stream is not None
-        server.wait_metric('streamer_requests{state="paused"}', 1)
-        server.wait_until(lambda: stream.num_readers == 0)
-        with pytest.raises(httpx.RemoteProtocolError):
-            list(events)
-    assert (stream.is_paused, stream.is_finished) == (True, False)
-    server.engine_cancel(request_id)
-    server.wait_idle()
-
-
-# ---------------------------------------------------------------- settings, MessagePack, drain
-
-
-def test_include_filters_what_the_body_asked_for(socket: ClientConnection) -> None:
-    wanted: dict[str, Any] = {"top_logprobs": 1, "return_token_ids": True}
-    seen = []
-    for include in (["logprobs", "token_ids"], ["token_ids"], ["logprobs"], []):
-        say(socket, "session.update", include=include)
-        ask(socket, 4, **wanted)
-        events = until(socket, *FINAL)
-        deltas = [e for e in events if e["type"] == "response.output_text.delta"]
-        (part,) = events[-1]["response"]["output"][0]["content"]
-        assert bool(part["logprobs"]) is bool(deltas[0]["logprobs"])
-        assert ("prompt_token_ids" in events[0]) is ("token_ids" in deltas[0])
-        seen.append((bool(part["logprobs"]), "token_ids" in deltas[0]))
-    assert seen == [(True, True), (False, True), (True, False), (False, False)]
-
-
-def test_detach_s_of_the_session(slow: Running) -> None:
-    with dial(slow, JSON) as socket:
-        hear(socket)
-        say(socket, "session.update", detach_s=0)
-        ask(socket, 30_000)
-        until(socket, "response.output_text.delta")
-    slow.wait_idle()
-
-
-def transcript(server: Running, protocol: str) -> list[Any]:
-    """What a session says to the same events, without what no two sessions share."""
-    is_packed = protocol == MSGPACK
-    encode: Any = msgspec.msgpack.encode if is_packed else lambda e: json.dumps(e)
-    decode: Any = msgspec.msgpack.decode if is_packed else json.loads
-    out: list[Any] = []
-    with dial(server, protocol) as socket:
-        assert socket.subprotocol == protocol
-
-        def tell(kind: str, **fields: Any) -> None:
-            socket.send(encode({"type": kind, **fields}))
-
-        def take(*kinds: str) -> None:
-            while True:
-                data = socket.recv(timeout=20)
-                assert isinstance(data, bytes) is is_packed
-                out.append(decode(data))
-                if out[-1]["type"] in kinds:
-                    return
-
-        take("session.created")
-        tell("session.ping", t=1.5)
-        take("session.pong")
-        body: dict[str, Any] = {"input": "é😀", "max_output_tokens": 9, "seed": 3, "stream_id": "a"}
-        body |= {"top_logprobs": 1, "return_token_ids": True, "metadata": {"k": "ü"}}
-        tell("response.create", **body)
-        take(*FINAL)
-        tell("response.resume", response_id=out[-1]["response"]["id"], starting_after=7)
-        take(*FINAL)
-        tell("response.create", **{**body, "temperature": 9})
-        take("error")
-        tell("nothing.like.this")
-        take("error")
-    return [plain(e) for e in out if e["type"] not in ("response.running", "response.prefill")]
-
-
-def plain(event: Any) -> Any:
-    """An event without ids and times; the deltas of one response may be merged otherwise."""
-    volatile = ("id", "item_id", "response_id", "session_id", "created_at", "completed_at")
-    if isinstance(event, dict):
-        hidden = (*volatile, "timing", "usage", "input_tokens_details")
-        return {k: plain(v) for k, v in event.items() if k not in hidden}
-    return [plain(v) for v in event] if isinstance(event, list) else event
-
-
-def joined(events: list[Any]) -> list[Any]:
-    """Neighbouring deltas as one."""
-    out: list[Any] = []
-    for e in events:
-        if out and e["type"] == out[-1]["type"] == "response.output_text.delta":
-            last = out.pop()
-            e = {**e, **{k: last[k] + e[k] for k in ("delta", "logprobs", "token_ids")}}
-        out.append(e)
-    return out
-
-
-def test_messagepack_and_json_give_the_same_transcript(slow: Running) -> None:
-    first, second = (joined(transcript(slow, p)) for p in (JSON, MSGPACK))
-    assert len(first) > 15
-    assert first == second
-
-
-@pytest.mark.parametrize("message", ["text", b"\xc1", b"\x92", b"", b"\x91" * 5000])
-def test_what_is_no_messagepack_closes_with_4400(slow: Running, message: str | bytes) -> None:
-    with dial(slow, MSGPACK) as socket:
-        socket.recv(timeout=20)
-        socket.send(message)
-        with pytest.raises(ConnectionClosed) as caught:
-            socket.recv(timeout=20)
-    assert caught.value.rcvd is not None
-    assert caught.value.rcvd.code == 4400
-
-
-def test_a_drain_says_goaway_and_lets_streams_finish(server_with: Any) -> None:
-    server = server_with(model="fake:tokens_per_s=400")
-    with dial(server, JSON) as socket, dial(server) as standard:
-        hear(socket)
-        ask(socket, 200)
-        say(standard, "response.create", input="x", max_output_tokens=200, ignore_eos=True)
-        events = until(socket, "response.output_text.delta")
-        server.begin_stop()
-        events += until(socket, "session.goaway")
-        assert events.pop() == {"type": "session.goaway", "deadline_ms": 2000}
-        ask(socket, 5, stream_id="late")
-        assert until_error(socket, events)["code"] == "draining"
-        events += until(socket, *FINAL)
-        assert "session.goaway" not in {e["type"] for e in until(standard, *FINAL)}
-    check_response(numbered(events), 200)
-
-
-def until_error(socket: ClientConnection, events: list[dict[str, Any]]) -> Any:
-    while (event := hear(socket))["type"] != "error":
-        events.append(event)
-    return event["error"]
+    monkeypatch.setattr(Lanes, "_run", run)
+    for _ in range(2):
+        ask(socket, 3, stream_id="a")
+    events = until(socket, *FINAL)
+    errors = [e for e in events if e["type"] == "error"]
+    assert [(e["error"]["code"], e["stream_id"]) for e in errors] == [("internal", "a")]
+    assert "a response on a socket failed" in caplog.text
