@@ -143,9 +143,9 @@ class Client:
                 connection.is_silent = False
                 self._num_silent -= 1
             if is_counting:
-                self._num_reads += 1
                 if not self._num_reads % SAMPLE:
                     self._raw.append((data, time.perf_counter()))
+                self._num_reads += 1
                 self._num_bytes += len(data)
                 self._events += connection.count(data)
         return True
