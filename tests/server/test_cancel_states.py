@@ -267,12 +267,10 @@ def wait_until(server: Running, is_true: Callable[[], bool], says: str) -> None:
 def test_cancel(pressed: Callable[[float], Gated], state: str, way: str) -> None:
     server = pressed(STATES[state])
     others = []
-    if state == "waiting":  # one row decodes, the other stands still in its prefill
-        others.append(crowd(server, 10))
-        wait_until(server, lambda: others[0].is_started, "not started")
-        server.gate.close_for("prefill")
-        others.append(crowd(server, 30))
-        wait_until(server, lambda: others[1].is_started, "not started")
+    if state == "waiting":
+        others = [crowd(server, 20), crowd(server, 30)]
+        wait_until(server, lambda: all(o.is_started for o in others), "not started")
+        server.gate.close_for("prefill")  # both rows stay taken: each of their steps is held up
     elif state == "prefilling":
         server.gate.close_for("prefill")
     with contextlib.ExitStack() as exits:
