@@ -274,6 +274,42 @@ async def test_dropping_one_of_two_readers_changes_nothing_for_the_other() -> No
         assert [d.text for d in await anext(first)] == ["b"]  # type: ignore[union-attr]
 
 
+async def test_when_the_furthest_reader_goes_the_others_lag_counts_at_once() -> None:
+    for leave in ("drop", "close"):
+        calls = Calls()
+        stream = lone_stream(calls, window=4, detach_s=None)
+        number = stream.new_reader()
+        async with aclosing(stream.read()) as slow, aclosing(stream.read(reader=number)) as fast:
+            write(stream, "a")
+            await anext(slow)
+            await anext(fast)
+            stream.acknowledge(number, 1)
+            write(stream, "bcdef")
+            stream.acknowledge(number, 6)
+            calls.log.clear()
+            if leave == "drop":
+                stream.drop(number)
+            else:
+                await fast.aclose()
+            assert (calls.log, stream.lag()) == (["pause"], 6)
+
+
+async def test_what_a_reader_that_was_sent_away_says_afterwards_changes_nothing() -> None:
+    calls = Calls()
+    stream = lone_stream(calls, window=4)
+    number = stream.new_reader()
+    async with aclosing(stream.read(reader=number)) as reader:
+        write(stream, "a")
+        await anext(reader)
+        write(stream, "bcdef")
+        stream.drop(number)
+        stream.acknowledge(number, 6)
+        await anext(reader)
+        with pytest.raises(ReaderTooSlow):
+            await anext(reader)
+    assert (calls.log, stream.is_paused) == (["pause"], True)
+
+
 async def test_a_reader_that_never_came_counts_as_one_that_left() -> None:
     calls = Calls()
     stream = lone_stream(calls, detach_s=0.0)

@@ -259,6 +259,29 @@ def test_answers_of_a_limited_key_say_what_is_left(server_with: Any) -> None:
     assert done.status_code == 200
 
 
+@pytest.mark.usefixtures("long_minute")
+def test_responses_and_steers_are_requests_like_others(server_with: Any) -> None:
+    server = server_with(model="fake:tokens_per_s=100", api_key=(KEY,), max_requests_per_minute=3)
+    first = post(server, {"input": "x", "max_output_tokens": 1}, "responses")
+    assert first.headers["x-ratelimit-remaining-requests"] == "2"
+    with connect(server.ws_url, additional_headers=BEARER, max_size=None) as socket:
+        create = {"type": "response.create", "detach_s": 0, "input": "x", "ignore_eos": True}
+        socket.send(json.dumps({**create, "max_output_tokens": 100_000}))
+        replies = []
+        while len(replies) < 2:
+            event = json.loads(socket.recv())
+            if event["type"] == "response.created":
+                steered = event["response"]["id"]
+                steer = {"type": "response.steer", "previous_response_id": steered, "input": "no"}
+                socket.send(json.dumps(steer))
+            if event["type"].startswith("response.steer"):
+                replies.append(event)
+    assert [e["type"] for e in replies] == ["response.steer.accepted", "response.steer.failed"]
+    assert replies[1]["error"]["code"] == "rate_limit_exceeded"
+    refused = post(server, {"input": "x"}, "responses")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+
+
 def test_streams_at_once_on_every_transport(server_with: Any) -> None:
     server = server_with(model="fake:tokens_per_s=100", api_key=(KEY,), max_streams_per_key=1)
     with connect(server.ws_url, additional_headers=BEARER, max_size=None) as socket:
@@ -266,7 +289,8 @@ def test_streams_at_once_on_every_transport(server_with: Any) -> None:
         socket.send(json.dumps({**create, "max_output_tokens": 100_000}))
         while json.loads(socket.recv())["type"] != "response.output_text.delta":
             pass
-        for path, body in (("chat/completions", CHAT), ("completions", {"prompt": "x"})):
+        bodies = {"chat/completions": CHAT, "completions": {"prompt": "x"}}
+        for path, body in (*bodies.items(), ("responses", {"input": "x"})):
             response = post(server, {**body, **ENDLESS}, path)
             assert (response.status_code, response.headers["retry-after"]) == (429, "1")
         socket.send(json.dumps({**create, "stream_id": "second"}))

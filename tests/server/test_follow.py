@@ -10,7 +10,7 @@ import pytest
 
 from streamer.core.plan import Notice
 from streamer.engine.stream import Delta, TokenStream
-from streamer.errors import EngineDead
+from streamer.errors import EngineDead, ReaderTooSlow
 from streamer.server.follow import follow
 from tests.engine.helpers import end, lone_stream, write
 
@@ -134,6 +134,49 @@ async def test_what_ended_the_stream_comes_after_its_text() -> None:
         with pytest.raises(EngineDead, match="boom"):
             await task
     assert connection.texts == [(0, "a"), (0, "b")]
+
+
+async def test_a_cursor_and_a_number_are_the_readers() -> None:
+    stream, connection = lone_stream(window=4), Connection()
+    number = stream.new_reader()
+    write(stream, "abc")
+    async with asyncio.timeout(DEADLINE_S):
+        task = asyncio.create_task(follow([stream], connection.put, readers=[number], after=[2]))
+        await asyncio.sleep(0)
+        assert connection.texts == [(0, "c")]
+        stream.acknowledge(number, 1)
+        assert stream.lag() == 2
+        end(stream)
+        await task
+
+
+async def test_who_was_sent_away_gets_what_there_is_and_is_told() -> None:
+    stream, connection = lone_stream(window=4), Connection()
+    number = stream.new_reader()
+    connection.is_open.clear()
+    async with asyncio.timeout(DEADLINE_S):
+        task = asyncio.create_task(follow([stream], connection.put, readers=[number]))
+        await asyncio.sleep(0)
+        write(stream, "abcdef")
+        assert stream.is_paused
+        stream.drop(number)
+        connection.is_open.set()
+        with pytest.raises(ReaderTooSlow, match="more than 4 tokens"):
+            await task
+    assert "".join(text for _, text in connection.texts) == "abcdef"
+    assert (stream.num_readers, stream.is_paused) == (0, True)  # another may come
+
+
+async def test_who_lagged_without_a_write_that_waits_is_told_at_once() -> None:
+    stream, connection = lone_stream(window=4, pause_s=0.0), Connection()
+    number = stream.new_reader()
+    async with asyncio.timeout(DEADLINE_S):
+        task = asyncio.create_task(follow([stream], connection.put, readers=[number]))
+        await asyncio.sleep(0)
+        stream.acknowledge(number, 0)
+        write(stream, "abcdef")
+        with pytest.raises(ReaderTooSlow):
+            await task
 
 
 @pytest.mark.parametrize("is_waiting", [False, True])

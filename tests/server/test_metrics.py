@@ -232,10 +232,29 @@ def test_a_loop_that_is_held_up_shows(server: Running) -> None:
 
 
 def test_resumes_by_what_was_found(server: Running) -> None:
-    metrics = Metrics(server.engine)
-    metrics.resumed("live")
-    metrics.resumed("gone")
-    assert b'streamer_resumes_total{status="live"} 1.0' in metrics.expose()
+    answer = httpx.post(server.url + "/v1/responses", json={"input": "count to 3"}).json()
+    body = {**CHAT, "stream": True, "detach_s": 30, "ignore_eos": True, "max_tokens": 2000}
+    with httpx.stream("POST", server.url + CHAT_PATH, json=body) as response:
+        chat = next(sse(response)).json["id"]
+
+    def finished() -> None:
+        httpx.get(f"{server.url}/v1/responses/{answer['id']}?stream=true")
+        httpx.get(f"{server.url}/v1/responses/{answer['id']}")  # is no resume
+
+    def gone_and_finished() -> None:
+        with dial(server, "streamer.v1.json") as socket:
+            hear(socket)
+            for response_id in (answer["id"], "resp_nobody"):
+                say(socket, "response.resume", response_id=response_id, stream_id=response_id)
+            until(socket, *FINAL)
+
+    name = 'streamer_resumes_total{{status="{}"}}'.format
+    moves = moved(server, finished)
+    assert (moves[name("finished")], name("gone") in moves) == (1, False)
+    moves = moved(server, gone_and_finished)
+    assert (moves[name("finished")], moves[name("gone")]) == (1, 1)
+    moves = moved(server, lambda: httpx.get(f"{server.url}{CHAT_PATH}/{chat}?stream=true"))
+    assert moves[name("finished")] == 1
 
 
 def test_a_scrape_while_the_model_loads() -> None:

@@ -94,6 +94,18 @@ def test_a_socket_and_one_that_leaves(server: Running, lines: list[Finished]) ->
     assert (lines[0].id, lines[0].operation) == (response["id"], "responses")
 
 
+def test_responses_on_every_way_there_is(server: Running, lines: list[Finished]) -> None:
+    for more in ({}, {"stream": True}, {"background": True}):
+        body = {"input": "count to 3", **more}
+        assert httpx.post(server.url + "/v1/responses", json=body).status_code == 200
+        server.wait_idle()
+    assert [(x.operation, x.transport, x.reason) for x in lines] == [
+        ("responses", "http", "stop"),
+        ("responses", "sse", "stop"),
+        ("responses", "http", "stop"),
+    ]
+
+
 def test_the_worst_choice_names_the_reason_and_death_its_status(lines: list[Finished]) -> None:
     def record(stream: TokenStream) -> None:
         Record(
