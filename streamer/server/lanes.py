@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -47,7 +47,7 @@ MAX_LANES: Final = 64
 MAX_QUEUED: Final = 256  # creates that wait for their lane
 MAX_QUEUED_BYTES: Final = 4 << 20  # of creates whose response has not begun
 
-Send = Callable[[msgspec.Struct], Awaitable[None]]
+Send = Callable[[msgspec.Struct], Coroutine[Any, Any, None]]
 Reply = Callable[[msgspec.Struct], None]
 
 
@@ -359,7 +359,7 @@ class Lanes:
         events, stream = attached.events, attached.stream
         deltas = [d for d in items if isinstance(d, Delta)]
         meter.deltas(source, deltas)
-        if self._is_extended:
+        if self._is_extended and len(items) > len(deltas):
             for notice in items:
                 if isinstance(notice, Notice):
                     await self._send(events.state(notice))

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+from collections.abc import Coroutine
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -69,6 +70,8 @@ class Session:
         self._receive = receive
         self._asgi_send = send
         self._protocol = next((p for p in self._offered if p in (JSON, MSGPACK)), None)
+        self._is_packed = self._protocol == MSGPACK
+        self._encode = _pack if self._is_packed else encode
         self._id = "sess_" + secrets.token_hex(12)
         config = service.config
         self._settings = Settings(config.stream_window, config.detach_timeout)
@@ -149,7 +152,7 @@ class Session:
             except msgspec.ValidationError as e:
                 self._refuse(located(str(e), "invalid_event"), None)
             except (msgspec.DecodeError, UnicodeError, RecursionError, TypeError):
-                form = "MessagePack in binary" if self._protocol == MSGPACK else "JSON in text"
+                form = "MessagePack in binary" if self._is_packed else "JSON in text"
                 await self._close(4400, f"events are {form} frames, and this one is not")
                 return
             else:
@@ -167,7 +170,7 @@ class Session:
 
     def _json_of(self, message: Any) -> bytes:
         """The event as JSON, whatever it came as: behind this door there is one way."""
-        if self._protocol == MSGPACK:
+        if self._is_packed:
             return encode(msgspec.msgpack.decode(message.get("bytes") or b""))
         text: str | None = message.get("text")
         if text is None:
@@ -224,15 +227,12 @@ class Session:
                 await self._send_bytes(data)
                 self._reply_bytes -= len(data)
 
-    async def _send(self, event: msgspec.Struct) -> None:
-        await self._send_bytes(self._encode(event))
-
-    def _encode(self, event: msgspec.Struct) -> bytes:
-        return _pack(event) if self._protocol == MSGPACK else encode(event)
+    def _send(self, event: msgspec.Struct) -> Coroutine[Any, Any, None]:
+        return self._send_bytes(self._encode(event))  # no coroutine of its own: one a token
 
     async def _send_bytes(self, data: bytes) -> None:
         self._stuck.began()
-        if self._protocol == MSGPACK:
+        if self._is_packed:
             await self._asgi_send({"type": "websocket.send", "bytes": data})
         else:
             await self._asgi_send({"type": "websocket.send", "text": data.decode()})
