@@ -161,7 +161,9 @@ def test_input_items_in_pages(client: openai.OpenAI) -> None:
             {"role": "user", "content": "count to 2"},
         ],
     )
-    second = client.responses.create(model="fake", input="more", previous_response_id=first.id)
+    second = client.responses.create(
+        model="fake", input="more", previous_response_id=first.id, max_output_tokens=3
+    )
     items: list[Any] = list(client.responses.input_items.list(second.id, order="asc", limit=1))
     assert [(i.role, i.content[0].text) for i in items] == [
         ("developer", "be brief"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket as socketlib
+import struct
 from typing import Any
 
 import httpx
@@ -95,21 +96,47 @@ def test_after_the_detach_timeout_nobody_waits_for_it(server_with: Any) -> None:
     assert answer["status"] == "cancelled"
 
 
-def begin(server: Running, path: str, body: dict[str, Any]) -> socketlib.socket:
-    """A request on a bare socket with room for little; its head and first events are there."""
+def narrow(server: Running) -> socketlib.socket:
+    """A bare connection with room for little."""
     host, port = server.url.removeprefix("http://").split(":")
-    data = json.dumps(body).encode()
     raw = socketlib.socket()
     raw.setsockopt(socketlib.SOL_SOCKET, socketlib.SO_RCVBUF, 4096)
     raw.settimeout(20)
     raw.connect((host, int(port)))
-    head = f"POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Length: {len(data)}\r\n\r\n"
-    raw.sendall(head.encode() + data)
-    while b"\r\n\r\n" not in raw.recv(4096, socketlib.MSG_PEEK) or not raw.recv(
-        4096, socketlib.MSG_PEEK
-    ).count(b'"id":"'):
-        pass
     return raw
+
+
+def first_bytes(raw: socketlib.socket) -> tuple[bytes, str]:
+    """What comes up to the first id of an answer, and that id."""
+    got = b""
+    while (found := re.search(rb'"id":"((?:resp_|chatcmpl-)\w+)"', got)) is None:
+        part = raw.recv(512)
+        assert part, got
+        got += part
+    return got, found[1].decode()
+
+
+def begin(raw: socketlib.socket, path: str, body: dict[str, Any]) -> tuple[bytes, str]:
+    """A request on it; what comes up to its id."""
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+    raw.sendall(head.encode() + data)
+    return first_bytes(raw)
+
+
+def begin_socket(raw: socketlib.socket, body: dict[str, Any]) -> tuple[bytes, str]:
+    """A handshake and a create on it; what comes up to its id."""
+    raw.sendall(
+        b"GET /v1/responses HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\n"
+        b"Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+        b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+    )
+    while b"\r\n\r\n" not in raw.recv(4096, socketlib.MSG_PEEK):
+        pass
+    data = json.dumps({"type": "response.create", **body}).encode()
+    head = struct.pack("!BBHI", 0x81, 0x80 | 126, len(data), 0)  # text, masked with zeros
+    raw.sendall(head + data)
+    return first_bytes(raw)
 
 
 def texts(events: list[Event]) -> str:
@@ -126,14 +153,12 @@ def test_a_stuck_connection_is_aborted_and_its_stream_resumed(server_with: Any, 
     message = {"input": "x", "messages": [{"role": "user", "content": "x"}]}
     body = {**message, "stream": True, "max_tokens": 6000, "max_output_tokens": 6000}
     body |= {"ignore_eos": True, "logprobs": True, "top_logprobs": 1, "return_token_ids": True}
-    with begin(server, path, body) as raw:
-        found = re.search(rb'"id":"((?:resp_|chatcmpl-)\w+)"', raw.recv(4096, socketlib.MSG_PEEK))
-        assert found is not None
-        stream = server.engine.get(found[1].decode())
+    with narrow(server) as raw:
+        got, request_id = begin(raw, path, body)
+        stream = server.engine.get(request_id)
         assert stream is not None
         server.wait_metric('streamer_requests{state="paused"}', 1)
         server.wait_until(lambda: stream.num_readers == 0)
-        got = b""
         while part := raw.recv(1 << 16):
             got += part
     assert (stream.is_paused, stream.is_finished) == (True, False)
@@ -142,6 +167,22 @@ def test_a_stuck_connection_is_aborted_and_its_stream_resumed(server_with: Any, 
     events = [Event(block.split("\n")) for block in blocks]
     resume = f"{path}/{stream.request_id}?stream=true&starting_after={events[-1].id}"
     assert check_counting(texts(events + follow(server, resume)))[-1] == 6000
+
+
+def test_a_stuck_socket_is_aborted_and_its_responses_wait(server_with: Any) -> None:
+    server = server_with(pause_timeout=0.3)
+    body = {"input": "x", "max_output_tokens": 6000, "ignore_eos": True, "top_logprobs": 1}
+    with narrow(server) as raw:
+        _, request_id = begin_socket(raw, {**body, "return_token_ids": True})
+        stream = server.engine.get(request_id)
+        assert stream is not None
+        server.wait_metric('streamer_requests{state="paused"}', 1)
+        server.wait_until(lambda: stream.num_readers == 0)
+        while raw.recv(1 << 16):
+            pass
+    assert (stream.is_paused, stream.is_finished) == (True, False)
+    events = follow(server, f"/v1/responses/{stream.request_id}?stream=true&starting_after=3")
+    assert check_counting(texts(events))[-1] == 6000
 
 
 # ---------------------------------------------------------------- settings, MessagePack, drain
