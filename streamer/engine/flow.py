@@ -95,6 +95,11 @@ class Flow:
         if detach_s is not None:
             self._depart(detach_s)
 
+    def missed(self) -> None:
+        """A reader that was expected will not come; a wait for another one goes on as it was."""
+        if self._departure is None:
+            self.left()
+
     def dropped(self) -> None:
         """The last reader was sent away for its lag: wait for another one, paused."""
         self._be_patient()

@@ -293,7 +293,7 @@ class TokenStream:
     def miss(self) -> None:
         """The reader it was made for will not come: as if its last reader had left."""
         if not self._readers:
-            self._flow.left()
+            self._flow.missed()
 
     # ------------------------------------------------------------ flow control
 

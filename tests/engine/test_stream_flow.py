@@ -318,3 +318,16 @@ async def test_a_reader_that_never_came_counts_as_one_that_left() -> None:
     alone = lone_stream(calls, detach_s=None)
     alone.miss()
     assert calls.log == ["cancel"]
+
+
+async def test_a_resume_that_never_came_leaves_the_wait_for_another_as_it_was() -> None:
+    calls = Calls()
+    stream = lone_stream(calls, window=4, detach_s=0.0)
+    number = stream.new_reader()
+    async with aclosing(stream.read(reader=number)) as reader:
+        write(stream, "a")
+        await anext(reader)
+        write(stream, "bcdef")
+        stream.drop(number)
+    stream.miss()
+    assert (calls.log, stream.is_paused) == (["pause"], True)
