@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import AsyncIterator
+import signal
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -227,10 +228,16 @@ def test_ctrl_c_in_an_answer_cancels_it_alone(monkeypatch: pytest.MonkeyPatch) -
     assert contents == ["hang", "you said ", "two", "you said two"]
 
 
+@pytest.fixture(autouse=True)
+def heeds_interrupts() -> Iterator[None]:
+    """A shell's background jobs ignore SIGINT, and so would these tests."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupt_when_printed(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """A real SIGINT to this process, the first time `text` has been printed."""
-    import signal
-
     add = Measured.add
     pending = [text]
 
