@@ -54,6 +54,11 @@ class BlockPool:
         """Blocks that become free when launched plans and copies end."""
         return len(self._cool_until)
 
+    @property
+    def num_cooling_cached(self) -> int:
+        """Those of them whose content can be matched."""
+        return sum(block in self._published for block in self._cool_until)
+
     def ref_count(self, block: int) -> int:
         """Block tables that hold the block."""
         return self._refs[block]

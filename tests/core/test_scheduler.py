@@ -76,6 +76,14 @@ def test_a_later_request_finds_the_blocks_of_a_finished_one() -> None:
     driver.drain()
 
 
+def test_the_last_step_counts_what_it_leaves_in_the_cache() -> None:
+    driver = Driver(make_config())
+    driver.add(prompt(10), max_tokens=3)  # 12 tokens are computed: 3 blocks of 4
+    driver.drain()
+    stats = driver.outputs[-1].stats
+    assert (stats.blocks_free, stats.blocks_cached) == (stats.blocks_total, 3)
+
+
 def test_without_the_cache_nothing_is_shared() -> None:
     driver = Driver(make_config(enable_prefix_caching=False, max_num_batched_tokens=64))
     driver.add(prompt(12), max_tokens=2)
