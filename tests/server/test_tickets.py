@@ -37,14 +37,17 @@ class Clock:
         return self.now
 
 
-def ask(url: str, key: str | None = KEYS[0], body: bytes = b"{}") -> httpx.Response:
+def ask(
+    url: str, key: str | None = KEYS[0], body: bytes = b"{}", client: Any = httpx
+) -> httpx.Response:
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    return httpx.post(url + "/v1/tickets", content=body, headers=headers)
+    response: httpx.Response = client.post(url + "/v1/tickets", content=body, headers=headers)
+    return response
 
 
-def ticket_of(server: Running, key: str | None = KEYS[0]) -> str:
+def ticket_of(server: Running, key: str | None = KEYS[0], client: Any = httpx) -> str:
     """The subprotocol that shows a new ticket of this key."""
-    response = ask(server.url, key)
+    response = ask(server.url, key, client=client)
     assert response.status_code == 200, response.text
     return PREFIX + str(response.json()["ticket"])
 
@@ -182,8 +185,9 @@ def test_a_key_has_so_many_and_room_again_later(keyed: Running, clock: Clock) ->
     clock.now += TICKET_S  # none waits now
     first = ticket_of(keyed)
     clock.now += 10
-    for _ in range(MAX_PER_KEY - 1):
-        ticket_of(keyed)
+    with httpx.Client() as client:
+        for _ in range(MAX_PER_KEY - 1):
+            ticket_of(keyed, client=client)
     full = ask(keyed.url)
     assert full.status_code == 429
     assert full.headers["retry-after"] == str(TICKET_S - 10)
@@ -212,7 +216,8 @@ def test_all_keys_together_have_so_many() -> None:
 
 
 def test_where_no_keys_are_asked_for_a_ticket_does_no_harm(server: Running) -> None:
-    tickets = [ticket_of(server, None) for _ in range(MAX_PER_KEY + 1)]  # none is kept
+    with httpx.Client() as client:  # none is kept, so they have no bound
+        tickets = [ticket_of(server, None, client) for _ in range(MAX_PER_KEY + 1)]
     for offered in (tickets[0], tickets[0], PREFIX + "anything"):
         with dial(server, offered, JSON) as socket:
             assert socket.subprotocol == JSON
