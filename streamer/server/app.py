@@ -23,8 +23,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from streamer.config import Config
 from streamer.errors import InvalidRequest, NotFound, Overloaded, StreamerError
-from streamer.server import openapi
-from streamer.server.admission import LimitHeaders
+from streamer.server import openapi, tickets
+from streamer.server.admission import LimitHeaders, tenant_of
 from streamer.server.context import Context
 from streamer.server.metrics import Metrics
 from streamer.server.openai import chat, completions, tokenizing
@@ -186,6 +186,14 @@ class Api:
             return SnapshotStream(self._service)
         return json(await engine_body(self._service, request.scope))
 
+    async def tickets(self, request: Request) -> ASGIApp:
+        """POST /v1/tickets; also while the model loads: a socket is told that."""
+        decode_body(await read_body(request.headers, request.receive), tickets.DECODER, {})
+        secret = self._service.tickets.issue(tenant_of(request.scope))
+        response = json(encode(tickets.TicketAnswer(secret)))
+        response.headers["cache-control"] = "no-store"
+        return response
+
     async def health(self, request: Request) -> ASGIApp:
         """GET /health: 200 while the engine lives, loading included."""
         engine = self._service.engine
@@ -278,6 +286,7 @@ def build_service_app(service: Service) -> ASGIApp:
         Route("/v1/responses/{id}", stored.retrieve),
         Route("/v1/responses/{id}/cancel", stored.cancel, methods=["POST"]),
         Route("/v1/responses/{id}/input_items", stored.input_items),
+        Route("/v1/tickets", api.tickets, methods=["POST"]),
         Route("/v1/engine", api.engine),
         Route("/tokenize", api.tokenize, methods=["POST"]),
         Route("/detokenize", api.detokenize, methods=["POST"]),
@@ -293,4 +302,4 @@ def build_service_app(service: Service) -> ASGIApp:
         },
     )
     app.router.default = nothing_there
-    return Guard(app, service.config, service.metrics.refused)
+    return Guard(app, service.config, service.metrics.refused, service.tickets)

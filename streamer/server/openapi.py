@@ -23,6 +23,7 @@ from streamer.server.openai import (
 )
 from streamer.server.openai.common import ApiError, encode
 from streamer.server.openai.fields import Table
+from streamer.server.tickets import TicketAnswer, TicketRequest
 from streamer.server.watching import EngineBody
 
 SSE_TYPE, JSON_TYPE = "text/event-stream", "application/json"
@@ -192,6 +193,14 @@ ROUTES: Final = (
     ),
     Route("GET", "/v1/models", "What is served", answer=ModelList),
     Route("GET", "/v1/models/{model}", "One model", answer=models.Model, statuses=(404, *KEYED)),
+    Route(
+        "POST",
+        "/v1/tickets",
+        "A ticket with which a browser opens one socket",
+        body=TicketRequest,
+        answer=TicketAnswer,
+        statuses=(400, 413, 429, *KEYED),
+    ),
     Route(
         "GET",
         "/v1/engine",

@@ -1,4 +1,4 @@
-"""The guard before every route: Origin, Host and keys; and the size limit of a body.
+"""The guard before every route: Origin, Host, keys and tickets; and the size limit of a body.
 
 Plain ASGI around the app, HTTP and WebSocket alike. A browser page of another site can reach a
 server on this machine, directly or by rebinding its name: both are told apart by these two headers.
@@ -20,6 +20,7 @@ from streamer.errors import Forbidden, NotAuthenticated, StreamerError, TooLarge
 from streamer.server.admission import TENANT, digest
 from streamer.server.openai.common import error_body
 from streamer.server.service import PLAIN_SEND
+from streamer.server.tickets import Tickets, take_tickets
 
 MAX_BODY_BYTES: Final = 4 << 20
 OPEN_PATHS: Final = frozenset({"/", "/health", "/ready"})
@@ -48,9 +49,14 @@ class Guard:
     """Refuses what comes from elsewhere or without a key, before any route sees it."""
 
     def __init__(
-        self, app: ASGIApp, config: Config, on_refusal: Callable[[StreamerError], None]
+        self,
+        app: ASGIApp,
+        config: Config,
+        on_refusal: Callable[[StreamerError], None],
+        tickets: Tickets,
     ) -> None:
         self._app = app
+        self._tickets = tickets
         self._on_refusal = on_refusal
         self._root = config.root_path.rstrip("/")
         self._hosts = LOCAL_HOSTS | {split_host(h) for h in config.allowed_hosts}
@@ -79,7 +85,7 @@ class Guard:
                     await _answer_preflight(headers, send)
                     return
             if path not in OPEN_PATHS:
-                tenant = self._check_key(headers)
+                tenant = self._check_caller(scope, headers)
                 if tenant:
                     scope.setdefault("state", {})[TENANT] = tenant
         except StreamerError as e:
@@ -115,10 +121,16 @@ class Guard:
             return origin
         raise Forbidden(f"Origin {origin!r} is not allowed here; see --allowed-origins")
 
-    def _check_key(self, headers: Headers) -> str:
-        """A digest of the key that was given; "" where no keys are asked for."""
+    def _check_caller(self, scope: Scope, headers: Headers) -> str:
+        """A digest of the caller's key, given or by a ticket; "" where no keys are asked for."""
+        tickets = take_tickets(scope) if scope["type"] == "websocket" else []
         if not self._keys:
             return ""
+        if tickets and "authorization" not in headers:
+            return self._tickets.redeem(tickets[0])
+        return self._check_key(headers)
+
+    def _check_key(self, headers: Headers) -> str:
         scheme, _, given = headers.get("authorization", "").partition(" ")
         token = given.strip().encode() if scheme.lower() == "bearer" else b""
         is_known = False

@@ -25,6 +25,7 @@ from streamer.server.admission import Admission, tenant_of
 from streamer.server.metrics import Metrics
 from streamer.server.openai.common import SamplingFields, named
 from streamer.server.records import Operation, Record, Transport
+from streamer.server.tickets import Tickets
 
 if TYPE_CHECKING:
     from streamer.engine.engine import AsyncEngine
@@ -58,6 +59,7 @@ class Service:
         self.config = config
         self.metrics = Metrics(engine)
         self.admission = Admission(config)
+        self.tickets = Tickets()
         self.epoch = secrets.token_hex(8)
         self.started = int(time.time())
         self._tracer = tracer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -191,6 +192,65 @@ def test_it_comes_back_after_the_server_did(browser: Browser) -> None:
     expect(page.locator("article.assistant .text")).not_to_be_empty()
     page.close()
     second.stop()
+
+
+def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser) -> None:
+    keyed = Running(model="fake:tokens_per_s=400", api_key=("right-key",)).start()
+    page = browser.new_page()
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(keyed.url)
+    dialog = page.get_by_role("dialog", name="This server wants an API key")
+    field = dialog.get_by_label("API key")
+    expect(field).to_be_focused()
+    expect(field).to_have_attribute("type", "password")
+    for wrong in ("wrong-key", "\u043a\u043b\u044e\u0447"):  # no header can carry the second
+        field.fill(wrong)
+        field.press("Enter")
+        expect(dialog.get_by_role("alert")).to_have_text("This server does not know that key.")
+        expect(field).to_be_focused()
+        assert kept(page) == ["{}", "{}"]
+        page.keyboard.press("Escape")
+        expect(dialog).to_be_hidden()
+        page.get_by_role("button", name="Enter key").click()
+        expect(dialog.get_by_role("alert")).to_be_hidden()
+    field.fill("right-key")
+    dialog.get_by_role("button", name="Connect").click()
+    expect(dialog).to_be_hidden()
+    expect(page.locator("#badge")).to_have_text("connected")
+    limit(page, 5)
+    assert len(check_counting(finished(ask(page, "How far can you count?")))) > 0
+    local, session = map(json.loads, kept(page))
+    assert session == {"streamer.key": "right-key"}
+    assert "right-key" not in str(local)
+    page.reload()  # a new socket, with a ticket of its own
+    expect(page.locator("#badge")).to_have_text("connected")
+    expect(dialog).to_be_hidden()
+    other = browser.new_page()
+    other.goto(keyed.url)
+    expect(other.get_by_role("dialog")).to_be_visible()
+    other.close()
+    page.close()
+    keyed.stop()
+    assert errors == []
+
+
+def kept(page: Page) -> list[str]:
+    """What the page has in the stores of its tab and of all tabs, as JSON."""
+    names = ("localStorage", "sessionStorage")
+    return [str(page.evaluate(f"JSON.stringify({name})")) for name in names]
+
+
+def test_without_keys_no_ticket_is_asked_for(browser: Browser, server: Running) -> None:
+    page = browser.new_page()
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(server.url)
+    expect(page.locator("#badge")).to_have_text("connected")
+    expect(page.get_by_role("dialog")).to_be_hidden()
+    expect(page.get_by_role("button", name="Enter key")).to_be_hidden()
+    page.close()
+    assert [url for url in asked if "ticket" in url] == []
 
 
 @pytest.mark.parametrize("width", [360, 1280])

@@ -1,0 +1,104 @@
+"""Tickets: how a browser, which can't give a header to a handshake, shows the key it has.
+
+POST /v1/tickets answers a secret; offered as the subprotocol `streamer.ticket.SECRET` it opens one
+socket for the key that asked for it, within TICKET_S. What is kept of it is a digest. Called by
+app.py, which issues, and by the guard, which redeems, both on the loop.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import msgspec
+from starlette.types import Scope
+
+from streamer.errors import NotAuthenticated, Overloaded, RateLimited
+from streamer.server.admission import digest
+
+PREFIX: Final = "streamer.ticket."
+TICKET_S: Final = 30
+MAX_PER_KEY: Final = 64  # that wait to be used
+MAX_TICKETS: Final = 1024  # of all keys
+
+
+class TicketRequest(msgspec.Struct):
+    """The body of POST /v1/tickets: `{}`."""
+
+
+class TicketAnswer(msgspec.Struct, frozen=True):
+    """The answer of POST /v1/tickets."""
+
+    ticket: str
+    expires_in_s: int = TICKET_S
+
+
+DECODER: Final = msgspec.json.Decoder(TicketRequest)
+
+
+class _Kept(NamedTuple):
+    tenant: str
+    end: float  # on the clock
+
+
+class Tickets:
+    """Those that were issued and not used yet."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._kept: dict[str, _Kept] = {}  # by digest, the oldest first: all live as long
+
+    def issue(self, tenant: str) -> str:
+        """A new secret for this key; where no keys are asked for, one that nobody will ask for.
+
+        RateLimited when the key has too many that wait, Overloaded when all keys together do.
+        """
+        secret = secrets.token_urlsafe(32)
+        if not tenant:
+            return secret
+        now = self._clock()
+        self._forget(now)
+        ends = [kept.end for kept in self._kept.values() if kept.tenant == tenant]
+        if len(ends) >= MAX_PER_KEY:
+            raise RateLimited(
+                f"{MAX_PER_KEY} tickets of this key wait to be used", retry_after_s=ends[0] - now
+            )
+        if len(self._kept) >= MAX_TICKETS:
+            first = next(iter(self._kept.values()))
+            raise Overloaded(
+                f"{MAX_TICKETS} tickets wait to be used", retry_after_s=first.end - now
+            )
+        self._kept[digest(secret)] = _Kept(tenant, now + TICKET_S)
+        return secret
+
+    def redeem(self, secret: str) -> str:
+        """The tenant it was issued to, once; NotAuthenticated if it was used, is old or no ticket.
+
+        The look-up is by digest: how long it takes says nothing about the secrets that exist.
+        """
+        self._forget(self._clock())
+        kept = self._kept.pop(digest(secret), None)
+        if kept is None:
+            raise NotAuthenticated(
+                f"the ticket is not known here: one opens one socket, within {TICKET_S} s"
+            )
+        return kept.tenant
+
+    def _forget(self, now: float) -> None:
+        while self._kept:
+            first = next(iter(self._kept))
+            if self._kept[first].end > now:
+                return
+            del self._kept[first]
+
+
+def take_tickets(scope: Scope) -> list[str]:
+    """The secrets that a handshake offers, taken out of its scope: nobody behind sees them."""
+    offered: list[str] = scope.get("subprotocols") or []
+    tickets = [p.removeprefix(PREFIX) for p in offered if p.startswith(PREFIX)]
+    if tickets:
+        scope["subprotocols"] = [p for p in offered if not p.startswith(PREFIX)]
+        scope["headers"] = [h for h in scope["headers"] if h[0] != b"sec-websocket-protocol"]
+    return tickets
