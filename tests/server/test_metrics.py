@@ -19,7 +19,7 @@ from streamer.core.scheduler import Scheduler, SchedulerConfig
 from streamer.engine.stats import PHASES
 from streamer.server.metrics import Metrics
 from tests.server.counting import CHAT, ENDLESS, sse
-from tests.server.running import Running
+from tests.server.running import DEADLINE_S, Running
 from tests.server.test_cancel_states import crowd
 from tests.server.test_sse import post_raw
 from tests.server.test_websocket import FINAL, dial, hear, say, until
@@ -77,6 +77,7 @@ def who_cancels(server: Running) -> None:
     with dial(server, "streamer.v1.json") as socket:
         say(socket, "response.create", input="x", max_output_tokens=30_000, ignore_eos=True)
         created = until(socket, "response.created")[-1]
+        until(socket, "response.output_text.delta")
         say(socket, "response.cancel", response_id=created["response"]["id"])
         until(socket, *FINAL)
 
@@ -213,10 +214,12 @@ def test_swap_seconds_are_the_runners(server: Running) -> None:
 
 
 def test_a_reader_that_lags_shows(server: Running) -> None:
+    window = server.config.stream_window
     with post_raw(server, stream=True):
+        end = time.monotonic() + DEADLINE_S  # until the kernel's buffers are full too
+        while scrape(server)['streamer_stream_lag_tokens{quantile="1"}'] <= window:
+            assert time.monotonic() < end, "no reader lags"
         server.wait_metric('streamer_requests{state="paused"}', 1)
-        lags = scrape(server)
-        assert lags['streamer_stream_lag_tokens{quantile="1"}'] > server.config.stream_window
     server.wait_idle()
     server.wait_metric('streamer_stream_lag_tokens{quantile="1"}', 0)
 
