@@ -73,6 +73,22 @@ def test_sync_with_roles_stop_and_finish_reason(server: Running) -> None:
     assert usage_of(short)["output_tokens"] == 3
 
 
+@pytest.mark.parametrize("use_previous_response_id", [False, True])
+def test_a_next_turn_over_responses(server: Running, use_previous_response_id: bool) -> None:
+    """The answer as LangChain keeps it goes back as items, or as an id."""
+    model = chat(server, use_responses_api=True, use_previous_response_id=use_previous_response_id)
+    talk: list[BaseMessage] = [SystemMessage("be exact"), HumanMessage("count to 3")]
+    talk += [model.invoke(talk), HumanMessage([{"type": "text", "text": "count to 5"}])]
+    second = model.invoke(talk)
+    assert second.text == expected_text(5)
+    stream = server.engine.get(second.response_metadata["id"])
+    assert stream is not None
+    prompt = server.engine.tokenizer.decode(stream.prompt, False)
+    turns = "<|user|>count to 3<|end|><|assistant|> 1 2 3<|end|><|user|>count to 5<|end|>"
+    assert prompt.endswith(turns + "<|assistant|>")
+    assert prompt.count("be exact") == 1
+
+
 def test_a_batch_runs_at_once(server: Running) -> None:
     answers = chat(server).batch([f"count to {n}" for n in range(1, 9)])
     assert [answer.text for answer in answers] == [expected_text(n) for n in range(1, 9)]
