@@ -107,6 +107,16 @@ def test_lanes_and_lineage(heard: Any) -> None:
         assert second["final"]["previous_response_id"] == first["final"]["id"]
 
 
+def test_steer(heard: Any) -> None:
+    first, second = heard["steered"]["turns"]
+    check_heard(first)
+    check_heard(second)
+    assert heard["steered"]["accepted"]["previous_response_id"] == first["id"]
+    assert first["final"]["incomplete_details"] == {"reason": "steered"}
+    assert second["final"]["previous_response_id"] == first["id"]
+    assert second["text"] == expected_text(4)
+
+
 def test_it_reconnects_and_the_answer_goes_on_over_http(heard: Any) -> None:
     reconnected = heard["reconnected"]
     assert reconnected["attempts"] == [1006]

@@ -69,6 +69,30 @@ async function lanes() {
   return { parent: parent.id, ...heard };
 }
 
+// The first answer is steered when it has begun; its successor answers the steer.
+async function steered() {
+  const socket = new ResponsesWS(client);
+  const turns = [];
+  let accepted = null;
+  socket.send({ type: "response.create", ...settings, input: "count", max_output_tokens: 20_000 });
+  for await (const event of socket) {
+    if (event.type === "error") throw event.error;
+    if (event.type !== "message") continue;
+    const message = event.message;
+    if (message.type === "response.steer.accepted") { accepted = message.steer; continue; }
+    if (message.type === "response.created") turns.push({ text: "", numbers: [], final: null });
+    const turn = turns.at(-1);
+    const isFirst = turns.length === 1 && turn.text === "";
+    take(turn, message);
+    if (isFirst && turn.text !== "") {
+      socket.send({ type: "response.steer", previous_response_id: turn.id, input: "count to 4" });
+    }
+    if (turns.length === 2 && turn.final) break;
+  }
+  socket.close();
+  return { accepted, turns };
+}
+
 // The line is cut by whoever reads "cut" on our output; the client reconnects by itself, and what
 // was cut is read on over HTTP.
 async function reconnected() {
@@ -113,5 +137,5 @@ async function refusal() {
 
 const heard = { chat: await chat(), response: await response(), lanes: await lanes() };
 heard.refusal = await refusal();
-if (relayURL) heard.reconnected = await reconnected();
+if (relayURL) Object.assign(heard, { steered: await steered(), reconnected: await reconnected() });
 console.log(JSON.stringify(heard));
