@@ -49,33 +49,6 @@ def ask(socket: ClientConnection, num_tokens: int, **fields: Any) -> None:
 # ---------------------------------------------------------------- resume
 
 
-@pytest.mark.parametrize("num_events", [1, 2, 4, 5, 6, 9, 14])
-def test_cut_and_resumed_on_a_new_socket(slow: Running, num_events: int) -> None:
-    with dial(slow, JSON) as first:
-        hear(first)
-        ask(first, 30)
-        events: list[dict[str, Any]] = []
-        while len(numbered(events)) < num_events:
-            events.append(hear(first))
-    last, response_id = numbered(events)[-1], events[0]["response"]["id"]
-    with dial(slow, JSON) as second:
-        hear(second)
-        after = int(last.id)
-        say(
-            second, "response.resume", response_id=response_id, starting_after=after, stream_id="b"
-        )  # fmt: skip
-        rest = until(second, *FINAL)
-    assert rest[0].pop("status") in ("live", "finished")  # 30 tokens may be done by now
-    assert rest[0] == {
-        "type": "response.resumed",
-        "response_id": response_id,
-        "from": after,
-        "stream_id": "b",
-    }
-    assert {e["stream_id"] for e in rest} == {"b"}
-    check_response(numbered(events + rest), 30)
-
-
 def test_from_sse_to_a_socket_and_back(slow: Running, socket: ClientConnection) -> None:
     body = {**RESPONSE, "max_output_tokens": 300}
     events: list[Any] = list(cut_after(slow, 3500, "POST", "/v1/responses", body))
