@@ -76,12 +76,17 @@ class Memory(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """All that was measured; `is_pinned`: server and client had a core each."""
+    """All that was measured.
+
+    is_pinned  server and client had a core each
+    num_stuck  clients that never read, beside the streams of every case
+    """
 
     is_pinned: bool
     seconds: float
     cases: list[Measured]
     memory: list[Memory]
+    num_stuck: int = 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,6 +106,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--rate", type=float, help="the set rate in tokens a second of all streams, instead"
+    )
+    parser.add_argument(
+        "--slow-readers", type=_count, default=0, help="clients beside them that never read (0)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there too")
     parser.add_argument("--no-memory", action="store_true", help="leave the memory out")
@@ -122,7 +130,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
                     if rate is None:
                         below = cases[-1].events_per_s * args.load
                         rate = (below if args.rate is None else args.rate) / num_streams
-                    cases.append(measure(transport, num_streams, rate, args.seconds))
+                    stuck = args.slow_readers
+                    cases.append(measure(transport, num_streams, rate, args.seconds, stuck))
                     table.add_row(*_cells(cases[-1]))
                     live.refresh()
     if not args.no_memory:
@@ -130,7 +139,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
         memory = [measure_memory(t, most) for t in args.transports if not most % TRANSPORTS[t]]
         console.print("\n", _memory_table(memory))
     if args.json is not None:
-        report = Report(cores()[0] is not None, args.seconds, cases, memory)
+        is_pinned = cores()[0] is not None
+        report = Report(is_pinned, args.seconds, cases, memory, args.slow_readers)
         args.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
     return 0
 
@@ -143,11 +153,13 @@ def cores() -> tuple[int | None, int | None]:
     return (allowed[0], allowed[1]) if len(allowed) > 1 else (None, None)
 
 
-def measure(transport: str, num_streams: int, rate: float, seconds: float) -> Measured:
-    """One run of one case."""
+def measure(
+    transport: str, num_streams: int, rate: float, seconds: float, num_stuck: int = 0
+) -> Measured:
+    """One run of one case, beside `num_stuck` clients that never read."""
     with (
-        _server(num_streams, rate) as (server, port),
-        _client(port, transport, num_streams) as client,
+        _server(num_streams, rate, num_stuck) as (server, port),
+        _client(port, transport, num_streams, num_stuck) as client,
     ):
         before = _settled(server)
         client.tell("begin")
@@ -268,17 +280,18 @@ class Process:
 
 
 @contextlib.contextmanager
-def _server(num_streams: int, rate: float) -> Iterator[tuple[Process, int]]:
+def _server(num_streams: int, rate: float, num_stuck: int = 0) -> Iterator[tuple[Process, int]]:
     """The server and its port."""
-    order = stream_server.Order(num_streams, MAX_TOKENS, rate, cores()[0])
+    order = stream_server.Order(num_streams, MAX_TOKENS, rate, cores()[0], num_stuck)
     with contextlib.closing(Process(stream_server.__name__, order)) as process:
         yield process, process.wait(Ready).port
 
 
 @contextlib.contextmanager
-def _client(port: int, transport: str, num_streams: int) -> Iterator[Process]:
+def _client(port: int, transport: str, num_streams: int, num_stuck: int = 0) -> Iterator[Process]:
     """The client, all streams open."""
-    order = stream_client.Order(port, transport, num_streams, MAX_TOKENS, cores()[1])
+    core = cores()[1]
+    order = stream_client.Order(port, transport, num_streams, MAX_TOKENS, core, num_stuck)
     with contextlib.closing(Process(stream_client.__name__, order)) as process:
         process.wait(Opened)
         yield process
@@ -335,6 +348,12 @@ def _numbers(text: str) -> tuple[int, ...]:
     if min(numbers) < 1:
         raise ValueError
     return numbers
+
+
+def _count(text: str) -> int:
+    if (number := int(text)) < 0:
+        raise ValueError
+    return number
 
 
 def _transports(text: str) -> tuple[str, ...]:

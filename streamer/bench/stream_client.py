@@ -19,6 +19,7 @@ import time
 import msgspec
 
 READ_BYTES = 1 << 16
+STUCK_BYTES = 4096  # else the kernel takes in megabytes for a client that does not read
 SAMPLE = 17  # coprime to the numbers of sockets, so that every socket's turn comes
 CONNECT_S = 60.0
 TRANSPORTS = {"sse": 1, "ws": 1, "ws16": 16}  # lanes a socket
@@ -32,13 +33,17 @@ MESSAGES = [{"role": "user", "content": "count, please"}]
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What to open: `num_streams` over a transport, of `max_tokens` each; the core to run on."""
+    """What to open: `num_streams` over a transport, of `max_tokens` each; the core to run on.
+
+    num_stuck  sockets beside them that ask for as much and never read
+    """
 
     port: int
     transport: str
     num_streams: int
     max_tokens: int
     core: int | None = None
+    num_stuck: int = 0
 
 
 class Opened(msgspec.Struct, frozen=True):
@@ -99,12 +104,11 @@ class Client:
         """Connect and ask for every stream; the number of sockets, once all have answered."""
         num_sockets = self._order.num_streams // self._lanes
         sockets = [self._connect() for _ in range(num_sockets)]  # before the server is busy
+        self._stuck = [self._connect(STUCK_BYTES) for _ in range(self._order.num_stuck)]
+        for sock in self._stuck:
+            self._ask(sock, 1)
         for sock in sockets:
-            if self._order.transport == "sse":
-                sock.sendall(_chat_request(self._order.max_tokens))
-            else:
-                events = (_create(i, self._order.max_tokens) for i in range(self._lanes))
-                sock.sendall(b"".join(events))
+            self._ask(sock, self._lanes)
             sock.setblocking(False)
             self._selector.register(sock, selectors.EVENT_READ, Connection(sock, self._event))
         self._num_silent = num_sockets
@@ -118,8 +122,19 @@ class Client:
         while self._read():
             pass
 
-    def _connect(self) -> socket.socket:
-        sock = socket.create_connection(("127.0.0.1", self._order.port), timeout=CONNECT_S)
+    def _ask(self, sock: socket.socket, lanes: int) -> None:
+        if self._order.transport == "sse":
+            sock.sendall(_chat_request(self._order.max_tokens))
+        else:
+            sock.sendall(b"".join(_create(i, self._order.max_tokens) for i in range(lanes)))
+
+    def _connect(self, room: int = 0) -> socket.socket:
+        """A socket; `room` is for what is not read, in bytes, if not as the system has it."""
+        sock = socket.socket()
+        if room:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
+        sock.settimeout(CONNECT_S)
+        sock.connect(("127.0.0.1", self._order.port))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._order.transport != "sse":
             _shake_hands(sock)

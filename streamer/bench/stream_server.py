@@ -29,12 +29,16 @@ BLOCK_SIZE = 1024  # large, so that the scheduler has little to do: it is not wh
 
 
 class Order(msgspec.Struct, frozen=True):
-    """How many streams of up to how many tokens will come, the fake model's rate, the core."""
+    """How many streams of up to how many tokens will come, the fake model's rate, the core.
+
+    num_stuck  that many more will be paused, since nobody reads them
+    """
 
     num_streams: int
     max_tokens: int
     tokens_per_s: float
     core: int | None = None
+    num_stuck: int = 0
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -138,14 +142,15 @@ async def _serve(order: Order) -> None:
 
 def _config(order: Order) -> Config:
     blocks = -(-order.max_tokens // BLOCK_SIZE) + 2
+    num_rows = order.num_streams + order.num_stuck
     return Config(
         model=f"fake:tokens_per_s={order.tokens_per_s}",
         port=0,
         load_progress=False,
         drain_timeout=0.0,
-        max_num_seqs=order.num_streams,
-        max_num_batched_tokens=max(2048, 2 * order.num_streams),
-        num_gpu_blocks_override=order.num_streams * blocks,
+        max_num_seqs=num_rows,
+        max_num_batched_tokens=max(2048, 2 * num_rows),
+        num_gpu_blocks_override=num_rows * blocks,
         block_size=BLOCK_SIZE,
     )
 

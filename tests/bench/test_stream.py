@@ -32,6 +32,11 @@ def test_every_transport_has_its_figures(transport: str) -> None:
     assert 0 < m.loop_cpu_us <= m.process_cpu_us
 
 
+def test_clients_that_never_read_are_not_counted() -> None:
+    m = stream.measure("sse", 4, 0.0, 0.3, num_stuck=2)
+    assert m.events_per_s > 0
+
+
 def test_the_command_prints_and_writes_every_case(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     words = ["--streams", "1,16", "--transports", "ws16", "--seconds", "0.2", "--rate", "100"]
@@ -44,7 +49,9 @@ def test_the_command_prints_and_writes_every_case(tmp_path: Path) -> None:
     assert [(m.transport, m.num_streams) for m in report.memory] == [("ws16", 16)]
 
 
-@pytest.mark.parametrize("words", [["--streams", "0"], ["--streams", "x"], ["--transports", "tcp"]])
+@pytest.mark.parametrize(
+    "words", [["--streams", "0"], ["--slow-readers", "-1"], ["--transports", "tcp"]]
+)
 def test_a_wrong_flag_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "stream", *words]) == 2
     assert words[0] in capsys.readouterr().err
