@@ -33,7 +33,7 @@ def relay(slow: Running) -> Iterator[Relay]:
         yield relay
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def bundled() -> Iterator[Running]:
     """A server over the bundled model; `streamer serve` with nothing else said."""
     assert CHECKPOINT.is_dir(), "the bundled model is not there"

@@ -14,6 +14,7 @@ from streamer.cli.doctor import BROWSERS
 from tests.server.counting import check_counting
 from tests.server.running import Running
 
+expect.set_options(timeout=20_000)  # a busy machine may be slow; nothing here waits for time itself
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 
 
