@@ -31,9 +31,6 @@ from streamer.errors import InvariantViolated
 WATERMARK = 0.01  # of the pool stays free when a request is admitted beside others
 
 
-# Who waits to be admitted, unless the reader holds it: in one of these, and in the queue.
-
-
 class Draft:
     """The plan being built. `budget` is what is left of the step's tokens.
 

@@ -27,7 +27,8 @@ from streamer.config import Config
 from streamer.core.plan import Add, Cancel, Finish, FinishReason, Pause, Plan, Resume
 from streamer.core.prefix import BlockHasher
 from streamer.core.sampling import SamplingParams
-from streamer.core.scheduler import Scheduler, SchedulerConfig
+from streamer.core.scheduler import Scheduler
+from streamer.core.sizes import sizes_of
 from streamer.errors import ConfigError
 
 # ------------------------------------------------------------ what it says
@@ -143,16 +144,7 @@ class Engine:
         config = Config(model=f"fake:length={length}", **settings)
         self.runner, info = load_fake(config, depth=depth)
         self.scheduler = Scheduler(
-            SchedulerConfig(
-                block_size=info.block_size,
-                num_blocks=info.num_blocks,
-                num_host_blocks=info.num_host_blocks,
-                block_bytes=info.block_bytes,
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_model_len=info.max_model_len,
-                token_bytes=fake_tokenizer().token_bytes(),
-            ),
+            sizes_of(config, info, fake_tokenizer().token_bytes()),
             BlockHasher(info.block_size, b"s" * 32),
         )
         self.launched: deque[tuple[Plan, Any]] = deque()

@@ -8,23 +8,10 @@ import pytest
 
 from streamer.demo import CHECKPOINT
 from tests.clients.relay import Relay
+from tests.server.conftest import server, slow
 from tests.server.running import Running
 
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    """A server over the fake model."""
-    running = Running().start()
-    yield running
-    running.stop()
-
-
-@pytest.fixture(scope="module")
-def slow() -> Iterator[Running]:
-    """A server whose answers take long enough to be cut while they are made."""
-    running = Running(model="fake:tokens_per_s=400").start()
-    yield running
-    running.stop()
+__all__ = ["server", "slow"]  # fixtures of the server's tests, for these too
 
 
 @pytest.fixture

@@ -16,13 +16,13 @@ from msgspec import UNSET
 
 from streamer.core.plan import Finish, FinishReason, TokenLogprob
 from streamer.core.sampling import SamplingParams
+from streamer.engine.requests import MAX_PRIORITY
 from streamer.errors import InvalidRequest, RequestFailed, StreamerError
 
 if TYPE_CHECKING:
     from streamer.engine.stream import Delta
 
 MAX_DETACH_S = 86_400.0
-MAX_PRIORITY = 1 << 31
 MAX_SALT = 256
 MAX_METADATA = 16
 MAX_METADATA_KEY, MAX_METADATA_VALUE = 64, 512  # characters
