@@ -37,7 +37,7 @@ from streamer.engine.requests import (
     open_stream,
     with_end,
 )
-from streamer.engine.stats import PhaseTallies, Snapshot, take_snapshot
+from streamer.engine.stats import LAG_WINDOW_S, PhaseTallies, RecentMax, Snapshot, take_snapshot
 from streamer.engine.stream import Delta, Timing, TokenStream
 from streamer.engine.watch import Watch
 from streamer.errors import EngineDead, InvalidRequest, Overloaded, RequestFailed, StreamerError
@@ -90,7 +90,7 @@ class AsyncEngine:
         self.watch = Watch(self._command)
         self._streams = Registry(config.retain_s, config.retain_bytes)
         self._random = random.SystemRandom() if config.seed is None else random.Random(config.seed)
-        self._max_lag_s = 0.0
+        self._lag_s = RecentMax(LAG_WINDOW_S)
 
     @classmethod
     def from_config(cls, config: Config) -> AsyncEngine:
@@ -314,7 +314,7 @@ class AsyncEngine:
 
     def snapshot(self) -> Snapshot:
         """Everything countable, now."""
-        max_lag_s, self._max_lag_s = self._max_lag_s, 0.0
+        max_lag_s = self._lag_s.read(time.perf_counter())
         state = "draining" if self.is_draining and self._state == "ready" else self._state
         return take_snapshot(self._streams, state=state, step=self.stats, max_loop_lag_s=max_lag_s)
 
@@ -345,7 +345,8 @@ class AsyncEngine:
 
     def on_output(self, output: StepOutput, sent: float) -> None:
         """Hand a step's news to the streams; then the thread may take the step after next."""
-        self._max_lag_s = max(self._max_lag_s, time.perf_counter() - sent)
+        now = time.perf_counter()
+        self._lag_s.observe(now - sent, now)
         self.stats = output.stats
         self.phases.saw(output.times)
         if self._thread is None or self._state != "ready":
