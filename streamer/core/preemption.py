@@ -2,7 +2,8 @@
 
 Order of victims (DESIGN section 5): paused readers, then the lowest priority, then the least
 computed work lost, then the last to arrive. After MAX_PREEMPTIONS a running request is exempt while
-another can run; those it met while paused are not counted. The last running request is never chosen. Called by the scheduler alone.
+another can run; those it met while paused are not counted. The last running request is never
+chosen. Called by the scheduler alone.
 """
 
 from __future__ import annotations

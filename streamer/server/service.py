@@ -19,8 +19,9 @@ from starlette.types import Scope
 
 from streamer.config import Config
 from streamer.core.sampling import SamplingParams
+from streamer.engine.refusals import draining, loading
 from streamer.engine.requests import GenerateRequest, check_ids
-from streamer.errors import EngineDead, Overloaded
+from streamer.errors import EngineDead
 from streamer.server.admission import Admission, tenant_of
 from streamer.server.metrics import Metrics
 from streamer.server.openai.common import SamplingFields, named
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
 
 # in scope["state"], put there by the guard: the server's own `send`
 PLAIN_SEND = "plain_send"
-LOADING_RETRY_S = 2.0
-DRAINING_RETRY_S = 5.0
 MAX_LOGGED_PROMPT = 4096  # tokens, with --log-prompts: decoding them holds the loop up
 
 
@@ -78,13 +77,9 @@ class Service:
         if engine.is_dead:
             raise EngineDead(engine.death.message if engine.death is not None else "engine died")
         if engine.is_draining:
-            raise Overloaded(
-                "the server is shutting down", retry_after_s=DRAINING_RETRY_S, code="draining"
-            )
+            raise draining()
         if not engine.is_ready:
-            raise Overloaded(
-                "the model is still loading", retry_after_s=LOADING_RETRY_S, code="model_loading"
-            )
+            raise loading()
 
     def admit(self, scope: Scope) -> str:
         """Let one more request of this caller begin, or raise what it gets; its tenant."""
