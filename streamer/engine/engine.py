@@ -207,6 +207,11 @@ class AsyncEngine:
         thread.command(build_add(request, params, request_id, info, hashes))
         return stream
 
+    def require_room(self) -> None:
+        """Overloaded while the queue is full, for who asks before a prompt is made at all."""
+        if self._sizes is not None:
+            self._streams.require_room(self.config.max_queue, self._sizes.max_num_seqs)
+
     async def generate(
         self,
         prompt: str | Sequence[int],

@@ -85,7 +85,7 @@ class Lanes:
     def create(self, data: bytes, settings: Settings) -> None:
         """response.create: checked and given its id now, run when its lane is free."""
         service = self._service
-        service.admit(self._scope)
+        service.admit(self._scope, is_for_later=True)  # its lane may be taken
         body = decode_body(data, DECODER, FIELDS)
         for name, value in (("background", body.background), ("stream", body.stream is False)):
             if value:
@@ -160,7 +160,7 @@ class Lanes:
         else:
             try:
                 steer = steering.read_steer(event, size)
-                self._service.admit(self._scope)
+                self._service.admit(self._scope, is_for_later=True)
             except InvalidRequest as e:
                 code, text = "invalid_input", e.message
             except StreamerError as e:

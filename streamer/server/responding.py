@@ -45,6 +45,7 @@ async def respond(
 
     session  the socket's name
     """
+    service.engine.require_room()  # before its prompt is made
     parent = None
     if body.previous_response_id is not None:
         parent = find(service, body.previous_response_id, scope, session, "previous_response_id")

@@ -81,9 +81,14 @@ class Service:
         if not engine.is_ready:
             raise loading()
 
-    def admit(self, scope: Scope) -> str:
-        """Let one more request of this caller begin, or raise what it gets; its tenant."""
+    def admit(self, scope: Scope, *, is_for_later: bool = False) -> str:
+        """Let one more request of this caller begin, or raise what it gets; its tenant.
+
+        is_for_later  it waits for something else first: a queue that is full now may not be then
+        """
         self.require_ready()
+        if not is_for_later:
+            self.engine.require_room()
         tenant = tenant_of(scope)
         self.admission.enter(tenant)
         return tenant

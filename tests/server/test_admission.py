@@ -313,6 +313,51 @@ def test_the_official_client_knows_it_by_its_exception(server_with: Any) -> None
     assert int(caught.value.response.headers["retry-after"]) > 60  # more than four minutes
 
 
+def test_a_full_queue_refuses_before_any_prompt_is_made(
+    server_with: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = server_with(model="fake:tokens_per_s=50", max_num_seqs=1, max_queue=0)
+    encoded: list[str] = []
+    run = server.engine._prompts.run
+
+    async def noted(work: Any) -> Any:
+        encoded.append(work.__qualname__)
+        return await run(work)
+
+    with httpx.stream(
+        "POST", server.url + "/v1/chat/completions", json={**CHAT, **ENDLESS, "stream": True}
+    ) as running:
+        events = sse(running)
+        next(events)
+        server.wait_metric('streamer_requests{state="running"}', 1)
+        monkeypatch.setattr(server.engine._prompts, "run", noted)
+        bodies = {"chat/completions": CHAT, "completions": HELLO, "responses": {"input": "x"}}
+        for path, body in bodies.items():
+            assert post(server, body, path).status_code == 503
+        with connect(server.ws_url) as socket:
+            socket.send(json.dumps({"type": "response.create", "input": "x"}))
+            event = json.loads(socket.recv(timeout=20))
+        assert (event["type"], event["error"]["code"]) == ("error", "server_overloaded")
+        assert encoded == []
+    server.wait_idle()
+    assert post(server, {**CHAT, "max_tokens": 1}).status_code == 200
+    assert len(encoded) == 1
+
+
+def test_a_create_that_waits_for_its_lane_is_not_refused_by_a_full_queue(server_with: Any) -> None:
+    server = server_with(model="fake:tokens_per_s=200", max_num_seqs=1, max_queue=0)
+    with connect(server.ws_url) as socket:
+        for _ in range(2):  # the second has its turn when the first has left the engine
+            body = {"input": "x", "max_output_tokens": 20, "ignore_eos": True}
+            socket.send(json.dumps({"type": "response.create", **body}))
+        kinds = []
+        while len(kinds) < 2:
+            event = json.loads(socket.recv(timeout=20))
+            if event["type"] in ("response.completed", "response.incomplete", "error"):
+                kinds.append(event["type"])
+    assert kinds == ["response.incomplete"] * 2
+
+
 def test_a_full_queue_is_503_for_everybody(server_with: Any) -> None:
     server = server_with(model="fake:tokens_per_s=50", max_num_seqs=1, max_queue=0)
     body = {**CHAT, **ENDLESS, "stream": True}
