@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -29,13 +30,11 @@ def slow() -> Iterator[Running]:
 @pytest.fixture
 def server_with() -> Iterator[Any]:
     """A function that starts a server with other settings; all are stopped at the end."""
-    started: list[Running] = []
+    with ExitStack() as started:  # each is stopped, whatever becomes of the others
 
-    def start(**settings: Any) -> Running:
-        running = Running(**settings)
-        started.append(running)
-        return running.start()
+        def start(**settings: Any) -> Running:
+            running = Running(**settings)
+            started.callback(running.stop)
+            return running.start()
 
-    yield start
-    for running in started:
-        running.stop()
+        yield start

@@ -30,7 +30,8 @@ class Running:
         self.engine: AsyncEngine
         self._error: BaseException | None = None
         self._is_ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="server")
+        # A daemon, so that pytest ends although a failed test never stopped it.
+        self._thread = threading.Thread(target=self._run, name="server", daemon=True)
         self._loop: asyncio.AbstractEventLoop
         self._stop: asyncio.Event
 
