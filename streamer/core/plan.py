@@ -199,6 +199,7 @@ class Finish(msgspec.Struct, frozen=True):
     """The end of one choice, final. A cancelled or failed request has one for every open choice.
 
     num_tokens   output tokens kept
+    copied_tokens   whose KV the whole request has copied so far, out of blocks it shared
     text_bytes   the text ends at this byte of the output's bytes; None: where the tokens end
     stop         the stop string or id that matched
     detail       for FAILED
@@ -211,6 +212,7 @@ class Finish(msgspec.Struct, frozen=True):
     text_bytes: int | None = None
     stop: str | int | None = None
     detail: str | None = None
+    copied_tokens: int = 0
 
 
 class NoticeKind(enum.Enum):

@@ -196,6 +196,8 @@ class Scheduler:
         leaves, state.leaves = tuple(state.leaves), []
         copies, state.kv.copies = state.kv.copies, {}
         state.counters.copied_blocks += len(copies)
+        for copy in copies.values():
+            copy.request.copied_tokens += copy.num_tokens
         if self._recorder is not None:
             self._recorder.planned(draft, state, len(copies))
         return Plan(
@@ -204,7 +206,7 @@ class Scheduler:
             joins=tuple(draft.joins),
             tables=self._table_updates(),
             chunks=tuple(draft.chunks),
-            copies=tuple((source, destination) for destination, source in copies.items()),
+            copies=tuple((copy.source, destination) for destination, copy in copies.items()),
             swap_out=tuple(draft.swap_out),
             swap_in=tuple(draft.swap_in),
             num_rows=state.num_joined,

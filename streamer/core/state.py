@@ -272,6 +272,7 @@ class State:
                 text_bytes=text_bytes,
                 stop=stop,
                 detail=detail,
+                copied_tokens=request.copied_tokens,
             )
         )
         self.leave(seq)

@@ -230,7 +230,8 @@ class ResponseEvents:
 
     def _terminal(self, number: int, response: Response) -> Event:
         kind = {"cancelled": "incomplete"}.get(response.status, response.status)
-        cache = CacheUsage(self._stream.cached_tokens, self._stream.shared_tokens)
+        s = self._stream
+        cache = CacheUsage(s.cached_tokens, s.shared_tokens, s.copied_tokens)
         return ResponseEvent(
             f"response.{kind}",
             number,
