@@ -124,6 +124,7 @@ class Request:
         "last_swap",
         "max_tokens",
         "num_charged",
+        "place",
         "preemptions",
         "sequences",
         "share",
@@ -143,6 +144,7 @@ class Request:
         self.evictions = 0  # preemptions while it ran: they make it exempt
         self.preemptions = 0  # all of them, those while it was paused too
         self.last_swap = 0  # plan that carries its latest swap copies
+        self.place = add.place  # in the queue, as its reader was told; None: it is not told
         self.spare_rows: list[int] = []  # reserved for choices that are not forked yet
         self.sequences: list[Sequence] = [Sequence(self, 0, list(add.prompt))]
 

@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from streamer.core.admission import admit, blocks_needed, make_way
+from streamer.core.places import news_of_places
 from streamer.core.plan import (
     Add,
     Cancel,
     Command,
     Facts,
     FinishReason,
+    Notice,
     Pause,
     Plan,
     Resume,
@@ -127,6 +129,15 @@ class Scheduler:
         steps, owner_of = recorder.take(wanted.num_steps)
         self._recorder = recorder if wanted.num_steps else None
         return look(self.state, wanted, steps, owner_of)
+
+    @property
+    def has_told(self) -> bool:
+        """Whether anybody waits who is told of its place in the queue."""
+        return self.state.queue.num_told > 0
+
+    def news_of_places(self) -> tuple[Notice, ...]:
+        """Who waits at another place than it was told; O(waiting), so not in every step."""
+        return news_of_places(self.state)
 
     def stats(self) -> StepStats:
         """Counts now, for an engine that has not stepped yet."""

@@ -203,8 +203,8 @@ class AsyncEngine:
         self._streams.require_room(self.config.max_queue, sizes.max_num_seqs, params.n)
         hashes = self._prompts.hashes(request.prompt, request.cache_salt.encode())
         stream = open_stream(request, request_id, params, self.config, sizes, self._special, self)
-        self._streams.add(stream)
-        thread.command(build_add(request, params, request_id, info, hashes))
+        place = self._streams.add(stream, is_told=request.is_told)
+        thread.command(build_add(request, params, request_id, info, hashes, place))
         return stream
 
     def require_room(self) -> None:

@@ -263,6 +263,7 @@ class Lanes:
                     transport="websocket",
                     session=self._session,
                     window=job.settings.window,
+                    is_told=self._is_extended,
                 )
             except StreamerError as e:
                 service.metrics.refused(e)
@@ -277,7 +278,7 @@ class Lanes:
             self._made.add(stream)
             if is_cancelled:
                 service.cancel([stream])
-            await self._follow(stream, -1, body.stream_id, job.settings, is_new=True)
+            await self._follow(stream, -1, body.stream_id, job.settings)
 
     async def _resume(self, job: Resuming) -> None:
         event = job.event
@@ -306,7 +307,6 @@ class Lanes:
         settings: Settings,
         *,
         is_split: bool = False,
-        is_new: bool = False,
     ) -> None:
         """Send a response's events, those after a number, to the last one."""
         service = self._service
@@ -325,8 +325,6 @@ class Lanes:
         try:
             for event in events.opening():
                 await self._send(event)
-            if self._is_extended and is_new:
-                await self._send(events.waiting(service.engine.stats.waiting))
             is_reading = True
             write = partial(self._send_news, attached, service.metrics.meter(), is_split)
             cursor = events.tokens_at(after)

@@ -179,6 +179,7 @@ class Service:
         body_bytes: int = 0,
         share_with: str | None = None,
         window: int | None = None,
+        is_told: bool = False,
     ) -> TokenStream:
         """Hand one prompt to the engine; `detach_s` is the default where the body names none.
 
@@ -187,6 +188,7 @@ class Service:
         context     by which the answer is found again, made from a body of so many bytes
         share_with  a request that it was forked from
         window      output tokens a reader may lag; None: the server's setting
+        is_told     its readers are told of its place in the queue
         """
         is_alone = context is not None and context.is_background
         request = GenerateRequest(
@@ -199,6 +201,7 @@ class Service:
             share_with=share_with,
             detach_s=None if is_alone else detach_s if body.detach_s is None else body.detach_s,
             window=self.config.stream_window if window is None else window,
+            is_told=is_told,
             context=context,
             context_bytes=0 if context is None else context.num_bytes(body_bytes),
         )
