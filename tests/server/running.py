@@ -1,4 +1,4 @@
-"""A server in a thread of its own, over the fake model, and ways to wait for it."""
+"""A server in a thread of its own, over the fake model or the bundled one, and ways to wait."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from streamer.server.lifecycle import serve
 
 T = TypeVar("T")
 DEADLINE_S = 20.0
+# `streamer serve` with nothing else said, and as many blocks as its context has.
+BUNDLED: dict[str, Any] = {"model": None, "num_gpu_blocks_override": 64}
 
 
 class Running:
