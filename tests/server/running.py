@@ -17,8 +17,9 @@ from streamer.server.lifecycle import serve
 
 T = TypeVar("T")
 DEADLINE_S = 20.0
-# `streamer serve` with nothing else said, and as many blocks as its context has.
-BUNDLED: dict[str, Any] = {"model": None, "num_gpu_blocks_override": 64}
+# As many blocks as its context has; in float32, so that rounding never decides between two tokens
+# (bfloat16 ties its best two every few hundred tokens).
+BUNDLED: dict[str, Any] = {"model": None, "dtype": "float32", "num_gpu_blocks_override": 64}
 
 
 class Running:

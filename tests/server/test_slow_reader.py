@@ -21,6 +21,8 @@ from streamer.bench.fake import expected_text, expected_tokens
 from streamer.engine.log import LOGPROB_BYTES, TOP_BYTES
 from tests.server.bare import JSON, MSGPACK, Bare, BareSocket, BareSse
 from tests.server.counting import CHAT, check_counting, sse
+from tests.server.greedy import story, telling
+from tests.server.running import BUNDLED
 from tests.server.test_resume import chat_of
 from tests.server.test_resume_everywhere import CHAT as CHAT_SSE
 from tests.server.test_resume_everywhere import is_last, standard
@@ -189,3 +191,29 @@ def test_a_large_answer_is_read_to_its_end_after_all(server: Server) -> None:
     assert client.num_bytes > LARGE_BYTES
     # beside the log, less than one copy of what was sent
     assert server.memory()[1] - before < KEPT_BYTES + LARGE_BYTES
+
+
+@pytest.mark.parametrize("transport", ["sse", MSGPACK])
+def test_bundled_a_paused_answer_gives_up_its_blocks_and_is_what_it_would_have_been(
+    server_with: Any, transport: str
+) -> None:
+    server = server_with(**BUNDLED, stream_window=32)
+    wanted = story(server, 200)
+    body = telling(200, top_logprobs=20, return_token_ids=True)
+    if transport == "sse":
+        client: Bare = BareSse(server.url, "/v1/responses", {**body, "stream": True})
+    else:
+        client = BareSocket(server.url, transport)
+        client.say("response.create", **body)
+    with client:
+        client.read_until(lambda _: bool(standard(client)))
+        server.wait_metric('streamer_requests{state="paused"}', 1)
+        crowd = {"prompt": [5] * 900, "max_tokens": 60, "ignore_eos": True}  # 60 of 64 blocks
+        others = httpx.post(server.url + "/v1/completions", json=crowd, timeout=60)
+        assert others.json()["usage"]["completion_tokens"] == 60
+        assert server.metric('streamer_preemptions_total{kind="swap"}') == 1
+        assert server.metric('streamer_requests{state="swapped"}') == 1
+        client.read_until(is_last)
+    deltas = [e.json for e in standard(client) if e.kind == "response.output_text.delta"]
+    assert "".join(d["delta"] for d in deltas) == wanted
+    assert sum(len(d["token_ids"]) for d in deltas) == 200
