@@ -58,10 +58,11 @@ def check_fits(num_prompt: int, n: int, max_tokens: int | None, config: Schedule
     Raises ContextLengthExceeded with the numbers if the request can never run.
     """
     by_context = config.max_model_len - num_prompt
+    # OpenAI's words, by which client libraries know this error
+    limit = f"This model's maximum context length is {config.max_model_len} tokens"
     if by_context < 1:
         raise ContextLengthExceeded(
-            f"the prompt has {num_prompt} tokens; the context of {config.max_model_len} leaves "
-            f"no room for an answer",
+            f"{limit}, but the prompt alone has {num_prompt}: no room is left for an answer",
             param="prompt",
         )
     by_pool = config.num_blocks // n * config.block_size - num_prompt
@@ -74,8 +75,8 @@ def check_fits(num_prompt: int, n: int, max_tokens: int | None, config: Schedule
         )
     if max_tokens is not None and max_tokens > by_context:
         raise ContextLengthExceeded(
-            f"{num_prompt} prompt and {max_tokens} output tokens exceed the context of "
-            f"{config.max_model_len}",
+            f"{limit}, but {num_prompt + max_tokens} were asked for: {num_prompt} of the prompt "
+            f"and {max_tokens} of output",
             param="max_tokens",
         )
     return min(by_context, by_pool) if max_tokens is None else max_tokens

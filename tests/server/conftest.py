@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.server.running import Running
+from streamer.demo import CHECKPOINT
+from tests.server.running import BUNDLED, Running
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +24,15 @@ def server() -> Iterator[Running]:
 def slow() -> Iterator[Running]:
     """A server whose answers take long enough to be cut, joined or forked while they are made."""
     running = Running(model="fake:tokens_per_s=400").start()
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="module")
+def bundled() -> Iterator[Running]:
+    """A server over the bundled model."""
+    assert CHECKPOINT.is_dir(), "the bundled model is not there"
+    running = Running(**BUNDLED).start()
     yield running
     running.stop()
 

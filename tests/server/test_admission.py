@@ -17,7 +17,7 @@ from streamer.server import admission
 from streamer.server.admission import Admission, digest, duration
 from tests.engine.helpers import end, lone_stream, write
 from tests.server.counting import CHAT, ENDLESS, sse
-from tests.server.running import Running
+from tests.server.running import BUNDLED, Running
 
 KEY, OTHER = "key-of-ours", "key-of-theirs"
 ME, THEM = digest(KEY), digest(OTHER)
@@ -231,9 +231,13 @@ def long_minute(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("long_minute")
-def test_answers_of_a_limited_key_say_what_is_left(server_with: Any) -> None:
-    server = server_with(api_key=(KEY, OTHER), max_requests_per_minute=3, max_tokens_per_minute=500)
-    first = post(server, {**CHAT, "max_tokens": 8})
+@pytest.mark.parametrize("settings", [{}, BUNDLED], ids=["fake", "bundled"])
+def test_answers_of_a_limited_key_say_what_is_left(
+    server_with: Any, settings: dict[str, Any]
+) -> None:
+    limits = {"max_requests_per_minute": 3, "max_tokens_per_minute": 500}
+    server = server_with(**settings, **limits, api_key=(KEY, OTHER))
+    first = post(server, {**CHAT, "max_tokens": 8, "ignore_eos": True})
     used = first.json()["usage"]["total_tokens"]
     assert first.headers["x-ratelimit-limit-requests"] == "3"
     assert first.headers["x-ratelimit-remaining-requests"] == "2"
@@ -241,7 +245,7 @@ def test_answers_of_a_limited_key_say_what_is_left(server_with: Any) -> None:
     assert first.headers["x-ratelimit-remaining-tokens"] == str(500 - used)
     bad = post(server, {"messages": []})
     assert (bad.status_code, bad.headers["x-ratelimit-remaining-requests"]) == (400, "1")
-    body = {**CHAT, "max_tokens": 8, "stream": True}
+    body = {**CHAT, "max_tokens": 8, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", server.url + "/v1/chat/completions", json=body, headers=BEARER) as r:
         assert r.headers["x-ratelimit-remaining-requests"] == "0"
         assert list(sse(r))[-1].is_done

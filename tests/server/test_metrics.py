@@ -104,7 +104,9 @@ def test_requests_by_reason_and_transport(
     assert news["streamer_queue_seconds_count"] == 1
 
 
-def test_one_answer_moves_each_count_once(server: Running) -> None:
+@pytest.mark.parametrize("model", ["server", "bundled"])
+def test_one_answer_moves_each_count_once(request: pytest.FixtureRequest, model: str) -> None:
+    server = request.getfixturevalue(model)
     usage: dict[str, Any] = {}
     news = moved(server, lambda: usage.update(ask(server, max_tokens=9).json()["usage"]))
     assert news["streamer_output_tokens_total"] == news["streamer_generated_tokens_total"] == 9

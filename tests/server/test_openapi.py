@@ -139,3 +139,25 @@ def test_schemathesis_finds_nothing(small: Running, at: int) -> None:
     check()
     assert set(statuses) <= {route.success, *route.statuses}
     assert statuses[route.success], "nothing it sent was good"
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": GOOD["messages"], "logprobs": True, "top_logprobs": 2},
+    "/v1/completions": {"prompt": "hi", "logprobs": 2, "n": 2},
+    "/v1/responses": {"input": "hi", "include": ["message.output_text.logprobs"]},
+    "/tokenize": {"messages": GOOD["messages"], "return_token_strs": True},
+}
+
+
+def test_bundled_whole_answers_are_as_described(bundled: Running) -> None:
+    """Those of a model that samples, with log probabilities that are no round numbers."""
+    schema = schemathesis.openapi.from_dict(httpx.get(bundled.url + "/openapi.json").json())
+    schema.config.update(base_url=bundled.url)
+    for path, body in BODIES.items():
+        case = schema[path]["POST"].Case(body=body, media_type="application/json")
+        response = case.call(timeout=60)
+        assert response.status_code == 200, response.text
+        case.validate_response(response, checks=CHECKS)
+    for path in ("/v1/models", "/v1/engine", "/ready"):
+        case = schema[path]["GET"].Case()
+        case.validate_response(case.call(timeout=20), checks=CHECKS)

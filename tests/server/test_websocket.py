@@ -13,6 +13,7 @@ from websockets.typing import Subprotocol
 
 from streamer.server.lanes import Lanes
 from tests.server.counting import check_counting
+from tests.server.greedy import NAME, story, telling
 from tests.server.running import Running
 
 FINAL = ("response.completed", "response.incomplete", "response.failed")
@@ -113,6 +114,23 @@ def until_lane(socket: ClientConnection, lane: str) -> list[dict[str, Any]]:
     while events[-1]["stream_id"] != lane:
         events += until(socket, *FINAL)
     return events
+
+
+def test_bundled_extensions_tell_what_happens_and_take_no_numbers(bundled: Running) -> None:
+    with dial(bundled, "streamer.v1.json") as socket:
+        session = hear(socket)
+        assert (session["model"], session["context_length"]) == (NAME, 1024)
+        say(socket, "response.create", **telling(40))
+        events = until(socket, *FINAL)
+    ours = [e for e in events if e["type"] in ("response.waiting", "response.running")]
+    assert [e["type"] for e in ours] == ["response.waiting", "response.running"]
+    assert {e["response_id"] for e in ours} == {events[0]["response"]["id"]}
+    numbers = [e["sequence_number"] for e in events if e not in ours]
+    assert numbers == sorted(set(numbers))
+    assert numbers[-1] == 7 + 40  # eight structural events, forty tokens
+    assert events[-1]["usage"] == {"cached_tokens": 0, "shared_tokens": 0, "copied_tokens": 0}
+    assert events[-1]["timing"]["first_token_s"] > 0
+    assert "".join(e.get("delta", "") for e in events) == story(bundled, 40)
 
 
 def test_standard_clients_get_no_usage_or_timing_beside_the_response(server: Running) -> None:
