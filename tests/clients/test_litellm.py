@@ -130,6 +130,8 @@ def test_refusals_are_its_exceptions(server: Running) -> None:
         litellm.completion(**asking(server, "x", model="openai/other"))
     with pytest.raises(litellm.BadRequestError, match="temperature must be from"):
         litellm.completion(**asking(server, "x", temperature=9))
+    with pytest.raises(litellm.ContextWindowExceededError, match="maximum context length is"):
+        litellm.completion(**asking(server, "x", max_tokens=10_000_000))
 
 
 def test_bundled_streams_what_it_answers_whole(bundled: Running) -> None:
