@@ -1,7 +1,8 @@
 """LimitedHttpProtocol: uvicorn's, with bounds on a head, and a way to drop a connection.
 
 Nothing of ours sees a request until its head is complete, and uvicorn keeps heads of any size for
-any time; the same holds for trailers. lifecycle.py names this class to uvicorn.
+any time; the same holds for trailers. lifecycle.py names this class to uvicorn. Every
+connection begins here, and writes through a TurnTransport (loop_turn.py).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, Final
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from streamer.errors import InvalidRequest, StreamerError, TooLarge
+from streamer.server.loop_turn import TurnTransport
 from streamer.server.openai.common import error_body
 from streamer.server.stuck import ABORT
 
@@ -40,7 +42,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A new connection: its first head has to come in time."""
-        super().connection_made(transport)
+        super().connection_made(TurnTransport(transport, self.loop))
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
