@@ -12,6 +12,8 @@ import asyncio
 import contextlib
 from typing import Any, Final
 
+# in scope["extensions"]: writes a body part (bytes) at once, False where `send` is wanted instead
+WRITE_PART: Final = "streamer.write_part"
 MAX_PENDING_BYTES: Final = 64 << 10  # more is written before the turn ends: flow control sees it
 
 
