@@ -1,8 +1,8 @@
 """TurnTransport: what a loop turn writes to a connection goes out at once, at the turn's end.
 
 A socket with many lanes gets a frame a lane in every step, and a system call a frame would be most
-of what a frame costs. Even with one part a socket the calls are cheaper together: 3 us less than
-between the Python of two streams, whose code and data they push out of the core's cache.
+of what a frame costs. Even with one part a socket the calls are cheaper together: 2 us each less
+than between the Python of two streams, and 4 on a busy machine (bench/README.md).
 protocol.py puts one around every connection.
 """
 
