@@ -18,12 +18,12 @@ def rand(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def test_the_pool_is_block_major_and_a_block_is_contiguous() -> None:
     pool = ops.new_pool(5, 3, 16, 2, 8, torch.bfloat16)
-    assert pool.shape == (5, 3, 2, 16, 2, 8)
+    assert pool.shape == (5, 3, 2, 2, 16, 8)
     assert pool[4].is_contiguous()
     assert not pool.any()
     view = ops.layer_view(pool, 1)
-    view[2, 1, 3] = 1.0
-    assert bool((pool[2, 1, 1, 3] == 1.0).all())
+    view[2, 1, :, 3] = 1.0
+    assert bool((pool[2, 1, 1, :, 3] == 1.0).all())
 
 
 def test_a_block_of_a_real_model_has_two_mebibytes() -> None:
@@ -32,7 +32,7 @@ def test_a_block_of_a_real_model_has_two_mebibytes() -> None:
 
 
 def test_store_kv_writes_its_slots_and_nothing_else() -> None:
-    pool = torch.zeros(6, 2, 2, 4, 3, 5)
+    pool = torch.zeros(6, 2, 2, 3, 4, 5)
     slots = torch.tensor([21, 0, 7, 8])
     k, v = rand(4, 3, 5), rand(4, 3, 5, seed=1)
     batch = ops.AttentionBatch(
@@ -45,8 +45,8 @@ def test_store_kv_writes_its_slots_and_nothing_else() -> None:
     ops.store_kv(k, v, ops.layer_view(pool, 1), batch)
     expected = torch.zeros_like(pool)
     for token, slot in enumerate(slots.tolist()):
-        expected[slot // 4, 1, 0, slot % 4] = k[token]
-        expected[slot // 4, 1, 1, slot % 4] = v[token]
+        expected[slot // 4, 1, 0, :, slot % 4] = k[token]
+        expected[slot // 4, 1, 1, :, slot % 4] = v[token]
     assert torch.equal(pool, expected)
 
 
@@ -79,19 +79,6 @@ def test_swap_blocks_moves_each_pair(pairs: list[tuple[int, int]]) -> None:
     assert torch.equal(target, expected)
 
 
-def test_neighbours_are_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    copies = []
-    real = torch.Tensor.copy_
-
-    def count(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        copies.append(src.shape[0])
-        return real(self, src, non_blocking)
-
-    monkeypatch.setattr(torch.Tensor, "copy_", count)
-    ops.swap_blocks(rand(9, 1), torch.zeros(9, 1), [(4, 1), (2, 8), (3, 0), (5, 2)])
-    assert copies == [1, 3]
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rms_norm(shape: tuple[int, int]) -> None:
     x, weight = rand(*shape) * 3, rand(shape[1], seed=1)
@@ -100,18 +87,20 @@ def test_rms_norm(shape: tuple[int, int]) -> None:
     torch.testing.assert_close(
         ops.rms_norm(x, weight, 1e-5).double(), expected, atol=2e-6, rtol=1e-5
     )
-    residual = rand(*shape, seed=2)
-    normed, total = ops.add_rms_norm(x, residual.clone(), weight, 1e-5)
-    assert torch.equal(total, x + residual)
-    assert torch.equal(normed, ops.rms_norm(total, weight, 1e-5))
 
 
-def test_rms_norm_per_head_on_a_strided_view() -> None:
-    x, weight = rand(7, 6, 10), rand(10, seed=1)
-    heads = x[:, 2:5]
-    assert torch.equal(
-        ops.rms_norm(heads, weight, 1e-6), ops.rms_norm(heads.contiguous(), weight, 1e-6)
-    )
+def test_rms_norm_of_some_rows_and_of_a_strided_view() -> None:
+    x, weight = rand(7, 40), rand(20, seed=1)
+    view = x[:, 20:]
+    whole = ops.rms_norm(view, weight, 1e-6)
+    assert torch.equal(whole, ops.rms_norm(view.contiguous(), weight, 1e-6))
+    rows = torch.tensor([6, 0, 3])
+    assert torch.equal(ops.rms_norm(view, weight, 1e-6, rows=rows), whole[rows])
+
+
+def test_embedding() -> None:
+    table, tokens = rand(9, 5).bfloat16(), torch.tensor([8, 0, 8, 3])
+    assert torch.equal(ops.embedding(tokens, table), table[tokens])
 
 
 def rope_oracle(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
@@ -126,31 +115,40 @@ def rope_oracle(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize(("dim", "rotary"), [(64, 64), (80, 32), (128, 128), (6, 2)])
-def test_rope(dim: int, rotary: int) -> None:
+def norm_oracle(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    wide = x.double()
+    return wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+
+
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize(("dim", "rotary"), [(64, 64), (80, 32), (128, 128), (6, 2), (24, 24)])
+def test_rope_and_store(dim: int, rotary: int, has_norms: bool) -> None:
+    """Two heads of q beside one of k and v, at places of a strided qkv."""
     angles = rand(20, rotary // 2) * 5
-    cos, sin = ops.rope_tables(angles, torch.float32)
-    assert cos.shape == sin.shape == (20, rotary)
-    positions = torch.tensor([3, 19, 0])
-    qkv = rand(3, 5, dim)
-    x = qkv[:, :3]
-    out = ops.rope(x, cos[positions], sin[positions])
-    torch.testing.assert_close(
-        out.double(), rope_oracle(x, angles[positions]), atol=2e-6, rtol=1e-5
+    tables = ops.rope_tables(angles, torch.float32)
+    assert tables[0].shape == tables[1].shape == (20, rotary)
+    positions, slots = torch.tensor([3, 19, 0]), torch.tensor([7, 2, 16])
+    qkv = rand(3, 4 * dim + 5)[:, : 4 * dim]
+    norms = (rand(dim, seed=1), rand(dim, seed=2)) if has_norms else None
+    pool = torch.full((5, 2, 2, 1, 4, dim), 7.0)
+    batch = ops.AttentionBatch(
+        query_lens=[3],
+        context_lens=[3],
+        block_tables=torch.zeros(1, 1, dtype=torch.int64),
+        slots=slots,
+        block_size=4,
     )
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_gated_activations(shape: tuple[int, int]) -> None:
-    x = rand(shape[0], 2 * shape[1]) * 3
-    before = x.clone()
-    gate, up = x.double().chunk(2, -1)
-    tanh = 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
-    exact = 0.5 * gate * (1 + torch.erf(gate / math.sqrt(2)))
-    for out, expected in (
-        (ops.silu_mul(x), gate / (1 + torch.exp(-gate)) * up),
-        (ops.gelu_mul(x), tanh * up),
-        (ops.gelu_mul(x, tanh=False), exact * up),
-    ):
-        torch.testing.assert_close(out.double(), expected, atol=5e-6, rtol=1e-5)
-    assert torch.equal(x, before)
+    out = ops.rope_and_store(
+        qkv, tables, positions, ops.layer_view(pool, 1), batch, norms=norms, eps=1e-5
+    )
+    q, k, v = qkv.reshape(3, 4, dim).split((2, 1, 1), 1)
+    if norms is not None:
+        q, k = norm_oracle(q, norms[0]), norm_oracle(k, norms[1])
+    close = {"atol": 4e-6, "rtol": 1e-5}
+    torch.testing.assert_close(out.double(), rope_oracle(q, angles[positions]), **close)
+    stored = pool.transpose(3, 4)[:, 1].transpose(1, 2).reshape(20, 2, 1, dim)[slots]
+    torch.testing.assert_close(
+        stored[:, 0].double(), rope_oracle(k, angles[positions]), **close
+    )
+    assert torch.equal(stored[:, 1], v)
+    assert int((pool == 7.0).sum()) == pool.numel() - 6 * dim
