@@ -39,6 +39,7 @@ class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_requests_per_minute: Limit | None = None
     max_tokens_per_minute: Limit | None = None
     max_streams_per_key: Limit | None = None
+    max_sockets_per_key: Limit | None = None
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -158,9 +159,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_streams_per_key: Annotated[
         Limit, Meta(description="unfinished answers of each key; 0: no limit")
     ] = 0
+    max_sockets_per_key: Annotated[
+        Limit,
+        Meta(description="open WebSockets of each key; beyond it close code 1013; 0: no limit"),
+    ] = 0
     key_limits: Annotated[
         dict[str, KeyLimits],
-        Meta(description="tables of these three for single keys, by key; as text in JSON"),
+        Meta(description="tables of these four for single keys, by key; as text in JSON"),
     ] = {}
     stream_window: Annotated[
         Annotated[int, Meta(ge=0, le=1 << 24)],

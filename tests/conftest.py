@@ -12,6 +12,7 @@ from hypothesis import settings
 # No test may reach a model hub; set before anything imports huggingface_hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it would fetch a newer one when imported
 
 # Time limits of single examples measure the machine's load, not the code.
 settings.register_profile("suite", deadline=None, print_blob=True)

@@ -139,8 +139,8 @@ def test_a_key_may_have_limits_of_its_own(tmp_path: Path) -> None:
         '[key_limits."a.b"]\nmax_tokens_per_minute = 7\n[key_limits.c]\nmax_streams_per_key = 0\n'
     )
     config = load_config({}, {}, file)
-    assert config.limits_of("a.b") == KeyLimits(0, 7, 2)
-    assert config.limits_of("c") == KeyLimits(0, 0, 0)
+    assert config.limits_of("a.b") == KeyLimits(0, 7, 2, 0)
+    assert config.limits_of("c") == KeyLimits(0, 0, 0, 0)
     text = {"api_key": "a.b,c", "key_limits": json.dumps(LIMITS), "max_streams_per_key": "2"}
     assert load_config(text, {}) == config
     assert Config(api_key=("a.b", "c"), max_streams_per_key=2, key_limits=LIMITS) == config

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from streamer.config import Config
-from streamer.core.plan import Facts, Plan
+from streamer.core.plan import Facts, Plan, StepOutput
 from streamer.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -119,7 +119,8 @@ async def report(console: Console, num_sequences: int, seconds: float) -> None:
 async def measure(num_calls: int, is_busy: bool, num_sequences: int, seconds: float) -> Measured:
     """One case, for so many seconds after every sequence has a token."""
     runners: list[CallingRunner] = []
-    engine = _build(num_calls, num_sequences, runners)
+    late: list[float] = []  # seconds from each step's wake-up to the loop's turn
+    engine = _build(num_calls, num_sequences, runners, late)
     async with engine, _writing(is_busy) as frames:
         params = SamplingParams(max_tokens=MAX_TOKENS)
         begun = [asyncio.Event() for _ in range(num_sequences)]
@@ -132,7 +133,8 @@ async def measure(num_calls: int, is_busy: bool, num_sequences: int, seconds: fl
         lags = []
         while time.perf_counter() - began < seconds:
             await asyncio.sleep(SAMPLE_S)
-            lags.append(engine.snapshot().max_loop_lag_s * 1e3)
+            lags.append(max(late, default=0.0) * 1e3)
+            late.clear()
         took_s = time.perf_counter() - began
         launches = runners[0].launches[first:]
         frames_per_s = (frames[0] - frames_before) / took_s
@@ -152,10 +154,17 @@ async def measure(num_calls: int, is_busy: bool, num_sequences: int, seconds: fl
     )
 
 
-def _build(num_calls: int, num_sequences: int, runners: list[CallingRunner]) -> AsyncEngine:
+def _build(
+    num_calls: int, num_sequences: int, runners: list[CallingRunner], late: list[float]
+) -> AsyncEngine:
     from streamer.bench.fake import load_fake, load_fake_tokenizer
     from streamer.core.model_info import ModelInfo
     from streamer.engine.engine import AsyncEngine
+
+    class Timed(AsyncEngine):
+        def on_output(self, output: StepOutput, sent: float) -> None:
+            late.append(time.perf_counter() - sent)
+            super().on_output(output, sent)
 
     config = Config(
         model="fake",
@@ -170,7 +179,7 @@ def _build(num_calls: int, num_sequences: int, runners: list[CallingRunner]) -> 
         runners.append(CallingRunner(inner, num_calls))
         return runners[0], info
 
-    return AsyncEngine(load, load_fake_tokenizer, config)
+    return Timed(load, load_fake_tokenizer, config)
 
 
 async def _read(

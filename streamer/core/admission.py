@@ -24,7 +24,7 @@ def make_way(state: State, draft: Draft) -> None:
     if max(state.running_by_priority) <= priority:
         return
     victims = [
-        r for r in state.running if r.add.priority > priority and r.preemptions < MAX_PREEMPTIONS
+        r for r in state.running if r.add.priority > priority and r.evictions < MAX_PREEMPTIONS
     ]
     held = sum(len(s.blocks) for r in victims for s in r.sequences)
     rows = sum(len(r.live()) + len(r.spare_rows) for r in victims)

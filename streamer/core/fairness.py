@@ -82,9 +82,13 @@ class _Level:
 
 
 class FairQueue:
-    """Who may be admitted, in order. Requests are known from `open` to `close`."""
+    """Who may be admitted, in order. Requests are known from `open` to `close`.
+
+    num_told  new ones in it that are told of their place
+    """
 
     def __init__(self) -> None:
+        self.num_told = 0
         self._levels: dict[int, _Level] = {}
         self._priorities: list[int] = []  # of levels that are not empty, ascending
 
@@ -137,6 +141,7 @@ class FairQueue:
             share.time = max(share.time, level.floor())
             level.backlogged[share] = None
         insort(share.waiting, request, key=_arrival)
+        self.num_told += request.place is not None
 
     def remove(self, request: Request) -> None:
         """Take it out if it is there; to be called before its status changes."""
@@ -147,9 +152,11 @@ class FairQueue:
         if at == len(waiting) or waiting[at] is not request:
             return
         del waiting[at]
-        if request.is_new and not waiting:
-            del level.backlogged[share]
-            level.last = share
+        if request.is_new:
+            self.num_told -= request.place is not None
+            if not waiting:
+                del level.backlogged[share]
+                level.last = share
         if level.is_empty:
             self._priorities.remove(priority)
 
@@ -176,6 +183,9 @@ class FairQueue:
                 raise InvariantViolated(
                     f"priority {priority}: {total} requests, {level.num_live} counted"
                 )
+        told = sum(r.is_new and r.place is not None for r in self)
+        if told != self.num_told:
+            raise InvariantViolated(f"{told} are told of their place, {self.num_told} counted")
         head, first = self.head(), min(self, key=_rank, default=None)
         if head is not first:
             raise InvariantViolated(f"{head and head.request_id} is before {first}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 from streamer.core.blocks import BlockPool
 from streamer.core.prefix import BlockHasher
@@ -16,6 +17,14 @@ from streamer.core.request import Request, Sequence
 from streamer.errors import InvariantViolated
 
 Moves = list[tuple[int, int]]
+
+
+class Copy(NamedTuple):
+    """A block that is to be copied before its first write, and whose `num_tokens` are in it."""
+
+    source: int
+    request: Request
+    num_tokens: int
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
@@ -28,7 +37,7 @@ class KVManager:
 
     plan     the number of the plan being built (set by the scheduler): what is given back while
              building it cools until it or its predecessor is retired
-    copies   destination -> source, copy-on-write of the plan being built
+    copies   destination -> what is copied there, on first write, by the plan being built
     touched  sequence -> first logical block changed since the runner was told
     """
 
@@ -41,7 +50,7 @@ class KVManager:
         self.block_size = hasher.block_size
         self.has_prefix_cache = has_prefix_cache
         self.plan = 0
-        self.copies: dict[int, int] = {}
+        self.copies: dict[int, Copy] = {}
         self.touched: dict[Sequence, int] = {}
         # Blocks a swap-out still reads although another sequence holds them: not writable yet.
         self._leaving: dict[int, int] = {}
@@ -151,7 +160,8 @@ class KVManager:
     def _copy_block(self, seq: Sequence, index: int, new: int) -> None:
         source = seq.blocks[index]
         # A source that is itself copied in this plan is read where its content is now.
-        self.copies[new] = self.copies.get(source, source)
+        first = self.copies[source].source if source in self.copies else source
+        self.copies[new] = Copy(first, seq.request, seq.num_computed - index * self.block_size)
         seq.blocks[index] = new
         self._touch(seq, index)
         self.device.give_back([source], self.plan)

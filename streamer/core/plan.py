@@ -37,6 +37,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     priority      lower runs first
     tenant        whose request it is; requests of one priority share fairly between tenants
     share_with    fork: begin from this request's blocks as far as the tokens agree
+    place         requests before it in the queue, as its reader was told; None: who is not told
     """
 
     request_id: str
@@ -49,6 +50,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     priority: int = 0
     tenant: str = ""
     share_with: str | None = None
+    place: int | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -199,6 +201,7 @@ class Finish(msgspec.Struct, frozen=True):
     """The end of one choice, final. A cancelled or failed request has one for every open choice.
 
     num_tokens   output tokens kept
+    copied_tokens   whose KV the whole request has copied so far, out of blocks it shared
     text_bytes   the text ends at this byte of the output's bytes; None: where the tokens end
     stop         the stop string or id that matched
     detail       for FAILED
@@ -211,11 +214,13 @@ class Finish(msgspec.Struct, frozen=True):
     text_bytes: int | None = None
     stop: str | int | None = None
     detail: str | None = None
+    copied_tokens: int = 0
 
 
 class NoticeKind(enum.Enum):
     """What happens to a request while nothing streams."""
 
+    WAITING = "waiting"  # position: requests before it in the queue
     RUNNING = "running"  # done: tokens already computed (cached, shared), total: known tokens
     PREFILL = "prefill"  # done of total prompt tokens
     PREEMPTED = "preempted"  # how: "swap" or "recompute"
@@ -230,6 +235,7 @@ class Notice(msgspec.Struct, frozen=True):
     done: int = 0
     total: int = 0
     how: str = ""
+    position: int = 0
     cached_tokens: int = 0
     shared_tokens: int = 0
 

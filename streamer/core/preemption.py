@@ -2,7 +2,8 @@
 
 Order of victims (DESIGN section 5): paused readers, then the lowest priority, then the least
 computed work lost, then the last to arrive. After MAX_PREEMPTIONS a running request is exempt while
-another can run. The last running request is never chosen. Called by the scheduler alone.
+another can run; those it met while paused are not counted. The last running request is never
+chosen. Called by the scheduler alone.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def choose_victim(candidates: Iterable[Request]) -> Request | None:
         return max(paused, key=lambda r: (r.is_held, *_rank(r)))
     if len(running) < 2:
         return None
-    ordinary = [r for r in running if r.preemptions < MAX_PREEMPTIONS]
+    ordinary = [r for r in running if r.evictions < MAX_PREEMPTIONS]
     if ordinary:
         return max(ordinary, key=_rank)
     return max(running, key=lambda r: r.arrival)

@@ -118,10 +118,13 @@ class Request:
     __slots__ = (
         "add",
         "arrival",
+        "copied_tokens",
+        "evictions",
         "is_held",
         "last_swap",
         "max_tokens",
         "num_charged",
+        "place",
         "preemptions",
         "sequences",
         "share",
@@ -137,8 +140,11 @@ class Request:
         self.is_held = False  # paused by its reader, wherever it is
         self.share = Share()  # its tenant's account: the queue's, once the request is in there
         self.num_charged = 0  # prompt tokens its tenant has paid for
-        self.preemptions = 0
+        self.copied_tokens = 0  # those in shared blocks it was about to write, over all choices
+        self.evictions = 0  # preemptions while it ran: they make it exempt
+        self.preemptions = 0  # all of them, those while it was paused too
         self.last_swap = 0  # plan that carries its latest swap copies
+        self.place = add.place  # in the queue, as its reader was told; None: it is not told
         self.spare_rows: list[int] = []  # reserved for choices that are not forked yet
         self.sequences: list[Sequence] = [Sequence(self, 0, list(add.prompt))]
 

@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from streamer.core.admission import admit, blocks_needed, make_way
+from streamer.core.places import news_of_places
 from streamer.core.plan import (
     Add,
     Cancel,
     Command,
     Facts,
     FinishReason,
+    Notice,
     Pause,
     Plan,
     Resume,
@@ -128,6 +130,15 @@ class Scheduler:
         self._recorder = recorder if wanted.num_steps else None
         return look(self.state, wanted, steps, owner_of)
 
+    @property
+    def has_told(self) -> bool:
+        """Whether anybody waits who is told of its place in the queue."""
+        return self.state.queue.num_told > 0
+
+    def news_of_places(self) -> tuple[Notice, ...]:
+        """Who waits at another place than it was told; O(waiting), so not in every step."""
+        return news_of_places(self.state)
+
     def stats(self) -> StepStats:
         """Counts now, for an engine that has not stepped yet."""
         return self.state.stats()
@@ -196,6 +207,8 @@ class Scheduler:
         leaves, state.leaves = tuple(state.leaves), []
         copies, state.kv.copies = state.kv.copies, {}
         state.counters.copied_blocks += len(copies)
+        for copy in copies.values():
+            copy.request.copied_tokens += copy.num_tokens
         if self._recorder is not None:
             self._recorder.planned(draft, state, len(copies))
         return Plan(
@@ -204,7 +217,7 @@ class Scheduler:
             joins=tuple(draft.joins),
             tables=self._table_updates(),
             chunks=tuple(draft.chunks),
-            copies=tuple((source, destination) for destination, source in copies.items()),
+            copies=tuple((copy.source, destination) for destination, copy in copies.items()),
             swap_out=tuple(draft.swap_out),
             swap_in=tuple(draft.swap_in),
             num_rows=state.num_joined,

@@ -58,11 +58,18 @@ def check_fits(num_prompt: int, n: int, max_tokens: int | None, config: Schedule
     Raises ContextLengthExceeded with the numbers if the request can never run.
     """
     by_context = config.max_model_len - num_prompt
+    # OpenAI's words, by which client libraries know this error
+    limit = f"This model's maximum context length is {config.max_model_len} tokens"
     if by_context < 1:
         raise ContextLengthExceeded(
-            f"the prompt has {num_prompt} tokens; the context of {config.max_model_len} leaves "
-            f"no room for an answer",
+            f"{limit}, but the prompt alone has {num_prompt}: no room is left for an answer",
             param="prompt",
+        )
+    if max_tokens is not None and max_tokens > by_context:
+        raise ContextLengthExceeded(
+            f"{limit}, but {num_prompt + max_tokens} were asked for: {num_prompt} of the prompt "
+            f"and {max_tokens} of output",
+            param="max_tokens",
         )
     by_pool = config.num_blocks // n * config.block_size - num_prompt
     if by_pool < 1 or (max_tokens is not None and max_tokens > by_pool):
@@ -70,12 +77,6 @@ def check_fits(num_prompt: int, n: int, max_tokens: int | None, config: Schedule
             f"n={n} choices of {num_prompt} prompt and {max_tokens or 1} output tokens need "
             f"{n * -(-(num_prompt + (max_tokens or 1)) // config.block_size)} blocks of "
             f"{config.block_size} tokens; the KV pool has {config.num_blocks}",
-            param="max_tokens",
-        )
-    if max_tokens is not None and max_tokens > by_context:
-        raise ContextLengthExceeded(
-            f"{num_prompt} prompt and {max_tokens} output tokens exceed the context of "
-            f"{config.max_model_len}",
             param="max_tokens",
         )
     return min(by_context, by_pool) if max_tokens is None else max_tokens

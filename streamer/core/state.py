@@ -230,8 +230,8 @@ class State:
         live = request.live()
         moves = self.kv.swap_out(live) if self.would_swap(request) else None
         self.queue.remove(request)  # a paused one may be waiting for its rows
-        if request.status is Status.RUNNING:
-            request.preemptions += 1
+        request.preemptions += 1
+        request.evictions += request.status is Status.RUNNING
         self.leave_all(request)
         if moves is not None:
             request.last_swap = draft.number
@@ -272,6 +272,7 @@ class State:
                 text_bytes=text_bytes,
                 stop=stop,
                 detail=detail,
+                copied_tokens=request.copied_tokens,
             )
         )
         self.leave(seq)

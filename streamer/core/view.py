@@ -68,6 +68,7 @@ class SequenceView(msgspec.Struct, frozen=True):
 class RequestView(msgspec.Struct, frozen=True):
     """A live request. The steps call it by its `number`.
 
+    preemptions     times it lost its blocks, running or paused
     queue_position  0: next to be admitted; None: not queued
     is_held         paused by its reader, wherever it is
     """

@@ -28,6 +28,7 @@ from streamer.core.view import SchedulerView, Wanted
 from streamer.engine.core import EngineCore, Inbox, Runner, Tokenizer
 from streamer.engine.gpu_thread import GpuThread
 from streamer.engine.prompts import Prompts
+from streamer.engine.refusals import draining, gone, loading
 from streamer.engine.registry import Registry
 from streamer.engine.requests import (
     GenerateRequest,
@@ -37,15 +38,14 @@ from streamer.engine.requests import (
     open_stream,
     with_end,
 )
-from streamer.engine.stats import PhaseTallies, Snapshot, take_snapshot
+from streamer.engine.stats import LAG_WINDOW_S, PhaseTallies, RecentMax, Snapshot, take_snapshot
 from streamer.engine.stream import Delta, Timing, TokenStream
 from streamer.engine.watch import Watch
-from streamer.errors import EngineDead, InvalidRequest, Overloaded, RequestFailed, StreamerError
+from streamer.errors import EngineDead, InvalidRequest, RequestFailed, StreamerError
 from streamer.tokenizer_chat import Said
 
 __all__ = ["AsyncEngine", "Delta", "GenerateRequest", "Timing", "TokenStream"]
 
-LOADING_RETRY_S, DRAINING_RETRY_S = 2.0, 5.0
 # A seed travels through JSON, where integers beyond 2**53 lose digits.
 SEED_BITS = 53
 
@@ -90,7 +90,7 @@ class AsyncEngine:
         self.watch = Watch(self._command)
         self._streams = Registry(config.retain_s, config.retain_bytes)
         self._random = random.SystemRandom() if config.seed is None else random.Random(config.seed)
-        self._max_lag_s = 0.0
+        self._lag_s = RecentMax(LAG_WINDOW_S)
 
     @classmethod
     def from_config(cls, config: Config) -> AsyncEngine:
@@ -157,7 +157,7 @@ class AsyncEngine:
         if isinstance(self._load_error, StreamerError):
             raise self._load_error
         if self._state != "ready":
-            raise self._gone()
+            raise gone(self.death)
 
     async def aclose(self) -> None:
         """End everything, in whatever state: streams that are not finished end with EngineDead.
@@ -195,9 +195,7 @@ class AsyncEngine:
         if self._state != "ready" or info is None or sizes is None or thread is None:
             raise self._unavailable()
         if self.is_draining:
-            raise Overloaded(
-                "the engine is shutting down", retry_after_s=DRAINING_RETRY_S, code="draining"
-            )
+            raise draining()
         request_id = request.request_id or secrets.token_hex(12)
         if self._streams.get(request_id) is not None:
             raise InvalidRequest(f"request {request_id} exists", param="request_id")
@@ -205,9 +203,14 @@ class AsyncEngine:
         self._streams.require_room(self.config.max_queue, sizes.max_num_seqs, params.n)
         hashes = self._prompts.hashes(request.prompt, request.cache_salt.encode())
         stream = open_stream(request, request_id, params, self.config, sizes, self._special, self)
-        self._streams.add(stream)
-        thread.command(build_add(request, params, request_id, info, hashes))
+        place = self._streams.add(stream, is_told=request.is_told)
+        thread.command(build_add(request, params, request_id, info, hashes, place))
         return stream
+
+    def require_room(self) -> None:
+        """Overloaded while the queue is full, for who asks before a prompt is made at all."""
+        if self._sizes is not None:
+            self._streams.require_room(self.config.max_queue, self._sizes.max_num_seqs)
 
     async def generate(
         self,
@@ -216,11 +219,13 @@ class AsyncEngine:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        tenant: str = "",
         cache_salt: str = "",
     ) -> AsyncGenerator[Delta, None]:
         """The answer to a text or token ids, as it comes; leaving the iterator cancels.
 
-        Without `params`, the model's own defaults. Raises RequestFailed if a step fails it.
+        Without `params`, the model's own defaults; the rest as in GenerateRequest: tenants share
+        fairly, salts share no blocks. Raises RequestFailed if a step fails it.
         """
         ids = await self.encode(prompt, True, cache_salt) if isinstance(prompt, str) else prompt
         stream = self.submit(
@@ -229,6 +234,7 @@ class AsyncEngine:
                 params=self.default_params() if params is None else params,
                 request_id=request_id,
                 priority=priority,
+                tenant=tenant,
                 cache_salt=cache_salt,
             )
         )
@@ -314,7 +320,7 @@ class AsyncEngine:
 
     def snapshot(self) -> Snapshot:
         """Everything countable, now."""
-        max_lag_s, self._max_lag_s = self._max_lag_s, 0.0
+        max_lag_s = self._lag_s.read(time.perf_counter())
         state = "draining" if self.is_draining and self._state == "ready" else self._state
         return take_snapshot(self._streams, state=state, step=self.stats, max_loop_lag_s=max_lag_s)
 
@@ -345,7 +351,8 @@ class AsyncEngine:
 
     def on_output(self, output: StepOutput, sent: float) -> None:
         """Hand a step's news to the streams; then the thread may take the step after next."""
-        self._max_lag_s = max(self._max_lag_s, time.perf_counter() - sent)
+        now = time.perf_counter()
+        self._lag_s.observe(now - sent, now)
         self.stats = output.stats
         self.phases.saw(output.times)
         if self._thread is None or self._state != "ready":
@@ -376,23 +383,10 @@ class AsyncEngine:
             self.death = EngineDead(f"the engine died: {type(cause).__name__}: {cause}")
             self.death.__cause__ = cause
         self._state = "closed" if self.death is None else "dead"
-        self._streams.fail_all(self._gone())
-        self.watch.close(self._gone())
+        self._streams.fail_all(gone(self.death))
+        self.watch.close(gone(self.death))
         self._is_started.set()
-
-    # ------------------------------------------------------------ refusals
-
-    def _gone(self) -> EngineDead:
-        if self.death is None:
-            return EngineDead("the engine is closed", code="engine_closed")
-        gone = EngineDead(self.death.message)
-        gone.__cause__ = self.death.__cause__
-        return gone
 
     def _unavailable(self) -> StreamerError:
         """Why it takes no requests: gone, or not there yet."""
-        if self._state in ("dead", "closed"):
-            return self._gone()
-        return Overloaded(
-            "the model is still loading", retry_after_s=LOADING_RETRY_S, code="model_loading"
-        )
+        return gone(self.death) if self._state in ("dead", "closed") else loading()

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections import Counter, OrderedDict
 
-from streamer.core.plan import FinishReason, StepOutput
+from streamer.core.plan import FinishReason, Notice, NoticeKind, StepOutput
 from streamer.engine.stream import TokenStream
 from streamer.errors import Overloaded, StreamerError
 
@@ -34,6 +34,7 @@ class Registry:
         self._mean_s = MIN_RETRY_S
         self._num_rows = 0  # sequences of live requests that have started and are not paused
         self._num_waiting_rows = 0  # and of those that have not
+        self._num_returning = 0  # requests that gave their blocks up: they run before new ones
         self.num_waiting = 0
         self.num_submitted = 0
         self.retained_bytes = 0
@@ -87,13 +88,17 @@ class Registry:
             retry_after_s=min(MAX_RETRY_S, max(MIN_RETRY_S, turns * self._mean_s)),
         )
 
-    def add(self, stream: TokenStream) -> None:
-        """A new request."""
+    def add(self, stream: TokenStream, *, is_told: bool = False) -> int | None:
+        """A new request; if it is told of it, its place in the queue as far as is known here."""
+        place = self.num_waiting + self._num_returning if is_told else None
+        if place is not None:
+            stream.notify(Notice(stream.request_id, NoticeKind.WAITING, position=place))
         self._live[stream.request_id] = stream
         self.num_submitted += 1
         self.num_waiting += 1
         self._num_waiting_rows += stream.params.n
         self._is_quiet.clear()
+        return place
 
     async def wait_quiet(self) -> None:
         """Until nothing is live."""
@@ -102,6 +107,7 @@ class Registry:
     def distribute(self, output: StepOutput) -> None:
         """Hand a step's notices, tokens and finishes to their streams, then wake their readers."""
         live = self._live
+        self._num_returning = output.stats.preempted + output.stats.swapped
         touched: list[TokenStream] = []  # twice where a request's rows are not neighbours: harmless
         for notice in output.notices:
             stream = live.get(notice.request_id)

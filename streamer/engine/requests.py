@@ -34,6 +34,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     share_with  id of a request to fork from: its blocks serve as far as the tokens agree
     detach_s    seconds it runs on after its last reader left; None: for ever
     window      output tokens its furthest reader may lag before it is paused; 0: never paused
+    is_told     its readers are told of its place in the queue while it waits
     context     kept beside the tokens as long as they are, counted with `context_bytes`
     """
 
@@ -46,6 +47,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     share_with: str | None = None
     detach_s: float | None = 0.0
     window: int = 0
+    is_told: bool = False
     context: object = None
     context_bytes: int = 0
 
@@ -131,6 +133,7 @@ def build_add(
     request_id: str,
     info: ModelInfo,
     block_hashes: tuple[bytes, ...],
+    place: int | None,
 ) -> Add:
     """The command that enters the scheduler."""
     ends = () if params.ignore_eos else info.eos_token_ids
@@ -145,6 +148,7 @@ def build_add(
         priority=request.priority,
         tenant=request.tenant,
         share_with=request.share_with,
+        place=place,
     )
 
 

@@ -7,6 +7,7 @@ step. A Tally is a histogram's counts without a name, a lock or a label: metrics
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,6 +17,7 @@ from streamer.core.plan import FinishReason, StepStats, StepTimes
 if TYPE_CHECKING:
     from streamer.engine.registry import Registry
 
+LAG_WINDOW_S = 10
 PHASES = ("schedule", "launch", "collect", "apply")
 PHASE_S = (
     *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01),
@@ -40,6 +42,32 @@ class Tally:
         """Count one value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
+
+
+class RecentMax:
+    """The largest of what was seen in the last `window_s` seconds, to a second; 0.2 us a value.
+
+    Times are seconds of one clock, rising. Reading changes nothing, so any number may read.
+    """
+
+    __slots__ = ("_seconds", "_window_s")
+
+    def __init__(self, window_s: int) -> None:
+        self._window_s = window_s
+        self._seconds: deque[tuple[int, float]] = deque(maxlen=window_s + 1)  # each with its max
+
+    def observe(self, value: float, now: float) -> None:
+        """See one value."""
+        second = int(now)
+        if not self._seconds or self._seconds[-1][0] != second:
+            self._seconds.append((second, value))
+        elif value > self._seconds[-1][1]:
+            self._seconds[-1] = (second, value)
+
+    def read(self, now: float) -> float:
+        """The maximum; 0 if nothing was seen."""
+        first = int(now) - self._window_s
+        return max((value for second, value in self._seconds if second >= first), default=0.0)
 
 
 class PhaseTallies:
@@ -68,7 +96,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     paused_streams   held because their reader is behind, or by `pause`
     retained_streams finished ones kept for late readers, retained_bytes in all
     submitted, finished, cancelled, failed   requests since the start
-    max_loop_lag_s   from a step's wake-up to the loop's turn, the largest since the last snapshot
+    max_loop_lag_s   from a step's wake-up to the loop's turn, the largest of the last LAG_WINDOW_S
     """
 
     state: str

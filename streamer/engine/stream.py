@@ -33,6 +33,7 @@ class TokenStream:
     created        unix seconds
     cached_tokens  prompt tokens whose KV was already there, shared_tokens those taken from the
                    request named in share_with; known once it runs
+    copied_tokens  those copied out of shared blocks before a write (see Finish); final at its end
     finishes       a Finish for each choice that has ended
     error          what ended the stream without finishes: the engine's death
     context        whatever its maker wants to find again beside the tokens
@@ -59,6 +60,7 @@ class TokenStream:
         self.created = time.time()
         self.cached_tokens = 0
         self.shared_tokens = 0
+        self.copied_tokens = 0
         self.finishes: list[Finish | None] = [None] * params.n
         self.error: StreamerError | None = None
         self.context = context
@@ -363,6 +365,7 @@ class TokenStream:
 
     def _close(self, finish: Finish) -> None:
         self.finishes[finish.choice] = finish
+        self.copied_tokens = finish.copied_tokens  # it only grows, and finishes come in order
         self._num_open -= 1
         if not self._num_open:
             self._over()

@@ -1,4 +1,4 @@
-"""Admission: what each key may ask for: requests and tokens a minute, streams at once; else 429.
+"""Admission: what each key may ask for: requests and tokens a minute, streams and sockets at once.
 
 A limit a minute is a bucket: full at first, refilled evenly, its whole size in a minute. So a key
 may begin with all of it at once, and in t seconds gets at most limit * (1 + t / 60).
@@ -9,6 +9,7 @@ tokens    a request is let in if the bucket holds as many as its prompts have, o
           when an answer ends, as if drawn evenly since the last such moment. A bucket may be
           overdrawn by output; until that is refilled, nothing is let in
 streams   answers that have not ended, read or not: one a prompt, whatever its n
+sockets   WebSockets that are open; one too many is closed with 1013, everything else is a 429
 
 Retry-After is when the same request is let in if the key is given nothing else until then (after an
 overdraft, when it is refilled; the prompt is not known yet). Nobody knows when a stream ends:
@@ -18,10 +19,11 @@ Without keys all callers are one. Called by Service and app.py on the loop; take
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -93,6 +95,8 @@ class Account:
         self.requests = Bucket(num_requests, now) if num_requests else None
         self.tokens = Bucket(num_tokens, now) if num_tokens else None
         self.max_streams = limits.max_streams_per_key or 0
+        self.max_sockets = limits.max_sockets_per_key or 0
+        self.num_sockets = 0
         self._live: dict[TokenStream, int] = {}
 
     def settle(self, now: float) -> None:
@@ -182,6 +186,28 @@ class Admission:
         if account is not None:
             account.open(stream)
             stream.observers.append(partial(self._see, account))
+
+    def max_sockets(self, tenant: str) -> int:
+        """How many this key may have open; 0: any number."""
+        account = self._accounts.get(tenant)
+        return 0 if account is None else account.max_sockets
+
+    @contextlib.contextmanager
+    def socket(self, tenant: str) -> Iterator[None]:
+        """One more open WebSocket of this key; RateLimited if that is one too many."""
+        account = self._accounts.get(tenant)
+        if account is None:
+            yield
+            return
+        if 0 < account.max_sockets <= account.num_sockets:
+            raise RateLimited(
+                f"the limit is {account.max_sockets} open sockets, and as many are open"
+            )
+        account.num_sockets += 1
+        try:
+            yield
+        finally:
+            account.num_sockets -= 1
 
     def headers(self, tenant: str) -> list[Header]:
         """The x-ratelimit headers of an answer to this key; none where it has no limit a minute."""

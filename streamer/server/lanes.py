@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakSet
 
 import msgspec
 from msgspec import UNSET
@@ -45,6 +46,7 @@ log = logging.getLogger(__name__)
 
 MAX_LANES: Final = 64
 MAX_QUEUED: Final = 256  # creates that wait for their lane
+MAX_RESPONSES: Final = 320  # not ended, those that lost their reader here for its lag among them
 MAX_QUEUED_BYTES: Final = 4 << 20  # of creates whose response has not begun
 
 Send = Callable[[msgspec.Struct], Coroutine[Any, Any, None]]
@@ -78,6 +80,7 @@ class Lanes:
         self._tasks: set[asyncio.Task[None]] = set()
         self._attached: list[Attached] = []
         self._starting: dict[str, bool] = {}  # ids of creates on their way: are they cancelled?
+        self._made: WeakSet[TokenStream] = WeakSet()  # here; they are the engine's to keep
         self._queued_bytes = 0
 
     # ------------------------------------------------------------ what the client asks for
@@ -85,7 +88,7 @@ class Lanes:
     def create(self, data: bytes, settings: Settings) -> None:
         """response.create: checked and given its id now, run when its lane is free."""
         service = self._service
-        service.admit(self._scope)
+        service.admit(self._scope, is_for_later=True)  # its lane may be taken
         body = decode_body(data, DECODER, FIELDS)
         for name, value in (("background", body.background), ("stream", body.stream is False)):
             if value:
@@ -97,6 +100,7 @@ class Lanes:
         model = check_model(body.model, service.names)
         params = body.params(service.engine.info.generation_defaults)
         body.items()
+        self._require_room()
         if self._queued_bytes + len(data) > MAX_QUEUED_BYTES:
             raise RateLimited(
                 f"{self._queued_bytes} bytes of responses wait on this socket and this one has "
@@ -160,7 +164,7 @@ class Lanes:
         else:
             try:
                 steer = steering.read_steer(event, size)
-                self._service.admit(self._scope)
+                self._service.admit(self._scope, is_for_later=True)
             except InvalidRequest as e:
                 code, text = "invalid_input", e.message
             except StreamerError as e:
@@ -187,6 +191,16 @@ class Lanes:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # ------------------------------------------------------------ lanes
+
+    def _require_room(self) -> None:
+        for stream in [s for s in self._made if s.is_finished]:
+            self._made.discard(stream)
+        waiting = len(self._starting) + sum(map(len, self._lanes.values()))
+        if len(self._made) + waiting >= MAX_RESPONSES:
+            raise RateLimited(
+                f"{len(self._made) + waiting} responses of this socket have not ended; the limit "
+                f"is {MAX_RESPONSES}"
+            )
 
     def _open_lane(self, name: str | None, job: Job | Resuming) -> None:
         if len(self._lanes) >= MAX_LANES:
@@ -249,6 +263,7 @@ class Lanes:
                     transport="websocket",
                     session=self._session,
                     window=job.settings.window,
+                    is_told=self._is_extended,
                 )
             except StreamerError as e:
                 service.metrics.refused(e)
@@ -260,9 +275,10 @@ class Lanes:
             finally:
                 self._queued_bytes -= job.size
                 is_cancelled = self._starting.pop(job.response_id)
+            self._made.add(stream)
             if is_cancelled:
                 service.cancel([stream])
-            await self._follow(stream, -1, body.stream_id, job.settings, is_new=True)
+            await self._follow(stream, -1, body.stream_id, job.settings)
 
     async def _resume(self, job: Resuming) -> None:
         event = job.event
@@ -291,7 +307,6 @@ class Lanes:
         settings: Settings,
         *,
         is_split: bool = False,
-        is_new: bool = False,
     ) -> None:
         """Send a response's events, those after a number, to the last one."""
         service = self._service
@@ -310,8 +325,6 @@ class Lanes:
         try:
             for event in events.opening():
                 await self._send(event)
-            if self._is_extended and is_new:
-                await self._send(events.waiting(service.engine.stats.waiting))
             is_reading = True
             write = partial(self._send_news, attached, service.metrics.meter(), is_split)
             cursor = events.tokens_at(after)

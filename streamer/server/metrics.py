@@ -31,7 +31,8 @@ class Metrics:
     """All metrics of one server.
 
     live         streams of requests that have not ended: their lag is looked at when scraped
-    gap_s        seconds a token between deltas;  output_tokens handed to readers
+    gap_s        seconds a token between deltas
+    ended_tokens output tokens of the requests that have ended
     loop_late_s  how late the event loop came to a timer
     """
 
@@ -40,7 +41,7 @@ class Metrics:
         self.live: set[TokenStream] = set()
         self.gap_s = Tally(GAP_S)
         self.loop_late_s = Tally(LATENCY_S)
-        self.output_tokens = 0
+        self.ended_tokens = 0
         self.registry.register(EngineCollector(engine))
         self.registry.register(_TallyCollector(self))
         self._finished = self._counter(
@@ -79,6 +80,12 @@ class Metrics:
     def meter(self) -> Meter:
         """A Meter for one reader."""
         return Meter(self)
+
+    def ended(self, stream: TokenStream) -> None:
+        """A stream has ended: its tokens stay counted when it is gone."""
+        if stream in self.live:
+            self.live.discard(stream)
+            self.ended_tokens += stream.num_output_tokens
 
     def queued(self, seconds: float) -> None:
         """A request runs for the first time."""
@@ -126,7 +133,6 @@ class Meter:
                 if last is not None:
                     self._metrics.gap_s.observe((now - last) / count)
                 self._last[key] = now
-                self._metrics.output_tokens += count
 
 
 class _TallyCollector(Collector):
@@ -140,8 +146,8 @@ class _TallyCollector(Collector):
         metrics = self._metrics
         yield CounterMetricFamily(
             "streamer_output_tokens",
-            "Output tokens handed to readers.",
-            value=metrics.output_tokens,
+            "Output tokens of requests, once each, whoever read them and however often.",
+            value=metrics.ended_tokens + sum(s.num_output_tokens for s in metrics.live),
         )
         yield histogram(
             "streamer_inter_token_latency_seconds",

@@ -121,7 +121,7 @@ class Record:
             self._first_token_s = timing.first_token_s
             self._metrics.first_token(timing.first_token_s)
         if stream.is_finished:
-            self._metrics.live.discard(stream)
+            self._metrics.ended(stream)
             if all(s.is_finished for s in self.streams):
                 self._finish()
 

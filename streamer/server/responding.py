@@ -40,11 +40,14 @@ async def respond(
     transport: Transport,
     session: str = "",
     window: int | None = None,
+    is_told: bool = False,
 ) -> TokenStream:
     """The stream of a response whose body is checked, and whose caller `admit` let in.
 
     session  the socket's name
+    is_told  its reader is told of its place in the queue
     """
+    service.engine.require_room()  # before its prompt is made
     parent = None
     if body.previous_response_id is not None:
         parent = find(service, body.previous_response_id, scope, session, "previous_response_id")
@@ -75,6 +78,7 @@ async def respond(
         body_bytes=body_bytes,
         share_with=turn.share_with,
         window=window,
+        is_told=is_told,
     )
     service.record("responses", transport, scope, [stream], model)
     return stream

@@ -19,8 +19,9 @@ from starlette.types import Scope
 
 from streamer.config import Config
 from streamer.core.sampling import SamplingParams
+from streamer.engine.refusals import draining, loading
 from streamer.engine.requests import GenerateRequest, check_ids
-from streamer.errors import EngineDead, Overloaded
+from streamer.errors import EngineDead
 from streamer.server.admission import Admission, tenant_of
 from streamer.server.metrics import Metrics
 from streamer.server.openai.common import SamplingFields, named
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
 
 # in scope["state"], put there by the guard: the server's own `send`
 PLAIN_SEND = "plain_send"
-LOADING_RETRY_S = 2.0
-DRAINING_RETRY_S = 5.0
 MAX_LOGGED_PROMPT = 4096  # tokens, with --log-prompts: decoding them holds the loop up
 
 
@@ -78,17 +77,18 @@ class Service:
         if engine.is_dead:
             raise EngineDead(engine.death.message if engine.death is not None else "engine died")
         if engine.is_draining:
-            raise Overloaded(
-                "the server is shutting down", retry_after_s=DRAINING_RETRY_S, code="draining"
-            )
+            raise draining()
         if not engine.is_ready:
-            raise Overloaded(
-                "the model is still loading", retry_after_s=LOADING_RETRY_S, code="model_loading"
-            )
+            raise loading()
 
-    def admit(self, scope: Scope) -> str:
-        """Let one more request of this caller begin, or raise what it gets; its tenant."""
+    def admit(self, scope: Scope, *, is_for_later: bool = False) -> str:
+        """Let one more request of this caller begin, or raise what it gets; its tenant.
+
+        is_for_later  it waits for something else first: a queue that is full now may not be then
+        """
         self.require_ready()
+        if not is_for_later:
+            self.engine.require_room()
         tenant = tenant_of(scope)
         self.admission.enter(tenant)
         return tenant
@@ -179,6 +179,7 @@ class Service:
         body_bytes: int = 0,
         share_with: str | None = None,
         window: int | None = None,
+        is_told: bool = False,
     ) -> TokenStream:
         """Hand one prompt to the engine; `detach_s` is the default where the body names none.
 
@@ -187,6 +188,7 @@ class Service:
         context     by which the answer is found again, made from a body of so many bytes
         share_with  a request that it was forked from
         window      output tokens a reader may lag; None: the server's setting
+        is_told     its readers are told of its place in the queue
         """
         is_alone = context is not None and context.is_background
         request = GenerateRequest(
@@ -199,6 +201,7 @@ class Service:
             share_with=share_with,
             detach_s=None if is_alone else detach_s if body.detach_s is None else body.detach_s,
             window=self.config.stream_window if window is None else window,
+            is_told=is_told,
             context=context,
             context_bytes=0 if context is None else context.num_bytes(body_bytes),
         )

@@ -117,11 +117,20 @@ class Update(msgspec.Struct):
 # ---------------------------------------------------------------- server events
 
 
-class SessionLimits(msgspec.Struct, frozen=True):
-    """What one socket may do."""
+class SessionLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What one socket may do.
+
+    responses     made on it that have not ended; queued of them may wait for their lanes
+    events_per_s  in the long run; event_burst at once, after a silence
+    sockets       that its key may have open; 0: any number
+    """
 
     lanes: int
+    responses: int
     queued: int
+    events_per_s: int
+    event_burst: int
+    sockets: int
     message_bytes: int = MAX_MESSAGE_BYTES
     output_tokens: int = MAX_TOKENS
 

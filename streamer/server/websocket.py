@@ -17,7 +17,9 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from streamer.errors import InvalidRequest, StreamerError
-from streamer.server.lanes import MAX_LANES, MAX_QUEUED, Lanes
+from streamer.server.admission import tenant_of
+from streamer.server.flood import EVENT_BURST, EVENTS_PER_S, EventBudget
+from streamer.server.lanes import MAX_LANES, MAX_QUEUED, MAX_RESPONSES, Lanes
 from streamer.server.openai.common import clip, encode
 from streamer.server.openai.fields import located
 from streamer.server.service import Service
@@ -98,8 +100,8 @@ class Session:
         await self._receive()  # websocket.connect
         limit_s = self._service.config.pause_timeout
         self._stuck = StuckWatch(self._scope, limit_s, self._lanes.drop)
-        with self._stuck:
-            if not await self._open():
+        with self._stuck, contextlib.ExitStack() as open_socket:
+            if not await self._open(open_socket):
                 return
             writer = asyncio.create_task(self._write_replies())
             forget = self._service.on_drain(self._go_away)
@@ -113,8 +115,9 @@ class Session:
                 await asyncio.gather(writer, return_exceptions=True)
                 await self._lanes.close()
 
-    async def _open(self) -> bool:
-        """Accept; False if it was closed at once."""
+    async def _open(self, stack: contextlib.ExitStack) -> bool:
+        """Accept, and count it until `stack` is left; False if it was closed at once."""
+        tenant = tenant_of(self._scope)
         unknown = [p for p in self._offered if p.startswith("streamer.")]
         await self._asgi_send({"type": "websocket.accept", "subprotocol": self._protocol})
         if unknown and not self._is_extended:
@@ -123,7 +126,9 @@ class Session:
             return False
         try:
             self._service.require_ready()
+            stack.enter_context(self._service.admission.socket(tenant))
         except StreamerError as e:
+            self._service.metrics.refused(e)
             await self._close(1011 if self._service.engine.is_dead else 1013, e.message)
             return False
         if self._is_extended:
@@ -134,7 +139,14 @@ class Session:
                 self._service.epoch,
                 self._settings.window,
                 self._settings.detach_s,
-                SessionLimits(MAX_LANES, MAX_QUEUED),
+                SessionLimits(
+                    lanes=MAX_LANES,
+                    responses=MAX_RESPONSES,
+                    queued=MAX_QUEUED,
+                    events_per_s=EVENTS_PER_S,
+                    event_burst=EVENT_BURST,
+                    sockets=self._service.admission.max_sockets(tenant),
+                ),
             )
             await self._send(event)
         return True
@@ -142,9 +154,14 @@ class Session:
     # ------------------------------------------------------------ reader
 
     async def _read(self) -> None:
+        clock = asyncio.get_running_loop().time
+        budget = EventBudget(clock())
         while True:
             message = await self._receive()
             if message["type"] == "websocket.disconnect":
+                return
+            if not budget.take(clock()):
+                await self._close(4429, f"flood: more than {EVENTS_PER_S} events a second")
                 return
             try:
                 data = self._json_of(message)
@@ -165,7 +182,7 @@ class Session:
                     error = StreamerError("internal error", code="internal")
                     self._refuse(error, event.stream_id)
             if self._is_flooded:
-                await self._close(4429, "too many replies are waiting to be read")
+                await self._close(4429, "flood: too many replies are waiting to be read")
                 return
 
     def _json_of(self, message: Any) -> bytes:

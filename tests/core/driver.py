@@ -235,6 +235,9 @@ class Driver:
             assert pool.num_free == pool.num_blocks, f"{pool.name} blocks leaked"
         assert state.rows.num_free == self.config.max_num_seqs
         totals = state.stats()
-        assert totals.copied_blocks == sum(len(plan.copies) for plan in self.plans)
+        copied = sum(len(plan.copies) for plan in self.plans)
+        assert totals.copied_blocks == copied
+        last = {f.request_id: f.copied_tokens for f in self.finishes.values()}
+        assert copied <= sum(last.values()) <= copied * (self.config.block_size - 1)
         assert totals.swapped_out_blocks == sum(len(plan.swap_out) for plan in self.plans)
         assert totals.swapped_in_blocks == sum(len(plan.swap_in) for plan in self.plans)

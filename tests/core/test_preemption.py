@@ -9,7 +9,7 @@ from streamer.core.sampling import SamplingParams
 
 
 def request(
-    arrival: int, *, priority: int = 0, computed: int = 10, preemptions: int = 0,
+    arrival: int, *, priority: int = 0, computed: int = 10, evictions: int = 0,
     paused: bool = False, held: bool = False,
 ) -> Request:  # fmt: skip
     made = Request(Add(f"r{arrival}", (1,), SamplingParams(), priority=priority), arrival, 8)
@@ -17,13 +17,13 @@ def request(
     if paused:
         made.move(Event.PAUSE)
     made.is_held = held
-    made.preemptions = preemptions
+    made.evictions = evictions
     made.sequences[0].num_computed = computed
     return made
 
 
 def test_paused_readers_give_way_first_even_after_many_times() -> None:
-    slow = request(1, paused=True, held=True, computed=500, preemptions=9)
+    slow = request(1, paused=True, held=True, computed=500, evictions=9)
     assert choose_victim([slow, request(2, computed=1), request(3, priority=5)]) is slow
 
 
@@ -37,14 +37,14 @@ def test_then_the_lowest_priority_then_least_work_then_the_last() -> None:
 
 
 def test_who_was_preempted_twice_is_exempt_while_another_can_run() -> None:
-    often = request(3, computed=1, preemptions=MAX_PREEMPTIONS)
+    often = request(3, computed=1, evictions=MAX_PREEMPTIONS)
     other = request(1)
     assert choose_victim([often, other]) is other
 
 
 def test_if_all_are_exempt_the_last_to_arrive_gives_way() -> None:
-    last = request(9, computed=500, preemptions=2)
-    assert choose_victim([request(1, preemptions=2, computed=1), last]) is last
+    last = request(9, computed=500, evictions=2)
+    assert choose_victim([request(1, evictions=2, computed=1), last]) is last
 
 
 def test_the_last_running_request_is_never_evicted() -> None:

@@ -114,6 +114,8 @@ def test_a_fork_shares_the_parents_partial_block_and_copies_it_on_write() -> Non
     assert (notice.shared_tokens, notice.cached_tokens) == (9, 0)
     assert len(driver.plans[-1].copies) == 1
     driver.drain()
+    copied = [driver.finishes[r, 0].copied_tokens for r in (parent, "r1")]
+    assert copied == [0, 1]  # two blocks of four are full
 
 
 def test_a_fork_of_a_finished_request_falls_back_to_the_cache_with_the_same_tokens() -> None:
@@ -137,6 +139,26 @@ def test_n_choices_are_n_forks_of_one_prefill() -> None:
     assert [j.logits_of for j in plan.joins] == [-1, 0, 0]
     driver.drain()
     assert len({tuple(driver.tokens["r0", c]) for c in range(3)}) == 3
+
+
+def test_copied_tokens_are_final_at_the_last_end_and_those_of_all_choices() -> None:
+    driver = Driver(make_config(max_num_batched_tokens=64))
+    driver.add(prompt(10), n=3, max_tokens=1)  # nobody ever writes into the shared block
+    driver.add(prompt(10, start=40), n=3, max_tokens=5)
+    driver.drain()
+    copied = {r: driver.finishes[r, 2].copied_tokens for r in ("r0", "r1")}
+    assert copied == {"r0": 0, "r1": 2 * 2}  # two of three copy two tokens
+
+
+def test_a_copy_that_is_given_up_before_its_plan_is_made_is_not_counted() -> None:
+    """The second of three choices copies its block; there is none for the third: all give way."""
+    driver = Driver(make_config(num_blocks=6), costs=RECOMPUTE)
+    driver.add(prompt(12), max_tokens=12)
+    driver.add(prompt(3, start=40), n=3, max_tokens=5)
+    driver.drain()
+    assert driver.outputs[-1].stats.preemptions_recompute > 0
+    copies = sum(len(plan.copies) for plan in driver.plans)
+    assert driver.finishes["r1", 2].copied_tokens == 3 * copies
 
 
 # ------------------------------------------------------------ memory pressure
@@ -215,9 +237,9 @@ def test_a_request_that_can_never_run_is_refused_with_the_numbers() -> None:
     config = make_config(num_blocks=10)
     with pytest.raises(ContextLengthExceeded, match=r"need 12 blocks of 4 tokens; .* has 10"):
         check_fits(10, 3, 6, config)
-    with pytest.raises(ContextLengthExceeded, match="exceed the context of 64"):
+    with pytest.raises(ContextLengthExceeded, match="64 tokens, but 65 were asked for: 60 "):
         check_fits(60, 1, 5, make_config())
-    with pytest.raises(ContextLengthExceeded, match="the prompt has 64 tokens"):
+    with pytest.raises(ContextLengthExceeded, match="the prompt alone has 64"):
         check_fits(64, 1, None, make_config())
     assert check_fits(10, 1, None, config) == 30
     assert check_fits(10, 1, None, make_config()) == 54

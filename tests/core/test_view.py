@@ -17,7 +17,7 @@ from streamer.core.prefix import BlockHasher
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler
 from streamer.core.view import SchedulerView, StepView, Wanted, pool_view, seen_by
-from tests.core.driver import SWAP, Driver, make_config
+from tests.core.driver import RECOMPUTE, SWAP, Driver, make_config
 
 ALL = Wanted((b"",), views.MAX_STEPS)
 MIB = 1 << 20
@@ -121,6 +121,21 @@ def test_the_queue_is_shown_in_its_order() -> None:
     view = driver.scheduler.snapshot(ALL)
     positions = {r.request_id: r.queue_position for r in view.requests}
     assert positions == {"r0": None, "r2": 0, "r1": 1}
+    driver.drain()
+
+
+@pytest.mark.parametrize("costs", [SWAP, RECOMPUTE])
+def test_a_paused_request_that_loses_its_blocks_shows_it(costs: dict[str, float]) -> None:
+    driver = Driver(make_config(num_blocks=8), costs=costs)
+    driver.add(prompt(12), max_tokens=20)
+    driver.step()
+    driver.pause("r0")
+    driver.add(prompt(20, start=40), max_tokens=8)
+    driver.run()
+    (request,) = driver.scheduler.snapshot(ALL).requests
+    assert (request.request_id, request.preemptions) == ("r0", 1)
+    paused = driver.scheduler.state.requests["r0"]
+    assert paused.evictions == 0  # it comes no nearer to being exempt
     driver.drain()
 
 

@@ -24,9 +24,9 @@ PROMPT = tuple(b"count, please")
 
 
 class Wrapped:
-    """A runner around the fake one; tests override a method."""
+    """A runner around another; tests override a method."""
 
-    def __init__(self, inner: FakeRunner) -> None:
+    def __init__(self, inner: Runner) -> None:
         self.inner = inner
         self.plans: list[Plan] = []
         self.is_closed = False

@@ -8,10 +8,20 @@ import pytest
 
 from streamer.bench.fake import fake_tokenizer, load_fake
 from streamer.config import Config
-from streamer.core.plan import Add, Cancel, Facts, FinishReason, Plan, StepOutput, StepResult
+from streamer.core.plan import (
+    Add,
+    Cancel,
+    Facts,
+    FinishReason,
+    NoticeKind,
+    Plan,
+    StepOutput,
+    StepResult,
+)
 from streamer.core.prefix import BlockHasher
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler, SchedulerConfig
+from streamer.engine import core
 from streamer.engine.core import EngineCore, Inbox, InFlight
 from streamer.errors import InvariantViolated
 from tests.engine.helpers import PROMPT
@@ -185,3 +195,48 @@ def test_the_inbox_sorts_what_comes() -> None:
     assert inbox.take() == [Cancel("a"), Cancel("b")]
     assert (inbox.permits, inbox.is_stopped) == (2, True)
     assert inbox.take() == []
+
+
+# ---------------------------------------------------------------- news of the queue
+
+
+def places(outputs: list[StepOutput]) -> list[list[tuple[str, int]]]:
+    """Who was told which place, step by step; steps that told nobody left out."""
+    told = [
+        [(n.request_id, n.position) for n in o.notices if n.kind is NoticeKind.WAITING]
+        for o in outputs
+    ]
+    return [each for each in told if each]
+
+
+def queue_up(rig: Rig, *told: int | None) -> None:
+    """Four that take all rows for ten steps, and these behind them."""
+    for i in range(4):
+        rig.add(f"first{i}", max_tokens=10 + i)
+    for i, place in enumerate(told):
+        params = SamplingParams(max_tokens=2, seed=1)
+        rig.inbox.put(Add(f"r{i}", PROMPT, params, place=place))
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_news_of_the_queue_come_with_a_step(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "PLACES_S", 0.0)
+    rig = Rig(depth)
+    queue_up(rig, 4, 5, None)
+    told = places(rig.run())
+    assert told == [[("r0", 0), ("r1", 1)], [("r1", 0)]]
+
+
+def test_a_round_of_news_is_made_at_most_so_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "PLACES_S", 1000.0)
+    rig = Rig()
+    queue_up(rig, 4, 5)
+    assert places(rig.run()) == [[("r0", 0), ("r1", 1)]]
+
+
+def test_the_queue_is_never_walked_where_nobody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "PLACES_S", 0.0)
+    rig = Rig()
+    monkeypatch.setattr(Scheduler, "news_of_places", None)  # a call would fail
+    queue_up(rig, None, None)
+    assert places(rig.run()) == []

@@ -70,6 +70,8 @@ async def test_n_choices_come_from_one_prompt() -> None:
         await stream.wait()
         assert [stream.text(c) for c in range(5)] == [expected_text(10)] * 5
         assert stream.num_output_tokens == 50
+        # four of five choices copied the prompt's last block before they wrote into it
+        assert stream.copied_tokens == 4 * (len(PROMPT) % engine.config.block_size) > 0
         assert reasons(stream) == [FinishReason.LENGTH] * 5
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from streamer.bench.fake import expected_text
+from streamer.core.sampling import SamplingParams
+from streamer.engine.engine import AsyncEngine
 from streamer.engine.prompts import INLINE_TOKENS
 from streamer.errors import ContextLengthExceeded, InvalidRequest, Overloaded
 from tests.engine.helpers import DEADLINE_S, PROMPT, GatedEngine, make_engine, request, until
@@ -76,6 +78,20 @@ async def test_without_retention_a_finished_stream_is_gone() -> None:
         await stream.wait()
         assert engine.get("mine") is None
         await engine.submit(request(request_id="mine")).wait()
+
+
+async def test_tenants_of_generate_share_fairly() -> None:
+    order: list[str] = []
+
+    async def answer(engine: AsyncEngine, tenant: str) -> None:
+        params = SamplingParams(max_tokens=20)
+        async for _ in engine.generate(PROMPT, params, tenant=tenant):
+            pass
+        order.append(tenant)
+
+    async with asyncio.timeout(DEADLINE_S), make_engine(max_num_seqs=1) as engine:
+        await asyncio.gather(*(answer(engine, t) for t in ("many", "many", "many", "one")))
+    assert order == ["many", "one", "many", "many"]
 
 
 async def test_retention_keeps_the_newest_within_its_bytes() -> None:

@@ -9,9 +9,12 @@ from collections.abc import Callable
 import pytest
 
 from streamer.bench.fake import FakeRunner
+from streamer.build import build_engine
+from streamer.config import Config
+from streamer.core.model_info import ModelInfo
 from streamer.core.plan import Plan, StepResult
 from streamer.engine import gpu_thread
-from streamer.engine.core import InFlight
+from streamer.engine.core import InFlight, Runner
 from streamer.errors import EngineDead, StepHung
 from tests.engine.helpers import DEADLINE_S, Wrapped, make_engine, request
 
@@ -21,7 +24,7 @@ WATCHDOG_S = 0.2
 class Stuck(Wrapped):
     """Steps hang in `collect`, from a number on, until the test lets go."""
 
-    def __init__(self, inner: FakeRunner, number: int) -> None:
+    def __init__(self, inner: Runner, number: int) -> None:
         super().__init__(inner)
         self.number = number
         self.is_stuck, self.let_go = threading.Event(), threading.Event()
@@ -116,3 +119,26 @@ async def test_no_timer_is_left_when_nothing_runs(watchdog_s: float) -> None:
         assert not thread.is_hung
         await engine.submit(request(5)).wait()
         assert (thread._check is None) is (watchdog_s == 0)
+
+
+async def test_bundled_a_hung_step_is_death_and_what_was_said_stays() -> None:
+    made: list[Stuck] = []
+    engine = build_engine(Config(model=None, num_gpu_blocks_override=64, watchdog_s=1.0))
+    load = engine._load
+
+    def load_stuck() -> tuple[Runner, ModelInfo]:
+        runner, info = load()
+        made.append(Stuck(runner, 8))
+        return made[0], info
+
+    engine._load = load_stuck
+    async with asyncio.timeout(DEADLINE_S):
+        await engine.start()
+        streams = [engine.submit(request(100, ignore_eos=True)) for _ in range(2)]
+        for stream in streams:
+            with pytest.raises(EngineDead, match="StepHung: a step took longer than 1 s"):
+                await stream.wait()
+        await engine.aclose()
+    assert [s.num_output_tokens for s in streams] == [7, 7]
+    assert streams[0].text()
+    made[0].let_go.set()

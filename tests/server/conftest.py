@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
-from tests.server.running import Running
+from streamer.demo import CHECKPOINT
+from tests.server.running import BUNDLED, Running
 
 
 @pytest.fixture(scope="module")
@@ -26,16 +28,23 @@ def slow() -> Iterator[Running]:
     running.stop()
 
 
+@pytest.fixture(scope="module")
+def bundled() -> Iterator[Running]:
+    """A server over the bundled model."""
+    assert CHECKPOINT.is_dir(), "the bundled model is not there"
+    running = Running(**BUNDLED).start()
+    yield running
+    running.stop()
+
+
 @pytest.fixture
 def server_with() -> Iterator[Any]:
     """A function that starts a server with other settings; all are stopped at the end."""
-    started: list[Running] = []
+    with ExitStack() as started:  # each is stopped, whatever becomes of the others
 
-    def start(**settings: Any) -> Running:
-        running = Running(**settings)
-        started.append(running)
-        return running.start()
+        def start(**settings: Any) -> Running:
+            running = Running(**settings)
+            started.callback(running.stop)
+            return running.start()
 
-    yield start
-    for running in started:
-        running.stop()
+        yield start

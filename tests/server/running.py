@@ -1,4 +1,4 @@
-"""A server in a thread of its own, over the fake model, and ways to wait for it."""
+"""A server in a thread of its own, over the fake model or the bundled one, and ways to wait."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from streamer.server.lifecycle import serve
 
 T = TypeVar("T")
 DEADLINE_S = 20.0
+# As many blocks as its context has; in float32, so that rounding never decides between two tokens
+# (bfloat16 ties its best two every few hundred tokens).
+BUNDLED: dict[str, Any] = {"model": None, "dtype": "float32", "num_gpu_blocks_override": 64}
 
 
 class Running:
@@ -30,7 +33,8 @@ class Running:
         self.engine: AsyncEngine
         self._error: BaseException | None = None
         self._is_ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="server")
+        # A daemon, so that pytest ends although a failed test never stopped it.
+        self._thread = threading.Thread(target=self._run, name="server", daemon=True)
         self._loop: asyncio.AbstractEventLoop
         self._stop: asyncio.Event
 

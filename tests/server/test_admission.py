@@ -17,7 +17,7 @@ from streamer.server import admission
 from streamer.server.admission import Admission, digest, duration
 from tests.engine.helpers import end, lone_stream, write
 from tests.server.counting import CHAT, ENDLESS, sse
-from tests.server.running import Running
+from tests.server.running import BUNDLED, Running
 
 KEY, OTHER = "key-of-ours", "key-of-theirs"
 ME, THEM = digest(KEY), digest(OTHER)
@@ -231,9 +231,13 @@ def long_minute(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("long_minute")
-def test_answers_of_a_limited_key_say_what_is_left(server_with: Any) -> None:
-    server = server_with(api_key=(KEY, OTHER), max_requests_per_minute=3, max_tokens_per_minute=500)
-    first = post(server, {**CHAT, "max_tokens": 8})
+@pytest.mark.parametrize("settings", [{}, BUNDLED], ids=["fake", "bundled"])
+def test_answers_of_a_limited_key_say_what_is_left(
+    server_with: Any, settings: dict[str, Any]
+) -> None:
+    limits = {"max_requests_per_minute": 3, "max_tokens_per_minute": 500}
+    server = server_with(**settings, **limits, api_key=(KEY, OTHER))
+    first = post(server, {**CHAT, "max_tokens": 8, "ignore_eos": True})
     used = first.json()["usage"]["total_tokens"]
     assert first.headers["x-ratelimit-limit-requests"] == "3"
     assert first.headers["x-ratelimit-remaining-requests"] == "2"
@@ -241,7 +245,7 @@ def test_answers_of_a_limited_key_say_what_is_left(server_with: Any) -> None:
     assert first.headers["x-ratelimit-remaining-tokens"] == str(500 - used)
     bad = post(server, {"messages": []})
     assert (bad.status_code, bad.headers["x-ratelimit-remaining-requests"]) == (400, "1")
-    body = {**CHAT, "max_tokens": 8, "stream": True}
+    body = {**CHAT, "max_tokens": 8, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", server.url + "/v1/chat/completions", json=body, headers=BEARER) as r:
         assert r.headers["x-ratelimit-remaining-requests"] == "0"
         assert list(sse(r))[-1].is_done
@@ -311,6 +315,51 @@ def test_the_official_client_knows_it_by_its_exception(server_with: Any) -> None
             client.completions.create(model="fake", prompt="x", max_tokens=1)
     assert caught.value.code == "rate_limit_exceeded"
     assert int(caught.value.response.headers["retry-after"]) > 60  # more than four minutes
+
+
+def test_a_full_queue_refuses_before_any_prompt_is_made(
+    server_with: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = server_with(model="fake:tokens_per_s=50", max_num_seqs=1, max_queue=0)
+    encoded: list[str] = []
+    run = server.engine._prompts.run
+
+    async def noted(work: Any) -> Any:
+        encoded.append(work.__qualname__)
+        return await run(work)
+
+    with httpx.stream(
+        "POST", server.url + "/v1/chat/completions", json={**CHAT, **ENDLESS, "stream": True}
+    ) as running:
+        events = sse(running)
+        next(events)
+        server.wait_metric('streamer_requests{state="running"}', 1)
+        monkeypatch.setattr(server.engine._prompts, "run", noted)
+        bodies = {"chat/completions": CHAT, "completions": HELLO, "responses": {"input": "x"}}
+        for path, body in bodies.items():
+            assert post(server, body, path).status_code == 503
+        with connect(server.ws_url) as socket:
+            socket.send(json.dumps({"type": "response.create", "input": "x"}))
+            event = json.loads(socket.recv(timeout=20))
+        assert (event["type"], event["error"]["code"]) == ("error", "server_overloaded")
+        assert encoded == []
+    server.wait_idle()
+    assert post(server, {**CHAT, "max_tokens": 1}).status_code == 200
+    assert len(encoded) == 1
+
+
+def test_a_create_that_waits_for_its_lane_is_not_refused_by_a_full_queue(server_with: Any) -> None:
+    server = server_with(model="fake:tokens_per_s=200", max_num_seqs=1, max_queue=0)
+    with connect(server.ws_url) as socket:
+        for _ in range(2):  # the second has its turn when the first has left the engine
+            body = {"input": "x", "max_output_tokens": 20, "ignore_eos": True}
+            socket.send(json.dumps({"type": "response.create", **body}))
+        kinds = []
+        while len(kinds) < 2:
+            event = json.loads(socket.recv(timeout=20))
+            if event["type"] in ("response.completed", "response.incomplete", "error"):
+                kinds.append(event["type"])
+    assert kinds == ["response.incomplete"] * 2
 
 
 def test_a_full_queue_is_503_for_everybody(server_with: Any) -> None:

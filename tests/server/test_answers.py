@@ -42,6 +42,7 @@ def stream(n: int = 1) -> Any:
         num_prompt_tokens=2,
         cached_tokens=0,
         shared_tokens=0,
+        copied_tokens=0,
         finishes=finishes,
         timing=Timing(),
         error=None,

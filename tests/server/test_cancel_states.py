@@ -22,10 +22,11 @@ from streamer.core.plan import Facts, FinishReason, Plan, StepResult
 from streamer.core.sampling import SamplingParams
 from streamer.engine.core import InFlight, Runner
 from streamer.engine.engine import AsyncEngine, GenerateRequest, TokenStream
-from tests.server.running import DEADLINE_S, Running
+from tests.server.running import BUNDLED, DEADLINE_S, Running
 from tests.server.test_websocket import dial, hear, say
 
 PROMPT_TOKENS = 300
+LONG: dict[str, Any] = {"max_tokens": 250, "ignore_eos": True}
 WAYS = ("cancel(id)", "response.cancel", "closing SSE", "closing the socket")
 # State, and GiB of host pool: without one, who gives way is recomputed.
 STATES = {
@@ -121,9 +122,7 @@ class OverSse:
     def __init__(self, server: Running, exits: contextlib.ExitStack, is_closing: bool) -> None:
         self._server, self._is_closing, self._exits = server, is_closing, contextlib.ExitStack()
         exits.enter_context(self._exits)
-        body = {
-            "model": "fake", "stream": True, "max_tokens": 100, "prompt": "x" * PROMPT_TOKENS
-        }  # fmt: skip
+        body = {"stream": True, **LONG, "prompt": "x" * PROMPT_TOKENS}
         client = self._exits.enter_context(httpx.Client(timeout=20))
         response = self._exits.enter_context(
             client.stream("POST", server.url + "/v1/completions", json=body)
@@ -152,9 +151,8 @@ class OverSocket:
         say(
             self._socket,
             "response.create",
-            model="fake",
             input="x" * PROMPT_TOKENS,
-            max_output_tokens=100,
+            max_output_tokens=LONG["max_tokens"],
         )
         while (event := hear(self._socket))["type"] != "response.created":
             pass
@@ -199,24 +197,25 @@ def crowd(server: Running, num_tokens: int) -> TokenStream:
 
 
 @pytest.fixture(scope="module")
-def pressed() -> Iterator[Callable[[float], Gated]]:
-    """Servers with two rows, 40 blocks of 16 tokens, 16 tokens a step, 200 steps a second."""
-    started: dict[float, Gated] = {}
+def pressed() -> Iterator[Callable[[str, float], Gated]]:
+    """Servers with two rows, 40 blocks of 16 tokens, 16 tokens a step; fakes do 200 in a second."""
+    started: dict[tuple[str, float], Gated] = {}
 
-    def get(swap_space: float) -> Gated:
-        if swap_space not in started:
-            started[swap_space] = Gated(
-                model="fake:tokens_per_s=200",
+    def get(model: str, swap_space: float) -> Gated:
+        key = model, swap_space
+        if key not in started:
+            settings = BUNDLED if model == "bundled" else {"model": "fake:tokens_per_s=200"}
+            started[key] = Gated(
+                **{**settings, "num_gpu_blocks_override": 40},
                 max_num_seqs=2,
                 max_num_batched_tokens=16,
-                num_gpu_blocks_override=40,
                 swap_space=swap_space,
                 detach_timeout=0.0,
                 stream_window=0,
                 enable_prefix_caching=False,  # every prefill has a second chunk
             )
-            started[swap_space].start()
-        return started[swap_space]
+            started[key].start()
+        return started[key]
 
     yield get
     for server in started.values():
@@ -262,10 +261,13 @@ def wait_until(server: Running, is_true: Callable[[], bool], says: str) -> None:
         assert time.monotonic() < end, says
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("state", STATES)
-def test_cancel(pressed: Callable[[float], Gated], state: str, way: str) -> None:
-    server = pressed(STATES[state])
+BY_FAKE = [("fake", state, way) for state in STATES for way in WAYS]
+BY_BUNDLED = [("bundled", state, "closing SSE") for state in [*STATES][2:]]  # those with KV to lose
+
+
+@pytest.mark.parametrize(("model", "state", "way"), BY_FAKE + BY_BUNDLED)
+def test_cancel(pressed: Callable[[str, float], Gated], model: str, state: str, way: str) -> None:
+    server = pressed(model, STATES[state])
     others = []
     if state == "waiting":
         others = [crowd(server, 20), crowd(server, 30)]

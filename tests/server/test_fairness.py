@@ -10,7 +10,7 @@ import pytest
 
 from streamer.server.sse import DONE
 from tests.server.counting import CHAT
-from tests.server.running import Running
+from tests.server.running import BUNDLED, Running
 
 ROWS, MANY, FEW = 4, 50, 2
 ANSWER = {**CHAT, "max_tokens": 8, "ignore_eos": True, "stream": True}
@@ -44,11 +44,18 @@ async def ends_before(server: Running, few_key: str) -> tuple[int, list[int]]:
     return MANY - before, [i - before for i, name in enumerate(ended) if name == "few"]
 
 
-@pytest.mark.parametrize("is_fair", [True, False])
+@pytest.mark.parametrize(
+    ("settings", "is_fair"),
+    [
+        ({"model": "fake:tokens_per_s=100"}, True),
+        ({"model": "fake:tokens_per_s=100"}, False),
+        (BUNDLED, True),
+    ],
+)
 async def test_the_second_key_waits_a_turn_and_not_for_the_fifty(
-    server_with: Any, is_fair: bool
+    server_with: Any, settings: dict[str, Any], is_fair: bool
 ) -> None:
-    server = server_with(model="fake:tokens_per_s=100", max_num_seqs=ROWS, api_key=("many", "few"))
+    server = server_with(**settings, max_num_seqs=ROWS, api_key=("many", "few"))
     left, waits = await ends_before(server, "few" if is_fair else "many")
     keys = "two keys" if is_fair else "one key"
     print(f"{keys}: {waits} of the {left} queued answers ended before the {FEW} that came later")

@@ -11,6 +11,7 @@ from streamer.server.openai import chat, completions, responses
 from tests.server import asking
 from tests.server.asking import KINDS, Asker
 from tests.server.field_table import FIELDS, Accepted, Honoured, Refused, official
+from tests.server.greedy import GREEDY, STORY
 from tests.server.running import Running
 
 TYPES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
@@ -65,3 +66,36 @@ def test_what_is_accepted_changes_nothing(
     requests = [msgspec.structs.replace(a.request, **alone) for a in (with_it, without)]
     assert requests[0] == requests[1]
     assert row.why
+
+
+# ---------------------------------------------------------------- the bundled model
+
+
+@pytest.fixture
+def greedy(bundled: Running, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The text of an answer of the bundled model, greedy unless asked otherwise."""
+    asker = Asker(bundled, monkeypatch)
+
+    def ask(kind: str, **fields: Any) -> str:
+        return asker.ask(kind, STORY, 40, **{**GREEDY, **fields}).text
+
+    return ask
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bundled_sampling_fields_show_in_the_text(greedy: Any, kind: str) -> None:
+    best = greedy(kind)
+    for narrow in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
+        assert greedy(kind, temperature=1.5, seed=1, **narrow) == best
+    drawn = [greedy(kind, temperature=1.5, seed=s) for s in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    for other in (
+        {"repetition_penalty": 2.0},
+        {"presence_penalty": 2.0},
+        {"frequency_penalty": 2.0},
+        {"logit_bias": {"300": 100}},
+    ):
+        assert greedy(kind, **other) != best
+    word = best.split()[3]
+    assert greedy(kind, stop=[word]) == best[: best.index(word)]
+    assert greedy(kind, stop=["nowhere in it"]) == best

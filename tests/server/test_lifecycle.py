@@ -18,9 +18,14 @@ import pytest
 
 from streamer.build import build_engine
 from streamer.config import Config
+from streamer.core.model_info import ModelInfo
+from streamer.core.plan import Plan
+from streamer.engine.core import InFlight, Runner
+from streamer.engine.engine import AsyncEngine
 from streamer.errors import ConfigError, EngineDead
 from streamer.server.lifecycle import bind, serve
 from tests.server.counting import CHAT, check_counting, sse
+from tests.server.running import BUNDLED, Running
 
 SCRIPT = """
 import asyncio, sys
@@ -176,3 +181,51 @@ async def test_tls_that_cannot_be_set_up_is_refused(
     with pytest.raises(ConfigError, match=text) as refusal:
         await serve(build_engine(config), config)
     assert refusal.value.param == param
+
+
+# ---------------------------------------------------------------- the bundled model
+
+
+class Breaking:
+    """A runner whose step fails once it is told to."""
+
+    def __init__(self, inner: Runner) -> None:
+        self._inner, self.is_broken = inner, False
+        self.depth, self.facts, self.close = inner.depth, inner.facts, inner.close
+
+    def launch(self, plan: Plan) -> InFlight:
+        if self.is_broken:
+            raise RuntimeError("out of luck")
+        return self._inner.launch(plan)
+
+
+class Mortal(Running):
+    """A server over such a runner."""
+
+    runner: Breaking
+
+    def build(self) -> AsyncEngine:
+        engine = super().build()
+        load = engine._load
+
+        def load_breaking() -> tuple[Runner, ModelInfo]:
+            runner, info = load()
+            self.runner = Breaking(runner)
+            return self.runner, info
+
+        engine._load = load_breaking
+        return engine
+
+
+def test_bundled_a_step_that_fails_is_told_to_all_and_ends_the_server() -> None:
+    server = Mortal(**BUNDLED).start()
+    body = {**CHAT, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", server.url + "/v1/chat/completions", json=body) as response:
+        events = sse(response)
+        while not next(events).json["choices"][0]["delta"].get("content"):
+            pass
+        server.runner.is_broken = True
+        last = list(events)[-1].json["error"]
+    server.stop()
+    assert (last["code"], server.exit_code) == ("engine_dead", 1)
+    assert "out of luck" in last["message"]

@@ -104,7 +104,9 @@ def test_requests_by_reason_and_transport(
     assert news["streamer_queue_seconds_count"] == 1
 
 
-def test_one_answer_moves_each_count_once(server: Running) -> None:
+@pytest.mark.parametrize("model", ["server", "bundled"])
+def test_one_answer_moves_each_count_once(request: pytest.FixtureRequest, model: str) -> None:
+    server = request.getfixturevalue(model)
     usage: dict[str, Any] = {}
     news = moved(server, lambda: usage.update(ask(server, max_tokens=9).json()["usage"]))
     assert news["streamer_output_tokens_total"] == news["streamer_generated_tokens_total"] == 9
@@ -115,6 +117,34 @@ def test_one_answer_moves_each_count_once(server: Running) -> None:
     assert 1 <= news["streamer_inter_token_latency_seconds_count"] <= 8
     assert news["streamer_time_to_first_token_seconds_sum"] > 0
     assert news["streamer_request_seconds_sum"] > news["streamer_time_to_first_token_seconds_sum"]
+
+
+def test_output_tokens_count_once_however_often_they_are_read(server: Running) -> None:
+    def read_by_three() -> None:
+        body = {"input": "x", "max_output_tokens": 30, "ignore_eos": True}
+        with dial(server, "streamer.v1.json") as socket:
+            hear(socket)
+            say(socket, "response.create", **body)
+            response_id = until(socket, *FINAL)[-1]["response"]["id"]
+            say(socket, "response.resume", response_id=response_id)
+            until(socket, *FINAL)
+        replay = httpx.get(f"{server.url}/v1/responses/{response_id}?stream=true")
+        assert "response.output_text.delta" in replay.text
+
+    news = moved(server, read_by_three)
+    assert news["streamer_output_tokens_total"] == news["streamer_generated_tokens_total"] == 30
+
+
+def test_output_tokens_nobody_reads_count_while_they_are_made(server_with: Any) -> None:
+    server = server_with(model="fake:tokens_per_s=200")
+    body = {"input": "x", "max_output_tokens": 400, "ignore_eos": True, "background": True}
+    response_id = httpx.post(server.url + "/v1/responses", json=body).json()["id"]
+    stream = server.engine.get(response_id)
+    server.wait_until(lambda: stream.num_output_tokens > 20)
+    assert 20 < scrape(server)["streamer_output_tokens_total"] < 400
+    httpx.post(f"{server.url}/v1/responses/{response_id}/cancel")
+    server.wait_idle()
+    assert scrape(server)["streamer_output_tokens_total"] == stream.num_output_tokens
 
 
 def test_every_step_is_timed_in_each_phase(server: Running) -> None:

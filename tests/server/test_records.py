@@ -52,13 +52,15 @@ def lines() -> Iterator[list[Finished]]:
     logger.setLevel(level)
 
 
-def test_a_whole_answer(server: Running, lines: list[Finished]) -> None:
+@pytest.mark.parametrize("model", ["server", "bundled"])
+def test_a_whole_answer(request: pytest.FixtureRequest, lines: list[Finished], model: str) -> None:
+    server = request.getfixturevalue(model)
     body = {**CHAT, "max_tokens": 5, "ignore_eos": True}
     response = httpx.post(server.url + "/v1/chat/completions", json=body).json()
     server.wait_idle()
     (line,) = lines
     assert line.id == response["id"]
-    assert (line.operation, line.transport, line.model) == ("chat", "http", "fake")
+    assert (line.operation, line.transport, line.model) == ("chat", "http", response["model"])
     assert line.prompt_tokens == response["usage"]["prompt_tokens"]
     assert (line.output_tokens, line.reason, line.status) == (5, "length", 200)
     assert line.queue_s is not None

@@ -11,6 +11,7 @@ import pytest
 
 from streamer.bench.fake import expected_text
 from tests.server.counting import CHAT, check_counting, sse
+from tests.server.greedy import story, telling
 from tests.server.running import Running
 
 ENDLESS: dict[str, Any] = {"max_output_tokens": 30_000, "ignore_eos": True}
@@ -370,3 +371,28 @@ def test_a_fork_beyond_the_end_is_refused(server: Running) -> None:
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "fork.at"
     assert "4 tokens" in answer.json()["error"]["message"]
+
+
+def test_bundled_background_says_the_same_alone(bundled: Running) -> None:
+    wanted = story(bundled, 120)
+    made = post(bundled, **telling(120, background=True)).json()
+    assert made["status"] in ("queued", "in_progress")
+    url = bundled.url + f"/v1/responses/{made['id']}"
+    while (now := httpx.get(url).json())["status"] != "incomplete":
+        assert wanted.startswith(text_of(now))
+    assert text_of(now) == wanted
+    with httpx.stream("GET", url + "?stream=true") as response:
+        events = [e.json for e in sse(response)]
+    assert "".join(e.get("delta", "") for e in events) == wanted
+
+
+@pytest.mark.parametrize("at", [1, 33])
+def test_bundled_a_fork_without_another_word_goes_on_as_its_parent_did(
+    bundled: Running, at: int
+) -> None:
+    wanted = story(bundled, 100)
+    parent = post(bundled, **telling(100)).json()
+    rest = {**telling(100 - at), "input": None}
+    forked = post(bundled, **rest, previous_response_id=parent["id"], fork={"at": at}).json()
+    assert text_of(forked) == wanted
+    assert forked["usage"]["output_tokens"] == 100 - at

@@ -14,8 +14,9 @@ from websockets.sync.client import connect
 from streamer.errors import Forbidden, NotAuthenticated, StreamerError
 from streamer.server.security import deny, split_host
 from tests.server.counting import CHAT
-from tests.server.running import Running
+from tests.server.running import BUNDLED, Running
 
+SECRET = "a secret of many tokens " * 30
 ROUTES = [
     ("GET", "/"),
     ("GET", "/ready"),
@@ -226,14 +227,14 @@ def test_the_page_holds_nothing_that_its_policy_would_stop(server: Running) -> N
 def _cached(server: Running, key: str | None, **fields: Any) -> int:
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     body = {**CHAT, "max_tokens": 1, **fields}
-    body["messages"] = [{"role": "user", "content": "a secret of many tokens " * 8}]
+    body["messages"] = [{"role": "user", "content": SECRET}]
     response = httpx.post(server.url + "/v1/chat/completions", json=body, headers=headers)
     return int(response.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
 def _cached_by_socket(server: Running, key: str) -> int:
     with connect(server.ws_url, additional_headers={"authorization": f"Bearer {key}"}) as socket:
-        body = {"input": "a secret of many tokens " * 8, "max_output_tokens": 1}
+        body = {"input": SECRET, "max_output_tokens": 1}
         socket.send(json.dumps({"type": "response.create", **body}))
         while True:
             event = json.loads(socket.recv(timeout=20))
@@ -241,8 +242,11 @@ def _cached_by_socket(server: Running, key: str) -> int:
                 return int(event["response"]["usage"]["input_tokens_details"]["cached_tokens"])
 
 
-def test_the_blocks_of_one_key_are_not_found_by_another(server_with: Any) -> None:
-    server = server_with(api_key=("first-key", "second-key"))
+@pytest.mark.parametrize("settings", [{}, BUNDLED], ids=["fake", "bundled"])
+def test_the_blocks_of_one_key_are_not_found_by_another(
+    server_with: Any, settings: dict[str, Any]
+) -> None:
+    server = server_with(**settings, api_key=("first-key", "second-key"))
     assert _cached(server, "first-key") == 0
     assert _cached(server, "second-key") == 0
     assert _cached(server, "first-key") > 100

@@ -17,17 +17,23 @@ from typing import Any
 import httpx
 import pytest
 
-from streamer.bench.fake import expected_text
+from streamer.bench.fake import expected_text, expected_tokens
+from streamer.engine.log import LOGPROB_BYTES, TOP_BYTES
 from tests.server.bare import JSON, MSGPACK, Bare, BareSocket, BareSse
 from tests.server.counting import CHAT, check_counting, sse
+from tests.server.greedy import story, telling
+from tests.server.running import BUNDLED
 from tests.server.test_resume import chat_of
+from tests.server.test_resume_everywhere import CHAT as CHAT_SSE
 from tests.server.test_resume_everywhere import is_last, standard
 from tests.test_cli_run import server as serving
 
 DEADLINE_S = 20.0
-GB_TOKENS = 600_000  # nearly 2 KB each with twenty log probabilities
+GB_TOKENS = 790_000  # more than 1.3 KB each with twenty log probabilities
 NUM_TOKENS = 2000  # of the answer that is read after all
-BLOCK_SIZE, NUM_BLOCKS = 1024, 590  # no more than the large answer might need
+LARGE_TOKENS, LARGE_BYTES = 16_000, 16 << 20
+KEPT_BYTES = LARGE_TOKENS * (LOGPROB_BYTES + 20 * TOP_BYTES)  # what was said, for late readers
+BLOCK_SIZE, NUM_BLOCKS = 1024, 780  # no more than the large answer might need
 NUM_FAST, FAST_TOKENS = 16, 600
 CROWD = {"prompt": ["x"] * 256, "max_tokens": 50, "ignore_eos": True}  # thrice: want every block
 MOST_BYTES = 32 << 20
@@ -90,9 +96,14 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 def begin(server: Server, transport: str, num_tokens: int) -> tuple[Bare, str]:
     """A client that has read the name of its answer, and no more."""
-    body = {"input": "count", "max_output_tokens": num_tokens, "ignore_eos": True}
-    body |= {"top_logprobs": 20, "return_token_ids": True}
+    body: dict[str, Any] = {"ignore_eos": True, "top_logprobs": 20, "return_token_ids": True}
     client: Bare
+    if transport == CHAT_SSE:
+        body |= {**CHAT, "max_tokens": num_tokens, "logprobs": True, "stream": True}
+        client = BareSse(server.url, "/v1/chat/completions", body)
+        client.read_until(bool)
+        return client, client.events[0].json["id"]
+    body |= {"input": "count", "max_output_tokens": num_tokens}
     if transport == "sse":
         client = BareSse(server.url, "/v1/responses", {**body, "stream": True})
     else:
@@ -114,40 +125,95 @@ def acknowledge(client: Bare, response_id: str) -> None:
 
 
 def read_on(client: Bare, response_id: str, transport: str) -> str:
-    """The text up to the last event, acknowledged as it comes where that is the way."""
+    """The whole text, acknowledged as it comes where that is the way."""
     while transport.endswith(" acks") and not is_last(client.events[-1]):
         acknowledge(client, response_id)
         seen = len(client.events)
         client.read_until(lambda _: len(client.events) > seen)  # noqa: B023
     client.read_until(is_last)
-    deltas = [e.json for e in standard(client) if e.kind == "response.output_text.delta"]
-    assert sum(len(d["token_ids"]) for d in deltas) == NUM_TOKENS
-    return "".join(d["delta"] for d in deltas)
+    if transport == CHAT_SSE:
+        (text,), (ids,) = chat_of(client.events, 1)
+        ends = [c["finish_reason"] for e in client.events[:-1] for c in e.json["choices"]]
+        assert [end for end in ends if end] == ["length"]
+    else:
+        deltas = [e.json for e in standard(client) if e.kind == "response.output_text.delta"]
+        text, ids = "".join(d["delta"] for d in deltas), [t for d in deltas for t in d["token_ids"]]
+        final = standard(client)[-1].json["response"]
+        assert final["output"][0]["content"][0]["text"] == text
+    assert ids == expected_tokens(0, len(ids))
+    assert len(check_counting(text)) == len(ids)
+    return text
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+def wait_until_given_up(server: Server, *names: str) -> None:
+    """Until all are paused, and others have taken all their blocks."""
+    server.wait_until(lambda: server.states(*names) == {"paused"})
+    while not server.states(*names) <= {"swapped", "preempted"}:
+        server.fast_ones()
+    for name in names:
+        found = server.requests()[name]
+        assert (found.sequences[0]["num_blocks"], found.is_held) == (0, True)
+
+
+NEEDS_PROC = pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="memory is read from /proc"
+)
+
+
+@NEEDS_PROC
 @pytest.mark.parametrize(
     ("server", "transport"),
-    [("1", "sse"), ("0", JSON), ("1", JSON + " acks"), ("0", MSGPACK)],
+    [("1", "sse"), ("0", CHAT_SSE), ("0", JSON), ("1", JSON + " acks"), ("0", MSGPACK)],
     indirect=["server"],
 )
 def test_a_client_that_never_reads(server: Server, transport: str) -> None:
     before, _ = server.memory()
     slow, slow_id = begin(server, transport, GB_TOKENS)
     back, back_id = begin(server, transport, NUM_TOKENS)
-    names = slow_id, back_id
     with slow, back:
-        server.wait_until(lambda: server.states(*names) == {"paused"})
-        while not server.states(*names) <= {"swapped", "preempted"}:
-            server.fast_ones()
-        for name in names:
-            found = server.requests()[name]
-            assert (found.sequences[0]["num_blocks"], found.is_held) == (0, True)
+        wait_until_given_up(server, slow_id, back_id)
         grown = server.memory()[1] - before
         assert grown < MOST_BYTES
-        text = read_on(back, back_id, transport)
-        assert check_counting(text)[-1] == NUM_TOKENS
-        final = standard(back)[-1].json["response"]
-        assert final["output"][0]["content"][0]["text"] == text
+        assert check_counting(read_on(back, back_id, transport))[-1] == NUM_TOKENS
         assert back.num_bytes / NUM_TOKENS * GB_TOKENS > 1e9
         assert server.requests()[slow_id].is_held
+
+
+@NEEDS_PROC
+@pytest.mark.parametrize("server", ["1"], indirect=True)
+def test_a_large_answer_is_read_to_its_end_after_all(server: Server) -> None:
+    before, _ = server.memory()
+    client, chat_id = begin(server, CHAT_SSE, LARGE_TOKENS)
+    with client:
+        wait_until_given_up(server, chat_id)
+        assert server.memory()[1] - before < MOST_BYTES
+        assert check_counting(read_on(client, chat_id, CHAT_SSE))[-1] == LARGE_TOKENS
+    assert client.num_bytes > LARGE_BYTES
+    # beside the log, less than one copy of what was sent
+    assert server.memory()[1] - before < KEPT_BYTES + LARGE_BYTES
+
+
+@pytest.mark.parametrize("transport", ["sse", MSGPACK])
+def test_bundled_a_paused_answer_gives_up_its_blocks_and_is_what_it_would_have_been(
+    server_with: Any, transport: str
+) -> None:
+    server = server_with(**BUNDLED, stream_window=32)
+    wanted = story(server, 200)
+    body = telling(200, top_logprobs=20, return_token_ids=True)
+    if transport == "sse":
+        client: Bare = BareSse(server.url, "/v1/responses", {**body, "stream": True})
+    else:
+        client = BareSocket(server.url, transport)
+        client.say("response.create", **body)
+    with client:
+        client.read_until(lambda _: bool(standard(client)))
+        server.wait_metric('streamer_requests{state="paused"}', 1)
+        crowd = {"prompt": [5] * 900, "max_tokens": 60, "ignore_eos": True}  # 60 of 64 blocks
+        others = httpx.post(server.url + "/v1/completions", json=crowd, timeout=60)
+        assert others.json()["usage"]["completion_tokens"] == 60
+        assert server.metric('streamer_preemptions_total{kind="swap"}') == 1
+        assert server.metric('streamer_requests{state="swapped"}') == 1
+        client.read_until(is_last)
+    deltas = [e.json for e in standard(client) if e.kind == "response.output_text.delta"]
+    assert "".join(d["delta"] for d in deltas) == wanted
+    assert sum(len(d["token_ids"]) for d in deltas) == 200

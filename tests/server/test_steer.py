@@ -11,6 +11,7 @@ import pytest
 
 from streamer.bench.fake import expected_text
 from tests.server.counting import check_counting
+from tests.server.greedy import story, telling
 from tests.server.running import Running
 from tests.server.test_websocket import FINAL, dial, hear, say, until
 
@@ -134,3 +135,25 @@ def test_a_successor_that_cannot_be_gives_the_input_back(slow: Running) -> None:
     assert events[-1]["error"]["code"] == "successor_creation_failed"
     accepted = next(e for e in events if e["type"] == "response.steer.accepted")
     assert events[-1]["steer"] == {**accepted["steer"], "input": long}
+
+
+def test_bundled_a_steered_story_is_its_beginning_and_another_follows(bundled: Running) -> None:
+    whole = story(bundled, 250)
+    with dial(bundled) as socket:
+        say(socket, "response.create", **telling(250))
+        first = until(socket, "response.output_text.delta")[0]["response"]["id"]
+        question = "What is paged attention?"
+        say(socket, "response.steer", previous_response_id=first, input=question)
+        ended = until(socket, "response.incomplete")[-1]["response"]
+        begun = ended["output"][0]["content"][0]["text"]
+        assert (ended["id"], ended["incomplete_details"]) == (first, {"reason": "steered"})
+        assert whole.startswith(begun)
+        assert 0 < len(begun) < len(whole)
+        final = until(socket, *FINAL)[-1]["response"]
+    assert final["previous_response_id"] == first
+    assert "block" in final["output"][0]["content"][0]["text"]
+    stream = bundled.engine.get(final["id"])
+    assert stream is not None
+    text = bundled.engine.tokenizer.decode(stream.prompt, False)
+    assert f"{begun}<|im_end|>" in text
+    assert question in text

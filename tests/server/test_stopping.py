@@ -211,3 +211,31 @@ def test_a_forced_end_does_not_wait_for_the_drain() -> None:
             with contextlib.suppress(httpx.HTTPError):  # its body may be cut anywhere
                 list(lines)
         assert process.wait(DEADLINE_S) == 0
+
+
+# ---------------------------------------------------------------- the bundled model
+
+
+async def test_bundled_sigterm_lets_20_streams_finish() -> None:
+    """Told to stop, it takes nothing new, ends what it has begun, and exits with 0."""
+    with serving("--drain-timeout", "60", "--max-num-seqs", "32") as (process, url, announced):
+        limits = httpx.Limits(max_connections=None)
+        async with asyncio.timeout(DEADLINE_S), httpx.AsyncClient(timeout=60, limits=limits) as c:
+            streams = [Stream(50 + 3 * i) for i in range(20)]
+            async with asyncio.TaskGroup() as group:
+                for stream in streams:
+                    group.create_task(stream.read(c, url))
+                for stream in streams:
+                    await stream.has_begun.wait()
+                process.send_signal(signal.SIGTERM)
+                refused = await _first_refusal(c, url)
+                assert not all(stream.is_done for stream in streams)
+        assert await asyncio.to_thread(process.wait, DEADLINE_S) == 0
+        assert process.stderr is not None
+        told = process.stderr.read()
+    assert "streamer-demo" in announced
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+    for stream in streams:
+        assert (stream.error, stream.reason, stream.is_done) == (None, "length", True)
+        assert f"output_tokens={stream.max_tokens} " in told
+    assert "Traceback" not in told

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
@@ -18,7 +19,8 @@ from streamer.errors import NotAuthenticated, Overloaded, RateLimited
 from streamer.server import service
 from streamer.server.tickets import MAX_PER_KEY, MAX_TICKETS, PREFIX, TICKET_S, Tickets
 from tests.server.counting import CHAT
-from tests.server.running import Running
+from tests.server.greedy import NAME, telling
+from tests.server.running import BUNDLED, Running
 from tests.server.test_websocket import FINAL, dial, hear, say, until
 from tests.test_cli_run import DEADLINE_S
 from tests.test_cli_run import server as serving
@@ -110,6 +112,21 @@ def test_the_socket_streams(keyed: Running) -> None:
         assert hear(socket)["type"] == "session.created"
         say(socket, "response.create", input="count", max_output_tokens=5, ignore_eos=True)
         assert until(socket, *FINAL)[-1]["response"]["usage"]["output_tokens"] == 5
+
+
+def test_bundled_it_opens_the_socket_of_its_key(server_with: Any) -> None:
+    server = server_with(**BUNDLED, api_key=KEYS)
+    with dial(server, MSGPACK, ticket_of(server)) as socket:
+        session = msgspec.msgpack.decode(socket.recv(timeout=DEADLINE_S))
+        assert (session["type"], session["model"]) == ("session.created", NAME)
+    with dial(server, JSON, ticket_of(server)) as socket:
+        hear(socket)
+        say(socket, "response.create", **telling(30))
+        made = until(socket, *FINAL)[-1]["response"]
+    mine, theirs = ({"authorization": f"Bearer {key}"} for key in KEYS)
+    url = f"{server.url}/v1/responses/{made['id']}"
+    assert httpx.get(url, headers=mine).json()["output"] == made["output"]
+    assert httpx.get(url, headers=theirs).status_code == 404
 
 
 def test_it_grows_old(keyed: Running, clock: Clock) -> None:

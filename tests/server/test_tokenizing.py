@@ -7,8 +7,10 @@ from typing import Any
 
 import httpx
 import pytest
+from transformers import AutoTokenizer
 
 from streamer.bench.fake import fake_tokenizer
+from streamer.demo import CHECKPOINT
 from tests.server.counting import check_counting, sse
 from tests.server.running import Running
 
@@ -96,6 +98,21 @@ def test_they_want_the_key_as_everything_does(server_with: Any) -> None:
         assert post(server, path, **body).status_code == 401
         headers = {"authorization": "Bearer secret"}
         assert httpx.post(server.url + path, json=body, headers=headers).status_code == 200
+
+
+def test_bundled_tokens_are_those_of_transformers(bundled: Running) -> None:
+    theirs = AutoTokenizer.from_pretrained(CHECKPOINT)
+    text = "Füße, 注意 \N{GRINNING FACE} <|im_end|>"
+    answer = post(bundled, "/tokenize", prompt=text).json()
+    assert answer["tokens"] == theirs.encode(text)
+    assert post(bundled, "/detokenize", tokens=answer["tokens"]).json()["prompt"] == (
+        "<|bos|>" + text  # all that the model sees
+    )
+    asked = post(bundled, "/tokenize", messages=MESSAGES).json()
+    wanted = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
+    assert asked["tokens"] == wanted
+    chat = post(bundled, "/v1/chat/completions", messages=MESSAGES, max_tokens=1).json()
+    assert asked["count"] == chat["usage"]["prompt_tokens"] == len(wanted)
 
 
 # ---------------------------------------------------------------- echo

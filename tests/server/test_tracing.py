@@ -15,19 +15,23 @@ from streamer.config import Config
 from streamer.errors import ConfigError
 from streamer.server import lifecycle
 from streamer.server.tracing import OpenTelemetry, make_tracer
-from tests.server.counting import CHAT, ENDLESS, sse
+from tests.server.counting import CHAT, sse
+from tests.server.running import BUNDLED
 from tests.server.test_websocket import FINAL, dial, say, until
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
-def test_spans_of_every_transport(server_with: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("settings", [{}, BUNDLED], ids=["fake", "bundled"])
+def test_spans_of_every_transport(
+    server_with: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
     pytest.importorskip("opentelemetry.sdk")
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
     exporter = InMemorySpanExporter()
     monkeypatch.setattr(lifecycle, "make_tracer", lambda _: OpenTelemetry(exporter))
-    server = server_with()
+    server = server_with(**settings)
     url = server.url + "/v1/chat/completions"
     headers = {"traceparent": f"00-{TRACE}-{SPAN}-01"}
     body = {**CHAT, "max_tokens": 5, "ignore_eos": True, "temperature": 0.5, "seed": 7}
@@ -35,7 +39,7 @@ def test_spans_of_every_transport(server_with: Any, monkeypatch: pytest.MonkeyPa
     with dial(server) as socket:
         say(socket, "response.create", input="count to 3")
         until(socket, *FINAL)
-    with httpx.stream("POST", url, json={**CHAT, **ENDLESS, "stream": True}) as response:
+    with httpx.stream("POST", url, json={**CHAT, "ignore_eos": True, "stream": True}) as response:
         next(sse(response))
     server.wait_idle()
     server.stop()  # closing sends what is left
@@ -45,7 +49,7 @@ def test_spans_of_every_transport(server_with: Any, monkeypatch: pytest.MonkeyPa
     assert chat.parent.span_id == int(SPAN, 16)
     assert response.parent is left.parent is None
     found = dict(chat.attributes or {})
-    assert chat.name == "chat fake"
+    assert chat.name == "chat " + answer["model"]
     assert found["gen_ai.operation.name"] == "chat"
     assert found["gen_ai.response.id"] == answer["id"]
     assert found["gen_ai.request.temperature"] == 0.5

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from streamer.engine import watch
-from tests.server.counting import CHAT, ENDLESS, sse
+from tests.server.counting import CHAT, sse
 from tests.server.running import Running
 
 ONE, TWO = ({"authorization": f"Bearer {key}"} for key in ("first", "second"))
@@ -23,23 +23,28 @@ def events(response: httpx.Response) -> Iterator[Any]:
 
 
 def endless(server: Running, headers: dict[str, str] | None = None) -> Any:
-    body = {**CHAT, **ENDLESS, "stream": True}
+    body = {**CHAT, "ignore_eos": True, "stream": True}
     url = server.url + "/v1/chat/completions"
     return httpx.stream("POST", url, json=body, headers=headers, timeout=20)
 
 
-def test_one_snapshot_shows_pools_requests_and_tables(server: Running) -> None:
+@pytest.mark.parametrize("model", ["server", "bundled"])
+def test_one_snapshot_shows_pools_requests_and_tables(
+    request: pytest.FixtureRequest, model: str
+) -> None:
+    server = request.getfixturevalue(model)
     with endless(server) as answer:
         opened = sse(answer)
         next(opened)
         got = httpx.get(server.url + "/v1/engine")
         body = got.json()
         scheduler = body["scheduler"]
-        assert (got.status_code, body["object"], body["model"]) == (200, "engine", "fake")
+        assert (got.status_code, body["object"]) == (200, "engine")
+        assert body["model"] == server.engine.info.name
         assert body["engine"]["state"] == "ready"
-        (request,) = scheduler["requests"]
-        assert request["request_id"] == answer.headers["x-request-id"]
-        (choice,) = request["sequences"]
+        (found,) = scheduler["requests"]
+        assert found["request_id"] == answer.headers["x-request-id"]
+        (choice,) = found["sequences"]
         packed = base64.b64decode(choice["blocks"])
         table = struct.unpack(f"<{len(packed) // 4}I", packed)
         assert len(table) == choice["num_blocks"] > 0

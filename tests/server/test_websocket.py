@@ -13,6 +13,7 @@ from websockets.typing import Subprotocol
 
 from streamer.server.lanes import Lanes
 from tests.server.counting import check_counting
+from tests.server.greedy import NAME, story, telling
 from tests.server.running import Running
 
 FINAL = ("response.completed", "response.incomplete", "response.failed")
@@ -79,9 +80,57 @@ def test_extended_events_usage_and_timing(extended: ClientConnection) -> None:
             assert event["sequence_number"] == last
             assert event["response_id"] == events[0]["response"]["id"]
         last = event["sequence_number"]
-    assert set(events[-1]["usage"]) == {"cached_tokens", "shared_tokens"}
+    assert set(events[-1]["usage"]) == {"cached_tokens", "shared_tokens", "copied_tokens"}
     assert events[-1]["timing"]["first_token_s"] > 0
     assert isinstance(events[-1]["response"]["seed"], int)
+
+
+@pytest.mark.parametrize("at", [20, 30])
+def test_a_fork_says_what_it_shared_and_what_it_copied(slow: Running, at: int) -> None:
+    with dial(slow, "streamer.v1.json") as socket:
+        hear(socket)
+        say(socket, "response.create", input="x", stream_id="trunk", **ENDLESS)
+        parent = until(socket, "response.created")[-1]["response"]["id"]
+        number = 0
+        while number < 50:  # all that the fork keeps is computed
+            number = until(socket, "response.output_text.delta")[-1]["sequence_number"]
+        body = {"previous_response_id": parent, "fork": {"at": at}, "max_output_tokens": 30}
+        say(socket, "response.create", stream_id="branch", ignore_eos=True, **body)
+        branch = [e for e in until_lane(socket, "branch") if e["stream_id"] == "branch"]
+        say(socket, "response.cancel", response_id=parent)
+        trunk = until_lane(socket, "trunk")[-1]
+        final = branch[-1]
+        say(socket, "response.resume", response_id=final["response"]["id"], starting_after=9)
+        again = until(socket, *FINAL)[-1]
+    kept = final["response"]["usage"]["input_tokens"] - 1  # the last is computed again
+    usage = {"cached_tokens": 0, "shared_tokens": kept, "copied_tokens": kept % 16}
+    assert final["usage"] == again["usage"] == usage
+    assert trunk["usage"]["copied_tokens"] == 0
+
+
+def until_lane(socket: ClientConnection, lane: str) -> list[dict[str, Any]]:
+    """Every event up to the last one of a lane's response."""
+    events = until(socket, *FINAL)
+    while events[-1]["stream_id"] != lane:
+        events += until(socket, *FINAL)
+    return events
+
+
+def test_bundled_extensions_tell_what_happens_and_take_no_numbers(bundled: Running) -> None:
+    with dial(bundled, "streamer.v1.json") as socket:
+        session = hear(socket)
+        assert (session["model"], session["context_length"]) == (NAME, 1024)
+        say(socket, "response.create", **telling(40))
+        events = until(socket, *FINAL)
+    ours = [e for e in events if e["type"] in ("response.waiting", "response.running")]
+    assert [e["type"] for e in ours] == ["response.waiting", "response.running"]
+    assert {e["response_id"] for e in ours} == {events[0]["response"]["id"]}
+    numbers = [e["sequence_number"] for e in events if e not in ours]
+    assert numbers == sorted(set(numbers))
+    assert numbers[-1] == 7 + 40  # eight structural events, forty tokens
+    assert events[-1]["usage"] == {"cached_tokens": 0, "shared_tokens": 0, "copied_tokens": 0}
+    assert events[-1]["timing"]["first_token_s"] > 0
+    assert "".join(e.get("delta", "") for e in events) == story(bundled, 40)
 
 
 def test_standard_clients_get_no_usage_or_timing_beside_the_response(server: Running) -> None:

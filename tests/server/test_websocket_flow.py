@@ -16,6 +16,7 @@ from websockets.sync.client import ClientConnection
 
 from tests.server.counting import Event, check_counting
 from tests.server.cutting import dechunk, follow
+from tests.server.greedy import story, telling
 from tests.server.running import Running
 from tests.server.test_resume import check_response
 from tests.server.test_websocket import FINAL, dial, hear, say, until
@@ -52,6 +53,25 @@ def test_acks_hold_a_response_back_and_let_it_go(slow: Running, server: Running)
             events.append(hear(socket))
     check_paused(events)
     check_response([e for e in numbered(events) if e.kind not in PAUSES], 2000)
+
+
+def test_bundled_acks_hold_the_story_back_and_it_is_whole(bundled: Running) -> None:
+    wanted = story(bundled, 150)
+    with dial(bundled, JSON) as socket:
+        hear(socket)
+        say(socket, "session.update", window=20)
+        say(socket, "response.create", **telling(150))
+        events = until(socket, "response.created")
+        response_id = events[-1]["response"]["id"]
+        say(socket, "response.ack", response_id=response_id, sequence_number=3)
+        events += until(socket, "response.paused")
+        assert bundled.metric('streamer_requests{state="paused"}') == 1
+        while events[-1]["type"] not in FINAL:
+            number = events[-1]["sequence_number"]
+            say(socket, "response.ack", response_id=response_id, sequence_number=number)
+            events.append(hear(socket))
+    assert "".join(e.get("delta", "") for e in events) == wanted
+    assert events[-1]["response"]["output"][0]["content"][0]["text"] == wanted
 
 
 PAUSES = ("response.paused", "response.preempted")
@@ -268,8 +288,12 @@ def joined(events: list[Any]) -> list[Any]:
     return out
 
 
-def test_messagepack_and_json_give_the_same_transcript(slow: Running) -> None:
-    first, second = (joined(transcript(slow, p)) for p in (JSON, MSGPACK))
+@pytest.mark.parametrize("model", ["slow", "bundled"])
+def test_messagepack_and_json_give_the_same_transcript(
+    request: pytest.FixtureRequest, model: str
+) -> None:
+    server = request.getfixturevalue(model)
+    first, second = (joined(transcript(server, p)) for p in (JSON, MSGPACK))
     assert len(first) > 15
     assert first == second
 

@@ -158,15 +158,13 @@ class ResponseEvents:
     def state(self, notice: Notice) -> Event:
         """The extension event of a Notice."""
         event = self._state("response." + notice.kind.value)
+        if notice.kind is NoticeKind.WAITING:
+            return msgspec.structs.replace(event, position=notice.position)
         if notice.kind in (NoticeKind.PREFILL, NoticeKind.RUNNING):
             return msgspec.structs.replace(event, done=notice.done, total=notice.total)
         if notice.kind is NoticeKind.PREEMPTED:
             return msgspec.structs.replace(event, how=notice.how)
         return event
-
-    def waiting(self, position: int) -> Event:
-        """response.waiting: so many requests are before this one."""
-        return msgspec.structs.replace(self._state("response.waiting"), position=position)
 
     def response(self) -> Response:
         """The object as it is now."""
@@ -230,7 +228,8 @@ class ResponseEvents:
 
     def _terminal(self, number: int, response: Response) -> Event:
         kind = {"cancelled": "incomplete"}.get(response.status, response.status)
-        cache = CacheUsage(self._stream.cached_tokens, self._stream.shared_tokens)
+        s = self._stream
+        cache = CacheUsage(s.cached_tokens, s.shared_tokens, s.copied_tokens)
         return ResponseEvent(
             f"response.{kind}",
             number,

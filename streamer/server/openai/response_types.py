@@ -103,10 +103,14 @@ class Response(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", ta
 
 
 class CacheUsage(msgspec.Struct, frozen=True):
-    """Ours, on terminal events: prompt tokens not computed again."""
+    """Ours, on terminal events: prompt tokens not computed again, and those of them copied.
+
+    copied_tokens  KV of a block shared with the response it was forked from, before it wrote there
+    """
 
     cached_tokens: int
     shared_tokens: int
+    copied_tokens: int
 
 
 class ResponseEvent(msgspec.Struct, frozen=True):

@@ -1,0 +1,23 @@
+"""The tests' own server: a failed test that leaves it alive holds nobody up."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+LEFT_ALIVE = """
+from tests.server.running import Running
+
+server = Running(model="fake:tokens_per_s=100").start()
+engine = server.engine
+print("started")
+"""
+
+
+def test_a_process_ends_although_nobody_stopped_the_server() -> None:
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT_ALIVE], cwd=root, capture_output=True, text=True, timeout=30
+    )
+    assert (done.stdout, done.returncode) == ("started\n", 0), done.stderr

@@ -1,0 +1,103 @@
+"""response.waiting: the place in the queue is told, and told again as the queue moves."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from streamer.core.plan import NoticeKind
+from streamer.engine import core
+from tests.server.running import Running
+from tests.server.test_websocket import FINAL, dial, hear, say, until
+
+ASK: dict[str, Any] = {"input": "x", "max_output_tokens": 10, "ignore_eos": True}
+FIRST = {**ASK, "max_output_tokens": 150}  # runs while the others come
+
+
+@pytest.fixture
+def narrow(server_with: Any, monkeypatch: pytest.MonkeyPatch) -> Running:
+    """One answer at a time, and news of the queue in every step."""
+    monkeypatch.setattr(core, "PLACES_S", 0.0)
+    server: Running = server_with(model="fake:tokens_per_s=200", max_num_seqs=1)
+    return server
+
+
+def test_the_last_of_a_queue_sees_its_place_fall_to_the_start(narrow: Running) -> None:
+    with ExitStack() as sockets:
+        asked = [sockets.enter_context(dial(narrow, "streamer.v1.json")) for _ in range(6)]
+        for i, each in enumerate(asked):
+            hear(each)
+            say(each, "response.create", **(ASK if i else FIRST))
+            until(each, "response.waiting")
+        events = until(asked[-1], *FINAL)
+    kinds = [e["type"] for e in events]
+    places = [e["position"] for e in events if e["type"] == "response.waiting"]
+    assert places == sorted(set(places), reverse=True)  # strictly falling
+    assert places[-1] == 0
+    assert len(places) >= 4
+    assert kinds.index("response.running") == len(places)  # and then it runs
+    assert all(e["response_id"] == events[0]["response_id"] for e in events[: len(places)])
+
+
+def test_one_socket_with_many_lanes_hears_of_each(narrow: Running) -> None:
+    with dial(narrow, "streamer.v1.json") as socket:
+        hear(socket)
+        for lane in "abcde":
+            say(socket, "response.create", stream_id=lane, **(FIRST if lane == "a" else ASK))
+        seen: dict[str, list[int]] = {lane: [] for lane in "abcde"}
+        ended = 0
+        while ended < 5:
+            event = hear(socket)
+            ended += event["type"] in FINAL
+            if event["type"] == "response.waiting":
+                seen[event["stream_id"]].append(event["position"])
+    for places in seen.values():
+        assert places == sorted(set(places), reverse=True)
+    assert seen["e"][0] in (3, 4)
+    assert seen["e"][-1] == 0
+
+
+def test_standard_clients_are_told_nothing_and_nothing_is_counted_for_them(
+    narrow: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[NoticeKind] = []
+    on_output = narrow.engine.on_output
+
+    def noted(output: Any, sent: float) -> None:
+        seen.extend(n.kind for n in output.notices)
+        on_output(output, sent)
+
+    monkeypatch.setattr(narrow.engine, "on_output", noted)
+    with dial(narrow) as socket:
+        for lane in "abc":
+            say(socket, "response.create", stream_id=lane, **ASK)
+        ended = 0
+        while ended < 3:
+            event = hear(socket)
+            ended += event["type"] in FINAL
+            assert event["type"] != "response.waiting"
+    assert NoticeKind.RUNNING in seen
+    assert NoticeKind.WAITING not in seen
+
+
+def test_who_comes_back_while_it_waits_is_told_where_it_is(narrow: Running) -> None:
+    with dial(narrow, "streamer.v1.json") as socket, dial(narrow, "streamer.v1.json") as other:
+        hear(socket), hear(other)
+        for lane, tokens in (("a", 400), ("b", 10), ("c", 10)):
+            body = {**ASK, "max_output_tokens": tokens, "detach_s": 0}
+            say(socket, "response.create", stream_id=lane, **body)
+        created = [e for e in wait_for(socket, 3) if e["type"] == "response.created"]
+        response_id = created[-1]["response"]["id"]
+        say(other, "response.resume", response_id=response_id, starting_after=3)
+        assert until(other, "response.waiting")[-1]["position"] in (1, 2)
+    narrow.wait_idle()
+
+
+def wait_for(socket: Any, number: int) -> list[dict[str, Any]]:
+    """Events up to so many responses that wait."""
+    events: list[dict[str, Any]] = []
+    while len({e["response_id"] for e in events if e["type"] == "response.waiting"}) < number:
+        events.append(hear(socket))
+    return events
