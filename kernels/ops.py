@@ -12,7 +12,7 @@ B tokens a block, N blocks. Floats are fp32 or bf16, all of one call alike; ids 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -41,11 +41,6 @@ __all__ = [
     "why_not_native",
 ]
 
-if TYPE_CHECKING:
-    from streamer.kernels import reference as _backend
-else:
-    _backend: Any
-
 
 class Weight(Protocol):
     """What pack_weight makes: the matrix [N, K] in the backend's own form."""
@@ -53,25 +48,25 @@ class Weight(Protocol):
     shape: tuple[int, int]
 
 
-def _choose() -> tuple[str, str]:
-    """(backend, why it is not the native one)."""
-    global _backend
+def _choose() -> tuple[Any, str]:
+    """The backend's module, and why it is not the native one."""
     why = "STREAMER_KERNELS=torch"
     if os.environ.get("STREAMER_KERNELS") != "torch":
         from streamer.kernels.cpu.library import Unavailable
 
         try:
-            from streamer.kernels.cpu import native as _backend
+            from streamer.kernels.cpu import native
         except Unavailable as e:
             why = str(e)
         else:
-            return "native", ""
-    from streamer.kernels import reference as _backend
+            return native, ""
+    from streamer.kernels import reference
 
-    return "torch", why
+    return reference, why
 
 
-backend, why_not_native = _choose()
+_backend, why_not_native = _choose()
+backend = "torch" if why_not_native else "native"
 
 
 def set_threads(count: int) -> None:
@@ -93,7 +88,7 @@ def new_pool(
 
     Zeroed lazily where the system can: memory is touched on first use.
     """
-    return _backend.new_pool(num_blocks, layers, block_size, kv_heads, head_dim, dtype, device)
+    return _backend.new_pool(num_blocks, layers, block_size, kv_heads, head_dim, dtype, device)  # type: ignore[no-any-return]
 
 
 def layer_view(pool: torch.Tensor, layer: int) -> torch.Tensor:
@@ -107,7 +102,7 @@ def graph(forward: Forward, limits: Limits) -> Forward:
     It is run once, on buffers of the limits' size, and must call nothing but ops and views on
     tensors whose first dimension is T or S. Steps beyond the limits take `forward` as it is.
     """
-    return _backend.graph(forward, limits)
+    return _backend.graph(forward, limits)  # type: ignore[no-any-return]
 
 
 def pack_weight(
@@ -118,7 +113,7 @@ def pack_weight(
     activation  silu, gelu or gelu_tanh: the first N / 2 outputs are gates, the others their ups,
                 and `linear` gives act(gate) * up
     """
-    return _backend.pack_weight(weight, bias, activation)
+    return _backend.pack_weight(weight, bias, activation)  # type: ignore[no-any-return]
 
 
 def linear(x: torch.Tensor, weight: Weight, *, add_to: torch.Tensor | None = None) -> torch.Tensor:
@@ -127,12 +122,12 @@ def linear(x: torch.Tensor, weight: Weight, *, add_to: torch.Tensor | None = Non
     With add_to [T, N], which is not for gates, the product is added to it and it is returned. A
     row's result does not depend on how many rows there are.
     """
-    return _backend.linear(x, weight, add_to)
+    return _backend.linear(x, weight, add_to)  # type: ignore[no-any-return]
 
 
 def embedding(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Rows of table [V, H] for tokens [T] -> [T, H]."""
-    return _backend.embedding(tokens, table)
+    return _backend.embedding(tokens, table)  # type: ignore[no-any-return]
 
 
 def rms_norm(
@@ -143,7 +138,7 @@ def rms_norm(
     x [T, H], weight [H] -> [T, H], or [S, H] of `rows` [S] alone. A family that scales by 1 + w
     adds the 1 when loading.
     """
-    return _backend.rms_norm(x, weight, eps, rows)
+    return _backend.rms_norm(x, weight, eps, rows)  # type: ignore[no-any-return]
 
 
 def rope_tables(angles: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,7 +147,7 @@ def rope_tables(angles: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor,
     The first half of sin is negated, so that no layer has to. Scale factors (YaRN's attention
     factor) may be multiplied into both.
     """
-    return _backend.rope_tables(angles, dtype)
+    return _backend.rope_tables(angles, dtype)  # type: ignore[no-any-return]
 
 
 def rope_and_store(
@@ -173,7 +168,7 @@ def rope_and_store(
     positions  [T]
     norms      ([D] of q, [D] of k): rms_norm of each head with `eps`, before the rotation
     """
-    return _backend.rope_and_store(qkv, tables, positions, pool_layer, batch, norms, eps)
+    return _backend.rope_and_store(qkv, tables, positions, pool_layer, batch, norms, eps)  # type: ignore[no-any-return]
 
 
 def store_kv(
@@ -204,7 +199,7 @@ def paged_attention(
     softcap         scores become softcap * tanh(score / softcap), before masking; None: off
     sinks           [Hq] a logit per head that takes part in the softmax and adds no value
     """
-    return _backend.paged_attention(
+    return _backend.paged_attention(  # type: ignore[no-any-return]
         q, pool_layer, batch, scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks
     )
 

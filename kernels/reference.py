@@ -135,7 +135,8 @@ def rope_and_store(
     if rows is None:  # by the first layer of a step
         rows = batch.derived["rope"] = (tables[0][positions], tables[1][positions])
     split = qkv.view(len(qkv), -1, dim)
-    q, k, v = split.split((split.shape[1] - 2 * kv_heads, kv_heads, kv_heads), 1)
+    heads = split.shape[1] - 2 * kv_heads
+    q, k, v = split[:, :heads], split[:, heads : heads + kv_heads], split[:, heads + kv_heads :]
     if norms is not None:
         q, k = rms_norm(q, norms[0], eps, None), rms_norm(k, norms[1], eps, None)
     store_kv(_rope(k, *rows), v, pool_layer, batch)

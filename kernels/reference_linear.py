@@ -77,9 +77,7 @@ class Weight:
         return _SINGLE_ROW_DIFFERS[key]
 
 
-def pack_weight(
-    weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
-) -> Weight:
+def pack_weight(weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> Weight:
     """See ops.pack_weight."""
     return Weight(weight, bias, activation)
 

@@ -168,13 +168,9 @@ class LLM:
 
         engine = self._ready()
         default = engine.default_params() if params is None else params
-        chosen = (
-            [default] * len(prompts) if isinstance(default, SamplingParams) else list(default)
-        )
+        chosen = [default] * len(prompts) if isinstance(default, SamplingParams) else list(default)
         if len(chosen) != len(prompts):
-            raise InvalidRequest(
-                f"{len(chosen)} params for {len(prompts)} prompts", param="params"
-            )
+            raise InvalidRequest(f"{len(chosen)} params for {len(prompts)} prompts", param="params")
         # As many as can run, and some that wait: never more choices than the queue takes.
         choices = self.config.max_num_seqs + min(self.config.max_num_seqs, self.config.max_queue)
         room = asyncio.Semaphore(max(1, choices // max((p.n for p in chosen), default=1)))

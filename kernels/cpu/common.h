@@ -13,7 +13,7 @@
 
 #if defined(__AVX512F__)
 #define VW 16
-#define ROWS_MAX 12
+#define ROWS_MAX 8
 #elif defined(__AVX2__)
 #define VW 8
 #define ROWS_MAX 4

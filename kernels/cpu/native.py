@@ -70,9 +70,7 @@ def _interleave(bias: torch.Tensor, lanes: int) -> torch.Tensor:
     return padded.view(2, -1, lanes).transpose(0, 1).reshape(-1).contiguous()
 
 
-def pack_weight(
-    weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
-) -> Weight:
+def pack_weight(weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> Weight:
     """See ops.pack_weight."""
     return Weight(weight, bias, activation)
 
@@ -166,9 +164,7 @@ class Rows:
 
     __slots__ = ("contexts", "per_tile", "starts", "tables", "tiles")
 
-    def __init__(
-        self, starts: torch.Tensor, contexts: torch.Tensor, tables: torch.Tensor
-    ) -> None:
+    def __init__(self, starts: torch.Tensor, contexts: torch.Tensor, tables: torch.Tensor) -> None:
         self.starts = starts
         self.contexts = contexts
         self.tables = tables
@@ -226,7 +222,16 @@ def paged_attention(
             rows.tiles,
             q.dtype,
             (q, pool_layer, out, sinks, rows.tiles, rows.starts, rows.contexts, rows.tables),
-            (heads, kv_heads, dim, block, pool_layer.stride(0), rows.tables.stride(0), q.stride(0), window),
+            (
+                heads,
+                kv_heads,
+                dim,
+                block,
+                pool_layer.stride(0),
+                rows.tables.stride(0),
+                q.stride(0),
+                window,
+            ),
             (scale, softcap or 0.0),
         )
     )

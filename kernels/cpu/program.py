@@ -1,4 +1,4 @@
-"""Ops as records that the native team runs: one at once, or many, recorded once and run in one call.
+"""Ops as records that the native team runs: one at once, or many, recorded and run in one call.
 
 A recorded Program is what a CUDA graph is on a GPU: the Python that issues the ops runs once, on
 buffers as large as they may get; a step then is one call that releases the GIL once, with the
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any
@@ -95,17 +95,15 @@ class Team:
 
     def __init__(self) -> None:
         self._library: Any = load()
-        self._library.team_open.restype = ctypes.c_void_p
-        self._library.team_open.argtypes = [ctypes.c_int]
-        self._library.team_close.argtypes = [ctypes.c_void_p]
-        self._library.team_close.restype = None
-        self._library.team_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64] + [
-            ctypes.c_void_p
-        ]
-        self._library.team_run.restype = None
-        self._library.pack_weight.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 2
-        self._library.pack_weight.argtypes += [ctypes.c_int] * 2
-        self._library.pack_weight.restype = None
+        pointer, size = ctypes.c_void_p, ctypes.c_int64
+        for name, arguments, result in (
+            ("team_open", [ctypes.c_int], pointer),
+            ("team_close", [pointer], None),
+            ("team_run", [pointer, pointer, size, pointer], None),
+            ("pack_weight", [pointer, pointer, size, size, ctypes.c_int, ctypes.c_int], None),
+        ):
+            function = getattr(self._library, name)
+            function.argtypes, function.restype = arguments, result
         self.lanes = int(self._library.lanes())
         self._threads = 1
         self._handle: int | None = None
@@ -185,7 +183,7 @@ class Program:
 
     @classmethod
     def record(
-        cls, inputs: dict[Count, Sequence[torch.Tensor]], body: Callable[[], torch.Tensor]
+        cls, inputs: Mapping[Count, Sequence[torch.Tensor]], body: Callable[[], torch.Tensor]
     ) -> Program:
         """The ops that `body` issues. Its rows follow those of `inputs`, which stay where they are;
         what it returns is the program's output."""

@@ -28,7 +28,7 @@ def has_bf16() -> bool:
 
 
 class RopeTable:
-    """cos and sin by position, in the layout of ops.rope_and_store; grows to the positions asked for."""
+    """cos and sin by position, as ops.rope_and_store reads them; grows to what is asked for."""
 
     def __init__(self, rope: RopeConfig, dtype: torch.dtype) -> None:
         self._rope = rope
@@ -61,9 +61,7 @@ class Step:
 
     __slots__ = ("batch", "positions", "tables")
 
-    def __init__(
-        self, batch: ops.AttentionBatch, positions: torch.Tensor, tables: Tables
-    ) -> None:
+    def __init__(self, batch: ops.AttentionBatch, positions: torch.Tensor, tables: Tables) -> None:
         self.batch = batch
         self.positions = positions
         self.tables = tables

@@ -1,4 +1,4 @@
-"""Every test of the ops runs on each backend that this machine has."""
+"""The backends that every test of the ops runs on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from streamer.kernels import ops, reference
 
 
-@pytest.fixture(params=["torch", "native"], autouse=True)
+@pytest.fixture(params=["torch", "native"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The ops' backend for this test."""
     name: str = request.param

@@ -9,6 +9,8 @@ from streamer.kernels import ops, reference_attention
 from streamer.kernels.cpu import native
 from tests.kernels.oracle import Case, attention_oracle
 
+pytestmark = pytest.mark.usefixtures("backend")
+
 MIXED = [(1, 1), (1, 15), (7, 7), (1, 16), (5, 21), (1, 17), (1, 33), (11, 40), (1, 48), (3, 35)]
 OPTIONS = [
     {},

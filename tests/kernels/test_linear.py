@@ -10,6 +10,8 @@ import torch.nn.functional as F
 
 from streamer.kernels import ops, reference_linear
 
+pytestmark = pytest.mark.usefixtures("backend")
+
 SHAPES = [(64, 96), (704, 256), (3072, 96), (5000, 64), (97, 33), (7, 1), (1030, 40)]
 
 

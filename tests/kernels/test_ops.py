@@ -9,6 +9,8 @@ import torch
 
 from streamer.kernels import ops
 
+pytestmark = pytest.mark.usefixtures("backend")
+
 SHAPES = [(1, 3), (5, 33), (32, 256)]
 
 
@@ -147,8 +149,6 @@ def test_rope_and_store(dim: int, rotary: int, has_norms: bool) -> None:
     close = {"atol": 4e-6, "rtol": 1e-5}
     torch.testing.assert_close(out.double(), rope_oracle(q, angles[positions]), **close)
     stored = pool.transpose(3, 4)[:, 1].transpose(1, 2).reshape(20, 2, 1, dim)[slots]
-    torch.testing.assert_close(
-        stored[:, 0].double(), rope_oracle(k, angles[positions]), **close
-    )
+    torch.testing.assert_close(stored[:, 0].double(), rope_oracle(k, angles[positions]), **close)
     assert torch.equal(stored[:, 1], v)
     assert int((pool == 7.0).sum()) == pool.numel() - 6 * dim

@@ -7,6 +7,7 @@ import torch
 from streamer.model.layers import RopeTable
 from streamer.model.rope import parse_rope
 
+
 def test_the_rope_table_grows() -> None:
     """Rows beyond the first build equal those of a table that was built long enough."""
     rope = parse_rope({"rope_theta": 10000.0}, 8, 100_000)
