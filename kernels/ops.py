@@ -24,6 +24,7 @@ __all__ = [
     "Limits",
     "Weight",
     "backend",
+    "best",
     "copy_blocks",
     "embedding",
     "graph",
@@ -202,6 +203,14 @@ def paged_attention(
     return _backend.paged_attention(  # type: ignore[no-any-return]
         q, pool_layer, batch, scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks
     )
+
+
+def best(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest of each row of x [S, V] and where it is -> [S] fp32, [S] ids.
+
+    The first of equals; NaN (and any id) where the row has a NaN.
+    """
+    return _backend.best(x)  # type: ignore[no-any-return]
 
 
 def copy_blocks(pool: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:

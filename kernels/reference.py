@@ -15,6 +15,7 @@ from streamer.kernels.reference_attention import paged_attention
 from streamer.kernels.reference_linear import linear, pack_weight
 
 __all__ = [
+    "best",
     "copy_blocks",
     "embedding",
     "graph",
@@ -100,6 +101,12 @@ def graph(forward: Forward, limits: Limits) -> Forward:
 def set_threads(count: int) -> None:
     """See ops.set_threads: torch has been told."""
     del count
+
+
+def best(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ops.best."""
+    values, ids = x.max(-1)
+    return values.float(), ids
 
 
 def embedding(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

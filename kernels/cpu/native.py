@@ -21,6 +21,7 @@ TILE_QUERIES = 48  # as attention.c has it
 Ints = NDArray[np.int64]
 
 __all__ = [
+    "best",
     "copy_blocks",
     "embedding",
     "graph",
@@ -236,6 +237,13 @@ def paged_attention(
         )
     )
     return out
+
+
+def best(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ops.best."""
+    values, ids = torch.empty(x.shape[0]), torch.empty(x.shape[0], dtype=torch.int64)
+    issue(Call(Kind.BEST, x, x.dtype, (x, values, ids), (x.shape[1], x.stride(0))))
+    return values, ids
 
 
 def copy_blocks(pool: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:

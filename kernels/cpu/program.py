@@ -48,6 +48,7 @@ class Kind(IntEnum):
     ROPE = 4
     STORE = 5
     COPY = 6
+    BEST = 7
 
 
 class Count(IntEnum):

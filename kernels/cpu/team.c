@@ -16,6 +16,7 @@
 #include "activation.c"
 #include "linear.c"
 #include "attention.c"
+#include "best.c"
 #include "copy.c"
 #include "embedding.c"
 #include "norm.c"
@@ -36,6 +37,7 @@ static const Kind kinds[] = {
     {embedding_chunks, embedding_run}, {norm_chunks, norm_run},
     {rope_chunks, rope_run},           {store_chunks, store_run},
     {copy_chunks, copy_run},
+    {best_chunks, best_run},
 };
 
 /* A ticket is op << 48 | chunks of that op << 24 | next chunk, so that whoever takes one knows what

@@ -152,3 +152,21 @@ def test_rope_and_store(dim: int, rotary: int, has_norms: bool) -> None:
     torch.testing.assert_close(stored[:, 0].double(), rope_oracle(k, angles[positions]), **close)
     assert torch.equal(stored[:, 1], v)
     assert int((pool == 7.0).sum()) == pool.numel() - 6 * dim
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1, 5, 16, 97, 1000])
+def test_best(vocab: int, dtype: torch.dtype) -> None:
+    """Of strided rows; the first of equals, bans, infinities and NaN included."""
+    x = rand(9, vocab + 3).to(dtype)[:, :vocab]
+    x[1] = 2.0
+    x[2, : vocab // 2] = x[2, vocab // 2 :][: vocab // 2] = 9.0
+    x[3], x[4, vocab // 2] = -torch.inf, -torch.inf
+    x[5, vocab - 1], x[6, 0] = torch.inf, torch.nan
+    x[7, vocab // 2], x[8] = torch.nan, torch.nan
+    values, ids = ops.best(x)
+    assert values.dtype is torch.float32
+    assert values[6:].isnan().all()
+    assert torch.equal(values[:6], x[:6].max(-1).values.float())
+    first = [row.tolist().index(max(row.tolist())) for row in x[:6]]
+    assert ids[:6].tolist() == first
