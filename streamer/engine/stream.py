@@ -253,14 +253,18 @@ class TokenStream:
         if reader.notices:
             items.extend(reader.notices.values())
             reader.notices.clear()
+        cursors, finished = reader.cursors, reader.finished
         for choice, log in enumerate(self._choices):
-            start, end = reader.cursors[choice], len(log.tokens)
+            start, end = cursors[choice], len(log.tokens)
             finish = self.finishes[choice]
-            is_news = finish is not None and not reader.finished[choice]
-            if start < end or is_news:
-                items.append(log.delta(choice, min(start, end), finish))
-                reader.cursors[choice] = max(start, end)
-                reader.finished[choice] = finish is not None
+            if start < end:
+                cursors[choice] = end
+            elif finish is None or finished[choice]:
+                continue
+            else:
+                start = end
+            items.append(log.delta(choice, start, finish))
+            finished[choice] = finish is not None
         return items
 
     def took(self, reader: Reader) -> None:

@@ -1,8 +1,9 @@
 """follow: what token streams bring goes to a connection within the loop turn that brought it.
 
-The write is an ordinary coroutine, begun where the news come in: as long as the connection takes
-what it is given, no task is woken for a token. Where it takes no more, the task that follows waits
-until it does, and what came meanwhile is written merged. Every transport reads through this.
+A write that may have to wait is an ordinary coroutine, begun where the news come in: as long as the
+connection takes what it is given, no task is woken for a token. Where it takes no more, the task
+that follows waits until it does, and what came meanwhile is written merged. Every transport reads
+through this.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ if TYPE_CHECKING:
     from streamer.engine.stream import Delta, Reader, TokenStream
 
 Work = Coroutine[Any, Any, None]
+Write = Callable[[int, list["Delta | Notice"]], Work | None]
 
 
 async def follow(
     streams: Sequence[TokenStream],
-    write: Callable[[int, list[Delta | Notice]], Work],
+    write: Write,
     *,
     readers: Sequence[int] | None = None,
     after: int | Sequence[int] = 0,
 ) -> None:
     """Call `write(index of the stream, its news)` for all that comes, until every stream has ended.
 
+    write    gives back the coroutine that writes, or None where it has written already
     readers  a number from `new_reader` for each stream, for one that acknowledges or is dropped
     after    the cursor in each of them
 
@@ -50,9 +53,7 @@ class _Follower:
 
     __slots__ = ("_error", "_held", "_is_due", "_readers", "_streams", "_write")
 
-    def __init__(
-        self, streams: Sequence[TokenStream], write: Callable[[int, list[Delta | Notice]], Work]
-    ) -> None:
+    def __init__(self, streams: Sequence[TokenStream], write: Write) -> None:
         self._streams = streams
         self._write = write
         self._readers: list[Reader] = []
@@ -100,17 +101,19 @@ class _Follower:
         stream, reader = self._streams[source], self._readers[source]
         items = stream.take(reader)
         if items:
-            work = self._write(source, items)
             try:
-                awaited = work.send(None)
+                work = self._write(source, items)
+                if work is not None:
+                    self._held = (source, work, work.send(None))
+                    self._is_due.set()
+                    return
             except StopIteration:
-                stream.took(reader)
+                pass
             except Exception as error:
                 self._error = error
                 self._is_due.set()
-            else:
-                self._held = (source, work, awaited)
-                self._is_due.set()
+                return
+            stream.took(reader)
         if stream.is_finished or reader.is_dropped:
             self._is_due.set()
 

@@ -1,17 +1,20 @@
 """LimitedHttpProtocol: uvicorn's, with bounds on a head, and a way to drop a connection.
 
 Nothing of ours sees a request until its head is complete, and uvicorn keeps heads of any size for
-any time; the same holds for trailers. lifecycle.py names this class to uvicorn.
+any time; the same holds for trailers. lifecycle.py names this class to uvicorn. Every
+connection begins here, and writes through a TurnTransport (loop_turn.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any, Final
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from streamer.errors import InvalidRequest, StreamerError, TooLarge
+from streamer.server.loop_turn import WRITE_PART, TurnTransport
 from streamer.server.openai.common import error_body
 from streamer.server.stuck import ABORT
 
@@ -40,7 +43,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A new connection: its first head has to come in time."""
-        super().connection_made(transport)
+        super().connection_made(TurnTransport(transport, self.loop))
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -78,6 +81,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._has_advanced = True
         self._stop_timer()
         super().on_headers_complete()
+        if self.cycle is not None and self.cycle.scope is self.scope:  # it is no upgrade
+            short = partial(write_part, self.cycle)
+            self.scope["extensions"][WRITE_PART] = short  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body; security.py counts these."""
@@ -130,3 +136,15 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
         else:  # a next head has begun while an answer still goes out
             self._start_timer()
+
+
+def write_part(cycle: RequestResponseCycle, body: bytes) -> bool:
+    """Write a piece of a chunked body (RFC 9112, 7.1), not empty, if that is all there is to do.
+
+    False: nothing was done, and it is the business of uvicorn's `send`.
+    """
+    is_open = cycle.chunked_encoding and not (cycle.response_complete or cycle.disconnected)
+    if not is_open or cycle.flow.write_paused:
+        return False
+    cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+    return True

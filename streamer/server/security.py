@@ -19,7 +19,6 @@ from streamer.config import Config
 from streamer.errors import Forbidden, NotAuthenticated, StreamerError, TooLarge
 from streamer.server.admission import TENANT, digest
 from streamer.server.openai.common import error_body
-from streamer.server.service import PLAIN_SEND
 from streamer.server.tickets import Tickets, take_tickets
 
 MAX_BODY_BYTES: Final = 4 << 20
@@ -71,8 +70,6 @@ class Guard:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        # Starlette wraps it three times to see the head go by: too much for every token.
-        scope.setdefault("state", {})[PLAIN_SEND] = send
         headers = Headers(scope=scope)
         path = scope["path"].removeprefix(self._root) or "/"
         try:

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from streamer.server.context import Context
     from streamer.server.tracing import Tracer
 
-# in scope["state"], put there by the guard: the server's own `send`
-PLAIN_SEND = "plain_send"
 MAX_LOGGED_PROMPT = 4096  # tokens, with --log-prompts: decoding them holds the loop up
 
 

@@ -19,8 +19,8 @@ from starlette.types import Receive, Scope, Send
 
 from streamer.engine.stream import Delta
 from streamer.errors import StreamerError
-from streamer.server.follow import follow
-from streamer.server.service import PLAIN_SEND
+from streamer.server.follow import Work, follow
+from streamer.server.loop_turn import WRITE_PART
 from streamer.server.stuck import StuckWatch
 
 if TYPE_CHECKING:
@@ -114,11 +114,9 @@ def portions(
 ) -> Iterator[Sequence[Delta]]:
     """What to send together: all of it, or, token by token, SPLIT deltas at a time."""
     if not is_split:
-        yield deltas
-        return
+        return iter((deltas,))
     pieces = (piece for delta in deltas for piece in stream.split(delta))
-    while some := list(islice(pieces, SPLIT)):
-        yield some
+    return iter(lambda: list(islice(pieces, SPLIT)), [])
 
 
 HEADERS: Final = (
@@ -154,15 +152,14 @@ class EventStream:
         self._meter = service.metrics.meter()
         self._readers = [s.new_reader() for s in streams]
         self._send: Send
-        self._send_part: Send  # for after the head
+        self._write_part: Callable[[bytes], bool]  # without waiting; False: it is for `send`
         self._stuck: StuckWatch
-        self._is_sending = True  # until the head is out
         self._last_sent = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the head and every event; return when all is sent or the client is gone."""
         self._send = send
-        self._send_part = scope.get("state", {}).get(PLAIN_SEND, send)
+        self._write_part = scope.get("extensions", {}).get(WRITE_PART, lambda _: False)
         self._stuck = StuckWatch(scope, self._service.config.pause_timeout, self._drop)
         with self._service.working(), self._stuck:
             async with ClientWatch(receive, self._keep_alive, self._keep_alive_s):
@@ -197,34 +194,51 @@ class EventStream:
             return self._answer.error(StreamerError("internal error", code="internal"))
         return self._answer.closing()
 
-    async def _put_news(self, source: int, items: list[Delta | Notice]) -> None:
+    def _put_news(self, source: int, items: list[Delta | Notice]) -> Work | None:
+        """Write it here and now, without a coroutine, as far as the connection takes it."""
         deltas = [d for d in items if isinstance(d, Delta)]
         self._meter.deltas(source, deltas)
-        await self._put_deltas(source, deltas)
+        parts = portions(self._streams[source], deltas, self._is_split)
+        for some in parts:
+            body = self._answer.deltas(source, some)
+            if body and not self._put_now(body):
+                return self._put_rest(source, deltas, body, parts)
+        self._raise_failure(deltas)
+        return None
+
+    async def _put_rest(
+        self, source: int, deltas: list[Delta], body: bytes, parts: Iterator[Sequence[Delta]]
+    ) -> None:
+        await self._put(body)
+        for some in parts:
+            await self._put(self._answer.deltas(source, some))
+        self._raise_failure(deltas)
+
+    def _raise_failure(self, deltas: list[Delta]) -> None:
         failure = self._answer.failure(deltas)
         if failure is not None:
             self._service.cancel(self._streams)
             raise failure
 
-    async def _put_deltas(self, source: int, deltas: Sequence[Delta]) -> None:
-        for some in portions(self._streams[source], deltas, self._is_split):
-            await self._put(self._answer.deltas(source, some))
-
     async def _put(self, body: bytes) -> None:
-        if body:
-            self._is_sending = True
+        if body and not self._put_now(body):
             self._stuck.began()
-            await self._send_part({"type": "http.response.body", "body": body, "more_body": True})
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
             self._stuck.ended()
-            self._last_sent = time.monotonic()  # asking for the loop is a system call
-        self._is_sending = False
+            self._last_sent = time.monotonic()
+
+    def _put_now(self, body: bytes) -> bool:
+        if not self._write_part(body):
+            return False
+        self._last_sent = time.monotonic()  # asking for the loop is a system call
+        return True
 
     async def _keep_alive(self) -> float:
         now = time.monotonic()
         rest_s = self._last_sent + self._keep_alive_s - now
         if rest_s > 0:
             return rest_s
-        if not self._is_sending:  # else the client is not even taking what it has
+        if not self._stuck.is_sending:  # else the client is not even taking what it has
             self._last_sent = now
             await self._send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
         return self._keep_alive_s
@@ -245,7 +259,7 @@ async def read_whole(
     results: list[list[Delta]] = [[] for _ in streams]
     meter = service.metrics.meter()
 
-    async def keep(source: int, items: list[Delta | Notice]) -> None:
+    def keep(source: int, items: list[Delta | Notice]) -> None:
         deltas = [d for d in items if isinstance(d, Delta)]
         meter.deltas(source, deltas)
         failure = answer.failure(deltas)

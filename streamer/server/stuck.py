@@ -44,6 +44,11 @@ class StuckWatch:
         if self._timer is not None:
             self._timer.cancel()
 
+    @property
+    def is_sending(self) -> bool:
+        """Whether a send that began has not ended."""
+        return self._since is not None
+
     def began(self) -> None:
         """A send begins."""
         if self._since is None:  # of several that wait, the first

@@ -18,6 +18,7 @@ from tests.server.counting import check_counting
 from tests.server.running import Running
 
 QUESTION = "What is paged attention?"
+BUNDLED = "openai/streamer-demo"
 # How litellm uses pydantic when it records what a stream cost is its own affair.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Pydantic serializer warnings:UserWarning"),
@@ -125,17 +126,17 @@ async def test_leaving_a_stream_frees_its_place(slow: Running) -> None:
     await asyncio.to_thread(slow.wait_idle)
 
 
-def test_refusals_are_its_exceptions(server: Running) -> None:
+def test_refusals_are_its_exceptions(server: Running, bundled: Running) -> None:
     with pytest.raises(litellm.NotFoundError, match="model 'other' is not served here"):
         litellm.completion(**asking(server, "x", model="openai/other"))
     with pytest.raises(litellm.BadRequestError, match="temperature must be from"):
         litellm.completion(**asking(server, "x", temperature=9))
     with pytest.raises(litellm.ContextWindowExceededError, match="maximum context length is"):
-        litellm.completion(**asking(server, "x", max_tokens=10_000_000))
+        litellm.completion(**asking(bundled, "x", model=BUNDLED, max_tokens=10_000_000))
 
 
 def test_bundled_streams_what_it_answers_whole(bundled: Running) -> None:
-    settings = {"model": "openai/streamer-demo", "temperature": 0, "max_tokens": 60}
+    settings = {"model": BUNDLED, "temperature": 0, "max_tokens": 60}
     chat = asking(bundled, QUESTION, **settings)
     whole = litellm.completion(**chat)
     text = whole.choices[0].message.content

@@ -139,6 +139,7 @@ async def test_bundled_a_hung_step_is_death_and_what_was_said_stays() -> None:
             with pytest.raises(EngineDead, match="StepHung: a step took longer than 1 s"):
                 await stream.wait()
         await engine.aclose()
-    assert [s.num_output_tokens for s in streams] == [7, 7]
+    assert streams[0].num_output_tokens == 7
+    assert streams[1].num_output_tokens in (6, 7)  # it may have joined a step later
     assert streams[0].text()
     made[0].let_go.set()

@@ -14,6 +14,7 @@ from streamer.core.sampling import SamplingParams
 from streamer.engine.flow import Limits
 from streamer.engine.stream import TokenStream
 from streamer.errors import EngineDead
+from streamer.server.loop_turn import WRITE_PART
 from streamer.server.metrics import Metrics
 from streamer.server.openai.chat import DECODER, ChatAnswer
 from streamer.server.service import Service
@@ -77,6 +78,11 @@ class Client:
         await self.is_reading.wait()
         self.sent.put_nowait(message)
 
+    def write_part(self, body: bytes) -> bool:
+        if self.is_reading.is_set():
+            self.sent.put_nowait({"body": body})
+        return self.is_reading.is_set()
+
     async def next(self) -> bytes:
         async with asyncio.timeout(DEADLINE_S):
             message = await self.sent.get()
@@ -88,13 +94,20 @@ class Bench:
     """One EventStream over a scripted stream, running."""
 
     def __init__(
-        self, keep_alive_s: float = 60.0, pause_s: float = 60.0, after: list[int] | None = None
+        self,
+        keep_alive_s: float = 60.0,
+        pause_s: float = 60.0,
+        after: list[int] | None = None,
+        has_short_way: bool = False,
     ) -> None:
         self.stream = Scripted()
         self.client = Client()
         self.cancelled: list[str] = []
         self.is_aborted = asyncio.Event()
-        scope = {"extensions": {ABORT: self.is_aborted.set}}
+        extensions: dict[str, Any] = {ABORT: self.is_aborted.set}
+        if has_short_way:
+            extensions[WRITE_PART] = self.client.write_part
+        scope = {"extensions": extensions}
         engine: Any = SimpleNamespace(cancel=self.cancelled.append, stats=None)
         service = Service.__new__(Service)
         service.engine = engine
@@ -112,8 +125,9 @@ class Bench:
             await self.task
 
 
-async def test_a_stream_to_its_end() -> None:
-    bench = Bench()
+@pytest.mark.parametrize("has_short_way", [False, True])
+async def test_a_stream_to_its_end(has_short_way: bool) -> None:
+    bench = Bench(has_short_way=has_short_way)
     assert await bench.client.next() == b"head"
     assert b'"role":"assistant"' in await bench.client.next()
     bench.stream.token()
@@ -124,6 +138,22 @@ async def test_a_stream_to_its_end() -> None:
     await bench.done()
     assert bench.cancelled == []
     assert bench.stream.num_readers == 0
+
+
+async def test_the_short_way_is_taken_again_once_the_client_reads() -> None:
+    bench = Bench(has_short_way=True)
+    for _ in range(2):
+        await bench.client.next()
+    bench.client.is_reading.clear()
+    for _ in range(3):
+        bench.stream.token()  # the first waits in `send`, the others are merged behind it
+    bench.client.is_reading.set()
+    assert (await bench.client.next()).startswith(b"id: 2\n")
+    assert (await bench.client.next()).startswith(b"id: 4\n")
+    bench.stream.token()
+    assert bench.client.sent.get_nowait()["body"].startswith(b"id: 5\n")
+    bench.client.gone.set()
+    await bench.done()
 
 
 async def test_keep_alive_from_acceptance_on_and_not_between_tokens() -> None:
@@ -139,8 +169,11 @@ async def test_keep_alive_from_acceptance_on_and_not_between_tokens() -> None:
     await bench.done()
 
 
-async def test_a_client_that_takes_nothing_is_aborted_and_its_reader_dropped() -> None:
-    bench = Bench(pause_s=0.05)
+@pytest.mark.parametrize("has_short_way", [False, True])
+async def test_a_client_that_takes_nothing_is_aborted_and_its_reader_dropped(
+    has_short_way: bool,
+) -> None:
+    bench = Bench(pause_s=0.05, has_short_way=has_short_way)
     for _ in range(2):
         await bench.client.next()
     bench.client.is_reading.clear()

@@ -123,6 +123,25 @@ async def test_a_failed_write_ends_it(is_waiting: bool) -> None:
     assert connection.num_begun == 1
 
 
+async def test_a_write_without_a_coroutine_is_done_when_it_returns() -> None:
+    stream, texts = lone_stream(window=64), []
+
+    def put(source: int, items: list[Delta | Notice]) -> None:
+        texts.extend(item.text for item in items if isinstance(item, Delta))
+        if texts[-1] == "!":
+            raise RuntimeError("a bug")
+
+    async with asyncio.timeout(DEADLINE_S):
+        task = asyncio.create_task(follow([stream], put))
+        await asyncio.sleep(0)
+        write(stream, "a")
+        assert (texts, stream.lag()) == (["a"], 0)
+        write(stream, "!")  # must not raise here: the engine writes this
+        with pytest.raises(RuntimeError, match="a bug"):
+            await task
+    assert stream.num_readers == 0
+
+
 async def test_what_ended_the_stream_comes_after_its_text() -> None:
     stream, connection = lone_stream(), Connection()
     async with following(connection, stream) as task:

@@ -39,6 +39,7 @@ GOOD = {
     "tokens": [104, 105],
     "input": "hi",
 }
+ENOUGH = {"/tokenize": "prompt", "/v1/responses": "input"}  # their schemas demand no one field
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,8 @@ def tame(case: schemathesis.Case, answer_id: str, has_flags: bool) -> schemathes
         flags = {k: v for k, v in case.body.items() if isinstance(v, bool | None)}
         kept = flags if has_flags else {}
         named = set(GOOD) & set(case.body)
+        if not has_flags and case.path in ENOUGH:
+            named = {ENOUGH[case.path]}
         case.body = kept | {name: GOOD[name] for name in named} | {"stream_options": None}
     return case
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import socket
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -92,3 +93,64 @@ def test_what_is_not_http_gets_the_error_object(server: Running, sent: bytes) ->
         head, _, body = read_to_end(raw).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 ")
     assert json.loads(body)["error"]["code"] == "invalid_http"
+
+
+def test_streams_on_one_connection_are_each_answered_whole(server: Running) -> None:
+    fields = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "stream": True}
+    body = json.dumps(fields | {"ignore_eos": True}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\ncontent-length: %d\r\n"
+    request = head % len(body) + b"content-type: application/json\r\n"
+    with dial(server) as raw:  # the second waits in uvicorn's pipeline while the first streams
+        raw.sendall(request + b"\r\n" + body + request + b"connection: close\r\n\r\n" + body)
+        answers = read_to_end(raw).split(b"HTTP/1.1 200 OK\r\n")
+    assert answers[0] == b""
+    assert len(answers) == 3
+    for answer in answers[1:]:
+        text = unchunked(answer.partition(b"\r\n\r\n")[2])
+        assert text.count(b'"content":" ') == 5
+        assert text.endswith(b"data: [DONE]\n\n")
+
+
+def unchunked(data: bytes) -> bytes:
+    """A whole chunked body (RFC 9112, 7.1), with nothing after it."""
+    text, size = b"", 1
+    while size:
+        line, _, data = data.partition(b"\r\n")
+        size = int(line, 16)
+        text += data[:size]
+        assert data[size : size + 2] == b"\r\n"
+        data = data[size + 2 :]
+    assert data == b""
+    return text
+
+
+def cycle_that(**changes: bool) -> Any:
+    written: list[bytes] = []
+    open_ = {"chunked_encoding": True, "response_complete": False, "disconnected": False}
+    return SimpleNamespace(
+        **open_ | {k: v for k, v in changes.items() if k in open_},
+        flow=SimpleNamespace(write_paused=changes.get("write_paused", False)),
+        transport=SimpleNamespace(write=written.append),
+        written=written,
+    )
+
+
+def test_a_part_is_one_chunk() -> None:
+    cycle = cycle_that()
+    assert protocol.write_part(cycle, b"x" * 26)
+    assert cycle.written == [b"1a\r\n" + b"x" * 26 + b"\r\n"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"chunked_encoding": False},  # a HEAD, a body of a known length, or no head so far
+        {"response_complete": True},
+        {"disconnected": True},
+        {"write_paused": True},
+    ],
+)
+def test_whatever_is_not_just_a_part_is_left_to_send(change: dict[str, bool]) -> None:
+    cycle = cycle_that(**change)
+    assert not protocol.write_part(cycle, b"x")
+    assert cycle.written == []

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from streamer.engine.stream import Delta, TokenStream
 
 MAX_MESSAGES = 4096
-TEXT_HERE = "(text)"
+NUMBER_HERE, TEXT_HERE = "(number)", "(text)"
 
 FIELDS: Final[Table] = {
     **SAMPLING,
@@ -305,8 +305,8 @@ class ChatAnswer:
 
     def _text_frame(self, d: Delta) -> bytes:
         if self._is_plain:
-            before, after = self._around[d.choice]
-            return frame(self._number(), before + encode(d.text) + after)
+            head, before, after = self._around[d.choice]
+            return b"".join((head, self._number().encode(), before, encode(d.text), after))
         choice = ChunkChoice(
             d.choice,
             ChunkDelta(content=d.text),
@@ -349,8 +349,9 @@ class ChatAnswer:
     def _number(self) -> str:
         return ".".join(map(str, self._numbers)) if self._n > 1 else str(self._numbers[0])
 
-    def _around_text(self, index: int) -> tuple[bytes, bytes]:
-        """The chunk of a text, before and after it: nothing else in there ever changes."""
+    def _around_text(self, index: int) -> tuple[bytes, bytes, bytes]:
+        """The frame of a text, around its number and the text: nothing else in there changes."""
         chunk = self._chunk([ChunkChoice(index, ChunkDelta(content=TEXT_HERE))])
-        before, _, after = chunk.rpartition(encode(TEXT_HERE))
-        return before, after
+        before, _, after = frame(NUMBER_HERE, chunk).rpartition(encode(TEXT_HERE))
+        head, _, before = before.partition(NUMBER_HERE.encode())
+        return head, before, after
