@@ -23,43 +23,60 @@ typedef struct {
     char *panel;                   /* TILE keys */
     char *values;                  /* [TILE, wide] dtype, where D is not a multiple of TILE */
     float *scores;                 /* [queries * share, TILE] */
+    void *weights;                 /* the same, softened: float, or bfloat16 for the dot product */
     float *sum;                    /* [queries * share, wide] float */
     float *top, *total;            /* running maximum and sum of each query */
     int64_t wide;                  /* D, rounded up to TILE */
 } Tile;
 
-INLINE const char *token_at(const Op *op, const int64_t *table, int64_t position, int64_t head,
-                            int dtype) {
-    int64_t B = op->n[3];
-    return at(op->p[1], table[position / B] * op->n[4] + (head * B + position % B) * op->n[2], dtype);
+/* Where the keys of TILE tokens from `start` on lie; for what is beyond the context, its last token
+ * again. The values lie Hk * B * D further. */
+INLINE void find_keys(const Op *op, const int64_t *table, int64_t head, int64_t start,
+                      int64_t context, const char **keys, int dtype) {
+    int64_t B = op->n[3], D = op->n[2], block = start / B, offset = start % B;
+    const char *key = 0;
+    for (int i = 0; i < TILE; i++) {
+        if (start + i < context) {
+            if (!key || offset == B) {
+                if (offset == B) block++, offset = 0;
+                key = at(op->p[1], table[block] * op->n[4] + (head * B + offset) * D, dtype);
+            }
+            keys[i] = key;
+            key += D * size_of(dtype);
+            offset++;
+        } else keys[i] = keys[i - 1];
+    }
 }
 
-/* TILE keys, or bfloat16 pairs of them, one below the other -> [D][TILE]. */
-INLINE void pack_keys(char *panel, const char *const *keys, int64_t D, int dtype) {
+/* TILE keys, or bfloat16 pairs of them, one below the other -> [D][TILE]; fetches those of `next`. */
+INLINE void pack_keys(char *panel, const char *const *keys, const char *const *next, int64_t D,
+                      int dtype) {
 #if HAS_DOT
     if (dtype == BF16 && D % 32 == 0) {
         for (int half = 0; half < 2; half++)
             for (int64_t d = 0; d < D / 2; d += 16) {
-                __m512i row[16], next[16];
-                for (int i = 0; i < 16; i++)
+                __m512i row[16], other[16];
+                for (int i = 0; i < 16; i++) {
                     row[i] = _mm512_loadu_si512(keys[half * 16 + i] + d * 4);
+                    __builtin_prefetch(next[half * 16 + i] + d * 4);
+                }
                 for (int i = 0; i < 16; i += 2) {
-                    next[i] = _mm512_unpacklo_epi32(row[i], row[i + 1]);
-                    next[i + 1] = _mm512_unpackhi_epi32(row[i], row[i + 1]);
+                    other[i] = _mm512_unpacklo_epi32(row[i], row[i + 1]);
+                    other[i + 1] = _mm512_unpackhi_epi32(row[i], row[i + 1]);
                 }
                 for (int i = 0; i < 16; i += 4)
                     for (int j = 0; j < 2; j++) {
-                        row[i + 2 * j] = _mm512_unpacklo_epi64(next[i + j], next[i + j + 2]);
-                        row[i + 2 * j + 1] = _mm512_unpackhi_epi64(next[i + j], next[i + j + 2]);
+                        row[i + 2 * j] = _mm512_unpacklo_epi64(other[i + j], other[i + j + 2]);
+                        row[i + 2 * j + 1] = _mm512_unpackhi_epi64(other[i + j], other[i + j + 2]);
                     }
                 for (int i = 0; i < 16; i += 8)
                     for (int j = 0; j < 4; j++) {
-                        next[i + j] = _mm512_shuffle_i32x4(row[i + j], row[i + j + 4], 0x88);
-                        next[i + j + 4] = _mm512_shuffle_i32x4(row[i + j], row[i + j + 4], 0xdd);
+                        other[i + j] = _mm512_shuffle_i32x4(row[i + j], row[i + j + 4], 0x88);
+                        other[i + j + 4] = _mm512_shuffle_i32x4(row[i + j], row[i + j + 4], 0xdd);
                     }
                 for (int j = 0; j < 8; j++) {
-                    row[j] = _mm512_shuffle_i32x4(next[j], next[j + 8], 0x88);
-                    row[j + 8] = _mm512_shuffle_i32x4(next[j], next[j + 8], 0xdd);
+                    row[j] = _mm512_shuffle_i32x4(other[j], other[j + 8], 0x88);
+                    row[j + 8] = _mm512_shuffle_i32x4(other[j], other[j + 8], 0xdd);
                 }
                 for (int i = 0; i < 16; i++)
                     _mm512_storeu_si512(panel + ((d + i) * 2 + half) * 64, row[i]);
@@ -75,80 +92,148 @@ INLINE void pack_keys(char *panel, const char *const *keys, int64_t D, int dtype
         return;
     }
 #endif
+    for (int i = 0; i < TILE; i++)
+        for (int64_t b = 0; b < D * size_of(dtype); b += 64) __builtin_prefetch(next[i] + b);
     for (int64_t d = 0; d < D; d++)
         for (int i = 0; i < TILE; i++)
             memcpy(panel + (d * TILE + i) * size_of(dtype), keys[i] + d * size_of(dtype), size_of(dtype));
 }
 
-/* sum[row][0:wide] += scores[row][:] @ values, four columns of vectors at a time. */
-INLINE void add_values(const Tile *tile, int rows, int64_t row, const char *const *values,
-                       int keys, int64_t columns, int dtype) {
-    for (int64_t c = 0; c < columns; c += TILE) {
-        vf sum[4][2];
+/* sum[row][:] += weights[row][:] @ values, `tiles` of TILE columns at a time; fetches `next`.
+ *
+ * With the dot product two tokens are taken at once, with weights in bfloat16, and the columns of a
+ * tile are in the order in which the unpacking leaves them (see `settle`). */
+INLINE void add_values(const Tile *tile, int rows, int tiles, int64_t row,
+                       const char *const *values, const char *const *next, int dtype) {
+    float *to = tile->sum + row * tile->wide;
+    for (int64_t c = 0; c < tile->wide; c += tiles * TILE) {
+        vf sum[8][4];
         for (int r = 0; r < rows; r++)
-            for (int j = 0; j < 2; j++)
-                sum[r][j] = load_f32(tile->sum + (row + r) * tile->wide + c + j * VW);
-        for (int k = 0; k < keys; k++) {
-            vf a = load(values[k], c, dtype), b = load(values[k], c + VW, dtype);
-#pragma GCC unroll 4
-            for (int r = 0; r < rows; r++) {
-                vf p = splat(tile->scores[(row + r) * TILE + k]);
-                sum[r][0] += p * a;
-                sum[r][1] += p * b;
+            for (int j = 0; j < 2 * tiles; j++)
+                sum[r][j] = load_f32(to + r * tile->wide + c + j * VW);
+        for (int k = 0; k < TILE; k += 2) {
+            if (next)
+                for (int b = 0; b < tiles * TILE * (int)size_of(dtype); b += 64) {
+                    __builtin_prefetch(next[k] + c * size_of(dtype) + b);
+                    __builtin_prefetch(next[k + 1] + c * size_of(dtype) + b);
+                }
+#pragma GCC unroll 2
+            for (int j = 0; j < tiles; j++) {
+                int64_t column = (c + j * TILE) * size_of(dtype);
+#if HAS_DOT
+                if (dtype == BF16) {
+                    __m512i one = _mm512_loadu_si512(values[k] + column);
+                    __m512i two = _mm512_loadu_si512(values[k + 1] + column);
+                    __m512bh low = (__m512bh)_mm512_unpacklo_epi16(one, two);
+                    __m512bh high = (__m512bh)_mm512_unpackhi_epi16(one, two);
+#pragma GCC unroll 8
+                    for (int r = 0; r < rows; r++) {
+                        const bf16 *weight = (const bf16 *)tile->weights + (row + r) * TILE + k;
+                        __m512bh pair = (__m512bh)_mm512_set1_epi32(*(const int_any *)weight);
+                        vf *s = &sum[r][2 * j];
+                        s[0] = (vf)_mm512_dpbf16_ps((__m512)s[0], low, pair);
+                        s[1] = (vf)_mm512_dpbf16_ps((__m512)s[1], high, pair);
+                    }
+                    continue;
+                }
+#endif
+                for (int u = 0; u < 2; u++) {
+                    vf a = load(values[k + u] + column, 0, dtype);
+                    vf b = load(values[k + u] + column, VW, dtype);
+#pragma GCC unroll 8
+                    for (int r = 0; r < rows; r++) {
+                        vf weight = splat(((float *)tile->weights)[(row + r) * TILE + k + u]);
+                        sum[r][2 * j] += a * weight;
+                        sum[r][2 * j + 1] += b * weight;
+                    }
+                }
             }
         }
         for (int r = 0; r < rows; r++)
-            for (int j = 0; j < 2; j++)
-                store_f32(tile->sum + (row + r) * tile->wide + c + j * VW, sum[r][j]);
+            for (int j = 0; j < 2 * tiles; j++)
+                store_f32(to + r * tile->wide + c + j * VW, sum[r][j]);
     }
 }
 
+/* Put the columns of a query's sums in order. */
+INLINE void settle(float *sum, int64_t wide, int dtype) {
+#if HAS_DOT
+    if (dtype != BF16) return;
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+    for (int64_t c = 0; c < wide; c += TILE) {
+        __m512 low = _mm512_load_ps(sum + c), high = _mm512_load_ps(sum + c + VW);
+        _mm512_store_ps(sum + c, _mm512_permutex2var_ps(low, first, high));
+        _mm512_store_ps(sum + c + VW, _mm512_permutex2var_ps(low, second, high));
+    }
+#else
+    (void)sum, (void)wide, (void)dtype;
+#endif
+}
+
+#define ADD(ROWS, TILES)                                                                        \
+    for (; r + ROWS <= rows; r += ROWS)                                                         \
+        add_values(tile, ROWS, TILES, r, values, r ? 0 : next, dtype);
+
+INLINE void add_all_values(const Tile *tile, const char *const *values, const char *const *next,
+                           int dtype) {
+    int64_t r = 0, rows = tile->queries * tile->share;
+    if (VW == 16) { /* the others run out of registers */
+        ADD(8, 1)
+    }
+    ADD(4, 1)
+    if (VW == 16 && tile->wide % (2 * TILE) == 0) {
+        ADD(2, 2)
+        ADD(1, 2)
+    }
+    ADD(2, 1)
+    ADD(1, 1)
+}
+#undef ADD
+
 /* Scores of TILE keys from `start` on -> weights; the running maximum, sum and values follow. */
-INLINE void soften(const Op *op, const Tile *tile, int64_t row, int64_t start) {
+INLINE void soften(const Op *op, const Tile *tile, int64_t row, int64_t start, int dtype) {
     float *s = tile->scores + row * TILE, scale = op->f[0], cap = op->f[1];
     int64_t position = tile->first + row / tile->share, window = op->n[7];
-    vf x[2];
-    float top = tile->top[row];
-    for (int j = 0; j < 2; j++) {
-        x[j] = load_f32(s + j * VW) * scale;
-        if (cap != 0) x[j] = cap * tanh_of(x[j] / cap);
-        int64_t key = start + j * VW;
-        if (key + VW - 1 > position || (window && key <= position - window))
-            for (int i = 0; i < VW; i++)
-                if (key + i > position || (window && key + i <= position - window))
-                    x[j][i] = -INFINITY;
-        for (int i = 0; i < VW; i++) top = x[j][i] > top ? x[j][i] : top;
-    }
-    float kept = 1;
-    if (top != tile->top[row]) {
+    vf x[2] = {load_f32(s) * scale, load_f32(s + VW) * scale};
+    if (cap != 0)
+        for (int j = 0; j < 2; j++) x[j] = cap * tanh_of(x[j] / cap);
+    if (start + TILE - 1 > position || (window && start <= position - window))
+        for (int j = 0; j < 2; j++) {
+            vi ahead = lane_numbers() + (int32_t)(start + j * VW - position); /* of the query */
+            vi hidden = ahead > 0;
+            if (window) hidden |= ahead <= (int32_t)-window;
+            x[j] = choose(hidden, splat(-INFINITY), x[j]);
+        }
+    float top = largest_of(max_of(x[0], x[1])), kept = 1;
+    if (top > tile->top[row]) {
         kept = exp_of(splat(tile->top[row] - top))[0];
         for (int64_t c = 0; c < tile->wide; c += VW) {
             float *sum = tile->sum + row * tile->wide + c;
             store_f32(sum, load_f32(sum) * kept);
         }
+        tile->top[row] = top;
     }
-    vf a = exp_of(x[0] - top), b = exp_of(x[1] - top);
-    store_f32(s, a);
-    store_f32(s + VW, b);
-    tile->top[row] = top;
+    vf a = exp_of(x[0] - tile->top[row]), b = exp_of(x[1] - tile->top[row]);
+#if HAS_DOT
+    if (dtype == BF16)
+        _mm512_store_si512((bf16 *)tile->weights + row * TILE,
+                           (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a));
+#endif
+    if (!HAS_DOT || dtype != BF16) {
+        store_f32((float *)tile->weights + row * TILE, a);
+        store_f32((float *)tile->weights + row * TILE + VW, b);
+    }
     tile->total[row] = tile->total[row] * kept + sum_of(a + b);
 }
 
-INLINE void attend_keys(const Op *op, const Tile *tile, const int64_t *table, int64_t head,
-                        int64_t start, int64_t context, int dtype) {
-    const char *keys[TILE], *values[TILE];
-    int64_t Hk = op->n[1], D = op->n[2], rows = tile->queries * tile->share;
-    for (int i = 0; i < TILE; i++) { /* the last token again, for what lies beyond the context */
-        keys[i] = token_at(op, table, least(start + i, context - 1), head, dtype);
-        values[i] = token_at(op, table, least(start + i, context - 1), Hk + head, dtype);
-        for (int64_t b = 0; b < D * size_of(dtype); b += 64) __builtin_prefetch(values[i] + b);
-    }
-    pack_keys(tile->panel, keys, D, dtype);
-    if (start + TILE < context)
-        for (int i = 0; i < TILE; i++) {
-            const char *next = token_at(op, table, least(start + TILE + i, context - 1), head, dtype);
-            for (int64_t b = 0; b < D * size_of(dtype); b += 64) __builtin_prefetch(next + b);
-        }
+INLINE void attend_keys(const Op *op, const Tile *tile, const char *const *keys,
+                        const char *const *next, int64_t start, int dtype) {
+    const char *values[TILE], *next_values[TILE];
+    int64_t D = op->n[2], rows = tile->queries * tile->share;
+    int64_t further = op->n[1] * op->n[3] * D * size_of(dtype);
+    for (int i = 0; i < TILE; i++) values[i] = keys[i] + further, next_values[i] = next[i] + further;
+    pack_keys(tile->panel, keys, next, D, dtype);
     if (tile->wide != D)
         for (int i = 0; i < TILE; i++) {
             char *to = tile->values + i * tile->wide * size_of(dtype);
@@ -161,11 +246,8 @@ INLINE void attend_keys(const Op *op, const Tile *tile, const int64_t *table, in
         multiply_rows[dtype][least(ROWS_MAX, rows - r)](tile->scores + r * TILE, 1, q, D,
                                                         tile->panel, D, q, 0);
     }
-    for (r = 0; r < rows; r++) soften(op, tile, r, start);
-    int used = (int)least(TILE, context - start);
-    for (r = 0; r + 4 <= rows; r += 4) add_values(tile, 4, r, values, used, tile->wide, dtype);
-    for (; r + 2 <= rows; r += 2) add_values(tile, 2, r, values, used, tile->wide, dtype);
-    for (; r < rows; r++) add_values(tile, 1, r, values, used, tile->wide, dtype);
+    for (r = 0; r < rows; r++) soften(op, tile, r, start, dtype);
+    add_all_values(tile, values, next_values, dtype);
 }
 
 static Tile make_tile(const Op *op, int64_t queries, int64_t first, Worker *me) {
@@ -177,6 +259,7 @@ static Tile make_tile(const Op *op, int64_t queries, int64_t first, Worker *me) 
     tile.values = next, next += tile.wide * TILE * 4;
     tile.sum = (float *)next, next += rows * tile.wide * 4;
     tile.scores = (float *)next, next += rows * TILE * 4;
+    tile.weights = next, next += rows * TILE * 4;
     tile.q = next, next += divide_up(rows * op->n[2] * 4, 64) * 64;
     tile.top = (float *)next, next += rows * 4;
     tile.total = (float *)next;
@@ -201,11 +284,17 @@ INLINE void attend(const Op *op, int64_t row, int64_t start, int64_t head, Worke
     }
     int64_t key = window ? most(0, first - window + 1) / TILE * TILE : 0;
     int64_t end = first + queries; /* what the last query sees */
-    for (; key < end; key += TILE) attend_keys(op, &tile, table, head, key, end, dtype);
+    const char *keys[2][TILE];
+    find_keys(op, table, head, key, end, keys[0], dtype);
+    for (int i = 0; key < end; key += TILE, i ^= 1) {
+        int is_last = key + TILE >= end;
+        if (!is_last) find_keys(op, table, head, key + TILE, end, keys[i ^ 1], dtype);
+        attend_keys(op, &tile, keys[i], keys[is_last ? i : i ^ 1], key, dtype);
+    }
     for (int64_t i = 0; i < queries * share; i++) {
         int64_t to = ((token + i / share) * op->n[0] + head * share + i % share) * D;
-        float factor = 1.0f / tile.total[i];
-        const float *sum = tile.sum + i * tile.wide;
+        float factor = 1.0f / tile.total[i], *sum = tile.sum + i * tile.wide;
+        settle(sum, tile.wide, dtype);
         int64_t d = 0;
         for (; d + VW <= D; d += VW) store(op->p[2], to + d, load_f32(sum + d) * factor, dtype);
         for (; d < D; d++) store_one(op->p[2], to + d, sum[d] * factor, dtype);

@@ -2,7 +2,8 @@
  *
  * VW floats a vector, TILE columns of a packed weight (two vectors), ROWS_MAX rows multiplied at
  * once: as many accumulators as the registers hold. Everything is written with GCC's vector types,
- * which GCC and Clang compile for any CPU; the one intrinsic family used is bfloat16's dot product.
+ * which GCC and Clang compile for any CPU; AVX512 alone has intrinsics, for bfloat16's dot product,
+ * transposing and adding up lanes.
  */
 #pragma once
 #include <math.h>
@@ -23,8 +24,10 @@
 #endif
 #define TILE (2 * VW)
 
-#if defined(__AVX512BF16__) && defined(__AVX512F__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
+#endif
+#if defined(__AVX512BF16__) && defined(__AVX512F__)
 #define HAS_DOT 1 /* products of bfloat16 pairs, summed in float */
 #else
 #define HAS_DOT 0
@@ -126,10 +129,39 @@ INLINE int64_t size_of(int dtype) { return dtype == F32 ? 4 : 2; }
 
 INLINE char *at(const void *p, int64_t i, int dtype) { return (char *)p + i * size_of(dtype); }
 
+/* Halves are added (or compared) until one lane is left, so the order is the same everywhere. */
 INLINE float sum_of(vf x) {
-    float total = 0;
-    for (int i = 0; i < VW; i++) total += x[i];
-    return total;
+#if defined(__AVX512F__)
+    __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)x),
+                                _mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)x, 1)));
+    __m128 part = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    part = _mm_add_ps(part, _mm_movehl_ps(part, part));
+    return _mm_cvtss_f32(_mm_add_ss(part, _mm_movehdup_ps(part)));
+#else
+    float lane[VW];
+    store_f32(lane, x);
+    for (int n = VW / 2; n; n /= 2)
+        for (int i = 0; i < n; i++) lane[i] += lane[i + n];
+    return lane[0];
+#endif
+}
+
+INLINE float largest_of(vf x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    float lane[VW];
+    store_f32(lane, x);
+    for (int i = 1; i < VW; i++) lane[0] = lane[i] > lane[0] ? lane[i] : lane[0];
+    return lane[0];
+#endif
+}
+
+/* 0, 1, 2 ... */
+INLINE vi lane_numbers(void) {
+    vi n;
+    for (int i = 0; i < VW; i++) n[i] = i;
+    return n;
 }
 
 INLINE vf choose(vi where, vf yes, vf no) { return (vf)((where & (vi)yes) | (~where & (vi)no)); }

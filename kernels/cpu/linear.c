@@ -6,12 +6,12 @@
  * one chain of sums over K in order, so a row's result depends on nothing but the row.
  *
  *   p  x, weight, bias or 0, y      n  K, N, stride of x, stride of y
- *   flags  what is done with y: STORE it, ADD it to y, or GATE: panels hold TILE / 2 gates and then
+ *   flags  what is done with y: STORE it, ADD_TO y, or GATE: panels hold TILE / 2 gates and then
  *          their ups, and y [R, N / 2] is act(gate) * up
  */
 #include "common.h"
 
-enum { STORE = 0, ADD = 1, GATE_SILU = 2, GATE_GELU = 3, GATE_GELU_TANH = 4 };
+enum { STORE = 0, ADD_TO = 1, GATE_SILU = 2, GATE_GELU = 3, GATE_GELU_TANH = 4 };
 
 #define AHEAD 2048     /* bytes fetched ahead of a single pass */
 #define DEPTH 512      /* of K at once where rows take several passes: stays in the first cache */
@@ -121,12 +121,12 @@ INLINE void put(const Op *op, int64_t row, int64_t column, vf x, int dtype, int 
     void *y = at(op->p[3], row * op->n[3] + column, dtype);
     int64_t outputs = op->flags >= GATE_SILU ? op->n[1] / 2 : op->n[1];
     if (is_whole) {
-        if (op->flags == ADD) x += load(y, 0, dtype);
+        if (op->flags == ADD_TO) x += load(y, 0, dtype);
         store(y, 0, x, dtype);
         return;
     }
     for (int i = 0; i < VW && column + i < outputs; i++)
-        store_one(y, i, op->flags == ADD ? x[i] + load_one(y, i, dtype) : x[i], dtype);
+        store_one(y, i, op->flags == ADD_TO ? x[i] + load_one(y, i, dtype) : x[i], dtype);
 }
 
 INLINE void finish(const Op *op, const float *sum, int64_t rows, int64_t row, int64_t panel,
@@ -159,10 +159,10 @@ INLINE void linear_panel(const Op *op, int64_t panel, int64_t from, int64_t rows
                          int dtype) {
     int64_t K = op->n[0], bytes = panel_bytes(K, dtype), passes = divide_up(rows, ROWS_MAX);
     int64_t each = divide_up(rows, passes), depth = passes == 1 ? K : DEPTH;
-    int64_t ahead = passes == 1 ? AHEAD : bytes * depth / K;
+    int64_t ahead = passes == 1 ? AHEAD : depth * TILE * size_of(dtype);
     int lines = passes <= 16 ? (int)divide_up(8, passes) : 0;
     for (int64_t k = 0; k < K; k += depth) {
-        const char *w = (const char *)op->p[1] + panel * bytes + bytes * k / K;
+        const char *w = (const char *)op->p[1] + panel * bytes + k * TILE * size_of(dtype);
         const char *x = at(op->p[0], from * op->n[2] + k, dtype);
         for (int64_t row = 0, pass = 0; row < rows; row += each, pass++)
             multiply_rows[dtype][least(each, rows - row)](
