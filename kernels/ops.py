@@ -71,8 +71,7 @@ backend = "torch" if why_not_native else "native"
 
 
 def set_threads(count: int) -> None:
-    """Threads that compute from now on; to be called on the thread that calls the ops."""
-    torch.set_num_threads(count)
+    """Threads that the ops use from now on; to be called on the thread that calls them."""
     _backend.set_threads(count)
 
 

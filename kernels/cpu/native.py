@@ -6,6 +6,9 @@ one op (see program.py); the layouts of packed weights and of the pool are priva
 
 from __future__ import annotations
 
+import ctypes
+import sys
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -16,6 +19,8 @@ from streamer.kernels.cpu.program import Call, Count, Kind, Program, issue, new_
 
 ACTIVATIONS = {None: 0, "silu": 2, "gelu": 3, "gelu_tanh": 4}
 ADD = 1
+HUGE_PAGE = 2 << 20
+MADV_HUGEPAGE = 14  # Linux's number; where it is refused nothing is lost
 TILE_QUERIES = 48  # as attention.c has it
 
 Ints = NDArray[np.int64]
@@ -37,7 +42,6 @@ __all__ = [
     "swap_blocks",
 ]
 
-new_pool = reference.new_pool
 rope_tables = reference.rope_tables
 set_threads = team.set_threads
 
@@ -69,6 +73,35 @@ def _interleave(bias: torch.Tensor, lanes: int) -> torch.Tensor:
     halves = bias.view(2, -1)
     padded = torch.nn.functional.pad(halves, (0, -halves.shape[1] % lanes))
     return padded.view(2, -1, lanes).transpose(0, 1).reshape(-1).contiguous()
+
+
+def new_pool(
+    num_blocks: int,
+    layers: int,
+    block_size: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> torch.Tensor:
+    """See ops.new_pool."""
+    shape = (num_blocks, layers, block_size, kv_heads, head_dim)
+    return in_huge_pages(reference.new_pool(*shape, dtype, device))
+
+
+def in_huge_pages(memory: torch.Tensor) -> torch.Tensor:
+    """The same memory, untouched as yet, in pages of 2 MiB where the system has them.
+
+    Every 4 KiB of a pool are another head or block: with small pages each is a walk of the page
+    tables.
+    """
+    start = -(-memory.data_ptr() // HUGE_PAGE) * HUGE_PAGE
+    end = (memory.data_ptr() + memory.numel() * memory.element_size()) // HUGE_PAGE * HUGE_PAGE
+    if sys.platform == "linux" and end > start:
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_HUGEPAGE
+        )
+    return memory
 
 
 def pack_weight(weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> Weight:

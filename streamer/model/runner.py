@@ -216,7 +216,11 @@ def load_runner(config: Config) -> tuple[ModelRunner, ModelInfo]:
         )
 
     plan_pools(memory.free_bytes() - known.weight_bytes)  # refused now, not after minutes
-    ops.set_threads(_num_threads(known.weight_bytes))
+    threads = _num_threads(known.weight_bytes)
+    # Beside the native kernels torch only samples, or runs what transformers' code has of its own;
+    # two pools of threads that spin would be in each other's way.
+    torch.set_num_threads(threads if known.decoder is None else 1)
+    ops.set_threads(threads)
     model = _load_model(known, config.load_progress)
     pools = plan_pools(memory.free_bytes())
     if config.max_model_len is None and pools.max_model_len < known.model_limit:
