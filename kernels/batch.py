@@ -7,7 +7,7 @@ derives from it in `derived`, so that only the first layer pays. Holds no K or V
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -54,6 +54,13 @@ class AttentionBatch:
         self.derived: dict[Any, Any] = {}
         self._check()
 
+    @classmethod
+    def fixed(cls, slots: torch.Tensor, block_size: int, derived: dict[Any, Any]) -> AttentionBatch:
+        """What a recorded graph sees: buffers that each step fills, and no rows of its own."""
+        batch = cls.__new__(cls)
+        batch.slots, batch.block_size, batch.derived = slots, block_size, derived
+        return batch
+
     def _check(self) -> None:
         rows, tokens = len(self.query_lens), self.query_starts[-1]
         if len(self.context_lens) != rows or self.block_tables.shape[0] != rows:
@@ -80,3 +87,32 @@ class AttentionBatch:
     def num_tokens(self) -> int:
         """Packed query tokens T."""
         return self.query_starts[-1]
+
+
+class Limits:
+    """The largest step that a recorded graph takes.
+
+    max_tokens  packed query tokens T, and rows drawn from S
+    max_rows    rows R
+    width       blocks of a row's table
+    """
+
+    __slots__ = ("block_size", "max_rows", "max_tokens", "width")
+
+    def __init__(self, *, max_tokens: int, max_rows: int, width: int, block_size: int) -> None:
+        self.max_tokens = max_tokens
+        self.max_rows = max_rows
+        self.width = width
+        self.block_size = block_size
+
+
+class Forward(Protocol):
+    """A model's forward: tokens and positions [T], `last` [S] (None: all T) -> logits [S, V]."""
+
+    def __call__(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        batch: AttentionBatch,
+        last: torch.Tensor | None,
+    ) -> torch.Tensor: ...

@@ -1,7 +1,9 @@
 """The doors: every op's signature, shapes and dtypes, and the one place that picks a backend.
 
-Called by streamer.model on the GPU thread. `backend` names the implementation chosen at import.
-Ops check nothing a step; shapes are the caller's promise, and AttentionBatch checked its own.
+Called by streamer.model on the GPU thread. `backend` names the implementation chosen at import:
+"native" (cpu/, compiled on first use) or, where that can't be, "torch" (reference.py), with
+`why_not_native` saying why. STREAMER_KERNELS=torch asks for the latter. Ops check nothing a step;
+shapes are the caller's promise, and AttentionBatch checked its own.
 
 Letters: T packed tokens, R rows, Hq query heads, Hk KV heads (Hq is a multiple of Hk), D head_dim,
 B tokens a block, N blocks. Floats are fp32 or bf16, all of one call alike; ids are int64.
@@ -9,29 +11,68 @@ B tokens a block, N blocks. Floats are fp32 or bf16, all of one call alike; ids 
 
 from __future__ import annotations
 
+import os
+from typing import Any, Protocol
+
 import torch
 
-from streamer.kernels import reference as _backend
-from streamer.kernels.batch import AttentionBatch
+from streamer.kernels.batch import AttentionBatch, Forward, Limits
 
 __all__ = [
     "AttentionBatch",
-    "add_rms_norm",
+    "Forward",
+    "Limits",
+    "Weight",
     "backend",
+    "best",
     "copy_blocks",
-    "gelu_mul",
+    "embedding",
+    "graph",
     "layer_view",
+    "linear",
     "new_pool",
+    "pack_weight",
     "paged_attention",
     "rms_norm",
-    "rope",
+    "rope_and_store",
     "rope_tables",
-    "silu_mul",
+    "set_threads",
     "store_kv",
     "swap_blocks",
+    "why_not_native",
 ]
 
-backend = "reference"
+
+class Weight(Protocol):
+    """What pack_weight makes: the matrix [N, K] in the backend's own form."""
+
+    shape: tuple[int, int]
+
+
+def _choose() -> tuple[Any, str]:
+    """The backend's module, and why it is not the native one."""
+    why = "STREAMER_KERNELS=torch"
+    if os.environ.get("STREAMER_KERNELS") != "torch":
+        from streamer.kernels.cpu.library import Unavailable
+
+        try:
+            from streamer.kernels.cpu import native
+        except Unavailable as e:
+            why = str(e)
+        else:
+            return native, ""
+    from streamer.kernels import reference
+
+    return reference, why
+
+
+_backend, why_not_native = _choose()
+backend = "torch" if why_not_native else "native"
+
+
+def set_threads(count: int) -> None:
+    """Threads that the ops use from now on; to be called on the thread that calls them."""
+    _backend.set_threads(count)
 
 
 def new_pool(
@@ -43,22 +84,97 @@ def new_pool(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """A block pool [N, layers, 2, B, Hk, D] (0 is K, 1 is V); one block is contiguous, all layers.
+    """A block pool [N, layers, 2, Hk, B, D] (0 is K, 1 is V); one block is contiguous, all layers.
 
     Zeroed lazily where the system can: memory is touched on first use.
     """
-    return _backend.new_pool(num_blocks, layers, block_size, kv_heads, head_dim, dtype, device)
+    return _backend.new_pool(num_blocks, layers, block_size, kv_heads, head_dim, dtype, device)  # type: ignore[no-any-return]
 
 
 def layer_view(pool: torch.Tensor, layer: int) -> torch.Tensor:
-    """Layer `layer` of a pool as the strided view [N, 2, B, Hk, D] that the other ops take."""
+    """Layer `layer` of a pool as the strided view [N, 2, Hk, B, D] that the other ops take."""
     return pool[:, layer]
+
+
+def graph(forward: Forward, limits: Limits) -> Forward:
+    """`forward` as one launch, where the backend can record its ops; else itself.
+
+    It is run once, on buffers of the limits' size, and must call nothing but ops and views on
+    tensors whose first dimension is T or S. Steps beyond the limits take `forward` as it is.
+    """
+    return _backend.graph(forward, limits)  # type: ignore[no-any-return]
+
+
+def pack_weight(
+    weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
+) -> Weight:
+    """A weight [N, K] (and bias [N]) in the form that `linear` reads; the argument may be freed.
+
+    activation  silu, gelu or gelu_tanh: the first N / 2 outputs are gates, the others their ups,
+                and `linear` gives act(gate) * up
+    """
+    return _backend.pack_weight(weight, bias, activation)  # type: ignore[no-any-return]
+
+
+def linear(x: torch.Tensor, weight: Weight, *, add_to: torch.Tensor | None = None) -> torch.Tensor:
+    """x [T, K] (rows of any stride) @ weight.T + bias -> [T, N], or [T, N / 2] of gates and ups.
+
+    With add_to [T, N], which is not for gates, the product is added to it and it is returned. A
+    row's result does not depend on how many rows there are.
+    """
+    return _backend.linear(x, weight, add_to)  # type: ignore[no-any-return]
+
+
+def embedding(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Rows of table [V, H] for tokens [T] -> [T, H]."""
+    return _backend.embedding(tokens, table)  # type: ignore[no-any-return]
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, rows: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x / sqrt(mean(x**2) + eps) * weight over the last dimension; statistics in fp32.
+
+    x [T, H], weight [H] -> [T, H], or [S, H] of `rows` [S] alone. A family that scales by 1 + w
+    adds the 1 when loading.
+    """
+    return _backend.rms_norm(x, weight, eps, rows)  # type: ignore[no-any-return]
+
+
+def rope_tables(angles: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Angles [P, rotary / 2] fp32 -> (cos, sin), each [P, rotary], as rope_and_store reads them.
+
+    The first half of sin is negated, so that no layer has to. Scale factors (YaRN's attention
+    factor) may be multiplied into both.
+    """
+    return _backend.rope_tables(angles, dtype)  # type: ignore[no-any-return]
+
+
+def rope_and_store(
+    qkv: torch.Tensor,
+    tables: tuple[torch.Tensor, torch.Tensor],
+    positions: torch.Tensor,
+    pool_layer: torch.Tensor,
+    batch: AttentionBatch,
+    *,
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    eps: float = 0.0,
+) -> torch.Tensor:
+    """Rotate q and k, write k and v into pool_layer at batch.slots -> q [T, Hq, D].
+
+    qkv        [T, (Hq + 2 * Hk) * D], the three side by side
+    tables     (cos, sin) of rope_tables; neox style: pairs (i, i + rotary / 2) of the first
+               `rotary` dimensions
+    positions  [T]
+    norms      ([D] of q, [D] of k): rms_norm of each head with `eps`, before the rotation
+    """
+    return _backend.rope_and_store(qkv, tables, positions, pool_layer, batch, norms, eps)  # type: ignore[no-any-return]
 
 
 def store_kv(
     k: torch.Tensor, v: torch.Tensor, pool_layer: torch.Tensor, batch: AttentionBatch
 ) -> None:
-    """Write k and v [T, Hk, D] (any strides) into pool_layer [N, 2, B, Hk, D] at batch.slots."""
+    """Write k and v [T, Hk, D] (strides of whole D) into pool_layer at batch.slots."""
     _backend.store_kv(k, v, pool_layer, batch)
 
 
@@ -83,9 +199,17 @@ def paged_attention(
     softcap         scores become softcap * tanh(score / softcap), before masking; None: off
     sinks           [Hq] a logit per head that takes part in the softmax and adds no value
     """
-    return _backend.paged_attention(
+    return _backend.paged_attention(  # type: ignore[no-any-return]
         q, pool_layer, batch, scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks
     )
+
+
+def best(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest of each row of x [S, V] and where it is -> [S] fp32, [S] ids.
+
+    The first of equals; NaN (and any id) where the row has a NaN.
+    """
+    return _backend.best(x)  # type: ignore[no-any-return]
 
 
 def copy_blocks(pool: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
@@ -96,51 +220,8 @@ def copy_blocks(pool: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> Non
 def swap_blocks(
     src_pool: torch.Tensor, dst_pool: torch.Tensor, pairs: list[tuple[int, int]]
 ) -> None:
-    """dst_pool[d] = src_pool[s] for all (s, d); runs of neighbours become one copy.
+    """dst_pool[d] = src_pool[s] for all (s, d).
 
     The pools have equal shapes but for N, and may be on two devices. Each d occurs once.
     """
     _backend.swap_blocks(src_pool, dst_pool, pairs)
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x**2) + eps) * weight over the last dimension; statistics in fp32.
-
-    x [..., H], weight [H] -> [..., H]. A family that scales by 1 + w adds the 1 when loading.
-    """
-    return _backend.rms_norm(x, weight, eps)
-
-
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rms_norm(x + residual), x + residual), all [T, H]; `residual`'s memory may be reused."""
-    return _backend.add_rms_norm(x, residual, weight, eps)
-
-
-def rope_tables(angles: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Angles [P, rotary / 2] fp32 -> (cos, sin), each [P, rotary], in the layout `rope` reads.
-
-    The first half of sin is negated, so that no layer has to. Scale factors (YaRN's attention
-    factor) may be multiplied into both.
-    """
-    return _backend.rope_tables(angles, dtype)
-
-
-def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding, neox style: pairs (i, i + rotary / 2) of the first `rotary` dimensions.
-
-    x [T, H, D] (any strides; q and k together where they lie side by side), cos and sin
-    [T, rotary]: rows of rope_tables at the tokens' positions -> [T, H, D], new memory.
-    """
-    return _backend.rope(x, cos, sin)
-
-
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up for gate_up [T, 2 * I], gate first -> [T, I]."""
-    return _backend.silu_mul(gate_up)
-
-
-def gelu_mul(gate_up: torch.Tensor, *, tanh: bool = True) -> torch.Tensor:
-    """gelu(gate) * up, like silu_mul; `tanh` is the approximation Gemma uses."""
-    return _backend.gelu_mul(gate_up, tanh=tanh)

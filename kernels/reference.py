@@ -1,7 +1,7 @@
 """Plain torch of every op: the oracle of the other backends, and what serves without one.
 
 Signatures are those of ops.py, which is the only caller. Attention lives in
-reference_attention.py; nothing here keeps state.
+reference_attention.py, linear layers in reference_linear.py; nothing here keeps state.
 """
 
 from __future__ import annotations
@@ -10,19 +10,23 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from streamer.kernels.batch import AttentionBatch
+from streamer.kernels.batch import AttentionBatch, Forward, Limits
 from streamer.kernels.reference_attention import paged_attention
+from streamer.kernels.reference_linear import linear, pack_weight
 
 __all__ = [
-    "add_rms_norm",
+    "best",
     "copy_blocks",
-    "gelu_mul",
+    "embedding",
+    "graph",
+    "linear",
     "new_pool",
+    "pack_weight",
     "paged_attention",
     "rms_norm",
-    "rope",
+    "rope_and_store",
     "rope_tables",
-    "silu_mul",
+    "set_threads",
     "store_kv",
     "swap_blocks",
 ]
@@ -42,7 +46,7 @@ def new_pool(
     numpy's zeros is calloc, so untouched pages cost nothing; torch.zeros writes them all (1.5 GB
     took 1.2 s and as much memory, EPYC Zen 5, 2026-11-20).
     """
-    shape = (num_blocks, layers, 2, block_size, kv_heads, head_dim)
+    shape = (num_blocks, layers, 2, kv_heads, block_size, head_dim)
     if torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     bits = {1: np.uint8, 2: np.uint16, 4: np.uint32}[dtype.itemsize]
@@ -57,8 +61,9 @@ def store_kv(
     if place is None:
         block = batch.slots // batch.block_size
         place = batch.derived["store"] = (block, batch.slots - block * batch.block_size)
-    pool_layer[:, 0].index_put_(place, k)
-    pool_layer[:, 1].index_put_(place, v)
+    block, offset = place
+    pool_layer[block, 0, :, offset] = k
+    pool_layer[block, 1, :, offset] = v
 
 
 def copy_blocks(pool: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
@@ -87,17 +92,33 @@ def _runs(pairs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
     return runs
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def graph(forward: Forward, limits: Limits) -> Forward:
+    """See ops.graph: nothing is recorded here."""
+    del limits
+    return forward
+
+
+def set_threads(count: int) -> None:
+    """See ops.set_threads."""
+    torch.set_num_threads(count)
+
+
+def best(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ops.best."""
+    values, ids = x.max(-1)
+    return values.float(), ids
+
+
+def embedding(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """See ops.embedding."""
+    return F.embedding(tokens, table)
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, rows: torch.Tensor | None
+) -> torch.Tensor:
     """See ops.rms_norm."""
-    return F.rms_norm(x, weight.shape, weight, eps)
-
-
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ops.add_rms_norm."""
-    residual = residual.add_(x)
-    return F.rms_norm(residual, weight.shape, weight, eps), residual
+    return F.rms_norm(x if rows is None else x[rows], weight.shape, weight, eps)
 
 
 def rope_tables(angles: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,8 +127,30 @@ def rope_tables(angles: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor,
     return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
 
-def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """See ops.rope."""
+def rope_and_store(
+    qkv: torch.Tensor,
+    tables: tuple[torch.Tensor, torch.Tensor],
+    positions: torch.Tensor,
+    pool_layer: torch.Tensor,
+    batch: AttentionBatch,
+    norms: tuple[torch.Tensor, torch.Tensor] | None,
+    eps: float,
+) -> torch.Tensor:
+    """See ops.rope_and_store."""
+    kv_heads, _, dim = pool_layer.shape[2:]
+    rows = batch.derived.get("rope")
+    if rows is None:  # by the first layer of a step
+        rows = batch.derived["rope"] = (tables[0][positions], tables[1][positions])
+    split = qkv.view(len(qkv), -1, dim)
+    heads = split.shape[1] - 2 * kv_heads
+    q, k, v = split[:, :heads], split[:, heads : heads + kv_heads], split[:, heads + kv_heads :]
+    if norms is not None:
+        q, k = rms_norm(q, norms[0], eps, None), rms_norm(k, norms[1], eps, None)
+    store_kv(_rope(k, *rows), v, pool_layer, batch)
+    return _rope(q, *rows)
+
+
+def _rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     rotary = cos.shape[-1]
     if rotary == x.shape[-1]:
         return _rotate(x, cos, sin)
@@ -117,15 +160,3 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     swapped = torch.roll(x, x.shape[-1] // 2, -1)
     return torch.mul(x, cos.unsqueeze(1)).addcmul_(swapped, sin.unsqueeze(1))
-
-
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """See ops.silu_mul."""
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate).mul_(up)
-
-
-def gelu_mul(gate_up: torch.Tensor, *, tanh: bool) -> torch.Tensor:
-    """See ops.gelu_mul."""
-    gate, up = gate_up.chunk(2, -1)
-    return F.gelu(gate, approximate="tanh" if tanh else "none").mul_(up)

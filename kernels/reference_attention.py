@@ -103,7 +103,7 @@ def paged_attention(
     if layout is None:
         layout = batch.derived[key] = _plan(batch, pool_layer, sliding_window)
     head_dim = q.shape[2]
-    block_stride, kv_heads = pool_layer.stride(0), pool_layer.shape[3]
+    block_stride, kv_heads = pool_layer.stride(0), pool_layer.shape[2]
     flat = pool_layer.as_strided(
         (
             (pool_layer.shape[0] - 1) * (block_stride // head_dim)
@@ -165,7 +165,7 @@ def _plan(batch: AttentionBatch, pool_layer: torch.Tensor, window: int | None) -
     ]
     sizes = [context - first for context, first in zip(batch.context_lens, firsts, strict=True)]
     rows = sorted(range(batch.num_rows), key=lambda r: (batch.query_lens[r], sizes[r]))
-    key_bytes = 2 * pool_layer.shape[3] * pool_layer.shape[4] * pool_layer.element_size()
+    key_bytes = 2 * pool_layer.shape[2] * pool_layer.shape[4] * pool_layer.element_size()
     groups: list[_Group] = []
     start = 0
     for members in _cut(rows, batch.query_lens, sizes, max(1, GROUP_BYTES // key_bytes)):
@@ -230,9 +230,9 @@ def _make_group(
     positions = torch.minimum(first + torch.arange(keys, device=device), last)
     tables = batch.block_tables[torch.tensor(members, device=device)]
     block = tables.gather(1, positions // batch.block_size)
-    dim, heads = pool_layer.shape[4], pool_layer.shape[3]
-    at = block * (pool_layer.stride(0) // dim) + positions % batch.block_size * heads
-    at = at[:, None, :] + torch.arange(heads, device=device)[:, None]
+    dim, heads = pool_layer.shape[4], pool_layer.shape[2]
+    at = block * (pool_layer.stride(0) // dim) + positions % batch.block_size
+    at = at[:, None, :] + torch.arange(heads, device=device)[:, None] * batch.block_size
     index = torch.stack((at, at + pool_layer.stride(1) // dim)).view(-1)
     context = batch.context_lens[members[0]] - firsts[members[0]]
     if queries > MAX_SHARED_QUERIES:

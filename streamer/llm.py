@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
+Params = SamplingParams | Sequence[SamplingParams] | None
 Encode = Callable[[Any], Coroutine[Any, Any, tuple[str | None, tuple[int, ...]]]]
 FEW = 4  # so many prompts need no progress bar
 
@@ -94,21 +95,22 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | None = None,
+        params: Params = None,
         *,
         progress: bool = True,
     ) -> list[Output]:
         """Answers to all prompts, in their order, batched as the engine sees fit.
 
-        A prompt is a text or token ids; without `params` the model's defaults hold. `progress`
-        shows a bar when there are more than a few. Raises the first request's error, if any.
+        A prompt is a text or token ids; `params` are for all or one a prompt, and without them the
+        model's defaults hold. `progress` shows a bar when there are more than a few. Raises the
+        first request's error, if any.
         """
         return self._all(self._encode, _as_list(prompts), params, progress)
 
     def chat(
         self,
         conversations: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
-        params: SamplingParams | None = None,
+        params: Params = None,
         *,
         progress: bool = True,
     ) -> list[Output]:
@@ -159,28 +161,32 @@ class LLM:
         self,
         encode: Encode,
         prompts: Sequence[Any],
-        params: SamplingParams | None,
+        params: Params,
         done: Callable[[], None],
     ) -> list[Output]:
         from streamer.engine.engine import GenerateRequest
 
         engine = self._ready()
-        chosen = engine.default_params() if params is None else params
+        default = engine.default_params() if params is None else params
+        chosen = [default] * len(prompts) if isinstance(default, SamplingParams) else list(default)
+        if len(chosen) != len(prompts):
+            raise InvalidRequest(f"{len(chosen)} params for {len(prompts)} prompts", param="params")
         # As many as can run, and some that wait: never more choices than the queue takes.
         choices = self.config.max_num_seqs + min(self.config.max_num_seqs, self.config.max_queue)
-        room = asyncio.Semaphore(max(1, choices // chosen.n))
+        room = asyncio.Semaphore(max(1, choices // max((p.n for p in chosen), default=1)))
 
-        async def answer(prompt: Any) -> Output:
+        async def answer(prompt: Any, params: SamplingParams) -> Output:
             async with room:
                 text, ids = await encode(prompt)
-                stream = engine.submit(GenerateRequest(prompt=ids, params=chosen))
+                stream = engine.submit(GenerateRequest(prompt=ids, params=params))
                 await stream.wait()  # leaving it, by an error elsewhere, cancels the request
             done()
             return _output(text, stream)
 
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(answer(prompt)) for prompt in prompts]
+                pairs = zip(prompts, chosen, strict=True)
+                tasks = [group.create_task(answer(*pair)) for pair in pairs]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
@@ -191,7 +197,7 @@ class LLM:
         self,
         encode: Encode,
         prompts: Sequence[Any],
-        params: SamplingParams | None,
+        params: Params,
         progress: bool,
     ) -> list[Output]:
         if not progress or len(prompts) <= FEW:

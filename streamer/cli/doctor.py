@@ -110,13 +110,24 @@ def torch_build() -> list[Finding]:
         findings[0] = Finding(
             "threads", "note", f"torch uses {threads} on {cores} cores", "unset OMP_NUM_THREADS"
         )
-    findings.append(_bfloat16())
+    findings += [_bfloat16(), _kernels()]
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name(0)
         findings.append(Finding("gpu", "note", name, "this version runs on the CPU"))
     else:
         findings.append(Finding("gpu", "good", "none; the model runs on the CPU"))
     return findings
+
+
+def _kernels() -> Finding:
+    """Whether the native kernels compile here."""
+    from streamer.kernels import ops
+
+    if ops.backend == "native":
+        return Finding("kernels", "good", "native, compiled for this CPU")
+    return Finding(
+        "kernels", "note", f"torch's own operators: {ops.why_not_native}", "install a C compiler"
+    )
 
 
 def _bfloat16() -> Finding:

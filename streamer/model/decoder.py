@@ -6,14 +6,14 @@ Owns the weights; never sees a Plan, a file or a sampling parameter. Called by r
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
 from streamer.kernels import ops
 from streamer.model.families import DecoderConfig
-from streamer.model.layers import Attention, FeedForward, Linear, RopeTable, Step
+from streamer.model.layers import Attention, FeedForward, RopeTable, Step, Tables
 
 
 class WeightSource(Protocol):
@@ -44,34 +44,29 @@ class DecoderLayer:
         self._eps = c.rms_norm_eps
         self._input_norm = source.take(f"{layer}.input_layernorm.weight")
         self._attention = Attention(
-            qkv=_linear(source, qkv, c.qkv_bias),
-            out=_linear(source, [f"{attn}.o_proj"], c.o_bias),
-            heads=c.num_heads,
-            kv_heads=c.num_kv_heads,
+            qkv=_weight(source, qkv, c.qkv_bias),
+            out=_weight(source, [f"{attn}.o_proj"], c.o_bias),
             head_dim=c.head_dim,
             window=c.windows[index],
             eps=c.rms_norm_eps,
-            q_norm=source.take(f"{attn}.q_norm.weight") if c.qk_norm else None,
-            k_norm=source.take(f"{attn}.k_norm.weight") if c.qk_norm else None,
+            norms=(
+                (source.take(f"{attn}.q_norm.weight"), source.take(f"{attn}.k_norm.weight"))
+                if c.qk_norm
+                else None
+            ),
         )
         self._post_norm = source.take(f"{layer}.post_attention_layernorm.weight")
         self._feed_forward = FeedForward(
-            gate_up=_linear(source, gate_up, c.mlp_bias),
-            down=_linear(source, [f"{mlp}.down_proj"], c.mlp_bias),
-            activation=c.activation,
+            gate_up=_weight(source, gate_up, c.mlp_bias, c.activation),
+            down=_weight(source, [f"{mlp}.down_proj"], c.mlp_bias),
         )
 
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, pool_layer: torch.Tensor, step: Step
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum x + residual is what flows; it is taken inside the next norm."""
-        if residual is None:
-            residual, x = x, ops.rms_norm(x, self._input_norm, self._eps)
-        else:
-            x, residual = ops.add_rms_norm(x, residual, self._input_norm, self._eps)
-        x = self._attention(x, pool_layer, step)
-        x, residual = ops.add_rms_norm(x, residual, self._post_norm, self._eps)
-        return self._feed_forward(x), residual
+    def __call__(self, residual: torch.Tensor, pool_layer: torch.Tensor, step: Step) -> None:
+        """residual [T, H] is what flows: both parts add to it."""
+        x = ops.rms_norm(residual, self._input_norm, self._eps)
+        self._attention(x, residual, pool_layer, step)
+        x = ops.rms_norm(residual, self._post_norm, self._eps)
+        self._feed_forward(x, residual)
 
 
 class Decoder:
@@ -92,7 +87,15 @@ class Decoder:
             source.layer_done()
         self._norm = source.take("model.norm.weight")
         head = self._embedding if config.tied else source.take("lm_head.weight")
-        self._head = Linear(head)
+        self._head = ops.pack_weight(head)
+        self._graph: ops.Forward | None = None
+        self._graph_of: tuple[object, ...] = ()
+        self._limits: ops.Limits | None = None
+
+    def prepare(self, limits: ops.Limits) -> None:
+        """What steps will be like: they are launched as one graph where the kernels have those."""
+        self._limits = limits
+        self._graph_of = ()
 
     def forward(
         self,
@@ -104,22 +107,38 @@ class Decoder:
     ) -> torch.Tensor:
         """Logits [S, V] of the tokens whose packed indices are in `last` [S] (None: of all).
 
-        tokens, positions  [T] int64;  pool  [N, layers, 2, B, Hk, D]
+        tokens, positions  [T] int64;  pool  [N, layers, 2, Hk, B, D]. The result may be overwritten
+        by the next call.
         """
-        step = Step(batch, *self._rope.rows(positions, max(batch.context_lens)))
-        x, residual = F.embedding(tokens, self._embedding), None
+        tables = self._rope.up_to(max(batch.context_lens))
+        made_for = (pool.data_ptr(), self._rope.length, self._limits)
+        if self._graph is None or self._graph_of != made_for:
+            compute = partial(self._compute, pool, tables)
+            self._graph = ops.graph(compute, self._limits) if self._limits else compute
+            self._graph_of = made_for
+        return self._graph(tokens, positions, batch, last)
+
+    def _compute(
+        self,
+        pool: torch.Tensor,
+        tables: Tables,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        batch: ops.AttentionBatch,
+        last: torch.Tensor | None,
+    ) -> torch.Tensor:
+        step = Step(batch, positions, tables)
+        residual = ops.embedding(tokens, self._embedding)
         for i, layer in enumerate(self._layers):
-            x, residual = layer(x, residual, ops.layer_view(pool, i), step)
-        if residual is None:
-            residual = torch.zeros_like(x)
-        if last is not None:
-            x, residual = x[last], residual[last]
-        x, _ = ops.add_rms_norm(x, residual, self._norm, self.config.rms_norm_eps)
-        return self._head(x)
+            layer(residual, ops.layer_view(pool, i), step)
+        x = ops.rms_norm(residual, self._norm, self.config.rms_norm_eps, rows=last)
+        return ops.linear(x, self._head)
 
 
-def _linear(source: WeightSource, names: list[str], has_bias: bool) -> Linear:
-    """One Linear of the named projections; the unpacked weight is freed here."""
+def _weight(
+    source: WeightSource, names: list[str], has_bias: bool, activation: str | None = None
+) -> ops.Weight:
+    """One packed weight of the named projections; the unpacked one is freed here."""
     weight = source.merge(*(f"{name}.weight" for name in names))
     bias = source.merge(*(f"{name}.bias" for name in names)) if has_bias else None
-    return Linear(weight, bias)
+    return ops.pack_weight(weight, bias, activation)

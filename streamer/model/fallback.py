@@ -21,7 +21,6 @@ from streamer.errors import ModelNotSupported
 from streamer.kernels import ops
 from streamer.model.checkpoint import Checkpoint
 from streamer.model.families import architecture_of, refuse_quantized
-from streamer.model.layers import Linear
 from streamer.model.loader import check_stored_dtypes
 
 logger = logging.getLogger(__name__)
@@ -107,6 +106,9 @@ class FallbackModel:
         self.num_layers = shape.num_layers
         self.num_kv_heads = shape.num_kv_heads
         self.head_dim = shape.head_dim
+
+    def prepare(self, limits: ops.Limits) -> None:
+        """Nothing: transformers' code can't be recorded."""
 
     def forward(
         self,
@@ -324,22 +326,20 @@ def _pack(model: Any) -> None:
             weight = module.weight.T
         else:
             continue
-        linear = Linear(weight.detach(), None if module.bias is None else module.bias.detach())
-        if not linear.is_packed:
-            return
-        module.forward = _Packed(linear)
+        bias = None if module.bias is None else module.bias.detach()
+        module.forward = _Packed(ops.pack_weight(weight.detach(), bias))
         if id(module.weight) not in shared:
             module.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
 
 
 class _Packed:
-    """A packed Linear for inputs of any number of dimensions, rows none included."""
+    """A packed linear layer for inputs of any number of dimensions, rows none included."""
 
-    def __init__(self, linear: Linear) -> None:
-        self._linear = linear
+    def __init__(self, weight: ops.Weight) -> None:
+        self._weight = weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        y = self._linear(x.reshape(-1, x.shape[-1]))
+        y = ops.linear(x.reshape(-1, x.shape[-1]), self._weight)
         return y.view(*x.shape[:-1], y.shape[-1])
 
 

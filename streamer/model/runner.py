@@ -53,6 +53,10 @@ class CausalModel(Protocol):
         """Logits [S, V] of the packed tokens named by `last` (None: all), as Decoder.forward."""
         ...
 
+    def prepare(self, limits: ops.Limits) -> None:
+        """No step will be larger than this."""
+        ...
+
 
 class Done:
     """A plan that finished inside `launch`."""
@@ -80,13 +84,23 @@ class ModelRunner:
         num_host_blocks: int,
         block_size: int,
         max_num_seqs: int,
+        max_num_batched_tokens: int,
         max_model_len: int,
     ) -> None:
         shape = (model.num_layers, block_size, model.num_kv_heads, model.head_dim, model.dtype)
         self._model = model
         self._pool = ops.new_pool(num_blocks, *shape)
         self._host_pool = ops.new_pool(num_host_blocks, *shape)
-        self._rows = Rows(max_num_seqs, -(-max_model_len // block_size), num_blocks, block_size)
+        width = -(-max_model_len // block_size)
+        self._rows = Rows(max_num_seqs, width, num_blocks, block_size)
+        model.prepare(
+            ops.Limits(
+                max_tokens=max_num_batched_tokens,
+                max_rows=max_num_seqs,
+                width=width,
+                block_size=block_size,
+            )
+        )
         self._sampler = Sampler(model.vocab_size, max_num_seqs)
         self._block_bytes = self._pool[:1].numel() * self._pool.element_size()
         self._costs = Costs(self._block_bytes)
@@ -202,7 +216,11 @@ def load_runner(config: Config) -> tuple[ModelRunner, ModelInfo]:
         )
 
     plan_pools(memory.free_bytes() - known.weight_bytes)  # refused now, not after minutes
-    torch.set_num_threads(_num_threads(known.weight_bytes))
+    threads = _num_threads(known.weight_bytes)
+    # Beside the native kernels torch only samples, or runs what transformers' code has of its own;
+    # two pools of threads that spin would be in each other's way.
+    torch.set_num_threads(threads if known.decoder is None else 1)
+    ops.set_threads(threads)
     model = _load_model(known, config.load_progress)
     pools = plan_pools(memory.free_bytes())
     if config.max_model_len is None and pools.max_model_len < known.model_limit:
@@ -217,6 +235,7 @@ def load_runner(config: Config) -> tuple[ModelRunner, ModelInfo]:
         num_host_blocks=pools.num_host_blocks,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=pools.max_model_len,
     )
     return runner, model_info(known, config, pools, block_bytes)

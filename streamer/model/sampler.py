@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from streamer.core.plan import TokenLogprob
 from streamer.core.sampling import SamplingParams
+from streamer.kernels import ops
 from streamer.model.philox import USE_SAMPLE, token_noise
 from streamer.model.sampling_filters import Filters, draw_all, draw_filtered
 from streamer.model.sampling_rows import RowState
@@ -130,7 +131,7 @@ class Sampler:
         """
         layout = self._layout_of(rows)
         logits = logits[:, : self.vocab_size]
-        best, best_ids = logits.max(-1)
+        best, best_ids = ops.best(logits)
         bad = [i for i, value in enumerate(best.tolist()) if not math.isfinite(value)]
         tokens: list[int] = best_ids.tolist()
         raw = logits[layout.logprobs].float() if layout.logprobs else None

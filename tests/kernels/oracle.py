@@ -67,7 +67,7 @@ class Case:
         self.context_lens = [context for _, context in rows]
         widths = [-(-context // block) for context in self.context_lens]
         blocks = torch.randperm(sum(widths) + 3, generator=rng).tolist()
-        self.pool = torch.full((len(blocks), layers, 2, block, kv_heads, dim), torch.nan)
+        self.pool = torch.full((len(blocks), layers, 2, kv_heads, block, dim), torch.nan)
         self.pool = self.pool.to(dtype)
         self.layer = layer
         self.tables = torch.full((len(rows), max(widths)), blocks.pop())
@@ -82,8 +82,8 @@ class Case:
                 if p >= context - query:
                     slots.append(table[p // block] * block + p % block)
                 else:
-                    self.pool[table[p // block], layer, 0, p % block] = self.k[r][p]
-                    self.pool[table[p // block], layer, 1, p % block] = self.v[r][p]
+                    self.pool[table[p // block], layer, 0, :, p % block] = self.k[r][p]
+                    self.pool[table[p // block], layer, 1, :, p % block] = self.v[r][p]
         self.slots = torch.tensor(slots)
         self.block = block
 

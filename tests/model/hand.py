@@ -173,7 +173,7 @@ def paged_logits(model: CausalModel, tokens: list[int], cuts: Sequence[int] = ()
     blocks = -(-len(tokens) // BLOCK)
     table = torch.randperm(blocks + 3, generator=torch.Generator().manual_seed(1))[None, :blocks]
     pool = torch.zeros(
-        (blocks + 3, model.num_layers, 2, BLOCK, model.num_kv_heads, model.head_dim),
+        (blocks + 3, model.num_layers, 2, model.num_kv_heads, BLOCK, model.head_dim),
         dtype=model.dtype,
     )
     out, start = [], 0

@@ -29,9 +29,10 @@ class SyncEngine:
     ) -> None:  # fmt: skip
         config = Config(
             model=str(folder),
-            dtype="float32",
             load_progress=False,
-            **({"num_gpu_blocks_override": 512, "swap_space": 0.01} | settings),  # type: ignore[arg-type]
+            **(  # type: ignore[arg-type]
+                {"dtype": "float32", "num_gpu_blocks_override": 512, "swap_space": 0.01} | settings
+            ),
         )
         self.runner, self.info = load_runner(config)
         self.costs = costs or {}

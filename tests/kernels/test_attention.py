@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from streamer.kernels import ops, reference_attention
+from streamer.kernels.cpu import native
 from tests.kernels.oracle import Case, attention_oracle
+
+pytestmark = pytest.mark.usefixtures("backend")
 
 MIXED = [(1, 1), (1, 15), (7, 7), (1, 16), (5, 21), (1, 17), (1, 33), (11, 40), (1, 48), (3, 35)]
 OPTIONS = [
@@ -55,6 +58,7 @@ def test_block_sizes_and_block_borders(block: int) -> None:
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 11}, {"softcap": 1.5}], ids=str)
 def test_long_rows_go_in_tiles(monkeypatch: pytest.MonkeyPatch, options: dict[str, float]) -> None:
     monkeypatch.setattr(reference_attention, "QUERY_TILE", 13)
+    monkeypatch.setattr(native, "TILE_QUERIES", 13)
     case = Case([(40, 40), (1, 30), (27, 61), (14, 15)], heads=2, kv_heads=1, dim=16, block=16)
     torch.testing.assert_close(
         run(case, 0.25, **options).double(), expected(case, 0.25, **options), rtol=1e-5, atol=2e-6
@@ -102,6 +106,27 @@ def test_decode_rows_are_bit_equal_alone_and_in_a_batch() -> None:
             )
             alone = ops.paged_attention(case.q[r], layer, batch, 0.1)
             assert torch.equal(alone[0], together[r]), (heads, context)
+
+
+def test_a_prompt_in_chunks_equals_itself_whole(backend: str) -> None:
+    """Natively bit for bit, wherever it is cut, and beside other rows."""
+    for dtype in (torch.float32, torch.bfloat16):
+        case = Case([(70, 70)], heads=6, kv_heads=2, dim=32, block=16, dtype=dtype)
+        whole = run(case, 0.2)
+        layer = ops.layer_view(case.pool, case.layer)
+        for first, last in ((0, 1), (0, 33), (31, 70), (69, 70), (16, 49)):
+            batch = ops.AttentionBatch(
+                query_lens=[last - first],
+                context_lens=[last],
+                block_tables=case.tables,
+                slots=case.slots[first:last],
+                block_size=16,
+            )
+            part = ops.paged_attention(case.q[0][first:last], layer, batch, 0.2)
+            if backend == "native":
+                assert torch.equal(part, whole[first:last]), (dtype, first, last)
+            else:
+                torch.testing.assert_close(part, whole[first:last], rtol=2e-2, atol=2e-2)
 
 
 def test_a_poisoned_row_stays_alone() -> None:

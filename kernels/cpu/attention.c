@@ -1,0 +1,321 @@
+/* Causal attention over the block pool, for prefill chunks and decodes alike.
+ *
+ * A chunk of work is a tile of one row's query tokens and one KV head with all its query heads.
+ * TILE tokens of context at a time, from position 0 (or the window's start) on in steps of TILE:
+ * their keys are packed into a panel as linear.c's weights are, multiplied by the queries, and enter
+ * a running softmax (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022). What a query
+ * gets depends on its own context alone: not on its tile, its chunk or the other rows.
+ *
+ *   p  q [T, Hq, D], pool layer [N, 2, Hk, B, D], out [T, Hq, D], sinks (float [Hq]) or 0,
+ *      tiles (int64 [tiles, 2]: row, first query of the row), query_starts [R + 1],
+ *      context_lens [R], tables [R, W] (int64)
+ *   n  Hq, Hk, D, B, elements from block to block, W, stride of q, window or 0
+ *   f  scale, softcap or 0
+ */
+#include "common.h"
+
+/* A decode of 128 rows at 256 tokens, 16/8 heads of 128, bfloat16, 2 cores of an EPYC Zen 5,
+ * 2026-11-21: 4.6 ms, 29 GB/s (the linear layers read 45 to 50; from the third-level cache 48).
+ * Without fetching ahead 7.2 ms, the keys or the values alone 5.8 and 6.5; all at once instead of
+ * spread over the tile's work 6.9; every other line 6.6; into the second cache, or in order of
+ * address, the same as here. A core alone: 412 ns a tile where the data is near, 839 from memory.
+ * Before, in turn: masks and maxima lane by lane 1.25 times this; products in float 1.2 times. */
+#define TILE_QUERIES 48  /* query heads times query tokens a tile has at most (or one token's) */
+#define FLOOR -1e30f     /* below every score, and finite */
+
+typedef struct {
+    int64_t queries, share, first; /* of the tile: tokens, heads a token, position of token 0 */
+    char *q;                       /* [queries * share, D] dtype */
+    char *panel;                   /* TILE keys */
+    char *values;                  /* [TILE, wide] dtype, where D is not a multiple of TILE */
+    float *scores;                 /* [queries * share, TILE] */
+    void *weights;                 /* the same, softened: float, or bfloat16 for the dot product */
+    float *sum;                    /* [queries * share, wide] float */
+    float *top, *total;            /* running maximum and sum of each query */
+    int64_t wide;                  /* D, rounded up to TILE */
+} Tile;
+
+/* Where the keys of TILE tokens from `start` on lie; for what is beyond the context, its last token
+ * again. The values lie Hk * B * D further. */
+INLINE void find_keys(const Op *op, const int64_t *table, int64_t head, int64_t start,
+                      int64_t context, const char **keys, int dtype) {
+    int64_t B = op->n[3], D = op->n[2], block = start / B, offset = start % B;
+    const char *key = 0;
+    for (int i = 0; i < TILE; i++) {
+        if (start + i < context) {
+            if (!key || offset == B) {
+                if (offset == B) block++, offset = 0;
+                key = at(op->p[1], table[block] * op->n[4] + (head * B + offset) * D, dtype);
+            }
+            keys[i] = key;
+            key += D * size_of(dtype);
+            offset++;
+        } else keys[i] = keys[i - 1];
+    }
+}
+
+/* TILE keys, or bfloat16 pairs of them, one below the other -> [D][TILE]; fetches those of `next`. */
+INLINE void pack_keys(char *panel, const char *const *keys, const char *const *next, int64_t D,
+                      int dtype) {
+#if HAS_DOT
+    if (dtype == BF16 && D % 32 == 0) {
+        for (int half = 0; half < 2; half++)
+            for (int64_t d = 0; d < D / 2; d += 16) {
+                __m512i row[16], other[16];
+                for (int i = 0; i < 16; i++) {
+                    row[i] = _mm512_loadu_si512(keys[half * 16 + i] + d * 4);
+                    __builtin_prefetch(next[half * 16 + i] + d * 4);
+                }
+                for (int i = 0; i < 16; i += 2) {
+                    other[i] = _mm512_unpacklo_epi32(row[i], row[i + 1]);
+                    other[i + 1] = _mm512_unpackhi_epi32(row[i], row[i + 1]);
+                }
+                for (int i = 0; i < 16; i += 4)
+                    for (int j = 0; j < 2; j++) {
+                        row[i + 2 * j] = _mm512_unpacklo_epi64(other[i + j], other[i + j + 2]);
+                        row[i + 2 * j + 1] = _mm512_unpackhi_epi64(other[i + j], other[i + j + 2]);
+                    }
+                for (int i = 0; i < 16; i += 8)
+                    for (int j = 0; j < 4; j++) {
+                        other[i + j] = _mm512_shuffle_i32x4(row[i + j], row[i + j + 4], 0x88);
+                        other[i + j + 4] = _mm512_shuffle_i32x4(row[i + j], row[i + j + 4], 0xdd);
+                    }
+                for (int j = 0; j < 8; j++) {
+                    row[j] = _mm512_shuffle_i32x4(other[j], other[j + 8], 0x88);
+                    row[j + 8] = _mm512_shuffle_i32x4(other[j], other[j + 8], 0xdd);
+                }
+                for (int i = 0; i < 16; i++)
+                    _mm512_storeu_si512(panel + ((d + i) * 2 + half) * 64, row[i]);
+            }
+        return;
+    }
+    if (dtype == BF16) {
+        for (int64_t d = 0; d < D; d++)
+            for (int i = 0; i < TILE; i++)
+                memcpy(panel + ((d / 2 * TILE + i) * 2 + d % 2) * 2, keys[i] + d * 2, 2);
+        if (D % 2)
+            for (int i = 0; i < TILE; i++) memset(panel + ((D / 2 * TILE + i) * 2 + 1) * 2, 0, 2);
+        return;
+    }
+#endif
+    for (int i = 0; i < TILE; i++)
+        for (int64_t b = 0; b < D * size_of(dtype); b += 64) __builtin_prefetch(next[i] + b);
+    for (int64_t d = 0; d < D; d++)
+        for (int i = 0; i < TILE; i++)
+            memcpy(panel + (d * TILE + i) * size_of(dtype), keys[i] + d * size_of(dtype), size_of(dtype));
+}
+
+/* sum[row][:] += weights[row][:] @ values, `tiles` of TILE columns at a time; fetches `next`.
+ *
+ * With the dot product two tokens are taken at once, with weights in bfloat16, and the columns of a
+ * tile are in the order in which the unpacking leaves them (see `settle`). */
+INLINE void add_values(const Tile *tile, int rows, int tiles, int64_t row,
+                       const char *const *values, const char *const *next, int dtype) {
+    float *to = tile->sum + row * tile->wide;
+    for (int64_t c = 0; c < tile->wide; c += tiles * TILE) {
+        vf sum[8][4];
+        for (int r = 0; r < rows; r++)
+            for (int j = 0; j < 2 * tiles; j++)
+                sum[r][j] = load_f32(to + r * tile->wide + c + j * VW);
+        for (int k = 0; k < TILE; k += 2) {
+            if (next)
+                for (int b = 0; b < tiles * TILE * (int)size_of(dtype); b += 64) {
+                    __builtin_prefetch(next[k] + c * size_of(dtype) + b);
+                    __builtin_prefetch(next[k + 1] + c * size_of(dtype) + b);
+                }
+#pragma GCC unroll 2
+            for (int j = 0; j < tiles; j++) {
+                int64_t column = (c + j * TILE) * size_of(dtype);
+#if HAS_DOT
+                if (dtype == BF16) {
+                    __m512i one = _mm512_loadu_si512(values[k] + column);
+                    __m512i two = _mm512_loadu_si512(values[k + 1] + column);
+                    __m512bh low = (__m512bh)_mm512_unpacklo_epi16(one, two);
+                    __m512bh high = (__m512bh)_mm512_unpackhi_epi16(one, two);
+#pragma GCC unroll 8
+                    for (int r = 0; r < rows; r++) {
+                        const bf16 *weight = (const bf16 *)tile->weights + (row + r) * TILE + k;
+                        __m512bh pair = (__m512bh)_mm512_set1_epi32(*(const int_any *)weight);
+                        vf *s = &sum[r][2 * j];
+                        s[0] = (vf)_mm512_dpbf16_ps((__m512)s[0], low, pair);
+                        s[1] = (vf)_mm512_dpbf16_ps((__m512)s[1], high, pair);
+                    }
+                    continue;
+                }
+#endif
+                for (int u = 0; u < 2; u++) {
+                    vf a = load(values[k + u] + column, 0, dtype);
+                    vf b = load(values[k + u] + column, VW, dtype);
+#pragma GCC unroll 8
+                    for (int r = 0; r < rows; r++) {
+                        vf weight = splat(((float *)tile->weights)[(row + r) * TILE + k + u]);
+                        sum[r][2 * j] += a * weight;
+                        sum[r][2 * j + 1] += b * weight;
+                    }
+                }
+            }
+        }
+        for (int r = 0; r < rows; r++)
+            for (int j = 0; j < 2 * tiles; j++)
+                store_f32(to + r * tile->wide + c + j * VW, sum[r][j]);
+    }
+}
+
+/* Put the columns of a query's sums in order. */
+INLINE void settle(float *sum, int64_t wide, int dtype) {
+#if HAS_DOT
+    if (dtype != BF16) return;
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+    for (int64_t c = 0; c < wide; c += TILE) {
+        __m512 low = _mm512_load_ps(sum + c), high = _mm512_load_ps(sum + c + VW);
+        _mm512_store_ps(sum + c, _mm512_permutex2var_ps(low, first, high));
+        _mm512_store_ps(sum + c + VW, _mm512_permutex2var_ps(low, second, high));
+    }
+#else
+    (void)sum, (void)wide, (void)dtype;
+#endif
+}
+
+#define ADD(ROWS, TILES)                                                                        \
+    for (; r + ROWS <= rows; r += ROWS)                                                         \
+        add_values(tile, ROWS, TILES, r, values, r ? 0 : next, dtype);
+
+INLINE void add_all_values(const Tile *tile, const char *const *values, const char *const *next,
+                           int dtype) {
+    int64_t r = 0, rows = tile->queries * tile->share;
+    if (VW == 16) { /* the others run out of registers */
+        ADD(8, 1)
+    }
+    ADD(4, 1)
+    if (VW == 16 && tile->wide % (2 * TILE) == 0) {
+        ADD(2, 2)
+        ADD(1, 2)
+    }
+    ADD(2, 1)
+    ADD(1, 1)
+}
+#undef ADD
+
+/* Scores of TILE keys from `start` on -> weights; the running maximum, sum and values follow. */
+INLINE void soften(const Op *op, const Tile *tile, int64_t row, int64_t start, int dtype) {
+    float *s = tile->scores + row * TILE, scale = op->f[0], cap = op->f[1];
+    int64_t position = tile->first + row / tile->share, window = op->n[7];
+    vf x[2] = {load_f32(s) * scale, load_f32(s + VW) * scale};
+    if (cap != 0)
+        for (int j = 0; j < 2; j++) x[j] = cap * tanh_of(x[j] / cap);
+    if (start + TILE - 1 > position || (window && start <= position - window))
+        for (int j = 0; j < 2; j++) {
+            vi ahead = lane_numbers() + (int32_t)(start + j * VW - position); /* of the query */
+            vi hidden = ahead > 0;
+            if (window) hidden |= ahead <= (int32_t)-window;
+            x[j] = choose(hidden, splat(-INFINITY), x[j]);
+        }
+    float top = largest_of(max_of(x[0], x[1])), kept = 1;
+    if (top > tile->top[row]) {
+        kept = exp_of(splat(tile->top[row] - top))[0];
+        for (int64_t c = 0; c < tile->wide; c += VW) {
+            float *sum = tile->sum + row * tile->wide + c;
+            store_f32(sum, load_f32(sum) * kept);
+        }
+        tile->top[row] = top;
+    }
+    vf a = exp_of(x[0] - tile->top[row]), b = exp_of(x[1] - tile->top[row]);
+#if HAS_DOT
+    if (dtype == BF16)
+        _mm512_store_si512((bf16 *)tile->weights + row * TILE,
+                           (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a));
+#endif
+    if (!HAS_DOT || dtype != BF16) {
+        store_f32((float *)tile->weights + row * TILE, a);
+        store_f32((float *)tile->weights + row * TILE + VW, b);
+    }
+    tile->total[row] = tile->total[row] * kept + sum_of(a + b);
+}
+
+INLINE void attend_keys(const Op *op, const Tile *tile, const char *const *keys,
+                        const char *const *next, int64_t start, int dtype) {
+    const char *values[TILE], *next_values[TILE];
+    int64_t D = op->n[2], rows = tile->queries * tile->share;
+    int64_t further = op->n[1] * op->n[3] * D * size_of(dtype);
+    for (int i = 0; i < TILE; i++) values[i] = keys[i] + further, next_values[i] = next[i] + further;
+    pack_keys(tile->panel, keys, next, D, dtype);
+    if (tile->wide != D)
+        for (int i = 0; i < TILE; i++) {
+            char *to = tile->values + i * tile->wide * size_of(dtype);
+            memcpy(to, values[i], D * size_of(dtype));
+            values[i] = to;
+        }
+    int64_t r = 0;
+    for (; r < rows; r += ROWS_MAX) {
+        const char *q = tile->q + r * D * size_of(dtype);
+        multiply_rows[dtype][least(ROWS_MAX, rows - r)](tile->scores + r * TILE, 1, q, D,
+                                                        tile->panel, D, q, 0);
+    }
+    for (r = 0; r < rows; r++) soften(op, tile, r, start, dtype);
+    add_all_values(tile, values, next_values, dtype);
+}
+
+static Tile make_tile(const Op *op, int64_t queries, int64_t first, Worker *me) {
+    int64_t share = op->n[0] / op->n[1], rows = queries * share;
+    Tile tile = {.queries = queries, .share = share, .first = first};
+    tile.wide = divide_up(op->n[2], TILE) * TILE;
+    char *next = me->scratch;
+    tile.panel = next, next += tile.wide * TILE * 4;
+    tile.values = next, next += tile.wide * TILE * 4;
+    tile.sum = (float *)next, next += rows * tile.wide * 4;
+    tile.scores = (float *)next, next += rows * TILE * 4;
+    tile.weights = next, next += rows * TILE * 4;
+    tile.q = next, next += divide_up(rows * op->n[2] * 4, 64) * 64;
+    tile.top = (float *)next, next += rows * 4;
+    tile.total = (float *)next;
+    memset(tile.sum, 0, rows * tile.wide * 4);
+    if (tile.wide != op->n[2]) memset(tile.values, 0, tile.wide * TILE * 4);
+    return tile;
+}
+
+INLINE void attend(const Op *op, int64_t row, int64_t start, int64_t head, Worker *me, int dtype) {
+    const int64_t *starts = op->p[5], *table = (const int64_t *)op->p[7] + row * op->n[5];
+    int64_t D = op->n[2], share = op->n[0] / op->n[1], window = op->n[7];
+    int64_t count = starts[row + 1] - starts[row], context = ((const int64_t *)op->p[6])[row];
+    int64_t queries = least(count - start, most(1, TILE_QUERIES / share));
+    int64_t token = starts[row] + start, first = context - count + start;
+    const float *sinks = op->p[3];
+    Tile tile = make_tile(op, queries, first, me);
+    for (int64_t i = 0; i < queries * share; i++) {
+        int64_t from = (token + i / share) * op->n[6] + (head * share + i % share) * D;
+        memcpy(tile.q + i * D * size_of(dtype), at(op->p[0], from, dtype), D * size_of(dtype));
+        tile.top[i] = sinks ? sinks[head * share + i % share] : FLOOR;
+        tile.total[i] = sinks ? 1 : 0;
+    }
+    int64_t key = window ? most(0, first - window + 1) / TILE * TILE : 0;
+    int64_t end = first + queries; /* what the last query sees */
+    const char *keys[2][TILE];
+    find_keys(op, table, head, key, end, keys[0], dtype);
+    for (int i = 0; key < end; key += TILE, i ^= 1) {
+        int is_last = key + TILE >= end;
+        if (!is_last) find_keys(op, table, head, key + TILE, end, keys[i ^ 1], dtype);
+        attend_keys(op, &tile, keys[i], keys[is_last ? i : i ^ 1], key, dtype);
+    }
+    for (int64_t i = 0; i < queries * share; i++) {
+        int64_t to = ((token + i / share) * op->n[0] + head * share + i % share) * D;
+        float factor = 1.0f / tile.total[i], *sum = tile.sum + i * tile.wide;
+        settle(sum, tile.wide, dtype);
+        int64_t d = 0;
+        for (; d + VW <= D; d += VW) store(op->p[2], to + d, load_f32(sum + d) * factor, dtype);
+        for (; d < D; d++) store_one(op->p[2], to + d, sum[d] * factor, dtype);
+    }
+}
+
+static int64_t attention_chunks(const Op *op, const Step *step, int threads) {
+    (void)threads;
+    return most(1, step->counts[op->count] * op->n[1]);
+}
+
+static void attention_run(const Op *op, const Step *step, int64_t chunk, Worker *me) {
+    int64_t tile = chunk / op->n[1], head = chunk % op->n[1];
+    if (tile >= step->counts[op->count]) return;
+    const int64_t *tiles = (const int64_t *)op->p[4] + 2 * tile;
+    if (op->dtype == F32) attend(op, tiles[0], tiles[1], head, me, F32);
+    else attend(op, tiles[0], tiles[1], head, me, BF16);
+}

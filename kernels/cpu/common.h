@@ -1,0 +1,195 @@
+/* What every op shares: vectors, bfloat16, and the records that Python fills in.
+ *
+ * VW floats a vector, TILE columns of a packed weight (two vectors), ROWS_MAX rows multiplied at
+ * once: as many accumulators as the registers hold. Everything is written with GCC's vector types,
+ * which GCC and Clang compile for any CPU; AVX512 alone has intrinsics, for bfloat16's dot product,
+ * transposing and adding up lanes.
+ */
+#pragma once
+#include <math.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define VW 16
+#define ROWS_MAX 8
+#elif defined(__AVX2__)
+#define VW 8
+#define ROWS_MAX 4
+#else
+#define VW 4
+#define ROWS_MAX 8
+#endif
+#define TILE (2 * VW)
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+#if defined(__AVX512BF16__) && defined(__AVX512F__)
+#define HAS_DOT 1 /* products of bfloat16 pairs, summed in float */
+#else
+#define HAS_DOT 0
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define KEYS 16 /* tokens of context that attention takes at once */
+
+typedef float vf __attribute__((vector_size(VW * 4)));
+typedef int32_t vi __attribute__((vector_size(VW * 4)));
+typedef uint32_t vu __attribute__((vector_size(VW * 4)));
+typedef uint16_t vh __attribute__((vector_size(VW * 2)));
+typedef uint16_t bf16;
+
+/* The same vectors wherever they lie in memory. */
+typedef vf vf_any __attribute__((aligned(4), may_alias));
+typedef int32_t int_any __attribute__((aligned(1), may_alias));
+typedef vh vh_any __attribute__((aligned(2), may_alias));
+
+/* What changes from run to run. Rows of a tensor are tokens, drawn rows or sequences. */
+enum { COUNT_TOKENS, COUNT_DRAWN, COUNT_SEQUENCES, COUNTS };
+
+typedef struct {
+    int64_t counts[COUNTS];
+} Step;
+
+/* One call of an op: its kind, which count bounds its rows, and arguments as the op's file names
+ * them. */
+typedef struct {
+    int32_t kind;
+    int32_t count;
+    int32_t dtype; /* F32 or BF16, of every float tensor of the call */
+    int32_t flags;
+    void *p[10];
+    int64_t n[8];
+    float f[4];
+} Op;
+
+enum { F32, BF16 };
+
+/* A thread of a team of `threads`, and its own scratch memory. */
+typedef struct {
+    struct Team *team;
+    int32_t threads;
+    char *scratch;
+} Worker;
+
+#define SCRATCH_BYTES (1 << 20)
+
+INLINE float to_float(bf16 x) {
+    union { uint32_t u; float f; } bits = {(uint32_t)x << 16};
+    return bits.f;
+}
+
+/* Round to nearest, ties to even; NaN stays NaN. */
+INLINE bf16 to_bf16(float x) {
+    union { float f; uint32_t u; } bits = {x};
+    if (x != x) return 0x7fc0;
+    return (bf16)((bits.u + 0x7fff + ((bits.u >> 16) & 1)) >> 16);
+}
+
+INLINE vf splat(float x) { return x - (vf){0}; }
+
+INLINE vf load_f32(const float *p) { return *(const vf_any *)p; }
+INLINE void store_f32(float *p, vf x) { *(vf_any *)p = x; }
+
+INLINE vf load_bf16(const bf16 *p) {
+    vu wide = __builtin_convertvector(*(const vh_any *)p, vu) << 16;
+    return (vf)wide;
+}
+
+INLINE void store_bf16(bf16 *p, vf x) {
+    vu bits = (vu)x;
+    vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    vi is_nan = x != x;
+    rounded = (rounded & ~(vu)is_nan) | ((vu)is_nan & 0x7fc0);
+    *(vh_any *)p = __builtin_convertvector(rounded, vh);
+}
+
+INLINE vf load(const void *p, int64_t i, int dtype) {
+    return dtype == F32 ? load_f32((const float *)p + i) : load_bf16((const bf16 *)p + i);
+}
+
+INLINE void store(void *p, int64_t i, vf x, int dtype) {
+    if (dtype == F32) store_f32((float *)p + i, x);
+    else store_bf16((bf16 *)p + i, x);
+}
+
+INLINE float load_one(const void *p, int64_t i, int dtype) {
+    return dtype == F32 ? ((const float *)p)[i] : to_float(((const bf16 *)p)[i]);
+}
+
+INLINE void store_one(void *p, int64_t i, float x, int dtype) {
+    if (dtype == F32) ((float *)p)[i] = x;
+    else ((bf16 *)p)[i] = to_bf16(x);
+}
+
+INLINE int64_t size_of(int dtype) { return dtype == F32 ? 4 : 2; }
+
+INLINE char *at(const void *p, int64_t i, int dtype) { return (char *)p + i * size_of(dtype); }
+
+/* Halves are added (or compared) until one lane is left, so the order is the same everywhere. */
+INLINE float sum_of(vf x) {
+#if defined(__AVX512F__)
+    __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)x),
+                                _mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)x, 1)));
+    __m128 part = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    part = _mm_add_ps(part, _mm_movehl_ps(part, part));
+    return _mm_cvtss_f32(_mm_add_ss(part, _mm_movehdup_ps(part)));
+#else
+    float lane[VW];
+    store_f32(lane, x);
+    for (int n = VW / 2; n; n /= 2)
+        for (int i = 0; i < n; i++) lane[i] += lane[i + n];
+    return lane[0];
+#endif
+}
+
+INLINE float largest_of(vf x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    float lane[VW];
+    store_f32(lane, x);
+    for (int i = 1; i < VW; i++) lane[0] = lane[i] > lane[0] ? lane[i] : lane[0];
+    return lane[0];
+#endif
+}
+
+/* 0, 1, 2 ... */
+INLINE vi lane_numbers(void) {
+    vi n;
+    for (int i = 0; i < VW; i++) n[i] = i;
+    return n;
+}
+
+INLINE vf choose(vi where, vf yes, vf no) { return (vf)((where & (vi)yes) | (~where & (vi)no)); }
+INLINE vf max_of(vf a, vf b) { return choose(a > b, a, b); }
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/* exp by 2**n * 2**f, f within half of 0: a polynomial of degree 6, within 2 units in the last
+ * place from -87 to 88; smaller arguments give 0. */
+INLINE vf exp_of(vf x) {
+    const vf magic = splat(12582912.0f); /* 1.5 * 2**23: adding it rounds to an integer */
+    vf low = splat(-87.33654f), high = splat(88.37f);
+    vi is_tiny = x < low;
+    x = max_of(x, low);
+    x = choose(x > high, high, x);
+    vf n = x * 1.44269504088896341f + magic;
+    vi whole = (vi)n - (vi)magic;
+    n -= magic;
+    vf r = x - n * 0.693359375f;
+    r -= n * -2.12194440e-4f;
+    vf y = splat(1.9875691500e-4f);
+    y = y * r + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * (r * r) + r + 1.0f;
+    y = (vf)((vi)y + (whole << 23));
+    return (vf)((vi)y & ~is_tiny);
+}

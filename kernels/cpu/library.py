@@ -1,0 +1,110 @@
+"""The native library: compiled from the C files beside this one on first use, cached, loaded.
+
+Owns the choice of a compiler ($CC, then the system's, then the one in PyPI's ziglang; $CFLAGS come
+last) and the cache folder; knows no op. Raises Unavailable, with the reason, where there is no
+compiler or it fails.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+MAIN = "team.c"
+FLAGS = ["-O3", "-std=gnu11", "-fPIC", "-shared", "-pthread"]
+FLAGS += ["-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
+
+
+class Unavailable(Exception):
+    """There is no native library on this machine; the message says why."""
+
+
+def load() -> ctypes.CDLL:
+    """The library for this CPU, from the cache or compiled now (GCC 3 s, Zig 5)."""
+    if sys.platform == "win32":
+        raise Unavailable("the native kernels need POSIX threads")
+    command = [*_compiler(), *FLAGS, _native_flag(), *shlex.split(os.environ.get("CFLAGS", ""))]
+    folder = _cache_folder()
+    path = folder / f"kernels-{_key(command)}.so"
+    if not path.exists():
+        _compile(command, path)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as e:
+        raise Unavailable(f"{path} can't be loaded: {e}") from e
+
+
+def _compiler() -> list[str]:
+    named = os.environ.get("CC")
+    if named:
+        return shlex.split(named)
+    for name in ("cc", "gcc", "clang"):
+        found = shutil.which(name)
+        if found:
+            return [found]
+    if importlib.util.find_spec("ziglang") is not None:
+        return [sys.executable, "-m", "ziglang", "cc"]
+    raise Unavailable("there is no C compiler (pip install ziglang brings one)")
+
+
+def _native_flag() -> str:
+    """What makes the compiler use all of this CPU."""
+    return "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+
+
+def _key(command: list[str]) -> str:
+    """Changes with the sources, the compiler, its flags and the CPU."""
+    digest = hashlib.blake2b(digest_size=16)
+    for source in sorted(FOLDER.glob("*.[ch]")):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    digest.update("\0".join(command).encode())
+    compiler = Path(shutil.which(command[0]) or command[0])
+    if compiler.exists():
+        about = compiler.stat()
+        digest.update(f"{about.st_size} {about.st_mtime_ns} {platform.machine()}".encode())
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        wanted = ("flags", "Features", "model name")
+        lines = {x for x in cpuinfo.read_text().splitlines() if x.startswith(wanted)}
+        digest.update("\n".join(sorted(lines)).encode())
+    return digest.hexdigest()
+
+
+def _cache_folder() -> Path:
+    """A folder that only this user can write to: what lies there is run."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = root / "streamer" / "kernels"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        about = folder.stat()
+        is_ours = about.st_uid == os.getuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if is_ours and os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="streamer-kernels-"))
+
+
+def _compile(command: list[str], path: Path) -> None:
+    """Under another name first, so that two processes never see half a library."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        half = Path(scratch) / path.name
+        command = [*command, str(FOLDER / MAIN), "-o", str(half), "-lm"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        except (OSError, subprocess.TimeoutExpired) as e:
+            raise Unavailable(f"{command[0]} can't be run: {e}") from e
+        if done.returncode:
+            raise Unavailable(f"{shlex.join(command)} failed: {done.stderr.strip()[-2000:]}")
+        half.replace(path)

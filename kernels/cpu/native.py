@@ -1,0 +1,351 @@
+"""The native backend: the doors of ops.py on the team of threads that runs the C files beside this.
+
+Signatures are those of ops.py, which is the only caller. Every function checks nothing and issues
+one op (see program.py); the layouts of packed weights and of the pool are private to it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from streamer.kernels import reference
+from streamer.kernels.batch import AttentionBatch, Forward, Limits
+from streamer.kernels.cpu.program import Call, Count, Kind, Program, issue, new_rows, team
+
+ACTIVATIONS = {None: 0, "silu": 2, "gelu": 3, "gelu_tanh": 4}
+ADD = 1
+HUGE_PAGE = 2 << 20
+MADV_HUGEPAGE = 14  # Linux's number; where it is refused nothing is lost
+TILE_QUERIES = 48  # as attention.c has it
+
+Ints = NDArray[np.int64]
+
+__all__ = [
+    "best",
+    "copy_blocks",
+    "embedding",
+    "graph",
+    "linear",
+    "new_pool",
+    "pack_weight",
+    "paged_attention",
+    "rms_norm",
+    "rope_and_store",
+    "rope_tables",
+    "set_threads",
+    "store_kv",
+    "swap_blocks",
+]
+
+rope_tables = reference.rope_tables
+set_threads = team.set_threads
+
+
+class Weight:
+    """A packed weight [N, K] with its bias and the activation of its gates."""
+
+    __slots__ = ("activation", "bias", "packed", "shape")
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
+    ) -> None:
+        n, k = weight.shape
+        width = 2 * team.lanes
+        self.shape = (n, k)
+        self.activation = activation
+        self.packed = torch.empty(-(-n // width) * width * -(-k // 2) * 2, dtype=weight.dtype)
+        self.bias = None
+        if bias is not None:
+            self.bias = torch.zeros(-(-n // width) * width)
+            self.bias[:n] = bias
+            if activation is not None:
+                self.bias = _interleave(bias.float(), team.lanes)
+        team.pack(weight.contiguous(), self.packed, activation is not None)
+
+
+def _interleave(bias: torch.Tensor, lanes: int) -> torch.Tensor:
+    """The bias of gates and ups in the order of their panels: `lanes` of each in turn."""
+    halves = bias.view(2, -1)
+    padded = torch.nn.functional.pad(halves, (0, -halves.shape[1] % lanes))
+    return padded.view(2, -1, lanes).transpose(0, 1).reshape(-1).contiguous()
+
+
+def new_pool(
+    num_blocks: int,
+    layers: int,
+    block_size: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> torch.Tensor:
+    """See ops.new_pool."""
+    shape = (num_blocks, layers, block_size, kv_heads, head_dim)
+    return in_huge_pages(reference.new_pool(*shape, dtype, device))
+
+
+def in_huge_pages(memory: torch.Tensor) -> torch.Tensor:
+    """The same memory, untouched as yet, in pages of 2 MiB where the system has them.
+
+    Every 4 KiB of a pool are another head or block: with small pages each is a walk of the page
+    tables.
+    """
+    start = -(-memory.data_ptr() // HUGE_PAGE) * HUGE_PAGE
+    end = (memory.data_ptr() + memory.numel() * memory.element_size()) // HUGE_PAGE * HUGE_PAGE
+    if sys.platform == "linux" and end > start:
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_HUGEPAGE
+        )
+    return memory
+
+
+def pack_weight(weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> Weight:
+    """See ops.pack_weight."""
+    return Weight(weight, bias, activation)
+
+
+def linear(x: torch.Tensor, weight: Weight, add_to: torch.Tensor | None) -> torch.Tensor:
+    """See ops.linear."""
+    n, k = weight.shape
+    width = n if weight.activation is None else n // 2
+    out = new_rows(x, width, dtype=x.dtype) if add_to is None else add_to
+    flags = ACTIVATIONS[weight.activation] if add_to is None else ADD
+    issue(
+        Call(
+            Kind.LINEAR,
+            x,
+            x.dtype,
+            (x, weight.packed, weight.bias, out),
+            (k, n, x.stride(0), out.stride(0)),
+            flags=flags,
+        )
+    )
+    return out
+
+
+def embedding(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """See ops.embedding."""
+    out = new_rows(tokens, table.shape[1], dtype=table.dtype)
+    issue(Call(Kind.EMBEDDING, tokens, table.dtype, (tokens, table, out), (table.shape[1],)))
+    return out
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, rows: torch.Tensor | None
+) -> torch.Tensor:
+    """See ops.rms_norm."""
+    bound = x if rows is None else rows
+    out = new_rows(bound, x.shape[1], dtype=x.dtype)
+    sizes = (x.shape[1], x.stride(0))
+    issue(Call(Kind.NORM, bound, x.dtype, (x, weight, out, rows), sizes, (eps,)))
+    return out
+
+
+def rope_and_store(
+    qkv: torch.Tensor,
+    tables: tuple[torch.Tensor, torch.Tensor],
+    positions: torch.Tensor,
+    pool_layer: torch.Tensor,
+    batch: AttentionBatch,
+    norms: tuple[torch.Tensor, torch.Tensor] | None,
+    eps: float,
+) -> torch.Tensor:
+    """See ops.rope_and_store."""
+    kv_heads, block, dim = pool_layer.shape[2:]
+    heads = qkv.shape[1] // dim - 2 * kv_heads
+    q = new_rows(qkv, heads, dim, dtype=qkv.dtype)
+    q_norm, k_norm = norms or (None, None)
+    issue(
+        Call(
+            Kind.ROPE,
+            qkv,
+            qkv.dtype,
+            (qkv, q_norm, k_norm, *tables, positions, batch.slots, pool_layer, q),
+            (heads, kv_heads, dim, tables[0].shape[1], block, pool_layer.stride(0), qkv.stride(0)),
+            (eps,),
+        )
+    )
+    return q
+
+
+def store_kv(
+    k: torch.Tensor, v: torch.Tensor, pool_layer: torch.Tensor, batch: AttentionBatch
+) -> None:
+    """See ops.store_kv."""
+    kv_heads, block, dim = pool_layer.shape[2:]
+    strides = (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
+    issue(
+        Call(
+            Kind.STORE,
+            k,
+            k.dtype,
+            (k, v, batch.slots, pool_layer),
+            (kv_heads, dim, block, pool_layer.stride(0), *strides),
+        )
+    )
+
+
+class Rows:
+    """A batch as attention.c reads it, all int64.
+
+    starts [R + 1], contexts [R], tables [R, W] and tiles [n, 2]: (row, first query token of it)
+    """
+
+    __slots__ = ("contexts", "per_tile", "starts", "tables", "tiles")
+
+    def __init__(self, starts: torch.Tensor, contexts: torch.Tensor, tables: torch.Tensor) -> None:
+        self.starts = starts
+        self.contexts = contexts
+        self.tables = tables
+        self.tiles = torch.empty(0)
+        self.per_tile = 0
+
+    @classmethod
+    def of(cls, batch: AttentionBatch, per_tile: int) -> Rows:
+        """Made by the first layer of a step, used by all."""
+        rows: Rows | None = batch.derived.get("rows")
+        if rows is None:
+            starts, contexts = torch.tensor(batch.query_starts), torch.tensor(batch.context_lens)
+            rows = batch.derived["rows"] = cls(starts, contexts, batch.block_tables.contiguous())
+        if rows.per_tile == 0:
+            rows.per_tile = per_tile
+        if not len(rows.tiles):
+            rows.tiles = torch.from_numpy(tiles_of(np.array(batch.query_lens), per_tile))
+        return rows
+
+
+def tiles_of(query_lens: Ints, per_tile: int) -> Ints:
+    """[tiles, 2]: every row's queries, `per_tile` at a time."""
+    counts = -(-query_lens // per_tile)
+    rows = np.repeat(np.arange(len(query_lens)), counts)
+    first = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.stack((rows, first * per_tile), 1)
+
+
+def queries_per_tile(heads: int, kv_heads: int) -> int:
+    """Query tokens of a tile: with all query heads of a KV head, TILE_QUERIES rows or one token."""
+    return max(1, TILE_QUERIES // (heads // kv_heads))
+
+
+def paged_attention(
+    q: torch.Tensor,
+    pool_layer: torch.Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    *,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """See ops.paged_attention."""
+    heads, (kv_heads, block, dim) = q.shape[1], pool_layer.shape[2:]
+    if q.stride(1) != dim or q.stride(2) != 1:
+        q = q.contiguous()
+    rows = Rows.of(batch, queries_per_tile(heads, kv_heads))
+    out = new_rows(q, heads, dim, dtype=q.dtype)
+    sinks = None if sinks is None else sinks.float().contiguous()
+    window = sliding_window or 0
+    issue(
+        Call(
+            Kind.ATTENTION,
+            rows.tiles,
+            q.dtype,
+            (q, pool_layer, out, sinks, rows.tiles, rows.starts, rows.contexts, rows.tables),
+            (
+                heads,
+                kv_heads,
+                dim,
+                block,
+                pool_layer.stride(0),
+                rows.tables.stride(0),
+                q.stride(0),
+                window,
+            ),
+            (scale, softcap or 0.0),
+        )
+    )
+    return out
+
+
+def best(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ops.best."""
+    values, ids = torch.empty(x.shape[0]), torch.empty(x.shape[0], dtype=torch.int64)
+    issue(Call(Kind.BEST, x, x.dtype, (x, values, ids), (x.shape[1], x.stride(0))))
+    return values, ids
+
+
+def copy_blocks(pool: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
+    """See ops.copy_blocks."""
+    _copy(pool, pool, torch.stack((src, dst), 1))
+
+
+def swap_blocks(
+    src_pool: torch.Tensor, dst_pool: torch.Tensor, pairs: list[tuple[int, int]]
+) -> None:
+    """See ops.swap_blocks."""
+    if pairs:
+        _copy(src_pool, dst_pool, torch.tensor(pairs))
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
+    num_bytes = source.stride(0) * source.element_size()
+    issue(Call(Kind.COPY, pairs, torch.float32, (source, target, pairs), (num_bytes,)))
+
+
+def graph(forward: Forward, limits: Limits) -> Forward:
+    """See ops.graph."""
+    return Graph(forward, limits)
+
+
+class Graph:
+    """A forward recorded on fixed inputs, which every step fills anew."""
+
+    def __init__(self, forward: Forward, limits: Limits) -> None:
+        self._forward = forward
+        self._limits = limits
+        most = limits.max_tokens
+        self._tokens, self._positions, self._last, slots = torch.zeros(4, most, dtype=torch.int64)
+        starts = torch.zeros(limits.max_rows + 1, dtype=torch.int64)
+        contexts = torch.zeros(limits.max_rows, dtype=torch.int64)
+        tables = torch.from_numpy(np.zeros((limits.max_rows, limits.width), np.int64))  # untouched
+        self._rows = Rows(starts, contexts, tables)
+        self._rows.tiles = torch.zeros(most, 2, dtype=torch.int64)
+        batch = AttentionBatch.fixed(slots, limits.block_size, {"rows": self._rows})
+        self._slots = slots
+        inputs = {
+            Count.TOKENS: (self._tokens, self._positions, slots),
+            Count.DRAWN: (self._last,),
+            Count.TILES: (self._rows.tiles,),
+        }
+        self._program = Program.record(
+            inputs, lambda: forward(self._tokens, self._positions, batch, self._last)
+        )
+
+    def __call__(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        batch: AttentionBatch,
+        last: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See ops.Forward."""
+        count, num_rows, width = batch.num_tokens, batch.num_rows, batch.block_tables.shape[1]
+        limits = self._limits
+        if count > limits.max_tokens or num_rows > limits.max_rows or width > limits.width:
+            return self._forward(tokens, positions, batch, last)
+        drawn = count if last is None else len(last)
+        tiles = tiles_of(np.array(batch.query_lens), self._rows.per_tile)
+        self._tokens[:count] = tokens
+        self._positions[:count] = positions
+        self._slots[:count] = batch.slots
+        self._last[:drawn] = torch.arange(drawn) if last is None else last
+        self._rows.starts[: num_rows + 1] = torch.tensor(batch.query_starts)
+        self._rows.contexts[:num_rows] = torch.tensor(batch.context_lens)
+        self._rows.tables[:num_rows, :width] = batch.block_tables
+        self._rows.tiles[: len(tiles)] = torch.from_numpy(tiles)
+        return self._program.run((count, drawn, len(tiles)))

@@ -1,0 +1,284 @@
+"""Ops as records that the native team runs: one at once, or many, recorded and run in one call.
+
+A recorded Program is what a CUDA graph is on a GPU: the Python that issues the ops runs once, on
+buffers as large as they may get; a step then is one call that releases the GIL once, with the
+number of rows as its only argument. Buffers whose times do not overlap share memory. Owns the team
+of threads; knows no op. Called by native.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from streamer.kernels.cpu.library import load
+
+ALIGN = 64
+NUM_POINTERS, NUM_INTEGERS, NUM_FLOATS = 10, 8, 4
+# struct Op of common.h
+OP = np.dtype(
+    [
+        ("kind", np.int32),
+        ("count", np.int32),
+        ("dtype", np.int32),
+        ("flags", np.int32),
+        ("p", np.int64, NUM_POINTERS),
+        ("n", np.int64, NUM_INTEGERS),
+        ("f", np.float32, NUM_FLOATS),
+    ]
+)
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+class Kind(IntEnum):
+    """Ops in the order of team.c's table."""
+
+    LINEAR = 0
+    ATTENTION = 1
+    EMBEDDING = 2
+    NORM = 3
+    ROPE = 4
+    STORE = 5
+    COPY = 6
+    BEST = 7
+
+
+class Count(IntEnum):
+    """What the number of rows of a tensor follows; the order of common.h."""
+
+    TOKENS = 0
+    DRAWN = 1
+    TILES = 2
+
+
+class Call:
+    """One op with its arguments; `rows` is the tensor whose rows bound it."""
+
+    __slots__ = ("dtype", "flags", "floats", "integers", "kind", "pointers", "rows")
+
+    def __init__(
+        self,
+        kind: Kind,
+        rows: torch.Tensor,
+        dtype: torch.dtype,
+        pointers: Sequence[torch.Tensor | None],
+        integers: Sequence[int],
+        floats: Sequence[float] = (),
+        flags: int = 0,
+    ) -> None:
+        self.kind = kind
+        self.rows = rows
+        self.dtype = dtype
+        self.pointers = pointers
+        self.integers = integers
+        self.floats = floats
+        self.flags = flags
+
+    def write(self, op: Any, count: Count) -> None:
+        """Fill a record of dtype OP."""
+        op["kind"], op["count"], op["flags"] = self.kind, count, self.flags
+        op["dtype"] = DTYPES[self.dtype]
+        op["p"][: len(self.pointers)] = [0 if t is None else t.data_ptr() for t in self.pointers]
+        op["n"][: len(self.integers)] = self.integers
+        op["f"][: len(self.floats)] = self.floats
+
+
+class Team:
+    """The threads; opened on first use by the one thread that runs everything."""
+
+    def __init__(self) -> None:
+        self._library: Any = load()
+        pointer, size = ctypes.c_void_p, ctypes.c_int64
+        for name, arguments, result in (
+            ("team_open", [ctypes.c_int], pointer),
+            ("team_close", [pointer], None),
+            ("team_run", [pointer, pointer, size, pointer], None),
+            ("pack_weight", [pointer, pointer, size, size, ctypes.c_int, ctypes.c_int], None),
+        ):
+            function = getattr(self._library, name)
+            function.argtypes, function.restype = arguments, result
+        self.lanes = int(self._library.lanes())
+        self._threads = 1
+        self._handle: int | None = None
+
+    def set_threads(self, count: int) -> None:
+        """Threads of the team from the next run on, the caller's included."""
+        if self._handle is not None and count != self._threads:
+            self._library.team_close(self._handle)
+            self._handle = None
+        self._threads = count
+
+    def run(self, ops: int, num_ops: int, counts: int) -> None:
+        """Run records at address `ops` with the counts at that address; the GIL is released."""
+        if self._handle is None:
+            self._handle = self._library.team_open(self._threads)
+            if self._handle is None:
+                raise MemoryError("no memory for the kernels' threads")
+        self._library.team_run(self._handle, ops, num_ops, counts)
+
+    def pack(self, weight: torch.Tensor, packed: torch.Tensor, is_gate: bool) -> None:
+        """See pack_weight in linear.c."""
+        n, k = weight.shape
+        self._library.pack_weight(
+            weight.data_ptr(), packed.data_ptr(), n, k, DTYPES[weight.dtype], is_gate
+        )
+
+
+team = Team()
+
+
+def issue(call: Call) -> None:
+    """Run the op now, or note it where a program is being recorded."""
+    if Program.recording is not None:
+        Program.recording.add(call)
+        return
+    op = np.zeros(1, OP)
+    call.write(op[0], Count.TOKENS)
+    counts = np.array([call.rows.shape[0]] * len(Count), np.int64)
+    team.run(op.ctypes.data, 1, counts.ctypes.data)
+
+
+def new_rows(like: torch.Tensor, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor [rows of `like`, *shape] for an op to write."""
+    out = torch.empty((like.shape[0], *shape), dtype=dtype)
+    if Program.recording is not None:
+        Program.recording.own(out, Program.recording.count_of(like))
+    return out
+
+
+class _Region:
+    """Memory of one recorded tensor: [start, end) where it was recorded, ops first to last."""
+
+    __slots__ = ("count", "end", "first", "is_input", "last", "place", "start", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, count: Count, first: int, is_input: bool) -> None:
+        self.tensor = tensor
+        self.start = tensor.data_ptr()
+        self.end = self.start + max(1, tensor.numel() * tensor.element_size())
+        self.count = count
+        self.first = self.last = first
+        self.is_input = is_input
+        self.place = 0  # offset in the arena
+
+
+class Program:
+    """Recorded ops. `record` makes one; `run` runs it."""
+
+    recording: Program | None = None
+
+    def __init__(self) -> None:
+        self._calls: list[Call] = []
+        self._regions: list[_Region] = []  # by start
+        self._counts = np.zeros(len(Count), np.int64)
+        self._ops: NDArray[np.void] = np.zeros(0, OP)
+        self._arena = torch.empty(0, dtype=torch.uint8)
+        self._out = torch.empty(0)
+
+    @classmethod
+    def record(
+        cls, inputs: Mapping[Count, Sequence[torch.Tensor]], body: Callable[[], torch.Tensor]
+    ) -> Program:
+        """The ops that `body` issues. Its rows follow those of `inputs`, which stay where they are;
+        what it returns is the program's output."""
+        program = cls()
+        with program._open():
+            for count, tensors in inputs.items():
+                for tensor in tensors:
+                    program.own(tensor, count, is_input=True)
+            out = body()
+        program._place(out)
+        return program
+
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        Program.recording = self
+        try:
+            yield
+        finally:
+            Program.recording = None
+
+    def own(self, tensor: torch.Tensor, count: Count, *, is_input: bool = False) -> None:
+        """Note the memory of a tensor whose rows follow `count`."""
+        region = _Region(tensor, count, len(self._calls), is_input)
+        self._regions.insert(self._index(region.start), region)
+
+    def count_of(self, tensor: torch.Tensor) -> Count:
+        """What the rows of a recorded tensor, or of a view of one, follow."""
+        region = self._find(tensor.data_ptr())
+        if region is None:
+            raise ValueError("a recorded op was given a tensor that is no part of the recording")
+        return region.count
+
+    def add(self, call: Call) -> None:
+        """Note an op, and that the tensors it touches live until now."""
+        for tensor in call.pointers:
+            region = None if tensor is None else self._find(tensor.data_ptr())
+            if region is not None:
+                region.last = len(self._calls)
+        self._calls.append(call)
+
+    def run(self, counts: Sequence[int]) -> torch.Tensor:
+        """Run all ops with these numbers of rows, in the order of Count -> the output's rows."""
+        self._counts[:] = counts
+        team.run(self._ops.ctypes.data, len(self._ops), self._counts.ctypes.data)
+        return self._out[: counts[self._out_count]]
+
+    def _index(self, address: int) -> int:
+        return bisect_right(self._regions, address, key=lambda r: r.start)
+
+    def _find(self, address: int) -> _Region | None:
+        i = self._index(address) - 1
+        return self._regions[i] if i >= 0 and address < self._regions[i].end else None
+
+    def _place(self, out: torch.Tensor) -> None:
+        """Give the buffers their memory, those that live at different times the same."""
+        result = self._find(out.data_ptr())
+        if result is None:
+            raise ValueError("the recorded function returned something it did not compute")
+        result.last = len(self._calls)
+        self._out_count = result.count
+        placed: list[_Region] = []
+        for region in sorted(self._regions, key=lambda r: r.first):
+            if region.is_input:
+                continue
+            placed = [r for r in placed if r.last >= region.first]
+            region.place = _lowest_gap(placed, region.end - region.start)
+            placed.append(region)
+        ends = [r.place + r.end - r.start for r in self._regions if not r.is_input]
+        self._arena = torch.from_numpy(np.zeros(max(ends) + ALIGN, np.uint8))
+        base = -(-self._arena.data_ptr() // ALIGN) * ALIGN
+        self._ops = np.zeros(len(self._calls), OP)
+        for op, call in zip(self._ops, self._calls, strict=True):
+            call.write(op, self.count_of(call.rows))
+            for i, address in enumerate(op["p"].tolist()):
+                region_of = self._find(address) if address else None
+                if region_of is not None and not region_of.is_input:
+                    op["p"][i] = base + region_of.place + address - region_of.start
+        start = base - self._arena.data_ptr() + result.place
+        flat = self._arena[start : start + out.numel() * out.element_size()]
+        self._out = flat.view(out.dtype).view(out.shape)
+        self._keep = [t for c in self._calls for t in c.pointers if self._is_outside(t)]
+        self._keep += [r.tensor for r in self._regions if r.is_input]
+        self._calls, self._regions = [], []
+
+    def _is_outside(self, tensor: torch.Tensor | None) -> bool:
+        return tensor is not None and self._find(tensor.data_ptr()) is None
+
+
+def _lowest_gap(placed: list[_Region], size: int) -> int:
+    """The lowest offset at which `size` bytes overlap none of these."""
+    place = 0
+    for region in sorted(placed, key=lambda r: r.place):
+        if place + size <= region.place:
+            break
+        end = region.place + region.end - region.start
+        place = max(place, -(-end // ALIGN) * ALIGN)
+    return place

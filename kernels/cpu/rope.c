@@ -1,0 +1,93 @@
+/* Splits qkv [T, Hq + 2 * Hk, D]: q and k are normed (where there are weights) and rotated, q goes
+ * to out [T, Hq, D], k and v into the tokens' slots of the pool's layer.
+ *
+ *   p  qkv, q_norm or 0, k_norm or 0, cos, sin [P, rotary], positions, slots (int64 [T]),
+ *      pool layer [N, 2, Hk, B, D], out
+ *   n  Hq, Hk, D, rotary, B, elements from block to block, stride of qkv      f  eps of the norms
+ */
+#include "common.h"
+
+#define HEAD_MAX 1024 /* the largest D */
+
+INLINE void rotate(const float *x, const void *cos, const void *sin, int64_t D, int64_t rotary,
+                   void *out, int dtype) {
+    int64_t half = rotary / 2, i = 0;
+    if (half % VW == 0)
+        for (; i < rotary; i += VW) {
+            vf other = load_f32(x + (i < half ? i + half : i - half));
+            store(out, i, load_f32(x + i) * load(cos, i, dtype) + other * load(sin, i, dtype), dtype);
+        }
+    for (; i < rotary; i++) {
+        float other = x[i < half ? i + half : i - half];
+        store_one(out, i, x[i] * load_one(cos, i, dtype) + other * load_one(sin, i, dtype), dtype);
+    }
+    for (; i < D; i++) store_one(out, i, x[i], dtype);
+}
+
+INLINE void rope_token(const Op *op, int64_t t, int dtype) {
+    int64_t Hq = op->n[0], Hk = op->n[1], D = op->n[2], rotary = op->n[3], B = op->n[4];
+    int64_t position = ((const int64_t *)op->p[5])[t], slot = ((const int64_t *)op->p[6])[t];
+    const char *x = at(op->p[0], t * op->n[6], dtype);
+    const void *cos = at(op->p[3], position * rotary, dtype);
+    const void *sin = at(op->p[4], position * rotary, dtype);
+    int64_t place = slot / B * op->n[5] + slot % B * D;
+    float wide[HEAD_MAX];
+    for (int64_t h = 0; h < Hq + Hk; h++, x += D * size_of(dtype)) {
+        const void *weight = op->p[h < Hq ? 1 : 2];
+        void *to = h < Hq ? at(op->p[8], (t * Hq + h) * D, dtype)
+                          : at(op->p[7], place + (h - Hq) * B * D, dtype);
+        float factor = 1;
+        int64_t i = 0;
+        if (weight) {
+            vf squares = {0};
+            for (; i + VW <= D; i += VW) squares += load(x, i, dtype) * load(x, i, dtype);
+            float total = sum_of(squares);
+            for (; i < D; i++) total += load_one(x, i, dtype) * load_one(x, i, dtype);
+            factor = 1.0f / sqrtf(total / (float)D + op->f[0]);
+        }
+        for (i = 0; i + VW <= D; i += VW) {
+            vf v = load(x, i, dtype) * factor;
+            store_f32(wide + i, weight ? v * load(weight, i, dtype) : v);
+        }
+        for (; i < D; i++) {
+            float v = load_one(x, i, dtype) * factor;
+            wide[i] = weight ? v * load_one(weight, i, dtype) : v;
+        }
+        rotate(wide, cos, sin, D, rotary, to, dtype);
+    }
+    for (int64_t h = 0; h < Hk; h++, x += D * size_of(dtype))
+        memcpy(at(op->p[7], place + (Hk + h) * B * D, dtype), x, D * size_of(dtype));
+}
+
+static int64_t rope_chunks(const Op *op, const Step *step, int threads) {
+    (void)threads;
+    return most(1, step->counts[op->count]);
+}
+
+static void rope_run(const Op *op, const Step *step, int64_t chunk, Worker *me) {
+    (void)me;
+    if (chunk >= step->counts[op->count]) return;
+    if (op->dtype == F32) rope_token(op, chunk, F32);
+    else rope_token(op, chunk, BF16);
+}
+
+/* k and v [T, Hk, D] into the slots, as they are.
+ *
+ *   p  k, v, slots, pool layer      n  Hk, D, B, elements from block to block, strides of k: token,
+ *      head, strides of v: token, head
+ */
+static int64_t store_chunks(const Op *op, const Step *step, int threads) {
+    return rope_chunks(op, step, threads);
+}
+
+static void store_run(const Op *op, const Step *step, int64_t t, Worker *me) {
+    (void)me;
+    int64_t Hk = op->n[0], D = op->n[1], B = op->n[2];
+    if (t >= step->counts[op->count]) return;
+    int64_t slot = ((const int64_t *)op->p[2])[t], place = slot / B * op->n[3] + slot % B * D;
+    for (int64_t h = 0; h < 2 * Hk; h++) {
+        const int64_t *stride = op->n + (h < Hk ? 4 : 6);
+        const char *from = at(op->p[h / Hk], t * stride[0] + h % Hk * stride[1], op->dtype);
+        memcpy(at(op->p[3], place + h * B * D, op->dtype), from, D * size_of(op->dtype));
+    }
+}

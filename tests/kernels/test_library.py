@@ -1,0 +1,85 @@
+"""The native library: the same results on other CPUs, and torch where there is no compiler."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from streamer.kernels import ops
+from streamer.kernels.cpu import library
+
+ROOT = Path(__file__).parents[2]
+MACHINES = {"x86_64": ["haswell", "x86-64-v2"]}
+WHICH = "from streamer.kernels import ops; print(ops.backend, ops.why_not_native)"
+
+
+def run(command: list[str], **env: str) -> subprocess.CompletedProcess[str]:
+    """A Python of its own, since the backend is chosen once a process."""
+    return subprocess.run(
+        [sys.executable, *command],
+        env={**os.environ, **env},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+@pytest.mark.parametrize("machine", MACHINES.get(os.uname().machine, []))
+def test_older_machines_compute_the_same(machine: str, tmp_path: Path) -> None:
+    """The ops' own tests, compiled without AVX512, and without AVX."""
+    tests = ["tests/kernels/test_linear.py", "tests/kernels/test_attention.py"]
+    done = run(
+        ["-m", "pytest", "-q", "-k", "native", *tests, "tests/kernels/test_ops.py"],
+        CFLAGS=f"-march={machine}",
+        XDG_CACHE_HOME=str(tmp_path),
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert len(list(tmp_path.rglob("*.so"))) == 1
+
+
+def test_without_a_compiler_torch_serves(tmp_path: Path) -> None:
+    """And it says why."""
+    done = run(["-c", WHICH], CC="/nowhere/cc", XDG_CACHE_HOME=str(tmp_path))
+    assert done.stdout.startswith("torch /nowhere/cc can't be run"), done.stdout + done.stderr
+    done = run(["-c", WHICH], CFLAGS="--no-such-flag", XDG_CACHE_HOME=str(tmp_path))
+    assert done.stdout.startswith("torch "), done.stdout + done.stderr
+    assert "no-such-flag" in done.stdout
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def test_torch_serves_where_it_is_asked_for() -> None:
+    done = run(["-c", WHICH], STREAMER_KERNELS="torch")
+    assert done.stdout == "torch STREAMER_KERNELS=torch\n", done.stderr
+
+
+def test_it_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library.load()
+    found = list(tmp_path.rglob("*.so"))
+    assert len(found) == 1
+    monkeypatch.setattr(library, "_compile", pytest.fail)
+    library.load()
+    assert list(tmp_path.rglob("*.so")) == found
+
+
+def test_a_folder_that_others_can_write_to_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies there would be run."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = library._cache_folder()
+    assert folder == tmp_path / "streamer" / "kernels"
+    folder.chmod(0o777)
+    other = library._cache_folder()
+    assert other != folder
+    assert other.stat().st_mode & 0o077 == 0
+    other.rmdir()
+
+
+def test_this_machine_has_the_native_kernels() -> None:
+    assert (ops.backend, ops.why_not_native) == ("native", "")

@@ -1,0 +1,124 @@
+"""Recorded programs: the same results as op by op, in less memory, for any number of rows."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from streamer.kernels import ops
+from streamer.kernels.cpu.program import Count, Program, team
+from tests.kernels.oracle import Case
+
+WIDTH, ROWS = 48, 40
+
+
+def layers(count: int) -> list[tuple[ops.Weight, ops.Weight, torch.Tensor]]:
+    rng = torch.Generator().manual_seed(0)
+
+    def weight(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=rng) * 0.1
+
+    return [
+        (
+            ops.pack_weight(weight(6 * WIDTH, WIDTH), None, "silu"),
+            ops.pack_weight(weight(WIDTH, 3 * WIDTH), weight(WIDTH)),
+            weight(WIDTH) + 1,
+        )
+        for _ in range(count)
+    ]
+
+
+def forward(
+    stack: list[tuple[ops.Weight, ops.Weight, torch.Tensor]], x: torch.Tensor
+) -> torch.Tensor:
+    for up, down, norm in stack:
+        ops.linear(ops.linear(ops.rms_norm(x, norm, 1e-5), up), down, add_to=x)
+    return ops.rms_norm(x, stack[0][2], 1e-5)
+
+
+def record(depth: int) -> tuple[Program, torch.Tensor, torch.Tensor]:
+    """(program, tokens, table): embed, then layers."""
+    stack, tokens = layers(depth), torch.zeros(ROWS, dtype=torch.int64)
+    table = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+    program = Program.record(
+        {Count.TOKENS: [tokens]}, lambda: forward(stack, ops.embedding(tokens, table))
+    )
+    return program, tokens, table
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_equals_op_by_op(threads: int) -> None:
+    """For every number of rows, in any order, none included."""
+    team.set_threads(threads)
+    program, tokens, table = record(3)
+    stack = layers(3)
+    for rows in (1, 40, 7, 0, 23, 1):
+        chosen = torch.arange(rows) * 7 % ROWS
+        tokens[:rows] = chosen
+        out = program.run((rows, 0, 0))
+        assert out.shape == (rows, WIDTH)
+        if rows:
+            assert torch.equal(out, forward(stack, table[chosen]))
+    team.set_threads(1)
+
+
+def test_depth_costs_no_memory() -> None:
+    """Buffers that live at different times are the same memory."""
+    few, many = record(1)[0], record(12)[0]
+    assert many._arena.numel() == few._arena.numel()
+
+
+def test_threads_that_sleep_are_woken() -> None:
+    """Runs far apart and close together, more threads than cores."""
+    team.set_threads(4)
+    program, tokens, _ = record(2)
+    tokens[:] = torch.arange(ROWS)
+    first = program.run((ROWS, 0, 0)).clone()
+    for pause_s in (0.0, 0.001, 0.02) * 60:
+        time.sleep(pause_s / 10)
+        assert torch.equal(program.run((ROWS, 0, 0)), first)
+    team.set_threads(1)
+
+
+def test_a_foreign_tensor_is_refused() -> None:
+    """Its rows would follow nothing."""
+    foreign, weight = torch.zeros(ROWS, WIDTH), ops.pack_weight(torch.zeros(8, WIDTH))
+    with pytest.raises(ValueError, match="no part of the recording"):
+        Program.record({}, lambda: ops.linear(foreign, weight))
+    assert Program.recording is None
+    assert torch.equal(ops.linear(foreign, weight), torch.zeros(ROWS, 8))
+
+
+def test_a_graph_equals_its_forward() -> None:
+    """Prefill chunks and decodes, and a step beyond the limits, which is not recorded."""
+    case = Case([(3, 20), (1, 33), (40, 50)], heads=4, kv_heads=2, dim=16, block=16)
+    layer = ops.layer_view(case.pool, case.layer)
+    projection = ops.pack_weight(
+        torch.randn(8 * 16, 24, generator=torch.Generator().manual_seed(2))
+    )
+    table = torch.randn(50, 24, generator=torch.Generator().manual_seed(3))
+    rope = ops.rope_tables(torch.arange(60.0)[:, None] * torch.ones(8), torch.float32)
+    norm = torch.ones(64)
+
+    def compute(
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        batch: ops.AttentionBatch,
+        last: torch.Tensor | None,
+    ) -> torch.Tensor:
+        qkv = ops.linear(ops.embedding(tokens, table), projection)
+        q = ops.rope_and_store(qkv, rope, positions, layer, batch)
+        y = ops.paged_attention(q, layer, batch, 0.25)
+        return ops.rms_norm(y.view(y.shape[0], -1), norm, 1e-5, rows=last)
+
+    tokens = torch.arange(44) % 50
+    positions = torch.cat([torch.arange(17, 20), torch.arange(32, 33), torch.arange(10, 50)])
+    expected = compute(tokens, positions, case.batch(), None)
+    for most in (44, 60, 43):
+        limits = ops.Limits(max_tokens=most, max_rows=3, width=9, block_size=16)
+        graph = ops.graph(compute, limits)
+        for last in (None, torch.tensor([2, 43])):
+            out = graph(tokens, positions, case.batch(), last)
+            assert torch.equal(out, expected if last is None else expected[last])
