@@ -12,6 +12,8 @@ before a sliding window are not read.
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 
+from typing import Any
+
 import numpy as np
 import torch
 import triton
@@ -22,10 +24,12 @@ from streamer.kernels.gpu.attention_tile import attend, split_of
 from streamer.kernels.gpu.common import IS_INTERPRETED, power_of_2
 from streamer.kernels.gpu.rows import Ints, Rows
 
-# Unmeasured, all of them; to be chosen on the device.
+# Unmeasured; chosen so that bfloat16 compiles for sm_90 without spilling a register (tests/kernels/
+# test_gpu_compile.py). float32, which has no tensor cores here, spills 264 bytes at 128 dimensions.
 NARROW = 16  # rows of a decode's tile: the least that tl.dot takes
-WIDE = 64  # rows of a prefill's tile, at most 128 dimensions a head; half beyond
-TILE_BYTES = 16384  # of K, and as many of V, that a program holds of one key tile
+WIDE = 64  # rows of a prefill's tile; half in float32 and beyond 128 dimensions
+KEY_ELEMENTS = {2: 8192, 4: 2048}  # elements of a tile of K, by bytes of one
+# Unmeasured.
 MIN_SPLIT = 256  # keys below which a decode is not split
 MAX_SPLITS = 16  # programs that may share a decode
 
@@ -166,16 +170,18 @@ def _merge_kernel(
 
 
 class _Shape:
-    """Tile sizes of one head shape and dtype."""
+    """Tile sizes of one head shape and dtype: the same in every launch."""
 
-    __slots__ = ("dim_pad", "keys", "narrow", "share", "wide")
+    __slots__ = ("dim_pad", "keys", "narrow", "share", "warps", "wide")
 
     def __init__(self, heads: int, kv_heads: int, dim: int, item_bytes: int) -> None:
         self.share = heads // kv_heads
         self.dim_pad = max(16, power_of_2(dim))
         self.narrow = max(NARROW, power_of_2(self.share))
-        self.wide = max(WIDE if self.dim_pad <= 128 else WIDE // 2, self.narrow)
-        self.keys = min(64, max(16, TILE_BYTES // (self.dim_pad * item_bytes)))
+        is_large = item_bytes == 4 or self.dim_pad > 128
+        self.wide = max(WIDE // 2 if is_large else WIDE, self.narrow)
+        self.keys = min(64, max(16, KEY_ELEMENTS[item_bytes] // self.dim_pad))
+        self.warps = 4 if self.wide <= WIDE else 8
 
 
 def paged_attention(
@@ -189,45 +195,18 @@ def paged_attention(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """See ops.paged_attention. The output of a row without context is not written."""
-    count, heads, dim = q.shape
-    kv_heads, block_size = pool_layer.shape[2:4]
-    shape = _Shape(heads, kv_heads, dim, q.element_size())
+    heads, (kv_heads, block_size) = q.shape[1], pool_layer.shape[2:4]
+    shape = _Shape(heads, kv_heads, q.shape[2], q.element_size())
     rows = Rows.of(batch, shape.narrow // shape.share, shape.wide // shape.share)
-    window = sliding_window or 0
-    splits = num_splits(rows, window, shape.keys)
-    out = torch.empty(count, heads, dim, dtype=q.dtype, device=q.device)
-    num_parts = rows.num_parts if splits > 1 else 0
-    parts = torch.empty(num_parts, heads, splits, dim, dtype=torch.float32, device=q.device)
-    maxima, sums = torch.empty(
-        2, num_parts, heads, splits, dtype=torch.float32, device=q.device
-    ).unbind(0)
-    tensors = {
-        "out_ptr": out,
-        "sinks_ptr": None if sinks is None else sinks.float().contiguous(),
-        "starts_ptr": rows.starts,
-        "contexts_ptr": rows.contexts,
-        "parts_ptr": parts,
-        "maxima_ptr": maxima,
-        "sums_ptr": sums,
-    }
-    meta = {
-        "HEADS": heads,
-        "D": dim,
-        "D_PAD": shape.dim_pad,
-        "BLOCK_KEYS": shape.keys,
-        "SPLITS": splits,
-        "MIN_KEYS": MIN_SPLIT,
-        "MOST_SPLITS": MAX_SPLITS,
-        "HAS_WINDOW": window > 0,
-        "HAS_SINKS": sinks is not None,
-    }
+    splits = num_splits(rows, sliding_window or 0, shape.keys)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    shared = _shared_arguments(out, rows, shape, splits, sliding_window, sinks)
     _attention_kernel[(rows.num_wide + rows.num_narrow * splits, kv_heads)](
         q_ptr=q,
         pool_ptr=pool_layer,
         tiles_ptr=rows.tiles,
         tables_ptr=rows.tables,
         num_wide=rows.num_wide,
-        window=window,
         scale=scale,
         softcap=softcap or 0.0,
         q_token=q.stride(0),
@@ -245,21 +224,54 @@ def paged_attention(
         HAS_WIDE=rows.num_wide > 0,
         HAS_SOFTCAP=softcap is not None,
         UPCAST=IS_INTERPRETED and q.dtype is torch.bfloat16,
-        num_warps=4,
+        num_warps=shape.warps,
         num_stages=2,
-        **tensors,
-        **meta,
+        **shared,
     )
     if splits > 1:
         _merge_kernel[(rows.num_narrow, heads)](
             tiles_ptr=rows.tiles[rows.num_wide :],
-            window=window,
             QUERIES=shape.narrow // shape.share,
             num_warps=4,
-            **tensors,
-            **meta,
+            **shared,
         )
     return out
+
+
+def _shared_arguments(
+    out: torch.Tensor,
+    rows: Rows,
+    shape: _Shape,
+    splits: int,
+    window: int | None,
+    sinks: torch.Tensor | None,
+) -> dict[str, Any]:
+    """What both kernels take, and the room for what one leaves to the other."""
+    _, heads, dim = out.shape
+    num_parts = rows.num_parts if splits > 1 else 0
+    room = torch.empty(
+        num_parts * heads * splits * (dim + 2), dtype=torch.float32, device=out.device
+    )
+    parts, maxima, sums = room.split([num_parts * heads * splits * n for n in (dim, 1, 1)])
+    return {
+        "out_ptr": out,
+        "sinks_ptr": None if sinks is None else sinks.float().contiguous(),
+        "starts_ptr": rows.starts,
+        "contexts_ptr": rows.contexts,
+        "parts_ptr": parts,
+        "maxima_ptr": maxima,
+        "sums_ptr": sums,
+        "window": window or 0,
+        "HEADS": heads,
+        "D": dim,
+        "D_PAD": shape.dim_pad,
+        "BLOCK_KEYS": shape.keys,
+        "SPLITS": splits,
+        "MIN_KEYS": MIN_SPLIT,
+        "MOST_SPLITS": MAX_SPLITS,
+        "HAS_WINDOW": window is not None,
+        "HAS_SINKS": sinks is not None,
+    }
 
 
 def num_splits(rows: Rows, window: int, keys: int) -> int:

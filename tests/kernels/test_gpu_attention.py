@@ -61,7 +61,7 @@ def test_split_decodes(
 
     monkeypatch.setattr(attention, "MIN_SPLIT", 32)
     monkeypatch.setattr(attention, "MAX_SPLITS", 4)
-    monkeypatch.setattr(attention, "TILE_BYTES", 16 * 32 * 4)  # 16 keys a tile
+    monkeypatch.setitem(attention.KEY_ELEMENTS, 4, 16 * 32)  # 16 keys a tile
     case = Case(LONG, heads=6, kv_heads=2, dim=20, block=16)
     everything = dict(options)
     if has_sinks:

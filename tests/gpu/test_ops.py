@@ -1,0 +1,15 @@
+"""tests/kernels' suites, on the device: the same functions, with this folder's fixtures."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernels.test_attention import *  # noqa: F403
+from tests.kernels.test_gpu_attention import *  # noqa: F403
+from tests.kernels.test_gpu_decode_step import *  # noqa: F403
+from tests.kernels.test_gpu_norm import *  # noqa: F403
+from tests.kernels.test_gpu_sample import *  # noqa: F403
+from tests.kernels.test_linear import *  # noqa: F403
+from tests.kernels.test_ops import *  # noqa: F403
+
+pytestmark = pytest.mark.usefixtures("backend")
