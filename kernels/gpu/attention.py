@@ -248,19 +248,16 @@ def _shared_arguments(
 ) -> dict[str, Any]:
     """What both kernels take, and the room for what one leaves to the other."""
     _, heads, dim = out.shape
-    num_parts = rows.num_parts if splits > 1 else 0
-    room = torch.empty(
-        num_parts * heads * splits * (dim + 2), dtype=torch.float32, device=out.device
-    )
-    parts, maxima, sums = room.split([num_parts * heads * splits * n for n in (dim, 1, 1)])
+    stats = rows.num_parts * heads * splits if splits > 1 else 0
+    room = torch.empty(stats * (dim + 2), dtype=torch.float32, device=out.device)
     return {
         "out_ptr": out,
         "sinks_ptr": None if sinks is None else sinks.float().contiguous(),
         "starts_ptr": rows.starts,
         "contexts_ptr": rows.contexts,
-        "parts_ptr": parts,
-        "maxima_ptr": maxima,
-        "sums_ptr": sums,
+        "parts_ptr": room,
+        "maxima_ptr": room[stats * dim :],
+        "sums_ptr": room[stats * (dim + 1) :],
         "window": window or 0,
         "HEADS": heads,
         "D": dim,

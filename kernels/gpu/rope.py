@@ -80,10 +80,11 @@ def _rope_kernel(
     tl.store(to_q, y, mask=is_inside & is_q[:, None])
     slot = tl.load(slots_ptr + token).to(tl.int64)
     if slot >= 0:
-        side = tl.where(is_v, pool_side, 0)
-        kv_head = tl.where(is_v, head - HEADS_Q - HEADS_K, head - HEADS_Q)
+        # By division: of a tl.where of strides Triton does not know that it is aligned, and stores
+        # two bytes at a time.
+        kv = tl.maximum(head - HEADS_Q, 0)
         to_kv = pool_ptr + slot // BLOCK_SIZE * pool_block + slot % BLOCK_SIZE * pool_token
-        to_kv = to_kv + (side + kv_head * pool_head)[:, None] + i[None, :]
+        to_kv = to_kv + (kv // HEADS_K * pool_side + kv % HEADS_K * pool_head)[:, None] + i[None, :]
         is_k = (head >= HEADS_Q) & (head < HEADS_Q + HEADS_K)
         tl.store(to_kv, y, mask=is_inside & is_k[:, None])
         tl.store(to_kv, plain, mask=is_inside & is_v[:, None])

@@ -1,24 +1,11 @@
-"""The suites of tests/kernels on a CUDA device; skipped as a whole where there is none."""
+"""The suites of tests/kernels on a CUDA device; a file is skipped whole where there is none."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import torch
 
 from streamer.kernels import ops
 from tests.gpu.on_device import OnDevice
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One reason for all of them."""
-    if torch.cuda.is_available():
-        return
-    reason = "torch.cuda.is_available() is false here: there is no CUDA device to run kernels on"
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture

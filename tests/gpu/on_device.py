@@ -9,11 +9,18 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 
 from streamer.kernels.batch import AttentionBatch
 
 HERE = {"new_pool", "rope_tables", "set_threads", "graph", "pack_weight"}
+
+
+def require_cuda() -> None:
+    """Skip the file that calls this where there is no device."""
+    if not torch.cuda.is_available():
+        pytest.skip("torch.cuda.is_available() is false: no CUDA device", allow_module_level=True)
 
 
 class OnDevice:

@@ -5,10 +5,11 @@ Small in what they compute, so that they take seconds; they need 10 GB.
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-pytest.importorskip("triton")
+from tests.gpu.on_device import require_cuda
+
+require_cuda()
 
 BEYOND = 1 << 31
 NO_OPTIONS = {"sliding_window": None, "softcap": None, "sinks": None}
