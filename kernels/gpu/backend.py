@@ -14,11 +14,13 @@ from streamer.kernels.gpu.embedding import embedding
 from streamer.kernels.gpu.linear import linear, pack_weight
 from streamer.kernels.gpu.norm import rms_norm
 from streamer.kernels.gpu.rope import rope_and_store
+from streamer.kernels.gpu.sample import draw
 from streamer.kernels.gpu.store_kv import store_kv
 
 __all__ = [
     "best",
     "copy_blocks",
+    "draw",
     "embedding",
     "graph",
     "linear",

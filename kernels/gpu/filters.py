@@ -8,16 +8,13 @@ moves more (both unmeasured). Called by sample.py.
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from streamer.kernels.gpu.common import power_of_2
-
-if TYPE_CHECKING:
-    from streamer.kernels.gpu.sample import SamplingRows
 
 BLOCK = 8192  # tokens a pass takes at once; unmeasured
 
@@ -40,36 +37,41 @@ def _within(row_ptr, width, top, temperature, limit, BLOCK: tl.constexpr):
 
 @triton.jit
 def _cut_kernel(
-    # pointers: logits [S, V], top float32 [S], slots int64 [S], settings of SamplingRows, cuts
-    # int32 [S]
+    # pointers: logits [S, V], top float32 [S], rows and slots int64 [F], settings and top_k of
+    # SamplingRows, cuts int32 [F]
     logits_ptr,
     top_ptr,
+    rows_ptr,
     slots_ptr,
-    temperature_ptr,
+    settings_ptr,
     top_k_ptr,
-    top_p_ptr,
-    log_min_p_ptr,
     cuts_ptr,
     # sizes
     width,
     # strides
     logits_row,
     # meta
+    HAS_ROWS: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The largest distance that a row keeps: min_p, then top_k, then top_p of what those leave.
+    """The largest distance that a draw keeps: min_p, then top_k, then top_p of what those leave.
 
     Tokens as far as the last one kept are kept.
     """
     # int64: S * V passes 2**31 at 14,100 rows of 152,000
-    row = tl.program_id(0).to(tl.int64)
+    draw = tl.program_id(0).to(tl.int64)
+    row, slot = draw, draw
+    if HAS_ROWS:
+        row = tl.load(rows_ptr + draw)
+    if HAS_SLOTS:
+        slot = tl.maximum(tl.load(slots_ptr + draw), 0)
     row_ptr = logits_ptr + row * logits_row
-    slot, top = tl.maximum(tl.load(slots_ptr + row), 0), tl.load(top_ptr + row)
-    temperature = tl.load(temperature_ptr + slot)
+    temperature, top = tl.load(settings_ptr + 3 * slot), tl.load(top_ptr + row)
     if (temperature > 0.0) & (top - top == 0.0):
-        top_k, top_p = tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot)
+        top_k, top_p = tl.load(top_k_ptr + slot), tl.load(settings_ptr + 3 * slot + 1)
         # abs, not minus: the logarithm of 1 would become -0, whose bits are negative
-        cut = tl.abs(tl.load(log_min_p_ptr + slot)).to(tl.int32, bitcast=True)
+        cut = tl.abs(tl.load(settings_ptr + 3 * slot + 2)).to(tl.int32, bitcast=True)
         low = tl.zeros((), tl.int32)
         if top_k > 0:
             # The least distance within which there are top_k tokens.
@@ -93,29 +95,26 @@ def _cut_kernel(
                 low = tl.where(is_short, middle, low)
                 high = tl.where(is_short, high, middle - 1)
             cut = low
-        tl.store(cuts_ptr + row, cut)
+        tl.store(cuts_ptr + draw, cut)
 
 
 def find_cuts(
-    logits: torch.Tensor, top: torch.Tensor, settings: "SamplingRows", slots: torch.Tensor
+    logits: torch.Tensor, count: int, top_k: torch.Tensor, whose: dict[str, Any]
 ) -> torch.Tensor:
-    """Bits of the largest distance kept -> int32 [S]; arguments as of sample.sample, top its best.
+    """Bits of the largest distance kept by each of `count` draws -> int32 [count].
 
-    Rows that are greedy or not finite get nothing.
+    `whose` are the arguments that sample.py's kernels share. Draws that are greedy or from a row
+    that is not finite get nothing.
     """
-    cuts = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
-    _cut_kernel[(logits.shape[0],)](
+    cuts = torch.empty(count, dtype=torch.int32, device=logits.device)
+    _cut_kernel[(count,)](
         logits_ptr=logits,
-        top_ptr=top,
-        slots_ptr=slots,
-        temperature_ptr=settings.temperature,
-        top_k_ptr=settings.top_k,
-        top_p_ptr=settings.top_p,
-        log_min_p_ptr=settings.log_min_p,
+        top_k_ptr=top_k,
         cuts_ptr=cuts,
         width=logits.shape[1],
         logits_row=logits.stride(0),
         BLOCK=min(BLOCK, power_of_2(logits.shape[1])),
         num_warps=16,
+        **whose,
     )
     return cuts

@@ -1,4 +1,4 @@
-"""Philox4x32-10 and Gumbel noise inside a kernel, as streamer/model/philox.py defines them.
+"""Philox4x32-10 and Gumbel noise inside a kernel, as kernels/philox.py defines them.
 
 The integers are equal bit for bit; the noise is within two units in the last place, for each
 logarithm. Launches nothing; called by sample.py's kernel.

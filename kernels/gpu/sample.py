@@ -1,99 +1,76 @@
-"""Drawing tokens on the device: Gumbel-max with noise by token id; nobody waits for the host.
+"""draw, and sample: tokens by Gumbel-max with noise by token id; nobody waits for the host.
 
-Gives the tokens that streamer/model/sampler.py gives for the same logits, parameters and seeds
-(edited logits are the caller's: bias, min_tokens and penalties come before), except where the
-noise's last bit or a sum's rounding decides. Called by the runner's CUDA part.
+Both give what reference_sampling.py gives for the same logits, settings and noise, except where
+the noise's last bit or a sum's rounding decides. `draw` is the door, for draws that the host lists;
+`sample` reads settings and positions that live on the device, and takes greedy rows too. Logits
+come with bias, masks and penalties already in them. Called through backend.py, and by the runner's
+CUDA part.
 """
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 
-from collections.abc import Sequence
-
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
+from streamer.kernels.draws import Draws
 from streamer.kernels.gpu.best import best
 from streamer.kernels.gpu.common import power_of_2
 from streamer.kernels.gpu.filters import find_cuts
 from streamer.kernels.gpu.philox import gumbel, philox4x32
 
 CHUNK = 4096  # tokens a program; unmeasured
-USE_SAMPLE = 0  # streamer/model/philox.py: the draw of an output token
 
 
 class SamplingRows:
-    """Settings of row slots on the device, [slots] each.
+    """Settings of row slots on the device; what Draws has, a row for each slot.
 
-    temperature  float32; 0 is greedy
-    keys         int64 [slots, 2], the low and high word of a seed
-    choices      int64
-    top_k        int32; 0: off
-    top_p        float32; 1: off
-    log_min_p    float32, log(min_p); -inf: off
+    settings  [slots, 3] fp32: temperature (0: greedy), top_p (1: off), log(min_p) (-inf: off)
+    top_k     [slots] int64; 0: off
+    origin    [slots, 5] int32, the bits of Draws.origin; the position in it is not read
     """
 
-    __slots__ = ("choices", "keys", "log_min_p", "temperature", "top_k", "top_p")
+    __slots__ = ("origin", "settings", "top_k")
 
     def __init__(self, slots: int, device: torch.device | str) -> None:
-        self.temperature = torch.zeros(slots, dtype=torch.float32, device=device)
-        self.keys = torch.zeros(slots, 2, dtype=torch.int64, device=device)
-        self.choices = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.top_k = torch.zeros(slots, dtype=torch.int32, device=device)
-        self.top_p = torch.ones(slots, dtype=torch.float32, device=device)
-        self.log_min_p = torch.full((slots,), -torch.inf, dtype=torch.float32, device=device)
+        greedy = torch.tensor([0.0, 1.0, -torch.inf], device=device)
+        self.settings = greedy.repeat(slots, 1)
+        self.top_k = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.origin = torch.zeros(slots, 5, dtype=torch.int32, device=device)
 
-    def set(
-        self,
-        slots: Sequence[int],
-        *,
-        temperature: Sequence[float],
-        seed: Sequence[int],
-        choice: Sequence[int],
-        top_k: Sequence[int],
-        top_p: Sequence[float],
-        min_p: Sequence[float],
-    ) -> None:
-        """Rows that joined, once a step for all of them; what is -1 for top_k is off."""
-        device = self.temperature.device
-        words = [(s & 0xFFFFFFFF, s >> 32 & 0xFFFFFFFF) for s in seed]
-        with np.errstate(divide="ignore"):
-            log_min_p = np.log(np.array(min_p, np.float64)).astype(np.float32)
-        at = torch.tensor(slots, device=device)
-        for field, values in (
-            (self.temperature, temperature),
-            (self.keys, words),
-            (self.choices, choice),
-            (self.top_k, [max(0, k) for k in top_k]),
-            (self.top_p, top_p),
-            (self.log_min_p, log_min_p),
-        ):
-            host = torch.as_tensor(values, dtype=field.dtype)
-            field.index_copy_(0, at, host.to(device, non_blocking=True))
+    def set(self, draws: Draws) -> None:
+        """Rows that joined, once a step for all of them: draws.rows are their slots."""
+        device = self.settings.device
+        at = draws.rows.to(device, non_blocking=True)
+        self.settings.index_copy_(0, at, draws.settings.to(device, non_blocking=True))
+        self.top_k.index_copy_(0, at, draws.top_k.to(device, non_blocking=True))
+        origin = draws.origin.view(torch.int32)
+        self.origin.index_copy_(0, at, origin.to(device, non_blocking=True))
 
 
 @triton.jit
 def _draw_kernel(
-    # pointers: logits [S, V], top float32 [S], slots and positions int64 [S], settings of
-    # SamplingRows, cuts int32 [S], values float32 and ids int64 [S, chunks]
+    # pointers: logits [S, V], top float32 [S], rows, slots and positions int64 [F], settings and
+    # origin of SamplingRows, cuts int32 [F], values float32 and ids int64 [F, chunks]
     logits_ptr,
     top_ptr,
+    rows_ptr,
     slots_ptr,
     positions_ptr,
-    temperature_ptr,
-    keys_ptr,
-    choices_ptr,
+    settings_ptr,
+    origin_ptr,
     cuts_ptr,
     values_ptr,
     ids_ptr,
     # sizes
     width,
     chunks,
-    use,
     # strides
     logits_row,
     # meta
+    HAS_ROWS: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr,
     HAS_CUTS: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
@@ -102,19 +79,29 @@ def _draw_kernel(
     Greedy rows have no noise to add: _choose_kernel takes their best logit.
     """
     # int64: S * V passes 2**31 at 14,100 rows of 152,000
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot = tl.maximum(tl.load(slots_ptr + row), 0)
-    temperature, top = tl.load(temperature_ptr + slot), tl.load(top_ptr + row)
+    draw, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, slot = draw, draw
+    if HAS_ROWS:
+        row = tl.load(rows_ptr + draw)
+    if HAS_SLOTS:
+        slot = tl.maximum(tl.load(slots_ptr + draw), 0)
+    temperature, top = tl.load(settings_ptr + 3 * slot), tl.load(top_ptr + row)
     # top - top is 0 for what is finite and NaN for all else
     if (temperature > 0.0) & (top - top == 0.0):
         group = chunk * GROUPS + tl.arange(0, GROUPS)
+        origin = origin_ptr + 5 * slot
+        if HAS_POSITIONS:
+            position = tl.load(positions_ptr + draw).to(tl.uint32)
+        else:
+            position = tl.load(origin + 2).to(tl.uint32, bitcast=True)
+        zeros = tl.zeros((GROUPS,), tl.uint32)
         n0, n1, n2, n3 = philox4x32(
-            tl.load(positions_ptr + row).to(tl.uint32) + tl.zeros((GROUPS,), tl.uint32),
-            tl.load(choices_ptr + slot).to(tl.uint32) + tl.zeros((GROUPS,), tl.uint32),
-            tl.zeros((GROUPS,), tl.uint32) + use,
+            zeros + position,
+            zeros + tl.load(origin + 3).to(tl.uint32, bitcast=True),
+            zeros + tl.load(origin + 4).to(tl.uint32, bitcast=True),
             group.to(tl.uint32),
-            tl.load(keys_ptr + 2 * slot).to(tl.uint32),
-            tl.load(keys_ptr + 2 * slot + 1).to(tl.uint32),
+            tl.load(origin).to(tl.uint32, bitcast=True),
+            tl.load(origin + 1).to(tl.uint32, bitcast=True),
         )
         # [4 * GROUPS], by token id
         bits = tl.interleave(tl.interleave(n0, n2), tl.interleave(n1, n3))
@@ -125,9 +112,9 @@ def _draw_kernel(
         below = tl.div_rn(top - logits, temperature)
         score = gumbel(bits) - below
         if HAS_CUTS:
-            kept = below.to(tl.int32, bitcast=True) <= tl.load(cuts_ptr + row)
+            kept = below.to(tl.int32, bitcast=True) <= tl.load(cuts_ptr + draw)
             score = tl.where(kept, score, float("-inf"))
-        at = row * chunks + chunk
+        at = draw * chunks + chunk
         tl.store(values_ptr + at, tl.max(score, 0))
         first = tl.argmax(score, 0, tie_break_left=True)
         tl.store(ids_ptr + at, (chunk * GROUPS * 4 + first).to(tl.int64))
@@ -135,32 +122,60 @@ def _draw_kernel(
 
 @triton.jit
 def _choose_kernel(
-    # pointers: top float32 and best int64 [S], slots int64 [S], temperature of SamplingRows, values
-    # float32 and ids int64 [S, chunks], tokens int64 [S]
+    # pointers: top float32 and best int64 [S], rows, slots, settings as above, values float32 and
+    # ids int64 [F, chunks], tokens int64 [F]
     top_ptr,
     best_ptr,
+    rows_ptr,
     slots_ptr,
-    temperature_ptr,
+    settings_ptr,
     values_ptr,
     ids_ptr,
     tokens_ptr,
     # sizes
     chunks,
+    failed,
     # meta
+    HAS_ROWS: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A row's token: its best chunk's, or the best logit if it is greedy; -1 if it has none."""
-    row = tl.program_id(0).to(tl.int64)  # int64 as above
-    slot = tl.maximum(tl.load(slots_ptr + row), 0)
-    temperature, top = tl.load(temperature_ptr + slot), tl.load(top_ptr + row)
+    """A draw's token: its best chunk's, or the best logit if it is greedy; `failed` if none is."""
+    draw = tl.program_id(0).to(tl.int64)  # int64 as above
+    row, slot = draw, draw
+    if HAS_ROWS:
+        row = tl.load(rows_ptr + draw)
+    if HAS_SLOTS:
+        slot = tl.maximum(tl.load(slots_ptr + draw), 0)
+    temperature, top = tl.load(settings_ptr + 3 * slot), tl.load(top_ptr + row)
     token = tl.load(best_ptr + row)
     if (temperature > 0.0) & (top - top == 0.0):
         i = tl.arange(0, BLOCK)
         # [BLOCK]
-        values = tl.load(values_ptr + row * chunks + i, mask=i < chunks, other=float("-inf"))
-        token = tl.load(ids_ptr + row * chunks + tl.argmax(values, 0, tie_break_left=True))
-    token = tl.where(top - top == 0.0, token, -1)
-    tl.store(tokens_ptr + row, token)
+        values = tl.load(values_ptr + draw * chunks + i, mask=i < chunks, other=float("-inf"))
+        token = tl.load(ids_ptr + draw * chunks + tl.argmax(values, 0, tie_break_left=True))
+    token = tl.where(top - top == 0.0, token, failed)
+    tl.store(tokens_ptr + draw, token)
+
+
+def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+    """See ops.draw; the result is on the logits' device, `draws` may be on the host."""
+    has_filters = draws.top_k.device.type != "cpu"  # looking would wait for the device
+    if not has_filters:
+        off = torch.tensor([1.0, -torch.inf])
+        has_filters = bool((draws.top_k > 0).any() or (draws.settings[:, 1:] != off).any())
+    device = logits.device
+    return _run(
+        logits,
+        rows=draws.rows.to(device, non_blocking=True),
+        slots=None,
+        positions=None,
+        settings=draws.settings.to(device, non_blocking=True),
+        top_k=draws.top_k.to(device, non_blocking=True),
+        origin=draws.origin.view(torch.int32).to(device, non_blocking=True),
+        has_filters=has_filters,
+        failed=0,
+    )
 
 
 def sample(
@@ -170,7 +185,6 @@ def sample(
     positions: torch.Tensor,
     *,
     has_filters: bool,
-    use: int = USE_SAMPLE,
 ) -> torch.Tensor:
     """One token a row -> [S] int64; -1 where the best logit is NaN or infinite.
 
@@ -179,43 +193,72 @@ def sample(
     positions    [S] int64: absolute position of the token to be drawn
     has_filters  whether any row has top_k, top_p or min_p (the caller knows; costs passes if so)
     """
-    rows, width = logits.shape
+    return _run(
+        logits,
+        rows=None,
+        slots=slots,
+        positions=positions,
+        settings=settings.settings,
+        top_k=settings.top_k,
+        origin=settings.origin,
+        has_filters=has_filters,
+        failed=-1,
+    )
+
+
+def _run(
+    logits: torch.Tensor,
+    *,
+    rows: torch.Tensor | None,
+    slots: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    settings: torch.Tensor,
+    top_k: torch.Tensor,
+    origin: torch.Tensor,
+    has_filters: bool,
+    failed: int,
+) -> torch.Tensor:
+    """Draw f is from logits row rows[f] with settings slots[f]; None: f itself."""
     top, first = best(logits)
-    cuts = find_cuts(logits, top, settings, slots) if has_filters else None
+    count, width = logits.shape[0] if rows is None else rows.shape[0], logits.shape[1]
     block = min(CHUNK, max(4, power_of_2(width)))
     chunks = triton.cdiv(width, block)
-    values = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)
-    ids = torch.empty(rows, chunks, dtype=torch.int64, device=logits.device)
-    _draw_kernel[(rows, chunks)](
+    device = logits.device
+    tokens = torch.empty(count, dtype=torch.int64, device=device)
+    whose = {
+        "top_ptr": top,
+        "rows_ptr": rows,
+        "slots_ptr": slots,
+        "settings_ptr": settings,
+        "HAS_ROWS": rows is not None,
+        "HAS_SLOTS": slots is not None,
+    }
+    found = {
+        "values_ptr": torch.empty(count, chunks, dtype=torch.float32, device=device),
+        "ids_ptr": torch.empty(count, chunks, dtype=torch.int64, device=device),
+        "chunks": chunks,
+    }
+    _draw_kernel[(count, chunks)](
         logits_ptr=logits,
-        top_ptr=top,
-        slots_ptr=slots,
         positions_ptr=positions,
-        temperature_ptr=settings.temperature,
-        keys_ptr=settings.keys,
-        choices_ptr=settings.choices,
-        cuts_ptr=cuts,
-        values_ptr=values,
-        ids_ptr=ids,
+        origin_ptr=origin,
+        cuts_ptr=find_cuts(logits, count, top_k, whose) if has_filters else None,
         width=width,
-        chunks=chunks,
-        use=use,
         logits_row=logits.stride(0),
-        HAS_CUTS=cuts is not None,
+        HAS_POSITIONS=positions is not None,
+        HAS_CUTS=has_filters,
         GROUPS=block // 4,
         num_warps=4,
+        **whose,
+        **found,
     )
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    _choose_kernel[(rows,)](
-        top_ptr=top,
+    _choose_kernel[(count,)](
         best_ptr=first,
-        slots_ptr=slots,
-        temperature_ptr=settings.temperature,
-        values_ptr=values,
-        ids_ptr=ids,
         tokens_ptr=tokens,
-        chunks=chunks,
+        failed=failed,
         BLOCK=power_of_2(chunks),
         num_warps=1,
+        **whose,
+        **found,
     )
     return tokens

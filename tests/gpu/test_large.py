@@ -89,7 +89,7 @@ def test_a_captured_decode_equals_the_steps_it_was_captured_from(device: str) ->
         state.latest.copy_(torch.tensor([1, 2, 3, 4]))
         step, settings = DecodeStep(state, 4), SamplingRows(4, device)
         step.chosen.copy_(torch.tensor([2, 0, -1, 3]))
-        settings.temperature.fill_(1.0)
+        settings.settings[:, 0] = 1.0
         settings.top_k.fill_(5)
         return Model(device), step, settings
 

@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -86,8 +87,9 @@ def small_ops(dtype: torch.dtype) -> None:
     backend.copy_blocks(case.pool.to(dtype), positions[:3], positions[:3])
     rows = sample.SamplingRows(8, "cpu")
     logits, slots = torch.zeros(4, 152_000, dtype=dtype), torch.zeros(4, dtype=torch.int64)
-    for has_filters in (False, True):
-        sample.sample(logits, rows, slots, slots, has_filters=has_filters)
+    draws = ops.Draws([0] * 4, [1] * 4, [(1.0, 0.9, 0.0)] * 4, np.zeros((4, 5), np.uint32))
+    backend.draw(logits, draws)
+    sample.sample(logits, rows, slots, slots, has_filters=False)
     step = decode_step.DecodeStep(decode_step.RowState(8, 4, 16, "cpu"), 8)
     step.prepare()
     step.commit(step.tokens)

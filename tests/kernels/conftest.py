@@ -1,4 +1,4 @@
-"""The backends that every test of the ops runs on."""
+"""The backends that every test of the ops runs on: those of tests/conftest.py, and the GPU's."""
 
 from __future__ import annotations
 

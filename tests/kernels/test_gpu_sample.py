@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from streamer.core.sampling import SamplingParams
-from streamer.model.philox import gumbel, philox4x32
-from streamer.model.sampler import Sampler
+from streamer.kernels import ops, reference
+from streamer.kernels.philox import gumbel, philox4x32
 
 triton: Any = pytest.importorskip("triton")
 tl: Any = triton.language
@@ -63,93 +62,94 @@ def test_noise_is_the_reference_s(device: str) -> None:
     assert (np.abs(floats - exact) <= 2 * np.spacing(np.abs(exact)) + 2**-22 * (1 + inner)).all()
 
 
-def compare(
-    device: str, logits: torch.Tensor, params: list[SamplingParams], at: list[int]
-) -> tuple[list[int], list[int]]:
-    """(the device's tokens, the host's) for rows in scattered slots."""
-    from streamer.kernels.gpu.sample import SamplingRows, sample
+def draws_of(
+    temperatures: list[float], filters: list[tuple[int, float, float]], rows: list[int]
+) -> ops.Draws:
+    """A draw for each temperature from these rows, with (top_k, top_p, min_p) each."""
+    with np.errstate(divide="ignore"):
+        settings = [
+            (t, top_p, float(np.log(min_p)))
+            for t, (_, top_p, min_p) in zip(temperatures, filters, strict=True)
+        ]
+    origin = np.random.default_rng(len(rows)).integers(0, 1 << 32, (len(rows), 5), dtype=np.uint32)
+    return ops.Draws(rows, [top_k for top_k, _, _ in filters], settings, origin)
 
-    count, width = logits.shape
-    slots = [(7 * i + 3) % 16 for i in range(count)]
-    settings = SamplingRows(16, device)
-    settings.set(
-        slots,
-        temperature=[p.temperature for p in params],
-        seed=[p.seed or 0 for p in params],
-        choice=list(range(count)),
-        top_k=[p.top_k for p in params],
-        top_p=[p.top_p for p in params],
-        min_p=[p.min_p for p in params],
-    )
-    host = Sampler(width, 16)
-    for i, slot in enumerate(slots):
-        host.join(slot, params[i], [0], 1, i)
-    expected = host.sample(logits.clone(), slots, at).tokens
-    drawn = sample(
-        logits.to(device),
-        settings,
-        torch.tensor(slots, device=device),
-        torch.tensor(at, device=device),
-        has_filters=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params),
-    )
-    assert drawn.dtype is torch.int64
-    return drawn.tolist(), expected
+
+TEMPERATURES = [1.0, 1.5, 0.3, 2.0, 1.0, 1e-3, 0.7, 1.9, 1.0, 1.0]
+FILTERS = [
+    (3, 1.0, 0.0),
+    (4, 1.0, 0.0),
+    (0, 0.6, 0.0),
+    (5, 0.95, 0.0),
+    (0, 1.0, 0.2),
+    (1, 1.0, 0.0),
+    (10**6, 0.9, 0.0),
+    (40, 0.8, 0.05),
+    (0, 1e-6, 0.0),
+    (0, 1.0, 1.0),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_filters", [False, True])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_draws_are_the_host_s(device: str, width: int, dtype: torch.dtype) -> None:
+def test_draws_are_the_reference_s(
+    device: str, width: int, has_filters: bool, dtype: torch.dtype
+) -> None:
+    """Of strided rows in any order; ties at the cut, bans, settings that keep one or all."""
+    from streamer.kernels.gpu import backend
+
     rng = torch.Generator().manual_seed(width)
-    logits = (torch.randn(9, width, generator=rng) * 2).to(dtype)
+    logits = (torch.randn(9, width + 3, generator=rng) * 2).to(dtype)[:, :width]
+    logits[1] = logits[1].round()
     if width > 4:
-        logits[2, : width // 2] = -torch.inf
-    params = [
-        SamplingParams(temperature=t, seed=s)
-        for t, s in zip(
-            (1.0, 0.0, 1.5, 0.3, 2.0, 1.0, 0.0, 1e-3, 1.0),
-            (1, 2, -3, 1 << 62, 5, 5, 6, 7, -(1 << 63)),
-            strict=True,
-        )
-    ]
-    got, expected = compare(device, logits, params, [5, 6, 1, 99, 100_000, 3, 2, 1, 0])
-    assert got == expected
+        logits[3, ::3] = -torch.inf
+    filters = FILTERS if has_filters else [(0, 1.0, 0.0)] * 10
+    draws = draws_of(TEMPERATURES, filters, [8, 1, 2, 3, 0, 1, 1, 7, 5, 4])
+    expected = reference.draw(logits, draws)
+    got = backend.draw(logits.to(device), draws)
+    assert got.dtype is torch.int64
+    assert got.tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("width", [6, 300, 9000])
-def test_filters_are_the_host_s(device: str, width: int) -> None:
-    """Alone and together, with ties at the cut, bans, and settings that keep one or all."""
-    rng = torch.Generator().manual_seed(width)
-    logits = torch.randn(10, width, generator=rng) * 2
-    logits[1] = logits[1].round()  # ties
-    logits[3, ::3] = -torch.inf
-    settings: list[dict[str, float]] = [
-        {"top_k": 3},
-        {"top_k": 4},
-        {"top_p": 0.6},
-        {"top_p": 0.95, "top_k": 5},
-        {"min_p": 0.2},
-        {"top_k": 1},
-        {"top_k": 10**6, "top_p": 0.9},
-        {"min_p": 0.05, "top_k": 40, "top_p": 0.8, "temperature": 0.7},
-        {"top_p": 1e-6},
-        {"min_p": 1.0, "temperature": 1.9},
-    ]
-    params = [
-        SamplingParams(**{"temperature": 1.0, "seed": i, **kwargs})  # type: ignore[arg-type]
-        for i, kwargs in enumerate(settings)
-    ]
-    got, expected = compare(device, logits, params, list(range(10)))
-    assert got == expected
+def test_rows_that_are_not_finite_give_some_id(device: str) -> None:
+    from streamer.kernels.gpu import backend
+
+    logits = torch.zeros(4, 40)
+    logits[0], logits[1, 3], logits[2] = torch.nan, torch.inf, -torch.inf
+    for filters in FILTERS:
+        draws = draws_of([1.0] * 4, [filters] * 4, [0, 1, 2, 3])
+        assert all(0 <= i < 40 for i in backend.draw(logits.to(device), draws).tolist())
 
 
-def test_a_row_that_is_not_finite_fails_alone(device: str) -> None:
-    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
-    logits[1, 7], logits[2, 7], logits[3] = torch.nan, torch.inf, -torch.inf
-    logits[4, 1:] = -torch.inf
-    for temperature in (0.0, 1.0):
-        for top_k in (0, 3):
-            params = [SamplingParams(temperature=temperature, seed=i, top_k=top_k)
-                      for i in range(6)]  # fmt: skip
-            got, expected = compare(device, logits, params, [4] * 6)
-            assert got == expected
-            assert got[1:5] == [-1, -1, -1, 0]
+@pytest.mark.parametrize("has_filters", [False, True])
+def test_settings_and_positions_on_the_device(device: str, has_filters: bool) -> None:
+    """Rows in scattered slots: the same draws, the best where greedy, -1 where not finite."""
+    from streamer.kernels.gpu.sample import SamplingRows, sample
+
+    logits = torch.randn(10, 77, generator=torch.Generator().manual_seed(0))
+    logits[2, 5], logits[4], logits[9, 0] = torch.nan, -torch.inf, torch.inf
+    slots = [7, 1, 14, 3, 0, 12, 5, 9, 2, 8]
+    filters = FILTERS if has_filters else [(0, 1.0, 0.0)] * 10
+    settings, positions = SamplingRows(16, device), torch.arange(10) * 1000
+    stored = draws_of(TEMPERATURES, filters, slots)
+    settings.set(stored)
+    settings.settings[3, 0] = 0.0  # row 3 becomes greedy
+    drawn = sample(
+        logits.to(device),
+        settings,
+        torch.tensor([*slots[:8], -1, slots[9]], device=device),
+        positions.to(device),
+        has_filters=has_filters,
+    ).tolist()
+    origin = stored.origin.numpy().copy()
+    origin[:, 2] = positions.numpy()
+    expected = reference.draw(
+        logits.nan_to_num(posinf=0.0, neginf=0.0),
+        ops.Draws(list(range(10)), [k for k, _, _ in filters], stored.settings.tolist(), origin),
+    ).tolist()
+    expected[2] = expected[4] = expected[9] = -1
+    expected[3] = int(logits[3].argmax())
+    padding = 8
+    del drawn[padding], expected[padding]
+    assert drawn == expected
