@@ -18,16 +18,22 @@ HEAD_END = b"\r\n\r\n"
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """One request: `prompt` as token ids, or as text for a server that takes nothing else."""
+    """One request: `prompt` as token ids, or as text for a server that takes nothing else.
+
+    ignore_eos  absent for a server that refuses to know it; the checkpoints never end early anyway
+    """
 
     model: str
     prompt: list[int] | str
     max_tokens: int
     stream: bool = True
+    ignore_eos: bool | msgspec.UnsetType = True
 
     def bytes(self) -> bytes:
         """The whole HTTP request."""
-        body = msgspec.structs.asdict(self) | {"temperature": 0, "ignore_eos": True}
+        body = msgspec.structs.asdict(self) | {"temperature": 0}
+        if self.ignore_eos is msgspec.UNSET:
+            del body["ignore_eos"]
         if self.stream:
             body["stream_options"] = {"include_usage": True}
         data = msgspec.json.encode(body)

@@ -14,6 +14,7 @@ import datetime
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -90,10 +91,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         logs = args.logs or Path(temporary)
         logs.mkdir(parents=True, exist_ok=True)
+        # Asked to end, it ends its engine too.
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             measure(plan, results, places, logs.resolve(), out, console)
         except KeyboardInterrupt:
             console.print("Interrupted; what was measured follows.")
+        finally:
+            signal.signal(signal.SIGTERM, before)
     show(results, args, console)
     console.print(f"Written to {out}")
     return OK if results.samples else FAILED

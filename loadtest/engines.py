@@ -32,7 +32,7 @@ class Engine(msgspec.Struct, frozen=True):
     runner     the module in peers/ that runs it in process; "": only its server is measured
     options    for the runner
     serves     whether it has a server that streams completions
-    wants_text its server takes prompts as text alone
+    is_plain   its server takes prompts as text alone, and no fields that OpenAI does not have
     has_pool   whether it keeps a KV pool, so that its memory can be compared
     ready      the path that answers 200 once it serves
     """
@@ -43,7 +43,7 @@ class Engine(msgspec.Struct, frozen=True):
     runner: str = ""
     options: dict[str, str] = {}
     serves: bool = False
-    wants_text: bool = False
+    is_plain: bool = False
     has_pool: bool = True
     ready: str = "/health"
 
@@ -72,7 +72,7 @@ ENGINES = {
             "run_transformers",
             {"mode": "continuous"},
             serves=True,
-            wants_text=True,
+            is_plain=True,
         ),
     )
 }

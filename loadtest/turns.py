@@ -116,10 +116,10 @@ def asks_of(turn: Turn, work: Work, places: Places) -> list[list[Ask]]:
 
 def _ask(turn: Turn, prompt: list[int], length: int, stream: bool, places: Places) -> Ask:
     name = served_name(turn.engine, turn.model, places)
-    wanted: list[int] | str = prompt
-    if turn.engine.wants_text:
-        wanted = as_text(places.checkpoint(turn.model), prompt)
-    return Ask(name, wanted, length, stream)
+    if turn.engine.is_plain:
+        text = as_text(places.checkpoint(turn.model), prompt)
+        return Ask(name, text, length, stream, ignore_eos=msgspec.UNSET)
+    return Ask(name, prompt, length, stream)
 
 
 def as_text(checkpoint: str, prompt: Sequence[int]) -> str:

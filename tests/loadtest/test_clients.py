@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from streamer.loadtest.clients import Answer, Ask, BadAnswer, Measured, Reads, parse
@@ -81,4 +82,6 @@ def test_a_request_on_the_wire() -> None:
     assert head.startswith(b"POST /v1/completions HTTP/1.1\r\n")
     assert f"Content-Length: {len(body)}".encode() in head
     assert b'"stream_options":{"include_usage":true}' in body
-    assert b"stream_options" not in Ask("m", "text", 3, stream=False).bytes()
+    plain = Ask("m", "text", 3, stream=False, ignore_eos=msgspec.UNSET).bytes()
+    assert b"stream_options" not in plain
+    assert b"ignore_eos" not in plain
