@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamer.core.sampling import SamplingParams
-from streamer.model.philox import seed_key
+from streamer.kernels.philox import seed_key
 
 
 class History:
