@@ -147,6 +147,8 @@ class ModelRunner:
             self._rows.update_table(update)
 
     def _move_blocks(self, plan: Plan) -> None:
+        if not (plan.swap_out or plan.copies or plan.swap_in):
+            return
         device, host = self._pool.shape[0], self._host_pool.shape[0]
         _check_ids("swap_out", plan.swap_out, device, host)
         _check_ids("copies", plan.copies, device, device)
@@ -172,9 +174,10 @@ class ModelRunner:
         rows, tokens = inputs.rows, drawn.tokens
         if drawn.failed or not inputs.is_steady:
             pairs = [(r, t) for r, t in zip(rows, tokens, strict=True) if r not in drawn.failed]
-            rows, tokens = [r for r, _ in sorted(pairs)], [t for _, t in sorted(pairs)]
+            pairs.sort()
+            rows, tokens = tuple(r for r, _ in pairs), [t for _, t in pairs]
         self._rows.append(rows, tokens)
-        return StepResult(number, tuple(rows), tuple(tokens), drawn.logprobs, drawn.failed)
+        return StepResult(number, rows, tuple(tokens), drawn.logprobs, drawn.failed)
 
     def _logits(self, inputs: StepInputs) -> torch.Tensor | None:
         """[S + F, V] for the rows that draw; None where nobody does."""

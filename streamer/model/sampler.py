@@ -100,7 +100,7 @@ class Sampler:
     def __init__(self, vocab_size: int, max_rows: int) -> None:
         self.vocab_size = vocab_size
         self._states: list[RowState | None] = [None] * max_rows
-        self._rows: list[int] = []
+        self._rows: tuple[int, ...] = ()
         self._layout: _Layout | None = None
 
     def join(
@@ -122,7 +122,10 @@ class Sampler:
         self._layout = None
 
     def sample(
-        self, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int]
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[int],
+        positions: Sequence[int] | NDArray[np.int64],
     ) -> SampleOutput:
         """Draw one token for each of `rows` (distinct) and append it to the row's history.
 
@@ -130,9 +133,11 @@ class Sampler:
         positions  absolute position of the token to be drawn: how many tokens come before it
         """
         layout = self._layout_of(rows)
-        logits = logits[:, : self.vocab_size]
+        if logits.shape[1] != self.vocab_size:
+            logits = logits[:, : self.vocab_size]
         best, best_ids = ops.best(logits)
-        bad = [i for i, value in enumerate(best.tolist()) if not math.isfinite(value)]
+        is_finite = np.isfinite(best.numpy())
+        bad: list[int] = [] if is_finite.all() else np.flatnonzero(~is_finite).tolist()
         tokens: list[int] = best_ids.tolist()
         raw = logits[layout.logprobs].float() if layout.logprobs else None
         if not layout.is_plain_greedy:
@@ -150,8 +155,8 @@ class Sampler:
         )
 
     def _layout_of(self, rows: Sequence[int]) -> _Layout:
-        wanted = list(rows)
-        if self._layout is None or wanted != self._rows:
+        wanted = tuple(rows)  # itself, where it is one: most often the very one of last time
+        if self._layout is None or (wanted is not self._rows and wanted != self._rows):
             states = [self._states[row] for row in wanted]
             absent = [row for row, state in zip(wanted, states, strict=True) if state is None]
             if absent:
@@ -164,7 +169,7 @@ class Sampler:
         self,
         logits: torch.Tensor,
         layout: _Layout,
-        positions: Sequence[int],
+        positions: Sequence[int] | NDArray[np.int64],
         bad: list[int],
         tokens: list[int],
     ) -> list[int]:
@@ -194,7 +199,9 @@ class Sampler:
                 tokens[i] = token
         return tokens
 
-    def _masked_out(self, x: torch.Tensor, layout: _Layout, positions: Sequence[int]) -> list[int]:
+    def _masked_out(
+        self, x: torch.Tensor, layout: _Layout, positions: Sequence[int] | NDArray[np.int64]
+    ) -> list[int]:
         """Rows in which min_tokens bans every token the model would allow: nothing to draw."""
         below = [i for i, floor in layout.floors if positions[i] < floor]
         if not below:
@@ -205,7 +212,9 @@ class Sampler:
             x[closed] = 0.0
         return closed
 
-    def _edit(self, x: torch.Tensor, layout: _Layout, positions: Sequence[int]) -> list[int]:
+    def _edit(
+        self, x: torch.Tensor, layout: _Layout, positions: Sequence[int] | NDArray[np.int64]
+    ) -> list[int]:
         """Bias, min_tokens mask and penalties, in place in x [S, V]; the greedy rows it touched."""
         flat, vocab = x.view(-1), x.shape[1]
         below = [i for i, floor in layout.floors if positions[i] < floor]
