@@ -63,6 +63,8 @@ class Sequence:
 
     num_computed  tokens whose KV is (or will be, by launched plans) in `blocks`
     num_pending   tokens drawn by launched plans that `apply` has not seen yet
+    plain_until   below so many computed tokens it decodes one a plan and needs nothing: its row has
+                  joined, its block is there and not full, its last token is not due
     found         while it holds no blocks: its published prefix, as of the last look
     """
 
@@ -77,6 +79,7 @@ class Sequence:
         "num_computed",
         "num_pending",
         "num_published",
+        "plain_until",
         "request",
         "row",
         "shares_tail",
@@ -95,6 +98,7 @@ class Sequence:
         self.hashes: list[bytes] = []
         self.found: list[int] = []
         self.num_published = 0
+        self.plain_until = 0
         self.row = -1
         self.joined = False  # the runner knows the row
         self.shares_tail = False  # the block it writes next may be seen by others
