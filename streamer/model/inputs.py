@@ -25,6 +25,7 @@ class StepInputs(msgspec.Struct, frozen=True):
     tokens, positions  [T]; None with batch where nothing is computed
     last               [S] packed index of each drawing row's last token; None: S = T, in order
     rows               the S drawing rows, then the F forks; one object as long as nothing changes
+    at                 [S + F] the same
     draw_at            [S + F] position of the token each of `rows` draws
     parents            F indices into the S rows: whose logits the forks draw from
     """
@@ -34,6 +35,7 @@ class StepInputs(msgspec.Struct, frozen=True):
     batch: AttentionBatch | None
     last: torch.Tensor | None
     rows: tuple[int, ...]
+    at: Ints
     draw_at: Ints
     parents: list[int]
     num_tokens: int
@@ -148,6 +150,7 @@ class Rows:
             batch=batch,
             last=None,
             rows=self._names,
+            at=rows,
             draw_at=contexts,
             parents=[],
             num_tokens=count,
@@ -179,23 +182,24 @@ class Rows:
         parents = [_index_of(drawing, parent) for _, parent in forks]
         self._computed[rows] += counts
         drawing += [row for row, _ in forks]
+        at = np.array(drawing, np.int64)
         return StepInputs(
             tokens=tokens,
             positions=positions,
             batch=batch,
             last=last,
             rows=tuple(drawing),
-            draw_at=self._known[drawing],
+            at=at,
+            draw_at=self._known[at],
             parents=parents,
             num_tokens=num_tokens,
             num_chunk_tokens=num_tokens - len(decoding),
         )
 
-    def append(self, rows: tuple[int, ...], tokens: list[int]) -> None:
+    def append(self, rows: Ints, tokens: list[int] | Ints) -> None:
         """These rows drew these tokens."""
-        at = self._resident if rows is self._names else np.array(rows, np.int64)
-        self._latest[at] = tokens
-        self._known[at] += 1
+        self._latest[rows] = tokens
+        self._known[rows] += 1
 
     def _pack(
         self, decoding: Ints, chunks: list[Chunk], rows: Ints, counts: Ints

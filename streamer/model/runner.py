@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from streamer.config import Config
@@ -171,13 +172,16 @@ class ModelRunner:
         if logits is None:
             return StepResult(number)
         drawn = self._sampler.sample(logits, inputs.rows, inputs.draw_at)
-        rows, tokens = inputs.rows, drawn.tokens
-        if drawn.failed or not inputs.is_steady:
-            pairs = [(r, t) for r, t in zip(rows, tokens, strict=True) if r not in drawn.failed]
-            pairs.sort()
-            rows, tokens = tuple(r for r, _ in pairs), [t for _, t in pairs]
-        self._rows.append(rows, tokens)
-        return StepResult(number, rows, tuple(tokens), drawn.logprobs, drawn.failed)
+        if inputs.is_steady and not drawn.failed:
+            self._rows.append(inputs.at, drawn.tokens)
+            return StepResult(number, inputs.rows, tuple(drawn.tokens), drawn.logprobs)
+        tokens = np.array(drawn.tokens, np.int64)
+        order = inputs.at.argsort()
+        order = order[tokens[order] >= 0]  # those that did not fail
+        at, tokens = inputs.at[order], tokens[order]
+        self._rows.append(at, tokens)
+        rows = tuple(at.tolist())
+        return StepResult(number, rows, tuple(tokens.tolist()), drawn.logprobs, drawn.failed)
 
     def _logits(self, inputs: StepInputs) -> torch.Tensor | None:
         """[S + F, V] for the rows that draw; None where nobody does."""

@@ -6,7 +6,6 @@ tells it who joins and leaves and calls `sample` once a step. Never sees a Plan,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import msgspec
@@ -19,7 +18,7 @@ from streamer.core.sampling import SamplingParams
 from streamer.kernels import ops
 from streamer.model.philox import USE_SAMPLE, token_noise
 from streamer.model.sampling_filters import Filters, draw_all, draw_filtered
-from streamer.model.sampling_rows import RowState
+from streamer.model.sampling_rows import RowState, RowTable
 
 NOT_FINITE = "the model's logits are not finite"
 
@@ -60,29 +59,27 @@ class _Layout:
     logprobs     indices of rows that asked, num_top how many at most
     """
 
-    def __init__(self, states: list[RowState]) -> None:
-        params = [state.params for state in states]
-        self.states = states
-        self.edited = [i for i, state in enumerate(states) if state.is_edited]
-        self.floors = [(i, s.min_position) for i, s in enumerate(states) if s.min_position]
-        self.logprobs = [i for i, p in enumerate(params) if p.logprobs is not None]
-        self.num_top = max((p.logprobs or 0 for p in params), default=0)
-        drawn = [i for i, p in enumerate(params) if not p.is_greedy]
-        self.filtered = [i for i in drawn if _is_filtered(params[i])]
-        self.whole = [i for i in drawn if not _is_filtered(params[i])]
-        self.greedy = [i for i, p in enumerate(params) if p.is_greedy]
-        self.temperature = torch.tensor([[p.temperature or 1.0] for p in params])
+    def __init__(self, table: RowTable, rows: Sequence[int]) -> None:
+        self.states = table.states_of(rows)
+        at = np.array(rows, np.int64)
+        is_greedy, is_filtered = table.is_greedy[at], table.is_filtered[at]
+        floor, num_top = table.floor[at], table.num_top[at]
+        self.edited = _where(table.is_edited[at])
+        self.floors = [(i, int(floor[i])) for i in _where(floor > 0)]
+        self.logprobs = _where(num_top >= 0)
+        self.num_top = max(0, int(num_top.max(initial=0)))
+        self.filtered = _where(is_filtered & ~is_greedy)
+        self.whole = _where(~is_filtered & ~is_greedy)
+        self.greedy = _where(is_greedy)
+        self.temperature = torch.from_numpy(table.temperature[at]).unsqueeze(1)
+        drawn = at[self.filtered]
         self.filters = Filters(
-            top_k=torch.tensor([max(0, params[i].top_k) for i in self.filtered]),
-            top_p=torch.tensor([params[i].top_p for i in self.filtered]),
-            log_min_p=torch.tensor([_log(params[i].min_p) for i in self.filtered]),
+            top_k=torch.from_numpy(table.top_k[drawn]),
+            top_p=torch.from_numpy(table.top_p[drawn]),
+            log_min_p=torch.from_numpy(table.log_min_p[drawn]),
         )
-        self.origin = np.zeros((5, len(states)), dtype=np.uint32)
-        if states:
-            self.origin[:2] = np.array([state.key for state in states], dtype=np.uint32).T
-            self.origin[3] = [state.choice for state in states]
-        self.origin[4] = USE_SAMPLE
-        self.is_plain_greedy = not (drawn or self.edited or self.floors)
+        self.origin = table.origin[:, at]
+        self.is_plain_greedy = bool(is_greedy.all()) and not (self.edited or self.floors)
 
     def noise_of(self, members: list[int]) -> _Noise:
         """The noise of some of the rows, at the positions last filled in."""
@@ -99,7 +96,7 @@ class Sampler:
 
     def __init__(self, vocab_size: int, max_rows: int) -> None:
         self.vocab_size = vocab_size
-        self._states: list[RowState | None] = [None] * max_rows
+        self._table = RowTable(max_rows, USE_SAMPLE)
         self._rows: tuple[int, ...] = ()
         self._layout: _Layout | None = None
 
@@ -113,12 +110,13 @@ class Sampler:
         stop_ids: frozenset[int] = frozenset(),
     ) -> None:
         """Row slot `row` (0 to max_rows - 1) now holds this sequence; fields as in RowJoin."""
-        self._states[row] = RowState(params, tokens, num_prompt, choice, stop_ids, self.vocab_size)
+        state = RowState(params, tokens, num_prompt, choice, stop_ids, self.vocab_size)
+        self._table.put(row, state)
         self._layout = None
 
     def leave(self, row: int) -> None:
         """Forget the row."""
-        self._states[row] = None
+        self._table.states[row] = None
         self._layout = None
 
     def sample(
@@ -157,11 +155,7 @@ class Sampler:
     def _layout_of(self, rows: Sequence[int]) -> _Layout:
         wanted = tuple(rows)  # itself, where it is one: most often the very one of last time
         if self._layout is None or (wanted is not self._rows and wanted != self._rows):
-            states = [self._states[row] for row in wanted]
-            absent = [row for row, state in zip(wanted, states, strict=True) if state is None]
-            if absent:
-                raise ValueError(f"rows {absent} did not join")
-            self._layout = _Layout([state for state in states if state is not None])
+            self._layout = _Layout(self._table, wanted)
             self._rows = wanted
         return self._layout
 
@@ -274,9 +268,5 @@ def _logprobs(
     return out
 
 
-def _is_filtered(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
-
-
-def _log(value: float) -> float:
-    return math.log(value) if value > 0.0 else -math.inf
+def _where(is_so: NDArray[np.bool_]) -> list[int]:
+    return np.flatnonzero(is_so).tolist()

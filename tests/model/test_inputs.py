@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from streamer.core.plan import Chunk, Plan, RowJoin, TableUpdate
@@ -82,7 +83,7 @@ def test_a_steady_step_takes_all_rows() -> None:
         assert got.positions is not None
         assert got.positions.tolist() == [position, 1 + position]
         assert (got.rows, got.draw_at.tolist()) == ((1, 3), [position + 1, position + 2])
-        rows.append((1, 3), [40, 41])
+        rows.append(np.array([1, 3]), [40, 41])
     assert got.tokens is not None
     assert got.tokens.tolist() == [40, 41]
 
@@ -91,7 +92,7 @@ def test_a_resumed_row_prefills_its_own_output() -> None:
     """Drawn tokens are known tokens: a chunk after a failed sample step may name them."""
     rows = make(join(0, (1, 2), (3,)))
     step(rows, Chunk(0, 0, 2, True), num=(1, 2, 1))
-    rows.append((0,), [9])
+    rows.append(np.array([0]), [9])
     got = step(rows, Chunk(0, 2, 1, True), num=(1, 1, 1))
     assert got.tokens is not None
     assert got.tokens.tolist() == [9]
