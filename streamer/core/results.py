@@ -69,9 +69,9 @@ def fail_row(state: State, row: int, reason: str) -> None:
 
 
 def look(state: State, seq: Sequence, token: int) -> None:
-    """Publish a block that is full, end what ends; say when the next token that must be seen is due.
+    """Publish a block that is full, end what ends, and say when to look again.
 
-    With stop strings that is every token, without them a block's or the sequence's last.
+    With stop strings that is at every token, without them at a block's or the sequence's last.
     """
     num_known, size = len(seq.tokens), state.config.block_size
     if num_known % size == 0 and seq.blocks:
