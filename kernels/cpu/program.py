@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -106,7 +107,7 @@ def _padded(values: Sequence[float], size: int) -> tuple[float, ...]:
 
 
 class Team:
-    """The threads; opened on first use by the one thread that runs everything."""
+    """The threads, opened on first use. Whoever runs something has them for so long."""
 
     def __init__(self) -> None:
         self._library: Any = load()
@@ -122,21 +123,24 @@ class Team:
         self.lanes = int(self._library.lanes())
         self._threads = 1
         self._handle: int | None = None
+        self._lock = threading.Lock()  # two engines may live in one process
 
     def set_threads(self, count: int) -> None:
         """Threads of the team from the next run on, the caller's included."""
-        if self._handle is not None and count != self._threads:
-            self._library.team_close(self._handle)
-            self._handle = None
-        self._threads = count
+        with self._lock:
+            if self._handle is not None and count != self._threads:
+                self._library.team_close(self._handle)
+                self._handle = None
+            self._threads = count
 
     def run(self, ops: int | bytes, num_ops: int, counts: int | bytes) -> None:
         """Run records with the counts, both bytes or where they lie; the GIL is released."""
-        if self._handle is None:
-            self._handle = self._library.team_open(self._threads)
+        with self._lock:
             if self._handle is None:
-                raise MemoryError("no memory for the kernels' threads")
-        self._library.team_run(self._handle, ops, num_ops, counts)
+                self._handle = self._library.team_open(self._threads)
+                if self._handle is None:
+                    raise MemoryError("no memory for the kernels' threads")
+            self._library.team_run(self._handle, ops, num_ops, counts)
 
     def pack(self, weight: torch.Tensor, packed: torch.Tensor, is_gate: bool) -> None:
         """See pack_weight in linear.c."""
@@ -146,13 +150,21 @@ class Team:
         )
 
 
+class _ThisThread(threading.local):
+    """The program that this thread records, if any."""
+
+    recording: Program | None = None
+
+
 team = Team()
+_this_thread = _ThisThread()
 
 
 def issue(call: Call) -> None:
     """Run the op now, or note it where a program is being recorded."""
-    if Program.recording is not None:
-        Program.recording.add(call)
+    recording = _this_thread.recording
+    if recording is not None:
+        recording.add(call)
         return
     num_rows = call.rows.shape[0]
     team.run(call.record(Count.TOKENS), 1, COUNTS.pack(num_rows, num_rows, num_rows))
@@ -161,8 +173,9 @@ def issue(call: Call) -> None:
 def new_rows(like: torch.Tensor, *shape: int, dtype: torch.dtype) -> torch.Tensor:
     """A tensor [rows of `like`, *shape] for an op to write."""
     out = torch.empty((like.shape[0], *shape), dtype=dtype)
-    if Program.recording is not None:
-        Program.recording.own(out, Program.recording.count_of(like))
+    recording = _this_thread.recording
+    if recording is not None:
+        recording.own(out, recording.count_of(like))
     return out
 
 
@@ -186,8 +199,6 @@ class Program:
 
     ops  the records, which may be changed between two runs
     """
-
-    recording: Program | None = None
 
     def __init__(self) -> None:
         self._calls: list[Call] = []
@@ -215,11 +226,11 @@ class Program:
 
     @contextmanager
     def _open(self) -> Iterator[None]:
-        Program.recording = self
+        _this_thread.recording = self
         try:
             yield
         finally:
-            Program.recording = None
+            _this_thread.recording = None
 
     def own(self, tensor: torch.Tensor, count: Count, *, is_input: bool = False) -> None:
         """Note the memory of a tensor whose rows follow `count`."""

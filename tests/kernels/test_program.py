@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -87,7 +88,6 @@ def test_a_foreign_tensor_is_refused() -> None:
     foreign, weight = torch.zeros(ROWS, WIDTH), ops.pack_weight(torch.zeros(8, WIDTH))
     with pytest.raises(ValueError, match="no part of the recording"):
         Program.record({}, lambda: ops.linear(foreign, weight))
-    assert Program.recording is None
     assert torch.equal(ops.linear(foreign, weight), torch.zeros(ROWS, 8))
 
 
@@ -122,3 +122,28 @@ def test_a_graph_equals_its_forward() -> None:
         for last in (None, torch.tensor([2, 43])):
             out = graph(tokens, positions, case.batch(), last)
             assert torch.equal(out, expected if last is None else expected[last])
+
+
+def test_two_engines_in_one_process() -> None:
+    """Threads that run, and one that records meanwhile, are not in each other's way."""
+    team.set_threads(2)
+    stack = layers(2)
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(4))
+    expected = forward(stack, x.clone())
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        same = (torch.equal(forward(stack, x.clone()), expected) for _ in range(60))
+        wrong.extend(number for is_same in same if not is_same)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(20):
+        program, tokens, table = record(2)
+        tokens[:] = torch.arange(ROWS)
+        assert torch.equal(program.run((ROWS, 0, 0)), forward(layers(2), table.clone()))
+    for thread in threads:
+        thread.join()
+    team.set_threads(1)
+    assert wrong == []

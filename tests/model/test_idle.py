@@ -1,4 +1,4 @@
-"""An idle engine uses no CPU, also after real steps: no thread of torch's pool goes on spinning."""
+"""An idle engine uses no CPU, also after real steps: no thread that computes goes on spinning."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ import subprocess
 import sys
 from typing import Any
 
-import pytest
-
 PROGRAM = """
 import asyncio, sys, time
-import torch
 from streamer.bench.fake import load_fake_tokenizer
 from streamer.config import Config
 from streamer.core.sampling import SamplingParams
@@ -29,7 +26,7 @@ async def main():
         idle_s = -time.process_time()
         await asyncio.sleep(1.0)
         idle_s += time.process_time()
-    print(torch.get_num_threads(), worked_s, idle_s)
+    print(worked_s, idle_s)
 
 asyncio.run(main())
 """
@@ -42,8 +39,6 @@ def test_an_idle_second_after_real_steps_uses_no_cpu(checkpoint: Any) -> None:
     command = [sys.executable, "-c", PROGRAM, str(folder)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    threads, worked_s, idle_s = (float(word) for word in done.stdout.split())
-    if threads < 2:
-        pytest.skip("one core: torch has no pool of threads that could spin")
+    worked_s, idle_s = (float(word) for word in done.stdout.split())
     assert worked_s > 0
     assert idle_s < 0.1, f"{idle_s} s of CPU in an idle second"
