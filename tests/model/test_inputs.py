@@ -88,6 +88,21 @@ def test_a_steady_step_takes_all_rows() -> None:
     assert got.tokens.tolist() == [40, 41]
 
 
+def test_rows_without_holes_lend_their_tables() -> None:
+    """Nothing is copied where row r of the batch is row slot r; else the batch has its own."""
+    rows = make(join(0, (3,), (4,)), join(1, (5,), (2,)))
+    first = step(rows, num=(2, 2, 2))
+    rows.leave(0)
+    rows.append(np.array([1]), [6])
+    second = step(rows, num=(1, 1, 1))
+    assert first.batch is not None
+    assert second.batch is not None
+    assert second.batch.block_tables.tolist() == [[2]]
+    rows.update_table(TableUpdate(1, 0, (7,)))
+    assert first.batch.block_tables.tolist() == [[4], [7]]
+    assert second.batch.block_tables.tolist() == [[2]]
+
+
 def test_a_resumed_row_prefills_its_own_output() -> None:
     """Drawn tokens are known tokens: a chunk after a failed sample step may name them."""
     rows = make(join(0, (1, 2), (3,)))
