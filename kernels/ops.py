@@ -17,15 +17,18 @@ from typing import Any, Protocol
 import torch
 
 from streamer.kernels.batch import AttentionBatch, Forward, Limits
+from streamer.kernels.draws import Draws
 
 __all__ = [
     "AttentionBatch",
+    "Draws",
     "Forward",
     "Limits",
     "Weight",
     "backend",
     "best",
     "copy_blocks",
+    "draw",
     "embedding",
     "graph",
     "layer_view",
@@ -210,6 +213,17 @@ def best(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     The first of equals; NaN (and any id) where the row has a NaN.
     """
     return _backend.best(x)  # type: ignore[no-any-return]
+
+
+def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+    """One token for each of F draws from rows of logits [S, V] -> [F] ids.
+
+    Gumbel-max over logits / temperature, with philox.py's noise, over what the filters leave:
+    min_p, then top_k, then top_p of what those two leave. Tokens that tie with the last one kept
+    are kept, so that the result does not depend on how a sort orders equals. A row without a finite
+    maximum gives any id.
+    """
+    return _backend.draw(logits, draws)  # type: ignore[no-any-return]
 
 
 def copy_blocks(pool: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:

@@ -1,7 +1,8 @@
 """Plain torch of every op: the oracle of the other backends, and what serves without one.
 
 Signatures are those of ops.py, which is the only caller. Attention lives in
-reference_attention.py, linear layers in reference_linear.py; nothing here keeps state.
+reference_attention.py, linear layers in reference_linear.py, drawing in reference_sampling.py;
+nothing here keeps state.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import torch.nn.functional as F
 from streamer.kernels.batch import AttentionBatch, Forward, Limits
 from streamer.kernels.reference_attention import paged_attention
 from streamer.kernels.reference_linear import linear, pack_weight
+from streamer.kernels.reference_sampling import draw
 
 __all__ = [
     "best",
     "copy_blocks",
+    "draw",
     "embedding",
     "graph",
     "linear",

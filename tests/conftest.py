@@ -26,6 +26,23 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
+@pytest.fixture(params=["torch", "native"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kernels' backend for a test that uses this: each in turn."""
+    from streamer.kernels import ops, reference
+
+    name: str = request.param
+    if name == "native":
+        if ops.why_not_native:
+            pytest.fail(f"the native kernels do not compile here: {ops.why_not_native}")
+        from streamer.kernels.cpu import native
+
+        monkeypatch.setattr(ops, "_backend", native)
+    else:
+        monkeypatch.setattr(ops, "_backend", reference)
+    return name
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """How often greedy parity rested on rounding (tests/model/greedy_oracle.py), also on a pass."""
     sums = Counter[str]()

@@ -75,7 +75,7 @@ typedef struct {
     char *scratch;
 } Worker;
 
-#define SCRATCH_BYTES (1 << 20)
+#define SCRATCH_BYTES (2 << 20) /* touched on first use */
 
 INLINE float to_float(bf16 x) {
     union { uint32_t u; float f; } bits = {(uint32_t)x << 16};

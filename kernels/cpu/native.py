@@ -16,11 +16,13 @@ from numpy.typing import NDArray
 from streamer.kernels import reference
 from streamer.kernels.batch import AttentionBatch, Forward, Limits
 from streamer.kernels.cpu.program import Call, Count, Kind, Program, issue, new_rows, team
+from streamer.kernels.draws import Draws
 
 ACTIVATIONS = {None: 0, "silu": 2, "gelu": 3, "gelu_tanh": 4}
 ADD = 1
 HUGE_PAGE = 2 << 20
 MADV_HUGEPAGE = 14  # Linux's number; where it is refused nothing is lost
+MAX_DRAW = 500_000  # vocabulary for which draw.c has scratch memory
 TILE_QUERIES = 48  # as attention.c has it
 TABLES, TABLE_STRIDE = 7, 5  # where it has them: of its pointers, of its integers
 
@@ -29,6 +31,7 @@ Ints = NDArray[np.int64]
 __all__ = [
     "best",
     "copy_blocks",
+    "draw",
     "embedding",
     "graph",
     "linear",
@@ -278,6 +281,17 @@ def best(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     values, ids = torch.empty(x.shape[0]), torch.empty(x.shape[0], dtype=torch.int64)
     issue(Call(Kind.BEST, x, x.dtype, (x, values, ids), (x.shape[1], x.stride(0))))
     return values, ids
+
+
+def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+    """See ops.draw."""
+    if logits.shape[1] > MAX_DRAW:
+        return reference.draw(logits, draws)
+    ids = torch.empty(len(draws.rows), dtype=torch.int64)
+    pointers = (logits, draws.rows, draws.top_k, draws.settings, draws.origin, ids)
+    sizes = (logits.shape[1], logits.stride(0))
+    issue(Call(Kind.DRAW, draws.rows, logits.dtype, pointers, sizes))
+    return ids
 
 
 def copy_blocks(pool: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:

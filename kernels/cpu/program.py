@@ -52,6 +52,7 @@ class Kind(IntEnum):
     STORE = 5
     COPY = 6
     BEST = 7
+    DRAW = 8
 
 
 class Count(IntEnum):

@@ -18,6 +18,7 @@
 #include "attention.c"
 #include "best.c"
 #include "copy.c"
+#include "draw.c"
 #include "embedding.c"
 #include "norm.c"
 #include "rope.c"
@@ -38,6 +39,7 @@ static const Kind kinds[] = {
     {rope_chunks, rope_run},           {store_chunks, store_run},
     {copy_chunks, copy_run},
     {best_chunks, best_run},
+    {draw_chunks, draw_run},
 };
 
 /* A ticket is op << 48 | chunks of that op << 24 | next chunk, so that whoever takes one knows what

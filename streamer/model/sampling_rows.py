@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamer.core.sampling import SamplingParams
-from streamer.model.philox import seed_key
+from streamer.kernels.philox import seed_key
 
 
 class History:
@@ -110,41 +110,35 @@ class RowTable:
     """The row slots: a state each, and what every new list of rows is looked through for, as
     arrays over the slots (256 rows are looked through in 25 us; one by one it took 250).
 
-    top_k, top_p, log_min_p  of rows whose filters leave something out (is_filtered)
+    top_k, settings, origin  as in ops.Draws, of rows that are not greedy
     floor                    first position without the min_tokens mask, 0: there is none
     num_top                  alternatives wanted beside the drawn token's log probability, or -1
-    origin                   [5, rows] the noise's key, nothing, choice and use
     """
 
     def __init__(self, max_rows: int, use: int) -> None:
         self.states: list[RowState | None] = [None] * max_rows
         self.is_greedy = np.zeros(max_rows, bool)
-        self.is_filtered = np.zeros(max_rows, bool)
         self.is_edited = np.zeros(max_rows, bool)
-        self.temperature = np.ones(max_rows, np.float32)
         self.top_k = np.zeros(max_rows, np.int64)
-        self.top_p = np.ones(max_rows, np.float32)
-        self.log_min_p = np.zeros(max_rows, np.float32)
+        self.settings = np.zeros((max_rows, 3), np.float32)
         self.floor = np.zeros(max_rows, np.int64)
         self.num_top = np.zeros(max_rows, np.int64)
-        self.origin = np.zeros((5, max_rows), np.uint32)
-        self.origin[4] = use
+        self.origin = np.zeros((max_rows, 5), np.uint32)
+        self.origin[:, 4] = use
 
     def put(self, row: int, state: RowState) -> None:
         """The slot holds this row now."""
         params = state.params
         self.states[row] = state
         self.is_greedy[row] = params.is_greedy
-        self.is_filtered[row] = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
         self.is_edited[row] = state.is_edited
-        self.temperature[row] = params.temperature or 1.0
         self.top_k[row] = max(0, params.top_k)
-        self.top_p[row] = params.top_p
-        self.log_min_p[row] = math.log(params.min_p) if params.min_p > 0.0 else -math.inf
+        log_min_p = math.log(params.min_p) if params.min_p > 0.0 else -math.inf
+        self.settings[row] = (params.temperature, params.top_p, log_min_p)
         self.floor[row] = state.min_position
         self.num_top[row] = -1 if params.logprobs is None else params.logprobs
-        self.origin[:2, row] = state.key
-        self.origin[3, row] = state.choice
+        self.origin[row, :2] = state.key
+        self.origin[row, 3] = state.choice
 
     def states_of(self, rows: Sequence[int]) -> list[RowState]:
         """The states of rows that joined."""

@@ -13,8 +13,8 @@ from streamer.core.plan import Plan
 from streamer.core.sampling import SamplingParams
 from streamer.errors import ConfigError, InvariantViolated, NotEnoughMemory
 from tests.checkpoints import reference_greedy, reference_logits
+from tests.kernels.sampling_oracle import noise
 from tests.model.hand import BLOCK, GREEDY, Hand, make_runner
-from tests.model.sampling_oracle import noise
 from tests.model.test_decoder import random_tokens
 
 FAMILIES: list[tuple[str, dict[str, Any]]] = [

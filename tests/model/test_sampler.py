@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from streamer.core.sampling import SamplingParams
-from streamer.model import sampling_filters
+from streamer.kernels import reference_sampling
 from streamer.model.sampler import Sampler
 from streamer.model.sampling_rows import History
-from tests.model.sampling_oracle import edited, noise
+from tests.kernels.sampling_oracle import edited, noise
+
+pytestmark = pytest.mark.usefixtures("backend")
 
 VOCAB = 1001  # not a multiple of four
 
@@ -40,7 +42,7 @@ KINDS = [
 @pytest.fixture(autouse=True)
 def narrow_widths(monkeypatch: pytest.MonkeyPatch) -> None:
     """The vocabulary here is small: look at 64 and at 512 candidates first all the same."""
-    monkeypatch.setattr(sampling_filters, "WORTH", 1)
+    monkeypatch.setattr(reference_sampling, "WORTH", 1)
 
 
 def logits_of(rows: int, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
@@ -254,9 +256,9 @@ def test_widths_do_not_change_the_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     for worth in (1, 4):
         for step in range(4):
             logits = logits_of(len(KINDS), seed=step)
-            monkeypatch.setattr(sampling_filters, "WORTH", worth)
+            monkeypatch.setattr(reference_sampling, "WORTH", worth)
             narrow = sampler_of(KINDS).sample(logits.clone(), rows, positions).tokens
-            monkeypatch.setattr(sampling_filters, "WORTH", VOCAB)
+            monkeypatch.setattr(reference_sampling, "WORTH", VOCAB)
             assert sampler_of(KINDS).sample(logits.clone(), rows, positions).tokens == narrow
 
 

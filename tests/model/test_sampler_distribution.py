@@ -10,9 +10,11 @@ from numpy.typing import NDArray
 from scipy.stats import chisquare
 
 from streamer.core.sampling import SamplingParams
-from streamer.model import sampling_filters
+from streamer.kernels import reference_sampling
 from streamer.model.sampler import Sampler
-from tests.model.sampling_oracle import distribution
+from tests.kernels.sampling_oracle import distribution
+
+pytestmark = pytest.mark.usefixtures("backend")
 
 VOCAB = 90
 DRAWS = 6000
@@ -88,7 +90,7 @@ def of(params: SamplingParams) -> NDArray[np.float64]:
 def test_draws_follow_the_distribution(
     monkeypatch: pytest.MonkeyPatch, params: SamplingParams, worth: int
 ) -> None:
-    monkeypatch.setattr(sampling_filters, "WORTH", worth)
+    monkeypatch.setattr(reference_sampling, "WORTH", worth)
     assert p_value(draw(params, seed=1234), of(params)) > 1e-3
 
 

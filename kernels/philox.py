@@ -1,7 +1,7 @@
 """Philox4x32-10 and the one mapping from its bits to Gumbel noise.
 
 Owns the definition every backend follows: whose noise it is, and how 32 bits become a float32.
-Pure functions of numpy arrays; called by the sampler.
+Pure functions of numpy arrays; called by reference_sampling.py.
 
 The noise of a token is a function of the request alone:
     key      = (seed mod 2**32, seed div 2**32), the 64-bit seed in two's complement

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from streamer.model.philox import GUMBEL_SPAN, gumbel, philox4x32, seed_key, token_noise
-from tests.model.sampling_oracle import philox
+from streamer.kernels.philox import GUMBEL_SPAN, gumbel, philox4x32, seed_key, token_noise
+from tests.kernels.sampling_oracle import philox
 
 # Counter, key and result of Random123's known-answer tests for Philox4x32-10.
 VECTORS = [

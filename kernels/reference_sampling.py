@@ -1,8 +1,7 @@
-"""The draw itself: Gumbel-max over logits, whole or after top-k, top-p and min-p.
+"""Drawing in torch and numpy: Gumbel-max over logits, whole or after top-k, top-p and min-p.
 
-Owns the arithmetic of filtering; knows no requests or history. A row's result depends on its own
-logits, parameters and noise alone: each is computed at a width that it chooses itself. Called by
-sampler.py with float32 logits that are shifted (the best is 0) and divided by temperature.
+A row's result depends on its own logits, settings and noise alone: each is computed at a width that
+it chooses itself. Called through reference.py.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from streamer.model.philox import GUMBEL_SPAN
+from streamer.kernels.draws import Draws
+from streamer.kernels.philox import GUMBEL_SPAN, token_noise
 
 # How many of the best candidates filtering looks at before it sorts all; 64 hold what top-p keeps
 # of nearly every step of a real model. ms for 32 rows, one EPYC Zen 5 core, 2026-11-20: torch.topk
@@ -43,6 +43,38 @@ class Filters(msgspec.Struct, frozen=True):
     def pick(self, rows: torch.Tensor) -> Filters:
         """The settings of some of the rows."""
         return Filters(self.top_k[rows], self.top_p[rows], self.log_min_p[rows])
+
+
+class _Noise:
+    """Noise of rows that are numbered as in a part of the draws."""
+
+    def __init__(self, origin: NDArray[np.uint32]) -> None:
+        self._origin = np.ascontiguousarray(origin.T)
+
+    def __call__(self, rows: NDArray[np.int64], groups: NDArray[np.int64]) -> NDArray[np.float32]:
+        """[n] rows and token groups -> [n, 4]."""
+        # `take` is four times as fast as fancy indexing here.
+        return token_noise(np.take(self._origin, rows, axis=1), groups)
+
+
+def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+    """See ops.draw."""
+    x = logits[draws.rows].float()
+    x.sub_(x.amax(-1, keepdim=True)).div_(draws.settings[:, :1])
+    filters = Filters(draws.top_k, draws.settings[:, 1], draws.settings[:, 2])
+    is_filtered = (filters.top_k > 0) | (filters.top_p < 1.0) | ~filters.log_min_p.isneginf()
+    ids = torch.empty(len(x), dtype=torch.int64)
+    origin = draws.origin.numpy()
+    for members, has_filters in ((~is_filtered, False), (is_filtered, True)):
+        if not bool(members.any()):
+            continue
+        noise = _Noise(origin[members.numpy()])
+        part = x[members]
+        if has_filters:
+            ids[members] = draw_filtered(part, filters.pick(members), noise)
+        else:
+            ids[members] = draw_all(part, noise)
+    return ids
 
 
 def draw_all(x: torch.Tensor, noise: Noise) -> torch.Tensor:

@@ -1,0 +1,69 @@
+"""Drawing: the native backend draws what torch draws, from sharp and flat logits, all filters."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from streamer.kernels import ops, reference
+from streamer.kernels.cpu import native
+
+FILTERS = [
+    (0, 1.0, 0.0),
+    (1, 1.0, 0.0),
+    (7, 1.0, 0.0),
+    (300, 1.0, 0.0),
+    (100_000, 1.0, 0.0),
+    (0, 0.9, 0.0),
+    (0, 0.2, 0.0),
+    (0, 0.99999, 0.0),
+    (0, 1.0, 0.05),
+    (0, 1.0, 1e-9),
+    (40, 0.95, 0.01),
+    (500, 0.999, 1e-6),
+    (3, 0.5, 0.5),
+]
+
+
+def draws_of(count: int, filters: tuple[int, float, float], seed: int) -> ops.Draws:
+    """`count` draws, row i from row i, each with its own seed, position and temperature."""
+    top_k, top_p, min_p = filters
+    origin = np.random.default_rng(seed).integers(0, 1 << 32, (count, 5), dtype=np.uint32)
+    log_min_p = math.log(min_p) if min_p else -math.inf
+    settings = [(0.2 + i % 7 * 0.3, top_p, log_min_p) for i in range(count)]
+    return ops.Draws(list(range(count)), [top_k] * count, settings, origin)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize(("vocab", "count"), [(1, 3), (37, 60), (3001, 60), (32_003, 12)])
+def test_both_backends_draw_the_same(
+    vocab: int, count: int, filters: tuple[int, float, float], dtype: torch.dtype
+) -> None:
+    rng = torch.Generator().manual_seed(vocab)
+    wide = torch.randn(count, vocab + 5, generator=rng)
+    wide *= torch.linspace(0.0, 8.0, count)[:, None]  # from flat to sharp
+    wide[:, : vocab // 3] += -torch.inf if vocab > 1 else 0.0  # bans
+    logits = wide.to(dtype)[:, :vocab]
+    draws = draws_of(count, filters, seed=vocab)
+    got, expected = native.draw(logits, draws), reference.draw(logits, draws)
+    assert torch.equal(got, expected)
+
+
+def test_the_order_of_rows_is_the_draws_own() -> None:
+    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(1))
+    draws = draws_of(6, (0, 0.9, 0.0), seed=1)
+    whole = native.draw(logits, draws)
+    some = ops.Draws([4, 1], [0, 0], draws.settings[[4, 1]].tolist(), draws.origin.numpy()[[4, 1]])
+    assert torch.equal(native.draw(logits, some), whole[[4, 1]])
+
+
+def test_rows_that_are_not_finite_give_some_id() -> None:
+    logits = torch.full((3, 40), torch.nan)
+    logits[1], logits[2] = torch.inf, -torch.inf
+    for filters in FILTERS:
+        ids = native.draw(logits, draws_of(3, filters, seed=2))
+        assert all(0 <= i < 40 for i in ids.tolist())
