@@ -12,6 +12,10 @@ from hypothesis import settings
 # No test may reach a model hub; set before anything imports huggingface_hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Without a GPU Triton's kernels run in its interpreter; read when triton is imported, which
+# transformers does. With one they are compiled, and tests/gpu has them.
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ["TRITON_INTERPRET"] = "1"
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it would fetch a newer one when imported
 
 # Time limits of single examples measure the machine's load, not the code.

@@ -90,9 +90,10 @@ def test_a_row_reads_what_another_stores_in_the_same_step() -> None:
     torch.testing.assert_close(run(case, 0.25).double(), expected(case, 0.25), rtol=1e-5, atol=2e-6)
 
 
-def test_decode_rows_are_bit_equal_alone_and_in_a_batch() -> None:
+def test_decode_rows_are_bit_equal_alone_and_in_a_batch(backend: str) -> None:
     rows = [(1, context) for context in (1, 5, 16, 17, 40, 130, 200, 215, 216, 255, 257, 300)]
-    for heads, kv_heads, dim in ((4, 2, 64), (4, 4, 64), (16, 8, 128), (14, 2, 64), (8, 1, 96)):
+    shapes = [(4, 2, 64), (14, 2, 64), (4, 4, 64), (16, 8, 128), (8, 1, 96)]
+    for heads, kv_heads, dim in shapes[: 2 if backend == "triton" else None]:  # interpreted: slow
         case = Case(rows, heads=heads, kv_heads=kv_heads, dim=dim, block=16)
         together = run(case, 0.1)
         layer = ops.layer_view(case.pool, case.layer)

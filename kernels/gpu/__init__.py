@@ -1,0 +1,7 @@
+"""The GPU backend: Triton kernels, one op one file; backend.py has its doors.
+
+Imported on first use, since triton is not everywhere. Nothing here waits for the device: what a
+launch needs to know is known on the host, or read by the kernel. With TRITON_INTERPRET=1, set
+before triton is imported, the same kernels run on CPU tensors; that is how they are tested without
+a GPU. Numbers called unmeasured were chosen without one.
+"""

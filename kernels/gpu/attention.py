@@ -1,0 +1,289 @@
+"""paged_attention: prefill chunks and decodes of one step in one launch.
+
+A program holds some query tokens of a row with all query heads of one KV head, so that each key is
+read once for them and products fill their tiles (as in vLLM's and FlashInfer's GQA kernels); it
+walks the row's keys through the block table with an online softmax. Called through backend.py.
+
+Decodes with many keys are split among programs, and a second kernel puts the parts together
+(Flash-Decoding). How a row is split depends on its own keys alone, and products of decodes have
+one tile shape in every launch: a decode's bits do not depend on what else is in the step. Keys
+before a sliding window are not read.
+"""
+
+# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from streamer.kernels.batch import AttentionBatch
+from streamer.kernels.gpu.attention_tile import attend, split_of
+from streamer.kernels.gpu.common import IS_INTERPRETED, power_of_2
+from streamer.kernels.gpu.rows import Ints, Rows
+
+# Unmeasured; chosen so that bfloat16 compiles for sm_90 without spilling a register (tests/kernels/
+# test_gpu_compile.py). float32, which has no tensor cores here, spills 264 bytes at 128 dimensions.
+NARROW = 16  # rows of a decode's tile: the least that tl.dot takes
+WIDE = 64  # rows of a prefill's tile; half in float32 and beyond 128 dimensions
+KEY_ELEMENTS = {2: 8192, 4: 2048}  # elements of a tile of K, by bytes of one
+# Unmeasured.
+MIN_SPLIT = 256  # keys below which a decode is not split
+MAX_SPLITS = 16  # programs that may share a decode
+
+
+# What changes from step to step must not make another kernel of it.
+@triton.jit(do_not_specialize=["num_wide", "window", "table_row"])
+def _attention_kernel(
+    # pointers: q [T, Hq, D], pool's layer [N, 2, Hk, B, D], out [T, Hq, D], sinks float32 [Hq],
+    # starts, contexts, tiles and tables of Rows, parts float32 [P, Hq, SPLITS, D], their maxima
+    # and sums float32 [P, Hq, SPLITS]
+    q_ptr,
+    pool_ptr,
+    out_ptr,
+    sinks_ptr,
+    starts_ptr,
+    contexts_ptr,
+    tiles_ptr,
+    tables_ptr,
+    parts_ptr,
+    maxima_ptr,
+    sums_ptr,
+    # sizes
+    num_wide,
+    window,
+    scale,
+    softcap,
+    # strides
+    q_token,
+    q_head,
+    q_dim,
+    pool_block,
+    pool_side,
+    pool_head,
+    pool_token,
+    table_row,
+    # meta
+    HEADS: tl.constexpr,
+    SHARE: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_WIDE: tl.constexpr,
+    BLOCK_NARROW: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MIN_KEYS: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
+    HAS_WIDE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Program (work, KV head): the wide tiles in order, then SPLITS of every narrow tile."""
+    work = tl.program_id(0)
+    if work < num_wide:
+        if HAS_WIDE:  # else a pure decode does not pay for the registers of the other branch
+            attend(
+                q_ptr, pool_ptr, out_ptr, sinks_ptr, starts_ptr, contexts_ptr,
+                tiles_ptr + work * 4, tables_ptr, parts_ptr, maxima_ptr, sums_ptr,
+                0, window, scale, softcap,
+                q_token, q_head, q_dim, pool_block, pool_side, pool_head, pool_token, table_row,
+                HEADS, SHARE, D, D_PAD, BLOCK_SIZE, BLOCK_WIDE, BLOCK_KEYS, 1, MIN_KEYS, 1,
+                HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, UPCAST,
+            )  # fmt: skip
+    else:
+        narrow = work - num_wide
+        attend(
+            q_ptr, pool_ptr, out_ptr, sinks_ptr, starts_ptr, contexts_ptr,
+            tiles_ptr + (num_wide + narrow // SPLITS) * 4, tables_ptr, parts_ptr, maxima_ptr,
+            sums_ptr, narrow % SPLITS, window, scale, softcap,
+            q_token, q_head, q_dim, pool_block, pool_side, pool_head, pool_token, table_row,
+            HEADS, SHARE, D, D_PAD, BLOCK_SIZE, BLOCK_NARROW, BLOCK_KEYS, SPLITS, MIN_KEYS,
+            MOST_SPLITS, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, UPCAST,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["window"])
+def _merge_kernel(
+    # pointers: as above; `tiles` are the narrow ones
+    out_ptr,
+    sinks_ptr,
+    starts_ptr,
+    contexts_ptr,
+    tiles_ptr,
+    parts_ptr,
+    maxima_ptr,
+    sums_ptr,
+    # sizes
+    window,
+    # meta
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    QUERIES: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MIN_KEYS: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """Program (narrow tile, query head): the row's parts, weighted by their sums, if it is split.
+
+    MOST_SPLITS parts are added whatever the launch has, in one order: see the file's contract.
+    """
+    tile, head = tiles_ptr + tl.program_id(0) * 4, tl.program_id(1)
+    row = tl.load(tile)
+    start = tl.load(starts_ptr + row)
+    queries = tl.load(starts_ptr + row + 1) - start
+    context = tl.load(contexts_ptr + row)
+    _, _, used = split_of(
+        context, queries, 0, QUERIES, 0, window, BLOCK_KEYS, MIN_KEYS, MOST_SPLITS, HAS_WINDOW
+    )
+    if used > 1:
+        first_part = tl.load(tile + 3)
+        split, i = tl.arange(0, MOST_SPLITS), tl.arange(0, D_PAD)
+        for token in range(queries):
+            # int64: P * Hq * SPLITS * D passes 2**31 at 32,768 decodes of 32 heads
+            part = ((first_part + token).to(tl.int64) * HEADS + head) * SPLITS + split
+            # [MOST_SPLITS] each
+            maxima = tl.load(maxima_ptr + part, mask=split < used, other=float("-inf"))
+            sums = tl.load(sums_ptr + part, mask=split < used, other=0.0)
+            # [MOST_SPLITS, D_PAD]
+            is_inside = (split < used)[:, None] & (i < D)[None, :]
+            values = tl.load(parts_ptr + part[:, None] * D + i[None, :], mask=is_inside, other=0.0)
+            top = tl.max(maxima, 0)
+            if HAS_SINKS:
+                sink = tl.load(sinks_ptr + head) * 1.4426950408889634
+                top = tl.maximum(top, sink)
+            weights = tl.exp2(maxima - top)
+            total = tl.sum(weights * sums, 0)
+            if HAS_SINKS:
+                total += tl.exp2(sink - top)
+            y = tl.sum(weights[:, None] * values, 0) / total
+            at = out_ptr + ((start + token).to(tl.int64) * HEADS + head) * D + i
+            tl.store(at, y.to(out_ptr.dtype.element_ty), mask=i < D)
+
+
+class _Shape:
+    """Tile sizes of one head shape and dtype: the same in every launch."""
+
+    __slots__ = ("dim_pad", "keys", "narrow", "share", "warps", "wide")
+
+    def __init__(self, heads: int, kv_heads: int, dim: int, item_bytes: int) -> None:
+        self.share = heads // kv_heads
+        self.dim_pad = max(16, power_of_2(dim))
+        self.narrow = max(NARROW, power_of_2(self.share))
+        is_large = item_bytes == 4 or self.dim_pad > 128
+        self.wide = max(WIDE // 2 if is_large else WIDE, self.narrow)
+        self.keys = min(64, max(16, KEY_ELEMENTS[item_bytes] // self.dim_pad))
+        self.warps = 4 if self.wide <= WIDE else 8
+
+
+def paged_attention(
+    q: torch.Tensor,
+    pool_layer: torch.Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    *,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """See ops.paged_attention. The output of a row without context is not written."""
+    heads, (kv_heads, block_size) = q.shape[1], pool_layer.shape[2:4]
+    shape = _Shape(heads, kv_heads, q.shape[2], q.element_size())
+    rows = Rows.of(batch, shape.narrow // shape.share, shape.wide // shape.share)
+    splits = num_splits(rows, sliding_window or 0, shape.keys)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    shared = _shared_arguments(out, rows, shape, splits, sliding_window, sinks)
+    _attention_kernel[(rows.num_wide + rows.num_narrow * splits, kv_heads)](
+        q_ptr=q,
+        pool_ptr=pool_layer,
+        tiles_ptr=rows.tiles,
+        tables_ptr=rows.tables,
+        num_wide=rows.num_wide,
+        scale=scale,
+        softcap=softcap or 0.0,
+        q_token=q.stride(0),
+        q_head=q.stride(1),
+        q_dim=q.stride(2),
+        pool_block=pool_layer.stride(0),
+        pool_side=pool_layer.stride(1),
+        pool_head=pool_layer.stride(2),
+        pool_token=pool_layer.stride(3),
+        table_row=rows.tables.stride(0),
+        SHARE=shape.share,
+        BLOCK_SIZE=block_size,
+        BLOCK_WIDE=shape.wide,
+        BLOCK_NARROW=shape.narrow,
+        HAS_WIDE=rows.num_wide > 0,
+        HAS_SOFTCAP=softcap is not None,
+        UPCAST=IS_INTERPRETED and q.dtype is torch.bfloat16,
+        num_warps=shape.warps,
+        num_stages=2,
+        **shared,
+    )
+    if splits > 1:
+        _merge_kernel[(rows.num_narrow, heads)](
+            tiles_ptr=rows.tiles[rows.num_wide :],
+            QUERIES=shape.narrow // shape.share,
+            num_warps=4,
+            **shared,
+        )
+    return out
+
+
+def _shared_arguments(
+    out: torch.Tensor,
+    rows: Rows,
+    shape: _Shape,
+    splits: int,
+    window: int | None,
+    sinks: torch.Tensor | None,
+) -> dict[str, Any]:
+    """What both kernels take, and the room for what one leaves to the other."""
+    _, heads, dim = out.shape
+    stats = rows.num_parts * heads * splits if splits > 1 else 0
+    room = torch.empty(stats * (dim + 2), dtype=torch.float32, device=out.device)
+    return {
+        "out_ptr": out,
+        "sinks_ptr": None if sinks is None else sinks.float().contiguous(),
+        "starts_ptr": rows.starts,
+        "contexts_ptr": rows.contexts,
+        "parts_ptr": room,
+        "maxima_ptr": room[stats * dim :],
+        "sums_ptr": room[stats * (dim + 1) :],
+        "window": window or 0,
+        "HEADS": heads,
+        "D": dim,
+        "D_PAD": shape.dim_pad,
+        "BLOCK_KEYS": shape.keys,
+        "SPLITS": splits,
+        "MIN_KEYS": MIN_SPLIT,
+        "MOST_SPLITS": MAX_SPLITS,
+        "HAS_WINDOW": window is not None,
+        "HAS_SINKS": sinks is not None,
+    }
+
+
+def num_splits(rows: Rows, window: int, keys: int) -> int:
+    """Programs to launch for each narrow tile: what its most split row uses, a power of two.
+
+    The kernels decide for each row (attention_tile.split_of, which this repeats); to launch more
+    costs programs that leave at once. Where only the device knows the contexts: the most.
+    """
+    if rows.spans is None or rows.queries is None:
+        return MAX_SPLITS
+    if not len(rows.spans):
+        return 1
+    begin: Ints = np.zeros_like(rows.spans)
+    if window:
+        begin = np.maximum(0, rows.spans - rows.queries - window + 1) // keys * keys
+    tiles = -(-(rows.spans - begin) // keys)
+    per_split = np.maximum(MIN_SPLIT // keys, -(-tiles // MAX_SPLITS))
+    return power_of_2(int((-(-tiles // per_split)).max()))

@@ -1,0 +1,166 @@
+"""What one program of paged attention does: one tile of queries over its share of the keys.
+
+Inlined into attention.py's kernel twice, for tiles of prefill and of decode. Launches nothing.
+"""
+
+# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def split_of(
+    context,
+    queries,
+    first,
+    QUERIES: tl.constexpr,
+    split,
+    window,
+    BLOCK_KEYS: tl.constexpr,
+    MIN_KEYS: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """Keys [begin, end) of one split of a tile, and how many splits the tile has.
+
+    The tile's query tokens are [first, first + QUERIES) of the row. Key tiles begin at multiples
+    of BLOCK_KEYS, whatever the tile, so a query sums in the same order wherever a chunk was cut.
+    """
+    begin = context * 0
+    if HAS_WINDOW:
+        begin = tl.maximum(0, context - queries + first - window + 1) // BLOCK_KEYS * BLOCK_KEYS
+    end = tl.minimum(context, context - queries + first + QUERIES)
+    tiles = tl.cdiv(end - begin, BLOCK_KEYS)
+    per_split = tiles
+    if MOST_SPLITS > 1:
+        per_split = tl.maximum(MIN_KEYS // BLOCK_KEYS, tl.cdiv(tiles, MOST_SPLITS))
+    per_split = tl.maximum(1, per_split)
+    used = tl.cdiv(tiles, per_split)
+    begin += split * per_split * BLOCK_KEYS
+    return begin, tl.minimum(end, begin + per_split * BLOCK_KEYS), used
+
+
+@triton.jit
+def attend(
+    # pointers, as in attention.py; tile_ptr: this tile's four fields
+    q_ptr,
+    pool_ptr,
+    out_ptr,
+    sinks_ptr,
+    starts_ptr,
+    contexts_ptr,
+    tile_ptr,
+    tables_ptr,
+    parts_ptr,
+    maxima_ptr,
+    sums_ptr,
+    # sizes
+    split,
+    window,
+    scale,
+    softcap,
+    # strides
+    q_token,
+    q_head,
+    q_dim,
+    pool_block,
+    pool_side,
+    pool_head,
+    pool_token,
+    table_row,
+    # meta
+    HEADS: tl.constexpr,
+    SHARE: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MIN_KEYS: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Row m of the tile is query token m // SHARE of it, query head m % SHARE of the KV head."""
+    QUERIES: tl.constexpr = BLOCK_M // SHARE
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    kv_head = tl.program_id(1)
+    row, first = tl.load(tile_ptr), tl.load(tile_ptr + 1)
+    start = tl.load(starts_ptr + row)
+    queries = tl.load(starts_ptr + row + 1) - start
+    context = tl.load(contexts_ptr + row)
+    begin, end, used = split_of(
+        context, queries, first, QUERIES, split, window,
+        BLOCK_KEYS, MIN_KEYS, MOST_SPLITS, HAS_WINDOW,
+    )  # fmt: skip
+    if split < used:
+        m, i, n = tl.arange(0, BLOCK_M), tl.arange(0, D_PAD), tl.arange(0, BLOCK_KEYS)
+        token, head = first + m // SHARE, kv_head * SHARE + m % SHARE
+        position = context - queries + token
+        is_query = (m < QUERIES * SHARE) & (token < queries)
+        # int64: T * Hq * D passes 2**31 at 262,144 tokens of 8,192
+        packed = (start + token).to(tl.int64)
+        # [BLOCK_M, D_PAD]
+        q_at = q_ptr + (packed * q_token + head * q_head)[:, None] + (i * q_dim)[None, :]
+        q = tl.load(q_at, mask=is_query[:, None] & (i < D)[None, :], other=0.0)
+        if UPCAST:
+            q = q.to(tl.float32)
+        # int64: a table of 65,536 rows may have 2**31 entries
+        table = tables_ptr + tl.load(tile_ptr + 2).to(tl.int64) * table_row
+        top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
+        for first_key in range(begin, end, BLOCK_KEYS):
+            key = first_key + n
+            is_key = key < end
+            block = tl.load(table + key // BLOCK_SIZE, mask=is_key, other=0)
+            # int64: a pool of 100 GB has more than 2**31 elements
+            at = block.to(tl.int64) * pool_block + kv_head * pool_head
+            at += key % BLOCK_SIZE * pool_token
+            kv_at = pool_ptr + at[:, None] + i[None, :]
+            # What is beyond the context may be another sequence's NaN, and 0 * NaN is NaN.
+            is_loaded = is_key[:, None] & (i < D)[None, :]
+            # [BLOCK_KEYS, D_PAD] each
+            k = tl.load(kv_at, mask=is_loaded, other=0.0)
+            v = tl.load(kv_at + pool_side, mask=is_loaded, other=0.0)
+            if UPCAST:
+                k, v = k.to(tl.float32), v.to(tl.float32)
+            # [BLOCK_M, BLOCK_KEYS]; "ieee": float32 is multiplied as float32, not as TF32
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            if HAS_SOFTCAP:  # tanh(x) is 1 - 2 / (exp(2 * x) + 1)
+                scores = softcap * (1.0 - 2.0 / (tl.exp(scores * (2.0 / softcap)) + 1.0))
+            is_seen = is_key[None, :] & (key[None, :] <= position[:, None])
+            if HAS_WINDOW:
+                is_seen = is_seen & (key[None, :] > position[:, None] - window)
+            scores = tl.where(is_seen, scores * LOG2_E, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            # Until a row has seen a key its maximum is -inf, and -inf - -inf is NaN.
+            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+            weights = tl.exp2(scores - shift[:, None])
+            keep = tl.exp2(top - shift)
+            total = total * keep + tl.sum(weights, 1)
+            if not UPCAST:
+                weights = weights.to(v.dtype)
+            acc = tl.dot(weights, v, acc * keep[:, None], input_precision="ieee")
+            top = new_top
+        is_out = is_query[:, None] & (i < D)[None, :]
+        if used == 1:
+            if HAS_SINKS:
+                sink = tl.load(sinks_ptr + head, mask=is_query, other=0.0) * LOG2_E
+                highest = tl.maximum(top, sink)
+                keep = tl.exp2(top - highest)
+                total = total * keep + tl.exp2(sink - highest)
+                acc = acc * keep[:, None]
+            y = acc / tl.where(is_query, total, 1.0)[:, None]
+            out_at = out_ptr + ((packed * HEADS + head) * D)[:, None] + i[None, :]
+            tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=is_out)
+        else:
+            # int64: P * Hq * SPLITS * D passes 2**31 at 32,768 decodes of 32 heads
+            part = ((tl.load(tile_ptr + 3) + token).to(tl.int64) * HEADS + head) * SPLITS + split
+            tl.store(maxima_ptr + part, top, mask=is_query)
+            tl.store(sums_ptr + part, total, mask=is_query)
+            tl.store(parts_ptr + (part * D)[:, None] + i[None, :], acc, mask=is_out)

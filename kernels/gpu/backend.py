@@ -1,0 +1,55 @@
+"""The doors of ops.py on a CUDA device (or, under TRITON_INTERPRET=1, on CPU tensors).
+
+Signatures are those of ops.py, which is the only caller. Tensors of one call, those of its batch
+included, are on one device, the current one; nothing waits for it.
+"""
+
+import torch
+
+from streamer.kernels import reference
+from streamer.kernels.gpu.attention import paged_attention
+from streamer.kernels.gpu.best import best
+from streamer.kernels.gpu.copy_blocks import copy_blocks, swap_blocks
+from streamer.kernels.gpu.embedding import embedding
+from streamer.kernels.gpu.linear import linear, pack_weight
+from streamer.kernels.gpu.norm import rms_norm
+from streamer.kernels.gpu.rope import rope_and_store
+from streamer.kernels.gpu.sample import draw
+from streamer.kernels.gpu.store_kv import store_kv
+
+__all__ = [
+    "best",
+    "copy_blocks",
+    "draw",
+    "embedding",
+    "graph",
+    "linear",
+    "new_pool",
+    "pack_weight",
+    "paged_attention",
+    "rms_norm",
+    "rope_and_store",
+    "rope_tables",
+    "set_threads",
+    "store_kv",
+    "swap_blocks",
+]
+
+rope_tables = reference.rope_tables
+set_threads = reference.set_threads
+graph = reference.graph  # nothing is recorded yet: capture belongs to the runner's CUDA part
+
+
+def new_pool(
+    num_blocks: int,
+    layers: int,
+    block_size: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> torch.Tensor:
+    """See ops.new_pool. A pool on the host is pinned, so that swaps wait for nobody."""
+    shape = (num_blocks, layers, 2, kv_heads, block_size, head_dim)
+    is_pinned = torch.device(device).type == "cpu" and torch.cuda.is_available()
+    return torch.zeros(shape, dtype=dtype, device=device, pin_memory=is_pinned)

@@ -1,0 +1,60 @@
+"""copy_blocks and swap_blocks: whole blocks within the pool, and between pool and host.
+
+Copies within the device are one launch for all pairs. Swaps are plain copies, one for each run of
+blocks that lie side by side at both ends: a block is 0.4 to 2.5 MB, at which the copy engines do
+40 GB/s and more (a published H100 table, shared/notes, 3.2) and leave the multiprocessors alone.
+Called through backend.py.
+"""
+
+# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
+
+import torch
+import triton
+import triton.language as tl
+
+from streamer.kernels import reference
+from streamer.kernels.gpu.common import power_of_2
+
+PIECE = 8192  # elements a program; unmeasured
+
+# Runs of neighbours, each a copy that the host does not wait for where its memory is pinned.
+swap_blocks = reference.swap_blocks
+
+
+@triton.jit
+def _copy_kernel(
+    # pointers: pool [N, ...], src and dst int64 [C]
+    pool_ptr,
+    src_ptr,
+    dst_ptr,
+    # sizes
+    width,
+    # strides
+    pool_block,
+    # meta
+    BLOCK: tl.constexpr,
+):
+    """pool[dst[c]] = pool[src[c]], a piece of it."""
+    c = tl.program_id(0)
+    # int64: a pool is far larger than 2**31 elements
+    src = tl.load(src_ptr + c).to(tl.int64)
+    dst = tl.load(dst_ptr + c).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    # [BLOCK]
+    piece = tl.load(pool_ptr + src * pool_block + i, mask=i < width)
+    tl.store(pool_ptr + dst * pool_block + i, piece, mask=i < width)
+
+
+def copy_blocks(pool: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
+    """See ops.copy_blocks; src and dst may be on the host."""
+    width = pool[0].numel()
+    block = min(PIECE, power_of_2(width))
+    _copy_kernel[(src.shape[0], triton.cdiv(width, block))](
+        pool_ptr=pool,
+        src_ptr=src.to(pool.device, non_blocking=True),
+        dst_ptr=dst.to(pool.device, non_blocking=True),
+        width=width,
+        pool_block=pool.stride(0),
+        BLOCK=block,
+        num_warps=8,
+    )

@@ -1,0 +1,165 @@
+"""What a decode step needs, made on the device from what the last step left there.
+
+Owns each row slot's latest token, progress and block table on the device. `prepare` turns them
+into a step's inputs, `commit` takes what was drawn: between them no host data is needed, so the
+next step can be launched before this one's tokens are read. All shapes are fixed by `size`, for
+CUDA graphs. Called by the runner's CUDA part, which writes joins and new blocks into the tensors.
+"""
+
+# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
+
+import torch
+import triton
+import triton.language as tl
+
+from streamer.kernels.batch import AttentionBatch
+from streamer.kernels.gpu.rows import TILE_FIELDS, Rows
+
+BLOCK = 128  # rows a program; unmeasured
+
+
+@triton.jit
+def _prepare_kernel(
+    # pointers: chosen int64 [size], state of RowState, a step's int64 [size] and int32 tensors
+    chosen_ptr,
+    latest_ptr,
+    computed_ptr,
+    tables_ptr,
+    tokens_ptr,
+    positions_ptr,
+    slots_ptr,
+    contexts_ptr,
+    tiles_ptr,
+    # sizes
+    size,
+    # strides
+    table_row,
+    # meta
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Row i of the step is row slot chosen[i]; where that is -1 it is padding."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = i < size
+    chosen = tl.load(chosen_ptr + i, mask=is_inside, other=-1)
+    is_row = chosen >= 0
+    # [BLOCK] each
+    position = tl.load(computed_ptr + chosen, mask=is_row, other=0)
+    token = tl.load(latest_ptr + chosen, mask=is_row, other=0)
+    # int64: a table of 65,536 rows may have 2**31 entries
+    at = tables_ptr + chosen.to(tl.int64) * table_row + position // BLOCK_SIZE
+    block = tl.load(at, mask=is_row, other=0).to(tl.int64)
+    slot = tl.where(is_row, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+    tl.store(tokens_ptr + i, token, mask=is_inside)
+    tl.store(positions_ptr + i, position, mask=is_inside)
+    tl.store(slots_ptr + i, slot, mask=is_inside)
+    tl.store(contexts_ptr + i, tl.where(is_row, position + 1, 0).to(tl.int32), mask=is_inside)
+    # The tile's fields as in rows.Rows: row, its first token, its table, its place among parts.
+    tl.store(tiles_ptr + 4 * i, i, mask=is_inside)
+    tl.store(tiles_ptr + 4 * i + 1, 0 * i, mask=is_inside)
+    tl.store(tiles_ptr + 4 * i + 2, tl.where(is_row, chosen, 0).to(tl.int32), mask=is_inside)
+    tl.store(tiles_ptr + 4 * i + 3, i, mask=is_inside)
+
+
+@triton.jit
+def _commit_kernel(
+    # pointers: chosen and drawn int64 [size], state of RowState
+    chosen_ptr,
+    drawn_ptr,
+    latest_ptr,
+    computed_ptr,
+    # sizes
+    size,
+    # meta
+    BLOCK: tl.constexpr,
+):
+    """Slot chosen[i] drew drawn[i] (a failed row's -1 becomes token 0: it still has to be read)."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    chosen = tl.load(chosen_ptr + i, mask=i < size, other=-1)
+    is_row = chosen >= 0
+    # [BLOCK] each
+    drawn = tl.load(drawn_ptr + i, mask=is_row, other=0)
+    position = tl.load(computed_ptr + chosen, mask=is_row, other=0)
+    tl.store(latest_ptr + chosen, tl.maximum(drawn, 0), mask=is_row)
+    tl.store(computed_ptr + chosen, position + 1, mask=is_row)
+
+
+class RowState:
+    """Row slots on the device, all int64.
+
+    latest    [slots] the last known token
+    computed  [slots] tokens with K and V, which is the latest token's position while decoding
+    tables    [slots, W] blocks
+    """
+
+    __slots__ = ("block_size", "computed", "latest", "tables")
+
+    def __init__(self, slots: int, width: int, block_size: int, device: torch.device | str) -> None:
+        self.latest = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.computed = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.tables = torch.zeros(slots, width, dtype=torch.int64, device=device)
+        self.block_size = block_size
+
+
+class DecodeStep:
+    """Inputs of a decode of up to `size` rows, in tensors that stay where they are.
+
+    chosen     [size] int64, the caller's: the row slot of each row, -1 for padding
+    tokens     [size] int64;  positions  [size] int64
+    drawn_at   [size] int64: position of the token that each row draws
+    batch      for the ops; padding stores nothing and its outputs mean nothing
+    """
+
+    __slots__ = ("_rows", "batch", "chosen", "drawn_at", "positions", "state", "tokens")
+
+    def __init__(self, state: RowState, size: int) -> None:
+        device = state.latest.device
+        self.state = state
+        self.chosen = torch.full((size,), -1, dtype=torch.int64, device=device)
+        self.tokens, self.positions, slots = torch.zeros(
+            3, size, dtype=torch.int64, device=device
+        ).unbind(0)
+        self.drawn_at = torch.zeros(size, dtype=torch.int64, device=device)
+        self._rows = Rows(
+            starts=torch.arange(size + 1, dtype=torch.int32, device=device),
+            contexts=torch.zeros(size, dtype=torch.int32, device=device),
+            tiles=torch.zeros(size, TILE_FIELDS, dtype=torch.int32, device=device),
+            tables=state.tables,
+            num_wide=0,
+            num_parts=size,
+        )
+        self.batch = AttentionBatch.fixed(slots, state.block_size, {"rows": self._rows})
+
+    def prepare(self) -> None:
+        """Fill everything from `chosen` and the state."""
+        size = self.chosen.shape[0]
+        _prepare_kernel[(triton.cdiv(size, BLOCK),)](
+            chosen_ptr=self.chosen,
+            latest_ptr=self.state.latest,
+            computed_ptr=self.state.computed,
+            tables_ptr=self.state.tables,
+            tokens_ptr=self.tokens,
+            positions_ptr=self.positions,
+            slots_ptr=self.batch.slots,
+            contexts_ptr=self._rows.contexts,
+            tiles_ptr=self._rows.tiles,
+            size=size,
+            table_row=self.state.tables.stride(0),
+            BLOCK_SIZE=self.state.block_size,
+            BLOCK=BLOCK,
+            num_warps=4,
+        )
+        torch.add(self.positions, 1, out=self.drawn_at)
+
+    def commit(self, drawn: torch.Tensor) -> None:
+        """Each row's K and V are stored and it drew drawn [size] int64: the state moves on."""
+        size = self.chosen.shape[0]
+        _commit_kernel[(triton.cdiv(size, BLOCK),)](
+            chosen_ptr=self.chosen,
+            drawn_ptr=drawn,
+            latest_ptr=self.state.latest,
+            computed_ptr=self.state.computed,
+            size=size,
+            BLOCK=BLOCK,
+            num_warps=4,
+        )

@@ -1,0 +1,109 @@
+"""Rows: a batch as the attention kernel reads it, made once a step and used by every layer.
+
+Cuts the rows' query tokens into tiles. Wide tiles are pieces of prefill chunks and read their keys
+alone; narrow tiles are whole rows of few tokens (decodes), whose keys may be split among several
+programs. Called by attention.py, and by decode_step.py, whose rows live on the device.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from streamer.kernels.batch import AttentionBatch
+from streamer.kernels.gpu.common import to_device
+
+TILE_FIELDS = 4
+
+Ints = NDArray[np.int64]
+
+
+class Rows:
+    """Tensors on the device, int32 but for the tables.
+
+    starts    [R + 1 or more] first packed token of each row, and the end
+    contexts  [R] tokens a row attends to; 0: the row is padding, its output is never written
+    tiles     [num_wide + num_narrow, 4]: row, first query token of it, row of `tables`, and for
+              narrow tiles how many query tokens are in narrow tiles before it
+    tables    [rows, W] int64
+    num_parts query tokens in narrow tiles
+    spans     contexts of the narrow rows on the host, queries their tokens; None: only the device
+              knows
+    """
+
+    __slots__ = (
+        "contexts",
+        "num_narrow",
+        "num_parts",
+        "num_wide",
+        "queries",
+        "spans",
+        "starts",
+        "tables",
+        "tiles",
+    )
+
+    def __init__(
+        self,
+        *,
+        starts: torch.Tensor,
+        contexts: torch.Tensor,
+        tiles: torch.Tensor,
+        tables: torch.Tensor,
+        num_wide: int,
+        num_parts: int,
+        spans: Ints | None = None,
+        queries: Ints | None = None,
+    ) -> None:
+        self.starts = starts
+        self.contexts = contexts
+        self.tiles = tiles
+        self.tables = tables
+        self.num_wide = num_wide
+        self.num_narrow = tiles.shape[0] - num_wide
+        self.num_parts = num_parts
+        self.spans = spans
+        self.queries = queries
+
+    @classmethod
+    def of(cls, batch: AttentionBatch, narrow: int, wide: int) -> "Rows":
+        """Rows of at most `narrow` tokens in a tile each, longer ones in tiles of `wide` tokens."""
+        key = ("rows", narrow, wide)
+        rows: Rows | None = batch.derived.get(key) or batch.derived.get("rows")
+        if rows is None:
+            rows = batch.derived[key] = cls._make(batch, narrow, wide)
+        return rows
+
+    @classmethod
+    def _make(cls, batch: AttentionBatch, narrow: int, wide: int) -> "Rows":
+        lens, contexts = np.array(batch.query_lens), np.array(batch.context_lens)
+        starts = np.array(batch.query_starts)
+        is_narrow = lens <= narrow
+        large, small = wide_tiles(lens, contexts, ~is_narrow, wide), np.flatnonzero(is_narrow)
+        before = np.cumsum(lens[small]) - lens[small]
+        tiles = np.concatenate([large, np.stack((small, 0 * small, small, before), 1)])
+        # One copy to the device. Each part begins at a multiple of 16 bytes: by that Triton tells
+        # pointers apart, and would compile the kernel anew when it changes.
+        room = -len(starts) % 4
+        packed = np.concatenate([tiles.ravel(), starts, np.zeros(room, np.int64), contexts])
+        on_device = to_device(packed.astype(np.int32), batch.slots.device)
+        device_starts, device_contexts = on_device[tiles.size :], on_device[-len(contexts) :]
+        return cls(
+            starts=device_starts,
+            contexts=device_contexts,
+            tiles=on_device[: tiles.size].view(-1, TILE_FIELDS),
+            tables=batch.block_tables,
+            num_wide=len(large),
+            num_parts=int(lens[small].sum()),
+            spans=contexts[small],
+            queries=lens[small],
+        )
+
+
+def wide_tiles(lens: Ints, contexts: Ints, is_wide: NDArray[np.bool_], wide: int) -> Ints:
+    """[n, 4] tiles of the wide rows, those with most keys first: they take longest."""
+    rows = np.flatnonzero(is_wide)
+    counts = -(-lens[rows] // wide)
+    owner = np.repeat(rows, counts)
+    first = (np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)) * wide
+    order = np.argsort(-(contexts[owner] - lens[owner] + first), kind="stable")
+    return np.stack((owner, first, owner, 0 * first), 1)[order]

@@ -1,0 +1,123 @@
+"""A process that compiles every GPU kernel for sm_90 (H100, H200), on a machine without one.
+
+Triton needs no device to compile, only to be told of one. The launchers run on CPU tensors, and
+stop short of the launch. Prints one JSON line a kernel: name, what it was for, bytes of stack
+(registers that did not fit), bytes of shared memory. Called by test_gpu_compile.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from streamer.kernels import ops
+from tests.kernels.oracle import Case
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+MIXED, DECODES = [(1, 600), (70, 80)], [(1, 600), (1, 40)]
+NO_OPTIONS = {"sliding_window": None, "softcap": None, "sinks": None}
+
+
+class Driver:
+    """What Triton asks a driver before it compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return device
+
+
+def stack_bytes(cubin: bytes) -> int:
+    """Bytes a thread keeps outside registers; -1 where it can't be read."""
+    if not CUOBJDUMP.exists():
+        return -1
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return sum(int(n) for n in re.findall(r"(?:STACK|LOCAL):(\d+)", usage))
+
+
+def attention(dtype: torch.dtype, shape: tuple[int, int, int], rows: Any, **options: Any) -> None:
+    """Attention of (query heads, KV heads, head_dim)."""
+    from streamer.kernels.gpu import backend
+
+    heads, kv_heads, dim = shape
+    case = Case(rows, heads=heads, kv_heads=kv_heads, dim=dim, block=16)
+    layer = ops.layer_view(case.pool.to(dtype), case.layer)
+    q = torch.cat(case.q).to(dtype)
+    backend.paged_attention(q, layer, case.batch(), 0.1, **{**NO_OPTIONS, **options})
+
+
+def small_ops(dtype: torch.dtype) -> None:
+    """Everything but attention, once."""
+    from streamer.kernels.gpu import activation, backend, decode_step, norm, sample
+
+    case = Case(MIXED, heads=4, kv_heads=2, dim=128, block=16)
+    layer, batch = ops.layer_view(case.pool.to(dtype), 1), case.batch()
+    tokens = batch.num_tokens
+    qkv, weight = torch.zeros(tokens, 8 * 128, dtype=dtype), torch.zeros(1024, dtype=dtype)
+    tables = backend.rope_tables(torch.zeros(700, 64), dtype)
+    positions = torch.zeros(tokens, dtype=torch.int64)
+    norms = weight[:128], weight[:128]
+    backend.store_kv(case.new_k().to(dtype), case.new_v().to(dtype), layer, batch)
+    backend.rope_and_store(qkv, tables, positions, layer, batch, None, 0.0)
+    backend.rope_and_store(qkv, tables, positions, layer, batch, norms, 1e-6)
+    backend.rms_norm(qkv, weight, 1e-6, positions)
+    norm.add_rms_norm(qkv, qkv, weight, 1e-6)
+    for name in activation.ACTIVATIONS:
+        activation.gate(qkv, name)
+    backend.embedding(positions, qkv)
+    backend.copy_blocks(case.pool.to(dtype), positions[:3], positions[:3])
+    rows = sample.SamplingRows(8, "cpu")
+    logits, slots = torch.zeros(4, 152_000, dtype=dtype), torch.zeros(4, dtype=torch.int64)
+    draws = ops.Draws([0] * 4, [1] * 4, [(1.0, 0.9, 0.0)] * 4, np.zeros((4, 5), np.uint32))
+    backend.draw(logits, draws)
+    sample.sample(logits, rows, slots, slots, has_filters=False)
+    step = decode_step.DecodeStep(decode_step.RowState(8, 4, 16, "cpu"), 8)
+    step.prepare()
+    step.commit(step.tokens)
+
+
+def main() -> None:
+    """Compile all, a line each."""
+    driver.set_active(Driver())
+    compile_and_launch, label = JITFunction.run, ""
+
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        compiled = compile_and_launch(kernel, *args, grid=grid, warmup=True, **kwargs)
+        stack, shared = stack_bytes(compiled.asm["cubin"]), compiled.metadata.shared
+        print(json.dumps([kernel.__name__, label, stack, shared]), flush=True)
+        return compiled
+
+    JITFunction.run = compile_only
+    bf16 = torch.bfloat16
+    sinks = torch.zeros(32)
+    label = "bf16"
+    small_ops(bf16)
+    attention(bf16, (16, 8, 128), MIXED)
+    attention(bf16, (16, 8, 128), DECODES)
+    attention(bf16, (32, 8, 64), MIXED, sliding_window=128, sinks=sinks)
+    attention(bf16, (8, 4, 256), MIXED, sliding_window=4096, softcap=50.0)
+    label = "fp32"
+    attention(torch.float32, (8, 4, 128), MIXED)
+
+
+if __name__ == "__main__":
+    main()

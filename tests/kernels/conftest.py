@@ -1,0 +1,50 @@
+"""The backends that every test of the ops runs on: those of tests/conftest.py, and the GPU's."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from streamer.kernels import ops, reference
+
+
+@pytest.fixture(params=["torch", "native", "triton"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The ops' backend for this test; "triton" is the GPU's, in Triton's interpreter."""
+    name: str = request.param
+    if name == "native":
+        if ops.why_not_native:
+            pytest.fail(f"the native kernels do not compile here: {ops.why_not_native}")
+        from streamer.kernels.cpu import native
+
+        monkeypatch.setattr(ops, "_backend", native)
+    elif name == "triton":
+        skip_without_interpreter()
+        from streamer.kernels.gpu import backend as gpu
+
+        monkeypatch.setattr(ops, "_backend", gpu)
+    else:
+        monkeypatch.setattr(ops, "_backend", reference)
+    # The interpreter computes with numpy, which warns of what a GPU does in silence.
+    with np.errstate(all="ignore"):
+        yield name
+
+
+def skip_without_interpreter() -> None:
+    """Where Triton can't interpret CPU tensors in this process."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("there is no triton for this platform")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("this machine has a GPU: tests/gpu runs these kernels compiled")
+
+
+@pytest.fixture
+def device() -> Iterator[str]:
+    """Where tests that know the GPU's kernels by name run them: here, interpreted."""
+    skip_without_interpreter()
+    with np.errstate(all="ignore"):
+        yield "cpu"

@@ -1,0 +1,150 @@
+"""What only the GPU's attention has: split decodes, tiles of two sizes, padding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from streamer.kernels import ops
+from tests.kernels.oracle import Case, attention_oracle
+
+pytest.importorskip("triton")
+
+LONG = [(1, 150), (1, 31), (5, 97), (1, 64), (2, 129), (20, 70), (1, 1)]
+CLOSE = {
+    torch.float32: {"rtol": 1e-5, "atol": 2e-6},
+    torch.float16: {"rtol": 2e-3, "atol": 2e-3},
+    torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
+}
+
+
+def run(case: Case, device: str, batch: ops.AttentionBatch, **options: object) -> torch.Tensor:
+    """The GPU's kernel on one case, everything moved to the device and the output back."""
+    from streamer.kernels.gpu import backend
+
+    pool = case.pool.to(device)
+    layer = ops.layer_view(pool, case.layer)
+    backend.store_kv(case.new_k().to(device), case.new_v().to(device), layer, batch)
+    settings = {"sliding_window": None, "softcap": None, "sinks": None, **options}
+    q = torch.cat(case.q).to(device)
+    return backend.paged_attention(q, layer, batch, 0.2, **settings).cpu()  # type: ignore[arg-type]
+
+
+def batch_of(case: Case, device: str) -> ops.AttentionBatch:
+    """The case's batch on the device."""
+    return ops.AttentionBatch(
+        query_lens=case.query_lens,
+        context_lens=case.context_lens,
+        block_tables=case.tables.to(device),
+        slots=case.slots.to(device),
+        block_size=case.block,
+    )
+
+
+def expected(case: Case, **options: object) -> torch.Tensor:
+    """Loops in float64."""
+    return torch.cat(
+        [
+            attention_oracle(q, k, v, 0.2, **options)  # type: ignore[arg-type]
+            for q, k, v in zip(case.q, case.k, case.v, strict=True)
+        ]
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 70}, {"softcap": 1.5}], ids=str)
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_split_decodes(
+    device: str, monkeypatch: pytest.MonkeyPatch, options: dict[str, float], has_sinks: bool
+) -> None:
+    """Rows in one to four parts beside prefill, of one token or a few."""
+    from streamer.kernels.gpu import attention
+
+    monkeypatch.setattr(attention, "MIN_SPLIT", 32)
+    monkeypatch.setattr(attention, "MAX_SPLITS", 4)
+    monkeypatch.setitem(attention.KEY_ELEMENTS, 4, 16 * 32)  # 16 keys a tile
+    case = Case(LONG, heads=6, kv_heads=2, dim=20, block=16)
+    everything = dict(options)
+    if has_sinks:
+        everything["sinks"] = torch.tensor([-30.0, 0.3, 2.0, 5.0, 0.0, 1.0]).to(device)  # type: ignore[assignment]
+    out = run(case, device, batch_of(case, device), **everything)
+    torch.testing.assert_close(out.double(), expected(case, **everything), **CLOSE[torch.float32])
+
+
+def test_a_split_decode_is_bit_equal_alone_and_beside_prefill(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from streamer.kernels.gpu import attention
+
+    monkeypatch.setattr(attention, "MIN_SPLIT", 64)
+    case = Case(LONG, heads=4, kv_heads=2, dim=64, block=16)
+    together = run(case, device, batch_of(case, device))
+    for r, token in ((0, 0), (1, 1), (3, 7)):
+        alone = Case(LONG, heads=4, kv_heads=2, dim=64, block=16)
+        only = ops.AttentionBatch(
+            query_lens=[1],
+            context_lens=[case.context_lens[r]],
+            block_tables=case.tables[r : r + 1].to(device),
+            slots=case.slots[token : token + 1].to(device),
+            block_size=16,
+        )
+        alone.q, alone.k, alone.v = [case.q[r]], [case.k[r]], [case.v[r]]
+        alone.query_lens = [1]
+        assert torch.equal(run(alone, device, only)[0], together[token]), r
+
+
+@pytest.mark.parametrize("dtype", list(CLOSE), ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(7, 1, 24), (40, 2, 64), (2, 2, 160)])
+def test_dtypes_and_odd_heads(
+    device: str, dtype: torch.dtype, heads: int, kv_heads: int, dim: int
+) -> None:
+    """Groups of 7, of more heads than a narrow tile has rows, and heads beyond 128."""
+    case = Case([(1, 20), (3, 9), (34, 40)], heads=heads, kv_heads=kv_heads, dim=dim, block=8)
+    case.pool = case.pool.to(dtype)
+    for tensors in (case.q, case.k, case.v):
+        tensors[:] = [t.to(dtype) for t in tensors]
+    out = run(case, device, batch_of(case, device))
+    assert out.dtype is dtype
+    torch.testing.assert_close(out.double(), expected(case), **CLOSE[dtype])
+
+
+def test_any_strides_of_q(device: str) -> None:
+    from streamer.kernels.gpu import backend
+
+    case = Case([(2, 18), (1, 5)], heads=4, kv_heads=2, dim=16, block=16)
+    layer, batch = ops.layer_view(case.pool.to(device), case.layer), batch_of(case, device)
+    backend.store_kv(case.new_k().to(device), case.new_v().to(device), layer, batch)
+    q = torch.cat(case.q).to(device)
+    turned = q.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    options = {"sliding_window": None, "softcap": None, "sinks": None}
+    whole = backend.paged_attention(q, layer, batch, 0.2, **options)
+    assert torch.equal(backend.paged_attention(turned, layer, batch, 0.2, **options), whole)
+
+
+@pytest.mark.parametrize("window", [0, 1, 100, 300])
+def test_the_host_launches_as_many_splits_as_rows_use(window: int) -> None:
+    """num_splits against the kernel's own rule, restated."""
+    import numpy as np
+
+    from streamer.kernels.gpu.attention import MAX_SPLITS, MIN_SPLIT, num_splits
+    from streamer.kernels.gpu.rows import Rows
+
+    empty = torch.empty(0)
+    for contexts in ([1], [257, 3], [100_000], [4097, 8192], []):
+        for keys in (16, 64):
+            rows = Rows(
+                starts=empty,
+                contexts=empty,
+                tiles=empty,
+                tables=empty,
+                num_wide=0,
+                num_parts=0,
+                spans=np.array(contexts, np.int64),
+                queries=np.ones(len(contexts), np.int64),
+            )
+            most = 1
+            for context in contexts:
+                begin = max(0, context - window) // keys * keys if window else 0
+                tiles = -(-(context - begin) // keys)
+                most = max(most, -(-tiles // max(MIN_SPLIT // keys, -(-tiles // MAX_SPLITS))))
+            assert most <= num_splits(rows, window, keys) < 2 * most
+            assert num_splits(rows, window, keys) <= MAX_SPLITS
