@@ -6,24 +6,31 @@ derives from it in `derived`, so that only the first layer pays. Holds no K or V
 
 from __future__ import annotations
 
-from itertools import accumulate
+from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
 
 
 class AttentionBatch:
     """R rows with T packed query tokens in all; row r's are the last ones of its context.
 
-    query_lens    R ints, each at least 1: tokens the row computes in this step
-    context_lens  R ints: tokens the row attends to, those of this step included; query token i of
-                  row r is at position context_lens[r] - query_lens[r] + i
+    query_lens    [R] int64, each at least 1: tokens the row computes in this step
+    context_lens  [R] int64: tokens the row attends to, those of this step included; query token i
+                  of row r is at position context_lens[r] - query_lens[r] + i
+    max_context   the largest of context_lens, 0 without rows
     block_tables  [R, at least ceil(max(context_lens) / block_size)] int64: a row's blocks in
-                  logical order; what lies beyond a row's context is never read, but is a valid id
+                  logical order, the last dimension dense; what lies beyond a row's context is
+                  never read, but is a valid id. May be a view of what later steps change
     slots         [T] int64: block * block_size + offset where a token's K and V are stored
     block_size    tokens a block
     derived       a backend's own cache, keyed by what it likes
-    query_starts  R + 1 ints: row r's packed tokens are [query_starts[r], query_starts[r + 1])
+    query_starts  [R + 1] int64: row r's packed tokens are [query_starts[r], query_starts[r + 1])
+    num_rows, num_tokens  rows R, packed query tokens T
     """
 
     __slots__ = (
@@ -31,6 +38,9 @@ class AttentionBatch:
         "block_tables",
         "context_lens",
         "derived",
+        "max_context",
+        "num_rows",
+        "num_tokens",
         "query_lens",
         "query_starts",
         "slots",
@@ -39,20 +49,24 @@ class AttentionBatch:
     def __init__(
         self,
         *,
-        query_lens: list[int],
-        context_lens: list[int],
+        query_lens: Sequence[int] | Ints,
+        context_lens: Sequence[int] | Ints,
         block_tables: torch.Tensor,
         slots: torch.Tensor,
         block_size: int,
     ) -> None:
-        self.query_lens = query_lens
-        self.context_lens = context_lens
+        self.query_lens: Ints = np.asarray(query_lens, np.int64)
+        self.context_lens: Ints = np.asarray(context_lens, np.int64)
         self.block_tables = block_tables
         self.slots = slots
         self.block_size = block_size
-        self.query_starts = list(accumulate(query_lens, initial=0))
         self.derived: dict[Any, Any] = {}
+        self.num_rows = len(self.query_lens)
+        self.query_starts: Ints = np.zeros(self.num_rows + 1, np.int64)
+        self.query_lens.cumsum(out=self.query_starts[1:])
+        self.num_tokens = int(self.query_starts[-1])
         self._check()
+        self.max_context = int(self.context_lens.max()) if self.num_rows else 0
 
     @classmethod
     def fixed(cls, slots: torch.Tensor, block_size: int, derived: dict[Any, Any]) -> AttentionBatch:
@@ -62,31 +76,27 @@ class AttentionBatch:
         return batch
 
     def _check(self) -> None:
-        rows, tokens = len(self.query_lens), self.query_starts[-1]
-        if len(self.context_lens) != rows or self.block_tables.shape[0] != rows:
+        rows, tokens, query, context = (
+            self.num_rows,
+            self.num_tokens,
+            self.query_lens,
+            self.context_lens,
+        )
+        if len(context) != rows or self.block_tables.shape[0] != rows:
             raise ValueError(
-                f"{rows} query_lens, {len(self.context_lens)} context_lens and "
+                f"{rows} query_lens, {len(context)} context_lens and "
                 f"{self.block_tables.shape[0]} block_tables must be as many"
             )
         if self.slots.shape[0] != tokens:
             raise ValueError(f"{self.slots.shape[0]} slots for {tokens} query tokens")
         width = self.block_tables.shape[1] * self.block_size if rows else 0
-        for r, (query, context) in enumerate(zip(self.query_lens, self.context_lens, strict=True)):
-            if not 1 <= query <= context <= width:
-                raise ValueError(
-                    f"row {r}: query_len {query} <= context_len {context} <= {width} "
-                    "(block table) does not hold"
-                )
-
-    @property
-    def num_rows(self) -> int:
-        """Rows R."""
-        return len(self.query_lens)
-
-    @property
-    def num_tokens(self) -> int:
-        """Packed query tokens T."""
-        return self.query_starts[-1]
+        wrong = (query < 1) | (query > context) | (context > width)
+        if wrong.any():
+            r = int(wrong.argmax())
+            raise ValueError(
+                f"row {r}: query_len {query[r]} <= context_len {context[r]} <= {width} "
+                "(block table) does not hold"
+            )
 
 
 class Limits:

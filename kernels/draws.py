@@ -5,6 +5,8 @@ Made by the sampler when the rows change, with new positions every step; read by
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -24,9 +26,9 @@ class Draws:
 
     def __init__(
         self,
-        rows: list[int],
-        top_k: list[int],
-        settings: list[tuple[float, float, float]],
+        rows: Sequence[int],
+        top_k: Sequence[int] | NDArray[np.int64],
+        settings: Sequence[tuple[float, float, float]] | NDArray[np.float32],
         origin: NDArray[np.uint32],
     ) -> None:
         self.rows = torch.tensor(rows, dtype=torch.int64)

@@ -159,19 +159,22 @@ def _attend(
 
 def _plan(batch: AttentionBatch, pool_layer: torch.Tensor, window: int | None) -> _Layout:
     """Sort rows by query tokens and keys, cut them into groups, and say what each gathers."""
+    query_lens: list[int] = batch.query_lens.tolist()
+    contexts: list[int] = batch.context_lens.tolist()
     firsts = [
         0 if window is None else max(0, context - query - window + 1)
-        for query, context in zip(batch.query_lens, batch.context_lens, strict=True)
+        for query, context in zip(query_lens, contexts, strict=True)
     ]
-    sizes = [context - first for context, first in zip(batch.context_lens, firsts, strict=True)]
-    rows = sorted(range(batch.num_rows), key=lambda r: (batch.query_lens[r], sizes[r]))
+    sizes = [context - first for context, first in zip(contexts, firsts, strict=True)]
+    rows = sorted(range(batch.num_rows), key=lambda r: (query_lens[r], sizes[r]))
     key_bytes = 2 * pool_layer.shape[2] * pool_layer.shape[4] * pool_layer.element_size()
     groups: list[_Group] = []
     start = 0
-    for members in _cut(rows, batch.query_lens, sizes, max(1, GROUP_BYTES // key_bytes)):
+    for members in _cut(rows, query_lens, sizes, max(1, GROUP_BYTES // key_bytes)):
         groups.append(_make_group(batch, pool_layer, window, members, firsts, sizes, start))
-        start += sum(batch.query_lens[r] for r in members)
-    tokens = [t for r in rows for t in range(batch.query_starts[r], batch.query_starts[r + 1])]
+        start += sum(query_lens[r] for r in members)
+    starts: list[int] = batch.query_starts.tolist()
+    tokens = [t for r in rows for t in range(starts[r], starts[r + 1])]
     if tokens == list(range(start)):
         return _Layout(groups, None, None)
     order = torch.tensor(tokens, device=pool_layer.device)
@@ -219,12 +222,12 @@ def _make_group(
     start: int,
 ) -> _Group:
     device, n = pool_layer.device, len(members)
-    queries = batch.query_lens[members[0]]
+    queries = int(batch.query_lens[members[0]])
     keys = max(sizes[r] for r in members)
     if queries <= MAX_SHARED_QUERIES:
         keys = _padded(keys)
     first = torch.tensor([[firsts[r]] for r in members], device=device)
-    last = torch.tensor([[batch.context_lens[r] - 1] for r in members], device=device)
+    last = torch.from_numpy(batch.context_lens[members] - 1).to(device)[:, None]
     # Padding repeats the row's own last key: what another sequence left in the block, be it a
     # NaN, is never read (0 * NaN is NaN).
     positions = torch.minimum(first + torch.arange(keys, device=device), last)
@@ -234,7 +237,7 @@ def _make_group(
     at = block * (pool_layer.stride(0) // dim) + positions % batch.block_size
     at = at[:, None, :] + torch.arange(heads, device=device)[:, None] * batch.block_size
     index = torch.stack((at, at + pool_layer.stride(1) // dim)).view(-1)
-    context = batch.context_lens[members[0]] - firsts[members[0]]
+    context = int(batch.context_lens[members[0]]) - firsts[members[0]]
     if queries > MAX_SHARED_QUERIES:
         tiles = _causal_tiles(queries, context, window, pool_layer)
     else:

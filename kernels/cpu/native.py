@@ -24,6 +24,7 @@ HUGE_PAGE = 2 << 20
 MADV_HUGEPAGE = 14  # Linux's number; where it is refused nothing is lost
 MAX_DRAW = 500_000  # vocabulary for which draw.c has scratch memory
 TILE_QUERIES = 48  # as attention.c has it
+TABLES, TABLE_STRIDE = 7, 5  # where it has them: of its pointers, of its integers
 
 Ints = NDArray[np.int64]
 
@@ -213,12 +214,12 @@ class Rows:
         """Made by the first layer of a step, used by all."""
         rows: Rows | None = batch.derived.get("rows")
         if rows is None:
-            starts, contexts = torch.tensor(batch.query_starts), torch.tensor(batch.context_lens)
-            rows = batch.derived["rows"] = cls(starts, contexts, batch.block_tables.contiguous())
+            starts, contexts = map(torch.from_numpy, (batch.query_starts, batch.context_lens))
+            rows = batch.derived["rows"] = cls(starts, contexts, batch.block_tables)
         if rows.per_tile == 0:
             rows.per_tile = per_tile
         if not len(rows.tiles):
-            rows.tiles = torch.from_numpy(tiles_of(np.array(batch.query_lens), per_tile))
+            rows.tiles = torch.from_numpy(tiles_of(batch.query_lens, per_tile))
         return rows
 
 
@@ -317,28 +318,34 @@ def graph(forward: Forward, limits: Limits) -> Forward:
 
 
 class Graph:
-    """A forward recorded on fixed inputs, which every step fills anew."""
+    """A forward recorded on fixed inputs, which every step fills anew; block tables are read
+    where the batch has them."""
 
     def __init__(self, forward: Forward, limits: Limits) -> None:
         self._forward = forward
         self._limits = limits
         most = limits.max_tokens
-        self._tokens, self._positions, self._last, slots = torch.zeros(4, most, dtype=torch.int64)
+        tokens, positions, last, slots = torch.zeros(4, most, dtype=torch.int64)
         starts = torch.zeros(limits.max_rows + 1, dtype=torch.int64)
         contexts = torch.zeros(limits.max_rows, dtype=torch.int64)
-        tables = torch.from_numpy(np.zeros((limits.max_rows, limits.width), np.int64))  # untouched
-        self._rows = Rows(starts, contexts, tables)
-        self._rows.tiles = torch.zeros(most, 2, dtype=torch.int64)
-        batch = AttentionBatch.fixed(slots, limits.block_size, {"rows": self._rows})
-        self._slots = slots
+        rows = Rows(starts, contexts, torch.zeros(1, 1, dtype=torch.int64))
+        rows.tiles = torch.zeros(most, 2, dtype=torch.int64)
+        batch = AttentionBatch.fixed(slots, limits.block_size, {"rows": rows})
         inputs = {
-            Count.TOKENS: (self._tokens, self._positions, slots),
-            Count.DRAWN: (self._last,),
-            Count.TILES: (self._rows.tiles,),
+            Count.TOKENS: (tokens, positions, slots),
+            Count.DRAWN: (last,),
+            Count.TILES: (rows.tiles,),
         }
-        self._program = Program.record(
-            inputs, lambda: forward(self._tokens, self._positions, batch, self._last)
-        )
+        self._program = Program.record(inputs, lambda: forward(tokens, positions, batch, last))
+        self._per_tile = rows.per_tile
+        self._tables = rows.tables
+        ops = self._program.ops
+        self._readers = np.flatnonzero(ops["kind"] == Kind.ATTENTION)
+        # A copy through numpy takes a fifth of torch's time, where it is of a few numbers.
+        fixed = (tokens, positions, slots, last, starts, contexts, rows.tiles)
+        self._fixed: list[Ints] = [tensor.numpy() for tensor in fixed]
+        self._in_order = np.arange(max(most, limits.max_rows + 1))
+        self._one_tile_each = np.stack((self._in_order, np.zeros_like(self._in_order)), 1)
 
     def __call__(
         self,
@@ -348,18 +355,40 @@ class Graph:
         last: torch.Tensor | None,
     ) -> torch.Tensor:
         """See ops.Forward."""
-        count, num_rows, width = batch.num_tokens, batch.num_rows, batch.block_tables.shape[1]
-        limits = self._limits
-        if count > limits.max_tokens or num_rows > limits.max_rows or width > limits.width:
+        if batch.num_tokens > self._limits.max_tokens or batch.num_rows > self._limits.max_rows:
             return self._forward(tokens, positions, batch, last)
+        return self._program.run(self.fill(tokens, positions, batch, last))
+
+    def fill(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        batch: AttentionBatch,
+        last: torch.Tensor | None,
+    ) -> tuple[int, int, int]:
+        """Write a step within the limits where the program reads it -> tokens, drawn, tiles."""
+        at_tokens, at_positions, at_slots, at_last, starts, contexts, at_tiles = self._fixed
+        count, num_rows = batch.num_tokens, batch.num_rows
         drawn = count if last is None else len(last)
-        tiles = tiles_of(np.array(batch.query_lens), self._rows.per_tile)
-        self._tokens[:count] = tokens
-        self._positions[:count] = positions
-        self._slots[:count] = batch.slots
-        self._last[:drawn] = torch.arange(drawn) if last is None else last
-        self._rows.starts[: num_rows + 1] = torch.tensor(batch.query_starts)
-        self._rows.contexts[:num_rows] = torch.tensor(batch.context_lens)
-        self._rows.tables[:num_rows, :width] = batch.block_tables
-        self._rows.tiles[: len(tiles)] = torch.from_numpy(tiles)
-        return self._program.run((count, drawn, len(tiles)))
+        is_even = count == num_rows  # a token each
+        tiles = (
+            self._one_tile_each[:count] if is_even else tiles_of(batch.query_lens, self._per_tile)
+        )
+        at_tokens[:count] = tokens.numpy()
+        at_positions[:count] = positions.numpy()
+        at_slots[:count] = batch.slots.numpy()
+        at_last[:drawn] = self._in_order[:drawn] if last is None else last.numpy()
+        starts[: num_rows + 1] = batch.query_starts
+        contexts[:num_rows] = batch.context_lens
+        at_tiles[: len(tiles)] = tiles
+        self._point_at(batch.block_tables)
+        return count, drawn, len(tiles)
+
+    def _point_at(self, tables: torch.Tensor) -> None:
+        """Let attention read these tables; held until the next ones come."""
+        before, self._tables = self._tables, tables
+        ops = self._program.ops
+        if tables.data_ptr() != before.data_ptr():
+            ops["p"][self._readers, TABLES] = tables.data_ptr()
+        if tables.stride(0) != before.stride(0):
+            ops["n"][self._readers, TABLE_STRIDE] = tables.stride(0)

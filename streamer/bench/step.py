@@ -2,7 +2,7 @@
 
 Runs the whole engine over the fake model, and over a runner that makes 100 short calls a step which
 release the GIL, as a CPU model does. The busy loop writes to a socket as fast as it can: the GIL is
-the budget that both share.
+the budget that both share. Then host.py's part: schedule, inputs, draw and apply by themselves.
 """
 
 from __future__ import annotations
@@ -84,10 +84,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """How many sequences, for how long."""
     parser.add_argument("--sequences", type=int, default=32, help="running at once (32)")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each case (3)")
+    parser.add_argument(
+        "--host-steps", type=int, default=100, help="steps of each host time (100; up to 400)"
+    )
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Measure every case and print a table."""
+    from streamer.bench.host import report_host
     from streamer.cli.loop import new_runner
 
     switch_s = sys.getswitchinterval()
@@ -97,6 +101,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
             runner.run(report(console, args.sequences, args.seconds))
     finally:
         sys.setswitchinterval(switch_s)
+    report_host(console, args.host_steps)
     return 0
 
 

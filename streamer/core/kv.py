@@ -184,6 +184,7 @@ class KVManager:
         child.num_published = min(parent.num_published, at // self.block_size)
         if at % self.block_size:
             child.shares_tail = parent.shares_tail = True
+            parent.plain_until = 0
         return True
 
     def release(self, seq: Sequence, after_plan: int) -> None:

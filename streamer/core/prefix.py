@@ -7,9 +7,9 @@ for prompts and by KVManager for blocks that fill later.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
+from struct import Struct
 
 DIGEST_SIZE = 16  # 128 bits
 
@@ -23,6 +23,7 @@ class BlockHasher:
     def __init__(self, block_size: int, secret: bytes) -> None:
         self.block_size = block_size
         self.secret = secret
+        self._pack = Struct(f"={block_size}q").pack
 
     def root(self, salt: bytes) -> bytes:
         """The parent of a sequence's first block."""
@@ -30,7 +31,7 @@ class BlockHasher:
 
     def next(self, parent: bytes, tokens: Sequence[int]) -> bytes:
         """The hash of a full block after `parent`."""
-        data = parent + array("q", tokens).tobytes()
+        data = parent + self._pack(*tokens)
         return blake2b(data, digest_size=DIGEST_SIZE, key=self.secret).digest()
 
     def hash_blocks(self, tokens: Sequence[int], salt: bytes) -> tuple[bytes, ...]:

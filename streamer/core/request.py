@@ -63,6 +63,9 @@ class Sequence:
 
     num_computed  tokens whose KV is (or will be, by launched plans) in `blocks`
     num_pending   tokens drawn by launched plans that `apply` has not seen yet
+    plain_until   below so many computed tokens it decodes one a plan and needs nothing: its row has
+                  joined, its block is there and not full, its last token is not due
+    look_at       so many tokens known, `apply` looks at it whatever the newest one is
     found         while it holds no blocks: its published prefix, as of the last look
     """
 
@@ -74,9 +77,11 @@ class Sequence:
         "hashes",
         "host_blocks",
         "joined",
+        "look_at",
         "num_computed",
         "num_pending",
         "num_published",
+        "plain_until",
         "request",
         "row",
         "shares_tail",
@@ -95,6 +100,8 @@ class Sequence:
         self.hashes: list[bytes] = []
         self.found: list[int] = []
         self.num_published = 0
+        self.plain_until = 0
+        self.look_at = 0
         self.row = -1
         self.joined = False  # the runner knows the row
         self.shares_tail = False  # the block it writes next may be seen by others
@@ -126,6 +133,7 @@ class Request:
         "num_charged",
         "place",
         "preemptions",
+        "request_id",
         "sequences",
         "share",
         "spare_rows",
@@ -134,6 +142,7 @@ class Request:
 
     def __init__(self, add: Add, arrival: int, max_tokens: int) -> None:
         self.add = add
+        self.request_id = add.request_id
         self.arrival = arrival
         self.max_tokens = max_tokens
         self.status = Status.WAITING
@@ -147,10 +156,6 @@ class Request:
         self.place = add.place  # in the queue, as its reader was told; None: it is not told
         self.spare_rows: list[int] = []  # reserved for choices that are not forked yet
         self.sequences: list[Sequence] = [Sequence(self, 0, list(add.prompt))]
-
-    @property
-    def request_id(self) -> str:
-        return self.add.request_id
 
     @property
     def is_new(self) -> bool:

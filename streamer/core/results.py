@@ -20,7 +20,7 @@ def apply_result(state: State, result: StepResult) -> StepOutput:
     choices: list[int] = []
     tokens: list[int] = []
     logprobs: dict[int, TokenLogprob] = {}
-    owners, block_size = state.rows.owners, state.config.block_size
+    owners, asked = state.rows.owners, result.logprobs
     for row, reason in result.failed.items():
         fail_row(state, row, reason)
     for row, token in zip(result.rows, result.tokens, strict=True):
@@ -30,17 +30,16 @@ def apply_result(state: State, result: StepResult) -> StepOutput:
         seq.num_pending -= 1
         if seq.finish_reason is not None:
             continue
-        seq.tokens.append(token)
-        if row in result.logprobs:
-            logprobs[len(tokens)] = result.logprobs[row]
-        request = seq.request
+        known, request = seq.tokens, seq.request
+        known.append(token)
+        if asked and row in asked:
+            logprobs[len(tokens)] = asked[row]
         request.share.time += OUTPUT_COST
-        request_ids.append(request.add.request_id)
+        request_ids.append(request.request_id)
         choices.append(seq.choice)
         tokens.append(token)
-        if len(seq.tokens) % block_size == 0 and seq.blocks:
-            state.kv.publish(seq)
-        end_if_due(state, seq, token)
+        if len(known) >= seq.look_at or token in request.add.stop_ids:
+            look(state, seq, token)
     state.counters.generated_tokens += len(tokens)
     finishes, state.finishes = tuple(state.finishes), []
     notices, state.notices = tuple(state.notices), []
@@ -67,6 +66,20 @@ def fail_row(state: State, row: int, reason: str) -> None:
     for each in seq.request.live():
         state.kv.withdraw(each)
     state.finish_all(seq.request, FinishReason.FAILED, reason)
+
+
+def look(state: State, seq: Sequence, token: int) -> None:
+    """Publish a block that is full, end what ends, and say when to look again.
+
+    With stop strings that is at every token, without them at a block's or the sequence's last.
+    """
+    num_known, size = len(seq.tokens), state.config.block_size
+    if num_known % size == 0 and seq.blocks:
+        state.kv.publish(seq)
+    add = seq.request.add
+    limit = len(add.prompt) + seq.request.max_tokens
+    seq.look_at = 0 if add.stop else min((num_known // size + 1) * size, limit)
+    end_if_due(state, seq, token)
 
 
 def end_if_due(state: State, seq: Sequence, token: int) -> None:

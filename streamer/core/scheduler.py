@@ -153,16 +153,16 @@ class Scheduler:
         """A block for every token the running rows are about to write, preempting if need be."""
         state, size, kv = self.state, self.config.block_size, self.state.kv
         due = 0  # rows that will want a block in the step after this one
-        for request in list(state.running):
-            for seq in request.sequences:
-                if seq.finish_reason is not None or request.status is not Status.RUNNING:
-                    continue
-                known = len(seq.tokens) + seq.num_pending
-                capacity = len(seq.blocks) * size
-                if (seq.shares_tail or capacity < known) and not self._room_for(seq, draft):
-                    draft.sitting.add(seq)
-                if len(seq.blocks) * size == known:
-                    due += known + 1 - len(request.add.prompt) < request.max_tokens
+        for seq in [s for s in state.lined_up() if s.num_computed >= s.plain_until]:
+            request = seq.request
+            if request.status is not Status.RUNNING:
+                continue
+            known = len(seq.tokens) + seq.num_pending
+            capacity = len(seq.blocks) * size
+            if (seq.shares_tail or capacity < known) and not self._room_for(seq, draft):
+                draft.sitting.add(seq)
+            if len(seq.blocks) * size == known:
+                due += known + 1 - len(request.add.prompt) < request.max_tokens
         if due > kv.device.num_free + kv.device.num_cooling:
             self._swap_ahead(draft)
 

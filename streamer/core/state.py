@@ -90,6 +90,7 @@ class State:
         self.requests: dict[str, Request] = {}
         self.counts = dict.fromkeys(Status, 0)
         self.running: dict[Request, None] = {}
+        self._lineup: list[Sequence] | None = None
         self.running_by_priority: dict[int, int] = {}
         self.paused: dict[Request, None] = {}
         self.swapping: list[Request] = []
@@ -115,6 +116,7 @@ class State:
         self.counts[after] += 1
         priority = request.add.priority
         if before is Status.RUNNING:
+            self._lineup = None
             del self.running[request]
             self.running_by_priority[priority] -= 1
             if not self.running_by_priority[priority]:
@@ -124,12 +126,26 @@ class State:
         elif before in (Status.SWAPPING_OUT, Status.SWAPPING_IN):
             self.swapping.remove(request)
         if after is Status.RUNNING:
+            self._lineup = None
             self.running[request] = None
             self.running_by_priority[priority] = self.running_by_priority.get(priority, 0) + 1
         elif after is Status.PAUSED:
             self.paused[request] = None
         elif after in (Status.SWAPPING_OUT, Status.SWAPPING_IN):
             self.swapping.append(request)
+
+    def lined_up(self) -> list[Sequence]:
+        """The open sequences of running requests, in order of admission; not to be changed."""
+        if self._lineup is None:
+            self._lineup = [s for r in self.running for s in r.sequences if s.finish_reason is None]
+        return self._lineup
+
+    def open_choice(self, request: Request, choice: int) -> Sequence:
+        """One more sequence of a request, with its prompt."""
+        seq = Sequence(request, choice, list(request.add.prompt))
+        request.sequences.append(seq)
+        self._lineup = None
+        return seq
 
     def enqueue(self, request: Request) -> None:
         """Let it be admitted, unless its reader holds it."""
@@ -196,7 +212,7 @@ class State:
             self.leaves.append(seq.row)
             self.num_joined -= 1
         self.rows.give_back(seq.row, self.launched if seq.joined else 0, self.collected)
-        seq.row, seq.joined = -1, False
+        seq.row, seq.joined, seq.plain_until = -1, False, 0
 
     def leave_all(self, request: Request) -> None:
         """Take the request out of all its rows."""
@@ -263,6 +279,7 @@ class State:
         """End one choice; the request ends with its last one."""
         request = seq.request
         seq.finish_reason = reason
+        self._lineup = None
         self.finishes.append(
             Finish(
                 request_id=request.request_id,
@@ -283,7 +300,7 @@ class State:
     def finish_all(self, request: Request, reason: FinishReason, detail: str | None = None) -> None:
         """End every choice that is still open, forked or not."""
         for choice in range(len(request.sequences), request.add.params.n):
-            request.sequences.append(Sequence(request, choice, list(request.add.prompt)))
+            self.open_choice(request, choice)
         for seq in request.live():
             self.finish(seq, reason, detail=detail)
 
@@ -338,6 +355,7 @@ class State:
             raise InvariantViolated(f"{len(joined)} rows joined, {self.num_joined} counted")
         if any(self.rows.owners[s.row] is not s for s in joined):
             raise InvariantViolated("a joined row's results would go to another sequence")
+        self._check_plain()
         self.rows.check(
             row
             for r in self.requests.values()
@@ -357,3 +375,21 @@ class State:
                 f"{'not ' if request in wanted else ''}in the queue"
             )
         self.queue.check(self.requests.values())
+
+    def _check_plain(self) -> None:
+        """Prove of the sequences that a step only counts on that it may."""
+        lineup = [s for r in self.running for s in r.sequences if s.finish_reason is None]
+        if self._lineup is not None and self._lineup != lineup:
+            raise InvariantViolated(f"{len(lineup)} sequences run, {len(self._lineup)} lined up")
+        for seq in (s for r in self.requests.values() for s in r.sequences):
+            if seq.num_computed >= seq.plain_until:
+                continue
+            request, known = seq.request, seq.num_tokens
+            is_ready = seq.joined and not seq.shares_tail and not request.spare_rows
+            left = len(request.add.prompt) + request.max_tokens - known
+            room = len(seq.blocks) * self.config.block_size - known
+            if not is_ready or known - seq.num_computed != 1 or left < 1 or room < 1:
+                raise InvariantViolated(
+                    f"request {request.request_id} counts as plain up to {seq.plain_until} tokens: "
+                    f"{seq.num_computed} of {known} computed, room for {room}, {left} to draw"
+                )

@@ -14,37 +14,56 @@ from streamer.errors import InvariantViolated
 
 def continue_running(state: State, draft: Draft) -> None:
     """Decodes first, then prefill chunks; the loop that every step pays for."""
-    size = state.config.block_size
+    asking = lineup = state.lined_up()
+    if len(lineup) <= draft.budget:
+        asking = []
+        for seq in lineup:
+            if seq.num_computed < seq.plain_until:
+                seq.num_computed += 1
+                seq.num_pending += 1
+            else:
+                asking.append(seq)
+    decoded = len(lineup) - len(asking)
     catching_up: list[Sequence] = []
-    sitting, publish = draft.sitting, state.kv.publish
-    decoded = 0
-    for request in state.running:
-        for seq in request.sequences:
-            if seq.finish_reason is not None:
-                continue
-            known = len(seq.tokens) + seq.num_pending
-            is_plain = (
-                seq.joined
-                and known - seq.num_computed == 1
-                and known - len(request.add.prompt) < request.max_tokens
-                and decoded < draft.budget
-                and (not sitting or seq not in sitting)
-                and not request.spare_rows
-            )
-            if not is_plain:
-                catching_up.append(seq)
-                continue
+    for seq in asking:
+        if decoded < draft.budget and decodes(seq, draft):
             decoded += 1
-            seq.num_computed += 1
-            seq.num_pending += 1
-            if seq.num_computed % size == 0:
-                publish(seq)
+            decode(state, seq)
+        else:
+            catching_up.append(seq)
     draft.budget -= decoded
     draft.num_tokens += decoded
     draft.num_samples += decoded
     catching_up.sort(key=lambda s: s.num_tokens - s.num_computed > 1)
     for seq in catching_up:
         advance(state, seq, draft)
+
+
+def decodes(seq: Sequence, draft: Draft) -> bool:
+    """Whether it computes its one known token in its row and draws the next."""
+    request, known = seq.request, seq.num_tokens
+    return (
+        seq.joined
+        and known - seq.num_computed == 1
+        and known - len(request.add.prompt) < request.max_tokens
+        and seq not in draft.sitting
+        and not request.spare_rows
+    )
+
+
+def decode(state: State, seq: Sequence) -> None:
+    """Count the token, and say up to where the next ones need only be counted.
+
+    That ends before the token that makes the block full: it has the block published, and the one
+    after it wants a new one.
+    """
+    size, request = state.config.block_size, seq.request
+    seq.num_computed += 1
+    seq.num_pending += 1
+    if seq.num_computed % size == 0:
+        state.kv.publish(seq)
+    block_end = -(-seq.num_computed // size) * size
+    seq.plain_until = min(block_end, len(request.add.prompt) + request.max_tokens) - 1
 
 
 def advance(state: State, seq: Sequence, draft: Draft) -> None:
@@ -86,8 +105,7 @@ def fork_choices(state: State, parent: Sequence, draft: Draft) -> None:
     request = parent.request
     rows, request.spare_rows = request.spare_rows, []
     for choice, row in enumerate(rows, start=1):
-        child = Sequence(request, choice, list(request.add.prompt))
-        request.sequences.append(child)
+        child = state.open_choice(request, choice)
         if not state.kv.fork(parent, child, len(child.tokens)):
             raise InvariantViolated(
                 f"request {request.request_id}: fork at {len(child.tokens)} of "

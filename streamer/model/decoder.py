@@ -110,7 +110,7 @@ class Decoder:
         tokens, positions  [T] int64;  pool  [N, layers, 2, Hk, B, D]. The result may be overwritten
         by the next call.
         """
-        tables = self._rope.up_to(max(batch.context_lens))
+        tables = self._rope.up_to(batch.max_context)
         made_for = (pool.data_ptr(), self._rope.length, self._limits)
         if self._graph is None or self._graph_of != made_for:
             compute = partial(self._compute, pool, tables)

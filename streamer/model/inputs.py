@@ -24,8 +24,9 @@ class StepInputs(msgspec.Struct, frozen=True):
 
     tokens, positions  [T]; None with batch where nothing is computed
     last               [S] packed index of each drawing row's last token; None: S = T, in order
-    rows               the S drawing rows, then the F forks
-    draw_at            position of the token each of `rows` draws
+    rows               the S drawing rows, then the F forks; one object as long as nothing changes
+    at                 [S + F] the same
+    draw_at            [S + F] position of the token each of `rows` draws
     parents            F indices into the S rows: whose logits the forks draw from
     """
 
@@ -33,8 +34,9 @@ class StepInputs(msgspec.Struct, frozen=True):
     positions: torch.Tensor | None
     batch: AttentionBatch | None
     last: torch.Tensor | None
-    rows: list[int]
-    draw_at: list[int]
+    rows: tuple[int, ...]
+    at: Ints
+    draw_at: Ints
     parents: list[int]
     num_tokens: int
     num_chunk_tokens: int
@@ -45,34 +47,28 @@ class StepInputs(msgspec.Struct, frozen=True):
         return self.last is None and not self.parents
 
 
-class _Row:
-    """What only joins and chunks need of a row."""
-
-    __slots__ = ("num_prompt", "tokens")
-
-    def __init__(self, join: RowJoin) -> None:
-        self.tokens = list(join.tokens)
-        self.num_prompt = join.num_prompt
-
-
 class Rows:
     """Up to `max_rows` resident rows with tables of up to `width` blocks out of `num_blocks`."""
 
     def __init__(self, max_rows: int, width: int, num_blocks: int, block_size: int) -> None:
         self._num_blocks = num_blocks
         self._block_size = block_size
-        self._rows: dict[int, _Row] = {}
+        self._joined: dict[int, tuple[int, ...]] = {}  # row -> the tokens it joined with
         self._tables: Ints = np.zeros((max_rows, width), np.int64)
         self._table_lens: Ints = np.zeros(max_rows, np.int64)
+        self._capacity: Ints = np.zeros(max_rows, np.int64)  # tokens that the table has room for
         self._known: Ints = np.zeros(max_rows, np.int64)  # tokens known
         self._computed: Ints = np.zeros(max_rows, np.int64)  # of them with KV
         self._latest: Ints = np.zeros(max_rows, np.int64)  # the last known token
-        self._resident: Ints = np.zeros(0, np.int64)  # ascending, as of the latest step
+        self._ones: Ints = np.ones(max_rows, np.int64)
+        # The resident rows, ascending, as of the latest step: as an array and by name.
+        self._resident: Ints = np.zeros(0, np.int64)
+        self._names: tuple[int, ...] = ()
         self._has_moved = False  # somebody joined or left since
 
     def leave(self, row: int) -> None:
         """The row is empty again."""
-        if self._rows.pop(row, None) is None:
+        if self._joined.pop(row, None) is None:
             raise InvariantViolated(f"row {row} leaves, but nobody is there")
         self._has_moved = True
 
@@ -81,19 +77,19 @@ class Rows:
         row, known = join.row, len(join.tokens)
         if not 0 <= row < len(self._known):
             raise InvariantViolated(f"row {row} is beyond the {len(self._known)} row slots")
-        if row in self._rows:
+        if row in self._joined:
             raise InvariantViolated(f"row {row} is taken, {join.request_id} can't join it")
         if not 0 < join.num_prompt <= known or not 0 <= join.num_computed <= known:
             raise InvariantViolated(
                 f"row {row} joins with {known} tokens, {join.num_prompt} of them prompt, "
                 f"{join.num_computed} computed"
             )
-        self._rows[row] = _Row(join)
+        self._joined[row] = join.tokens
         self._has_moved = True
         self._known[row] = known
         self._computed[row] = join.num_computed
         self._latest[row] = join.tokens[-1]
-        self._table_lens[row] = 0
+        self._table_lens[row] = self._capacity[row] = 0
         self.update_table(TableUpdate(row, 0, join.blocks))
         if join.num_computed > len(join.blocks) * self._block_size:
             raise InvariantViolated(
@@ -103,41 +99,79 @@ class Rows:
 
     def update_table(self, update: TableUpdate) -> None:
         """Write blocks into a row's table."""
-        row, start, end = update.row, update.start, update.start + len(update.blocks)
-        if row not in self._rows:
+        row, start, blocks = update.row, update.start, update.blocks
+        if row not in self._joined:
             raise InvariantViolated(f"table of row {row}: nobody is there")
-        if not 0 <= start <= self._table_lens[row] or end > self._tables.shape[1]:
+        held, end = int(self._table_lens[row]), start + len(blocks)
+        if not 0 <= start <= held or end > self._tables.shape[1]:
             raise InvariantViolated(
-                f"table of row {row}: blocks {start} to {end}, it has {self._table_lens[row]} of "
+                f"table of row {row}: blocks {start} to {end}, it has {held} of "
                 f"at most {self._tables.shape[1]}"
             )
-        if any(not 0 <= block < self._num_blocks for block in update.blocks):
+        if blocks and not (min(blocks) >= 0 and max(blocks) < self._num_blocks):
             raise InvariantViolated(
-                f"table of row {row}: a block of {update.blocks} is not below {self._num_blocks}"
+                f"table of row {row}: a block of {blocks} is not below {self._num_blocks}"
             )
-        self._tables[row, start:end] = update.blocks
-        self._table_lens[row] = max(end, int(self._table_lens[row]))
+        if len(blocks) == 1:
+            self._tables[row, start] = blocks[0]
+        else:
+            self._tables[row, start:end] = blocks
+        if end > held:
+            self._table_lens[row], self._capacity[row] = end, end * self._block_size
 
     def inputs(self, plan: Plan) -> StepInputs:
         """The forward of this plan, after its leaves, joins and tables; advances `computed`."""
+        if self._has_moved:
+            self._names = tuple(sorted(self._joined))
+            self._resident = np.array(self._names, np.int64)
+            self._has_moved = False
         forks = [(j.row, j.logits_of) for j in plan.joins if j.logits_of >= 0]
+        if plan.chunks or forks:
+            return self._mixed(plan, forks)
+        return self._steady(plan)
+
+    def _steady(self, plan: Plan) -> StepInputs:
+        """Every row decodes: nothing here looks at a row by itself."""
+        rows, count = self._resident, len(self._resident)
+        self._check_decoding(rows)
+        self._check_sums(plan, count, count)
+        tokens = positions = batch = None
+        starts = self._computed.take(rows)
+        contexts = starts + 1
+        if count:
+            slots, tables = self._place(rows, rows, starts, contexts)
+            batch = self._batch(self._ones[:count], contexts, tables, slots)
+            tokens = torch.from_numpy(self._latest.take(rows))
+            positions = torch.from_numpy(starts)
+        self._computed[rows] = contexts
+        return StepInputs(
+            tokens=tokens,
+            positions=positions,
+            batch=batch,
+            last=None,
+            rows=self._names,
+            at=rows,
+            draw_at=contexts,
+            parents=[],
+            num_tokens=count,
+            num_chunk_tokens=0,
+        )
+
+    def _mixed(self, plan: Plan, forks: list[tuple[int, int]]) -> StepInputs:
+        """Decoding rows first, then chunks; forks only draw."""
         busy = {row for row, _ in forks}
         for chunk in plan.chunks:
             self._check_chunk(chunk, busy)
             busy.add(chunk.row)
-        if self._has_moved:
-            self._resident = np.array(sorted(self._rows), np.int64)
-            self._has_moved = False
-        decoding = self._resident
-        if busy:
-            decoding = decoding[~np.isin(decoding, list(busy))]
+        decoding = self._resident[~np.isin(self._resident, list(busy))]
         chunks = [c for c in plan.chunks if c.count]
         counts = np.array([c.count for c in chunks], np.int64)
         rows = np.concatenate([decoding, np.array([c.row for c in chunks], np.int64)])
-        counts = np.concatenate([np.ones(len(decoding), np.int64), counts])
+        counts = np.concatenate([self._ones[: len(decoding)], counts])
         self._check_decoding(decoding)
         drawing = decoding.tolist() + [c.row for c in chunks if c.sample]
-        self._check_sums(plan, int(counts.sum()), len(drawing) + len(forks))
+        num_tokens = int(counts.sum())
+        self._check_sums(plan, num_tokens, len(drawing) + len(forks))
         tokens = positions = batch = None
         if len(rows):
             tokens, positions, batch = self._pack(decoding, chunks, rows, counts)
@@ -148,64 +182,78 @@ class Rows:
         parents = [_index_of(drawing, parent) for _, parent in forks]
         self._computed[rows] += counts
         drawing += [row for row, _ in forks]
+        at = np.array(drawing, np.int64)
         return StepInputs(
             tokens=tokens,
             positions=positions,
             batch=batch,
             last=last,
-            rows=drawing,
-            draw_at=self._known[drawing].tolist(),
+            rows=tuple(drawing),
+            at=at,
+            draw_at=self._known[at],
             parents=parents,
-            num_tokens=int(counts.sum()),
-            num_chunk_tokens=int(counts[len(decoding) :].sum()),
+            num_tokens=num_tokens,
+            num_chunk_tokens=num_tokens - len(decoding),
         )
 
-    def append(self, rows: list[int], tokens: list[int]) -> None:
+    def append(self, rows: Ints, tokens: list[int] | Ints) -> None:
         """These rows drew these tokens."""
         self._latest[rows] = tokens
         self._known[rows] += 1
-        for row, token in zip(rows, tokens, strict=True):
-            self._rows[row].tokens.append(token)
 
     def _pack(
         self, decoding: Ints, chunks: list[Chunk], rows: Ints, counts: Ints
     ) -> tuple[torch.Tensor, torch.Tensor, AttentionBatch]:
-        block = self._block_size
         starts = self._computed[rows]
         contexts = starts + counts
-        short = contexts > self._table_lens[rows] * block
+        if chunks:
+            tokens = np.concatenate([self._latest[decoding], *map(self._chunk_tokens, chunks)])
+            first = np.cumsum(counts) - counts
+            positions = np.arange(len(tokens)) + np.repeat(starts - first, counts)
+            owner = np.repeat(rows, counts)
+        else:
+            tokens, positions, owner = self._latest[rows], starts, rows
+        slots, tables = self._place(rows, owner, positions, contexts)
+        batch = self._batch(counts, contexts, tables, slots)
+        return torch.from_numpy(tokens), torch.from_numpy(positions), batch
+
+    def _place(self, rows: Ints, owner: Ints, positions: Ints, contexts: Ints) -> tuple[Ints, Ints]:
+        """The slot of each token, at a position of the row that owns it, and the rows' tables."""
+        block = self._block_size
+        short = contexts > self._capacity.take(rows)
         if short.any():
             row, need = int(rows[short][0]), int(contexts[short][0])
             raise InvariantViolated(
                 f"row {row} computes up to {need} tokens, its {self._table_lens[row]} blocks of "
                 f"{block} do not cover them"
             )
-        tables = self._tables[rows, : -(-int(contexts.max()) // block)]
-        if chunks:
-            tokens = np.concatenate([self._latest[decoding], *map(self._chunk_tokens, chunks)])
-            first = np.cumsum(counts) - counts
-            positions = np.arange(len(tokens)) + np.repeat(starts - first, counts)
-            owner = np.repeat(np.arange(len(rows)), counts)
-        else:
-            tokens, positions, owner = self._latest[rows], starts, np.arange(len(rows))
-        slots = tables[owner, positions // block] * block + positions % block
-        batch = AttentionBatch(
-            query_lens=counts.tolist(),
-            context_lens=contexts.tolist(),
+        index, offset = np.divmod(positions, block)
+        slots = self._tables[owner, index] * block + offset
+        width = -(-int(contexts.max()) // block)
+        is_whole = rows is self._resident and int(rows[-1]) == len(rows) - 1
+        # Without holes among the rows their tables lie there already: nothing to copy.
+        tables = self._tables[: len(rows), :width] if is_whole else self._tables[rows, :width]
+        return slots, tables
+
+    def _batch(self, counts: Ints, contexts: Ints, tables: Ints, slots: Ints) -> AttentionBatch:
+        return AttentionBatch(
+            query_lens=counts,
+            context_lens=contexts,
             block_tables=torch.from_numpy(tables),
             slots=torch.from_numpy(slots),
-            block_size=block,
+            block_size=self._block_size,
         )
-        return torch.from_numpy(tokens), torch.from_numpy(positions), batch
 
     def _chunk_tokens(self, chunk: Chunk) -> Ints:
-        return np.array(
-            self._rows[chunk.row].tokens[chunk.start : chunk.start + chunk.count], np.int64
-        )
+        """Tokens it joined with; or the one it drew last, since all before that are computed."""
+        joined = self._joined[chunk.row]
+        if chunk.start >= len(joined):
+            return self._latest[chunk.row : chunk.row + 1]
+        return np.array(joined[chunk.start : chunk.start + chunk.count], np.int64)
 
     def _check_chunk(self, chunk: Chunk, busy: set[int]) -> None:
         row = chunk.row
-        if row not in self._rows or row in busy:
+        if row not in self._joined or row in busy:
             raise InvariantViolated(f"chunk of row {row}: nobody is there, or it is named twice")
         known, computed = int(self._known[row]), int(self._computed[row])
         end = chunk.start + chunk.count
@@ -221,7 +269,7 @@ class Rows:
             )
 
     def _check_decoding(self, decoding: Ints) -> None:
-        wrong = self._known[decoding] - self._computed[decoding] != 1
+        wrong = self._known.take(decoding) - self._computed.take(decoding) != 1
         if wrong.any():
             row = int(decoding[wrong][0])
             raise InvariantViolated(
@@ -231,7 +279,7 @@ class Rows:
 
     def _check_sums(self, plan: Plan, num_tokens: int, num_samples: int) -> None:
         for name, ours, theirs in (
-            ("num_rows", len(self._rows), plan.num_rows),
+            ("num_rows", len(self._joined), plan.num_rows),
             ("num_tokens", num_tokens, plan.num_tokens),
             ("num_samples", num_samples, plan.num_samples),
         ):

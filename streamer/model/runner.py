@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from streamer.config import Config
@@ -147,6 +148,8 @@ class ModelRunner:
             self._rows.update_table(update)
 
     def _move_blocks(self, plan: Plan) -> None:
+        if not (plan.swap_out or plan.copies or plan.swap_in):
+            return
         device, host = self._pool.shape[0], self._host_pool.shape[0]
         _check_ids("swap_out", plan.swap_out, device, host)
         _check_ids("copies", plan.copies, device, device)
@@ -169,12 +172,16 @@ class ModelRunner:
         if logits is None:
             return StepResult(number)
         drawn = self._sampler.sample(logits, inputs.rows, inputs.draw_at)
-        rows, tokens = inputs.rows, drawn.tokens
-        if drawn.failed or not inputs.is_steady:
-            pairs = [(r, t) for r, t in zip(rows, tokens, strict=True) if r not in drawn.failed]
-            rows, tokens = [r for r, _ in sorted(pairs)], [t for _, t in sorted(pairs)]
-        self._rows.append(rows, tokens)
-        return StepResult(number, tuple(rows), tuple(tokens), drawn.logprobs, drawn.failed)
+        if inputs.is_steady and not drawn.failed:
+            self._rows.append(inputs.at, drawn.tokens)
+            return StepResult(number, inputs.rows, tuple(drawn.tokens), drawn.logprobs)
+        tokens = np.array(drawn.tokens, np.int64)
+        order = inputs.at.argsort()
+        order = order[tokens[order] >= 0]  # those that did not fail
+        at, tokens = inputs.at[order], tokens[order]
+        self._rows.append(at, tokens)
+        rows = tuple(at.tolist())
+        return StepResult(number, rows, tuple(tokens.tolist()), drawn.logprobs, drawn.failed)
 
     def _logits(self, inputs: StepInputs) -> torch.Tensor | None:
         """[S + F, V] for the rows that draw; None where nobody does."""

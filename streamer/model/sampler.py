@@ -6,18 +6,18 @@ tells it who joins and leaves and calls `sample` once a step. Never sees a Plan,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from streamer.core.plan import TokenLogprob
 from streamer.core.sampling import SamplingParams
 from streamer.kernels import ops
 from streamer.kernels.philox import USE_SAMPLE
-from streamer.model.sampling_rows import RowState
+from streamer.model.sampling_rows import RowState, RowTable
 
 NOT_FINITE = "the model's logits are not finite"
 
@@ -44,25 +44,19 @@ class _Layout:
     logprobs     indices of rows that asked, num_top how many at most
     """
 
-    def __init__(self, states: list[RowState]) -> None:
-        params = [state.params for state in states]
-        self.states = states
-        self.edited = [i for i, state in enumerate(states) if state.is_edited]
-        self.floors = [(i, s.min_position) for i, s in enumerate(states) if s.min_position]
-        self.logprobs = [i for i, p in enumerate(params) if p.logprobs is not None]
-        self.num_top = max((p.logprobs or 0 for p in params), default=0)
-        self.greedy = [i for i, p in enumerate(params) if p.is_greedy]
-        drawn = [i for i, p in enumerate(params) if not p.is_greedy]
-        origin = np.zeros((len(drawn), 5), dtype=np.uint32)
-        if drawn:
-            origin[:, :2] = [states[i].key for i in drawn]
-            origin[:, 3] = [states[i].choice for i in drawn]
-        origin[:, 4] = USE_SAMPLE
+    def __init__(self, table: RowTable, rows: Sequence[int]) -> None:
+        self.states = table.states_of(rows)
+        at = np.array(rows, np.int64)
+        is_greedy, floor, num_top = table.is_greedy[at], table.floor[at], table.num_top[at]
+        self.edited = _where(table.is_edited[at])
+        self.floors = [(i, int(floor[i])) for i in _where(floor > 0)]
+        self.logprobs = _where(num_top >= 0)
+        self.num_top = max(0, int(num_top.max(initial=0)))
+        self.greedy = _where(is_greedy)
+        drawn = _where(~is_greedy)
+        slots = at[drawn]
         self.draws = ops.Draws(
-            drawn,
-            [max(0, params[i].top_k) for i in drawn],
-            [(params[i].temperature, params[i].top_p, _log(params[i].min_p)) for i in drawn],
-            origin,
+            drawn, table.top_k[slots], table.settings[slots], table.origin[slots]
         )
         self.is_plain_greedy = not (drawn or self.edited or self.floors)
 
@@ -77,8 +71,8 @@ class Sampler:
 
     def __init__(self, vocab_size: int, max_rows: int) -> None:
         self.vocab_size = vocab_size
-        self._states: list[RowState | None] = [None] * max_rows
-        self._rows: list[int] = []
+        self._table = RowTable(max_rows, USE_SAMPLE)
+        self._rows: tuple[int, ...] = ()
         self._layout: _Layout | None = None
 
     def join(
@@ -91,16 +85,20 @@ class Sampler:
         stop_ids: frozenset[int] = frozenset(),
     ) -> None:
         """Row slot `row` (0 to max_rows - 1) now holds this sequence; fields as in RowJoin."""
-        self._states[row] = RowState(params, tokens, num_prompt, choice, stop_ids, self.vocab_size)
+        state = RowState(params, tokens, num_prompt, choice, stop_ids, self.vocab_size)
+        self._table.put(row, state)
         self._layout = None
 
     def leave(self, row: int) -> None:
         """Forget the row."""
-        self._states[row] = None
+        self._table.states[row] = None
         self._layout = None
 
     def sample(
-        self, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int]
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[int],
+        positions: Sequence[int] | NDArray[np.int64],
     ) -> SampleOutput:
         """Draw one token for each of `rows` (distinct) and append it to the row's history.
 
@@ -108,9 +106,11 @@ class Sampler:
         positions  absolute position of the token to be drawn: how many tokens come before it
         """
         layout = self._layout_of(rows)
-        logits = logits[:, : self.vocab_size]
+        if logits.shape[1] != self.vocab_size:
+            logits = logits[:, : self.vocab_size]
         best, best_ids = ops.best(logits)
-        bad = [i for i, value in enumerate(best.tolist()) if not math.isfinite(value)]
+        is_finite = np.isfinite(best.numpy())
+        bad: list[int] = [] if is_finite.all() else np.flatnonzero(~is_finite).tolist()
         tokens: list[int] = best_ids.tolist()
         raw = logits[layout.logprobs].float() if layout.logprobs else None
         if not layout.is_plain_greedy:
@@ -128,13 +128,9 @@ class Sampler:
         )
 
     def _layout_of(self, rows: Sequence[int]) -> _Layout:
-        wanted = list(rows)
-        if self._layout is None or wanted != self._rows:
-            states = [self._states[row] for row in wanted]
-            absent = [row for row, state in zip(wanted, states, strict=True) if state is None]
-            if absent:
-                raise ValueError(f"rows {absent} did not join")
-            self._layout = _Layout([state for state in states if state is not None])
+        wanted = tuple(rows)  # itself, where it is one: most often the very one of last time
+        if self._layout is None or (wanted is not self._rows and wanted != self._rows):
+            self._layout = _Layout(self._table, wanted)
             self._rows = wanted
         return self._layout
 
@@ -142,7 +138,7 @@ class Sampler:
         self,
         logits: torch.Tensor,
         layout: _Layout,
-        positions: Sequence[int],
+        positions: Sequence[int] | NDArray[np.int64],
         bad: list[int],
         tokens: list[int],
     ) -> list[int]:
@@ -160,12 +156,14 @@ class Sampler:
         draws = layout.draws
         if len(draws.rows):
             drawn = draws.rows.tolist()
-            draws.origin.numpy()[:, 2] = [positions[i] for i in drawn]
+            draws.origin.numpy()[:, 2] = np.asarray(positions)[drawn]
             for i, token in zip(drawn, ops.draw(x, draws).tolist(), strict=True):
                 tokens[i] = token
         return tokens
 
-    def _masked_out(self, x: torch.Tensor, layout: _Layout, positions: Sequence[int]) -> list[int]:
+    def _masked_out(
+        self, x: torch.Tensor, layout: _Layout, positions: Sequence[int] | NDArray[np.int64]
+    ) -> list[int]:
         """Rows in which min_tokens bans every token the model would allow: nothing to draw."""
         below = [i for i, floor in layout.floors if positions[i] < floor]
         if not below:
@@ -176,7 +174,9 @@ class Sampler:
             x[closed] = 0.0
         return closed
 
-    def _edit(self, x: torch.Tensor, layout: _Layout, positions: Sequence[int]) -> list[int]:
+    def _edit(
+        self, x: torch.Tensor, layout: _Layout, positions: Sequence[int] | NDArray[np.int64]
+    ) -> list[int]:
         """Bias, min_tokens mask and penalties, in place in x [S, V]; the greedy rows it touched."""
         flat, vocab = x.view(-1), x.shape[1]
         below = [i for i, floor in layout.floors if positions[i] < floor]
@@ -236,5 +236,5 @@ def _logprobs(
     return out
 
 
-def _log(value: float) -> float:
-    return math.log(value) if value > 0.0 else -math.inf
+def _where(is_so: NDArray[np.bool_]) -> list[int]:
+    return np.flatnonzero(is_so).tolist()

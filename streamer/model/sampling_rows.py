@@ -1,10 +1,11 @@
 """What sampling remembers of each resident row: parameters, bounded ids, token history.
 
-Owns RowState and History; holds no logits and draws nothing. Called by sampler.py.
+Owns RowTable, RowState and History; holds no logits and draws nothing. Called by sampler.py.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -103,3 +104,45 @@ class RowState:
     def is_edited(self) -> bool:
         """Whether anything but the temperature changes this row's logits (min_tokens apart)."""
         return bool(self.bias_ids.size) or self.history is not None
+
+
+class RowTable:
+    """The row slots: a state each, and what every new list of rows is looked through for, as
+    arrays over the slots (256 rows are looked through in 25 us; one by one it took 250).
+
+    top_k, settings, origin  as in ops.Draws, of rows that are not greedy
+    floor                    first position without the min_tokens mask, 0: there is none
+    num_top                  alternatives wanted beside the drawn token's log probability, or -1
+    """
+
+    def __init__(self, max_rows: int, use: int) -> None:
+        self.states: list[RowState | None] = [None] * max_rows
+        self.is_greedy = np.zeros(max_rows, bool)
+        self.is_edited = np.zeros(max_rows, bool)
+        self.top_k = np.zeros(max_rows, np.int64)
+        self.settings = np.zeros((max_rows, 3), np.float32)
+        self.floor = np.zeros(max_rows, np.int64)
+        self.num_top = np.zeros(max_rows, np.int64)
+        self.origin = np.zeros((max_rows, 5), np.uint32)
+        self.origin[:, 4] = use
+
+    def put(self, row: int, state: RowState) -> None:
+        """The slot holds this row now."""
+        params = state.params
+        self.states[row] = state
+        self.is_greedy[row] = params.is_greedy
+        self.is_edited[row] = state.is_edited
+        self.top_k[row] = max(0, params.top_k)
+        log_min_p = math.log(params.min_p) if params.min_p > 0.0 else -math.inf
+        self.settings[row] = (params.temperature, params.top_p, log_min_p)
+        self.floor[row] = state.min_position
+        self.num_top[row] = -1 if params.logprobs is None else params.logprobs
+        self.origin[row, :2] = state.key
+        self.origin[row, 3] = state.choice
+
+    def states_of(self, rows: Sequence[int]) -> list[RowState]:
+        """The states of rows that joined."""
+        found = [self.states[row] for row in rows]
+        if absent := [row for row, state in zip(rows, found, strict=True) if state is None]:
+            raise ValueError(f"rows {absent} did not join")
+        return found  # type: ignore[return-value]  # none is absent

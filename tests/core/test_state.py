@@ -45,6 +45,14 @@ def forget_who_runs(state: State) -> None:
     state.running.popitem()
 
 
+def trust_too_long(state: State) -> None:
+    state.requests["r0"].sequences[0].plain_until = 1000
+
+
+def miss_an_end_in_the_lineup(state: State) -> None:
+    state.lined_up().pop()
+
+
 @pytest.mark.parametrize(
     ("corrupt", "says"),
     [
@@ -56,6 +64,8 @@ def forget_who_runs(state: State) -> None:
         (queue_who_runs, "request r0 is running and in the queue"),
         (lose_a_block, "1 references, held by 0 tables"),
         (forget_who_runs, "2 requests are running, 1 in its set"),
+        (trust_too_long, "r0 counts as plain up to 1000 tokens"),
+        (miss_an_end_in_the_lineup, "2 sequences run, 1 lined up"),
     ],
 )
 def test_check_misses_what_is_lost(corrupt: Callable[[State], None], says: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from streamer.core.plan import Chunk, Plan, RowJoin, TableUpdate
@@ -54,11 +55,12 @@ def test_chunks_and_decodes_are_packed() -> None:
     assert got.tokens.tolist() == [22, 7, 8, 9, 10, 11]
     assert got.positions.tolist() == [2, 0, 1, 2, 3, 4]
     assert got.batch.slots.tolist() == [9 * 4 + 2, 20, 21, 22, 23, 4]
-    assert (got.batch.query_lens, got.batch.context_lens) == ([1, 5], [3, 5])
+    assert got.batch.query_lens.tolist() == [1, 5]
+    assert got.batch.context_lens.tolist() == [3, 5]
     assert got.batch.block_tables.tolist()[1] == [5, 1]
     assert got.last is not None
     assert got.last.tolist() == [0]
-    assert (got.rows, got.draw_at, got.num_chunk_tokens) == ([0], [3], 5)
+    assert (got.rows, got.draw_at.tolist(), got.num_chunk_tokens) == ((0,), [3], 5)
 
 
 def test_position_37_with_block_size_16_is_logical_block_2_offset_5() -> None:
@@ -80,17 +82,32 @@ def test_a_steady_step_takes_all_rows() -> None:
         assert got.last is None
         assert got.positions is not None
         assert got.positions.tolist() == [position, 1 + position]
-        assert (got.rows, got.draw_at) == ([1, 3], [position + 1, position + 2])
-        rows.append([1, 3], [40, 41])
+        assert (got.rows, got.draw_at.tolist()) == ((1, 3), [position + 1, position + 2])
+        rows.append(np.array([1, 3]), [40, 41])
     assert got.tokens is not None
     assert got.tokens.tolist() == [40, 41]
+
+
+def test_rows_without_holes_lend_their_tables() -> None:
+    """Nothing is copied where row r of the batch is row slot r; else the batch has its own."""
+    rows = make(join(0, (3,), (4,)), join(1, (5,), (2,)))
+    first = step(rows, num=(2, 2, 2))
+    rows.leave(0)
+    rows.append(np.array([1]), [6])
+    second = step(rows, num=(1, 1, 1))
+    assert first.batch is not None
+    assert second.batch is not None
+    assert second.batch.block_tables.tolist() == [[2]]
+    rows.update_table(TableUpdate(1, 0, (7,)))
+    assert first.batch.block_tables.tolist() == [[4], [7]]
+    assert second.batch.block_tables.tolist() == [[2]]
 
 
 def test_a_resumed_row_prefills_its_own_output() -> None:
     """Drawn tokens are known tokens: a chunk after a failed sample step may name them."""
     rows = make(join(0, (1, 2), (3,)))
     step(rows, Chunk(0, 0, 2, True), num=(1, 2, 1))
-    rows.append([0], [9])
+    rows.append(np.array([0]), [9])
     got = step(rows, Chunk(0, 2, 1, True), num=(1, 1, 1))
     assert got.tokens is not None
     assert got.tokens.tolist() == [9]
@@ -103,8 +120,8 @@ def test_forks_draw_last() -> None:
     child = join(0, (1, 2, 3), (3,), num_computed=3, logits_of=1)
     rows.join(child)
     got = step(rows, Chunk(1, 0, 3, True), num=(2, 3, 2), joins=(child,))
-    assert (got.rows, got.parents) == ([1, 0], [0])
-    assert got.draw_at == [3, 3]
+    assert (got.rows, got.parents) == ((1, 0), [0])
+    assert got.draw_at.tolist() == [3, 3]
 
 
 def test_a_row_slot_is_used_again() -> None:
@@ -114,7 +131,7 @@ def test_a_row_slot_is_used_again() -> None:
     rows.join(join(0, (6,), (1,)))
     got = step(rows, num=(1, 1, 1))
     assert got.batch is not None
-    assert (got.batch.slots.tolist(), got.draw_at) == ([4], [1])
+    assert (got.batch.slots.tolist(), got.draw_at.tolist()) == ([4], [1])
 
 
 def test_tables_grow_and_change() -> None:

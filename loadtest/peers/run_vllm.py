@@ -1,0 +1,37 @@
+"""vLLM's build for the CPU, in process.
+
+Its environment (threads, pool, libraries to load first) is set by who starts this. Runs in vLLM's
+own interpreter, never in ours.
+"""
+
+from __future__ import annotations
+
+from .talk import Generate, Job, serve
+
+
+def load(job: Job) -> tuple[Generate, str]:
+    """vLLM with its own defaults but for what the job names; no prefix cache."""
+    import vllm
+
+    llm = vllm.LLM(
+        job.model,
+        dtype="bfloat16",
+        max_model_len=job.max_len,
+        max_num_seqs=job.max_seqs,
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+    )
+
+    def generate(prompts: list[list[int]], lengths: list[int]) -> int:
+        wanted = [
+            vllm.SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths
+        ]
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        answers = llm.generate(asked, wanted, use_tqdm=False)
+        return sum(len(answer.outputs[0].token_ids) for answer in answers)
+
+    return generate, str(vllm.__version__)
+
+
+if __name__ == "__main__":
+    serve(load)

@@ -1,0 +1,178 @@
+"""Starts engines as processes of their own, asks them, measures their memory and ends them.
+
+A process leads a group of its own, so that whatever it starts ends with it. What it writes goes to
+a log file; of a failure the last lines are told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Self, cast
+
+LOAD_S, ANSWER_S, END_S = 600.0, 1800.0, 10.0
+LAUNCH = (
+    "import runpy, sys; sys.path.append(sys.argv[1]); "
+    "runpy.run_module('peers.' + sys.argv[2], run_name='__main__')"
+)
+
+
+class EngineFailed(Exception):
+    """An engine did not start, ended, or answered something else than asked; says what it wrote."""
+
+
+class Process:
+    """One engine's process and log. To be used in `with`."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: dict[str, str],
+        log: Path,
+        is_asked: bool = False,
+    ) -> None:
+        """`is_asked`: standard input and output are ours, not the log's."""
+        self._log = log
+        self._file: BinaryIO = log.open("wb")
+        # Not this folder: Python would look for modules there before all others.
+        self._process = subprocess.Popen(
+            command,
+            env=environment,
+            cwd=log.parent,
+            stderr=self._file,
+            start_new_session=True,
+            bufsize=0,
+            stdin=subprocess.PIPE if is_asked else subprocess.DEVNULL,
+            stdout=subprocess.PIPE if is_asked else self._file,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def peak_bytes(self) -> int:
+        """The most memory that was resident, of the process and those it has started, added up."""
+        return sum(map(peak_of, family(self._process.pid)))
+
+    def failure(self, what: str) -> EngineFailed:
+        """`what`, with the log's end."""
+        tail = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-6:]
+        return EngineFailed(f"{what}: " + " | ".join(line[:300] for line in tail))
+
+    def close(self) -> None:
+        """End the whole group; waits for it."""
+        self._signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_S)
+        self._signal(signal.SIGKILL)  # the rest of the group
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout, self._file):
+            if pipe is not None:
+                pipe.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+
+class Runner(Process):
+    """A runner of peers/ in an engine's interpreter, spoken to in lines of JSON."""
+
+    def __init__(self, python: Path, module: str, environment: dict[str, str], log: Path) -> None:
+        command = [str(python), "-c", LAUNCH, str(Path(__file__).resolve().parent), module]
+        super().__init__(command, environment, log, is_asked=True)
+        self._pending = b""
+
+    def ask(self, value: Any, timeout_s: float = ANSWER_S) -> dict[str, Any]:
+        """Send a line, wait for the answer; EngineFailed if none comes."""
+        stdin = cast("BinaryIO", self._process.stdin)
+        try:
+            stdin.write(json.dumps(value).encode() + b"\n")
+        except BrokenPipeError:
+            raise self.failure("it ended") from None
+        return cast("dict[str, Any]", json.loads(self._line(timeout_s)))
+
+    def _line(self, timeout_s: float) -> bytes:
+        stdout = cast("BinaryIO", self._process.stdout)
+        deadline = time.monotonic() + timeout_s
+        while b"\n" not in self._pending:
+            left = max(0.0, deadline - time.monotonic())
+            if not select.select([stdout], [], [], left)[0]:
+                raise self.failure(f"no answer in {timeout_s:.0f} s")
+            data = os.read(stdout.fileno(), 1 << 16)
+            if not data:
+                raise self.failure("it ended")
+            self._pending += data
+        line, _, self._pending = self._pending.partition(b"\n")
+        return line
+
+
+class Server(Process):
+    """An engine's own HTTP server; `wait` returns once it takes requests."""
+
+    def __init__(self, command: Sequence[str], port: int, env: dict[str, str], log: Path) -> None:
+        super().__init__(command, env, log)
+        self._port = port
+
+    def wait(self, path: str, timeout_s: float = LOAD_S) -> None:
+        """Ask `path` until it answers 200."""
+        deadline = time.monotonic() + timeout_s
+        while not self._answers(path):
+            if not self.is_running:
+                raise self.failure("the server ended")
+            if time.monotonic() > deadline:
+                raise self.failure(f"the server did not start in {timeout_s:.0f} s")
+            time.sleep(0.2)
+
+    def _answers(self, path: str) -> bool:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def family(pid: int) -> list[int]:
+    """A process and all that descend from it."""
+    found = [pid]
+    for parent in found:  # grows while it is read
+        for children in Path(f"/proc/{parent}/task").glob("*/children"):
+            try:
+                found += map(int, children.read_text().split())
+            except OSError:  # the thread has ended
+                continue
+    return found
+
+
+def peak_of(pid: int) -> int:
+    """VmHWM of one process in bytes; 0 if it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:")), 0)
