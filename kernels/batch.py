@@ -104,15 +104,14 @@ class Limits:
 
     max_tokens  packed query tokens T, and rows drawn from S
     max_rows    rows R
-    width       blocks of a row's table
+    block_size  tokens a block
     """
 
-    __slots__ = ("block_size", "max_rows", "max_tokens", "width")
+    __slots__ = ("block_size", "max_rows", "max_tokens")
 
-    def __init__(self, *, max_tokens: int, max_rows: int, width: int, block_size: int) -> None:
+    def __init__(self, *, max_tokens: int, max_rows: int, block_size: int) -> None:
         self.max_tokens = max_tokens
         self.max_rows = max_rows
-        self.width = width
         self.block_size = block_size
 
 

@@ -55,6 +55,14 @@ def test_conversations(llm: LLM) -> None:
     assert [o.text for o in llm.chat([chat, chat])] == [expected_text(3)] * 2
 
 
+def test_each_prompt_may_have_its_own_params(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (3, 9, 1)]
+    outputs = llm.generate(["a", "b", "c"], params)
+    assert [len(o.token_ids) for o in outputs] == [3, 9, 1]
+    with pytest.raises(InvalidRequest, match="3 params for 2 prompts"):
+        llm.generate(["a", "b"], params)
+
+
 def test_no_prompts_no_outputs(llm: LLM) -> None:
     assert llm.generate([]) == []
     assert llm.chat([]) == []

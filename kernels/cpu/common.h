@@ -34,7 +34,6 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
-#define KEYS 16 /* tokens of context that attention takes at once */
 
 typedef float vf __attribute__((vector_size(VW * 4)));
 typedef int32_t vi __attribute__((vector_size(VW * 4)));
@@ -47,8 +46,8 @@ typedef vf vf_any __attribute__((aligned(4), may_alias));
 typedef int32_t int_any __attribute__((aligned(1), may_alias));
 typedef vh vh_any __attribute__((aligned(2), may_alias));
 
-/* What changes from run to run. Rows of a tensor are tokens, drawn rows or sequences. */
-enum { COUNT_TOKENS, COUNT_DRAWN, COUNT_SEQUENCES, COUNTS };
+/* What changes from run to run: how many tokens, drawn rows and tiles of attention. */
+enum { COUNT_TOKENS, COUNT_DRAWN, COUNT_TILES, COUNTS };
 
 typedef struct {
     int64_t counts[COUNTS];

@@ -96,7 +96,7 @@ static float reach(const Candidates *near, double target, int is_mass) {
     return found;
 }
 
-/* Candidates no further than `limit` from `top`; returns how many weigh exp(-distance) in all. */
+/* Candidates: those no further than `limit` from `top`. */
 static void collect(const Op *op, const char *x, float top, float scale, float limit,
                     Candidates *near, int dtype) {
     int64_t V = op->n[0];
@@ -152,8 +152,8 @@ static float cut_of(const Op *op, const char *x, int64_t row, float top, float s
         cut = cut < least_p ? cut : least_p;
         if (cut > limits[i]) continue; /* min_p allows more than was looked at */
         if (top_p < 1) {
-            double mass = cut < INFINITY ? mass_within(&near, cut) : all;
-            if (top_k || least_p < INFINITY) mass = mass_within(&near, cut);
+            int is_whole = !top_k && least_p == INFINITY;
+            double mass = is_whole ? all : mass_within(&near, cut);
             float nucleus = reach(&near, mass * top_p, 1);
             if (nucleus > limits[i] && !is_all) continue;
             cut = nucleus < cut ? nucleus : cut;

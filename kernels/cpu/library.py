@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
+import logging
 import os
 import platform
 import shlex
@@ -19,6 +20,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
 MAIN = "team.c"
@@ -38,6 +41,7 @@ def load() -> ctypes.CDLL:
     folder = _cache_folder()
     path = folder / f"kernels-{_key(command)}.so"
     if not path.exists():
+        logger.info("compiling the kernels for this CPU, once: a few seconds")
         _compile(command, path)
     try:
         return ctypes.CDLL(str(path))

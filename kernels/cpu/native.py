@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 
 from streamer.kernels import reference
 from streamer.kernels.batch import AttentionBatch, Forward, Limits
+from streamer.kernels.cpu.linear import linear, pack_weight
 from streamer.kernels.cpu.program import Call, Count, Kind, Program, issue, new_rows, team
 from streamer.kernels.draws import Draws
 
-ACTIVATIONS = {None: 0, "silu": 2, "gelu": 3, "gelu_tanh": 4}
-ADD = 1
 HUGE_PAGE = 2 << 20
 MADV_HUGEPAGE = 14  # Linux's number; where it is refused nothing is lost
 MAX_DRAW = 500_000  # vocabulary for which draw.c has scratch memory
+MAX_HEAD, MAX_SHARE = 1024, 128  # head_dim, query heads a KV head: rope.c's and attention.c's room
 TILE_QUERIES = 48  # as attention.c has it
 TABLES, TABLE_STRIDE = 7, 5  # where it has them: of its pointers, of its integers
 
@@ -50,35 +50,6 @@ rope_tables = reference.rope_tables
 set_threads = team.set_threads
 
 
-class Weight:
-    """A packed weight [N, K] with its bias and the activation of its gates."""
-
-    __slots__ = ("activation", "bias", "packed", "shape")
-
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
-    ) -> None:
-        n, k = weight.shape
-        width = 2 * team.lanes
-        self.shape = (n, k)
-        self.activation = activation
-        self.packed = torch.empty(-(-n // width) * width * -(-k // 2) * 2, dtype=weight.dtype)
-        self.bias = None
-        if bias is not None:
-            self.bias = torch.zeros(-(-n // width) * width)
-            self.bias[:n] = bias
-            if activation is not None:
-                self.bias = _interleave(bias.float(), team.lanes)
-        team.pack(weight.contiguous(), self.packed, activation is not None)
-
-
-def _interleave(bias: torch.Tensor, lanes: int) -> torch.Tensor:
-    """The bias of gates and ups in the order of their panels: `lanes` of each in turn."""
-    halves = bias.view(2, -1)
-    padded = torch.nn.functional.pad(halves, (0, -halves.shape[1] % lanes))
-    return padded.view(2, -1, lanes).transpose(0, 1).reshape(-1).contiguous()
-
-
 def new_pool(
     num_blocks: int,
     layers: int,
@@ -88,7 +59,11 @@ def new_pool(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> torch.Tensor:
-    """See ops.new_pool."""
+    """See ops.new_pool; ValueError for heads that the C files have no room for."""
+    if head_dim > MAX_HEAD:
+        raise ValueError(
+            f"head_dim {head_dim} exceeds {MAX_HEAD}; STREAMER_KERNELS=torch has no such limit"
+        )
     shape = (num_blocks, layers, block_size, kv_heads, head_dim)
     return in_huge_pages(reference.new_pool(*shape, dtype, device))
 
@@ -106,30 +81,6 @@ def in_huge_pages(memory: torch.Tensor) -> torch.Tensor:
             ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_HUGEPAGE
         )
     return memory
-
-
-def pack_weight(weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> Weight:
-    """See ops.pack_weight."""
-    return Weight(weight, bias, activation)
-
-
-def linear(x: torch.Tensor, weight: Weight, add_to: torch.Tensor | None) -> torch.Tensor:
-    """See ops.linear."""
-    n, k = weight.shape
-    width = n if weight.activation is None else n // 2
-    out = new_rows(x, width, dtype=x.dtype) if add_to is None else add_to
-    flags = ACTIVATIONS[weight.activation] if add_to is None else ADD
-    issue(
-        Call(
-            Kind.LINEAR,
-            x,
-            x.dtype,
-            (x, weight.packed, weight.bias, out),
-            (k, n, x.stride(0), out.stride(0)),
-            flags=flags,
-        )
-    )
-    return out
 
 
 def embedding(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -248,6 +199,11 @@ def paged_attention(
 ) -> torch.Tensor:
     """See ops.paged_attention."""
     heads, (kv_heads, block, dim) = q.shape[1], pool_layer.shape[2:]
+    if heads // kv_heads > MAX_SHARE:
+        raise ValueError(
+            f"{heads} query heads share {kv_heads} KV heads, at most {MAX_SHARE} may share one; "
+            "STREAMER_KERNELS=torch has no such limit"
+        )
     if q.stride(1) != dim or q.stride(2) != 1:
         q = q.contiguous()
     rows = Rows.of(batch, queries_per_tile(heads, kv_heads))

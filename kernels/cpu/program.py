@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from streamer.kernels.cpu.library import load
 
 ALIGN = 64
+MAX_OPS = 4095
 NUM_POINTERS, NUM_INTEGERS, NUM_FLOATS = 10, 8, 4
 # struct Op of common.h
 OP = np.dtype(
@@ -271,6 +272,8 @@ class Program:
         result = self._find(out.data_ptr())
         if result is None:
             raise ValueError("the recorded function returned something it did not compute")
+        if len(self._calls) > MAX_OPS:
+            raise ValueError(f"{len(self._calls)} ops exceed the {MAX_OPS} that team.c can count")
         result.last = len(self._calls)
         self._out_count = result.count
         placed: list[_Region] = []

@@ -42,9 +42,9 @@ static const Kind kinds[] = {
     {draw_chunks, draw_run},
 };
 
-/* A ticket is op << 48 | chunks of that op << 24 | next chunk, so that whoever takes one knows what
+/* A ticket is op << 52 | chunks of that op << 26 | next chunk, so that whoever takes one knows what
  * it is worth without a look at anything that a later run may have replaced. */
-#define DONE ((uint64_t)0xffff << 48)
+#define DONE ((uint64_t)0xfff << 52)
 
 typedef struct Team {
     _Alignas(64) _Atomic uint64_t ticket;
@@ -77,7 +77,7 @@ static void open_op(Team *team, int64_t number) {
     }
     uint64_t chunks = (uint64_t)kinds[op->kind].chunks(op, team->step, team->threads);
     atomic_store(&team->ended, 0);
-    atomic_store(&team->ticket, (uint64_t)number << 48 | chunks << 24);
+    atomic_store(&team->ticket, (uint64_t)number << 52 | chunks << 26);
 }
 
 /* Take part until every op of the list is done. */
@@ -85,15 +85,15 @@ static void take_part(Team *team, Worker *me) {
     for (;;) {
         uint64_t ticket = atomic_fetch_add(&team->ticket, 1);
         if (ticket >= DONE) return;
-        int64_t number = (int64_t)(ticket >> 48), chunk = (int64_t)(ticket & 0xffffff);
-        int64_t chunks = (int64_t)(ticket >> 24 & 0xffffff);
+        int64_t number = (int64_t)(ticket >> 52), chunk = (int64_t)(ticket & 0x3ffffff);
+        int64_t chunks = (int64_t)(ticket >> 26 & 0x3ffffff);
         if (chunk < chunks) {
             const Op *op = team->ops + number;
             kinds[op->kind].run(op, team->step, chunk, me);
             if (atomic_fetch_add(&team->ended, 1) + 1 == chunks) open_op(team, number + 1);
             continue;
         }
-        for (int i = 0; (int64_t)(atomic_load(&team->ticket) >> 48) == number; i++)
+        for (int i = 0; (int64_t)(atomic_load(&team->ticket) >> 52) == number; i++)
             if (i < PATIENCE) pause_briefly();
             else sched_yield();
     }

@@ -24,6 +24,7 @@ import msgspec
 from streamer.config import Config
 from streamer.core.plan import Facts, Plan, StepOutput
 from streamer.core.sampling import SamplingParams
+from streamer.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -147,6 +148,8 @@ async def measure(num_calls: int, is_busy: bool, num_sequences: int, seconds: fl
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
     steps = [(b - a) * 1e3 for a, b in pairwise(launches)]
+    if not steps or not lags:
+        raise ConfigError("no step ended in so short a time; measure longer", param="seconds")
     return Measured(
         runner=f"{num_calls} calls" if num_calls else "fake",
         loop="busy" if is_busy else "idle",

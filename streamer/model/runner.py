@@ -98,7 +98,6 @@ class ModelRunner:
             ops.Limits(
                 max_tokens=max_num_batched_tokens,
                 max_rows=max_num_seqs,
-                width=width,
                 block_size=block_size,
             )
         )

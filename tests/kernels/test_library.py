@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from streamer.kernels import ops
-from streamer.kernels.cpu import library
+from streamer.kernels.cpu import library, native
 
 ROOT = Path(__file__).parents[2]
 MACHINES = {"x86_64": ["haswell", "x86-64-v2"]}
@@ -83,3 +84,22 @@ def test_a_folder_that_others_can_write_to_is_not_used(
 
 def test_this_machine_has_the_native_kernels() -> None:
     assert (ops.backend, ops.why_not_native) == ("native", "")
+
+
+def test_heads_that_the_c_files_have_no_room_for_are_refused() -> None:
+    """With the numbers, and what to do."""
+    with pytest.raises(ValueError, match=r"head_dim 2048 exceeds 1024; STREAMER_KERNELS=torch"):
+        native.new_pool(1, 1, 16, 1, 2048, torch.float32, "cpu")
+    pool = native.new_pool(1, 1, 16, 1, 8, torch.float32, "cpu")
+    batch = ops.AttentionBatch(
+        query_lens=[1],
+        context_lens=[1],
+        block_tables=torch.zeros(1, 1, dtype=torch.int64),
+        slots=torch.zeros(1, dtype=torch.int64),
+        block_size=16,
+    )
+    layer = ops.layer_view(pool, 0)
+    with pytest.raises(ValueError, match=r"200 query heads share 1 KV heads, at most 128"):
+        native.paged_attention(
+            torch.zeros(1, 200, 8), layer, batch, 1.0, sliding_window=None, softcap=None, sinks=None
+        )

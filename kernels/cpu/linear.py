@@ -1,0 +1,66 @@
+"""Linear layers over linear.c: the packed weight and the op that multiplies by it.
+
+Called through native.py.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from streamer.kernels.cpu.program import Call, Kind, issue, new_rows, team
+
+ACTIVATIONS = {None: 0, "silu": 2, "gelu": 3, "gelu_tanh": 4}  # linear.c's flags
+ADD = 1
+
+
+class Weight:
+    """A packed weight [N, K] with its bias and the activation of its gates."""
+
+    __slots__ = ("activation", "bias", "packed", "shape")
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
+    ) -> None:
+        n, k = weight.shape
+        width = 2 * team.lanes
+        self.shape = (n, k)
+        self.activation = activation
+        self.packed = torch.empty(-(-n // width) * width * -(-k // 2) * 2, dtype=weight.dtype)
+        self.bias = None
+        if bias is not None:
+            self.bias = torch.zeros(-(-n // width) * width)
+            self.bias[:n] = bias
+            if activation is not None:
+                self.bias = _interleave(bias.float(), team.lanes)
+        team.pack(weight.contiguous(), self.packed, activation is not None)
+
+
+def _interleave(bias: torch.Tensor, lanes: int) -> torch.Tensor:
+    """The bias of gates and ups in the order of their panels: `lanes` of each in turn."""
+    halves = bias.view(2, -1)
+    padded = torch.nn.functional.pad(halves, (0, -halves.shape[1] % lanes))
+    return padded.view(2, -1, lanes).transpose(0, 1).reshape(-1).contiguous()
+
+
+def pack_weight(weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> Weight:
+    """See ops.pack_weight."""
+    return Weight(weight, bias, activation)
+
+
+def linear(x: torch.Tensor, weight: Weight, add_to: torch.Tensor | None) -> torch.Tensor:
+    """See ops.linear."""
+    n, k = weight.shape
+    width = n if weight.activation is None else n // 2
+    out = new_rows(x, width, dtype=x.dtype) if add_to is None else add_to
+    flags = ACTIVATIONS[weight.activation] if add_to is None else ADD
+    issue(
+        Call(
+            Kind.LINEAR,
+            x,
+            x.dtype,
+            (x, weight.packed, weight.bias, out),
+            (k, n, x.stride(0), out.stride(0)),
+            flags=flags,
+        )
+    )
+    return out
