@@ -1,4 +1,4 @@
-"""The build backend of pyproject.toml: setuptools', which also builds the page into a wheel or sdist.
+"""The build backend of pyproject.toml: setuptools', and the page built into a wheel or sdist.
 
 Node comes from PyPI where the machine has none, and only then. An sdist holds the built page, and
 an editable install leaves it to `make page`. `pip install . -C page=none` goes without it.
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from setuptools import build_meta
-from setuptools.build_meta import *  # noqa: F403  the hooks that stay as they are
+from setuptools.build_meta import *
 
 sys.path.insert(0, str(Path(__file__).parent))
 import build_page as page

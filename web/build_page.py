@@ -49,7 +49,9 @@ def _wheel_node() -> str | None:
 
 def _is_new_enough(node: Path) -> bool:
     try:
-        told = subprocess.run([node, "--version"], capture_output=True, text=True, check=True).stdout
+        told = subprocess.run(
+            [node, "--version"], capture_output=True, text=True, check=True
+        ).stdout
     except (OSError, subprocess.CalledProcessError):
         return False
     found = re.match(r"v(\d+)\.(\d+)", told)
@@ -79,7 +81,10 @@ def build() -> None:
 
 
 def _run(command: list[Path | str], what: str) -> None:
-    environment = {**os.environ, "PATH": f"{Path(command[0]).parent}{os.pathsep}{os.environ['PATH']}"}
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(command[0]).parent}{os.pathsep}{os.environ['PATH']}",
+    }
     done = subprocess.run(command, cwd=WEB, env=environment, stdin=subprocess.DEVNULL, check=False)
     if done.returncode:
         raise PageError(f"{what}: it ended with {done.returncode}; its words are above")

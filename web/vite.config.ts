@@ -56,7 +56,7 @@ export default defineConfig({
     ),
   },
   test: {
-    include: ["test/**/*.test.ts"],
+    include: [process.env["PAGE_TEST_URL"] ? "test/**/*.test.ts" : "test/*.test.ts"],
     environment: "node",
     testTimeout: 30_000,
     fileParallelism: false,

@@ -46,6 +46,7 @@ UNBUILT: Final = """The page is not built. In a checkout of Streamer, run
 and start the server again. The API works without it: see /openapi.json.
 """
 _SUFFIXES: Final = {"br": ".br", "gzip": ".gz"}  # the best first
+_REFUSED: Final = r"\s*;\s*q=0(\.0*)?\s*(,|$)"
 
 
 class _File(NamedTuple):
@@ -80,7 +81,7 @@ class Page:
             return Response(status_code=304, headers=file.headers)
         accepted = request.headers.get("accept-encoding", "")
         for coding in _SUFFIXES:
-            if coding in file.bodies and re.search(rf"\b{coding}\b(?!\s*;\s*q=0(\.0*)?\b)", accepted):
+            if coding in file.bodies and re.search(rf"\b{coding}\b(?!{_REFUSED})", accepted):
                 headers = {**file.headers, "content-encoding": coding}
                 return Response(file.bodies[coding], headers=headers)
         return Response(file.bodies[""], headers=file.headers)
