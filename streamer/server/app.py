@@ -268,10 +268,11 @@ def build_app(engine: AsyncEngine, config: Config) -> ASGIApp:
 
 def build_service_app(service: Service) -> ASGIApp:
     """The same over a Service that the caller keeps."""
-    api, stored = Api(service), ResponseRoutes(service)
+    api, stored, page = Api(service), ResponseRoutes(service), Page()
     limited = [Middleware(LimitHeaders, admission=service.admission)]
     routes = [
-        Route("/", Page().endpoint),
+        Route("/", page.index),
+        Route("/assets/{name}", page.asset),
         Route("/health", api.health),
         Route("/ready", api.ready),
         Route("/metrics", api.metrics),

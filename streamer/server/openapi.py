@@ -55,11 +55,11 @@ class Ready(msgspec.Struct, frozen=True):
 
 
 STATUSES: Final = {
-    304: "the page has not changed",
+    304: "the page, or this part of it, has not changed",
     400: "a field is at fault: `param` is its path",
     401: "no API key, or one that is not known",
     403: "an Origin or Host that is not allowed here",
-    404: "there is no such model or response",
+    404: "there is no such model, response or part of the page",
     409: "not now: the same request may succeed later",
     413: "the body is too large",
     429: "this key's share is used up: see Retry-After",
@@ -214,7 +214,8 @@ ROUTES: Final = (
     Route("GET", "/ready", "Whether requests are taken", answer=Ready, statuses=OPEN),
     Route("GET", "/metrics", "Prometheus metrics", media="text/plain"),
     Route("GET", "/openapi.json", "This document"),
-    Route("GET", "/", "The page", media="text/html", statuses=(304, 403)),
+    Route("GET", "/", "The page", media="text/html", statuses=(304, *OPEN)),
+    Route("GET", "/assets/{name}", "A part of the page", media="*/*", statuses=(304, 403, 404)),
 )
 
 

@@ -23,6 +23,7 @@ from streamer.server.tickets import Tickets, take_tickets
 
 MAX_BODY_BYTES: Final = 4 << 20
 OPEN_PATHS: Final = frozenset({"/", "/health", "/ready"})
+ASSETS: Final = "/assets/"  # of the page
 LOCAL_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 MAX_ASKED: Final = 4096  # characters of a preflight's list of headers
 _HEADER_NAMES: Final = re.compile(
@@ -81,7 +82,7 @@ class Guard:
                 if _is_preflight(scope, headers):
                     await _answer_preflight(headers, send)
                     return
-            if path not in OPEN_PATHS:
+            if path not in OPEN_PATHS and not path.startswith(ASSETS):
                 tenant = self._check_caller(scope, headers)
                 if tenant:
                     scope.setdefault("state", {})[TENANT] = tenant

@@ -51,9 +51,9 @@ def page(browser: Browser, server: Running) -> Iterator[Page]:
 
 
 def limit(page: Page, tokens: int) -> None:
-    page.get_by_role("button", name="Settings").click()
+    page.get_by_role("button", name="Settings", exact=True).click()
     page.get_by_label("Longest answer").fill(str(tokens))
-    page.get_by_role("button", name="Done").click()
+    page.get_by_role("button", name="Done", exact=True).click()
 
 
 def ask(page: Page, text: str) -> Locator:
@@ -78,14 +78,14 @@ def test_a_question_is_answered_and_measured(page: Page) -> None:
     expect(meta).to_contain_text("tokens/s")
     expect(meta).to_contain_text("first token after")
     expect(page.locator("article.user")).to_have_text(["YouHow far can you count?"])
-    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    expect(page.get_by_role("button", name="Send", exact=True)).to_be_visible()
 
 
 def test_stop_ends_the_answer_and_gives_everything_back(page: Page, server: Running) -> None:
     limit(page, 50_000)
     answer = ask(page, "Never stop.")
     expect(answer.locator(".text")).not_to_be_empty()
-    page.get_by_role("button", name="Stop").click()
+    page.get_by_role("button", name="Stop", exact=True).click()
     check_counting(finished(answer))
     expect(answer.locator(".meta")).to_contain_text("stopped")
     server.wait_idle()
@@ -105,7 +105,7 @@ def test_escape_stops_too_and_the_chat_goes_on(page: Page, server: Running) -> N
 def test_new_chat_cancels_and_clears(page: Page, server: Running) -> None:
     limit(page, 50_000)
     expect(ask(page, "Never stop.").locator(".text")).not_to_be_empty()
-    page.get_by_role("button", name="New chat").click()
+    page.get_by_role("button", name="New chat", exact=True).click()
     expect(page.locator("article")).to_have_count(0)
     expect(page.get_by_role("heading", name="What would you like to know?")).to_be_visible()
     server.wait_idle()
@@ -140,7 +140,7 @@ def test_a_chat_that_fills_the_context_keeps_the_question(browser: Browser) -> N
     alert = ask(page, question).get_by_role("alert")
     expect(alert).to_contain_text("This conversation is too long")
     expect(page.get_by_label("Message")).to_have_value(question)
-    alert.get_by_role("button", name="New chat").click()
+    alert.get_by_role("button", name="New chat with this question").click()
     expect(page.locator("article.user .text")).to_have_text([question])
     check_counting(finished(page.locator("article.assistant")))
     expect(page.get_by_role("alert")).to_have_count(0)
@@ -167,9 +167,9 @@ def test_a_limit_beyond_the_context_gives_what_fits(browser: Browser) -> None:
 def test_everything_has_a_name_and_the_keyboard_reaches_it(page: Page) -> None:
     expect(page.get_by_label("Message")).to_be_focused()
     for name in ("Settings", "New chat", "Send"):
-        expect(page.get_by_role("button", name=name)).to_be_visible()
+        expect(page.get_by_role("button", name=name, exact=True)).to_be_visible()
     expect(page.get_by_role("log", name="Conversation")).to_be_attached()
-    page.get_by_role("button", name="Settings").focus()
+    page.get_by_role("button", name="Settings", exact=True).focus()
     page.keyboard.press("Enter")
     expect(page.get_by_role("dialog", name="Settings")).to_be_visible()
     page.keyboard.press("Escape")
@@ -186,7 +186,7 @@ def test_it_comes_back_after_the_server_did(browser: Browser) -> None:
     first.stop()
     expect(badge).to_have_text("reconnecting")
     page.get_by_label("Message").fill("Not yet.")
-    expect(page.get_by_role("button", name="Send")).to_be_disabled()
+    expect(page.get_by_role("button", name="Send", exact=True)).to_be_disabled()
     second = Running(model="fake:tokens_per_s=400", port=port).start()
     expect(badge).to_have_text("connected", timeout=20_000)
     page.get_by_label("Message").press("Enter")
@@ -213,7 +213,7 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser) -> None:
         assert kept(page) == ["{}", "{}"]
         page.keyboard.press("Escape")
         expect(dialog).to_be_hidden()
-        page.get_by_role("button", name="Enter key").click()
+        page.get_by_role("button", name="Enter key", exact=True).click()
         expect(dialog.get_by_role("alert")).to_be_hidden()
     field.fill("right-key")
     dialog.get_by_role("button", name="Connect").click()
@@ -249,7 +249,7 @@ def test_without_keys_no_ticket_is_asked_for(browser: Browser, server: Running) 
     page.goto(server.url)
     expect(page.locator("#badge")).to_have_text("connected")
     expect(page.get_by_role("dialog")).to_be_hidden()
-    expect(page.get_by_role("button", name="Enter key")).to_be_hidden()
+    expect(page.get_by_role("button", name="Enter key", exact=True)).to_be_hidden()
     page.close()
     assert [url for url in asked if "ticket" in url] == []
 
@@ -259,8 +259,8 @@ def test_nothing_is_wider_than_the_screen(page: Page, width: int) -> None:
     page.set_viewport_size({"width": width, "height": 740})
     limit(page, 80)
     finished(ask(page, "x" * 500))
-    send = page.get_by_role("button", name="Send")
-    new = page.get_by_role("button", name="New chat")
+    send = page.get_by_role("button", name="Send", exact=True)
+    new = page.get_by_role("button", name="New chat", exact=True)
     for element in (send, new, page.locator("article.user"), page.locator("article.assistant")):
         box = element.bounding_box()
         assert box is not None

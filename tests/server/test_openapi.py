@@ -23,6 +23,7 @@ from starlette.routing import Route
 from streamer.server import openapi
 from streamer.server.app import build_service_app
 from streamer.server.openapi import ROUTES
+from streamer.server.page import FOLDER
 from streamer.server.service import Service
 from tests.server.running import Running
 
@@ -57,6 +58,8 @@ def tame(case: schemathesis.Case, answer_id: str, has_flags: bool) -> schemathes
     """
     if "model" in case.path_parameters:
         case.path_parameters["model"] = "fake"
+    if "name" in case.path_parameters:
+        case.path_parameters["name"] = next((FOLDER / "assets").glob("*.js")).name
     if "id" in case.path_parameters:
         case.path_parameters["id"] = answer_id
         case.query = {"stream": "true"} if answer_id.startswith("chatcmpl") else {}

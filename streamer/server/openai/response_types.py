@@ -5,11 +5,10 @@ Values alone: events.py builds them, the transports encode them as JSON or Messa
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from streamer.engine.timing import Timing
 from streamer.server.openai.common import ChatLogprob
 
 
@@ -122,7 +121,7 @@ class ResponseEvent(msgspec.Struct, frozen=True):
     stream_id: str | UnsetType = UNSET
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
     usage: CacheUsage | UnsetType = UNSET
-    timing: Any = UNSET
+    timing: Timing | UnsetType = UNSET
 
 
 class ItemEvent(msgspec.Struct, frozen=True):

@@ -1,0 +1,54 @@
+/** The line above everything: which model, whether it can be reached, theme and settings. */
+
+import type { ConnectionState } from "../client/index.ts";
+import { isBusy, newChat } from "../chat/store.ts";
+import { isSettingsOpen } from "../chat/settings.tsx";
+import { Key, Menu, Moon, Plus, Sliders, Sun } from "../ui/icons.tsx";
+import { connection, session } from "./connection.ts";
+import { askForKey } from "./key-dialog.tsx";
+import { isDark, theme, toggleTheme } from "./preferences.ts";
+import { isSidebarOpen } from "./sidebar.tsx";
+
+function Badge({ state }: { state: ConnectionState }) {
+  const detail = state.name === "reconnecting" || state.name === "offline" ? state.reason : "";
+  const over = state.name === "connected" && state.transport === "sse" ? "over SSE: no WebSocket gets through" : "";
+  const text = state.name === "idle" || state.name === "closed" ? "connecting" : state.name;
+  return (
+    <div id="badge" class="badge" role="status" data-state={state.name} title={detail || over || undefined}>
+      {text}
+    </div>
+  );
+}
+
+export function Header() {
+  const state = connection.value;
+  const model = session.value;
+  void theme.value; // isDark depends on it
+  return (
+    <header class="header">
+      <button class="button icon-only phone" type="button" aria-label="Menu" aria-expanded={isSidebarOpen.value} onClick={() => (isSidebarOpen.value = true)}>
+        <Menu />
+      </button>
+      <div class="model" title={model ? `${model.context_length.toLocaleString()} tokens of context` : undefined}>
+        <span class="model-name">{model?.model ?? "Streamer"}</span>
+        {model && <span class="model-context">{model.context_length.toLocaleString()} tokens of context</span>}
+      </div>
+      {state.name === "locked" ? (
+        <button class="button" type="button" aria-haspopup="dialog" onClick={askForKey}>
+          <Key /> Enter key
+        </button>
+      ) : (
+        <Badge state={state} />
+      )}
+      <button class="button icon-only" type="button" aria-label={isDark() ? "Use the light theme" : "Use the dark theme"} onClick={toggleTheme}>
+        {isDark() ? <Sun /> : <Moon />}
+      </button>
+      <button class="button icon-only" type="button" aria-label="Settings" aria-haspopup="dialog" onClick={() => (isSettingsOpen.value = true)}>
+        <Sliders />
+      </button>
+      <button class="button icon-only phone" type="button" aria-label="New chat" data-busy={isBusy.value || undefined} onClick={newChat}>
+        <Plus />
+      </button>
+    </header>
+  );
+}

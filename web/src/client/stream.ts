@@ -1,0 +1,222 @@
+/**
+ * ResponseStream: one answer as it comes, whichever connection brings it.
+ *
+ * It takes events in order and by number, so that a replay adds nothing twice. It knows no socket:
+ * what it asks of the server goes through the Port that client.ts gives it.
+ */
+
+import { Emitter } from "./emitter.ts";
+import { ClientError } from "./errors.ts";
+import type { CacheUsage, DeltaEvent, NumberedEvent, Response, ResponseCreate, StateEvent, Timing } from "./wire.ts";
+
+/** What it is doing. The last five are ends. */
+export type StreamStatus =
+  | "sending"
+  | "waiting"
+  | "prefill"
+  | "running"
+  | "preempted"
+  | "paused"
+  | "completed"
+  | "incomplete"
+  | "cancelled"
+  | "failed"
+  | "gone";
+
+const ENDS: ReadonlySet<StreamStatus> = new Set(["completed", "incomplete", "cancelled", "failed", "gone"]);
+const OPENING_EVENTS = 4; // numbers before the first token's, a kept prefix not counted
+
+/** The numbers that go with a status: before it in the queue, tokens read of all, how it was preempted. */
+export interface Progress {
+  position?: number;
+  done?: number;
+  total?: number;
+  how?: string;
+}
+
+export interface StreamEvents {
+  /** It has an id: from here on it can be resumed. Again after a create that was lost. */
+  created: string;
+  /** More text. The stream's own fields are up to date already. */
+  delta: DeltaEvent;
+  /** `status` or `progress` changed. */
+  status: StreamStatus;
+  /** Nothing follows. */
+  end: ResponseStream;
+}
+
+export interface Port {
+  cancel(stream: ResponseStream): void;
+  steer(stream: ResponseStream, input: string): Promise<ResponseStream>;
+  ack(stream: ResponseStream, sequence: number): void;
+  now(): number;
+}
+
+export interface Known {
+  id: string;
+  /** The last number that was seen; -1, or left out: none, so everything comes again. */
+  after?: number;
+  /** The text up to that number. */
+  text?: string;
+}
+
+export class ResponseStream extends Emitter<StreamEvents> {
+  readonly lane: string;
+  readonly body: ResponseCreate;
+  /** null until the server has said it. */
+  id: string | null = null;
+  text = "";
+  /** Output tokens so far: by number while it streams, the server's count at the end. */
+  tokens = 0;
+  /** The last event's number: the cursor to resume at. */
+  sequence = -1;
+  status: StreamStatus = "sending";
+  progress: Progress = {};
+  /** The last response object that came: final once the stream has ended (not if gone). */
+  response: Response | null = null;
+  usage: CacheUsage | null = null;
+  timing: Timing | null = null;
+  error: ClientError | null = null;
+  /** Milliseconds of the client's clock: sent, first text, last text. */
+  readonly times: { sent: number; first: number | null; last: number | null };
+  /** Settles at the end, whatever the end is; never rejects. */
+  readonly done: Promise<ResponseStream>;
+  isCancelled = false;
+  readonly #port: Port;
+  readonly #opening: number;
+  #settle!: (stream: ResponseStream) => void;
+
+  constructor(port: Port, lane: string, body: ResponseCreate, known?: Known) {
+    super();
+    this.#port = port;
+    this.lane = lane;
+    this.body = body;
+    this.times = { sent: port.now(), first: null, last: null };
+    this.done = new Promise((resolve) => (this.#settle = resolve));
+    const hasPrefix = Boolean(body.fork && (body.fork.at > 0 || body.fork.text));
+    this.#opening = OPENING_EVENTS + (hasPrefix ? 1 : 0);
+    if (known) {
+      this.id = known.id;
+      this.sequence = known.after ?? -1;
+      this.text = known.text ?? "";
+      this.tokens = this.#tokensAt(this.sequence);
+    }
+  }
+
+  get isEnded(): boolean {
+    return ENDS.has(this.status);
+  }
+
+  /** End it; `end` follows with status "cancelled". May be called before it has an id, and again. */
+  cancel(): void {
+    if (this.isEnded || this.isCancelled) return;
+    this.isCancelled = true;
+    this.#port.cancel(this);
+  }
+
+  /** Give it more input: it ends at the next token, and the stream that is returned goes on. */
+  steer(input: string): Promise<ResponseStream> {
+    return this.#port.steer(this, input);
+  }
+
+  /** Say that everything up to this number was used; only where acks are "manual". */
+  ack(sequence: number = this.sequence): void {
+    this.#port.ack(this, sequence);
+  }
+
+  /** The deltas' texts, from where it is now to the end; throws if it failed. */
+  async *[Symbol.asyncIterator](): AsyncGenerator<string> {
+    let given = 0;
+    let wake = (): void => undefined;
+    const off = [this.on("delta", () => wake()), this.on("end", () => wake())];
+    try {
+      for (;;) {
+        const woken = new Promise<void>((resolve) => (wake = resolve));
+        if (given < this.text.length) {
+          const piece = this.text.slice(given);
+          given = this.text.length;
+          yield piece;
+        } else if (this.isEnded) break;
+        else await woken;
+      }
+    } finally {
+      for (const stop of off) stop();
+    }
+    if (this.error) throw this.error;
+  }
+
+  // ---------------------------------------------------------------- the client's side
+
+  /** The server's name for it. */
+  setId(id: string): void {
+    if (this.id === id) return;
+    this.id = id;
+    this.emit("created", id);
+  }
+
+  /** It was never begun, and is asked for anew. */
+  forgetId(): void {
+    this.id = null;
+    this.setStatus("sending");
+  }
+
+  accept(event: NumberedEvent): void {
+    if (this.isEnded || event.sequence_number <= this.sequence) return;
+    this.sequence = event.sequence_number;
+    if (event.type === "response.output_text.delta") this.#add(event);
+    else if ("response" in event) this.#take(event);
+  }
+
+  acceptState(event: StateEvent): void {
+    if (this.isEnded) return;
+    const { position, done, total, how } = event;
+    const progress: Progress = {};
+    if (position !== undefined) progress.position = position;
+    if (done !== undefined) progress.done = done;
+    if (total !== undefined) progress.total = total;
+    if (how !== undefined) progress.how = how;
+    this.setStatus(event.type.slice("response.".length) as StreamStatus, progress);
+  }
+
+  setStatus(status: StreamStatus, progress: Progress = {}): void {
+    if (this.isEnded) return;
+    this.status = status;
+    this.progress = progress;
+    this.emit("status", status);
+    if (this.isEnded) {
+      this.emit("end", this);
+      this.#settle(this);
+    }
+  }
+
+  fail(error: ClientError, status: "failed" | "gone" = "failed"): void {
+    this.error = error;
+    this.setStatus(status);
+  }
+
+  #tokensAt(sequence: number): number {
+    return Math.max(0, sequence - (this.#opening - 1));
+  }
+
+  #add(event: DeltaEvent): void {
+    const now = this.#port.now();
+    this.times.first ??= now;
+    this.times.last = now;
+    this.text += event.delta;
+    this.tokens = this.#tokensAt(event.sequence_number);
+    if (this.status !== "running") this.setStatus("running");
+    this.emit("delta", event);
+  }
+
+  #take(event: Extract<NumberedEvent, { response: Response }>): void {
+    this.response = event.response;
+    this.usage = event.usage ?? this.usage;
+    this.timing = event.timing ?? this.timing;
+    if (event.type === "response.created") this.setId(event.response.id);
+    if (!["response.completed", "response.incomplete", "response.failed"].includes(event.type)) return;
+    this.tokens = event.response.usage?.output_tokens ?? this.tokens;
+    const error = event.response.error;
+    if (error) this.error = new ClientError(error["message"] ?? "the response failed", 500, error["code"] ?? null);
+    this.setStatus(event.response.status as StreamStatus);
+  }
+}

@@ -1,0 +1,395 @@
+/**
+ * What goes over the wire, by hand: bodies, client events, server events.
+ *
+ * A test holds every interface here to the server's own types, field by field
+ * (tests/server/test_wire_types.py), so a name that is not there or a type that changed fails it.
+ * Where the server says `string` this file may list the values.
+ */
+
+// ---------------------------------------------------------------- errors
+
+export interface ApiError {
+  message: string;
+  type: string;
+  param: string | null;
+  code: string | null;
+}
+
+// ---------------------------------------------------------------- what a client asks for
+
+export interface InputText {
+  type: "input_text";
+  text: string;
+}
+
+export interface OutputText {
+  type: "output_text";
+  text: string;
+}
+
+export interface InputItem {
+  role: "user" | "assistant" | "system" | "developer";
+  content: string | (InputText | OutputText)[];
+  type?: "message";
+}
+
+export interface CreateOptions {
+  include_obfuscation?: boolean | null;
+}
+
+/** Go on with the parent's answer after its first `at` tokens, then `text` if given. */
+export interface Fork {
+  at: number;
+  text?: string | null;
+}
+
+/** The body of `POST /v1/responses` and, without `stream` and `background`, of `response.create`. */
+export interface ResponseCreate {
+  input?: string | InputItem[] | null;
+  model?: string | null;
+  instructions?: string | null;
+  max_output_tokens?: number | null;
+  top_logprobs?: number | null;
+  include?: string[] | null;
+  metadata?: Record<string, string> | null;
+  stream_id?: string | null;
+  stream_options?: CreateOptions | null;
+  stream?: boolean | null;
+  store?: boolean | null;
+  background?: boolean | null;
+  previous_response_id?: string | null;
+  generate?: boolean | null;
+  fork?: Fork | null;
+  temperature?: number | null;
+  top_p?: number | null;
+  top_k?: number | null;
+  min_p?: number | null;
+  repetition_penalty?: number | null;
+  presence_penalty?: number | null;
+  frequency_penalty?: number | null;
+  logit_bias?: Record<number, number> | null;
+  seed?: number | null;
+  stop?: string | string[] | null;
+  stop_token_ids?: number[] | null;
+  min_tokens?: number | null;
+  ignore_eos?: boolean | null;
+  skip_special_tokens?: boolean | null;
+  return_token_ids?: boolean | null;
+  priority?: number | null;
+  cache_salt?: string | null;
+  detach_s?: number | null;
+}
+
+export interface Resume {
+  response_id: string;
+  starting_after?: number | null;
+  stream_id?: string | null;
+}
+
+export interface Ack {
+  response_id: string;
+  sequence_number: number;
+}
+
+export interface Cancel {
+  response_id?: string | null;
+}
+
+export interface Steer {
+  previous_response_id: string;
+  input?: unknown;
+}
+
+export interface SessionUpdate {
+  window?: number | null;
+  detach_s?: number | null;
+  include?: string[] | null;
+}
+
+export interface Ping {
+  t?: number | string | null;
+}
+
+export type ClientEvent =
+  | ({ type: "response.create" } & ResponseCreate)
+  | ({ type: "response.resume" } & Resume)
+  | ({ type: "response.ack" } & Ack)
+  | ({ type: "response.cancel" } & Cancel)
+  | ({ type: "response.steer" } & Steer)
+  | ({ type: "session.update" } & SessionUpdate)
+  | ({ type: "session.ping" } & Ping);
+
+// ---------------------------------------------------------------- a response
+
+export interface TopLogprob {
+  token: string;
+  bytes: number[];
+  logprob: number;
+}
+
+/** A drawn token with its alternatives. `bytes` are its own where `token` is half a character. */
+export interface ChatLogprob {
+  token: string;
+  bytes: number[];
+  logprob: number;
+  top_logprobs: TopLogprob[];
+}
+
+export interface InputDetails {
+  cached_tokens: number;
+  cache_write_tokens: number;
+}
+
+export interface OutputDetails {
+  reasoning_tokens: number;
+}
+
+export interface Usage {
+  input_tokens: number;
+  input_tokens_details: InputDetails;
+  output_tokens: number;
+  output_tokens_details: OutputDetails;
+  total_tokens: number;
+}
+
+export interface Part {
+  type: "output_text";
+  text: string;
+  annotations: never[];
+  logprobs: ChatLogprob[];
+}
+
+export interface Item {
+  type: "message";
+  id: string;
+  status: string;
+  content: Part[];
+  role: string;
+}
+
+export interface Reasoning {
+  effort: null;
+  summary: null;
+}
+
+export interface TextFormat {
+  type: "text";
+}
+
+export interface TextConfig {
+  format: TextFormat;
+}
+
+export interface Response {
+  object: "response";
+  id: string;
+  created_at: number;
+  status: "queued" | "in_progress" | "completed" | "incomplete" | "cancelled" | "failed";
+  model: string;
+  output: Item[];
+  seed: number;
+  temperature: number;
+  top_p: number;
+  max_output_tokens: number | null;
+  instructions: string | null;
+  metadata: Record<string, string>;
+  top_logprobs: number;
+  error: Record<string, string> | null;
+  incomplete_details: Record<string, string> | null;
+  completed_at: number | null;
+  usage: Usage | null;
+  user: string | null;
+  background: boolean;
+  parallel_tool_calls: boolean;
+  previous_response_id: string | null;
+  reasoning: Reasoning;
+  service_tier: string;
+  store: boolean;
+  text: TextConfig;
+  tool_choice: string;
+  tools: string[];
+  truncation: string;
+}
+
+/** Prompt tokens that were not computed again; of those, shared with a parent; copied blocks' tokens. */
+export interface CacheUsage {
+  cached_tokens: number;
+  shared_tokens: number;
+  copied_tokens: number;
+}
+
+/** Seconds; null where it never came so far. */
+export interface Timing {
+  queue_s: number | null;
+  prefill_s: number | null;
+  first_token_s: number | null;
+  per_token_s: number | null;
+  total_s: number | null;
+}
+
+// ---------------------------------------------------------------- events of a response
+
+export interface ResponseEvent {
+  type:
+    | "response.created"
+    | "response.queued"
+    | "response.in_progress"
+    | "response.completed"
+    | "response.incomplete"
+    | "response.failed";
+  sequence_number: number;
+  response: Response;
+  stream_id?: string;
+  prompt_token_ids?: number[];
+  usage?: CacheUsage;
+  timing?: Timing;
+}
+
+export interface ItemEvent {
+  type: "response.output_item.added" | "response.output_item.done";
+  sequence_number: number;
+  item: Item;
+  output_index: number;
+  stream_id?: string;
+}
+
+export interface PartEvent {
+  type: "response.content_part.added" | "response.content_part.done";
+  sequence_number: number;
+  item_id: string;
+  part: Part;
+  output_index: number;
+  content_index: number;
+  stream_id?: string;
+}
+
+export interface DeltaEvent {
+  type: "response.output_text.delta";
+  sequence_number: number;
+  item_id: string;
+  delta: string;
+  output_index: number;
+  content_index: number;
+  logprobs: ChatLogprob[];
+  stream_id?: string;
+  token_ids?: number[];
+}
+
+export interface TextDone {
+  type: "response.output_text.done";
+  sequence_number: number;
+  item_id: string;
+  text: string;
+  output_index: number;
+  content_index: number;
+  logprobs: ChatLogprob[];
+  stream_id?: string;
+}
+
+/** Ours: what is happening while nothing streams. It repeats the last number. */
+export interface StateEvent {
+  type:
+    | "response.waiting"
+    | "response.running"
+    | "response.prefill"
+    | "response.preempted"
+    | "response.paused";
+  response_id: string;
+  sequence_number?: number;
+  stream_id?: string;
+  position?: number;
+  done?: number;
+  total?: number;
+  how?: string;
+}
+
+/** What precedes a replay. */
+export interface Resumed {
+  type: "response.resumed";
+  response_id: string;
+  from: number;
+  status: "live" | "finished" | "gone";
+  stream_id?: string;
+}
+
+export interface SteerNamed {
+  previous_response_id: string;
+  id?: string;
+  input?: unknown;
+}
+
+export interface SteerError {
+  code: string;
+  message: string;
+  type: string;
+}
+
+export interface SteerAccepted {
+  type: "response.steer.accepted";
+  sequence_number: number;
+  steer: SteerNamed;
+  stream_id?: string;
+}
+
+export interface SteerFailed {
+  type: "response.steer.failed";
+  sequence_number: number;
+  steer: SteerNamed;
+  error: SteerError;
+  stream_id?: string;
+}
+
+// ---------------------------------------------------------------- events of a session
+
+export interface SessionLimits {
+  lanes: number;
+  responses: number;
+  queued: number;
+  events_per_s: number;
+  event_burst: number;
+  sockets: number;
+  message_bytes: number;
+  output_tokens: number;
+}
+
+export interface SessionCreated {
+  type: "session.created";
+  session_id: string;
+  model: string;
+  context_length: number;
+  epoch: string;
+  window: number;
+  detach_s: number;
+  limits: SessionLimits;
+}
+
+export interface GoAway {
+  type: "session.goaway";
+  deadline_ms: number;
+}
+
+export interface Pong {
+  type: "session.pong";
+  t: number | string | null;
+}
+
+export interface ErrorEvent {
+  type: "error";
+  status: number;
+  error: ApiError;
+  stream_id?: string;
+}
+
+/** Events with a number of their own: the same on every transport, in every replay. */
+export type NumberedEvent = ResponseEvent | ItemEvent | PartEvent | DeltaEvent | TextDone;
+
+export type ServerEvent =
+  | NumberedEvent
+  | StateEvent
+  | Resumed
+  | SteerAccepted
+  | SteerFailed
+  | SessionCreated
+  | GoAway
+  | Pong
+  | ErrorEvent;
