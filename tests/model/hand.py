@@ -161,7 +161,12 @@ class Hand:
 
 def make_runner(folder: Any, **settings: Any) -> ModelRunner:
     """A small runner of the checkpoint, in its own dtype."""
-    defaults = {"num_gpu_blocks_override": 64, "max_num_seqs": 8, "swap_space": 0.001}
+    defaults = {
+        "num_gpu_blocks_override": 64,
+        "max_num_seqs": 8,
+        "swap_space": 0.001,
+        "device": "cpu",
+    }
     config = Config(model=str(folder), load_progress=False, **{**defaults, **settings})
     runner, _ = load_runner(config)
     return runner

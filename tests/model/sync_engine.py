@@ -1,20 +1,25 @@
 """Scheduler and runner without threads: what the parity suite runs against transformers.
 
+Plans are launched as far ahead as the runner says, as EngineCore does.
+
 The policy is the scheduler's own; `costs` only replaces what the runner measured, so that a test
 can choose between swap and recompute as a machine with those costs would.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 
 import msgspec
 
 from streamer.config import Config
-from streamer.core.plan import Add, Finish, StepStats
+from streamer.core.plan import Add, Finish, Plan, StepStats
 from streamer.core.prefix import BlockHasher
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler, SchedulerConfig
+from streamer.engine.core import InFlight
+from streamer.model.device import Device
 from streamer.model.runner import load_runner
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -25,16 +30,23 @@ class SyncEngine:
 
     def __init__(
         self, folder: Path, *, costs: dict[str, float] | None = None, check: bool = True,
-        **settings: int | float | str | bool,
+        on: Device | None = None, **settings: int | float | str | bool,
     ) -> None:  # fmt: skip
         config = Config(
             model=str(folder),
             load_progress=False,
             **(  # type: ignore[arg-type]
-                {"dtype": "float32", "num_gpu_blocks_override": 512, "swap_space": 0.01} | settings
+                {
+                    "dtype": "float32",
+                    "device": "cpu",
+                    "num_gpu_blocks_override": 512,
+                    "swap_space": 0.01,
+                }
+                | settings
             ),
         )
-        self.runner, self.info = load_runner(config)
+        self.runner, self.info = load_runner(config, on)
+        self._launched: deque[tuple[Plan, InFlight]] = deque()
         self.costs = costs or {}
         self.check = check
         self.scheduler = Scheduler(
@@ -69,11 +81,16 @@ class SyncEngine:
 
     def step(self) -> bool:
         """One iteration; False when nothing is left to do."""
-        facts = msgspec.structs.replace(self.runner.facts(), **self.costs)
-        plan = self.scheduler.schedule(facts)
-        if plan is None:
+        while len(self._launched) <= self.runner.depth:
+            facts = msgspec.structs.replace(self.runner.facts(), **self.costs)
+            launched = self.scheduler.schedule(facts)
+            if launched is None:
+                break
+            self._launched.append((launched, self.runner.launch(launched)))
+        if not self._launched:
             return False
-        out = self.scheduler.apply(plan, self.runner.launch(plan).collect())
+        plan, in_flight = self._launched.popleft()
+        out = self.scheduler.apply(plan, in_flight.collect())
         if self.check:
             self.scheduler.check()
         self.steps += 1
