@@ -17,6 +17,7 @@ from streamer.core.plan import Chunk, Plan, RowJoin, StepResult, TableUpdate
 from streamer.core.sampling import SamplingParams
 from streamer.kernels.ops import AttentionBatch
 from streamer.model.runner import CausalModel, ModelRunner, load_runner
+from tests.model.where import Where
 
 BLOCK = 16
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=1024)
@@ -168,8 +169,8 @@ def make_runner(folder: Any, **settings: Any) -> ModelRunner:
         "device": "cpu",
     }
     config = Config(model=str(folder), load_progress=False, **{**defaults, **settings})
-    runner, _ = load_runner(config)
-    return runner
+    runner, _ = load_runner(config, Where.make())
+    return runner  # type: ignore[return-value]  # of the same doors
 
 
 @torch.inference_mode()

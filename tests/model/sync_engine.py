@@ -19,8 +19,8 @@ from streamer.core.prefix import BlockHasher
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler, SchedulerConfig
 from streamer.engine.core import InFlight
-from streamer.model.device import Device
 from streamer.model.runner import load_runner
+from tests.model.where import Where
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -30,7 +30,7 @@ class SyncEngine:
 
     def __init__(
         self, folder: Path, *, costs: dict[str, float] | None = None, check: bool = True,
-        on: Device | None = None, **settings: int | float | str | bool,
+        **settings: int | float | str | bool,
     ) -> None:  # fmt: skip
         config = Config(
             model=str(folder),
@@ -45,7 +45,7 @@ class SyncEngine:
                 | settings
             ),
         )
-        self.runner, self.info = load_runner(config, on)
+        self.runner, self.info = load_runner(config, Where.make())
         self._launched: deque[tuple[Plan, InFlight]] = deque()
         self.costs = costs or {}
         self.check = check
@@ -72,12 +72,15 @@ class SyncEngine:
     def add(
         self, request_id: str, prompt: list[int], max_tokens: int,
         params: SamplingParams = GREEDY, *, share_with: str | None = None,
+        stop_ids: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
-        """Queue a request; its own end tokens are ordinary tokens, as in the oracle."""
+        """Queue a request; the model's end tokens are ordinary tokens, as in the oracle."""
         params = msgspec.structs.replace(params, max_tokens=max_tokens, seed=params.seed or 7)
         for choice in range(params.n):
             self.tokens[request_id, choice] = []
-        self.scheduler.command(Add(request_id, tuple(prompt), params, share_with=share_with))
+        self.scheduler.command(
+            Add(request_id, tuple(prompt), params, stop_ids, share_with=share_with)
+        )
 
     def step(self) -> bool:
         """One iteration; False when nothing is left to do."""
