@@ -21,6 +21,7 @@ from streamer.model.costs import Costs
 from streamer.model.swaps import Swaps
 from tests.kernels.conftest import skip_without_interpreter
 from tests.model.greedy_oracle import Ask, GreedyOracle, mixed_asks
+from tests.model.hand import make_runner
 from tests.model.late_device import LateDevice
 from tests.model.late_doors import LateDoors
 from tests.model.sync_engine import GREEDY, SyncEngine
@@ -182,6 +183,16 @@ def test_blocks_are_the_copies_until_they_are_done(late: Late) -> None:
     device.synchronize()
     assert swaps.copies_done(3) == 3
     assert (host[2].item(), host[4].item(), pool[5].item()) == (1.0, 3.0, 1.0)
+
+
+def test_closing_lets_the_device_finish(checkpoint: Any, late: Late) -> None:
+    """A plan that nobody collects is carried out before its memory goes."""
+    device = late()
+    runner = make_runner(checkpoint("llama", 1, **TINY))
+    runner.launch(Plan(number=1, copies=((3, 4),), swap_out=((1, 0),)))
+    runner.close()
+    assert not any(stream.queue for stream in (device.main, device.out, device.into))
+    assert not hasattr(runner, "_pool")
 
 
 KINDS = [
