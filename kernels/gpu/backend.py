@@ -37,7 +37,7 @@ __all__ = [
 
 rope_tables = reference.rope_tables
 set_threads = reference.set_threads
-graph = reference.graph  # nothing is recorded yet: capture belongs to the runner's CUDA part
+graph = reference.graph  # decodes are recorded whole, sampling included: model/decode_steps.py
 
 
 def new_pool(

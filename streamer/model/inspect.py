@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 
 from streamer.config import Config
 from streamer.core.model_info import ModelInfo
 from streamer.errors import StreamerError
 from streamer.model import memory
 from streamer.model.checkpoint import Checkpoint, open_checkpoint
+from streamer.model.device import CPU, choose_device
 from streamer.model.families import FAMILIES, DecoderConfig, architecture_of, parse_config
 from streamer.model.loader import check_tensors, choose_dtype
 
@@ -46,6 +48,7 @@ class CheckpointFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int = 0
     vocab_size: int = 0
     eos_token_ids: tuple[int, ...] = ()
+    device: str = ""
     free_bytes: int = 0
     num_blocks: int = 0
     fitting_tokens: int = 0
@@ -94,9 +97,10 @@ def check_config(config: dict[str, Any]) -> None:
     model_class_of(config)
 
 
-def recognize(checkpoint: Checkpoint, wanted_dtype: str) -> Recognized:
+def recognize(checkpoint: Checkpoint, wanted_dtype: str, device: torch.device = CPU) -> Recognized:
     """How this checkpoint is served, or ModelNotSupported saying what is missing."""
-    dtype = str(choose_dtype(wanted_dtype, checkpoint.stored_dtype)).removeprefix("torch.")
+    dtype = str(choose_dtype(wanted_dtype, checkpoint.stored_dtype, device))
+    dtype = dtype.removeprefix("torch.")
     if architecture_of(checkpoint.config) in FAMILIES:
         decoder = parse_config(checkpoint.config)
         check_tensors(checkpoint, decoder)
@@ -135,10 +139,13 @@ def recognize(checkpoint: Checkpoint, wanted_dtype: str) -> Recognized:
 def inspect_checkpoint(path: str | Path, config: Config | None = None) -> CheckpointFacts:
     """Facts of the folder under this config; a refusal is a fact too, nothing is raised for it."""
     config = config or Config()
-    free = memory.free_bytes()
-    facts = CheckpointFacts(path=str(path), architecture="", free_bytes=free)
+    facts = CheckpointFacts(path=str(path), architecture="")
     replace = msgspec.structs.replace
     try:
+        device = choose_device(config.device)
+        host_free = memory.free_bytes()
+        free = memory.device_free_bytes(device)
+        facts = replace(facts, device=device.type, free_bytes=free)
         checkpoint = open_checkpoint(Path(path))
         facts = replace(
             facts,
@@ -147,7 +154,7 @@ def inspect_checkpoint(path: str | Path, config: Config | None = None) -> Checkp
             num_parameters=sum(t.num_elements for t in checkpoint.tensors.values()),
             eos_token_ids=eos_token_ids(checkpoint),
         )
-        known = recognize(checkpoint, config.dtype)
+        known = recognize(checkpoint, config.dtype, device)
         facts = replace(
             facts,
             served_by="decoder" if known.decoder else "transformers",
@@ -164,6 +171,7 @@ def inspect_checkpoint(path: str | Path, config: Config | None = None) -> Checkp
             block_bytes=known.kv_bytes_per_token * config.block_size,
             model_limit=known.model_limit,
             free=free - facts.weight_bytes,
+            host_free=host_free if device.type == "cuda" else None,
         )
     except StreamerError as e:
         return replace(facts, refused=e.message)
@@ -196,7 +204,11 @@ def generation_defaults(checkpoint: Checkpoint) -> dict[str, float]:
 
 
 def model_info(
-    known: Recognized, config: Config, pools: memory.PoolSizes, block_bytes: int
+    known: Recognized,
+    config: Config,
+    pools: memory.PoolSizes,
+    block_bytes: int,
+    device: torch.device,
 ) -> ModelInfo:
     """What the other rooms learn of a loaded model."""
     return ModelInfo(
@@ -211,5 +223,5 @@ def model_info(
         block_bytes=block_bytes,
         num_parameters=known.num_parameters,
         generation_defaults=generation_defaults(known.checkpoint),
-        device="cpu",
+        device=device.type,
     )

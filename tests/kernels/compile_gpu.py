@@ -90,6 +90,7 @@ def small_ops(dtype: torch.dtype) -> None:
     draws = ops.Draws([0] * 4, [1] * 4, [(1.0, 0.9, 0.0)] * 4, np.zeros((4, 5), np.uint32))
     backend.draw(logits, draws)
     sample.sample(logits, rows, slots, slots, has_filters=False)
+    sample.sample(logits, rows, slots, slots, has_filters=True)  # as recorded decodes do
     step = decode_step.DecodeStep(decode_step.RowState(8, 4, 16, "cpu"), 8)
     step.prepare()
     step.commit(step.tokens)
