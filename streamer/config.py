@@ -60,7 +60,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = None
     revision: Annotated[str | None, Meta(description="branch, tag or commit on the hub")] = None
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"], Meta(description="of weights and KV cache")
+        Literal["auto", "float32", "bfloat16"], Meta(description="of weights and activations")
+    ] = "auto"
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8", "int8"],
+        Meta(description="of the KV cache; auto: the model's; fp8 and int8 take about half of it"),
     ] = "auto"
     device: Annotated[Literal["auto", "cpu"], Meta(description="where the model runs")] = "auto"
     max_model_len: Annotated[

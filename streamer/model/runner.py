@@ -87,8 +87,16 @@ class ModelRunner:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
-        shape = (model.num_layers, block_size, model.num_kv_heads, model.head_dim, model.dtype)
+        """kv_dtype: of both pools; the model's if None."""
+        shape = (
+            model.num_layers,
+            block_size,
+            model.num_kv_heads,
+            model.head_dim,
+            kv_dtype or model.dtype,
+        )
         self._model = model
         self._pool = ops.new_pool(num_blocks, *shape)
         self._host_pool = ops.new_pool(num_host_blocks, *shape)
@@ -214,7 +222,7 @@ def load_runner(config: Config) -> tuple[ModelRunner, ModelInfo]:
         raise ConfigError("no checkpoint folder to load", param="model")
     known = recognize(open_checkpoint(Path(config.model)), config.dtype)
     memory.check_weights_fit(known.weight_bytes, memory.free_bytes())
-    block_bytes = known.kv_bytes_per_token * config.block_size
+    block_bytes = known.block_bytes(config)
 
     def plan_pools(free: int) -> memory.PoolSizes:
         return memory.plan_pools(
@@ -243,6 +251,7 @@ def load_runner(config: Config) -> tuple[ModelRunner, ModelInfo]:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=pools.max_model_len,
+        kv_dtype=known.kv_dtype(config.kv_cache_dtype),
     )
     return runner, model_info(known, config, pools, block_bytes)
 
