@@ -1,0 +1,150 @@
+"""`streamer bench gpu`: a GPU's figures, each beside its target, in one command under ten minutes.
+
+Runs sections one after the other; each has its seconds, and one that fails is reported and does not
+keep the others from running. Models have known shapes and random weights, made on the device. With
+--tiny every section runs on any machine, and its figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from streamer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from streamer.bench.gpu_models import Where
+    from streamer.bench.gpu_report import Figure, Report
+
+
+class Section(NamedTuple):
+    """A part of the bench: the seconds that it may take, and what it measures."""
+
+    budget_s: float
+    help: str
+
+
+SECTIONS = {
+    "bandwidth": Section(20, "memory's rate"),
+    "single": Section(120, "one stream, three models"),
+    "batch": Section(120, "nano-vllm's 256 requests"),
+    "transformers": Section(120, "the same with transformers' continuous batching"),
+    "step": Section(50, "a step's time on host and device"),
+    "swap": Section(30, "beside a plain pinned copy"),
+    "attention": Section(120, "beside torch's SDPA on contiguous K and V"),
+}
+
+
+def _function(name: str) -> Callable[[Where, Report], None]:
+    """What does a section."""
+    from streamer.bench import gpu_engine, gpu_kernels, gpu_peer
+
+    return {
+        "bandwidth": gpu_kernels.bandwidth,
+        "single": gpu_engine.single,
+        "batch": gpu_engine.batch,
+        "transformers": gpu_peer.transformers,
+        "step": gpu_engine.step,
+        "swap": gpu_kernels.swap,
+        "attention": gpu_kernels.attention,
+    }[name]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to measure, where, and where to write it."""
+    listed = "; ".join(f"{name}: {section.help}" for name, section in SECTIONS.items())
+    parser.add_argument("--only", metavar="NAMES", help=f"some sections, by commas: {listed}")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the code")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="JSON file (loadtest/results/gpu-<device>.json; with --tiny none if absent)",
+    )
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Every section asked for; 1 if one of them failed."""
+    from streamer.bench import gpu_report
+
+    names = _sections(args.only)
+    where = _where(args.device, is_tiny=args.tiny)
+    for logger in ("transformers", "ContinuousBatchingLogger"):
+        logging.getLogger(logger).setLevel(logging.CRITICAL)  # a failure is raised, and reported
+    figures: list[Figure] = []
+    failures: dict[str, str] = {}
+    seconds: dict[str, float] = {}
+    for name in names:
+        began = time.perf_counter()
+        error = _run_section(name, where, console, figures)
+        seconds[name] = round(time.perf_counter() - began, 2)
+        if error:
+            failures[name] = error
+            console.print(f"[red]{name} failed:[/red] {error}", highlight=False)
+    found = gpu_report.results(where.device, figures, failures, seconds, is_tiny=where.is_tiny)
+    gpu_report.print_table(console, found)
+    out = args.out or (None if where.is_tiny else gpu_report.default_out(where.device))
+    if out is not None:
+        gpu_report.write(found, out)
+        console.print(f"written to {out}", highlight=False)
+    return 1 if failures else 0
+
+
+def _run_section(name: str, where: Where, console: Console, figures: list[Figure]) -> str:
+    """Add a section's figures; what went wrong, or "". Figures made before that stay."""
+    from streamer.bench import gpu_report
+
+    section = SECTIONS[name]
+    status = console.status(name) if console.is_terminal else nullcontext()
+    with status as shown:
+        say = shown.update if shown is not None else _unseen
+        report = gpu_report.Report(
+            name, section.budget_s, say, console, has_targets=not where.is_tiny
+        )
+        try:
+            _function(name)(where, report)
+        except Exception as error:  # of any kind: the other sections are still to be run
+            return gpu_report.describe(error)
+        finally:
+            figures += report.figures
+    return ""
+
+
+def _unseen(what: str) -> None:
+    """Where there is no terminal nobody sees what goes on; figures are printed as they come."""
+
+
+def _sections(only: str | None) -> list[str]:
+    """The names asked for, in the bench's order; ConfigError names an unknown one."""
+    wanted = [name.strip() for name in only.split(",")] if only else list(SECTIONS)
+    for name in wanted:
+        if name not in SECTIONS:
+            raise ConfigError(f"--only: {name!r} is none of {', '.join(SECTIONS)}", param="only")
+    return [name for name in SECTIONS if name in wanted]
+
+
+def _where(device: str, *, is_tiny: bool) -> Where:
+    """The device; ConfigError where it is not there, or can only be tried with tiny shapes."""
+    import torch
+
+    from streamer.bench.gpu_models import Where
+
+    has_cuda = torch.cuda.is_available()
+    if device == "cuda" and not has_cuda:
+        raise ConfigError("torch.cuda.is_available() is false: no GPU here", param="device")
+    if device == "auto":
+        device = "cuda" if has_cuda else "cpu"
+    if device == "cpu" and not is_tiny:
+        raise ConfigError(
+            "there is no GPU to measure; --device cpu --tiny only tries the code", param="device"
+        )
+    if device == "cuda":
+        return Where(torch.device("cuda", torch.cuda.current_device()), is_tiny)
+    return Where(torch.device("cpu"), is_tiny)
