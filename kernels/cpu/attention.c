@@ -14,13 +14,16 @@
  */
 #include "common.h"
 
-/* A decode of 128 rows at 256 tokens, 16/8 heads of 128, bfloat16, 2 cores of an EPYC Zen 5,
- * 2026-11-21: 4.6 ms, 29 GB/s (the linear layers read 45 to 50; from the third-level cache 48).
- * Without fetching ahead 7.2 ms, the keys or the values alone 5.8 and 6.5; all at once instead of
- * spread over the tile's work 6.9; every other line 6.6; into the second cache, or in order of
- * address, the same as here. A core alone: 412 ns a tile where the data is near, 839 from memory.
- * Before, at 32 rows on one core: masks and maxima lane by lane 1.1 times, values in float 1.2 times
- * what followed. */
+/* Reading keys and values from memory binds a decode: 32 rows at 200 tokens, 24 layers, 16/8 heads
+ * of 128, bfloat16, 2 cores of an EPYC Zen 5 (2026-11-22): 15.9 to 18.8 ms, 33 to 40 GB/s, as the
+ * machine's hour went (a plain read of the same blocks 43 to 46). A tile takes a core 412 ns where
+ * its data is near, and memory 730, so lines are fetched a tile ahead, spread over all the work: of
+ * the next keys half while packing and half while multiplying, of the values while adding, past the
+ * second cache. In turns with this (19.0 ms): the keys all while packing 20 ms, heads dealt out one
+ * by one (each with a cold first tile) 21.1, both 22.2; values also while softening no difference.
+ * Older, at 128 rows: without fetching ahead 7.2 where 4.6 ms, all at once instead of spread 6.9,
+ * every other line 6.6; masks and maxima lane by lane 1.1 times, values in float 1.2 times what
+ * followed. */
 #define TILE_QUERIES 48  /* query heads times query tokens a tile has at most (or one token's) */
 #define FLOOR -1e30f     /* below every score, and finite */
 
@@ -55,7 +58,8 @@ INLINE void find_keys(const Op *op, const int64_t *table, int64_t head, int64_t 
     }
 }
 
-/* TILE keys, or bfloat16 pairs of them, one below the other -> [D][TILE]; fetches those of `next`. */
+/* TILE keys, or bfloat16 pairs of them, one below the other -> [D][TILE]; fetches those of `next`, or
+ * the first half of them where the multiplication fetches the second. */
 INLINE void pack_keys(char *panel, const char *const *keys, const char *const *next, int64_t D,
                       int dtype) {
 #if HAS_DOT
@@ -65,7 +69,7 @@ INLINE void pack_keys(char *panel, const char *const *keys, const char *const *n
                 __m512i row[16], other[16];
                 for (int i = 0; i < 16; i++) {
                     row[i] = _mm512_loadu_si512(keys[half * 16 + i] + d * 4);
-                    __builtin_prefetch(next[half * 16 + i] + d * 4);
+                    if (i % 2 == 0) __builtin_prefetch(next[i + half] + d * 4, 0, 0);
                 }
                 for (int i = 0; i < 16; i += 2) {
                     other[i] = _mm512_unpacklo_epi32(row[i], row[i + 1]);
@@ -121,8 +125,8 @@ INLINE void add_values(const Tile *tile, int rows, int tiles, int64_t row,
         for (int k = 0; k < TILE; k += 2) {
             if (next)
                 for (int b = 0; b < tiles * TILE * (int)size_of(dtype); b += 64) {
-                    __builtin_prefetch(next[k] + c * size_of(dtype) + b);
-                    __builtin_prefetch(next[k + 1] + c * size_of(dtype) + b);
+                    __builtin_prefetch(next[k] + c * size_of(dtype) + b, 0, 0);
+                    __builtin_prefetch(next[k + 1] + c * size_of(dtype) + b, 0, 0);
                 }
 #pragma GCC unroll 2
             for (int j = 0; j < tiles; j++) {
@@ -251,7 +255,7 @@ INLINE void attend_keys(const Op *op, const Tile *tile, const char *const *keys,
     for (; r < rows; r += ROWS_MAX) {
         const char *q = tile->q + r * D * size_of(dtype);
         multiply_rows[dtype][least(ROWS_MAX, rows - r)](tile->scores + r * TILE, 1, q, D,
-                                                        tile->panel, D, q, 0);
+                                                        tile->panel, D, next[TILE / 2], r ? 0 : 4);
     }
     for (r = 0; r < rows; r++) soften(op, tile, r, start, dtype);
     add_all_values(tile, values, next_values, dtype);
@@ -275,7 +279,9 @@ static Tile make_tile(const Op *op, int64_t queries, int64_t first, Worker *me) 
     return tile;
 }
 
-INLINE void attend(const Op *op, int64_t row, int64_t start, int64_t head, Worker *me, int dtype) {
+/* One head of a tile; `last` is the last head of the chunk, and what comes next is fetched. */
+INLINE void attend(const Op *op, int64_t row, int64_t start, int64_t head, int64_t last, Worker *me,
+                   int dtype) {
     const int64_t *starts = op->p[5], *table = (const int64_t *)op->p[7] + row * op->n[5];
     int64_t D = op->n[2], share = op->n[0] / op->n[1], window = op->n[7];
     int64_t count = starts[row + 1] - starts[row], context = ((const int64_t *)op->p[6])[row];
@@ -290,13 +296,14 @@ INLINE void attend(const Op *op, int64_t row, int64_t start, int64_t head, Worke
         tile.total[i] = sinks ? 1 : 0;
     }
     int64_t key = window ? most(0, first - window + 1) / TILE * TILE : 0;
-    int64_t end = first + queries; /* what the last query sees */
+    int64_t begin = key, end = first + queries; /* what the last query sees */
     const char *keys[2][TILE];
     find_keys(op, table, head, key, end, keys[0], dtype);
     for (int i = 0; key < end; key += TILE, i ^= 1) {
         int is_last = key + TILE >= end;
         if (!is_last) find_keys(op, table, head, key + TILE, end, keys[i ^ 1], dtype);
-        attend_keys(op, &tile, keys[i], keys[is_last ? i : i ^ 1], key, dtype);
+        else find_keys(op, table, least(head + 1, last), begin, end, keys[i ^ 1], dtype);
+        attend_keys(op, &tile, keys[i], keys[i ^ 1], key, dtype);
     }
     for (int64_t i = 0; i < queries * share; i++) {
         int64_t to = ((token + i / share) * op->n[0] + head * share + i % share) * D;
@@ -308,15 +315,24 @@ INLINE void attend(const Op *op, int64_t row, int64_t start, int64_t head, Worke
     }
 }
 
+/* Chunks that the heads of a tile are divided into: one head after the other reads memory in order,
+ * as long as there is enough to share out. */
+static int64_t attention_groups(const Op *op, const Step *step, int threads) {
+    int64_t tiles = most(1, step->counts[op->count]);
+    return least(op->n[1], divide_up(16 * threads, tiles));
+}
+
 static int64_t attention_chunks(const Op *op, const Step *step, int threads) {
-    (void)threads;
-    return most(1, step->counts[op->count] * op->n[1]);
+    return most(1, step->counts[op->count]) * attention_groups(op, step, threads);
 }
 
 static void attention_run(const Op *op, const Step *step, int64_t chunk, Worker *me) {
-    int64_t tile = chunk / op->n[1], head = chunk % op->n[1];
+    int64_t groups = attention_groups(op, step, me->threads), heads = op->n[1];
+    int64_t tile = chunk / groups, group = chunk % groups;
     if (tile >= step->counts[op->count]) return;
     const int64_t *tiles = (const int64_t *)op->p[4] + 2 * tile;
-    if (op->dtype == F32) attend(op, tiles[0], tiles[1], head, me, F32);
-    else attend(op, tiles[0], tiles[1], head, me, BF16);
+    int64_t last = (group + 1) * heads / groups - 1;
+    for (int64_t head = group * heads / groups; head <= last; head++)
+        if (op->dtype == F32) attend(op, tiles[0], tiles[1], head, last, me, F32);
+        else attend(op, tiles[0], tiles[1], head, last, me, BF16);
 }

@@ -24,51 +24,58 @@ INLINE void rotate(const float *x, const void *cos, const void *sin, int64_t D, 
     for (; i < D; i++) store_one(out, i, x[i], dtype);
 }
 
-INLINE void rope_token(const Op *op, int64_t t, int dtype) {
+/* One head of one token: normed, rotated, and where it belongs. */
+INLINE void rope_head(const Op *op, int64_t t, int64_t h, int dtype) {
     int64_t Hq = op->n[0], Hk = op->n[1], D = op->n[2], rotary = op->n[3], B = op->n[4];
     int64_t position = ((const int64_t *)op->p[5])[t], slot = ((const int64_t *)op->p[6])[t];
-    const char *x = at(op->p[0], t * op->n[6], dtype);
-    const void *cos = at(op->p[3], position * rotary, dtype);
-    const void *sin = at(op->p[4], position * rotary, dtype);
-    int64_t place = slot / B * op->n[5] + slot % B * D;
-    float wide[HEAD_MAX];
-    for (int64_t h = 0; h < Hq + Hk; h++, x += D * size_of(dtype)) {
-        const void *weight = op->p[h < Hq ? 1 : 2];
-        void *to = h < Hq ? at(op->p[8], (t * Hq + h) * D, dtype)
-                          : at(op->p[7], place + (h - Hq) * B * D, dtype);
-        float factor = 1;
-        int64_t i = 0;
-        if (weight) {
-            vf squares = {0};
-            for (; i + VW <= D; i += VW) squares += load(x, i, dtype) * load(x, i, dtype);
-            float total = sum_of(squares);
-            for (; i < D; i++) total += load_one(x, i, dtype) * load_one(x, i, dtype);
-            factor = 1.0f / sqrtf(total / (float)D + op->f[0]);
-        }
-        for (i = 0; i + VW <= D; i += VW) {
-            vf v = load(x, i, dtype) * factor;
-            store_f32(wide + i, weight ? v * load(weight, i, dtype) : v);
-        }
-        for (; i < D; i++) {
-            float v = load_one(x, i, dtype) * factor;
-            wide[i] = weight ? v * load_one(weight, i, dtype) : v;
-        }
-        rotate(wide, cos, sin, D, rotary, to, dtype);
+    int64_t place = slot / B * op->n[5] + slot % B * D + (h - Hq) * B * D;
+    const void *x = at(op->p[0], t * op->n[6] + h * D, dtype);
+    void *to = h < Hq ? at(op->p[8], (t * Hq + h) * D, dtype) : at(op->p[7], place, dtype);
+    if (h >= Hq + Hk) {
+        memcpy(to, x, D * size_of(dtype));
+        return;
     }
-    for (int64_t h = 0; h < Hk; h++, x += D * size_of(dtype))
-        memcpy(at(op->p[7], place + (Hk + h) * B * D, dtype), x, D * size_of(dtype));
+    const void *weight = op->p[h < Hq ? 1 : 2];
+    float wide[HEAD_MAX], factor = 1;
+    int64_t i = 0;
+    if (weight) {
+        vf squares = {0};
+        for (; i + VW <= D; i += VW) squares += load(x, i, dtype) * load(x, i, dtype);
+        float total = sum_of(squares);
+        for (; i < D; i++) total += load_one(x, i, dtype) * load_one(x, i, dtype);
+        factor = 1.0f / sqrtf(total / (float)D + op->f[0]);
+    }
+    for (i = 0; i + VW <= D; i += VW) {
+        vf v = load(x, i, dtype) * factor;
+        store_f32(wide + i, weight ? v * load(weight, i, dtype) : v);
+    }
+    for (; i < D; i++) {
+        float v = load_one(x, i, dtype) * factor;
+        wide[i] = weight ? v * load_one(weight, i, dtype) : v;
+    }
+    rotate(wide, at(op->p[3], position * rotary, dtype), at(op->p[4], position * rotary, dtype), D,
+           rotary, to, dtype);
+}
+
+#define ROPE_TOKENS 16
+
+/* Tokens a chunk: neighbours lie side by side in the pool, so they are taken head by head (2,048
+ * tokens of 16/8 heads of 128: 1.3 ms, token by token 2.7; 2026-11-22). */
+static int64_t rope_tokens(const Op *op, const Step *step, int threads) {
+    return most(1, least(ROPE_TOKENS, step->counts[op->count] / (4 * threads)));
 }
 
 static int64_t rope_chunks(const Op *op, const Step *step, int threads) {
-    (void)threads;
-    return most(1, step->counts[op->count]);
+    return most(1, divide_up(step->counts[op->count], rope_tokens(op, step, threads)));
 }
 
 static void rope_run(const Op *op, const Step *step, int64_t chunk, Worker *me) {
-    (void)me;
-    if (chunk >= step->counts[op->count]) return;
-    if (op->dtype == F32) rope_token(op, chunk, F32);
-    else rope_token(op, chunk, BF16);
+    int64_t tokens = rope_tokens(op, step, me->threads), heads = op->n[0] + 2 * op->n[1];
+    int64_t first = chunk * tokens, last = least(step->counts[op->count], first + tokens);
+    for (int64_t h = 0; h < heads; h++)
+        for (int64_t t = first; t < last; t++)
+            if (op->dtype == F32) rope_head(op, t, h, F32);
+            else rope_head(op, t, h, BF16);
 }
 
 /* k and v [T, Hk, D] into the slots, as they are.
@@ -77,7 +84,8 @@ static void rope_run(const Op *op, const Step *step, int64_t chunk, Worker *me) 
  *      head, strides of v: token, head
  */
 static int64_t store_chunks(const Op *op, const Step *step, int threads) {
-    return rope_chunks(op, step, threads);
+    (void)threads;
+    return most(1, step->counts[op->count]);
 }
 
 static void store_run(const Op *op, const Step *step, int64_t t, Worker *me) {

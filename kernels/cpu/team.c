@@ -159,6 +159,7 @@ Team *team_open(int threads) {
         }
         team->threads = i + 1;
     }
+    for (int i = 0; i < team->threads; i++) team->workers[i].threads = team->threads;
     if (team->threads) return team;
     free(team);
     return 0;
