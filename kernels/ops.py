@@ -1,8 +1,9 @@
 """The doors: every op's signature, shapes and dtypes, and the one place that picks a backend.
 
-Called by streamer.model on the GPU thread. `backend` names the implementation chosen at import:
-"native" (cpu/, compiled on first use) or, where that can't be, "torch" (reference.py), with
-`why_not_native` saying why. STREAMER_KERNELS=torch asks for the latter. Ops check nothing a step;
+Called by streamer.model on the GPU thread. `backend` names the CPU's implementation, chosen at
+import: "native" (cpu/, compiled on first use) or, where that can't be, "torch" (reference.py), with
+`why_not_native` saying why. STREAMER_KERNELS=torch asks for the latter. `use`, called once a start,
+says on which device the model is: on CUDA the implementation is gpu/. Ops check nothing a step;
 shapes are the caller's promise, and AttentionBatch checked its own.
 
 Letters: T packed tokens, R rows, Hq query heads, Hk KV heads (Hq is a multiple of Hk), D head_dim,
@@ -45,6 +46,7 @@ __all__ = [
     "set_threads",
     "store_kv",
     "swap_blocks",
+    "use",
     "why_not_native",
 ]
 
@@ -72,8 +74,29 @@ def _choose() -> tuple[Any, str]:
     return reference, why
 
 
-_backend, why_not_native = _choose()
+class _Backend:
+    """The doors of the module in use."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+
+_of_cpu, why_not_native = _choose()
+_backend = _chosen = _Backend(_of_cpu)
 backend = "torch" if why_not_native else "native"
+
+
+def use(device: torch.device) -> None:
+    """From now on tensors are on this device; models on both kinds at a time are not served."""
+    if device.type == "cuda":
+        from streamer.kernels.gpu import backend as of_gpu
+
+        _chosen.module = of_gpu
+    else:
+        _chosen.module = _of_cpu
 
 
 def set_threads(count: int) -> None:

@@ -66,7 +66,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Literal["auto", "fp8", "int8"],
         Meta(description="of the KV cache; auto: the model's; fp8 and int8 take about half of it"),
     ] = "auto"
-    device: Annotated[Literal["auto", "cpu"], Meta(description="where the model runs")] = "auto"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        Meta(description="where the model runs; auto: on a GPU where torch sees one"),
+    ] = "auto"
     max_model_len: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="context length in tokens; the checkpoint's if absent"),
@@ -94,9 +97,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Meta(description="blocks in the KV pool, instead of a share of the memory"),
     ] = None
     gpu_memory_utilization: Annotated[
-        Annotated[float, Meta(gt=0.0, le=1.0)],
-        Meta(description="share of the free memory that the KV pool may take"),
-    ] = 0.5
+        Annotated[float, Meta(gt=0.0, le=1.0)] | None,
+        Meta(description="share of the free memory that the KV pool may take; 0.5, on a GPU 0.9"),
+    ] = None
     swap_space: Annotated[
         Annotated[float, Meta(ge=0.0, le=65536.0)], Meta(description="GiB of the host pool")
     ] = 0.25

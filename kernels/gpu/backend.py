@@ -40,7 +40,7 @@ FP8_CAPABILITY = (8, 9)
 
 rope_tables = reference.rope_tables
 set_threads = reference.set_threads
-graph = reference.graph  # nothing is recorded yet: capture belongs to the runner's CUDA part
+graph = reference.graph  # decodes are recorded whole, sampling included: model/decode_steps.py
 
 
 def new_pool(

@@ -88,6 +88,7 @@ def seconds_of(work: Callable[[], object], where: Where, report: Report) -> floa
         return statistics.median(times)
     new_stream: Any = torch.cuda.Stream  # untyped
     side = new_stream(where.device)
+    where.synchronize()
     with torch.cuda.stream(side):
         work()
     side.synchronize()

@@ -17,10 +17,11 @@ from streamer.core.plan import Add, StepOutput
 from streamer.core.prefix import BlockHasher
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler, SchedulerConfig
-from streamer.errors import ConfigError
 
 if TYPE_CHECKING:
+    from streamer.model.cuda_runner import CudaRunner
     from streamer.model.decoder import Decoder
+    from streamer.model.device import Device
     from streamer.model.families import DecoderConfig
     from streamer.model.runner import ModelRunner
 
@@ -105,6 +106,12 @@ class Where(msgspec.Struct, frozen=True):
         """config.json of a shape."""
         return {**SHAPES[name], **(TINY if self.is_tiny else {})}
 
+    def new_device(self) -> Device | None:
+        """The device as a runner wants it; None: the CPU."""
+        from streamer.model.device import CudaDevice
+
+        return None if self.device.type == "cpu" else CudaDevice(self.device)
+
     def synchronize(self) -> None:
         """Wait for the device."""
         if self.device.type == "cuda":
@@ -153,10 +160,12 @@ def make_model(name: str, where: Where) -> Model:
     from streamer.model.families import parse_config
 
     config = parse_config(where.config_of(name))
+    ops.use(where.device)
     if where.device.type == "cpu":
         ops.set_threads(1)
     with torch.inference_mode():
         decoder = Decoder(config, RandomWeights(config, where))
+    where.synchronize()  # a runner computes in a stream of its own
     return Model(name, decoder, read_elements(config) * where.dtype.itemsize)
 
 
@@ -227,13 +236,18 @@ class Bed:
 
 def new_runner(
     decoder: Decoder, where: Where, sizes: dict[str, int], kv_dtype: torch.dtype | None
-) -> ModelRunner:
-    """The runner of this device for a decoder that is there already."""
+) -> ModelRunner | CudaRunner:
+    """The runner of this device for a decoder that is there already; on a GPU decodes recorded."""
+    from streamer.model.cuda_runner import CudaRunner
     from streamer.model.runner import ModelRunner
 
-    if where.device.type != "cpu":
-        raise ConfigError(f"there is no runner for {where.device} yet", param="device")
-    return ModelRunner(decoder, kv_dtype=kv_dtype, **sizes)
+    device = where.new_device()
+    if device is None:
+        return ModelRunner(decoder, **sizes, kv_dtype=kv_dtype)
+    runner = CudaRunner(device, decoder, **sizes, kv_dtype=kv_dtype)
+    # The pools were made for what will run, so the rest of the memory is free for other steps.
+    runner.record(0, show_progress=False)
+    return runner
 
 
 def blocks_for(num_tokens: int) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -16,6 +17,9 @@ from streamer.bench import gpu, gpu_engine, gpu_kernels, gpu_models, gpu_report
 from streamer.bench.gpu_report import Figure, Report, Results
 from streamer.errors import ConfigError
 from streamer.kernels import ops, reference
+from tests.kernels.conftest import skip_without_interpreter
+from tests.model.late_device import LateDevice
+from tests.model.late_doors import LateDoors
 
 CPU = gpu_models.Where(torch.device("cpu"), is_tiny=True)
 
@@ -63,6 +67,31 @@ def test_every_section_runs_and_is_written(tmp_path: Path) -> None:
             assert (shape.name, f"paged{kind}") in measured
     assert ("transformers, Qwen3-0.6B", "8 requests") in measured
     assert all(word in text for word in ("section", "attention", "say nothing about speed"))
+
+
+@pytest.mark.parametrize("section", ["single", "batch", "step"])
+def test_sections_with_models_on_the_gpus_runner(
+    monkeypatch: pytest.MonkeyPatch, section: str
+) -> None:
+    """That runner, one plan ahead and with recorded decodes, on a device that does all late."""
+    skip_without_interpreter()
+    from streamer.kernels.gpu import sample
+
+    devices: list[LateDevice] = []
+
+    def new_device(where: gpu_models.Where) -> LateDevice:
+        devices.append(LateDevice(len(devices)))
+        return devices[-1]
+
+    monkeypatch.setattr(gpu_models.Where, "new_device", new_device)
+    monkeypatch.setattr(ops, "_backend", LateDoors())
+    monkeypatch.setattr(ops, "backend", "torch")
+    monkeypatch.setattr(sample, "best", reference.best)
+    with np.errstate(all="ignore"):
+        code, text = run("--only", section)
+    assert code == 0, text
+    assert len(devices) == {"single": 3, "batch": 3, "step": 1}[section]
+    assert all(device.num_replays > 0 for device in devices)
 
 
 def test_sections_by_name_in_the_benchs_order(tmp_path: Path) -> None:

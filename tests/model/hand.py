@@ -18,6 +18,7 @@ from streamer.core.sampling import SamplingParams
 from streamer.kernels import ops
 from streamer.kernels.ops import AttentionBatch
 from streamer.model.runner import CausalModel, ModelRunner, load_runner
+from tests.model.where import Where
 
 BLOCK = 16
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=1024)
@@ -162,10 +163,15 @@ class Hand:
 
 def make_runner(folder: Any, **settings: Any) -> ModelRunner:
     """A small runner of the checkpoint, in its own dtype."""
-    defaults = {"num_gpu_blocks_override": 64, "max_num_seqs": 8, "swap_space": 0.001}
+    defaults = {
+        "num_gpu_blocks_override": 64,
+        "max_num_seqs": 8,
+        "swap_space": 0.001,
+        "device": "cpu",
+    }
     config = Config(model=str(folder), load_progress=False, **{**defaults, **settings})
-    runner, _ = load_runner(config)
-    return runner
+    runner, _ = load_runner(config, Where.make())
+    return runner  # type: ignore[return-value]  # of the same doors
 
 
 @torch.inference_mode()
