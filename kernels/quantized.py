@@ -9,8 +9,8 @@ one head, code = x / scale, rounded to the nearest, ties to even. Why this one:
   models with a bias in qkv do, and loses what is below 2**-6 to e4m3's subnormals. A scale for the
   whole tensor wants a calibrated checkpoint; a scale for a whole block changes when the block's
   next token arrives: codes would be rounded twice and depend on how a prompt was cut.
-- One for each token and head is known when the token is stored and never changes: codes are the
-  same alone, in a batch, however a prompt is cut, and after swap, copy or recompute.
+- One for each token and head is known when the token is stored and never changes: a vector's codes
+  depend on it alone, not on a batch, on where a prompt is cut, on swap, copy or recompute.
 
 Scales travel with their block, so that swap and copy-on-write remain one copy and know nothing of
 them: each head has `scale_rows` more rows of D bytes below its B tokens, which hold B float32 (at

@@ -55,6 +55,13 @@ class Figure(msgspec.Struct, frozen=True):
         return self.value <= self.target if self.is_ceiling else self.value >= self.target
 
 
+class Part(msgspec.Struct, frozen=True):
+    """What a section found, and what went wrong with it, or ""."""
+
+    figures: list[Figure]
+    failure: str = ""
+
+
 class Results(msgspec.Struct, frozen=True):
     """A whole run, as its JSON has it. `failures`: section -> what went wrong."""
 
@@ -80,9 +87,11 @@ class Report:
         console: Console,
         *,
         has_targets: bool = True,
+        file: Path | None = None,
     ) -> None:
-        """Without `has_targets` none is kept: tiny shapes have none."""
-        self.figures: list[Figure] = []
+        """Without `has_targets` none is kept: tiny shapes have none. `file` has the latest part."""
+        self.part = Part([])
+        self._file = file
         self._section = section
         self._budget_s = budget_s
         self._began = time.perf_counter()
@@ -119,10 +128,20 @@ class Report:
         """One more figure; it stays though the section should fail later."""
         target = target if self._has_targets else None
         figure = Figure(self._section, what, measure, value, unit, note, target, is_ceiling)
-        self.figures.append(figure)
+        self._keep(Part([*self.part.figures, figure]))
         self._console.print(
             f"{figure.section}: {what}, {measure}: {number(value)} {unit}", highlight=False
         )
+
+    def fail(self, why: str) -> None:
+        """The section's end, and why."""
+        self._keep(Part(self.part.figures, why))
+
+    def _keep(self, part: Part) -> None:
+        """A process that dies in the middle leaves what it has found."""
+        self.part = part
+        if self._file is not None:
+            self._file.write_bytes(msgspec.json.encode(part))
 
 
 def number(value: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def run(*flags: str) -> tuple[int, str]:
     parser = argparse.ArgumentParser()
     gpu.add_arguments(parser)
     text = io.StringIO()
-    args = parser.parse_args(["--device", "cpu", "--tiny", *flags])
+    args = parser.parse_args(["--device", "cpu", "--tiny", "--here", *flags])
     return gpu.run(args, Console(file=text, width=200)), text.getvalue()
 
 
@@ -128,19 +129,60 @@ def test_a_section_that_takes_too_long_ends(monkeypatch: pytest.MonkeyPatch) -> 
     assert "batch failed: not done within its 0 s" in text
 
 
+def test_a_process_for_each_section(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    args = argparse.Namespace(
+        only="bandwidth,swap", device="cpu", tiny=True, out=tmp_path / "gpu.json", here=False,
+        part=None,
+    )  # fmt: skip
+    text = io.StringIO()
+    assert gpu.run(args, Console(file=text, width=200)) == 0
+    found = msgspec.json.decode((tmp_path / "gpu.json").read_bytes(), type=Results)
+    assert {f.section for f in found.figures} == {"bandwidth", "swap"}
+    shown = capfd.readouterr().out
+    assert "bandwidth: memory, rate:" in shown, "as it comes, by the process that found it"
+    assert "│" not in shown, "but one table"
+
+
+@pytest.mark.parametrize(
+    ("script", "grace_s", "failure"),
+    [
+        ("os.abort()", 300.0, "its process ended with -6"),
+        ("time.sleep(600)", 5.0, "killed after 5 s"),
+        ("sys.exit(3)", 300.0, "its process ended with 3"),
+    ],
+)
+def test_a_process_that_dies_or_hangs_leaves_what_it_found(
+    monkeypatch: pytest.MonkeyPatch, script: str, grace_s: float, failure: str
+) -> None:
+    part = '{"figures": [{"section": "s", "what": "w", "measure": "m", "value": 2, "unit": "x"}]}'
+
+    def command(name: str, where: gpu_models.Where, file: Path) -> list[str]:
+        wrote = f"import os, pathlib, sys, time; pathlib.Path({str(file)!r}).write_text({part!r})"
+        return [sys.executable, "-c", f"{wrote}; {script}"]
+
+    monkeypatch.setattr(gpu, "_command", command)
+    monkeypatch.setattr(gpu, "GRACE_S", grace_s)
+    monkeypatch.setitem(gpu.SECTIONS, "swap", gpu.Section(0, ""))
+    found = gpu._run_apart("swap", CPU)
+    assert found.failure == failure
+    assert found.figures == [Figure("s", "w", "m", 2.0, "x")]
+
+
 def test_every_section_has_a_function() -> None:
     for name in gpu.SECTIONS:
         assert gpu._function(name).__doc__
 
 
 def test_all_sections_together_keep_below_ten_minutes() -> None:
-    assert sum(section.budget_s for section in gpu.SECTIONS.values()) < 600
+    assert sum(section.budget_s + gpu.GRACE_S for section in gpu.SECTIONS.values()) < 600
 
 
 def test_without_a_gpu_only_tiny_shapes_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for device, message in (("auto", "--device cpu --tiny"), ("cuda", "no GPU here")):
-        args = argparse.Namespace(only=None, device=device, tiny=False, out=None)
+        args = argparse.Namespace(
+            only=None, device=device, tiny=False, out=None, here=True, part=None
+        )
         with pytest.raises(ConfigError, match=message) as error:
             gpu.run(args, Console(file=io.StringIO()))
         assert error.value.param == "device"
@@ -172,7 +214,7 @@ def test_targets(value: float, target: float | None, is_ceiling: bool, is_met: b
 def test_figures_without_targets_where_none_are_kept() -> None:
     report = new_report(has_targets=False)
     report.add("a", "b", 1.0, "x", target=2.0)
-    assert report.figures[0].is_met is None
+    assert report.part.figures[0].is_met is None
 
 
 def test_the_requests_are_nano_vllms() -> None:

@@ -57,6 +57,13 @@ def expected(case: Case, dtype: torch.dtype, scale: float, **options: object) ->
     )
 
 
+def off_by(quantizing: str, dtype: torch.dtype) -> float:
+    """What a code may be off: a GPU that fuses operations may take the next one."""
+    if quantizing != "cuda":
+        return 0.0
+    return 1.0 if dtype is torch.int8 else 32.0
+
+
 def rand(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
@@ -149,8 +156,7 @@ def test_stored_codes_are_the_references(
         scales.append(quantized.scales_of(ops.layer_view(pool, 1), 8))
     assert torch.equal(*scales)
     assert scales[0].count_nonzero() == 2 * 3 * 60 - 1
-    step = 0.0 if quantizing != "cuda" else 1.0 if dtype is torch.int8 else 32.0
-    assert float((codes[0] - codes[1]).abs().max()) <= step
+    assert float((codes[0] - codes[1]).abs().max()) <= off_by(quantizing, dtype)
     assert int(codes[0].count_nonzero()) > 20_000
 
 
@@ -183,7 +189,7 @@ def test_rope_stores_what_store_kv_does(
     codes = pools[1].view(torch.int8)[slots // 4, :, :, slots % 4].view(dtype)
     want, want_scales = quantized.quantize(stored, dtype)
     assert torch.equal(scales, want_scales)
-    assert torch.equal(codes.float(), want.float())
+    assert float((codes.float() - want.float()).abs().max()) <= off_by(quantizing, dtype)
     assert int(pools[1][0].view(torch.int8).count_nonzero()) > 0  # slot 2 alone
     assert not pools[1][2:4].view(torch.int8).any()
 

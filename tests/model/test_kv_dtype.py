@@ -75,11 +75,12 @@ def test_chunks_change_no_more_than_rounding(checkpoint: Any, kind: str) -> None
         torch.testing.assert_close(cut, whole, rtol=1e-3, atol=1e-3)
 
 
-def test_swap_changes_no_bit(checkpoint: Any, kind: str) -> None:
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_swap_changes_no_bit(checkpoint: Any, family: str, kind: str) -> None:
     """Out to the host pool, its device blocks overwritten, and back into others."""
 
     def drawn(*, is_swapped: bool) -> list[StepResult]:
-        runner = make_runner(checkpoint("llama", 1), kv_cache_dtype=kind)
+        runner = make_runner(checkpoint(family, 1), kv_cache_dtype=kind)
         hand = Hand(runner, num_blocks=16)
         hand.join(0, random_tokens(40), LOGPROBS)
         results = [hand.step({0: 40})] + [hand.step() for _ in range(4)]
