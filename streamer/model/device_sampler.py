@@ -131,7 +131,7 @@ class DeviceSampler:
         self._table.put(join.row, state)
         if state.history is not None:
             self._counts.join(join.row, state.history.ids, state.history.counts)
-        self._has_joined, self._draw = True, None
+        self._has_joined = True
 
     def leave(self, row: int) -> None:
         """Forget the row."""

@@ -1,7 +1,8 @@
 """LateDevice: a Device on the CPU that does everything as late and in as odd an order as it may.
 
 What is queued lies in its stream until somebody waits; then steps of all streams are taken in
-random order, as far as events allow. What a copy between the pools is going to write is spoilt when
+random order, as far as events allow; by the seed, all are as fast, or copies are slow, or steps
+are. What a copy between the pools is going to write is spoilt when
 it is queued, so that whoever still reads it, or reads it too early, gets NaN. Copies go when they
 are due: source memory that was used again by then gives wrong tokens.
 """
@@ -20,6 +21,7 @@ import torch
 from streamer.kernels import ops
 
 POISON = 0x55
+SPEEDS = [(1, 1, 1), (50, 1, 1), (1, 50, 50), (50, 50, 1), (50, 1, 50)]  # main, out, into
 
 
 class LateEvent:
@@ -31,7 +33,7 @@ class LateEvent:
 
     def is_done(self) -> bool:
         """The device may get a little further by being asked."""
-        self._device.work(self._device.rng.randrange(3))
+        self._device.nudge([0, 1, 2])
         return self.is_reached
 
     def wait(self) -> None:
@@ -62,7 +64,7 @@ class LateStream:
             spoilt = torch.nan if destination.is_floating_point() else -1  # NaN as FP8, as a scale
             destination[[block for _, block in pairs]] = spoilt
         self.queue.append(("run", work))
-        self._device.work(self._device.rng.choice([0, 0, 0, 2]))
+        self._device.nudge([0, 0, 0, 2])
 
     def record(self) -> LateEvent:
         """Behind all that is queued."""
@@ -90,13 +92,21 @@ class LateStream:
 
 
 class LateDevice:
-    """See streamer.model.device.Device; `free` is what it says is free."""
+    """See streamer.model.device.Device.
+
+    free      what it says is free
+    is_still  it gets on only where somebody waits
+    """
 
     def __init__(self, seed: int = 0, free: int = 1 << 30) -> None:
         self.where = torch.device("cpu")
         self.rng = random.Random(seed)
         self.free = free
+        self.is_still = False
         self.main, self.out, self.into = (LateStream(self) for _ in range(3))
+        self._speeds = dict(
+            zip((self.main, self.out, self.into), SPEEDS[seed % len(SPEEDS)], strict=True)
+        )
         self.num_replays = 0
         self.num_recorded = 0
 
@@ -106,8 +116,13 @@ class LateDevice:
             ready = [s for s in (self.main, self.out, self.into) if s.can_go_on]
             if not ready:
                 return False
-            self.rng.choice(ready).go_on()
+            (stream,) = self.rng.choices(ready, [self._speeds[s] for s in ready])
+            stream.go_on()
         return True
+
+    def nudge(self, counts: list[int]) -> None:
+        """The host has spent some time: the device may have got on by so many things."""
+        self.work(0 if self.is_still else self.rng.choice(counts))
 
     def upload(self, values: np.ndarray[Any, Any]) -> torch.Tensor:
         """Taken now, there later."""

@@ -14,10 +14,14 @@ import numpy as np
 import pytest
 import torch
 
+from streamer.core.plan import Plan
 from streamer.core.sampling import SamplingParams
 from streamer.kernels import ops, reference
+from streamer.model.costs import Costs
+from streamer.model.swaps import Swaps
 from tests.kernels.conftest import skip_without_interpreter
 from tests.model.greedy_oracle import Ask, GreedyOracle, mixed_asks
+from tests.model.hand import make_runner
 from tests.model.late_device import LateDevice
 from tests.model.late_doors import LateDoors
 from tests.model.sync_engine import GREEDY, SyncEngine
@@ -122,8 +126,15 @@ def test_greedy_equals_transformers(
     oracle(folder).compare(tokens_of(engine, asks), asks, record_property)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("costs", [SWAP, MIXED, RECOMPUTE], ids=["swap", "mixed", "recompute"])
+@pytest.mark.parametrize(
+    ("costs", "seed"),
+    [*((SWAP, seed) for seed in range(5)), (MIXED, 1), (MIXED, 2), (RECOMPUTE, 0)],
+    ids=lambda v: (
+        {id(SWAP): "swap", id(MIXED): "mixed"}.get(id(v), "recompute")
+        if isinstance(v, dict)
+        else None
+    ),
+)
 def test_preemption_changes_no_token(
     checkpoint: Any, oracle: Any, record_property: Any, late: Late,
     costs: dict[str, float], seed: int,
@@ -138,6 +149,49 @@ def test_preemption_changes_no_token(
     assert (swaps > 0) or costs is not SWAP
     assert (recomputes > 0) or costs is not RECOMPUTE
     oracle(folder).compare(tokens_of(engine, asks), asks, record_property)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_step_waits_for_the_blocks_that_it_reads(
+    checkpoint: Any, reference: Any, late: Late, seed: int
+) -> None:
+    """A plan whose rows read what it swaps in; it is spoilt until the copy is done."""
+    late(seed)
+    test_swap_out_and_in(checkpoint, reference)
+
+
+def test_blocks_are_the_copies_until_they_are_done(late: Late) -> None:
+    """Facts tell of a plan only when the copies of all up to it are done, on both streams."""
+    device = late()
+    device.is_still = True
+    pool, host = (torch.arange(8.0).view(8, 1).clone() + base for base in (0, 100))
+    swaps = Swaps(device, pool, host, Costs(4, device.probe_copy))
+    swaps.start(Plan(number=1, swap_out=((1, 2), (3, 4))))
+    swaps.start(Plan(number=2, swap_in=((7, 6),)))
+    swaps.start(Plan(number=3, swap_in=((2, 5),)))  # what the first plan copies out
+    device.into.go_on()
+    device.into.go_on()
+    device.into.go_on()
+    assert (swaps.copies_done(3), pool[6].item()) == (0, 107.0), "the second is done, not the first"
+    assert not device.into.can_go_on
+    swaps.need([6, 0])
+    assert device.main.can_go_on, "nobody waits for a copy that is done"
+    swaps.need([5])
+    swaps.wait()
+    assert swaps.copies_done(3) >= 2
+    device.synchronize()
+    assert swaps.copies_done(3) == 3
+    assert (host[2].item(), host[4].item(), pool[5].item()) == (1.0, 3.0, 1.0)
+
+
+def test_closing_lets_the_device_finish(checkpoint: Any, late: Late) -> None:
+    """A plan that nobody collects is carried out before its memory goes."""
+    device = late()
+    runner = make_runner(checkpoint("llama", 1, **TINY))
+    runner.launch(Plan(number=1, copies=((3, 4),), swap_out=((1, 0),)))
+    runner.close()
+    assert not any(stream.queue for stream in (device.main, device.out, device.into))
+    assert not hasattr(runner, "_pool")
 
 
 KINDS = [
