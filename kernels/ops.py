@@ -7,7 +7,8 @@ says on which device the model is: on CUDA the implementation is gpu/. Ops check
 shapes are the caller's promise, and AttentionBatch checked its own.
 
 Letters: T packed tokens, R rows, Hq query heads, Hk KV heads (Hq is a multiple of Hk), D head_dim,
-B tokens a block, N blocks. Floats are fp32 or bf16, all of one call alike; ids are int64.
+B tokens a block, N blocks. Floats are fp32 or bf16, all of one call alike but for a quantized pool;
+ids are int64.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 
 from streamer.kernels.batch import AttentionBatch, Forward, Limits
 from streamer.kernels.draws import Draws
+from streamer.kernels.quantized import scale_rows
 
 __all__ = [
     "AttentionBatch",
@@ -28,6 +30,7 @@ __all__ = [
     "Weight",
     "backend",
     "best",
+    "block_bytes",
     "copy_blocks",
     "draw",
     "embedding",
@@ -112,13 +115,27 @@ def new_pool(
 ) -> torch.Tensor:
     """A block pool [N, layers, 2, Hk, B, D] (0 is K, 1 is V); one block is contiguous, all layers.
 
+    dtype  that of the ops' floats, or int8 or float8_e4m3fn: heads then have B + scale_rows rows,
+           see quantized.py, and what is stored is quantized. The native backend has neither
+
     Zeroed lazily where the system can: memory is touched on first use.
     """
     return _backend.new_pool(num_blocks, layers, block_size, kv_heads, head_dim, dtype, device)  # type: ignore[no-any-return]
 
 
+def block_bytes(
+    layers: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> int:
+    """Bytes of one block of such a pool, all layers, K and V, scales included."""
+    rows = block_size + scale_rows(block_size, head_dim, dtype)
+    return layers * 2 * kv_heads * rows * head_dim * dtype.itemsize
+
+
 def layer_view(pool: torch.Tensor, layer: int) -> torch.Tensor:
-    """Layer `layer` of a pool as the strided view [N, 2, Hk, B, D] that the other ops take."""
+    """Layer `layer` of a pool as the strided view [N, 2, Hk, B, D] that the other ops take.
+
+    With the rows of its scales, where it is quantized.
+    """
     return pool[:, layer]
 
 

@@ -22,6 +22,8 @@ from streamer.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "STREAMER_"
 FILE_VARIABLE = "STREAMER_CONFIG"
+# Read by kernels/ops.py when it is imported, for a process and not for a model: no setting.
+KERNELS_VARIABLE = "STREAMER_KERNELS"
 _SERVICE_VARIABLE = re.compile(
     r"_SERVICE_(HOST|PORT)(_[A-Z0-9_]+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$"
 )
@@ -60,7 +62,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = None
     revision: Annotated[str | None, Meta(description="branch, tag or commit on the hub")] = None
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"], Meta(description="of weights and KV cache")
+        Literal["auto", "float32", "bfloat16"], Meta(description="of weights and activations")
+    ] = "auto"
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8", "int8"],
+        Meta(description="of the KV cache; auto: the model's; fp8 and int8 take about half of it"),
     ] = "auto"
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
@@ -305,7 +311,9 @@ def _from_environment(
     by_variable = {s.variable: s for s in known.values()}
     values = {}
     for variable in sorted(environment):
-        if not variable.startswith(ENVIRONMENT_PREFIX) or variable == FILE_VARIABLE:
+        if not variable.startswith(ENVIRONMENT_PREFIX):
+            continue
+        if variable in (FILE_VARIABLE, KERNELS_VARIABLE):
             continue
         if _is_orchestrators(variable, environment[variable]):
             continue

@@ -78,10 +78,13 @@ class CudaRunner:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
+        """kv_dtype: of both pools; the model's if None."""
         from streamer.kernels.gpu.decode_step import RowState
 
-        shape = (model.num_layers, block_size, model.num_kv_heads, model.head_dim, model.dtype)
+        heads = (model.num_kv_heads, model.head_dim)
+        shape = (model.num_layers, block_size, *heads, kv_dtype or model.dtype)
         self._device = device
         self._model = model
         self._pool = ops.new_pool(num_blocks, *shape, device.where)
@@ -307,7 +310,9 @@ class CudaRunner:
         flight.result = self._device.download(self._sampler.result(draw, logits, drawn))
 
 
-def step_bytes(device: Device, model: CausalModel, config: Config, model_limit: int) -> int:
+def step_bytes(
+    device: Device, model: CausalModel, config: Config, model_limit: int, kv_dtype: torch.dtype
+) -> int:
     """Memory that the largest step takes beside weights and pools, by running one."""
     size, count = config.block_size, config.max_num_batched_tokens
     longest = min(count, model_limit)
@@ -330,7 +335,7 @@ def step_bytes(device: Device, model: CausalModel, config: Config, model_limit: 
         logits.float().log_softmax(-1)
 
     pool = ops.new_pool(
-        blocks, model.num_layers, size, model.num_kv_heads, model.head_dim, model.dtype,
+        blocks, model.num_layers, size, model.num_kv_heads, model.head_dim, kv_dtype,
         device.where,
     )  # fmt: skip
     return device.peak_bytes(work)

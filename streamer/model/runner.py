@@ -90,8 +90,16 @@ class ModelRunner:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
-        shape = (model.num_layers, block_size, model.num_kv_heads, model.head_dim, model.dtype)
+        """kv_dtype: of both pools; the model's if None."""
+        shape = (
+            model.num_layers,
+            block_size,
+            model.num_kv_heads,
+            model.head_dim,
+            kv_dtype or model.dtype,
+        )
         self._model = model
         self._pool = ops.new_pool(num_blocks, *shape)
         self._host_pool = ops.new_pool(num_host_blocks, *shape)
@@ -203,7 +211,8 @@ def load_runner(
     known = recognize(open_checkpoint(Path(config.model)), config.dtype, where)
     free = memory.device_free_bytes(where)
     memory.check_weights_fit(known.weight_bytes, free)
-    block_bytes = known.kv_bytes_per_token * config.block_size
+    kv_dtype = known.kv_dtype(config.kv_cache_dtype, where)
+    block_bytes = known.block_bytes(config, where)
 
     def plan_pools(free: int) -> memory.PoolSizes:
         return memory.plan_pools(
@@ -218,7 +227,7 @@ def load_runner(
     if device is None:
         _set_threads(known)
     model = _load_model(known, where, config.load_progress)
-    peak = 0 if device is None else step_bytes(device, model, config, known.model_limit)
+    peak = 0 if device is None else step_bytes(device, model, config, known.model_limit, kv_dtype)
     left = memory.device_free_bytes(where) if device is None else device.free_bytes()
     pools = plan_pools(left - peak)
     if config.max_model_len is None and pools.max_model_len < known.model_limit:
@@ -237,8 +246,8 @@ def load_runner(
     }
     info = model_info(known, config, pools, block_bytes, where)
     if device is None:
-        return ModelRunner(model, **sizes), info
-    runner = CudaRunner(device, model, **sizes)
+        return ModelRunner(model, **sizes, kv_dtype=kv_dtype), info
+    runner = CudaRunner(device, model, **sizes, kv_dtype=kv_dtype)
     if model.is_recordable:
         runner.record(peak, config.load_progress)
     return runner, info

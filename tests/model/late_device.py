@@ -59,7 +59,10 @@ class LateStream:
         """Later."""
         if isinstance(work, partial) and work.func is ops.swap_blocks:
             _, destination, pairs = work.args
-            destination[[block for _, block in pairs]] = torch.nan
+            if destination.element_size() == 1:
+                destination = destination.view(torch.int8)
+            spoilt = torch.nan if destination.is_floating_point() else -1  # NaN as FP8, as a scale
+            destination[[block for _, block in pairs]] = spoilt
         self.queue.append(("run", work))
         self._device.nudge([0, 0, 0, 2])
 

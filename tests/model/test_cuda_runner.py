@@ -16,7 +16,7 @@ import torch
 
 from streamer.core.plan import Plan
 from streamer.core.sampling import SamplingParams
-from streamer.kernels import ops
+from streamer.kernels import ops, reference
 from streamer.model.costs import Costs
 from streamer.model.swaps import Swaps
 from tests.kernels.conftest import skip_without_interpreter
@@ -66,7 +66,6 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
     """Runners are made on late devices; `late(seed)` says on which. Doors are plain torch, but for
     sampling and the making of decodes."""
     skip_without_interpreter()
-    from streamer.kernels import reference
     from streamer.kernels.gpu import sample
 
     def put(seed: int = 0) -> LateDevice:
@@ -221,6 +220,26 @@ def test_every_kind_of_row_is_sampled_as_on_the_cpu(
     assert got.logprobs.keys() == expected.logprobs.keys()
     for key, values in expected.logprobs.items():
         assert got.logprobs[key] == pytest.approx(values, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_quantized_blocks_survive_swaps_under_replay(
+    checkpoint: Any, monkeypatch: pytest.MonkeyPatch, late: Late, kind: str
+) -> None:
+    """The CPU runner's tokens with such a cache, through swaps: scales go with their blocks."""
+    folder = checkpoint("llama", 1, **TINY)
+    asks = mixed_asks(4, 12, longest=14, output=(14, 20))
+    monkeypatch.setattr(ops, "backend", "torch")  # what the CPU's runner wants for these
+    device = late(3)
+    got = serve(folder, asks, [GREEDY], costs=SWAP, kv_cache_dtype=kind, **TIGHT)
+    assert got.preemptions[0] >= 1
+    assert device.num_replays > 0
+    monkeypatch.setattr(Where, "make", lambda: None)
+    monkeypatch.setattr(ops, "_backend", reference)
+    expected = serve(folder, asks, [GREEDY], max_num_seqs=16, kv_cache_dtype=kind)
+    assert got.tokens == expected.tokens
+    exact = serve(folder, asks, [GREEDY], max_num_seqs=16)
+    assert got.tokens != exact.tokens, "nothing was quantized"
 
 
 def test_min_tokens_masks_stop_ids_until_then(checkpoint: Any, oracle: Any, late: Late) -> None:
