@@ -54,7 +54,7 @@ function Count() {
   return (
     <span class="count" title="Answers side by side">
       <Columns />
-      <select aria-label="Answers side by side" onChange={(e) => change({ answers: Number(e.currentTarget.value) })}>
+      <select aria-label="Answers to each question" onChange={(e) => change({ answers: Number(e.currentTarget.value) })}>
       {COUNTS.map((count) => (
         <option key={count} value={count} selected={count === settings.value.answers}>
           {count}×

@@ -47,7 +47,8 @@ export class Conversation {
   }
 
   add(message: Omit<Message, "id" | "created">): Message {
-    const added = { ...message, id: newId(), created: Date.now() };
+    const last = this.messages.value.at(-1)?.created ?? 0;
+    const added = { ...message, id: newId(), created: Math.max(Date.now(), last + 1) }; // by it they are sorted
     this.messages.value = [...this.messages.value, added];
     this.leaf.value = added;
     return added;

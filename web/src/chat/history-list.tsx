@@ -1,7 +1,7 @@
 /** The history in the sidebar: search, and to each chat a name, export and delete. */
 
 import { signal } from "@preact/signals";
-import { useRef, useState } from "preact/hooks";
+import { useLayoutEffect, useRef, useState } from "preact/hooks";
 import { Dots, Download, Search, Upload } from "../ui/icons.tsx";
 import { Dialog } from "../ui/dialog.tsx";
 import type { Conversation } from "./conversation.ts";
@@ -71,6 +71,7 @@ function Entry({ conversation, onOpen }: { conversation: Conversation; onOpen: (
 
 function Rename({ conversation, onDone }: { conversation: Conversation; onDone: () => void }) {
   const field = useRef<HTMLInputElement>(null);
+  useLayoutEffect(() => field.current?.select(), []);
   const save = (event: Event) => {
     event.preventDefault();
     rename(conversation, field.current?.value ?? "");
@@ -87,7 +88,7 @@ function Rename({ conversation, onDone }: { conversation: Conversation; onDone: 
         <label class="sr" for="rename">
           Name of this chat
         </label>
-        <input id="rename" ref={field} type="text" maxLength={80} autocomplete="off" autofocus defaultValue={conversation.title.value} onKeyDown={onKey} />
+        <input id="rename" ref={field} type="text" maxLength={80} autocomplete="off" defaultValue={conversation.title.value} onKeyDown={onKey} />
         <button class="button small" type="submit">
           Save
         </button>

@@ -1,7 +1,7 @@
 /** An answer's text, as Markdown once that has been loaded; until then as it came. */
 
 import { effect, signal } from "@preact/signals";
-import { useEffect, useRef } from "preact/hooks";
+import { useLayoutEffect, useRef } from "preact/hooks";
 import type { Answer } from "./answer.ts";
 
 type View = typeof import("./markdown/view.ts");
@@ -15,7 +15,7 @@ export function loadMarkdown(): void {
 export function Prose({ answer }: { answer: Answer }) {
   const box = useRef<HTMLDivElement>(null);
   const view = loaded.value;
-  useEffect(() => {
+  useLayoutEffect(() => {
     if (!view) return loadMarkdown();
     if (!box.current) return;
     const drawn = new view.MarkdownView(box.current);

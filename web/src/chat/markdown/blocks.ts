@@ -8,6 +8,8 @@
 import { Marked, type Token, type Tokens } from "marked";
 
 const INLINE_MATHS = /^(?:\\\(([\s\S]{1,2000}?)\\\)|\$\$([^$\n]{1,2000}?)\$\$|\$(?![\s$])((?:\\.|[^\\$\n]){1,1000}?)(?<!\s)\$(?!\d))/;
+const LONGEST_MATHS = 8000; // characters that a closing sign is waited for
+const MATHS_BEGIN = /^ {0,3}(?:\$\$|\\\[)/m;
 const BLOCK_MATHS = /^ {0,3}(?:\$\$\s*([^$]{1,8000}?)\s*\$\$|\\\[\s*([\s\S]{1,8000}?)\s*\\\])[ \t]*(?:\n+|$)/;
 
 export interface Maths extends Tokens.Generic {
@@ -60,17 +62,20 @@ export class Blocks {
     const end = text.lastIndexOf("\n") + 1;
     if (end > this.#seen) {
       this.#seen = end;
-      const raws = this.#lex(text.slice(this.#done, end)).map((token) => token.raw);
+      const tokens = this.#lex(text.slice(this.#done, end));
+      const raws = tokens.map((token) => token.raw);
       const isWhole = raws.reduce((sum, raw) => sum + raw.length, 0) === end - this.#done;
-      if (isWhole) finished.push(...raws.slice(0, lastBlock(raws)));
+      if (isWhole) finished.push(...raws.slice(0, firstOpen(tokens)));
       this.#done += finished.reduce((sum, raw) => sum + raw.length, 0);
     }
     return { finished: finished.filter((raw) => raw.trim()), open: text.slice(this.#done) };
   }
 }
 
-/** The place of the last one that is more than space. */
-function lastBlock(raws: string[]): number {
-  for (let i = raws.length - 1; i > 0; i -= 1) if (raws[i]?.trim()) return i;
-  return 0;
+/** The place of the last one that is more than space, or of maths that are not closed yet. */
+function firstOpen(tokens: Token[]): number {
+  const last = tokens.findLastIndex((token) => token.raw.trim());
+  const maths = tokens.findIndex((token) => token.type === "paragraph" && MATHS_BEGIN.test(token.raw));
+  const length = tokens.slice(maths).reduce((sum, token) => sum + token.raw.length, 0);
+  return maths >= 0 && length < LONGEST_MATHS ? Math.min(maths, last) : Math.max(last, 0);
 }

@@ -42,6 +42,7 @@ export function purify(html: string): DocumentFragment {
     ALLOWED_TAGS: TAGS,
     ALLOWED_ATTR: ATTRIBUTES,
     ALLOWED_URI_REGEXP: SCHEMES,
+    ADD_URI_SAFE_ATTR: ["align", "start"], // else they would have to look like links
     ALLOW_DATA_ATTR: false,
     ALLOW_ARIA_ATTR: false,
     RETURN_DOM_FRAGMENT: true,
