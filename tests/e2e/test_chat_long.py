@@ -62,7 +62,8 @@ def test_what_an_answer_waits_for_is_said(open_page: OpenPage) -> None:
     server.stop()
 
 
-def test_the_chat_on_a_phone(open_page: OpenPage, server: Running) -> None:
+def test_the_chat_on_a_phone(open_page: OpenPage) -> None:
+    server = Running(model="fake:tokens_per_s=400", served_model_name="a-long-model-name").start()
     page = connected(
         open_page(
             server.url, viewport={"width": 390, "height": 760}, has_touch=True, is_mobile=True
@@ -71,6 +72,7 @@ def test_the_chat_on_a_phone(open_page: OpenPage, server: Running) -> None:
     limit(page, 30)
     page.get_by_label("Answers to each question").select_option("2")
     begun(ask(page, "How far can you count?"))
+    assert page.evaluate("document.scrollingElement.scrollWidth") == 390
     columns = page.locator(".columns article")
     for i in range(2):
         finished(columns.nth(i))
@@ -85,3 +87,5 @@ def test_the_chat_on_a_phone(open_page: OpenPage, server: Running) -> None:
     expect(page.get_by_role("button", name="Rename", exact=True)).to_be_in_viewport()
     page.keyboard.press("Escape")
     expect(page.get_by_role("button", name="Close menu")).to_be_hidden()
+    page.close()
+    server.stop()

@@ -57,7 +57,7 @@ function Slider({ range }: { range: Range }) {
     <div class="field">
       <label for={name}>
         <span>{label}</span>
-        <output for={name}>{value === null ? "the model's own" : value.toFixed(digits)}</output>
+        <output for={name}>{value === null ? "model's own" : value.toFixed(digits)}</output>
       </label>
       <input id={name} type="range" min={min} max={max} step={step} value={value ?? rest} aria-describedby={`${name}-hint`} onInput={(e) => change({ [name]: Number(e.currentTarget.value) })} />
       <small id={`${name}-hint`}>{hint}</small>

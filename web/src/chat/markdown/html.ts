@@ -17,7 +17,7 @@ export const escapeHtml = (text: string): string => text.replace(/[&<>"']/g, (ch
 const marked = newMarked();
 marked.use({
   renderer: {
-    html: ({ text }) => escapeHtml(text),
+    html: ({ text, block }) => (block ? `<p>${escapeHtml(text)}</p>` : escapeHtml(text)),
     image: ({ href, text }) => link(href, text || href, "image"),
     code: ({ text, lang }: Tokens.Code) => {
       const name = /^[\w+#.-]{1,30}/.exec(lang ?? "")?.[0] ?? "";
