@@ -7,6 +7,7 @@
 import { computed, signal } from "@preact/signals";
 import { client, session } from "../app/connection.ts";
 import type { Ask, ResponseStream } from "../client/index.ts";
+import { sizesFor, type Sizes } from "./load-sizes.ts";
 
 export const LASTS_MS = 60_000;
 const FORK_EVERY = 4; // answers of a reader's lane
@@ -24,20 +25,6 @@ const QUESTIONS = [
   "What grows on the cliffs in May?",
 ];
 const LONG = ["Write a long tale about a storm and a lighthouse.", "Describe the whole coast, from north to south."];
-
-/** Tokens, at most: of the system prompt, of a reader's answer, of a long one. */
-export interface Sizes {
-  system: number;
-  answer: number;
-  long: number;
-}
-
-/** Together about twice a small pool, so that somebody has to give way; of a large one a corner. Pure. */
-export function sizesFor(poolTokens: number, contextLength: number): Sizes {
-  const unit = Math.min(poolTokens, contextLength);
-  const within = (part: number, least: number, most: number) => Math.round(Math.max(least, Math.min(most, unit * part)));
-  return { system: within(0.2, 16, SYSTEM.length), answer: within(0.16, 8, 220), long: within(0.45, 16, 700) };
-}
 
 export const answers = signal(0);
 const live = signal<ReadonlySet<ResponseStream>>(new Set());

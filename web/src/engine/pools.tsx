@@ -78,11 +78,12 @@ function say(): void {
 
 /** The pools in words, for who cannot see them: now and then, and only when it has changed. */
 function Summary() {
+  const isThere = useComputed(() => shown.value !== null).value;
   useEffect(() => {
     say();
     const timer = setInterval(say, SAY_EVERY_MS);
     return () => clearInterval(timer);
-  }, []);
+  }, [isThere]);
   return (
     <div class="sr" role="status" id="engine-summary">
       {summary}

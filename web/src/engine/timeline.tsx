@@ -4,7 +4,7 @@ import { useComputed, useSignal } from "@preact/signals";
 import { useRef } from "preact/hooks";
 import { useSheet, useWidth, type Sheet } from "./canvas.ts";
 import type { Palette } from "./palette.ts";
-import { chosen, column, looks, timeline } from "./store.ts";
+import { chosen, column, shown, timeline } from "./store.ts";
 import { KINDS, type Kind, type Run } from "./timeline-model.ts";
 
 const LANE = 16;
@@ -37,7 +37,7 @@ export function TimelineView() {
   const width = useWidth(box);
   const span = useSignal(1);
   const pointed = useSignal<{ x: number; y: number } | null>(null);
-  const lanes = useComputed(() => (void looks.value, lanesNow()));
+  const lanes = useComputed(() => (void shown.value, lanesNow()));
   const view = (): View => {
     const each = width.value / (SPANS[span.value] ?? 1);
     return { start: column.value - width.value / each, each, lanes: lanes.value };
@@ -94,7 +94,7 @@ function runAt(view: View, { x, y }: { x: number; y: number }): Run | null {
 
 function Told({ view, at }: { view: () => View; at: { x: number; y: number } | null }) {
   const text = useComputed(() => {
-    void looks.value;
+    void shown.value;
     return timeline.end > 0 ? "Each column is a step of the engine; the bars above say how many tokens it computed." : "No step yet.";
   });
   if (!at) return <p class="told">{text}</p>;
