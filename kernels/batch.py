@@ -69,10 +69,20 @@ class AttentionBatch:
         self.max_context = int(self.context_lens.max()) if self.num_rows else 0
 
     @classmethod
-    def fixed(cls, slots: torch.Tensor, block_size: int, derived: dict[Any, Any]) -> AttentionBatch:
-        """What a recorded graph sees: buffers that each step fills, and no rows of its own."""
+    def fixed(
+        cls,
+        slots: torch.Tensor,
+        block_size: int,
+        derived: dict[Any, Any],
+        max_context: int = 0,
+    ) -> AttentionBatch:
+        """What a recorded graph sees: buffers that each step fills, and no rows of its own.
+
+        max_context  the most that any of its steps will have
+        """
         batch = cls.__new__(cls)
         batch.slots, batch.block_size, batch.derived = slots, block_size, derived
+        batch.max_context = max_context
         return batch
 
     def _check(self) -> None:

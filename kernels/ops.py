@@ -1,12 +1,14 @@
 """The doors: every op's signature, shapes and dtypes, and the one place that picks a backend.
 
-Called by streamer.model on the GPU thread. `backend` names the implementation chosen at import:
-"native" (cpu/, compiled on first use) or, where that can't be, "torch" (reference.py), with
-`why_not_native` saying why. STREAMER_KERNELS=torch asks for the latter. Ops check nothing a step;
+Called by streamer.model on the GPU thread. `backend` names the CPU's implementation, chosen at
+import: "native" (cpu/, compiled on first use) or, where that can't be, "torch" (reference.py), with
+`why_not_native` saying why. STREAMER_KERNELS=torch asks for the latter. `use`, called once a start,
+says on which device the model is: on CUDA the implementation is gpu/. Ops check nothing a step;
 shapes are the caller's promise, and AttentionBatch checked its own.
 
 Letters: T packed tokens, R rows, Hq query heads, Hk KV heads (Hq is a multiple of Hk), D head_dim,
-B tokens a block, N blocks. Floats are fp32 or bf16, all of one call alike; ids are int64.
+B tokens a block, N blocks. Floats are fp32 or bf16, all of one call alike but for a quantized pool;
+ids are int64.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 
 from streamer.kernels.batch import AttentionBatch, Forward, Limits
 from streamer.kernels.draws import Draws
+from streamer.kernels.quantized import scale_rows
 
 __all__ = [
     "AttentionBatch",
@@ -27,6 +30,7 @@ __all__ = [
     "Weight",
     "backend",
     "best",
+    "block_bytes",
     "copy_blocks",
     "draw",
     "embedding",
@@ -42,6 +46,7 @@ __all__ = [
     "set_threads",
     "store_kv",
     "swap_blocks",
+    "use",
     "why_not_native",
 ]
 
@@ -69,8 +74,29 @@ def _choose() -> tuple[Any, str]:
     return reference, why
 
 
-_backend, why_not_native = _choose()
+class _Backend:
+    """The doors of the module in use."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+
+_of_cpu, why_not_native = _choose()
+_backend = _chosen = _Backend(_of_cpu)
 backend = "torch" if why_not_native else "native"
+
+
+def use(device: torch.device) -> None:
+    """From now on tensors are on this device; models on both kinds at a time are not served."""
+    if device.type == "cuda":
+        from streamer.kernels.gpu import backend as of_gpu
+
+        _chosen.module = of_gpu
+    else:
+        _chosen.module = _of_cpu
 
 
 def set_threads(count: int) -> None:
@@ -89,13 +115,27 @@ def new_pool(
 ) -> torch.Tensor:
     """A block pool [N, layers, 2, Hk, B, D] (0 is K, 1 is V); one block is contiguous, all layers.
 
+    dtype  that of the ops' floats, or int8 or float8_e4m3fn: heads then have B + scale_rows rows,
+           see quantized.py, and what is stored is quantized. The native backend has neither
+
     Zeroed lazily where the system can: memory is touched on first use.
     """
     return _backend.new_pool(num_blocks, layers, block_size, kv_heads, head_dim, dtype, device)  # type: ignore[no-any-return]
 
 
+def block_bytes(
+    layers: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> int:
+    """Bytes of one block of such a pool, all layers, K and V, scales included."""
+    rows = block_size + scale_rows(block_size, head_dim, dtype)
+    return layers * 2 * kv_heads * rows * head_dim * dtype.itemsize
+
+
 def layer_view(pool: torch.Tensor, layer: int) -> torch.Tensor:
-    """Layer `layer` of a pool as the strided view [N, 2, Hk, B, D] that the other ops take."""
+    """Layer `layer` of a pool as the strided view [N, 2, Hk, B, D] that the other ops take.
+
+    With the rows of its scales, where it is quantized.
+    """
     return pool[:, layer]
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from streamer.kernels.batch import AttentionBatch, Forward, Limits
+from streamer.kernels.quantized import LIMITS, quantize, scale_rows, scales_of
 from streamer.kernels.reference_attention import paged_attention
 from streamer.kernels.reference_linear import linear, pack_weight
 from streamer.kernels.reference_sampling import draw
@@ -49,7 +50,8 @@ def new_pool(
     numpy's zeros is calloc, so untouched pages cost nothing; torch.zeros writes them all (1.5 GB
     took 1.2 s and as much memory, EPYC Zen 5, 2026-11-20).
     """
-    shape = (num_blocks, layers, 2, kv_heads, block_size, head_dim)
+    rows = block_size + scale_rows(block_size, head_dim, dtype)
+    shape = (num_blocks, layers, 2, kv_heads, rows, head_dim)
     if torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     bits = {1: np.uint8, 2: np.uint16, 4: np.uint32}[dtype.itemsize]
@@ -65,12 +67,20 @@ def store_kv(
         block = batch.slots // batch.block_size
         place = batch.derived["store"] = (block, batch.slots - block * batch.block_size)
     block, offset = place
+    if pool_layer.dtype in LIMITS:
+        scales = scales_of(pool_layer, batch.block_size)
+        k, scales[block, 0, :, offset] = quantize(k, pool_layer.dtype)
+        v, scales[block, 1, :, offset] = quantize(v, pool_layer.dtype)
+        # Indexing wants a dtype that every torch can index.
+        k, v, pool_layer = k.view(torch.int8), v.view(torch.int8), pool_layer.view(torch.int8)
     pool_layer[block, 0, :, offset] = k
     pool_layer[block, 1, :, offset] = v
 
 
 def copy_blocks(pool: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
     """See ops.copy_blocks."""
+    if pool.dtype in LIMITS:
+        pool = pool.view(torch.int8)
     pool.index_copy_(0, dst, pool.index_select(0, src))
 
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 import torch
 
 from streamer.kernels.batch import AttentionBatch
+from streamer.kernels.quantized import LIMITS, scales_of
 
 # Bytes of K and V a group gathers: past the cache every fresh page costs more than the arithmetic.
 GROUP_BYTES = 4 << 20
@@ -59,19 +60,40 @@ class _Group:
 
     start  their first token in sorted order
     index  [2 * n * Hk * keys] rows of the pool layer seen as [.., D]: K of all, then V of all
+    place  blocks and offsets [n, keys] of the keys
     """
 
-    __slots__ = ("index", "keys", "n", "queries", "start", "tiles")
+    __slots__ = ("index", "keys", "n", "place", "queries", "start", "tiles")
 
     def __init__(
-        self, start: int, n: int, queries: int, keys: int, index: torch.Tensor, tiles: list[_Tile]
+        self,
+        start: int,
+        n: int,
+        queries: int,
+        keys: int,
+        index: torch.Tensor,
+        place: tuple[torch.Tensor, torch.Tensor],
+        tiles: list[_Tile],
     ) -> None:
         self.start = start
         self.n = n
         self.queries = queries
         self.keys = keys
         self.index = index
+        self.place = place
         self.tiles = tiles
+
+    def gather(
+        self, flat: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """K and V [2, n, Hk, keys, D] in the dtype to compute in; codes times their scales."""
+        dim = flat.shape[1]
+        if scales is None:
+            return flat.index_select(0, self.index).view(2, self.n, -1, self.keys, dim)
+        codes = flat.view(torch.int8).index_select(0, self.index).view(flat.dtype)
+        factors = scales[self.place[0], :, :, self.place[1]].permute(2, 0, 3, 1)
+        wide = codes.view(2, self.n, -1, self.keys, dim).float()
+        return wide.mul_(factors.unsqueeze(-1)).to(dtype)
 
 
 class _Layout:
@@ -98,43 +120,43 @@ def paged_attention(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """See ops.paged_attention."""
-    key = (sliding_window, pool_layer.stride(), pool_layer.dtype)
+    key = (sliding_window, pool_layer.stride(), pool_layer.dtype, q.dtype)
     layout: _Layout | None = batch.derived.get(key)
     if layout is None:
-        layout = batch.derived[key] = _plan(batch, pool_layer, sliding_window)
+        layout = batch.derived[key] = _plan(batch, pool_layer, sliding_window, q.dtype)
     head_dim = q.shape[2]
-    block_stride, kv_heads = pool_layer.stride(0), pool_layer.shape[2]
+    num_blocks, _, kv_heads, rows, _ = pool_layer.shape
     flat = pool_layer.as_strided(
         (
-            (pool_layer.shape[0] - 1) * (block_stride // head_dim)
-            + 2 * batch.block_size * kv_heads,
+            (num_blocks - 1) * (pool_layer.stride(0) // head_dim) + 2 * rows * kv_heads,
             head_dim,
         ),
         (head_dim, 1),
     )
+    scales = scales_of(pool_layer, batch.block_size) if pool_layer.dtype in LIMITS else None
     if layout.order is not None:
         q = q.index_select(0, layout.order)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for group in layout.groups:
         end = group.start + group.n * group.queries
-        _attend(q[group.start : end], flat, group, kv_heads, scale, softcap, sinks, out)
+        kv = group.gather(flat, scales, q.dtype)
+        _attend(q[group.start : end], kv, group, scale, softcap, sinks, out)
     return out if layout.back is None else out.index_select(0, layout.back)
 
 
 def _attend(
     q: torch.Tensor,
-    flat: torch.Tensor,
+    kv: torch.Tensor,
     group: _Group,
-    kv_heads: int,
     scale: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """One group: gather its K and V, then each tile's scores, softmax and values."""
-    n, keys, heads, dim = group.n, group.keys, q.shape[1], q.shape[2]
+    """One group over its gathered K and V: each tile's scores, softmax and values."""
+    n, heads, dim = group.n, q.shape[1], q.shape[2]
+    kv_heads = kv.shape[2]
     share = heads // kv_heads
-    kv = flat.index_select(0, group.index).view(2, n, kv_heads, keys, dim)
     q = q.reshape(n, group.queries, kv_heads, share, dim).permute(0, 2, 3, 1, 4)
     o = out[group.start : group.start + n * group.queries]
     o = o.view(n, group.queries, kv_heads, share, dim).permute(0, 2, 3, 1, 4)
@@ -157,7 +179,9 @@ def _attend(
         o[:, :, :, tile.first : tile.last] = values
 
 
-def _plan(batch: AttentionBatch, pool_layer: torch.Tensor, window: int | None) -> _Layout:
+def _plan(
+    batch: AttentionBatch, pool_layer: torch.Tensor, window: int | None, dtype: torch.dtype
+) -> _Layout:
     """Sort rows by query tokens and keys, cut them into groups, and say what each gathers."""
     query_lens: list[int] = batch.query_lens.tolist()
     contexts: list[int] = batch.context_lens.tolist()
@@ -167,11 +191,11 @@ def _plan(batch: AttentionBatch, pool_layer: torch.Tensor, window: int | None) -
     ]
     sizes = [context - first for context, first in zip(contexts, firsts, strict=True)]
     rows = sorted(range(batch.num_rows), key=lambda r: (query_lens[r], sizes[r]))
-    key_bytes = 2 * pool_layer.shape[2] * pool_layer.shape[4] * pool_layer.element_size()
+    key_bytes = 2 * pool_layer.shape[2] * pool_layer.shape[4] * dtype.itemsize
     groups: list[_Group] = []
     start = 0
     for members in _cut(rows, query_lens, sizes, max(1, GROUP_BYTES // key_bytes)):
-        groups.append(_make_group(batch, pool_layer, window, members, firsts, sizes, start))
+        groups.append(_make_group(batch, pool_layer, window, members, firsts, sizes, start, dtype))
         start += sum(query_lens[r] for r in members)
     starts: list[int] = batch.query_starts.tolist()
     tokens = [t for r in rows for t in range(starts[r], starts[r + 1])]
@@ -220,6 +244,7 @@ def _make_group(
     firsts: list[int],
     sizes: list[int],
     start: int,
+    dtype: torch.dtype,
 ) -> _Group:
     device, n = pool_layer.device, len(members)
     queries = int(batch.query_lens[members[0]])
@@ -234,17 +259,18 @@ def _make_group(
     tables = batch.block_tables[torch.tensor(members, device=device)]
     block = tables.gather(1, positions // batch.block_size)
     dim, heads = pool_layer.shape[4], pool_layer.shape[2]
-    at = block * (pool_layer.stride(0) // dim) + positions % batch.block_size
-    at = at[:, None, :] + torch.arange(heads, device=device)[:, None] * batch.block_size
+    offset = positions % batch.block_size
+    at = block * (pool_layer.stride(0) // dim) + offset
+    at = at[:, None, :] + torch.arange(heads, device=device)[:, None] * pool_layer.shape[3]
     index = torch.stack((at, at + pool_layer.stride(1) // dim)).view(-1)
     context = int(batch.context_lens[members[0]]) - firsts[members[0]]
     if queries > MAX_SHARED_QUERIES:
-        tiles = _causal_tiles(queries, context, window, pool_layer)
+        tiles = _causal_tiles(queries, context, window, device, dtype)
     else:
-        tiles = [_padded_tile(queries, keys, first, last, window, pool_layer)]
+        tiles = [_padded_tile(queries, keys, first, last, window, dtype)]
         if queries == 1 and all(sizes[r] == keys for r in members):
             tiles[0].mask = None
-    return _Group(start, n, queries, keys, index, tiles)
+    return _Group(start, n, queries, keys, index, (block, offset), tiles)
 
 
 def _padded_tile(
@@ -253,24 +279,23 @@ def _padded_tile(
     first: torch.Tensor,
     last: torch.Tensor,
     window: int | None,
-    pool_layer: torch.Tensor,
+    dtype: torch.dtype,
 ) -> _Tile:
     """All of a group of short rows: first and last [n, 1] are their keys' positions."""
-    device = pool_layer.device
+    device = first.device
     key = (first + torch.arange(keys, device=device))[:, None, :]
     query = (last - queries + 1 + torch.arange(queries, device=device))[:, :, None]
     hidden = key > query
     if window is not None:
         hidden |= key <= query - window
-    return _Tile(0, queries, 0, keys, _additive(hidden, pool_layer.dtype)[:, None, None])
+    return _Tile(0, queries, 0, keys, _additive(hidden, dtype)[:, None, None])
 
 
 def _causal_tiles(
-    queries: int, context: int, window: int | None, pool_layer: torch.Tensor
+    queries: int, context: int, window: int | None, device: torch.device, dtype: torch.dtype
 ) -> list[_Tile]:
     """One long row, QUERY_TILE tokens at a time; `context` counts its gathered keys."""
     tiles = []
-    device, dtype = pool_layer.device, pool_layer.dtype
     for first in range(0, queries, QUERY_TILE):
         last = min(queries, first + QUERY_TILE)
         end = context - queries + last

@@ -22,6 +22,8 @@ from streamer.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "STREAMER_"
 FILE_VARIABLE = "STREAMER_CONFIG"
+# Read by kernels/ops.py when it is imported, for a process and not for a model: no setting.
+KERNELS_VARIABLE = "STREAMER_KERNELS"
 _SERVICE_VARIABLE = re.compile(
     r"_SERVICE_(HOST|PORT)(_[A-Z0-9_]+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$"
 )
@@ -60,9 +62,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = None
     revision: Annotated[str | None, Meta(description="branch, tag or commit on the hub")] = None
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"], Meta(description="of weights and KV cache")
+        Literal["auto", "float32", "bfloat16"], Meta(description="of weights and activations")
     ] = "auto"
-    device: Annotated[Literal["auto", "cpu"], Meta(description="where the model runs")] = "auto"
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8", "int8"],
+        Meta(description="of the KV cache; auto: the model's; fp8 and int8 take about half of it"),
+    ] = "auto"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        Meta(description="where the model runs; auto: on a GPU where torch sees one"),
+    ] = "auto"
     max_model_len: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="context length in tokens; the checkpoint's if absent"),
@@ -90,9 +99,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Meta(description="blocks in the KV pool, instead of a share of the memory"),
     ] = None
     gpu_memory_utilization: Annotated[
-        Annotated[float, Meta(gt=0.0, le=1.0)],
-        Meta(description="share of the free memory that the KV pool may take"),
-    ] = 0.5
+        Annotated[float, Meta(gt=0.0, le=1.0)] | None,
+        Meta(description="share of the free memory that the KV pool may take; 0.5, on a GPU 0.9"),
+    ] = None
     swap_space: Annotated[
         Annotated[float, Meta(ge=0.0, le=65536.0)], Meta(description="GiB of the host pool")
     ] = 0.25
@@ -302,7 +311,9 @@ def _from_environment(
     by_variable = {s.variable: s for s in known.values()}
     values = {}
     for variable in sorted(environment):
-        if not variable.startswith(ENVIRONMENT_PREFIX) or variable == FILE_VARIABLE:
+        if not variable.startswith(ENVIRONMENT_PREFIX):
+            continue
+        if variable in (FILE_VARIABLE, KERNELS_VARIABLE):
             continue
         if _is_orchestrators(variable, environment[variable]):
             continue

@@ -31,6 +31,10 @@ def test_the_environment_can_name_the_file(tmp_path: Path) -> None:
     assert load_config({}, {"STREAMER_CONFIG": str(file)}).api_key == ("a", "b")
 
 
+def test_the_kernels_variable_is_no_setting_and_not_refused() -> None:
+    assert load_config({}, {"STREAMER_KERNELS": "torch"}) == Config()
+
+
 @pytest.mark.parametrize(
     ("name", "text", "value"),
     [

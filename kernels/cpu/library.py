@@ -39,9 +39,17 @@ def load() -> ctypes.CDLL:
         raise Unavailable("the native kernels need POSIX threads")
     command = [*_compiler(), *FLAGS, _native_flag(), *shlex.split(os.environ.get("CFLAGS", ""))]
     folder = _cache_folder()
+    if folder is not None:
+        return _load(command, folder, "once")
+    with tempfile.TemporaryDirectory(prefix="streamer-kernels-", ignore_cleanup_errors=True) as own:
+        return _load(command, Path(own), "at each start, for want of a cache folder to write to")
+
+
+def _load(command: list[str], folder: Path, when: str) -> ctypes.CDLL:
+    """The library from the folder, which may go once it is loaded."""
     path = folder / f"kernels-{_key(command)}.so"
     if not path.exists():
-        logger.info("compiling the kernels for this CPU, once: a few seconds")
+        logger.info("compiling the kernels for this CPU, %s: a few seconds", when)
         _compile(command, path)
     try:
         return ctypes.CDLL(str(path))
@@ -85,8 +93,8 @@ def _key(command: list[str]) -> str:
     return digest.hexdigest()
 
 
-def _cache_folder() -> Path:
-    """A folder that only this user can write to: what lies there is run."""
+def _cache_folder() -> Path | None:
+    """A folder that only this user can write to, if there is one: what lies there is run."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = root / "streamer" / "kernels"
     try:
@@ -97,7 +105,7 @@ def _cache_folder() -> Path:
             return folder
     except OSError:
         pass
-    return Path(tempfile.mkdtemp(prefix="streamer-kernels-"))
+    return None
 
 
 def _compile(command: list[str], path: Path) -> None:

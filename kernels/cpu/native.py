@@ -18,6 +18,7 @@ from streamer.kernels.batch import AttentionBatch, Forward, Limits
 from streamer.kernels.cpu.linear import linear, pack_weight
 from streamer.kernels.cpu.program import Call, Count, Kind, Program, issue, new_rows, team
 from streamer.kernels.draws import Draws
+from streamer.kernels.quantized import LIMITS
 
 HUGE_PAGE = 2 << 20
 MADV_HUGEPAGE = 14  # Linux's number; where it is refused nothing is lost
@@ -59,7 +60,9 @@ def new_pool(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> torch.Tensor:
-    """See ops.new_pool; ValueError for heads that the C files have no room for."""
+    """See ops.new_pool; ValueError for heads that the C files have no room for, and for codes."""
+    if dtype in LIMITS:
+        raise ValueError(f"a pool of {dtype} is not for the native kernels")
     if head_dim > MAX_HEAD:
         raise ValueError(
             f"head_dim {head_dim} exceeds {MAX_HEAD}; STREAMER_KERNELS=torch has no such limit"

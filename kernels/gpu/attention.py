@@ -8,6 +8,10 @@ Decodes with many keys are split among programs, and a second kernel puts the pa
 (Flash-Decoding). How a row is split depends on its own keys alone, and products of decodes have
 one tile shape in every launch: a decode's bits do not depend on what else is in the step. Keys
 before a sliding window are not read.
+
+A quantized pool's codes are widened in registers to q's dtype, which holds them exactly, and
+multiplied as such; the keys' scales multiply the scores, the values' scales the weights. So sums
+over long contexts are as precise as without quantization: attention_tile.py says how.
 """
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
@@ -23,6 +27,7 @@ from streamer.kernels.batch import AttentionBatch
 from streamer.kernels.gpu.attention_tile import attend, split_of
 from streamer.kernels.gpu.common import IS_INTERPRETED, power_of_2
 from streamer.kernels.gpu.rows import Ints, Rows
+from streamer.kernels.quantized import LIMITS, scales_of
 
 # Unmeasured; chosen so that bfloat16 compiles for sm_90 without spilling a register (tests/kernels/
 # test_gpu_compile.py). float32, which has no tensor cores here, spills 264 bytes at 128 dimensions.
@@ -39,9 +44,10 @@ MAX_SPLITS = 16  # programs that may share a decode
 def _attention_kernel(
     # pointers: q [T, Hq, D], pool's layer [N, 2, Hk, B, D], out [T, Hq, D], sinks float32 [Hq],
     # starts, contexts, tiles and tables of Rows, parts float32 [P, Hq, SPLITS, D], their maxima
-    # and sums float32 [P, Hq, SPLITS]
+    # and sums float32 [P, Hq, SPLITS]; scales float32 [N, 2, Hk, B] within the pool, or none
     q_ptr,
     pool_ptr,
+    scales_ptr,
     out_ptr,
     sinks_ptr,
     starts_ptr,
@@ -81,6 +87,7 @@ def _attention_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Program (work, KV head): the wide tiles in order, then SPLITS of every narrow tile."""
@@ -88,22 +95,22 @@ def _attention_kernel(
     if work < num_wide:
         if HAS_WIDE:  # else a pure decode does not pay for the registers of the other branch
             attend(
-                q_ptr, pool_ptr, out_ptr, sinks_ptr, starts_ptr, contexts_ptr,
+                q_ptr, pool_ptr, scales_ptr, out_ptr, sinks_ptr, starts_ptr, contexts_ptr,
                 tiles_ptr + work * 4, tables_ptr, parts_ptr, maxima_ptr, sums_ptr,
                 0, window, scale, softcap,
                 q_token, q_head, q_dim, pool_block, pool_side, pool_head, pool_token, table_row,
                 HEADS, SHARE, D, D_PAD, BLOCK_SIZE, BLOCK_WIDE, BLOCK_KEYS, 1, MIN_KEYS, 1,
-                HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, UPCAST,
+                HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, HAS_SCALES, UPCAST,
             )  # fmt: skip
     else:
         narrow = work - num_wide
         attend(
-            q_ptr, pool_ptr, out_ptr, sinks_ptr, starts_ptr, contexts_ptr,
+            q_ptr, pool_ptr, scales_ptr, out_ptr, sinks_ptr, starts_ptr, contexts_ptr,
             tiles_ptr + (num_wide + narrow // SPLITS) * 4, tables_ptr, parts_ptr, maxima_ptr,
             sums_ptr, narrow % SPLITS, window, scale, softcap,
             q_token, q_head, q_dim, pool_block, pool_side, pool_head, pool_token, table_row,
             HEADS, SHARE, D, D_PAD, BLOCK_SIZE, BLOCK_NARROW, BLOCK_KEYS, SPLITS, MIN_KEYS,
-            MOST_SPLITS, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, UPCAST,
+            MOST_SPLITS, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, HAS_SCALES, UPCAST,
         )  # fmt: skip
 
 
@@ -195,7 +202,8 @@ def paged_attention(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """See ops.paged_attention. The output of a row without context is not written."""
-    heads, (kv_heads, block_size) = q.shape[1], pool_layer.shape[2:4]
+    heads, kv_heads = q.shape[1], pool_layer.shape[2]
+    has_scales = pool_layer.dtype in LIMITS
     shape = _Shape(heads, kv_heads, q.shape[2], q.element_size())
     rows = Rows.of(batch, shape.narrow // shape.share, shape.wide // shape.share)
     splits = num_splits(rows, sliding_window or 0, shape.keys)
@@ -204,6 +212,7 @@ def paged_attention(
     _attention_kernel[(rows.num_wide + rows.num_narrow * splits, kv_heads)](
         q_ptr=q,
         pool_ptr=pool_layer,
+        scales_ptr=scales_of(pool_layer, batch.block_size) if has_scales else None,
         tiles_ptr=rows.tiles,
         tables_ptr=rows.tables,
         num_wide=rows.num_wide,
@@ -218,11 +227,12 @@ def paged_attention(
         pool_token=pool_layer.stride(3),
         table_row=rows.tables.stride(0),
         SHARE=shape.share,
-        BLOCK_SIZE=block_size,
+        BLOCK_SIZE=batch.block_size,
         BLOCK_WIDE=shape.wide,
         BLOCK_NARROW=shape.narrow,
         HAS_WIDE=rows.num_wide > 0,
         HAS_SOFTCAP=softcap is not None,
+        HAS_SCALES=has_scales,
         UPCAST=IS_INTERPRETED and q.dtype is torch.bfloat16,
         num_warps=shape.warps,
         num_stages=2,

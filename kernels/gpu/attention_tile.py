@@ -1,6 +1,19 @@
 """What one program of paged attention does: one tile of queries over its share of the keys.
 
 Inlined into attention.py's kernel twice, for tiles of prefill and of decode. Launches nothing.
+
+How sums over many keys keep their precision, by the pool's dtype:
+- float32: products and sums are float32 throughout ("ieee", no tensor core).
+- bfloat16, float16: the tensor core multiplies them exactly and adds in float32; its accumulator
+  runs over all keys of a program, and _merge_kernel adds the parts of a split decode in float32.
+- FP8, INT8: in two levels. Hopper's tensor core keeps but 14 bits of a sum of products of two e4m3
+  operands; with those a needle test at 128k fell from 91% to 13% in vLLM, until each tile of keys
+  was summed apart and added to a float32 sum (its blog, 2026-04-22). So here no such product is
+  made: codes are widened to q's dtype, which holds either kind exactly, and the tensor core sums
+  one tile of keys at a time in float32, from zero. The second level is a float32 sum outside of it,
+  once a tile, and _merge_kernel's. An FP8 product would save time in prefill alone, where
+  arithmetic is the limit, and would round the weights to four bits.
+tests/gpu/test_large.py holds 131,072 keys against float64.
 """
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
@@ -46,6 +59,7 @@ def attend(
     # pointers, as in attention.py; tile_ptr: this tile's four fields
     q_ptr,
     pool_ptr,
+    scales_ptr,
     out_ptr,
     sinks_ptr,
     starts_ptr,
@@ -83,6 +97,7 @@ def attend(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Row m of the tile is query token m // SHARE of it, query head m % SHARE of the KV head."""
@@ -119,18 +134,23 @@ def attend(
             is_key = key < end
             block = tl.load(table + key // BLOCK_SIZE, mask=is_key, other=0)
             # int64: a pool of 100 GB has more than 2**31 elements
-            at = block.to(tl.int64) * pool_block + kv_head * pool_head
-            at += key % BLOCK_SIZE * pool_token
+            head_at = block.to(tl.int64) * pool_block + kv_head * pool_head
+            at = head_at + key % BLOCK_SIZE * pool_token
             kv_at = pool_ptr + at[:, None] + i[None, :]
             # What is beyond the context may be another sequence's NaN, and 0 * NaN is NaN.
             is_loaded = is_key[:, None] & (i < D)[None, :]
             # [BLOCK_KEYS, D_PAD] each
             k = tl.load(kv_at, mask=is_loaded, other=0.0)
             v = tl.load(kv_at + pool_side, mask=is_loaded, other=0.0)
-            if UPCAST:
-                k, v = k.to(tl.float32), v.to(tl.float32)
+            k, v = k.to(q.dtype), v.to(q.dtype)
             # [BLOCK_M, BLOCK_KEYS]; "ieee": float32 is multiplied as float32, not as TF32
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            if HAS_SCALES:
+                scales_at = scales_ptr + head_at // 4 + key % BLOCK_SIZE
+                # [BLOCK_KEYS] each
+                k_scale = tl.load(scales_at, mask=is_key, other=0.0)
+                v_scale = tl.load(scales_at + pool_side // 4, mask=is_key, other=0.0)
+                scores *= k_scale[None, :]
             if HAS_SOFTCAP:  # tanh(x) is 1 - 2 / (exp(2 * x) + 1)
                 scores = softcap * (1.0 - 2.0 / (tl.exp(scores * (2.0 / softcap)) + 1.0))
             is_seen = is_key[None, :] & (key[None, :] <= position[:, None])
@@ -143,9 +163,13 @@ def attend(
             weights = tl.exp2(scores - shift[:, None])
             keep = tl.exp2(top - shift)
             total = total * keep + tl.sum(weights, 1)
-            if not UPCAST:
+            if HAS_SCALES:  # fma: of a product and an addition Triton makes one sum again
+                weights = (weights * v_scale[None, :]).to(v.dtype)
+                part = tl.dot(weights, v, input_precision="ieee")
+                acc = tl.fma(acc, tl.broadcast_to(keep[:, None], acc.shape), part)
+            else:
                 weights = weights.to(v.dtype)
-            acc = tl.dot(weights, v, acc * keep[:, None], input_precision="ieee")
+                acc = tl.dot(weights, v, acc * keep[:, None], input_precision="ieee")
             top = new_top
         is_out = is_query[:, None] & (i < D)[None, :]
         if used == 1:

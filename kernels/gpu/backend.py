@@ -16,6 +16,7 @@ from streamer.kernels.gpu.norm import rms_norm
 from streamer.kernels.gpu.rope import rope_and_store
 from streamer.kernels.gpu.sample import draw
 from streamer.kernels.gpu.store_kv import store_kv
+from streamer.kernels.quantized import scale_rows
 
 __all__ = [
     "best",
@@ -35,9 +36,11 @@ __all__ = [
     "swap_blocks",
 ]
 
+FP8_CAPABILITY = (8, 9)
+
 rope_tables = reference.rope_tables
 set_threads = reference.set_threads
-graph = reference.graph  # nothing is recorded yet: capture belongs to the runner's CUDA part
+graph = reference.graph  # decodes are recorded whole, sampling included: model/decode_steps.py
 
 
 def new_pool(
@@ -49,7 +52,18 @@ def new_pool(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> torch.Tensor:
-    """See ops.new_pool. A pool on the host is pinned, so that swaps wait for nobody."""
-    shape = (num_blocks, layers, 2, kv_heads, block_size, head_dim)
+    """See ops.new_pool. A pool on the host is pinned, so that swaps wait for nobody.
+
+    ValueError for FP8 on a device that does not convert e4m3 (below compute capability 8.9).
+    """
+    if dtype is torch.float8_e4m3fn and torch.device(device).type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < FP8_CAPABILITY:
+            raise ValueError(
+                f"{torch.cuda.get_device_name(device)} has compute capability {capability}, an FP8 "
+                f"KV cache wants {FP8_CAPABILITY}; int8 has no such limit"
+            )
+    rows = block_size + scale_rows(block_size, head_dim, dtype)
+    shape = (num_blocks, layers, 2, kv_heads, rows, head_dim)
     is_pinned = torch.device(device).type == "cpu" and torch.cuda.is_available()
     return torch.zeros(shape, dtype=dtype, device=device, pin_memory=is_pinned)

@@ -3,7 +3,7 @@
 Owns each row slot's latest token, progress and block table on the device. `prepare` turns them
 into a step's inputs, `commit` takes what was drawn: between them no host data is needed, so the
 next step can be launched before this one's tokens are read. All shapes are fixed by `size`, for
-CUDA graphs. Called by the runner's CUDA part, which writes joins and new blocks into the tensors.
+CUDA graphs. Called by model/cuda_runner.py, which writes joins and new blocks into `flat`.
 """
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
@@ -16,6 +16,7 @@ from streamer.kernels.batch import AttentionBatch
 from streamer.kernels.gpu.rows import TILE_FIELDS, Rows
 
 BLOCK = 128  # rows a program; unmeasured
+ALIGNED = 2  # elements of int64 that are 16 bytes: by that Triton tells pointers apart
 
 
 @triton.jit
@@ -85,26 +86,32 @@ def _commit_kernel(
 
 
 class RowState:
-    """Row slots on the device, all int64.
+    """Row slots on the device, all int64, in one tensor, so that one launch writes many of them.
 
+    flat      everything below, one after the other
     latest    [slots] the last known token
     computed  [slots] tokens with K and V, which is the latest token's position while decoding
+    chosen    [slots] the row slots that decode, then -1 (the others are what was never set: 0)
     tables    [slots, W] blocks
     """
 
-    __slots__ = ("block_size", "computed", "latest", "tables")
+    __slots__ = ("block_size", "chosen", "computed", "flat", "latest", "tables")
 
     def __init__(self, slots: int, width: int, block_size: int, device: torch.device | str) -> None:
-        self.latest = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.computed = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.tables = torch.zeros(slots, width, dtype=torch.int64, device=device)
+        room = -(-slots // ALIGNED) * ALIGNED
+        self.flat = torch.zeros(3 * room + slots * width, dtype=torch.int64, device=device)
+        self.latest, self.computed, self.chosen = (
+            self.flat[n * room : n * room + slots] for n in range(3)
+        )
+        self.tables = self.flat[3 * room :].view(slots, width)
+        self.chosen.fill_(-1)
         self.block_size = block_size
 
 
 class DecodeStep:
     """Inputs of a decode of up to `size` rows, in tensors that stay where they are.
 
-    chosen     [size] int64, the caller's: the row slot of each row, -1 for padding
+    chosen     [size] int64, the state's first ones: the row slot of each row, -1 for padding
     tokens     [size] int64;  positions  [size] int64
     drawn_at   [size] int64: position of the token that each row draws
     batch      for the ops; padding stores nothing and its outputs mean nothing
@@ -115,11 +122,10 @@ class DecodeStep:
     def __init__(self, state: RowState, size: int) -> None:
         device = state.latest.device
         self.state = state
-        self.chosen = torch.full((size,), -1, dtype=torch.int64, device=device)
-        self.tokens, self.positions, slots = torch.zeros(
-            3, size, dtype=torch.int64, device=device
-        ).unbind(0)
-        self.drawn_at = torch.zeros(size, dtype=torch.int64, device=device)
+        self.chosen = state.chosen[:size]
+        self.tokens, self.positions, slots, self.drawn_at = (
+            torch.zeros(size, dtype=torch.int64, device=device) for _ in range(4)
+        )
         self._rows = Rows(
             starts=torch.arange(size + 1, dtype=torch.int32, device=device),
             contexts=torch.zeros(size, dtype=torch.int32, device=device),
@@ -128,7 +134,12 @@ class DecodeStep:
             num_wide=0,
             num_parts=size,
         )
-        self.batch = AttentionBatch.fixed(slots, state.block_size, {"rows": self._rows})
+        self.batch = AttentionBatch.fixed(
+            slots,
+            state.block_size,
+            {"rows": self._rows},
+            max_context=state.tables.shape[1] * state.block_size,
+        )
 
     def prepare(self) -> None:
         """Fill everything from `chosen` and the state."""

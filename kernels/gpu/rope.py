@@ -12,6 +12,7 @@ import triton.language as tl
 
 from streamer.kernels.batch import AttentionBatch
 from streamer.kernels.gpu.common import power_of_2
+from streamer.kernels.gpu.quantize import arguments, scales_and_codes
 
 HEADS = 8  # a program; unmeasured
 
@@ -19,7 +20,7 @@ HEADS = 8  # a program; unmeasured
 @triton.jit
 def _rope_kernel(
     # pointers: qkv [T, (Hq + 2 * Hk) * D], weights [D], tables [P, ROTARY], positions and slots
-    # int64 [T], pool's layer [N, 2, Hk, B, D], out [T, Hq, D]
+    # int64 [T], pool's layer [N, 2, Hk, B, D] and its scales, out [T, Hq, D]
     qkv_ptr,
     q_norm_ptr,
     k_norm_ptr,
@@ -28,6 +29,7 @@ def _rope_kernel(
     positions_ptr,
     slots_ptr,
     pool_ptr,
+    scales_ptr,
     out_ptr,
     # sizes
     eps,
@@ -46,6 +48,8 @@ def _rope_kernel(
     BLOCK_SIZE: tl.constexpr,
     HAS_NORMS: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    LIMIT: tl.constexpr,
+    IS_INTEGER: tl.constexpr,
 ):
     """Heads [0, Hq) are q, then k, then v, which is only stored."""
     # int64: T * stride may pass 2**31, and a pool is far larger
@@ -83,11 +87,21 @@ def _rope_kernel(
         # By division: of a tl.where of strides Triton does not know that it is aligned, and stores
         # two bytes at a time.
         kv = tl.maximum(head - HEADS_Q, 0)
+        in_block = kv // HEADS_K * pool_side + kv % HEADS_K * pool_head
         to_kv = pool_ptr + slot // BLOCK_SIZE * pool_block + slot % BLOCK_SIZE * pool_token
-        to_kv = to_kv + (kv // HEADS_K * pool_side + kv % HEADS_K * pool_head)[:, None] + i[None, :]
-        is_k = (head >= HEADS_Q) & (head < HEADS_Q + HEADS_K)
-        tl.store(to_kv, y, mask=is_inside & is_k[:, None])
-        tl.store(to_kv, plain, mask=is_inside & is_v[:, None])
+        to_kv = to_kv + in_block[:, None] + i[None, :]
+        if LIMIT > 0:
+            x = tl.where(is_v[:, None], plain, y).to(tl.float32)
+            scales, codes = scales_and_codes(x, LIMIT, IS_INTEGER)
+            is_kv = (head >= HEADS_Q) & (head < HEADS_Q + 2 * HEADS_K)
+            codes = codes.to(pool_ptr.dtype.element_ty)
+            tl.store(to_kv, codes, mask=is_inside & is_kv[:, None])
+            to_scale = scales_ptr + (slot // BLOCK_SIZE * pool_block + in_block) // 4
+            tl.store(to_scale + slot % BLOCK_SIZE, scales, mask=is_kv)
+        else:
+            is_k = (head >= HEADS_Q) & (head < HEADS_Q + HEADS_K)
+            tl.store(to_kv, y, mask=is_inside & is_k[:, None])
+            tl.store(to_kv, plain, mask=is_inside & is_v[:, None])
 
 
 def rope_and_store(
@@ -100,7 +114,7 @@ def rope_and_store(
     eps: float,
 ) -> torch.Tensor:
     """See ops.rope_and_store. A slot below 0 stores nothing."""
-    kv_heads, block_size, dim = pool_layer.shape[2:]
+    kv_heads, _, dim = pool_layer.shape[2:]
     count, heads = qkv.shape[0], qkv.shape[1] // dim - 2 * kv_heads
     out = torch.empty(count, heads, dim, dtype=qkv.dtype, device=qkv.device)
     q_norm, k_norm = norms or (None, None)
@@ -126,9 +140,10 @@ def rope_and_store(
         D=dim,
         D_PAD=power_of_2(dim),
         ROTARY=tables[0].shape[1],
-        BLOCK_SIZE=block_size,
+        BLOCK_SIZE=batch.block_size,
         HAS_NORMS=norms is not None,
         BLOCK_H=block,
         num_warps=4,
+        **arguments(pool_layer, batch.block_size),
     )
     return out

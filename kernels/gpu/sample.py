@@ -3,15 +3,17 @@
 Both give what reference_sampling.py gives for the same logits, settings and noise, except where
 the noise's last bit or a sum's rounding decides. `draw` is the door, for draws that the host lists;
 `sample` reads settings and positions that live on the device, and takes greedy rows too. Logits
-come with bias, masks and penalties already in them. Called through backend.py, and by the runner's
-CUDA part.
+come with bias, masks and penalties already in them. Called through backend.py, and by
+model/device_sampler.py.
 """
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 
 from streamer.kernels.draws import Draws
 from streamer.kernels.gpu.best import best
@@ -20,32 +22,39 @@ from streamer.kernels.gpu.filters import find_cuts
 from streamer.kernels.gpu.philox import gumbel, philox4x32
 
 CHUNK = 4096  # tokens a program; unmeasured
+SLOT_BYTES = 8 + 12 + 20  # of SamplingRows
 
 
 class SamplingRows:
     """Settings of row slots on the device; what Draws has, a row for each slot.
 
-    settings  [slots, 3] fp32: temperature (0: greedy), top_p (1: off), log(min_p) (-inf: off)
+    packed    everything below as bytes, one after the other, so that one copy writes all
     top_k     [slots] int64; 0: off
+    settings  [slots, 3] fp32: temperature (0: greedy), top_p (1: off), log(min_p) (-inf: off)
     origin    [slots, 5] int32, the bits of Draws.origin; the position in it is not read
     """
 
-    __slots__ = ("origin", "settings", "top_k")
+    __slots__ = ("origin", "packed", "settings", "top_k")
 
     def __init__(self, slots: int, device: torch.device | str) -> None:
-        greedy = torch.tensor([0.0, 1.0, -torch.inf], device=device)
-        self.settings = greedy.repeat(slots, 1)
-        self.top_k = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.origin = torch.zeros(slots, 5, dtype=torch.int32, device=device)
+        room = -(-slots // 4) * 4  # so that each part begins at a multiple of 16 bytes
+        self.packed = torch.zeros(room * SLOT_BYTES, dtype=torch.uint8, device=device)
+        settings, origin = room * 8, room * 20  # where they begin
+        self.top_k = self.packed[:settings].view(torch.int64)[:slots]
+        self.settings = self.packed[settings:origin].view(torch.float32).view(room, 3)[:slots]
+        self.origin = self.packed[origin:].view(torch.int32).view(room, 5)[:slots]
+        self.settings.copy_(torch.tensor([0.0, 1.0, -torch.inf]))
 
-    def set(self, draws: Draws) -> None:
-        """Rows that joined, once a step for all of them: draws.rows are their slots."""
-        device = self.settings.device
-        at = draws.rows.to(device, non_blocking=True)
-        self.settings.index_copy_(0, at, draws.settings.to(device, non_blocking=True))
-        self.top_k.index_copy_(0, at, draws.top_k.to(device, non_blocking=True))
-        origin = draws.origin.view(torch.int32)
-        self.origin.index_copy_(0, at, origin.to(device, non_blocking=True))
+    def pack(
+        self, top_k: NDArray[np.int64], settings: NDArray[np.float32], origin: NDArray[np.uint32]
+    ) -> NDArray[np.uint8]:
+        """What `packed` has to become for these settings of all slots, as bytes on the host."""
+        packed = np.zeros(self.packed.shape[0], np.uint8)
+        room = len(packed) // SLOT_BYTES
+        for first, part in ((0, top_k), (room * 8, settings), (room * 20, origin)):
+            raw = np.ascontiguousarray(part).view(np.uint8).ravel()
+            packed[first : first + len(raw)] = raw
+        return packed
 
 
 @triton.jit

@@ -12,15 +12,17 @@ import triton.language as tl
 
 from streamer.kernels.batch import AttentionBatch
 from streamer.kernels.gpu.common import power_of_2
+from streamer.kernels.gpu.quantize import arguments, scales_and_codes
 
 
 @triton.jit
 def _store_kernel(
-    # pointers: k, v [T, Hk, D], slots int64 [T], pool's layer [N, 2, Hk, B, D]
+    # pointers: k, v [T, Hk, D], slots int64 [T], pool's layer [N, 2, Hk, B, D], its scales
     k_ptr,
     v_ptr,
     slots_ptr,
     pool_ptr,
+    scales_ptr,
     # strides
     k_token,
     k_head,
@@ -34,27 +36,38 @@ def _store_kernel(
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    IS_INTEGER: tl.constexpr,
 ):
-    """pool[slot // B, 0 or 1, head, slot % B] = k or v[token, head]."""
+    """pool[slot // B, 0 or 1, head, slot % B] = k or v[token, head]; LIMIT 0: as it is."""
     # int64: a pool is far larger than 2**31 elements, and T * stride may be
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     if slot >= 0:
         i = tl.arange(0, D_PAD)
-        at = pool_ptr + slot // BLOCK_SIZE * pool_block + head * pool_head
-        at += slot % BLOCK_SIZE * pool_token
+        at = slot // BLOCK_SIZE * pool_block + head * pool_head
+        to = pool_ptr + at + slot % BLOCK_SIZE * pool_token + i
         # [D_PAD] each
-        k = tl.load(k_ptr + token * k_token + head * k_head + i, mask=i < D)
-        v = tl.load(v_ptr + token * v_token + head * v_head + i, mask=i < D)
-        tl.store(at + i, k, mask=i < D)
-        tl.store(at + pool_side + i, v, mask=i < D)
+        k = tl.load(k_ptr + token * k_token + head * k_head + i, mask=i < D, other=0.0)
+        v = tl.load(v_ptr + token * v_token + head * v_head + i, mask=i < D, other=0.0)
+        if LIMIT > 0:
+            side = tl.arange(0, 2)
+            # [2, D_PAD]: k, then v
+            x = tl.where(side[:, None] == 0, k[None, :], v[None, :]).to(tl.float32)
+            scales, codes = scales_and_codes(x, LIMIT, IS_INTEGER)
+            codes = codes.to(pool_ptr.dtype.element_ty)
+            tl.store(to[None, :] + (side * pool_side)[:, None], codes, mask=(i < D)[None, :])
+            tl.store(scales_ptr + (at + side * pool_side) // 4 + slot % BLOCK_SIZE, scales)
+        else:
+            tl.store(to, k, mask=i < D)
+            tl.store(to + pool_side, v, mask=i < D)
 
 
 def store_kv(
     k: torch.Tensor, v: torch.Tensor, pool_layer: torch.Tensor, batch: AttentionBatch
 ) -> None:
     """See ops.store_kv."""
-    kv_heads, block_size, dim = pool_layer.shape[2:]
+    kv_heads, _, dim = pool_layer.shape[2:]
     _store_kernel[(k.shape[0], kv_heads)](
         k_ptr=k,
         v_ptr=v,
@@ -70,6 +83,7 @@ def store_kv(
         pool_token=pool_layer.stride(3),
         D=dim,
         D_PAD=power_of_2(dim),
-        BLOCK_SIZE=block_size,
+        BLOCK_SIZE=batch.block_size,
         num_warps=1,
+        **arguments(pool_layer, batch.block_size),
     )

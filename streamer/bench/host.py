@@ -78,6 +78,7 @@ class NoModel:
     num_layers = 1
     num_kv_heads = 1
     head_dim = 16
+    is_recordable = False
 
     def __init__(self) -> None:
         import torch

@@ -1,8 +1,10 @@
 """`streamer bench step`: what a step costs besides the model, beside an idle and a busy event loop.
 
-Runs the whole engine over the fake model, and over a runner that makes 100 short calls a step which
-release the GIL, as a CPU model does. The busy loop writes to a socket as fast as it can: the GIL is
-the budget that both share. Then host.py's part: schedule, inputs, draw and apply by themselves.
+Runs the whole engine over the fake model, over a runner that makes 100 short calls a step which
+release the GIL, as a CPU model does, and, where --model names one, over a real model, whose threads
+want every core. The busy loop writes to a socket as fast as it can: the GIL is the budget that both
+share. Lag is how late the loop comes to a step's news, or to a timer that is due every 5 ms. Then
+host.py's part: schedule, inputs, draw and apply by themselves.
 """
 
 from __future__ import annotations
@@ -11,12 +13,14 @@ import argparse
 import asyncio
 import contextlib
 import hashlib
+import math
 import socket
 import statistics
 import sys
 import time
 from collections.abc import AsyncIterator
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -29,16 +33,16 @@ from streamer.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from streamer.bench.fake_runner import FakeInFlight, FakeRunner
+    from streamer.core.model_info import ModelInfo
+    from streamer.engine.core import InFlight, Runner, Tokenizer
     from streamer.engine.engine import AsyncEngine
 
 NUM_CALLS = 100
 CALL_BYTES = 4096  # above 2047 hashlib releases the GIL: about 3 us
 FRAME = b"x" * 200
 FRAMES_A_TURN = 64
-SAMPLE_S = 0.02  # the largest lag of so long is one sample
+TIMER_S = 0.005
 MAX_TOKENS = 1 << 20
-BUSY_SWITCH_S = 0.0005  # what `streamer serve` sets
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -54,10 +58,11 @@ class Measured(msgspec.Struct, frozen=True):
     frames_per_s: float
 
 
-class CallingRunner:
-    """The fake runner, with `num_calls` short calls a step that release the GIL."""
+class TimedRunner:
+    """A runner that notes when it is asked to launch, and makes `num_calls` short calls before,
+    which release the GIL."""
 
-    def __init__(self, inner: FakeRunner, num_calls: int) -> None:
+    def __init__(self, inner: Runner, num_calls: int) -> None:
         self._inner = inner
         self._num_calls = num_calls
         self._data = b"x" * CALL_BYTES
@@ -67,8 +72,8 @@ class CallingRunner:
     def depth(self) -> int:
         return self._inner.depth
 
-    def launch(self, plan: Plan) -> FakeInFlight:
-        """Work as a model would, then let the fake runner draw."""
+    def launch(self, plan: Plan) -> InFlight:
+        """Work as a model would, then let the inner runner draw."""
         self.launches.append(time.perf_counter())
         for _ in range(self._num_calls):
             hashlib.sha256(self._data)
@@ -81,10 +86,24 @@ class CallingRunner:
         self._inner.close()
 
 
+class Case(msgspec.Struct, frozen=True):
+    """Whose steps: of the fake model with so many calls, or of a checkpoint (`model`, a folder)."""
+
+    num_calls: int = 0
+    model: str | None = None
+
+    @property
+    def name(self) -> str:
+        if self.model is not None:
+            return Path(self.model).name
+        return f"{self.num_calls} calls" if self.num_calls else "fake"
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """How many sequences, for how long."""
     parser.add_argument("--sequences", type=int, default=32, help="running at once (32)")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each case (3)")
+    parser.add_argument("--model", help="a checkpoint's folder, to be measured too")
     parser.add_argument(
         "--host-steps", type=int, default=100, help="steps of each host time (100; up to 400)"
     )
@@ -94,41 +113,45 @@ def run(args: argparse.Namespace, console: Console) -> int:
     """Measure every case and print a table."""
     from streamer.bench.host import report_host
     from streamer.cli.loop import new_runner
+    from streamer.cli.serve import SWITCH_INTERVAL_S
 
     switch_s = sys.getswitchinterval()
-    sys.setswitchinterval(BUSY_SWITCH_S)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         with new_runner() as runner:
-            runner.run(report(console, args.sequences, args.seconds))
+            runner.run(report(console, args.sequences, args.seconds, args.model))
     finally:
         sys.setswitchinterval(switch_s)
     report_host(console, args.host_steps)
     return 0
 
 
-async def report(console: Console, num_sequences: int, seconds: float) -> None:
+async def report(
+    console: Console, num_sequences: int, seconds: float, model: str | None = None
+) -> None:
     """The table; each case on an engine of its own."""
     from rich.table import Table
 
-    table = Table(title=f"{num_sequences} sequences, {seconds:g} s a case")
+    table = Table(title=f"{num_sequences} sequences, {seconds:g} s a case, times in ms")
     for name in ("runner", "loop", "steps", "step p50", "p99", "lag p50", "p99", "frames/s"):
         table.add_column(name, justify="left" if name in ("runner", "loop") else "right")
-    for num_calls in (0, NUM_CALLS):
+    cases = [Case(), Case(num_calls=NUM_CALLS)] + ([Case(model=model)] if model else [])
+    for case in cases:
         for is_busy in (False, True):
-            m = await measure(num_calls, is_busy, num_sequences, seconds)
+            m = await measure(case, is_busy, num_sequences, seconds)
             times = (m.step_p50_ms, m.step_p99_ms, m.lag_p50_ms, m.lag_p99_ms)
-            cells = [f"{t:.3f} ms" for t in times]
+            cells = [f"{t:.2f}" for t in times]
             table.add_row(m.runner, m.loop, f"{m.num_steps:,}", *cells, f"{m.frames_per_s:,.0f}")
     console.print(table)
 
 
-async def measure(num_calls: int, is_busy: bool, num_sequences: int, seconds: float) -> Measured:
+async def measure(case: Case, is_busy: bool, num_sequences: int, seconds: float) -> Measured:
     """One case, for so many seconds after every sequence has a token."""
-    runners: list[CallingRunner] = []
-    late: list[float] = []  # seconds from each step's wake-up to the loop's turn
-    engine = _build(num_calls, num_sequences, runners, late)
-    async with engine, _writing(is_busy) as frames:
-        params = SamplingParams(max_tokens=MAX_TOKENS)
+    runners: list[TimedRunner] = []
+    late: list[float] = []  # seconds from each wake-up to the loop's turn
+    engine = _build(case, num_sequences, runners, late)
+    async with engine, _writing(is_busy) as frames, _ticking(late):
+        params = SamplingParams(max_tokens=None if case.model else MAX_TOKENS, ignore_eos=True)
         begun = [asyncio.Event() for _ in range(num_sequences)]
         readers = [
             asyncio.create_task(_read(engine, params, i + 1, event))
@@ -136,24 +159,22 @@ async def measure(num_calls: int, is_busy: bool, num_sequences: int, seconds: fl
         ]
         await asyncio.gather(*(event.wait() for event in begun))
         first, began, frames_before = len(runners[0].launches), time.perf_counter(), frames[0]
-        lags = []
-        while time.perf_counter() - began < seconds:
-            await asyncio.sleep(SAMPLE_S)
-            lags.append(max(late, default=0.0) * 1e3)
-            late.clear()
+        late.clear()
+        await asyncio.sleep(seconds)
+        lags = [1e3 * lag for lag in late]
         took_s = time.perf_counter() - began
         launches = runners[0].launches[first:]
         frames_per_s = (frames[0] - frames_before) / took_s
         for reader in readers:
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
-    steps = [(b - a) * 1e3 for a, b in pairwise(launches)]
-    if not steps or not lags:
-        raise ConfigError("no step ended in so short a time; measure longer", param="seconds")
+    steps = [(b - a) * 1e3 for a, b in pairwise(launches)] or [math.inf]  # none ended
+    if not lags:
+        raise ConfigError("too short to measure anything", param="seconds")
     return Measured(
-        runner=f"{num_calls} calls" if num_calls else "fake",
+        runner=case.name,
         loop="busy" if is_busy else "idle",
-        num_steps=len(steps),
+        num_steps=len(launches),
         step_p50_ms=statistics.median(steps),
         step_p99_ms=_p99(steps),
         lag_p50_ms=statistics.median(lags),
@@ -163,10 +184,9 @@ async def measure(num_calls: int, is_busy: bool, num_sequences: int, seconds: fl
 
 
 def _build(
-    num_calls: int, num_sequences: int, runners: list[CallingRunner], late: list[float]
+    case: Case, num_sequences: int, runners: list[TimedRunner], late: list[float]
 ) -> AsyncEngine:
     from streamer.bench.fake import load_fake, load_fake_tokenizer
-    from streamer.core.model_info import ModelInfo
     from streamer.engine.engine import AsyncEngine
 
     class Timed(AsyncEngine):
@@ -175,19 +195,33 @@ def _build(
             super().on_output(output, sent)
 
     config = Config(
-        model="fake",
+        model=case.model or "fake",
         max_num_seqs=num_sequences,
         max_num_batched_tokens=max(2048, num_sequences),
-        num_gpu_blocks_override=num_sequences * (MAX_TOKENS // 1024 + 2),
-        block_size=1024,
+        load_progress=False,
     )
+    if case.model is None:
+        config = msgspec.structs.replace(
+            config,
+            num_gpu_blocks_override=num_sequences * (MAX_TOKENS // 1024 + 2),
+            block_size=1024,
+        )
 
-    def load() -> tuple[CallingRunner, ModelInfo]:
-        inner, info = load_fake(config)
-        runners.append(CallingRunner(inner, num_calls))
+    def load() -> tuple[Runner, ModelInfo]:
+        from streamer.model.runner import load_runner
+
+        inner, info = load_fake(config) if case.model is None else load_runner(config)
+        runners.append(TimedRunner(inner, case.num_calls))
         return runners[0], info
 
-    return Timed(load, load_fake_tokenizer, config)
+    def load_tokenizer() -> Tokenizer:
+        from streamer.tokenizer import Tokenizer as FolderTokenizer
+
+        if case.model is None:
+            return load_fake_tokenizer()
+        return FolderTokenizer.from_folder(Path(case.model))
+
+    return Timed(load, load_tokenizer, config)
 
 
 async def _read(
@@ -195,6 +229,22 @@ async def _read(
 ) -> None:
     async for _ in engine.generate([prompt], params):
         begun.set()
+
+
+@contextlib.asynccontextmanager
+async def _ticking(late: list[float]) -> AsyncIterator[None]:
+    """Note how late a timer is that is due every TIMER_S."""
+    loop = asyncio.get_running_loop()
+
+    def tick(due: float) -> None:
+        late.append(time.perf_counter() - due)  # uvloop's own clock counts milliseconds
+        timer[0] = loop.call_later(TIMER_S, tick, time.perf_counter() + TIMER_S)
+
+    timer = [loop.call_soon(tick, time.perf_counter())]
+    try:
+        yield
+    finally:
+        timer[0].cancel()
 
 
 @contextlib.asynccontextmanager

@@ -113,7 +113,7 @@ def torch_build() -> list[Finding]:
     findings += [_bfloat16(), _kernels()]
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name(0)
-        findings.append(Finding("gpu", "note", name, "this version runs on the CPU"))
+        findings.append(Finding("gpu", "good", f"{name}; --device auto takes it"))
     else:
         findings.append(Finding("gpu", "good", "none; the model runs on the CPU"))
     return findings

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from streamer.config import Config
     from streamer.core.model_info import ModelInfo
 
-# Threads hand the GIL over after so many seconds: with 5 ms of Python a step in the engine's
-# thread, the loop's p99 lag was 4.8 to 5.0 ms at Python's default and 0.7 to 0.9 at this value,
-# for under 7% of throughput (2 cores of an EPYC Zen 5, 2026-11-20).
-SWITCH_INTERVAL_S = 0.0005
+# How long a thread waits for the GIL in silence before it asks for it. A loop that lets go of it
+# more often than that, for a microsecond each time, keeps it: at 0.5 ms the engine's thread
+# starved beside a saturated loop (bench/README.md).
+SWITCH_INTERVAL_S = 0.00005
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,11 +1,13 @@
 """Costs: what prefill and swaps cost here, measured as they happen.
 
-Owns the running figures of core.plan.Facts. Called by runner.py.
+Owns the running figures of core.plan.Facts. Called by runner.py, and by cuda_runner.py, whose
+seconds are the device's.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -18,11 +20,12 @@ PROBE_BYTES = 4 << 20
 class Costs:
     """Running means, in seconds a token and seconds a byte."""
 
-    def __init__(self, block_bytes: int) -> None:
+    def __init__(self, block_bytes: int, probe: Callable[[], tuple[float, float]]) -> None:
+        """`probe` measures (fixed seconds, seconds a byte) of a copy between the pools."""
         self._block_bytes = block_bytes
         self._prefill_s: float | None = None
         self._swap_s = 0.0
-        self._swap_fixed_s, self._swap_s_per_byte = _probe_copy()
+        self._swap_fixed_s, self._swap_s_per_byte = probe()
 
     def saw_step(self, seconds: float, num_tokens: int, num_chunk_tokens: int) -> None:
         """A forward took so long; it counts for prefill where at least half of it was chunks."""
@@ -52,8 +55,8 @@ def _mean(before: float | None, now: float) -> float:
     return now if before is None else (1 - WEIGHT) * before + WEIGHT * now
 
 
-def _probe_copy() -> tuple[float, float]:
-    """(fixed seconds, seconds a byte) of a copy here: a tiny one and one of PROBE_BYTES."""
+def probe_copy() -> tuple[float, float]:
+    """(fixed seconds, seconds a byte) of a copy in memory: a tiny one and one of PROBE_BYTES."""
     source = torch.ones(PROBE_BYTES, dtype=torch.uint8)
     target = torch.zeros_like(source)
     fixed, large = (

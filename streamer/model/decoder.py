@@ -17,9 +17,11 @@ from streamer.model.layers import Attention, FeedForward, RopeTable, Step, Table
 
 
 class WeightSource(Protocol):
-    """Where a decoder takes its tensors from, once each, in the dtype it computes in."""
+    """Where a decoder takes its tensors from, once each, in the dtype and on the device that it
+    computes in."""
 
     dtype: torch.dtype
+    device: torch.device
 
     def take(self, name: str) -> torch.Tensor:
         """The tensor of that name."""
@@ -72,6 +74,8 @@ class DecoderLayer:
 class Decoder:
     """Token ids in, logits out; K and V live in the pool of the caller."""
 
+    is_recordable = True
+
     def __init__(self, config: DecoderConfig, source: WeightSource) -> None:
         self.config = config
         self.dtype = source.dtype
@@ -80,7 +84,7 @@ class Decoder:
         self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
         self._embedding = source.take("model.embed_tokens.weight")
-        self._rope = RopeTable(config.rope, source.dtype)
+        self._rope = RopeTable(config.rope, source.dtype, source.device)
         self._layers = []
         for i in range(config.num_layers):
             self._layers.append(DecoderLayer(config, i, source))

@@ -20,6 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from streamer.errors import ModelNotSupported
 from streamer.kernels import ops
 from streamer.model.checkpoint import Checkpoint
+from streamer.model.device import CPU
 from streamer.model.families import architecture_of, refuse_quantized
 from streamer.model.loader import check_stored_dtypes
 
@@ -99,6 +100,8 @@ def examine(checkpoint: Checkpoint) -> Shape:
 class FallbackModel:
     """A transformers model behind the same door as decoder.Decoder."""
 
+    is_recordable = False  # its code may look at numbers, and make tensors on the host
+
     def __init__(self, model: Any, shape: Shape, dtype: torch.dtype) -> None:
         self._model = model
         self.dtype = dtype
@@ -131,7 +134,12 @@ class FallbackModel:
 
 
 def load_fallback(
-    checkpoint: Checkpoint, shape: Shape, dtype: torch.dtype, show_progress: bool
+    checkpoint: Checkpoint,
+    shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device = CPU,
+    *,
+    show_progress: bool,
 ) -> FallbackModel:
     """Load, compare with eager attention, pack; ModelNotSupported names what does not fit."""
     config, model_class = model_class_of(checkpoint.config)
@@ -148,9 +156,13 @@ def load_fallback(
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if names := sorted(map(str, info.get(kind, ()))):
             raise _refusal(shape.architecture, f"{kind.replace('_', ' ')}: {', '.join(names[:8])}")
-    model.eval()
+    model.eval().to(device)
     with torch.inference_mode():
-        tokens = torch.arange(min(PROBE_TOKENS, shape.model_limit)) * 7919 % shape.vocab_size
+        tokens = (
+            torch.arange(min(PROBE_TOKENS, shape.model_limit), device=device)
+            * 7919
+            % shape.vocab_size
+        )
         expected = _eager_logits(model, tokens)
         _use_hook(model, shape.architecture)
         _pack(model)
@@ -288,13 +300,14 @@ def _paged_logits(model: FallbackModel, tokens: torch.Tensor) -> torch.Tensor:
     """The same tokens in two chunks, through blocks out of order."""
     count, block = len(tokens), 16
     blocks = -(-count // block)
-    table = torch.arange(blocks).flip(0)[None].contiguous()
+    device = tokens.device
+    table = torch.arange(blocks, device=device).flip(0)[None].contiguous()
     pool = ops.new_pool(
-        blocks, model.num_layers, block, model.num_kv_heads, model.head_dim, model.dtype
+        blocks, model.num_layers, block, model.num_kv_heads, model.head_dim, model.dtype, device
     )
     out = []
     for start, end in ((0, count // 2 + 1), (count // 2 + 1, count)):
-        positions = torch.arange(start, end)
+        positions = torch.arange(start, end, device=device)
         batch = ops.AttentionBatch(
             query_lens=[end - start],
             context_lens=[end],

@@ -1,8 +1,8 @@
 """Rows: the resident sequences as arrays, and a Plan turned into packed inputs.
 
 Owns each row's tokens, block table and progress on the host; checks every plan against them and
-raises InvariantViolated where a sum does not hold. Computes nothing; called by runner.py alone.
-A steady decode step touches only arrays, never a row by itself.
+raises InvariantViolated where a sum does not hold. Computes nothing; called by runner.py and
+cuda_runner.py. A steady decode step touches only arrays, never a row by itself.
 """
 
 from __future__ import annotations
@@ -12,17 +12,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from streamer.core.plan import Chunk, Plan, RowJoin, TableUpdate
+from streamer.core.plan import Chunk, Plan, RowJoin, StepResult, TableUpdate, TokenLogprob
 from streamer.errors import InvariantViolated
 from streamer.kernels.ops import AttentionBatch
 
 Ints = npt.NDArray[np.int64]
 
+UNKNOWN = -1  # in place of a token that was drawn and did not come back yet
+
 
 class StepInputs(msgspec.Struct, frozen=True):
     """One plan's forward. T packed tokens, S of them drawn from, F forks that only draw.
 
-    tokens, positions  [T]; None with batch where nothing is computed
+    tokens, positions  [T]; None with batch where nothing is computed; a token that only the device
+               knows is UNKNOWN
+    computing          [R] the rows that compute, in the batch's order
     last               [S] packed index of each drawing row's last token; None: S = T, in order
     rows               the S drawing rows, then the F forks; one object as long as nothing changes
     at                 [S + F] the same
@@ -33,6 +37,7 @@ class StepInputs(msgspec.Struct, frozen=True):
     tokens: torch.Tensor | None
     positions: torch.Tensor | None
     batch: AttentionBatch | None
+    computing: Ints
     last: torch.Tensor | None
     rows: tuple[int, ...]
     at: Ints
@@ -48,9 +53,16 @@ class StepInputs(msgspec.Struct, frozen=True):
 
 
 class Rows:
-    """Up to `max_rows` resident rows with tables of up to `width` blocks out of `num_blocks`."""
+    """Up to `max_rows` resident rows with tables of up to `width` blocks out of `num_blocks`.
 
-    def __init__(self, max_rows: int, width: int, num_blocks: int, block_size: int) -> None:
+    is_ahead  plans come before the last one's tokens are known: those stay on the device, and so
+              do the inputs of a steady step, which then has neither tokens nor batch here
+    """
+
+    def __init__(
+        self, max_rows: int, width: int, num_blocks: int, block_size: int, *, is_ahead: bool = False
+    ) -> None:
+        self._is_ahead = is_ahead
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._joined: dict[int, tuple[int, ...]] = {}  # row -> the tokens it joined with
@@ -119,6 +131,14 @@ class Rows:
         if end > held:
             self._table_lens[row], self._capacity[row] = end, end * self._block_size
 
+    def table(self, row: int, start: int) -> Ints:
+        """The row's blocks from logical block `start` on; a view."""
+        return self._tables[row, start : self._table_lens[row]]
+
+    def computed(self, rows: Ints) -> Ints:
+        """Tokens of these rows that have K and V, after the latest step."""
+        return self._computed[rows]
+
     def inputs(self, plan: Plan) -> StepInputs:
         """The forward of this plan, after its leaves, joins and tables; advances `computed`."""
         if self._has_moved:
@@ -138,16 +158,21 @@ class Rows:
         tokens = positions = batch = None
         starts = self._computed.take(rows)
         contexts = starts + 1
-        if count:
+        self._check_room(rows, contexts)
+        if count and not self._is_ahead:
             slots, tables = self._place(rows, rows, starts, contexts)
             batch = self._batch(self._ones[:count], contexts, tables, slots)
             tokens = torch.from_numpy(self._latest.take(rows))
             positions = torch.from_numpy(starts)
         self._computed[rows] = contexts
+        self._known[rows] = contexts + 1
+        if self._is_ahead:
+            self._latest[rows] = UNKNOWN
         return StepInputs(
             tokens=tokens,
             positions=positions,
             batch=batch,
+            computing=rows,
             last=None,
             rows=self._names,
             at=rows,
@@ -183,29 +208,34 @@ class Rows:
         self._computed[rows] += counts
         drawing += [row for row, _ in forks]
         at = np.array(drawing, np.int64)
+        draw_at = self._known[at]
+        self._known[at] += 1
+        if self._is_ahead:
+            self._latest[at] = UNKNOWN
         return StepInputs(
             tokens=tokens,
             positions=positions,
             batch=batch,
+            computing=rows,
             last=last,
             rows=tuple(drawing),
             at=at,
-            draw_at=self._known[at],
+            draw_at=draw_at,
             parents=parents,
             num_tokens=num_tokens,
             num_chunk_tokens=num_tokens - len(decoding),
         )
 
     def append(self, rows: Ints, tokens: list[int] | Ints) -> None:
-        """These rows drew these tokens."""
+        """These rows drew these tokens (or failed: what they have then is nobody's)."""
         self._latest[rows] = tokens
-        self._known[rows] += 1
 
     def _pack(
         self, decoding: Ints, chunks: list[Chunk], rows: Ints, counts: Ints
     ) -> tuple[torch.Tensor, torch.Tensor, AttentionBatch]:
         starts = self._computed[rows]
         contexts = starts + counts
+        self._check_room(rows, contexts)
         if chunks:
             tokens = np.concatenate([self._latest[decoding], *map(self._chunk_tokens, chunks)])
             first = np.cumsum(counts) - counts
@@ -220,13 +250,6 @@ class Rows:
     def _place(self, rows: Ints, owner: Ints, positions: Ints, contexts: Ints) -> tuple[Ints, Ints]:
         """The slot of each token, at a position of the row that owns it, and the rows' tables."""
         block = self._block_size
-        short = contexts > self._capacity.take(rows)
-        if short.any():
-            row, need = int(rows[short][0]), int(contexts[short][0])
-            raise InvariantViolated(
-                f"row {row} computes up to {need} tokens, its {self._table_lens[row]} blocks of "
-                f"{block} do not cover them"
-            )
         index, offset = np.divmod(positions, block)
         slots = self._tables[owner, index] * block + offset
         width = -(-int(contexts.max()) // block)
@@ -268,6 +291,15 @@ class Rows:
                 f"{chunk.sample}; {computed} of {known} known tokens are computed"
             )
 
+    def _check_room(self, rows: Ints, contexts: Ints) -> None:
+        short = contexts > self._capacity.take(rows)
+        if short.any():
+            row, need = int(rows[short][0]), int(contexts[short][0])
+            raise InvariantViolated(
+                f"row {row} computes up to {need} tokens, its {self._table_lens[row]} blocks of "
+                f"{self._block_size} do not cover them"
+            )
+
     def _check_decoding(self, decoding: Ints) -> None:
         wrong = self._known.take(decoding) - self._computed.take(decoding) != 1
         if wrong.any():
@@ -287,6 +319,23 @@ class Rows:
                 raise InvariantViolated(
                     f"plan {plan.number}: {name} is {theirs}, the rows say {ours}"
                 )
+
+
+def step_result(
+    number: int,
+    inputs: StepInputs,
+    tokens: list[int],
+    logprobs: dict[int, TokenLogprob],
+    failed: dict[int, str],
+) -> StepResult:
+    """The result of `tokens`, parallel to inputs.rows: rows ascending, without those below 0."""
+    if inputs.is_steady and not failed:
+        return StepResult(number, inputs.rows, tuple(tokens), logprobs)
+    drawn = np.array(tokens, np.int64)
+    order = inputs.at.argsort()
+    order = order[drawn[order] >= 0]  # those that did not fail
+    rows = tuple(inputs.at[order].tolist())
+    return StepResult(number, rows, tuple(drawn[order].tolist()), logprobs, failed)
 
 
 def _index_of(drawing: list[int], parent: int) -> int:

@@ -10,18 +10,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 
 from streamer.config import Config
 from streamer.core.model_info import ModelInfo
-from streamer.errors import StreamerError
+from streamer.errors import ConfigError, StreamerError
+from streamer.kernels import ops, quantized
 from streamer.model import memory
 from streamer.model.checkpoint import Checkpoint, open_checkpoint
+from streamer.model.device import CPU, choose_device
 from streamer.model.families import FAMILIES, DecoderConfig, architecture_of, parse_config
-from streamer.model.loader import check_tensors, choose_dtype
+from streamer.model.loader import DTYPES, check_tensors, choose_dtype
 
 if TYPE_CHECKING:
     from streamer.model.fallback import Shape
 
+KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -30,6 +34,7 @@ class CheckpointFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     served_by           "decoder" (our own) or "transformers" (the fallback); "" where refused
     weight_bytes        in the computing dtype; tied embeddings twice, as rows and packed
+    kv_bytes_per_token  K and V of all layers, a block's scales shared among its tokens
     fitting_tokens      tokens of KV cache that the pool would hold with the memory free now
     """
 
@@ -46,6 +51,7 @@ class CheckpointFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int = 0
     vocab_size: int = 0
     eos_token_ids: tuple[int, ...] = ()
+    device: str = ""
     free_bytes: int = 0
     num_blocks: int = 0
     fitting_tokens: int = 0
@@ -78,10 +84,25 @@ class Recognized(msgspec.Struct, frozen=True, kw_only=True):
             count += self.decoder.vocab_size * self.decoder.hidden_size
         return count * self.item_bytes
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """K and V of all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.item_bytes
+    def kv_dtype(self, wanted: str, device: torch.device = CPU) -> torch.dtype:
+        """What the pools hold for a kv_cache_dtype; ConfigError where the kernels have no such."""
+        if wanted == "auto":
+            return DTYPES[self.dtype]
+        why = ""
+        if device.type == "cpu" and ops.backend == "native":
+            why = "the native CPU kernels have no such cache; STREAMER_KERNELS=torch, slower, has"
+        elif self.head_dim % quantized.SCALE_BYTES:
+            why = f"heads of {self.head_dim} elements have no room for scales"
+        if why:
+            raise ConfigError(f"kv_cache_dtype {wanted}: {why}", param="kv_cache_dtype")
+        return KV_DTYPES[wanted]
+
+    def block_bytes(self, config: Config, device: torch.device = CPU) -> int:
+        """Bytes of one KV block, all layers; ConfigError as kv_dtype."""
+        dtype = self.kv_dtype(config.kv_cache_dtype, device)
+        return ops.block_bytes(
+            self.num_layers, config.block_size, self.num_kv_heads, self.head_dim, dtype
+        )
 
 
 def check_config(config: dict[str, Any]) -> None:
@@ -94,9 +115,10 @@ def check_config(config: dict[str, Any]) -> None:
     model_class_of(config)
 
 
-def recognize(checkpoint: Checkpoint, wanted_dtype: str) -> Recognized:
+def recognize(checkpoint: Checkpoint, wanted_dtype: str, device: torch.device = CPU) -> Recognized:
     """How this checkpoint is served, or ModelNotSupported saying what is missing."""
-    dtype = str(choose_dtype(wanted_dtype, checkpoint.stored_dtype)).removeprefix("torch.")
+    dtype = str(choose_dtype(wanted_dtype, checkpoint.stored_dtype, device))
+    dtype = dtype.removeprefix("torch.")
     if architecture_of(checkpoint.config) in FAMILIES:
         decoder = parse_config(checkpoint.config)
         check_tensors(checkpoint, decoder)
@@ -135,10 +157,13 @@ def recognize(checkpoint: Checkpoint, wanted_dtype: str) -> Recognized:
 def inspect_checkpoint(path: str | Path, config: Config | None = None) -> CheckpointFacts:
     """Facts of the folder under this config; a refusal is a fact too, nothing is raised for it."""
     config = config or Config()
-    free = memory.free_bytes()
-    facts = CheckpointFacts(path=str(path), architecture="", free_bytes=free)
+    facts = CheckpointFacts(path=str(path), architecture="")
     replace = msgspec.structs.replace
     try:
+        device = choose_device(config.device)
+        host_free = memory.free_bytes()
+        free = memory.device_free_bytes(device)
+        facts = replace(facts, device=device.type, free_bytes=free)
         checkpoint = open_checkpoint(Path(path))
         facts = replace(
             facts,
@@ -147,23 +172,24 @@ def inspect_checkpoint(path: str | Path, config: Config | None = None) -> Checkp
             num_parameters=sum(t.num_elements for t in checkpoint.tensors.values()),
             eos_token_ids=eos_token_ids(checkpoint),
         )
-        known = recognize(checkpoint, config.dtype)
+        known = recognize(checkpoint, config.dtype, device)
         facts = replace(
             facts,
             served_by="decoder" if known.decoder else "transformers",
             dtype=known.dtype,
             num_parameters=known.num_parameters,
             weight_bytes=known.weight_bytes,
-            kv_bytes_per_token=known.kv_bytes_per_token,
+            kv_bytes_per_token=known.block_bytes(config, device) // config.block_size,
             model_limit=known.model_limit,
             vocab_size=known.vocab_size,
         )
         memory.check_weights_fit(facts.weight_bytes, free)
         pools = memory.plan_pools(
             config,
-            block_bytes=known.kv_bytes_per_token * config.block_size,
+            block_bytes=known.block_bytes(config, device),
             model_limit=known.model_limit,
             free=free - facts.weight_bytes,
+            host_free=host_free if device.type == "cuda" else None,
         )
     except StreamerError as e:
         return replace(facts, refused=e.message)
@@ -196,7 +222,11 @@ def generation_defaults(checkpoint: Checkpoint) -> dict[str, float]:
 
 
 def model_info(
-    known: Recognized, config: Config, pools: memory.PoolSizes, block_bytes: int
+    known: Recognized,
+    config: Config,
+    pools: memory.PoolSizes,
+    block_bytes: int,
+    device: torch.device,
 ) -> ModelInfo:
     """What the other rooms learn of a loaded model."""
     return ModelInfo(
@@ -211,5 +241,5 @@ def model_info(
         block_bytes=block_bytes,
         num_parameters=known.num_parameters,
         generation_defaults=generation_defaults(known.checkpoint),
-        device="cpu",
+        device=device.type,
     )

@@ -11,6 +11,7 @@ from functools import lru_cache
 import torch
 
 from streamer.kernels import ops
+from streamer.model.device import CPU
 from streamer.model.rope import RopeConfig, inverse_frequencies
 
 Tables = tuple[torch.Tensor, torch.Tensor]  # cos and sin of ops.rope_tables
@@ -20,7 +21,7 @@ ROPE_CHUNK = 4096  # positions by which the table grows at least
 
 @lru_cache
 def has_bf16() -> bool:
-    """Whether this CPU computes in bfloat16 rather than emulating it slowly."""
+    """Whether the CPU computes in bfloat16 rather than emulating it slowly."""
     try:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     except (AttributeError, RuntimeError):
@@ -30,9 +31,10 @@ def has_bf16() -> bool:
 class RopeTable:
     """cos and sin by position, as ops.rope_and_store reads them; grows to what is asked for."""
 
-    def __init__(self, rope: RopeConfig, dtype: torch.dtype) -> None:
+    def __init__(self, rope: RopeConfig, dtype: torch.dtype, device: torch.device = CPU) -> None:
         self._rope = rope
         self._dtype = dtype
+        self._device = device
         self._tables = self._build(min(ROPE_CHUNK, rope.limit))
 
     def up_to(self, end: int) -> Tables:
@@ -48,7 +50,7 @@ class RopeTable:
 
     def _build(self, num_positions: int) -> Tables:
         positions = torch.arange(num_positions, dtype=torch.float32)
-        angles = positions[:, None] * inverse_frequencies(self._rope)
+        angles = (positions[:, None] * inverse_frequencies(self._rope)).to(self._device)
         factor = self._rope.attention_factor
         if factor == 1.0:
             return ops.rope_tables(angles, self._dtype)

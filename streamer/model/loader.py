@@ -21,6 +21,7 @@ from safetensors import safe_open
 from streamer.errors import ModelNotSupported
 from streamer.model.checkpoint import DTYPE_BYTES, Checkpoint
 from streamer.model.decoder import Decoder
+from streamer.model.device import CPU
 from streamer.model.families import DecoderConfig, expected_tensors
 from streamer.model.layers import has_bf16
 
@@ -73,7 +74,7 @@ def check_stored_dtypes(checkpoint: Checkpoint) -> None:
         )
 
 
-def choose_dtype(wanted: str, stored: str) -> torch.dtype:
+def choose_dtype(wanted: str, stored: str, device: torch.device = CPU) -> torch.dtype:
     """The dtype to compute in: `wanted` (auto, float32, bfloat16), or the checkpoint's own.
 
     float16 has no fast path on a CPU, and bfloat16 would drop 3 of its 10 bits: auto makes it
@@ -87,20 +88,26 @@ def choose_dtype(wanted: str, stored: str) -> torch.dtype:
         name = "float32"
     if name not in DTYPES:
         raise ModelNotSupported(f"dtype {wanted!r} is not auto, float32 or bfloat16", param="dtype")
-    if name == "bfloat16" and not has_bf16():
+    if name == "bfloat16" and device.type == "cpu" and not has_bf16():
         logger.warning("this CPU has no bfloat16 arithmetic, computing in float32")
         name = "float32"
     return DTYPES[name]
 
 
 def load_decoder(
-    checkpoint: Checkpoint, config: DecoderConfig, dtype: torch.dtype, show_progress: bool
+    checkpoint: Checkpoint,
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    device: torch.device = CPU,
+    *,
+    show_progress: bool,
 ) -> Decoder:
     """Check, then read and pack all weights; with a progress bar over the layers."""
     check_tensors(checkpoint, config)
+    name = f"Loading {checkpoint.path.name}"
     with (
-        progress_bar(checkpoint.path.name, config.num_layers, show_progress) as advance,
-        SafetensorsSource(checkpoint, dtype, advance) as source,
+        progress_bar(name, config.num_layers, "layers", show_progress) as advance,
+        SafetensorsSource(checkpoint, dtype, device, advance) as source,
         torch.inference_mode(),
     ):
         return Decoder(config, source)
@@ -110,9 +117,14 @@ class SafetensorsSource:
     """A decoder's WeightSource over a checkpoint's files; every tensor is a copy of its own."""
 
     def __init__(
-        self, checkpoint: Checkpoint, dtype: torch.dtype, advance: Callable[[], None]
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        advance: Callable[[], None],
     ) -> None:
         self.dtype = dtype
+        self.device = device
         self._checkpoint = checkpoint
         self._advance = advance
         self._files: dict[str, Any] = {}
@@ -131,13 +143,13 @@ class SafetensorsSource:
 
     def take(self, name: str) -> torch.Tensor:
         """The tensor in the computing dtype; a copy, since the file may change under a mapping."""
-        return self._read(name).to(self.dtype, copy=True)
+        return self._read(name).to(self.device, self.dtype, copy=True)
 
     def merge(self, *names: str) -> torch.Tensor:
         """Tensors of equal width, stacked along the first dimension."""
         if len(names) == 1:
             return self.take(names[0])
-        return torch.cat([self._read(name).to(self.dtype) for name in names])
+        return torch.cat([self._read(name).to(self.device, self.dtype) for name in names])
 
     def layer_done(self) -> None:
         """Advance the progress bar, and unmap the files: pages that were read count as resident."""
@@ -159,8 +171,8 @@ class SafetensorsSource:
 
 
 @contextmanager
-def progress_bar(name: str, total: int, show: bool) -> Iterator[Callable[[], None]]:
-    """A rich bar on stderr over `total` steps; where that is no terminal, its end alone."""
+def progress_bar(name: str, total: int, unit: str, show: bool) -> Iterator[Callable[[], None]]:
+    """A rich bar on stderr over `total` units; where that is no terminal, its end alone."""
     if not show:
         yield lambda: None
         return
@@ -168,10 +180,10 @@ def progress_bar(name: str, total: int, show: bool) -> Iterator[Callable[[], Non
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     with Progress(
-        TextColumn("Loading {task.description}"),
+        TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("layers"),
+        TextColumn(unit),
         TimeElapsedColumn(),
         console=Console(stderr=True),
     ) as progress:

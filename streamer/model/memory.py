@@ -1,6 +1,7 @@
 """How much memory there is, and how many KV blocks of it the pools get.
 
-Reads /proc and cgroups, allocates nothing; `plan_pools` is plain arithmetic over the numbers.
+Reads /proc, cgroups and the GPU's driver, allocates nothing; `plan_pools` is plain arithmetic over
+the numbers.
 Called by runner.py (after the weights are in) and by inspect.py.
 """
 
@@ -10,11 +11,13 @@ import os
 from pathlib import Path
 
 import msgspec
+import torch
 
 from streamer.config import Config
 from streamer.errors import ConfigError, NotEnoughMemory
 
 GIB = 1 << 30
+SHARE, GPU_SHARE = 0.5, 0.9  # of the free memory, for the KV pool; a GPU is nobody else's
 MIN_MODEL_LEN = 512  # a context below this is refused rather than chosen for the user
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -33,11 +36,19 @@ def free_bytes() -> int:
     return max(0, min(limits))
 
 
-def plan_pools(config: Config, *, block_bytes: int, model_limit: int, free: int) -> PoolSizes:
+def device_free_bytes(device: torch.device) -> int:
+    """Memory that this process can still take on the device."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_bytes()
+
+
+def plan_pools(
+    config: Config, *, block_bytes: int, model_limit: int, free: int, host_free: int | None = None
+) -> PoolSizes:
     """Size both pools out of `free` bytes for a model that can hold `model_limit` tokens.
 
     The device pool takes gpu_memory_utilization of it, but no more than max_num_seqs full
-    contexts; the host pool takes swap_space, but at most half of what is left. Without
+    contexts; the host pool takes swap_space, but at most half of host_free, the memory beside a
+    GPU's, or (None: there is one memory for both) of what the device pool leaves. Without
     max_model_len the context shrinks to what the pool holds. NotEnoughMemory carries the numbers.
     """
     wanted = config.max_model_len
@@ -48,7 +59,10 @@ def plan_pools(config: Config, *, block_bytes: int, model_limit: int, free: int)
         )
     context = model_limit if wanted is None else wanted
     size = config.block_size
-    budget = int(free * config.gpu_memory_utilization)
+    share = config.gpu_memory_utilization
+    if share is None:
+        share = SHARE if host_free is None else GPU_SHARE
+    budget = int(free * share)
     if config.num_gpu_blocks_override is not None:
         num_blocks = config.num_gpu_blocks_override
         if num_blocks * block_bytes > free:
@@ -68,12 +82,12 @@ def plan_pools(config: Config, *, block_bytes: int, model_limit: int, free: int)
         raise NotEnoughMemory(
             f"one sequence of {needed * size} tokens needs {needed} KV blocks of {block_bytes:,} "
             f"bytes ({_gib(needed * block_bytes)}); the pool has {num_blocks} "
-            f"({config.gpu_memory_utilization:.0%} of {_gib(free)} free). Lower --max-model-len, "
+            f"({share:.0%} of {_gib(free)} free). Lower --max-model-len, "
             "or raise --gpu-memory-utilization or --num-gpu-blocks-override",
             param="max_model_len",
         )
-    spare = max(0, free - max(budget, num_blocks * block_bytes)) // 2
-    host = min(int(config.swap_space * GIB), spare) // block_bytes
+    spare = free - max(budget, num_blocks * block_bytes) if host_free is None else host_free
+    host = min(int(config.swap_space * GIB), max(0, spare) // 2) // block_bytes
     return PoolSizes(num_blocks, host, min(context, holds))
 
 

@@ -1,8 +1,8 @@
 """ModelRunner: applies Plans to the rows, the KV pools and the model, and returns what was drawn.
 
-Owns both KV pools and the resident rows; decides nothing about who runs. Created by `load_runner`
-and called only from the engine's GPU thread. On the CPU a launched plan is done when `launch`
-returns (depth 0).
+Owns both KV pools and the resident rows; decides nothing about who runs. Called only from the
+engine's GPU thread. This is the CPU's: a launched plan is done when `launch` returns (depth 0).
+`load_runner` makes it, or cuda_runner.py's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from streamer.config import Config
@@ -23,15 +22,18 @@ from streamer.errors import ConfigError, InvariantViolated
 from streamer.kernels import ops
 from streamer.model import memory
 from streamer.model.checkpoint import open_checkpoint
-from streamer.model.costs import Costs
-from streamer.model.inputs import Rows, StepInputs
+from streamer.model.costs import Costs, probe_copy
+from streamer.model.cuda_runner import CudaRunner, step_bytes
+from streamer.model.device import CudaDevice, Device, choose_device
+from streamer.model.inputs import Rows, StepInputs, step_result
 from streamer.model.inspect import Recognized, model_info, recognize
 from streamer.model.loader import DTYPES, load_decoder
 from streamer.model.sampler import Sampler
+from streamer.model.swaps import check_moves
 
 logger = logging.getLogger(__name__)
 
-SINGLE_THREAD_BYTES = 32 << 20  # weights below this are computed by one thread
+SINGLE_THREAD_BYTES = 32 << 20  # weights below this are computed by one of torch's threads
 
 
 class CausalModel(Protocol):
@@ -42,6 +44,7 @@ class CausalModel(Protocol):
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    is_recordable: bool  # whether a GPU may replay its forward
 
     def forward(
         self,
@@ -87,8 +90,16 @@ class ModelRunner:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
-        shape = (model.num_layers, block_size, model.num_kv_heads, model.head_dim, model.dtype)
+        """kv_dtype: of both pools; the model's if None."""
+        shape = (
+            model.num_layers,
+            block_size,
+            model.num_kv_heads,
+            model.head_dim,
+            kv_dtype or model.dtype,
+        )
         self._model = model
         self._pool = ops.new_pool(num_blocks, *shape)
         self._host_pool = ops.new_pool(num_host_blocks, *shape)
@@ -103,7 +114,7 @@ class ModelRunner:
         )
         self._sampler = Sampler(model.vocab_size, max_num_seqs)
         self._block_bytes = self._pool[:1].numel() * self._pool.element_size()
-        self._costs = Costs(self._block_bytes)
+        self._costs = Costs(self._block_bytes, probe_copy)
         self._copies_done = 0
 
     @property
@@ -149,10 +160,7 @@ class ModelRunner:
     def _move_blocks(self, plan: Plan) -> None:
         if not (plan.swap_out or plan.copies or plan.swap_in):
             return
-        device, host = self._pool.shape[0], self._host_pool.shape[0]
-        _check_ids("swap_out", plan.swap_out, device, host)
-        _check_ids("copies", plan.copies, device, device)
-        _check_ids("swap_in", plan.swap_in, host, device)
+        check_moves(plan, self._pool.shape[0], self._host_pool.shape[0])
         began = time.perf_counter()
         if plan.swap_out:
             ops.swap_blocks(self._pool, self._host_pool, list(plan.swap_out))
@@ -171,16 +179,8 @@ class ModelRunner:
         if logits is None:
             return StepResult(number)
         drawn = self._sampler.sample(logits, inputs.rows, inputs.draw_at)
-        if inputs.is_steady and not drawn.failed:
-            self._rows.append(inputs.at, drawn.tokens)
-            return StepResult(number, inputs.rows, tuple(drawn.tokens), drawn.logprobs)
-        tokens = np.array(drawn.tokens, np.int64)
-        order = inputs.at.argsort()
-        order = order[tokens[order] >= 0]  # those that did not fail
-        at, tokens = inputs.at[order], tokens[order]
-        self._rows.append(at, tokens)
-        rows = tuple(at.tolist())
-        return StepResult(number, rows, tuple(tokens.tolist()), drawn.logprobs, drawn.failed)
+        self._rows.append(inputs.at, drawn.tokens)
+        return step_result(number, inputs, drawn.tokens, drawn.logprobs, drawn.failed)
 
     def _logits(self, inputs: StepInputs) -> torch.Tensor | None:
         """[S + F, V] for the rows that draw; None where nobody does."""
@@ -194,79 +194,99 @@ class ModelRunner:
         return logits if inputs.rows else None
 
 
-def _check_ids(
-    name: str, pairs: tuple[tuple[int, int], ...], sources: int, destinations: int
-) -> None:
-    for src, dst in pairs:
-        if not (0 <= src < sources and 0 <= dst < destinations):
-            raise InvariantViolated(
-                f"{name} ({src}, {dst}) is beyond the pools of {sources} and {destinations} blocks"
-            )
-
-
-def load_runner(config: Config) -> tuple[ModelRunner, ModelInfo]:
+def load_runner(
+    config: Config, device: Device | None = None
+) -> tuple[ModelRunner | CudaRunner, ModelInfo]:
     """Load config.model (a folder) on this thread, which is the one that runs it later.
 
     ModelNotSupported, NotEnoughMemory and ConfigError come before the weights are read, where they
-    can be known by then.
+    can be known by then. A `device` takes the place of the GPU that the config names.
     """
     if config.model is None:
         raise ConfigError("no checkpoint folder to load", param="model")
-    known = recognize(open_checkpoint(Path(config.model)), config.dtype)
-    memory.check_weights_fit(known.weight_bytes, memory.free_bytes())
-    block_bytes = known.kv_bytes_per_token * config.block_size
+    where = choose_device(config.device) if device is None else device.where
+    if device is None and where.type == "cuda":
+        device = CudaDevice(where)
+    ops.use(where)
+    known = recognize(open_checkpoint(Path(config.model)), config.dtype, where)
+    free = memory.device_free_bytes(where)
+    memory.check_weights_fit(known.weight_bytes, free)
+    kv_dtype = known.kv_dtype(config.kv_cache_dtype, where)
+    block_bytes = known.block_bytes(config, where)
 
     def plan_pools(free: int) -> memory.PoolSizes:
         return memory.plan_pools(
-            config, block_bytes=block_bytes, model_limit=known.model_limit, free=free
+            config,
+            block_bytes=block_bytes,
+            model_limit=known.model_limit,
+            free=free,
+            host_free=None if device is None else memory.free_bytes(),
         )
 
-    plan_pools(memory.free_bytes() - known.weight_bytes)  # refused now, not after minutes
-    threads = _num_threads(known.weight_bytes)
-    # Beside the native kernels torch only samples, or runs what transformers' code has of its own;
-    # two pools of threads that spin would be in each other's way.
-    torch.set_num_threads(threads if known.decoder is None else 1)
-    ops.set_threads(threads)
-    model = _load_model(known, config.load_progress)
-    pools = plan_pools(memory.free_bytes())
+    plan_pools(free - known.weight_bytes)  # refused now, not after minutes
+    if device is None:
+        _set_threads(known)
+    model = _load_model(known, where, config.load_progress)
+    peak = 0 if device is None else step_bytes(device, model, config, known.model_limit, kv_dtype)
+    left = memory.device_free_bytes(where) if device is None else device.free_bytes()
+    pools = plan_pools(left - peak)
     if config.max_model_len is None and pools.max_model_len < known.model_limit:
         logger.warning(
             "context limited to %d of the model's %d tokens: the KV pool holds no more",
             pools.max_model_len,
             known.model_limit,
         )
-    runner = ModelRunner(
-        model,
-        num_blocks=pools.num_blocks,
-        num_host_blocks=pools.num_host_blocks,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=pools.max_model_len,
-    )
-    return runner, model_info(known, config, pools, block_bytes)
+    sizes = {
+        "num_blocks": pools.num_blocks,
+        "num_host_blocks": pools.num_host_blocks,
+        "block_size": config.block_size,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "max_model_len": pools.max_model_len,
+    }
+    info = model_info(known, config, pools, block_bytes, where)
+    if device is None:
+        return ModelRunner(model, **sizes, kv_dtype=kv_dtype), info
+    runner = CudaRunner(device, model, **sizes, kv_dtype=kv_dtype)
+    if model.is_recordable:
+        runner.record(peak, config.load_progress)
+    return runner, info
 
 
-def _load_model(known: Recognized, show_progress: bool) -> CausalModel:
+def _load_model(known: Recognized, device: torch.device, show_progress: bool) -> CausalModel:
     dtype = DTYPES[known.dtype]
     if known.decoder is not None:
-        return load_decoder(known.checkpoint, known.decoder, dtype, show_progress)
+        return load_decoder(
+            known.checkpoint, known.decoder, dtype, device, show_progress=show_progress
+        )
     from streamer.model.fallback import load_fallback  # transformers' modelling code
 
     if known.fallback is None:
         raise InvariantViolated("a recognized checkpoint has neither decoder nor fallback")
-    return load_fallback(known.checkpoint, known.fallback, dtype, show_progress)
+    return load_fallback(
+        known.checkpoint, known.fallback, dtype, device, show_progress=show_progress
+    )
 
 
-def _num_threads(weight_bytes: int) -> int:
-    """Cores this process may use: torch's own count, within affinity and the cgroup's quota.
+def _set_threads(known: Recognized) -> None:
+    """Beside the native kernels torch only samples, or runs what transformers' code has of its own;
+    two pools of threads that spin would be in each other's way.
 
-    A small model gets one: its many short parallel regions gain nothing from a second thread and
-    lose everything when another process wants that core (the bundled model's step on 2 cores,
-    2026-11-20: 3.1 ms with one thread, 4.1 with two, 55 to 400 with two beside a busy process).
+    Where torch computes a small model it gets one thread: its many short parallel regions gain
+    nothing from a second one and lose everything when another process wants that core (the bundled
+    model's step on 2 cores, 2026-11-20: 3.1 ms with one thread, 4.1 with two, 55 to 400 with two
+    beside a busy process). The native team gains a third, and beside a busy process loses a tenth
+    at most (bench/README.md).
     """
-    if weight_bytes < SINGLE_THREAD_BYTES:
-        return 1
+    is_by_torch = known.decoder is None or ops.backend == "torch"
+    is_small = known.weight_bytes < SINGLE_THREAD_BYTES
+    threads = 1 if is_by_torch and is_small else _num_cores()
+    torch.set_num_threads(threads if known.decoder is None else 1)
+    ops.set_threads(threads)
+
+
+def _num_cores() -> int:
+    """Cores this process may use: torch's own count, within affinity and the cgroup's quota."""
     count = torch.get_num_threads()
     if hasattr(os, "sched_getaffinity"):
         count = min(count, len(os.sched_getaffinity(0)))

@@ -17,7 +17,7 @@ from streamer.core.plan import TokenLogprob
 from streamer.core.sampling import SamplingParams
 from streamer.kernels import ops
 from streamer.kernels.philox import USE_SAMPLE
-from streamer.model.sampling_rows import RowState, RowTable
+from streamer.model.sampling_rows import Layout, RowState, RowTable
 
 NOT_FINITE = "the model's logits are not finite"
 
@@ -35,32 +35,6 @@ class SampleOutput(msgspec.Struct, frozen=True):
     failed: dict[int, str]
 
 
-class _Layout:
-    """What a fixed list of rows needs, worked out when the list changes; indices are into it.
-
-    edited       rows with bias or history
-    floors       (index, first position without the min_tokens mask)
-    greedy       indices of rows that take the best; the others are in `draws`
-    logprobs     indices of rows that asked, num_top how many at most
-    """
-
-    def __init__(self, table: RowTable, rows: Sequence[int]) -> None:
-        self.states = table.states_of(rows)
-        at = np.array(rows, np.int64)
-        is_greedy, floor, num_top = table.is_greedy[at], table.floor[at], table.num_top[at]
-        self.edited = _where(table.is_edited[at])
-        self.floors = [(i, int(floor[i])) for i in _where(floor > 0)]
-        self.logprobs = _where(num_top >= 0)
-        self.num_top = max(0, int(num_top.max(initial=0)))
-        self.greedy = _where(is_greedy)
-        drawn = _where(~is_greedy)
-        slots = at[drawn]
-        self.draws = ops.Draws(
-            drawn, table.top_k[slots], table.settings[slots], table.origin[slots]
-        )
-        self.is_plain_greedy = not (drawn or self.edited or self.floors)
-
-
 class Sampler:
     """Samples for up to max_rows resident rows; one instance a runner, on its thread.
 
@@ -73,7 +47,8 @@ class Sampler:
         self.vocab_size = vocab_size
         self._table = RowTable(max_rows, USE_SAMPLE)
         self._rows: tuple[int, ...] = ()
-        self._layout: _Layout | None = None
+        self._layout: Layout | None = None
+        self._draws = ops.Draws((), (), (), self._table.origin[:0])
 
     def join(
         self,
@@ -121,23 +96,32 @@ class Sampler:
             history = layout.states[i].history
             if history is not None and tokens[i] >= 0:
                 history.append(tokens[i])
+        logprobs: dict[int, TokenLogprob] = {}
+        if raw is not None:
+            drawn = torch.tensor([tokens[i] for i in layout.logprobs])
+            own, values, ids = (t.tolist() for t in top_logprobs(raw, drawn, layout.num_top))
+            logprobs = logprobs_by_row(layout, rows, tokens, own, values, ids)
         return SampleOutput(
             tokens=tokens,
-            logprobs={} if raw is None else _logprobs(raw, layout, rows, tokens),
+            logprobs=logprobs,
             failed={rows[i]: NOT_FINITE for i in bad},
         )
 
-    def _layout_of(self, rows: Sequence[int]) -> _Layout:
+    def _layout_of(self, rows: Sequence[int]) -> Layout:
         wanted = tuple(rows)  # itself, where it is one: most often the very one of last time
         if self._layout is None or (wanted is not self._rows and wanted != self._rows):
-            self._layout = _Layout(self._table, wanted)
-            self._rows = wanted
+            layout, table = Layout(self._table, wanted), self._table
+            slots = layout.slots[layout.drawn]
+            self._draws = ops.Draws(
+                layout.drawn, table.top_k[slots], table.settings[slots], table.origin[slots]
+            )
+            self._layout, self._rows = layout, wanted
         return self._layout
 
     def _draw(
         self,
         logits: torch.Tensor,
-        layout: _Layout,
+        layout: Layout,
         positions: Sequence[int] | NDArray[np.int64],
         bad: list[int],
         tokens: list[int],
@@ -153,19 +137,17 @@ class Sampler:
                 for i, token in zip(touched, x[touched].argmax(-1).tolist(), strict=True):
                     tokens[i] = token
             bad += self._masked_out(x, layout, positions)
-        draws = layout.draws
-        if len(draws.rows):
-            drawn = draws.rows.tolist()
-            draws.origin.numpy()[:, 2] = np.asarray(positions)[drawn]
-            for i, token in zip(drawn, ops.draw(x, draws).tolist(), strict=True):
+        if layout.drawn:
+            self._draws.origin.numpy()[:, 2] = np.asarray(positions)[layout.drawn]
+            for i, token in zip(layout.drawn, ops.draw(x, self._draws).tolist(), strict=True):
                 tokens[i] = token
         return tokens
 
     def _masked_out(
-        self, x: torch.Tensor, layout: _Layout, positions: Sequence[int] | NDArray[np.int64]
+        self, x: torch.Tensor, layout: Layout, positions: Sequence[int] | NDArray[np.int64]
     ) -> list[int]:
         """Rows in which min_tokens bans every token the model would allow: nothing to draw."""
-        below = [i for i, floor in layout.floors if positions[i] < floor]
+        below = layout.below_floor(positions)
         if not below:
             return []
         is_open = x[below].amax(-1).isfinite().tolist()
@@ -175,66 +157,65 @@ class Sampler:
         return closed
 
     def _edit(
-        self, x: torch.Tensor, layout: _Layout, positions: Sequence[int] | NDArray[np.int64]
+        self, x: torch.Tensor, layout: Layout, positions: Sequence[int] | NDArray[np.int64]
     ) -> list[int]:
         """Bias, min_tokens mask and penalties, in place in x [S, V]; the greedy rows it touched."""
         flat, vocab = x.view(-1), x.shape[1]
-        below = [i for i, floor in layout.floors if positions[i] < floor]
-        biased = [i for i in layout.edited if layout.states[i].bias_ids.size]
-        if biased:
-            ids = np.concatenate([layout.states[i].bias_ids + i * vocab for i in biased])
-            values = np.concatenate([layout.states[i].bias_values for i in biased])
-            flat.index_add_(0, torch.from_numpy(ids), torch.from_numpy(values))
+        below = layout.below_floor(positions)
+        if biases := layout.biases(vocab):
+            ids, values = map(torch.from_numpy, biases)
+            flat.index_add_(0, ids, values)
         if below:
-            ids = np.concatenate([layout.states[i].stop_ids + i * vocab for i in below])
-            flat.index_fill_(0, torch.from_numpy(ids), -torch.inf)
+            flat.index_fill_(0, torch.from_numpy(layout.masked(below, vocab)), -torch.inf)
         _penalise(flat, vocab, layout)
         edited = {*below, *layout.edited}
         return [i for i in layout.greedy if i in edited]
 
 
-def _penalise(flat: torch.Tensor, vocab: int, layout: _Layout) -> None:
+def _penalise(flat: torch.Tensor, vocab: int, layout: Layout) -> None:
     """Repetition, then frequency and presence, on the tokens of each row's history alone."""
-    ids, repetition, minus = [], [], []
-    for i in layout.edited:
-        params, history = layout.states[i].params, layout.states[i].history
-        if history is None:
-            continue
-        counts = history.counts
-        ids.append(history.ids + i * vocab)
-        repetition.append(np.full(counts.shape, params.repetition_penalty, dtype=np.float32))
-        minus.append(
-            np.float32(params.frequency_penalty) * counts
-            + np.float32(params.presence_penalty) * (counts > 0)
-        )
-    if not ids:
+    held = [(i, h) for i in layout.edited if (h := layout.states[i].history) is not None]
+    if not held:
         return
-    at = torch.from_numpy(np.concatenate(ids))
-    factor = torch.from_numpy(np.concatenate(repetition))
-    values = flat.index_select(0, at)
-    values = torch.where(values > 0, values / factor, values * factor)
-    values -= torch.from_numpy(np.concatenate(minus).astype(np.float32, copy=False))
+    sizes = [len(history.ids) for _, history in held]
+    settings = np.array([layout.states[i].penalties for i, _ in held], np.float32).repeat(sizes, 0)
+    at = torch.from_numpy(np.concatenate([history.ids + i * vocab for i, history in held]))
+    counts = torch.from_numpy(np.concatenate([history.counts for _, history in held]))
+    values = penalised(flat.index_select(0, at), counts, torch.from_numpy(settings))
     flat.index_copy_(0, at, values)
 
 
-def _logprobs(
-    raw: torch.Tensor, layout: _Layout, rows: Sequence[int], tokens: list[int]
-) -> dict[int, TokenLogprob]:
-    """Log-softmax of the raw logits [L, V] of the rows that asked, and the best ones of each."""
+def penalised(values: torch.Tensor, counts: torch.Tensor, settings: torch.Tensor) -> torch.Tensor:
+    """Logits of tokens that a row has seen, after its penalties; shapes broadcast.
+
+    counts    how often each was output, fp32; 0: it is in the prompt alone
+    settings  [..., 3]: repetition, frequency and presence penalty
+    """
+    repetition, frequency, presence = settings.unbind(-1)
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    return values - (frequency * counts + presence * (counts > 0))
+
+
+def top_logprobs(
+    raw: torch.Tensor, drawn: torch.Tensor, num_top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-softmax of logits [L, V] fp32: of tokens `drawn` [L], and the num_top best of each row
+    with their ids -> [L], [L, num_top], [L, num_top]. A failed row's -1 gets anything."""
     logs = torch.log_softmax(raw, -1)
-    drawn = [max(0, tokens[i]) for i in layout.logprobs]
-    own = logs.gather(1, torch.tensor(drawn).unsqueeze(1))[:, 0].tolist()
-    values, ids = torch.topk(logs, min(layout.num_top, logs.shape[1]))
+    own = logs.gather(1, drawn.clamp(min=0).unsqueeze(1))[:, 0]
+    values, ids = torch.topk(logs, min(num_top, logs.shape[1]))
+    return own, values, ids
+
+
+def logprobs_by_row(
+    layout: Layout, rows: Sequence[int], tokens: list[int],
+    own: list[float], values: list[list[float]], ids: list[list[int]],
+) -> dict[int, TokenLogprob]:  # fmt: skip
+    """What top_logprobs found, as lists, for the rows of layout.logprobs that did not fail."""
     out: dict[int, TokenLogprob] = {}
-    for n, (i, best, best_ids) in enumerate(
-        zip(layout.logprobs, values.tolist(), ids.tolist(), strict=True)
-    ):
+    for n, i in enumerate(layout.logprobs):
         if tokens[i] < 0:
             continue
-        top = list(zip(best_ids, best, strict=True))[: layout.states[i].params.logprobs]
+        top = list(zip(ids[n], values[n], strict=True))[: layout.states[i].params.logprobs]
         out[rows[i]] = TokenLogprob(token_id=tokens[i], logprob=own[n], top=tuple(top))
     return out
-
-
-def _where(is_so: NDArray[np.bool_]) -> list[int]:
-    return np.flatnonzero(is_so).tolist()

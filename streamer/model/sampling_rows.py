@@ -1,6 +1,7 @@
 """What sampling remembers of each resident row: parameters, bounded ids, token history.
 
-Owns RowTable, RowState and History; holds no logits and draws nothing. Called by sampler.py.
+Owns RowTable, RowState, Layout and History; holds no logits and draws nothing. Called by sampler.py
+and device_sampler.py.
 """
 
 from __future__ import annotations
@@ -101,6 +102,12 @@ class RowState:
             self.history = History(prompt + output, len(prompt))
 
     @property
+    def penalties(self) -> tuple[float, float, float]:
+        """Repetition, frequency and presence."""
+        params = self.params
+        return params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+
+    @property
     def is_edited(self) -> bool:
         """Whether anything but the temperature changes this row's logits (min_tokens apart)."""
         return bool(self.bias_ids.size) or self.history is not None
@@ -146,3 +153,46 @@ class RowTable:
         if absent := [row for row, state in zip(rows, found, strict=True) if state is None]:
             raise ValueError(f"rows {absent} did not join")
         return found  # type: ignore[return-value]  # none is absent
+
+
+class Layout:
+    """What a fixed list of rows needs, worked out when the list changes; indices are into it.
+
+    slots        [rows] int64: the rows themselves
+    edited       rows with bias or history
+    floors       (index, first position without the min_tokens mask)
+    greedy       indices of rows that take the best;  drawn: of the others
+    logprobs     indices of rows that asked, num_top how many at most
+    """
+
+    def __init__(self, table: RowTable, rows: Sequence[int]) -> None:
+        self.states = table.states_of(rows)
+        at = self.slots = np.array(rows, np.int64)
+        is_greedy, floor, num_top = table.is_greedy[at], table.floor[at], table.num_top[at]
+        self.edited = _where(table.is_edited[at])
+        self.floors = [(i, int(floor[i])) for i in _where(floor > 0)]
+        self.logprobs = _where(num_top >= 0)
+        self.num_top = max(0, int(num_top.max(initial=0)))
+        self.greedy = _where(is_greedy)
+        self.drawn = _where(~is_greedy)
+        self.is_plain_greedy = not (self.drawn or self.edited or self.floors)
+
+    def below_floor(self, positions: Sequence[int] | NDArray[np.int64]) -> list[int]:
+        """Rows whose stop ids are masked at these positions."""
+        return [i for i, floor in self.floors if positions[i] < floor]
+
+    def biases(self, width: int) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
+        """Bias of all rows: where in their flattened logits [rows * width], and how much."""
+        biased = [i for i in self.edited if self.states[i].bias_ids.size]
+        if not biased:
+            return None
+        ids = np.concatenate([self.states[i].bias_ids + i * width for i in biased])
+        return ids, np.concatenate([self.states[i].bias_values for i in biased])
+
+    def masked(self, below: Sequence[int], width: int) -> NDArray[np.int64]:
+        """Where in the flattened logits the stop ids of these rows are; `below` is not empty."""
+        return np.concatenate([self.states[i].stop_ids + i * width for i in below])
+
+
+def _where(is_so: NDArray[np.bool_]) -> list[int]:
+    return np.flatnonzero(is_so).tolist()

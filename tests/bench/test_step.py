@@ -7,15 +7,15 @@ import io
 
 from rich.console import Console
 
-from streamer.bench.step import NUM_CALLS, measure, report
+from streamer.bench.step import NUM_CALLS, Case, measure, report
 
 DEADLINE_S = 60.0
 
 
 async def test_calls_make_steps_longer_and_a_busy_loop_writes() -> None:
     async with asyncio.timeout(DEADLINE_S):
-        plain = await measure(0, False, 4, 0.2)
-        busy = await measure(NUM_CALLS, True, 4, 0.2)
+        plain = await measure(Case(), False, 4, 0.2)
+        busy = await measure(Case(num_calls=NUM_CALLS), True, 4, 0.2)
     assert (plain.runner, plain.loop, plain.frames_per_s) == ("fake", "idle", 0.0)
     assert (busy.runner, busy.loop) == (f"{NUM_CALLS} calls", "busy")
     assert plain.num_steps > 10

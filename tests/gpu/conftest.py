@@ -18,6 +18,12 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
+def quantizing(backend: str) -> str:
+    """The backends that have INT8 and FP8 pools: here all of them."""
+    return backend
+
+
+@pytest.fixture
 def device() -> str:
     """Where tests that know the GPU's kernels by name run them."""
     return "cuda"

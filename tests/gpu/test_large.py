@@ -5,6 +5,7 @@ Small in what they compute, so that they take seconds; they need 10 GB.
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.gpu.on_device import require_cuda
@@ -43,6 +44,49 @@ def test_blocks_beyond_two_to_the_31(device: str) -> None:
     assert torch.equal(outs[0], outs[1])
     backend.copy_blocks(pool, torch.tensor([blocks - 1]), torch.tensor([blocks - 2]))
     assert torch.equal(pool[-2, 15], pool[-1, 15])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("queries", [1, 64])
+def test_sums_over_131072_keys(device: str, dtype: torch.dtype, queries: int) -> None:
+    """Against float64 on what the pool holds: one decode, and the end of a prompt in one program.
+
+    All values are positive and all keys alike, so that what a sum drops is dropped each time.
+    """
+    from streamer.kernels import ops, quantized
+    from streamer.kernels.gpu import backend
+
+    context, dim, block = 131_072, 128, 16
+    count = context // block
+    rng = torch.Generator().manual_seed(0)
+    k = torch.randn(context, 1, dim, generator=rng).mul_(0.1).to(device, torch.bfloat16)
+    v = torch.rand(context, 1, dim, generator=rng).add_(0.5).to(device, torch.bfloat16)
+    q = torch.randn(queries, 4, dim, generator=rng).to(device, torch.bfloat16)
+    layer = ops.layer_view(backend.new_pool(count, 1, block, 1, dim, dtype, device), 0)
+    table = torch.randperm(count, generator=rng).to(device)
+    slots = (table[:, None] * block + torch.arange(block, device=device)).view(-1)
+    common = {"block_tables": table[None], "block_size": block}
+    whole = ops.AttentionBatch(query_lens=[context], context_lens=[context], slots=slots, **common)
+    backend.store_kv(k, v, layer, whole)
+    step = ops.AttentionBatch(
+        query_lens=[queries], context_lens=[context], slots=slots[-queries:], **common
+    )
+    out = backend.paged_attention(q, layer, step, dim**-0.5, **NO_OPTIONS).double()  # type: ignore[arg-type]
+    read = []
+    for x in (k, v):
+        wide = x.double()
+        if dtype in quantized.LIMITS:
+            codes, scales = quantized.quantize(x, dtype)
+            wide = codes.double() * scales.double().unsqueeze(-1)
+        read.append(wide[:, 0])
+    scores = torch.einsum("qhd,kd->hqk", q.double(), read[0]) * dim**-0.5
+    hidden = torch.ones(queries, context, dtype=torch.bool, device=device).triu(
+        context - queries + 1
+    )
+    weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
+    expected = torch.einsum("hqk,kd->qhd", weights, read[1])
+    # Half a step of the bfloat16 that comes out is 2**-9; sums may add as much again.
+    assert float(((out - expected) / expected).abs().max()) < 2**-8
 
 
 def test_rows_beyond_two_to_the_31(device: str) -> None:

@@ -15,5 +15,6 @@ from tests.kernels.test_gpu_norm import *  # noqa: E402, F403
 from tests.kernels.test_gpu_sample import *  # noqa: E402, F403
 from tests.kernels.test_linear import *  # noqa: E402, F403
 from tests.kernels.test_ops import *  # noqa: E402, F403
+from tests.kernels.test_quantized import *  # noqa: E402, F403
 
 pytestmark = pytest.mark.usefixtures("backend")

@@ -2,7 +2,8 @@
 
 Triton needs no device to compile, only to be told of one. The launchers run on CPU tensors, and
 stop short of the launch. Prints one JSON line a kernel: name, what it was for, bytes of stack
-(registers that did not fit), bytes of shared memory. Called by test_gpu_compile.py.
+(registers that did not fit), bytes of shared memory, what its tensor core products multiply, and
+whether their sums are added outside of it. Called by test_gpu_compile.py.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from streamer.kernels import ops
 from tests.kernels.oracle import Case
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+PRODUCT = re.compile(r"mma\S*\.f32\.(\w+\.\w+)")
 MIXED, DECODES = [(1, 600), (70, 80)], [(1, 600), (1, 40)]
 NO_OPTIONS = {"sliding_window": None, "softcap": None, "sinks": None}
 
@@ -54,20 +56,27 @@ def stack_bytes(cubin: bytes) -> int:
     return sum(int(n) for n in re.findall(r"(?:STACK|LOCAL):(\d+)", usage))
 
 
-def attention(dtype: torch.dtype, shape: tuple[int, int, int], rows: Any, **options: Any) -> None:
+def attention(
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
+    rows: Any,
+    kv_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> None:
     """Attention of (query heads, KV heads, head_dim)."""
     from streamer.kernels.gpu import backend
 
     heads, kv_heads, dim = shape
     case = Case(rows, heads=heads, kv_heads=kv_heads, dim=dim, block=16)
-    layer = ops.layer_view(case.pool.to(dtype), case.layer)
+    pool = backend.new_pool(4, 3, 16, kv_heads, dim, kv_dtype or dtype, "cpu")
+    layer = ops.layer_view(pool, case.layer)
     q = torch.cat(case.q).to(dtype)
     backend.paged_attention(q, layer, case.batch(), 0.1, **{**NO_OPTIONS, **options})
 
 
 def small_ops(dtype: torch.dtype) -> None:
     """Everything but attention, once."""
-    from streamer.kernels.gpu import activation, backend, decode_step, norm, sample
+    from streamer.kernels.gpu import activation, backend, decode_step, sample
 
     case = Case(MIXED, heads=4, kv_heads=2, dim=128, block=16)
     layer, batch = ops.layer_view(case.pool.to(dtype), 1), case.batch()
@@ -80,7 +89,6 @@ def small_ops(dtype: torch.dtype) -> None:
     backend.rope_and_store(qkv, tables, positions, layer, batch, None, 0.0)
     backend.rope_and_store(qkv, tables, positions, layer, batch, norms, 1e-6)
     backend.rms_norm(qkv, weight, 1e-6, positions)
-    norm.add_rms_norm(qkv, qkv, weight, 1e-6)
     for name in activation.ACTIVATIONS:
         activation.gate(qkv, name)
     backend.embedding(positions, qkv)
@@ -90,9 +98,27 @@ def small_ops(dtype: torch.dtype) -> None:
     draws = ops.Draws([0] * 4, [1] * 4, [(1.0, 0.9, 0.0)] * 4, np.zeros((4, 5), np.uint32))
     backend.draw(logits, draws)
     sample.sample(logits, rows, slots, slots, has_filters=False)
+    sample.sample(logits, rows, slots, slots, has_filters=True)  # as recorded decodes do
     step = decode_step.DecodeStep(decode_step.RowState(8, 4, 16, "cpu"), 8)
     step.prepare()
     step.commit(step.tokens)
+
+
+def quantized_stores(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    """What writes codes and scales."""
+    from streamer.kernels.gpu import backend
+
+    case = Case(MIXED, heads=4, kv_heads=2, dim=128, block=16)
+    layer, batch = (
+        ops.layer_view(backend.new_pool(4, 2, 16, 2, 128, kv_dtype, "cpu"), 1),
+        case.batch(),
+    )
+    qkv = torch.zeros(batch.num_tokens, 8 * 128, dtype=dtype)
+    tables = backend.rope_tables(torch.zeros(700, 64), dtype)
+    positions = torch.zeros(batch.num_tokens, dtype=torch.int64)
+    norms = qkv[0, :128], qkv[0, :128]
+    backend.store_kv(case.new_k().to(dtype), case.new_v().to(dtype), layer, batch)
+    backend.rope_and_store(qkv, tables, positions, layer, batch, norms, 1e-6)
 
 
 def main() -> None:
@@ -103,7 +129,9 @@ def main() -> None:
     def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         compiled = compile_and_launch(kernel, *args, grid=grid, warmup=True, **kwargs)
         stack, shared = stack_bytes(compiled.asm["cubin"]), compiled.metadata.shared
-        print(json.dumps([kernel.__name__, label, stack, shared]), flush=True)
+        factors = sorted(set(PRODUCT.findall(compiled.asm["ptx"])))
+        is_apart = "math.fma" in compiled.asm["ttgir"]
+        print(json.dumps([kernel.__name__, label, stack, shared, factors, is_apart]), flush=True)
         return compiled
 
     JITFunction.run = compile_only
@@ -115,6 +143,12 @@ def main() -> None:
     attention(bf16, (16, 8, 128), DECODES)
     attention(bf16, (32, 8, 64), MIXED, sliding_window=128, sinks=sinks)
     attention(bf16, (8, 4, 256), MIXED, sliding_window=4096, softcap=50.0)
+    label = "codes"
+    for kv_dtype in (torch.int8, torch.float8_e4m3fn):
+        quantized_stores(bf16, kv_dtype)
+        attention(bf16, (16, 8, 128), MIXED, kv_dtype)
+        attention(bf16, (32, 8, 128), DECODES, kv_dtype)
+        attention(bf16, (8, 4, 256), MIXED, kv_dtype, sliding_window=4096, softcap=50.0)
     label = "fp32"
     attention(torch.float32, (8, 4, 128), MIXED)
 

@@ -34,6 +34,21 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         yield name
 
 
+@pytest.fixture(params=["torch", "triton"])
+def quantizing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Like `backend`, of those that have INT8 and FP8 pools."""
+    name: str = request.param
+    if name == "triton":
+        skip_without_interpreter()
+        from streamer.kernels.gpu import backend as gpu
+
+        monkeypatch.setattr(ops, "_backend", gpu)
+    else:
+        monkeypatch.setattr(ops, "_backend", reference)
+    with np.errstate(all="ignore"):
+        yield name
+
+
 def skip_without_interpreter() -> None:
     """Where Triton can't interpret CPU tensors in this process."""
     if importlib.util.find_spec("triton") is None:

@@ -35,7 +35,10 @@ def test_every_kernel_compiles_and_keeps_to_its_registers(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr[-3000:]
     seen = [json.loads(line) for line in done.stdout.splitlines()]
     assert {name for name, *_ in seen} == KERNELS
-    for name, label, stack, shared in seen:
+    for name, label, stack, shared, factors, is_apart in seen:
         assert shared <= SHARED_BYTES, (name, label)
-        if label == "bf16":
+        if label != "fp32":
             assert stack <= 0, (name, stack)
+        if name == "_attention_kernel" and label != "fp32":
+            assert {factor.split(".f32")[0] for factor in factors} == {"bf16.bf16"}
+            assert is_apart == (label == "codes")  # attention_tile.py: two levels

@@ -99,9 +99,10 @@ def test_steps_need_no_host_data(device: str) -> None:
 def test_a_failed_row_leaves_a_token_that_can_be_read(device: str) -> None:
     from streamer.kernels.gpu.decode_step import DecodeStep, RowState
 
-    state = RowState(3, 2, BLOCK, device)
+    state = RowState(201, 2, BLOCK, device)
     step = DecodeStep(state, 200)  # more than one program
-    step.chosen[199] = 1
+    state.latest.fill_(9)
+    state.chosen[199] = 1
     step.commit(torch.full((200,), -1, dtype=torch.int64, device=device))
-    assert state.latest.tolist() == [0, 0, 0]
-    assert state.computed.tolist() == [0, 1, 0]
+    assert state.latest.tolist() == [9, 0, *[9] * 199]
+    assert state.computed.tolist() == [0, 1, *[0] * 199]

@@ -133,7 +133,10 @@ def test_settings_and_positions_on_the_device(device: str, has_filters: bool) ->
     filters = FILTERS if has_filters else [(0, 1.0, 0.0)] * 10
     settings, positions = SamplingRows(16, device), torch.arange(10) * 1000
     stored = draws_of(TEMPERATURES, filters, slots)
-    settings.set(stored)
+    of_slots = np.zeros(16, np.int64), np.ones((16, 3), np.float32), np.zeros((16, 5), np.uint32)
+    for table, part in zip(of_slots, (stored.top_k, stored.settings, stored.origin), strict=True):
+        table[slots] = part.numpy()
+    settings.packed.copy_(torch.from_numpy(settings.pack(*of_slots)))
     settings.settings[3, 0] = 0.0  # row 3 becomes greedy
     drawn = sample(
         logits.to(device),

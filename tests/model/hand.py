@@ -15,8 +15,10 @@ import torch
 from streamer.config import Config
 from streamer.core.plan import Chunk, Plan, RowJoin, StepResult, TableUpdate
 from streamer.core.sampling import SamplingParams
+from streamer.kernels import ops
 from streamer.kernels.ops import AttentionBatch
 from streamer.model.runner import CausalModel, ModelRunner, load_runner
+from tests.model.where import Where
 
 BLOCK = 16
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=1024)
@@ -161,21 +163,29 @@ class Hand:
 
 def make_runner(folder: Any, **settings: Any) -> ModelRunner:
     """A small runner of the checkpoint, in its own dtype."""
-    defaults = {"num_gpu_blocks_override": 64, "max_num_seqs": 8, "swap_space": 0.001}
+    defaults = {
+        "num_gpu_blocks_override": 64,
+        "max_num_seqs": 8,
+        "swap_space": 0.001,
+        "device": "cpu",
+    }
     config = Config(model=str(folder), load_progress=False, **{**defaults, **settings})
-    runner, _ = load_runner(config)
-    return runner
+    runner, _ = load_runner(config, Where.make())
+    return runner  # type: ignore[return-value]  # of the same doors
 
 
 @torch.inference_mode()
-def paged_logits(model: CausalModel, tokens: list[int], cuts: Sequence[int] = ()) -> torch.Tensor:
+def paged_logits(
+    model: CausalModel,
+    tokens: list[int],
+    cuts: Sequence[int] = (),
+    kv_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """[len(tokens), V] of one sequence, computed in chunks that end at `cuts`."""
     blocks = -(-len(tokens) // BLOCK)
     table = torch.randperm(blocks + 3, generator=torch.Generator().manual_seed(1))[None, :blocks]
-    pool = torch.zeros(
-        (blocks + 3, model.num_layers, 2, model.num_kv_heads, BLOCK, model.head_dim),
-        dtype=model.dtype,
-    )
+    shape = (blocks + 3, model.num_layers, BLOCK, model.num_kv_heads, model.head_dim)
+    pool = ops.new_pool(*shape, kv_dtype or model.dtype)
     out, start = [], 0
     for end in [*cuts, len(tokens)]:
         positions = torch.arange(start, end)

@@ -1,21 +1,26 @@
 """Scheduler and runner without threads: what the parity suite runs against transformers.
 
+Plans are launched as far ahead as the runner says, as EngineCore does.
+
 The policy is the scheduler's own; `costs` only replaces what the runner measured, so that a test
 can choose between swap and recompute as a machine with those costs would.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 
 import msgspec
 
 from streamer.config import Config
-from streamer.core.plan import Add, Finish, StepStats
+from streamer.core.plan import Add, Finish, Plan, StepStats
 from streamer.core.prefix import BlockHasher
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler, SchedulerConfig
+from streamer.engine.core import InFlight
 from streamer.model.runner import load_runner
+from tests.model.where import Where
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -31,10 +36,17 @@ class SyncEngine:
             model=str(folder),
             load_progress=False,
             **(  # type: ignore[arg-type]
-                {"dtype": "float32", "num_gpu_blocks_override": 512, "swap_space": 0.01} | settings
+                {
+                    "dtype": "float32",
+                    "device": "cpu",
+                    "num_gpu_blocks_override": 512,
+                    "swap_space": 0.01,
+                }
+                | settings
             ),
         )
-        self.runner, self.info = load_runner(config)
+        self.runner, self.info = load_runner(config, Where.make())
+        self._launched: deque[tuple[Plan, InFlight]] = deque()
         self.costs = costs or {}
         self.check = check
         self.scheduler = Scheduler(
@@ -60,20 +72,28 @@ class SyncEngine:
     def add(
         self, request_id: str, prompt: list[int], max_tokens: int,
         params: SamplingParams = GREEDY, *, share_with: str | None = None,
+        stop_ids: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
-        """Queue a request; its own end tokens are ordinary tokens, as in the oracle."""
+        """Queue a request; the model's end tokens are ordinary tokens, as in the oracle."""
         params = msgspec.structs.replace(params, max_tokens=max_tokens, seed=params.seed or 7)
         for choice in range(params.n):
             self.tokens[request_id, choice] = []
-        self.scheduler.command(Add(request_id, tuple(prompt), params, share_with=share_with))
+        self.scheduler.command(
+            Add(request_id, tuple(prompt), params, stop_ids, share_with=share_with)
+        )
 
     def step(self) -> bool:
         """One iteration; False when nothing is left to do."""
-        facts = msgspec.structs.replace(self.runner.facts(), **self.costs)
-        plan = self.scheduler.schedule(facts)
-        if plan is None:
+        while len(self._launched) <= self.runner.depth:
+            facts = msgspec.structs.replace(self.runner.facts(), **self.costs)
+            launched = self.scheduler.schedule(facts)
+            if launched is None:
+                break
+            self._launched.append((launched, self.runner.launch(launched)))
+        if not self._launched:
             return False
-        out = self.scheduler.apply(plan, self.runner.launch(plan).collect())
+        plan, in_flight = self._launched.popleft()
+        out = self.scheduler.apply(plan, in_flight.collect())
         if self.check:
             self.scheduler.check()
         self.steps += 1

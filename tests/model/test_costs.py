@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from streamer.core.plan import Facts
-from streamer.model.costs import Costs
+from streamer.model.costs import Costs, probe_copy
 
 
 def test_prefill_is_learned_from_prefill_steps() -> None:
     """Decode-only steps do not count; later ones weigh a fifth."""
-    costs = Costs(1000)
+    costs = Costs(1000, probe_copy)
     costs.saw_step(9.0, 4, 0)
     costs.saw_step(9.0, 0, 0)
     assert costs.facts(0).prefill_s == Facts().prefill_s
@@ -23,7 +23,7 @@ def test_prefill_is_learned_from_prefill_steps() -> None:
 
 def test_swaps_move_the_bandwidth() -> None:
     """Slow copies lower it, and it stays positive however short one seems."""
-    costs = Costs(1000)
+    costs = Costs(1000, probe_copy)
     before = costs.facts(0)
     assert before.swap_bytes_per_s > 1e6
     for _ in range(50):

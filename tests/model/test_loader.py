@@ -132,13 +132,13 @@ def test_an_unknown_dtype() -> None:
 
 def test_the_progress_bar_counts_layers(capsys: pytest.CaptureFixture[str]) -> None:
     """It names the model and reaches the total, on stderr."""
-    with progress_bar("tiny", 3, True) as advance:
+    with progress_bar("Loading tiny", 3, "layers", True) as advance:
         for _ in range(3):
             advance()
     err = capsys.readouterr().err
     assert "Loading tiny" in err
     assert "3/3 layers" in err
-    with progress_bar("tiny", 3, False) as advance:
+    with progress_bar("Loading tiny", 3, "layers", False) as advance:
         advance()
     assert capsys.readouterr().err == ""
 

@@ -43,6 +43,19 @@ def test_the_host_pool_leaves_room() -> None:
     assert pools(GIB, gpu_memory_utilization=1.0).num_host_blocks == 0
 
 
+def test_a_gpu_has_memory_of_its_own() -> None:
+    """Nine tenths of it if nothing is said; swap space is at most half of the free host memory."""
+
+    def on_gpu(host_free: int, **settings: Any) -> PoolSizes:
+        return plan_pools(
+            Config(**settings), block_bytes=MIB, model_limit=4096, free=GIB, host_free=host_free
+        )
+
+    assert on_gpu(64 * GIB) == PoolSizes(921, 256, 4096)
+    assert on_gpu(64 * GIB, swap_space=4.0, gpu_memory_utilization=1.0).num_host_blocks == 4096
+    assert on_gpu(GIB, swap_space=4.0, gpu_memory_utilization=0.5) == PoolSizes(512, 512, 4096)
+
+
 def test_the_context_shrinks_to_the_pool() -> None:
     """128 MiB hold 64 blocks, 1024 tokens of the model's 4096."""
     assert pools(128 * MIB).max_model_len == 1024

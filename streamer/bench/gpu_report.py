@@ -1,0 +1,233 @@
+"""What `streamer bench gpu` says: figures, each beside its target, as lines, a table and JSON.
+
+Values and their printing; measures nothing. Used by gpu.py and the sections beside it.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from streamer.errors import StreamerError
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+PACKAGES = ("torch", "triton", "transformers", "numpy")
+TINY = "tiny shapes: they exercise the code and say nothing about speed"
+
+
+class OutOfTime(StreamerError):
+    """A section has used up its seconds."""
+
+
+class Figure(msgspec.Struct, frozen=True):
+    """One measured number.
+
+    what       of which model or shape
+    measure    what was measured;  unit  its unit
+    note       what it stands beside, or how it was taken
+    target     what it should reach (None: none is set), at most which where `is_ceiling`
+    """
+
+    section: str
+    what: str
+    measure: str
+    value: float
+    unit: str
+    note: str = ""
+    target: float | None = None
+    is_ceiling: bool = False
+
+    @property
+    def is_met(self) -> bool | None:
+        """Whether the target is met; None without one."""
+        if self.target is None:
+            return None
+        return self.value <= self.target if self.is_ceiling else self.value >= self.target
+
+
+class Part(msgspec.Struct, frozen=True):
+    """What a section found, and what went wrong with it, or ""."""
+
+    figures: list[Figure]
+    failure: str = ""
+
+
+class Results(msgspec.Struct, frozen=True):
+    """A whole run, as its JSON has it. `failures`: section -> what went wrong."""
+
+    device: str
+    date: str
+    is_tiny: bool
+    note: str
+    versions: dict[str, str]
+    seconds: dict[str, float]
+    figures: list[Figure]
+    met: dict[str, bool]
+    failures: dict[str, str]
+
+
+class Report:
+    """One section's way to say what it does and finds, within its seconds."""
+
+    def __init__(
+        self,
+        section: str,
+        budget_s: float,
+        say: Callable[[str], None],
+        console: Console,
+        *,
+        has_targets: bool = True,
+        file: Path | None = None,
+    ) -> None:
+        """Without `has_targets` none is kept: tiny shapes have none. `file` has the latest part."""
+        self.part = Part([])
+        self._file = file
+        self._section = section
+        self._budget_s = budget_s
+        self._began = time.perf_counter()
+        self._say = say
+        self._console = console
+        self._has_targets = has_targets
+
+    def doing(self, what: str) -> None:
+        """Show what goes on; OutOfTime where the section's seconds are over."""
+        self.check()
+        self._say(f"{self._section}: {what}")
+
+    def check(self) -> None:
+        """OutOfTime where the section's seconds are over."""
+        if self.left_s <= 0:
+            raise OutOfTime(f"not done within its {self._budget_s:g} s")
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that the section has left."""
+        return self._budget_s - (time.perf_counter() - self._began)
+
+    def add(
+        self,
+        what: str,
+        measure: str,
+        value: float,
+        unit: str,
+        note: str = "",
+        *,
+        target: float | None = None,
+        is_ceiling: bool = False,
+    ) -> None:
+        """One more figure; it stays though the section should fail later."""
+        target = target if self._has_targets else None
+        figure = Figure(self._section, what, measure, value, unit, note, target, is_ceiling)
+        self._keep(Part([*self.part.figures, figure]))
+        self._console.print(
+            f"{figure.section}: {what}, {measure}: {number(value)} {unit}", highlight=False
+        )
+
+    def fail(self, why: str) -> None:
+        """The section's end, and why."""
+        self._keep(Part(self.part.figures, why))
+
+    def _keep(self, part: Part) -> None:
+        """A process that dies in the middle leaves what it has found."""
+        self.part = part
+        if self._file is not None:
+            self._file.write_bytes(msgspec.json.encode(part))
+
+
+def number(value: float) -> str:
+    """Three digits that matter, thousands in groups."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the processor's kind."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU"
+
+
+def versions() -> dict[str, str]:
+    """Of Python, the driver's CUDA and the packages that matter."""
+    import torch
+
+    found = {"python": platform.python_version(), "cuda": str(torch.version.cuda)}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def results(
+    device: torch.device,
+    figures: list[Figure],
+    failures: dict[str, str],
+    seconds: dict[str, float],
+    *,
+    is_tiny: bool,
+) -> Results:
+    """Everything of a run, dated now."""
+    return Results(
+        device=device_name(device),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        is_tiny=is_tiny,
+        note=TINY if is_tiny else "",
+        versions=versions(),
+        seconds=seconds,
+        figures=figures,
+        met={
+            f"{f.section}: {f.what}, {f.measure}": f.is_met for f in figures if f.is_met is not None
+        },
+        failures=failures,
+    )
+
+
+def print_table(console: Console, found: Results) -> None:
+    """All figures; where a target is set, whether it was met."""
+    from rich.table import Table
+
+    title = f"{found.device}, {found.date[:10]}" + (f" ({found.note})" if found.note else "")
+    table = Table(title=title)
+    for name in ("section", "what", "measure", "value", "target", "met", "beside"):
+        table.add_column(name, justify="right" if name in ("value", "target") else "left")
+    for f in found.figures:
+        target, met = "", ""
+        if f.target is not None:
+            target = f"{'<=' if f.is_ceiling else '>='} {number(f.target)}"
+            met = "yes" if f.is_met else "no"
+        value = f"{number(f.value)} {f.unit}"
+        table.add_row(f.section, f.what, f.measure, value, target, met, f.note)
+    for section, why in found.failures.items():
+        table.add_row(section, "", "failed", "", "", "", why)
+    console.print(table)
+
+
+def write(found: Results, out: Path) -> None:
+    """As JSON, readable."""
+    out.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+
+
+def default_out(device: torch.device) -> Path:
+    """loadtest/results/gpu-<device>.json where that folder is here, else in this one."""
+    folder = Path("loadtest/results")
+    slug = "-".join(device_name(device).lower().replace("/", " ").split())
+    return (folder if folder.is_dir() else Path()) / f"gpu-{slug}.json"
+
+
+def describe(error: BaseException) -> str:
+    """An error in a line, with its kind unless it is one of ours."""
+    kind = "" if isinstance(error, StreamerError) else f"{type(error).__name__}: "
+    return f"{kind}{error}".splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,119 @@
+"""tests/model's suites on a CUDA device: plans by hand, parity, preemption, seeds; and races.
+
+The same functions, with runners made on CUDA. Bit equality between batch shapes is not among them:
+cuBLAS chooses its kernel by the number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.on_device import require_cuda
+
+require_cuda()
+
+from streamer.kernels import ops  # noqa: E402
+from streamer.model.device import CudaDevice, CudaStream  # noqa: E402
+from tests.model import test_parity as parity  # noqa: E402
+from tests.model.conftest import checkpoint, reference  # noqa: E402
+from tests.model.test_cuda_runner import KINDS, SWAP, serve  # noqa: E402
+from tests.model.test_parity import *  # noqa: E402, F403
+from tests.model.test_runner import (  # noqa: E402
+    test_a_fork_without_its_parents_prompt,
+    test_a_nan_row_fails_alone,
+    test_a_plan_without_rows,
+    test_greedy_equals_transformers,
+    test_recompute,
+    test_results_are_ascending_and_numbered,
+    test_swap_needs_its_copies,
+    test_swap_out_and_in,
+    test_wrong_plans,
+)
+from tests.model.test_seeded import *  # noqa: E402, F403
+from tests.model.where import Where  # noqa: E402
+
+__all__ = [
+    "checkpoint",
+    "reference",
+    "test_a_fork_without_its_parents_prompt",
+    "test_a_nan_row_fails_alone",
+    "test_a_plan_without_rows",
+    "test_greedy_equals_transformers",
+    "test_recompute",
+    "test_results_are_ascending_and_numbered",
+    "test_swap_needs_its_copies",
+    "test_swap_out_and_in",
+    "test_wrong_plans",
+]
+
+WHERE = torch.device("cuda", 0)
+SLEEP_CYCLES = 3_000_000  # 1.5 to 2 ms, longer than several steps of a tiny model
+
+
+@pytest.fixture(autouse=True)
+def _on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Where, "make", partial(CudaDevice, WHERE))
+
+
+class SlowStream(CudaStream):
+    """All that is queued here sleeps first; what a copy will write is spoilt at once."""
+
+    def run(self, work: Callable[[], None]) -> None:
+        """See CudaStream."""
+        if isinstance(work, partial) and work.func is ops.swap_blocks:
+            _, destination, pairs = work.args
+            with torch.cuda.stream(torch.cuda.default_stream(WHERE)):
+                destination[[block for _, block in pairs]] = torch.nan
+            torch.cuda.default_stream(WHERE).synchronize()
+
+        def late() -> None:
+            torch.cuda._sleep(SLEEP_CYCLES)
+            work()
+
+        super().run(late)
+
+
+class SlowCuda(CudaDevice):
+    """CUDA with streams that are slow: "copies" or "steps"."""
+
+    def __init__(self, slow: str) -> None:
+        super().__init__(WHERE)
+        if slow == "steps":
+            self.main = SlowStream(self.main.stream, True)
+        else:
+            self.out = SlowStream(self.out.stream, False)
+            self.into = SlowStream(self.into.stream, False)
+
+
+@pytest.mark.parametrize("policy", ["swap", "mixed"])
+@pytest.mark.parametrize("slow", ["copies", "steps"])
+def test_swaps_race_with_replays(
+    checkpoint: Any, oracle: Any, record_property: Any, monkeypatch: pytest.MonkeyPatch,
+    slow: str, policy: str,
+) -> None:  # fmt: skip
+    """Blocks that are freed while a step or a copy that touches them is on its way would show."""
+    monkeypatch.setattr(Where, "make", partial(SlowCuda, slow))
+    parity.test_64_requests_in_a_pool_that_preempts_at_least_50_times(
+        checkpoint, oracle, record_property, "llama", policy, 0
+    )
+
+
+def test_every_kind_of_row_is_drawn_alike_under_races(
+    checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Draws, penalties, bias, forks and log probabilities, alone and through slow swaps."""
+    folder = checkpoint("llama", 1)
+    asks = parity.mixed_asks(4, 12, longest=14, output=(14, 20))
+    alone = serve(folder, asks, KINDS, max_num_seqs=16)
+    monkeypatch.setattr(Where, "make", partial(SlowCuda, "copies"))
+    pressed = serve(
+        folder, asks, KINDS, costs=SWAP, num_gpu_blocks_override=14, max_num_seqs=6,
+        max_num_batched_tokens=24, block_size=8, max_model_len=48,
+    )  # fmt: skip
+    assert pressed.preemptions[0] >= 1
+    assert pressed.tokens == alone.tokens

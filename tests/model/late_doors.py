@@ -1,0 +1,74 @@
+"""The GPU's doors on CPU tensors, by plain torch: steps of the CUDA runner without the interpreter.
+
+A decode's batch, whose rows only the device knows, is read out of its tensors and computed as
+reference.py computes any other. Sampling and the making of steps are no doors: they stay Triton's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from streamer.kernels import ops, reference
+from streamer.kernels.batch import AttentionBatch
+
+
+class LateDoors:
+    """reference.py, for batches of decode_step.DecodeStep too."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(reference, name)
+
+    def rope_and_store(
+        self,
+        qkv: torch.Tensor,
+        tables: Any,
+        positions: torch.Tensor,
+        pool_layer: torch.Tensor,
+        batch: AttentionBatch,
+        *more: Any,
+    ) -> torch.Tensor:
+        """Padding stores nothing: q of rows alone, the others' means nothing."""
+        kept, real = _real(batch)
+        heads = qkv.shape[1] // pool_layer.shape[4] - 2 * pool_layer.shape[2]
+        q = torch.full((len(qkv), heads, pool_layer.shape[4]), torch.nan, dtype=qkv.dtype)
+        if len(kept):
+            q[kept] = reference.rope_and_store(
+                qkv[kept], tables, positions[kept], pool_layer, real, *more
+            )
+        return q
+
+    def store_kv(
+        self, k: torch.Tensor, v: torch.Tensor, pool_layer: torch.Tensor, batch: AttentionBatch
+    ) -> None:
+        """The same."""
+        kept, real = _real(batch)
+        if len(kept):
+            reference.store_kv(k[kept], v[kept], pool_layer, real)
+
+    def paged_attention(
+        self, q: torch.Tensor, pool_layer: torch.Tensor, batch: AttentionBatch, *a: Any, **b: Any
+    ) -> torch.Tensor:
+        """The same."""
+        kept, real = _real(batch)
+        out = torch.full_like(q, torch.nan)
+        if len(kept):
+            out[kept] = reference.paged_attention(q[kept], pool_layer, real, *a, **b)
+        return out
+
+
+def _real(batch: AttentionBatch) -> tuple[torch.Tensor, ops.AttentionBatch]:
+    """(which tokens are of rows, their batch)."""
+    rows = batch.derived.get("rows")
+    if rows is None:
+        return torch.arange(batch.num_tokens), batch
+    kept = (rows.contexts > 0).nonzero()[:, 0]
+    contexts = rows.contexts[kept].tolist()
+    return kept, AttentionBatch(
+        query_lens=[1] * len(kept),
+        context_lens=contexts,
+        block_tables=rows.tables[rows.tiles[kept, 2].long()],
+        slots=batch.slots[kept],
+        block_size=batch.block_size,
+    )
