@@ -21,7 +21,7 @@ export function Controls() {
       </button>
       <div class="segments" role="group" aria-label="Speed">
         {SPEEDS.map(([value, text, name]) => (
-          <button key={value} type="button" aria-label={name} title={name} aria-pressed={isPlaying && speed === value} onClick={() => steer((p) => p.play(value))}>
+          <button key={value} type="button" title={name} aria-pressed={isPlaying && speed === value} onClick={() => steer((p) => p.play(value))}>
             {text}
           </button>
         ))}
