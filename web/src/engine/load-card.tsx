@@ -1,6 +1,6 @@
 /** Starts and stops the small load, and says what to look at while it runs. */
 
-import { useEffect } from "preact/hooks";
+import { useEffect, useRef } from "preact/hooks";
 import { isConnected } from "../app/connection.ts";
 import type { StepStats } from "../client/index.ts";
 import { answers, isLoading, loadFault, LASTS_MS, startLoad, stopLoad } from "./load.ts";
@@ -46,6 +46,8 @@ function sights(stats: StepStats, shared: boolean): [string, string, boolean][] 
 
 export function LoadCard() {
   const frame = shown.value;
+  const wasShared = useRef(false); // it comes and goes by the second
+  if (!isLoading.value) wasShared.current = false;
   if (loadFault.value) {
     return (
       <p class="fault" role="alert">
@@ -54,12 +56,12 @@ export function LoadCard() {
     );
   }
   if (!isLoading.value || !frame) return null;
-  const isShared = frame.cells.device.some((cell) => (cell & 8) !== 0);
+  wasShared.current ||= frame.cells.device.some((cell) => (cell & 8) !== 0);
   return (
     <section class="card load" aria-labelledby="load-title">
       <h3 id="load-title">What to look at</h3>
       <dl>
-        {sights(frame.body.scheduler.stats, isShared).map(([name, text, isThere]) => (
+        {sights(frame.body.scheduler.stats, wasShared.current).map(([name, text, isThere]) => (
           <div key={name} data-there={isThere}>
             <dt>{name}</dt>
             <dd>{text}</dd>
