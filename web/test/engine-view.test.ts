@@ -55,6 +55,8 @@ test("a look's steps happened since the one before, or in the last quarter secon
   const second = frameOf(body([0]), 1260, first);
   const late = frameOf(body([0]), 9000, second);
   expect([first.from, second.from, late.from]).toEqual([750, 1000, 8750]);
+  const together = frameOf(body([0]), 9001, late); // held up, and then at once: no rate of thousands
+  expect([together.from, together.at]).toEqual([9000, 9240]);
 });
 
 // ---------------------------------------------------------------- the grid

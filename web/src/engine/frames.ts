@@ -7,6 +7,7 @@ export const STATES = ["free", "cached", "leaving", "private", "shared"] as cons
 export type BlockState = (typeof STATES)[number];
 
 export const INTERVAL_MS = 250; // the server's
+const SOONEST_MS = INTERVAL_MS - 10; // what comes sooner was held up on its way
 const QUIET_MS = 2 * INTERVAL_MS; // beyond it nothing had changed until the last interval
 
 /** One choice and its page table; `blocks` may end early, `numBlocks` counts all. */
@@ -57,8 +58,9 @@ export function countStates(cells: Uint8Array): Record<BlockState, number> {
   return counts;
 }
 
-export function frameOf(body: EngineBody, at: number, before: Frame | null): Frame {
+export function frameOf(body: EngineBody, now: number, before: Frame | null): Frame {
   const { device, host, requests } = body.scheduler;
+  const at = before ? Math.max(now, before.at + SOONEST_MS) : now;
   const isAfterQuiet = !before || at - before.at > QUIET_MS;
   return {
     from: isAfterQuiet ? at - INTERVAL_MS : before.at,

@@ -1,6 +1,6 @@
 /** Starts and stops the small load, and says what to look at while it runs. */
 
-import { useEffect } from "preact/hooks";
+import { useEffect, useRef } from "preact/hooks";
 import { isConnected } from "../app/connection.ts";
 import type { StepStats } from "../client/index.ts";
 import { answers, isLoading, loadFault, LASTS_MS, startLoad, stopLoad } from "./load.ts";
@@ -25,7 +25,7 @@ export function LoadButton() {
 function sights(stats: StepStats, shared: boolean): [string, string, boolean][] {
   const givenWay = stats.preemptions_swap + stats.preemptions_recompute;
   return [
-    ["Batching", `${stats.running} requests are in the same step: in the timeline their lanes grow side by side.`, stats.running > 1],
+    ["Batching", `${stats.running === 1 ? "1 request is" : `${stats.running} requests are`} in the step; more than one grow side by side in the timeline.`, stats.running > 1],
     ["Sharing", "Five readers have one system prompt. Its blocks are there once, with a dot, in all five page tables; so is what a fork has in common with its parent.", shared],
     [
       "Preemption",
@@ -46,6 +46,8 @@ function sights(stats: StepStats, shared: boolean): [string, string, boolean][] 
 
 export function LoadCard() {
   const frame = shown.value;
+  const wasShared = useRef(false); // it comes and goes by the second
+  if (!isLoading.value) wasShared.current = false;
   if (loadFault.value) {
     return (
       <p class="fault" role="alert">
@@ -54,12 +56,12 @@ export function LoadCard() {
     );
   }
   if (!isLoading.value || !frame) return null;
-  const isShared = frame.cells.device.some((cell) => (cell & 8) !== 0);
+  wasShared.current ||= frame.cells.device.some((cell) => (cell & 8) !== 0);
   return (
     <section class="card load" aria-labelledby="load-title">
       <h3 id="load-title">What to look at</h3>
       <dl>
-        {sights(frame.body.scheduler.stats, isShared).map(([name, text, isThere]) => (
+        {sights(frame.body.scheduler.stats, wasShared.current).map(([name, text, isThere]) => (
           <div key={name} data-there={isThere}>
             <dt>{name}</dt>
             <dd>{text}</dd>
