@@ -25,7 +25,7 @@ export function LoadButton() {
 function sights(stats: StepStats, shared: boolean): [string, string, boolean][] {
   const givenWay = stats.preemptions_swap + stats.preemptions_recompute;
   return [
-    ["Batching", `${stats.running} requests are in the same step: in the timeline their lanes grow side by side.`, stats.running > 1],
+    ["Batching", `${stats.running === 1 ? "1 request is" : `${stats.running} requests are`} in the step; more than one grow side by side in the timeline.`, stats.running > 1],
     ["Sharing", "Five readers have one system prompt. Its blocks are there once, with a dot, in all five page tables; so is what a fork has in common with its parent.", shared],
     [
       "Preemption",
