@@ -16,6 +16,7 @@ class Proxy:
 
     def __init__(self, server: Running, prefix: str) -> None:
         self._server = server
+        self.target = server  # may be changed: who comes next is brought to another
         self._prefix = prefix
         self._tasks: set[asyncio.Task[None]] = set()
         self._transports: set[asyncio.WriteTransport] = set()
@@ -73,7 +74,7 @@ class Proxy:
         if "\r\nupgrade:" not in head.lower():
             kept = [f for f in fields.split("\r\n") if not f.lower().startswith("connection:")]
             fields = "\r\n".join(["connection: close", *kept])
-        host, port = self._server.url.removeprefix("http://").split(":")
+        host, port = self.target.url.removeprefix("http://").split(":")
         far_reader, far_writer = await asyncio.open_connection(host, int(port))
         far_writer.write(
             f"{method} {path.removeprefix(self._prefix)} {version}\r\n{fields}".encode("latin-1")

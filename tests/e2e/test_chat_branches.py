@@ -9,6 +9,21 @@ from tests.e2e.conftest import OpenPage
 from tests.server.counting import check_counting
 from tests.server.running import BUNDLED, Running
 
+OTHER_TEXT = """() => new Promise((resolve) => {
+    indexedDB.open("streamer").onsuccess = ({ target }) => {
+        const change = target.result.transaction("messages", "readwrite");
+        change.objectStore("messages").openCursor().onsuccess = ({ target }) => {
+            const cursor = target.result;
+            if (!cursor) return;
+            const record = cursor.value;
+            if (record.answer) record.answer.text = "Something else.";
+            cursor.update(record);
+            cursor.continue();
+        };
+        change.oncomplete = resolve;
+    };
+})"""
+
 
 def version(message: Locator) -> Locator:
     return message.locator(".picker span")
@@ -77,6 +92,23 @@ def test_a_fork_keeps_what_stands_before_the_token(page: Page) -> None:
     act(answer, "Show tokens")  # of the fork: what it kept is one piece
     expect(page.locator(".kept")).to_have_text(" 1 2 3 4 7")
     expect(tokens).to_have_count(12)
+
+
+def test_tokens_that_are_drawn_otherwise_are_not_shown(
+    open_page: OpenPage, server: Running
+) -> None:
+    """A kept answer that is not what the server says, as from another model."""
+    page = connected(open_page(server.url))
+    limit(page, 5)
+    finished(ask(page, "How far can you count?"))
+    page.evaluate(OTHER_TEXT)
+    page.reload()
+    answer = page.locator("article.assistant")
+    expect(answer.locator(".text")).to_have_text("Something else.")
+    connected(page)
+    act(answer, "Show tokens")
+    expect(answer.get_by_role("alert")).to_contain_text("drew other tokens")
+    expect(answer.locator(".text")).to_have_text("Something else.")
 
 
 def test_tokens_by_keyboard(page: Page) -> None:

@@ -60,6 +60,8 @@ export class Answer {
   prefix = "";
   /** Whether the tokens are shown in place of the text. */
   readonly isOpened = signal(false);
+  /** Why they can't be. */
+  readonly lookFault = signal("");
   readonly origin: Origin;
   seed: number | null = null;
   responseId: string | null = null;

@@ -62,6 +62,7 @@ export async function look(message: Message): Promise<void> {
   const it = message.answer;
   if (!it || !message.parent || it.isLive.value) return;
   it.isOpened.value = true;
+  it.lookFault.value = "";
   if (it.tokens.value) return;
   const { tokens } = it.figures.value;
   const wanted: Ask = { ...it.origin.ask, include: ["message.output_text.logprobs"], top_logprobs: NUM_ALTERNATIVES, max_output_tokens: Math.max(1, tokens) };
@@ -76,7 +77,7 @@ export async function look(message: Message): Promise<void> {
     it.tokens.value = reader.finished();
   } else {
     it.isOpened.value = false;
-    announcement.value = stream.error ? stream.error.message : "The server drew other tokens this time, so there is nothing to show.";
+    it.lookFault.value = stream.error?.message ?? "The server drew other tokens this time, so there is nothing to show.";
   }
 }
 

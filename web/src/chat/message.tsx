@@ -50,6 +50,7 @@ export function AnswerView({ conversation, message, answer, place }: Props & { a
       <div class="meta">{[noteOf(answer), ...figuresOf(answer.figures.value)].filter(Boolean).join(" · ")}</div>
       <Progress answer={answer} />
       <Fault conversation={conversation} message={message} answer={answer} />
+      {answer.lookFault.value && <Alert>{answer.lookFault}</Alert>}
       {!isLive && <AnswerActions conversation={conversation} message={message} answer={answer} isBeside={place !== undefined} />}
     </article>
   );
