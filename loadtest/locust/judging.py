@@ -40,7 +40,9 @@ def prepare(environment: Environment, **_: Any) -> None:
                 if issubclass(user, SocketUser):
                     Session(target, user.is_ours, user.__name__).close()
     except (Missing, *FAULTS) as error:
-        Console(stderr=True, soft_wrap=True).print(f"Can't begin: {error}", markup=False)
+        Console(stderr=True, soft_wrap=True, emoji=False).print(
+            f"Can't begin: {error}", markup=False
+        )
         sys.exit(UNUSABLE)
 
 
@@ -54,7 +56,7 @@ def judge(environment: Environment, **_: Any) -> None:
         lambda statistic, user: measure(environment, statistic, user),
     )
     text = table.plain(slo.table_rows(verdicts))
-    Console(soft_wrap=True).print(f"\n{text}\n", markup=False, highlight=False)
+    Console(soft_wrap=True, emoji=False).print(f"\n{text}\n", markup=False, highlight=False)
     environment.process_exit_code = MET if slo.is_met(verdicts) else MISSED
 
 
