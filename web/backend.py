@@ -12,10 +12,12 @@ from typing import Any
 
 from setuptools import build_meta
 from setuptools.build_meta import *
+from setuptools.command.egg_info import manifest_maker
 
 sys.path.insert(0, str(Path(__file__).parent))
 import build_page as page
 
+manifest_maker.template = "web/sdist.in"  # no setting does that; "MANIFEST.in" it would be
 Settings = dict[str, Any] | None
 
 

@@ -26,6 +26,7 @@ BENCHES = {
     "step": Bench("streamer.bench.step", "host time of a step, beside a quiet and a busy loop"),
     "stream": Bench("streamer.bench.stream", "from a step's output to the sockets, by itself"),
     "gpu": Bench("streamer.bench.gpu", "a GPU's figures, each beside its target"),
+    "page": Bench("streamer.bench.page", "the page in a browser, beside its budget"),
 }
 
 

@@ -33,7 +33,7 @@ from streamer.model.swaps import check_moves
 
 logger = logging.getLogger(__name__)
 
-SINGLE_THREAD_BYTES = 32 << 20  # weights below this are computed by one thread
+SINGLE_THREAD_BYTES = 32 << 20  # weights below this are computed by one of torch's threads
 
 
 class CausalModel(Protocol):
@@ -270,21 +270,23 @@ def _load_model(known: Recognized, device: torch.device, show_progress: bool) ->
 
 def _set_threads(known: Recognized) -> None:
     """Beside the native kernels torch only samples, or runs what transformers' code has of its own;
-    two pools of threads that spin would be in each other's way."""
-    threads = _num_threads(known.weight_bytes)
+    two pools of threads that spin would be in each other's way.
+
+    Where torch computes a small model it gets one thread: its many short parallel regions gain
+    nothing from a second one and lose everything when another process wants that core (the bundled
+    model's step on 2 cores, 2026-11-20: 3.1 ms with one thread, 4.1 with two, 55 to 400 with two
+    beside a busy process). The native team gains a third, and beside a busy process loses a tenth
+    at most (bench/README.md).
+    """
+    is_by_torch = known.decoder is None or ops.backend == "torch"
+    is_small = known.weight_bytes < SINGLE_THREAD_BYTES
+    threads = 1 if is_by_torch and is_small else _num_cores()
     torch.set_num_threads(threads if known.decoder is None else 1)
     ops.set_threads(threads)
 
 
-def _num_threads(weight_bytes: int) -> int:
-    """Cores this process may use: torch's own count, within affinity and the cgroup's quota.
-
-    A small model gets one: its many short parallel regions gain nothing from a second thread and
-    lose everything when another process wants that core (the bundled model's step on 2 cores,
-    2026-11-20: 3.1 ms with one thread, 4.1 with two, 55 to 400 with two beside a busy process).
-    """
-    if weight_bytes < SINGLE_THREAD_BYTES:
-        return 1
+def _num_cores() -> int:
+    """Cores this process may use: torch's own count, within affinity and the cgroup's quota."""
     count = torch.get_num_threads()
     if hasattr(os, "sched_getaffinity"):
         count = min(count, len(os.sched_getaffinity(0)))

@@ -76,7 +76,7 @@ def attention(
 
 def small_ops(dtype: torch.dtype) -> None:
     """Everything but attention, once."""
-    from streamer.kernels.gpu import activation, backend, decode_step, norm, sample
+    from streamer.kernels.gpu import activation, backend, decode_step, sample
 
     case = Case(MIXED, heads=4, kv_heads=2, dim=128, block=16)
     layer, batch = ops.layer_view(case.pool.to(dtype), 1), case.batch()
@@ -89,7 +89,6 @@ def small_ops(dtype: torch.dtype) -> None:
     backend.rope_and_store(qkv, tables, positions, layer, batch, None, 0.0)
     backend.rope_and_store(qkv, tables, positions, layer, batch, norms, 1e-6)
     backend.rms_norm(qkv, weight, 1e-6, positions)
-    norm.add_rms_norm(qkv, qkv, weight, 1e-6)
     for name in activation.ACTIVATIONS:
         activation.gate(qkv, name)
     backend.embedding(positions, qkv)

@@ -1,38 +1,38 @@
-/** The engine view, loaded when it is first opened: what it counts now. */
+/** The engine view, loaded when it is first opened; it looks for as long as it is there. */
 
 import { useEffect } from "preact/hooks";
-import { isConnected } from "../app/connection.ts";
-import { fault, look, snapshot } from "./store.ts";
+import { Charts } from "./charts.tsx";
+import { Controls } from "./controls.tsx";
+import { Figures } from "./figures.tsx";
+import { LoadButton, LoadCard } from "./load-card.tsx";
+import { probe } from "./palette.ts";
+import { Pools } from "./pools.tsx";
+import { fault, look, shown } from "./store.ts";
+import { Tables } from "./tables.tsx";
+import { TimelineView } from "./timeline.tsx";
 import "./engine.css";
 
 export function EnginePane() {
-  const isUp = isConnected.value;
-  useEffect(() => (isUp ? look() : undefined), [isUp]);
-  const body = snapshot.value;
-  const step = body?.engine.step;
-  const facts: [string, number | undefined][] = [
-    ["running", step?.running],
-    ["waiting", step?.waiting],
-    ["paused", step?.paused],
-    ["preempted", step?.preempted],
-    ["blocks in use", step && step.blocks_total - step.blocks_free],
-    ["blocks", step?.blocks_total],
-    ["steps", step?.steps],
-    ["tokens generated", step?.generated_tokens],
-  ];
+  useEffect(look, []);
   return (
-    <main class="pane engine" aria-busy={body === null}>
+    <main class="pane engine" aria-busy={shown.value === null}>
+      <span ref={(element) => void (probe.value = element)} hidden />
       <div class="engine-page">
-        <h2>Engine</h2>
+        <div class="engine-head">
+          <div>
+            <h2>Engine</h2>
+            <p class="note">Where the tokens of every request are kept, and who computes in each step.</p>
+          </div>
+          <LoadButton />
+        </div>
         {fault.value && <p class="fault">{fault}</p>}
-        <dl class="facts">
-          {facts.map(([name, value]) => (
-            <div key={name}>
-              <dt>{name}</dt>
-              <dd>{value === undefined ? "–" : value.toLocaleString()}</dd>
-            </div>
-          ))}
-        </dl>
+        <LoadCard />
+        <Figures />
+        <Controls />
+        <Pools />
+        <TimelineView />
+        <Tables />
+        <Charts />
       </div>
     </main>
   );

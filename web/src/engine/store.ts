@@ -1,17 +1,100 @@
-/** The engine as it says it is, while the pane is open: nothing is asked of it otherwise. */
+/**
+ * The engine as it says it is, while somebody looks: the pane is open and the tab in front.
+ *
+ * Looks come four a second and go into the playback; what is shown changes by its clock, in frames
+ * of the screen, and the parts of the view follow the signals here.
+ */
 
-import { signal } from "@preact/signals";
-import { client } from "../app/connection.ts";
+import { batch, computed, effect, signal } from "@preact/signals";
+import { client, isConnected } from "../app/connection.ts";
 import type { EngineBody } from "../client/index.ts";
+import { frameOf, type Frame, type PoolName } from "./frames.ts";
+import { Playback } from "./playback.ts";
+import { quietSample, sampleOf, type Sample } from "./rates.ts";
+import { Timeline } from "./timeline-model.ts";
 
-export const snapshot = signal<EngineBody | null>(null);
+const MAX_SAMPLES = 1024;
+
+export const playback = new Playback();
+export const timeline = new Timeline();
+export const samples: Sample[] = [];
+
+/** The look that is shown, and where the timeline ends; the second may change 60 times a second. */
+export const shown = signal<Frame | null>(null);
+export const column = signal(0);
+/** Rises with each look that comes. */
+export const looks = signal(0);
+/** Rises when reader or clock changed how it is played. */
+export const mode = signal(0);
 export const fault = signal("");
+/** The block that is pointed at, and the request. */
+export const spot = signal<{ pool: PoolName; block: number } | null>(null);
+export const chosen = signal<number | null>(null);
+
+const isVisible = signal(document.visibilityState === "visible");
+document.addEventListener("visibilitychange", () => (isVisible.value = document.visibilityState === "visible"));
+const calm = matchMedia("(prefers-reduced-motion: reduce)");
+const isWatching = computed(() => isConnected.value && isVisible.value);
+
+let newest: Frame | null = null;
+let ticking = 0;
 
 /** Begin to look; the function that is returned ends it. */
 export function look(): () => void {
-  const show = (body: EngineBody) => {
-    snapshot.value = body;
-    fault.value = "";
+  let stop = (): void => undefined;
+  const end = effect(() => {
+    stop();
+    stop = isWatching.value ? client.followEngine(take, (error) => (fault.value = error.message)) : () => undefined;
+  });
+  return () => {
+    end();
+    stop();
+    cancelAnimationFrame(ticking);
+    ticking = 0;
+    spot.value = chosen.value = null;
   };
-  return client.followEngine(show, (error) => (fault.value = error.message));
+}
+
+function take(body: EngineBody): void {
+  if (newest && body.scheduler.step < newest.body.scheduler.step) forget(); // another server
+  const frame = frameOf(body, performance.now(), newest);
+  timeline.add(body.scheduler.steps, body.scheduler.requests);
+  frame.column = timeline.end;
+  if (newest && frame.from > newest.at) samples.push(quietSample(frame.from, newest));
+  samples.push(sampleOf(frame, newest));
+  samples.splice(0, samples.length - MAX_SAMPLES);
+  newest = frame;
+  playback.push(frame);
+  looks.value += 1;
+  fault.value = "";
+  schedule();
+}
+
+function forget(): void {
+  playback.clear();
+  timeline.clear();
+  samples.length = 0;
+  newest = null;
+}
+
+function schedule(): void {
+  if (!ticking) ticking = requestAnimationFrame(tick);
+}
+
+function tick(): void {
+  ticking = 0;
+  playback.tick(performance.now());
+  if (calm.matches) playback.jump();
+  batch(() => {
+    shown.value = playback.shown;
+    column.value = calm.matches ? (playback.shown?.column ?? 0) : playback.column;
+  });
+  if (playback.isMoving) schedule();
+}
+
+/** Change how it is played, and show it. */
+export function steer(change: (playback: Playback) => void): void {
+  change(playback);
+  mode.value += 1;
+  schedule();
 }

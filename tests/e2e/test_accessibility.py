@@ -1,0 +1,151 @@
+"""axe-core on everything that can be seen, in both themes, wide and on a phone; reduced motion.
+
+A route that is added to ROUTES, or a state to STATES, is looked at in every theme and size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.e2e.conftest import OpenPage
+from tests.server.running import Running
+
+AXE = Path(__file__).parents[2] / "web" / "node_modules" / "axe-core" / "axe.min.js"
+SIZES = {"wide": {"width": 1280, "height": 800}, "phone": {"width": 390, "height": 844}}
+THEMES = ("light", "dark")
+GRAVE = ("serious", "critical")
+# While one theme or panel gives way to another, colours are those of neither.
+AT_REST = """() => Promise.all(
+    document.getAnimations()
+        .filter((it) => it.effect.getComputedTiming().endTime < Infinity)
+        .map((it) => it.finished.catch(() => {}))
+)"""
+
+
+def connected(page: Page) -> None:
+    expect(page.locator("#badge")).to_have_text("connected")
+
+
+def an_answer(page: Page) -> None:
+    box = page.get_by_label("Message", exact=True)
+    box.fill("How far can you count?")
+    box.press("Enter")
+    expect(page.locator("article.assistant:not(.live)")).to_have_count(1)
+
+
+def settings(page: Page) -> None:
+    page.get_by_role("button", name="Settings", exact=True).click()
+    expect(page.get_by_role("dialog", name="Settings")).to_be_visible()
+
+
+def conversations(page: Page) -> None:
+    an_answer(page)
+    menu = page.get_by_role("button", name="Menu", exact=True)
+    if menu.is_visible():
+        menu.click()
+        expect(page.get_by_role("button", name="Close menu", exact=True)).to_be_visible()
+    expect(page.get_by_label("Conversations")).to_be_visible()
+
+
+ROUTES = ("#/", "#/engine")
+STATES: dict[str, Callable[[Page], None]] = {
+    "an answer": an_answer,
+    "settings": settings,
+    "conversations": conversations,
+}
+
+
+def faults(page: Page) -> list[str]:
+    """What axe finds serious or critical: its rule, where, and what it says."""
+    page.evaluate(AXE.read_text(encoding="utf-8"))
+    page.evaluate(AT_REST)
+    found: dict[str, Any] = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")
+    return [
+        f"{violation['id']} at {node['target']}: {node['failureSummary']}"
+        for violation in found["violations"]
+        if violation["impact"] in GRAVE
+        for node in violation["nodes"]
+    ]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("theme", THEMES)
+def test_every_route(open_page: OpenPage, short: Running, theme: str, size: str) -> None:
+    for route in ROUTES:
+        page = open_page(f"{short.url}/{route}", color_scheme=theme, viewport=SIZES[size])
+        connected(page)
+        expect(page.locator("main")).not_to_have_attribute("aria-busy", "true")
+        assert faults(page) == [], route
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("theme", THEMES)
+def test_every_state(
+    open_page: OpenPage, short: Running, theme: str, size: str, state: str
+) -> None:
+    page = open_page(short.url, color_scheme=theme, viewport=SIZES[size])
+    connected(page)
+    STATES[state](page)
+    assert faults(page) == []
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_where_a_key_is_wanted(open_page: OpenPage, theme: str) -> None:
+    keyed = Running(model="fake", api_key=("a-key",)).start()
+    page = open_page(keyed.url, color_scheme=theme)
+    expect(page.get_by_role("dialog", name="This server wants an API key")).to_be_visible()
+    assert faults(page) == []
+    keyed.stop()
+
+
+def test_a_grave_fault_is_found(open_page: OpenPage, short: Running) -> None:
+    """Else the tests above would pass on anything."""
+    page = open_page(short.url)
+    connected(page)
+    page.evaluate(
+        """() => {
+            const text = document.createElement("p");
+            text.textContent = "Nobody can read this.";
+            text.style.color = "#ddd";
+            text.style.background = "#fff";
+            document.querySelector("main").append(text, document.createElement("button"));
+        }"""
+    )
+    assert {fault.split()[0] for fault in faults(page)} == {"color-contrast", "button-name"}
+
+
+MOVING = """() => {
+    const found = new Set();
+    const lasts = (times) => times.split(",").some((time) => parseFloat(time) > 0);
+    for (const element of document.querySelectorAll("*")) {
+        for (const part of ["", "::before", "::after"]) {
+            const style = getComputedStyle(element, part || null);
+            const isAnimated = style.animationName !== "none" && lasts(style.animationDuration);
+            const isSmooth = style.scrollBehavior === "smooth";
+            if (isAnimated || isSmooth || lasts(style.transitionDuration))
+                found.add(`${element.tagName}.${element.className}${part}`);
+        }
+    }
+    return [...found];
+}"""
+
+
+@pytest.mark.parametrize("motion", ["reduce", "no-preference"])
+def test_nothing_moves_where_that_is_asked_for(
+    open_page: OpenPage, short: Running, motion: str
+) -> None:
+    page = open_page(short.url, reduced_motion=motion, viewport=SIZES["phone"])
+    connected(page)
+    seen: list[str] = page.evaluate(MOVING)
+    conversations(page)
+    seen += page.evaluate(MOVING)
+    page.goto(f"{short.url}/#/engine")
+    expect(page.locator("main")).not_to_have_attribute("aria-busy", "true")
+    seen += page.evaluate(MOVING)
+    assert bool(seen) == (motion == "no-preference"), seen

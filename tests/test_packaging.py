@@ -1,0 +1,114 @@
+"""What an sdist and a wheel hold, built by the hooks that pip calls, from a copy of the tree."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT_S = 240
+CALL = "import sys, backend; print(getattr(backend, sys.argv[1])(sys.argv[2]))"
+
+
+def call(source: Path, hook: str, out: Path, **environment: str) -> Path:
+    """What pip does in an environment that has all that the hook requires."""
+    done = subprocess.run(
+        [sys.executable, "-c", CALL, hook, str(out)],
+        cwd=source,
+        env={**os.environ, "PYTHONPATH": str(source / "web"), **environment},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out / done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made from what git knows, with the npm packages that are here already."""
+    out, tree = tmp_path_factory.mktemp("sdist"), tmp_path_factory.mktemp("tree")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    for name in filter(None, listed.split("\0")):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).exists() or (ROOT / name).is_symlink():  # or it was removed just now
+            shutil.copy2(ROOT / name, tree / name, follow_symlinks=False)
+    (tree / "web" / "node_modules").symlink_to(ROOT / "web" / "node_modules")
+    return call(tree, "build_sdist", out)
+
+
+@pytest.fixture(scope="module")
+def unpacked(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tree in the sdist."""
+    folder = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(sdist) as tar:
+        tar.extractall(folder, filter="data")
+    (source,) = folder.iterdir()
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """The names in the wheel that the sdist makes on a machine that has no Node."""
+    path = call(unpacked, "build_wheel", tmp_path_factory.mktemp("wheel"), PATH="/nowhere")
+    with zipfile.ZipFile(path) as file:
+        return set(file.namelist())
+
+
+def page_in(names: set[str]) -> set[str]:
+    return {name for name in names if name.startswith("streamer/web/")}
+
+
+def test_an_sdist_has_the_built_page_and_what_builds_a_wheel_of_it(unpacked: Path) -> None:
+    names = {str(p.relative_to(unpacked)) for p in unpacked.rglob("*") if p.is_file()}
+    assert {"pyproject.toml", "README.md", "LICENSE"} <= names
+    assert {"web/backend.py", "web/build_page.py", "streamer/web/index.html"} <= names
+    assert "web/package.json" not in names  # by that the backend knows there is nothing to build
+    assert not [name for name in names if "node_modules" in name]
+
+
+def test_a_wheel_has_the_page_and_everything_that_index_names(wheel: set[str]) -> None:
+    page = page_in(wheel)
+    for suffix in ("", ".br", ".gz"):
+        assert f"streamer/web/index.html{suffix}" in page
+        for kind in ("js", "css"):
+            pattern = rf"streamer/web/assets/index-[\w-]+\.{kind}{re.escape(suffix)}"
+            assert [name for name in page if re.fullmatch(pattern, name)], (kind, suffix)
+
+
+def test_a_wheel_has_each_module_kernel_and_weight_and_nothing_beside(
+    wheel: set[str], unpacked: Path
+) -> None:
+    tops = {name.split("/")[0] for name in wheel}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"streamer"}
+    listed = subprocess.run(
+        ["git", "ls-files", "streamer", "kernels"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    wanted = {
+        name if name.startswith("streamer/") else f"streamer/{name}"
+        for name in listed
+        if (ROOT / name).is_file() and Path(name).suffix in (".py", ".c", ".h", ".safetensors")
+    }
+    assert wanted <= wheel
+    assert any(name.endswith(".safetensors") for name in wanted)
+    assert any(name.startswith("streamer/kernels/cpu/") and name.endswith(".c") for name in wheel)
+    assert page_in(wheel) == {
+        f"streamer/web/{p.relative_to(unpacked / 'streamer' / 'web')}"
+        for p in (unpacked / "streamer" / "web").rglob("*")
+        if p.is_file()
+    }

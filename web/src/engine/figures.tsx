@@ -1,0 +1,38 @@
+/** The figures of this moment. */
+
+import { hitRate } from "./rates.ts";
+import { samples, shown } from "./store.ts";
+
+const whole = (value: number): string => Math.round(value).toLocaleString();
+
+export function Figures() {
+  const frame = shown.value;
+  const stats = frame?.body.scheduler.stats;
+  const rate = samples.findLast((sample) => sample.at <= (frame?.at ?? 0))?.tokensPerS ?? 0;
+  const hits = stats ? hitRate(stats) : null;
+  const used = stats ? stats.blocks_total - stats.blocks_free : 0;
+  const facts: [string, string, string][] = stats
+    ? [
+        ["Running", whole(stats.running), "requests in the batch"],
+        ["Waiting", whole(stats.waiting), `${whole(stats.paused)} paused`],
+        ["Tokens a second", whole(rate), `${whole(stats.generated_tokens)} so far`],
+        ["Blocks in use", whole(used), `${whole(stats.blocks_free)} free (${whole(stats.blocks_cached)} cached)`],
+        ["Prefix hits", hits === null ? "–" : `${Math.round(hits * 100)}%`, "of prompt tokens"],
+        ["Preemptions", whole(stats.preemptions_swap + stats.preemptions_recompute), `${whole(stats.preemptions_swap)} by swap`],
+        ["Swapped out", whole(stats.swapped_out_blocks), `blocks, ${whole(stats.swapped_in_blocks)} came back`],
+        ["Copied on write", whole(stats.copied_blocks), "blocks"],
+      ]
+    : [];
+  return (
+    <dl class="facts">
+      {facts.map(([name, value, note]) => (
+        <div key={name}>
+          <dt>{name}</dt>
+          <dd>
+            {value} <small>{note}</small>
+          </dd>
+        </div>
+      ))}
+    </dl>
+  );
+}
