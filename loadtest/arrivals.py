@@ -1,4 +1,7 @@
-"""When requests come, and which rate to try next. Pure: seeded draws and arithmetic, no clock."""
+"""When requests come, and which rate to try next.
+
+Pure: seeded draws and arithmetic, no clock.
+"""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@
                shape here, log-normal, is ours. No data set is needed or fetched.
     alpaca     the same with 19 and 58
     prefix     sharegpt's questions after one of four long system prompts
-    multiturn  conversations of 2 to 6 of alpaca's questions, each turn with all before it; rates and
-               counts are of conversations
+    multiturn  conversations of 2 to 6 of alpaca's questions, each turn with all before it;
+               rates and counts are of conversations
     nano       nano-vllm's: 256 prompts of 100 to 1,024 random ids, answers of 100 to 1,024 tokens
     trace      a file of JSON lines: timestamp (seconds), input_length, output_length, and hash_ids
                of blocks of 16 tokens where prefixes are shared, as Qwen's published traces have

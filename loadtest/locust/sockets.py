@@ -16,7 +16,7 @@ from .base import LoadUser
 from .meter import ANSWER, CANCEL, E2E, FORK, PAUSED, TTFT, Meter
 from .session import Session
 
-WINDOW = 16  # tokens that SlowReader lets the server be ahead of it
+WINDOW = 8  # tokens that SlowReader lets the server be ahead of it
 
 
 class SocketUser(LoadUser):

@@ -40,7 +40,7 @@ def test_every_user_measures_and_loses_nothing(slow: Running, tmp_path: Path) ->
     slo = tmp_path / "slo.toml"
     slo.write_text(EASY)
     flags = ["-u", "8", "-r", "8", "-t", "4s", "--max-tokens", str(TOKENS), "--counting"]
-    flags += ["--reader-tokens-s", "150", "--lanes", "3", "--turns", "2", "--slo", str(slo)]
+    flags += ["--reader-tokens-s", "50", "--lanes", "3", "--turns", "2", "--slo", str(slo)]
     run = locust(tmp_path, slow.url, *flags)
     assert run.code == 0, run.text
     found = {(kind, name) for kind, name in run.rows if kind}
