@@ -148,7 +148,8 @@ class Cancel(SocketUser):
     def cancel(self) -> None:
         with self.answer() as meter:
             session, log = self.session(), Log()
-            self.create(session, max_output_tokens=100 * self.options.max_tokens)
+            # As long as the context allows, but not without us.
+            self.create(session, max_output_tokens=None, detach_s=0)
             while not log.text:
                 log.add(session.hear())
             meter.report(TTFT, meter.age_s)
