@@ -2,7 +2,7 @@
 
 The built page in Chromium over the fake model, each server a process of its own: bytes of the first
 load, time until one can type, how evenly frames come while answers stream, memory after. What it
-finds is printed and asserted nowhere. README.md beside this file says how each figure is taken.
+finds is printed and asserted nowhere; web/README.md has figures.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ A route that is added to ROUTES, or a state to STATES, is looked at in every the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,11 +53,19 @@ def conversations(page: Page) -> None:
     expect(page.get_by_label("Conversations")).to_be_visible()
 
 
+def a_load(page: Page) -> None:
+    page.goto(page.url.split("#")[0] + "#/engine")
+    page.get_by_role("button", name="Start a small load", exact=True).click()
+    running = page.locator(".facts dd").first
+    expect(running).not_to_contain_text(re.compile("^[0–]"))
+
+
 ROUTES = ("#/", "#/engine")
 STATES: dict[str, Callable[[Page], None]] = {
     "an answer": an_answer,
     "settings": settings,
     "conversations": conversations,
+    "the engine at work": a_load,
 }
 
 

@@ -5,33 +5,19 @@ from __future__ import annotations
 
 import base64
 import re
-import shutil
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, expect
 
-from streamer.cli.doctor import BROWSERS
 from streamer.engine import watch
 from tests.server.running import Running
 
-expect.set_options(timeout=20_000)  # a busy machine may be slow; nothing here waits for time itself
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 STATES = {0: "free", 1: "cached", 2: "leaving", 4: "private", 8: "shared"}
 TINY = {"model": "fake:tokens_per_s=200", "num_gpu_blocks_override": 64}
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    path = next(filter(None, map(shutil.which, BROWSERS)), None)
-    assert path is not None, "the page's tests need chromium: apt-get install chromium"
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

@@ -42,6 +42,7 @@ let ticking = 0;
 /** Begin to look; the function that is returned ends it. */
 export function look(): () => void {
   let stop = (): void => undefined;
+  steer((player) => player.goLive()); // however it was left
   const end = effect(() => {
     stop();
     stop = isWatching.value ? client.followEngine(take, (error) => (fault.value = error.message)) : () => undefined;
