@@ -29,6 +29,14 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    """A server whose answers take long enough to be watched; they end where the page says."""
+    running = Running(model="fake:tokens_per_s=400").start()
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="module")
 def short() -> Iterator[Running]:
     """A server whose answers end after 60 tokens."""
     running = Running(model="fake:tokens_per_s=400,length=60").start()
@@ -63,3 +71,11 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
     for context in contexts:
         context.close()
     assert complaints == []
+
+
+@pytest.fixture
+def page(open_page: OpenPage, server: Running) -> Page:
+    """The open page, connected."""
+    page = open_page(server.url)
+    expect(page.locator("#badge")).to_have_text("connected")
+    return page

@@ -18,6 +18,7 @@ class Proxy:
         self._server = server
         self._prefix = prefix
         self._tasks: set[asyncio.Task[None]] = set()
+        self._transports: set[asyncio.WriteTransport] = set()
         self._listener: asyncio.Server
         self.origin = ""
 
@@ -27,6 +28,14 @@ class Proxy:
 
     def __exit__(self, *exc: object) -> None:
         self._server.on_loop(self._close())
+
+    def cut(self) -> None:
+        """Break every connection that there is; new ones work."""
+        self._server.on_loop(self._cut())
+
+    async def _cut(self) -> None:
+        for transport in self._transports:
+            transport.abort()
 
     async def _open(self) -> None:
         self._listener = await asyncio.start_server(self._answer, "127.0.0.1", 0)
@@ -43,11 +52,13 @@ class Proxy:
         if task is not None:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+        self._transports.add(writer.transport)
         try:
             await self._pass_on(reader, writer)
         except (OSError, asyncio.IncompleteReadError):
             pass  # either end is gone
         finally:
+            self._transports.discard(writer.transport)
             writer.transport.abort()
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

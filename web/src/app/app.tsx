@@ -3,9 +3,10 @@
 import { signal } from "@preact/signals";
 import type { ComponentType } from "preact";
 import { useEffect } from "preact/hooks";
+import { DeleteDialog } from "../chat/history-list.tsx";
 import { ChatPane, focusComposer } from "../chat/pane.tsx";
 import { SettingsDialog } from "../chat/settings.tsx";
-import { stop } from "../chat/store.ts";
+import { HelpDialog, onShortcut } from "../chat/shortcuts.tsx";
 import { Header } from "./header.tsx";
 import { KeyDialog } from "./key-dialog.tsx";
 import { route } from "./route.ts";
@@ -22,9 +23,8 @@ function Engine() {
 }
 
 function onKey(event: KeyboardEvent): void {
-  if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
-  if (isSidebarOpen.value) isSidebarOpen.value = false;
-  else stop();
+  if (event.key === "Escape" && isSidebarOpen.value) isSidebarOpen.value = false;
+  else onShortcut(event);
 }
 
 export function App() {
@@ -40,6 +40,8 @@ export function App() {
         {route.value === "chat" ? <ChatPane /> : <Engine />}
       </div>
       <SettingsDialog />
+      <HelpDialog />
+      <DeleteDialog />
       <KeyDialog onClose={focusComposer} />
     </div>
   );

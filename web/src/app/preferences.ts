@@ -4,15 +4,31 @@ import { effect, signal } from "@preact/signals";
 
 export type Theme = "system" | "light" | "dark";
 
+/** null: the model's own; for maxTokens: as many as the context allows; for seed: another each time. */
 export interface Settings {
-  /** null: the model's own. */
   temperature: number | null;
-  /** Output tokens; null: as many as the context allows. */
+  topP: number | null;
+  topK: number | null;
+  minP: number | null;
+  repetitionPenalty: number | null;
   maxTokens: number | null;
+  seed: number | null;
   system: string;
+  /** How many answers a question gets, side by side. */
+  answers: number;
 }
 
-export const DEFAULTS: Settings = { temperature: null, maxTokens: null, system: "" };
+export const DEFAULTS: Settings = {
+  temperature: null,
+  topP: null,
+  topK: null,
+  minP: null,
+  repetitionPenalty: null,
+  maxTokens: null,
+  seed: null,
+  system: "",
+  answers: 1,
+};
 
 function load<T>(name: string, otherwise: T): T {
   try {

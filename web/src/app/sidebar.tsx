@@ -1,35 +1,26 @@
 /** Beside everything: new chat, the conversations, and the way to the engine. A drawer on phones. */
 
 import { signal } from "@preact/signals";
-import { conversations, current, newChat, open } from "../chat/store.ts";
-import { Chat, Close, Engine, Mark, Plus } from "../ui/icons.tsx";
+import { HistoryList, Transfer } from "../chat/history-list.tsx";
+import { isHelpOpen } from "../chat/shortcuts.tsx";
+import { newChat } from "../chat/store.ts";
+import { Chat, Close, Engine, Keyboard, Mark, Plus } from "../ui/icons.tsx";
 import { hrefOf, route, type Route } from "./route.ts";
 
 export const isSidebarOpen = signal(false);
 
 const shut = () => (isSidebarOpen.value = false);
 
+const toChat = () => {
+  location.hash = hrefOf("chat");
+  shut();
+};
+
 function To({ to, label, Icon }: { to: Route; label: string; Icon: () => preact.JSX.Element }) {
   return (
     <a class="side-link" href={hrefOf(to)} aria-current={route.value === to ? "page" : undefined} onClick={shut}>
       <Icon /> {label}
     </a>
-  );
-}
-
-function History() {
-  const kept = conversations.value.filter((conversation) => conversation.messages.value.length > 0);
-  if (kept.length === 0) return <p class="side-note">Conversations appear here.</p>;
-  return (
-    <ul class="history">
-      {kept.map((conversation) => (
-        <li key={conversation.id}>
-          <button class="side-link" type="button" aria-current={conversation === current.value || undefined} onClick={() => (open(conversation), shut())}>
-            <span class="clip">{conversation.title}</span>
-          </button>
-        </li>
-      ))}
-    </ul>
   );
 }
 
@@ -45,15 +36,19 @@ export function Sidebar() {
             <Close />
           </button>
         </div>
-        <button class="button wide" type="button" onClick={() => (newChat(), shut())}>
+        <button class="button wide" type="button" onClick={() => (newChat(), toChat())}>
           <Plus /> New chat
         </button>
         <nav class="grow" aria-label="History">
-          <History />
+          <HistoryList onOpen={toChat} />
         </nav>
+        <Transfer />
         <nav aria-label="Views">
           <To to="chat" label="Chat" Icon={Chat} />
           <To to="engine" label="Engine" Icon={Engine} />
+          <button class="side-link" type="button" aria-haspopup="dialog" onClick={() => ((isHelpOpen.value = true), shut())}>
+            <Keyboard /> Keyboard shortcuts
+          </button>
         </nav>
       </aside>
     </>

@@ -1,12 +1,13 @@
 /**
- * Answer: a ResponseStream as the page shows it.
+ * Answer: a response as the page shows it, live or kept from before.
  *
- * The stream's events come by the hundred a second; signals change once a frame. What is drawn
+ * A stream's events come by the hundred a second; signals change once a frame. What is drawn
  * depends on the signals alone, so a component needs to know nothing of streams.
  */
 
 import { signal } from "@preact/signals";
-import type { ClientError, Progress, ResponseStream, StreamStatus } from "../client/index.ts";
+import { ClientError, type Ask, type Fork, type ResponseStream, type StreamStatus, type Progress } from "../client/index.ts";
+import type { Token } from "./tokens.ts";
 
 export interface Figures {
   tokens: number;
@@ -15,7 +16,35 @@ export interface Figures {
   cachedTokens: number;
 }
 
+/** How it was asked for, less the conversation: enough to ask again. */
+export interface Origin {
+  ask: Ask;
+  fork: { id: string; at: Fork } | null;
+}
+
+/** What stays of an answer, in the database and in files. `after`: the last number that was seen. */
+export interface KeptAnswer {
+  responseId: string | null;
+  after: number;
+  text: string;
+  status: StreamStatus;
+  fault: { message: string; code: string | null } | null;
+  figures: Figures;
+  seed: number | null;
+  origin: Origin;
+}
+
+export interface Listener {
+  /** It has an id now, so another tab can follow it. */
+  created(answer: Answer): void;
+  /** More came; a good time to keep it, now and then. */
+  grown(answer: Answer): void;
+  ended(answer: Answer): void;
+}
+
 const NOTHING: Figures = { tokens: 0, tokensPerS: 0, firstMs: null, cachedTokens: 0 };
+const ENDS: ReadonlySet<StreamStatus> = new Set(["completed", "incomplete", "cancelled", "failed", "gone"]);
+export const NEVER_SENT = "The page was closed before the server had this question. Ask again.";
 
 export class Answer {
   readonly text = signal("");
@@ -23,28 +52,80 @@ export class Answer {
   readonly progress = signal<Progress>({});
   readonly figures = signal<Figures>(NOTHING);
   readonly error = signal<ClientError | null>(null);
-  readonly isLive = signal(true);
+  readonly isLive = signal(false);
   readonly isStopping = signal(false);
-  /** What it is drawn from; replaced when the question is asked again with another limit. */
-  stream: ResponseStream;
+  /** Token by token, where somebody looked: see tokens.ts. */
+  readonly tokens = signal<readonly Token[] | null>(null);
+  /** Text before its own first token: what a fork kept of another answer. */
+  prefix = "";
+  /** Whether the tokens are shown in place of the text. */
+  readonly isOpened = signal(false);
+  readonly origin: Origin;
+  seed: number | null = null;
+  responseId: string | null = null;
+  stream: ResponseStream | null = null;
+  #after = -1;
+  #isResumed = false;
   #frame = 0;
   #off: (() => void)[] = [];
 
-  constructor(stream: ResponseStream, onEnd: (answer: Answer) => void) {
-    this.stream = stream;
-    this.follow(stream, onEnd);
+  constructor(origin: Origin) {
+    this.origin = origin;
   }
 
-  follow(stream: ResponseStream, onEnd: (answer: Answer) => void): void {
+  /** As it was kept. One that was live waits to be followed by its id. */
+  static of(kept: KeptAnswer): Answer {
+    const answer = new Answer(kept.origin);
+    answer.accept(kept);
+    return answer;
+  }
+
+  accept(kept: KeptAnswer): void {
+    this.responseId = kept.responseId;
+    this.#after = kept.after;
+    this.seed = kept.seed;
+    this.text.value = kept.text;
+    this.figures.value = kept.figures;
+    const isLost = kept.responseId === null && !ENDS.has(kept.status);
+    this.status.value = isLost ? "gone" : kept.status;
+    const fault = isLost ? { message: NEVER_SENT, code: "gone" } : kept.fault;
+    this.error.value = fault ? new ClientError(fault.message, 0, fault.code) : null;
+  }
+
+  keep(): KeptAnswer {
+    const error = this.error.value;
+    return {
+      responseId: this.responseId,
+      after: this.#after,
+      text: this.text.value,
+      status: this.status.value,
+      fault: error ? { message: error.message, code: error.code } : null,
+      figures: this.figures.value,
+      seed: this.seed,
+      origin: this.origin,
+    };
+  }
+
+  /** Whether it went on when it was kept: `resume` then. */
+  get isUnfinished(): boolean {
+    return this.responseId !== null && !this.isLive.value && !ENDS.has(this.status.value);
+  }
+
+  follow(stream: ResponseStream, listener: Listener): void {
     for (const off of this.#off) off();
     this.stream = stream;
-    const soon = () => (this.#frame ||= requestAnimationFrame(() => this.#draw()));
+    this.#isResumed = stream.id !== null;
+    this.isLive.value = true;
+    this.error.value = null;
+    if (!this.#isResumed) this.#draw();
+    const soon = () => (this.#frame ||= requestAnimationFrame(() => (this.#draw(), listener.grown(this))));
     this.#off = [
+      stream.on("created", () => (this.#draw(), listener.created(this))),
       stream.on("delta", soon),
       stream.on("status", soon),
       stream.on("end", () => {
         cancelAnimationFrame(this.#frame);
-        onEnd(this);
+        listener.ended(this);
       }),
     ];
   }
@@ -52,36 +133,51 @@ export class Answer {
   stop(): void {
     if (!this.isLive.value) return;
     this.isStopping.value = true;
-    this.stream.cancel();
+    this.stream?.cancel();
   }
 
   /** Nothing follows: show all of it. */
   settle(): void {
     this.#draw();
-    this.error.value = this.stream.error;
+    this.error.value = this.stream?.error ?? null;
     this.isLive.value = false;
+    this.isStopping.value = false;
+  }
+
+  /** It is not wanted any more; what still comes is not heard. */
+  leave(): void {
+    for (const off of this.#off) off();
+    cancelAnimationFrame(this.#frame);
   }
 
   #draw(): void {
     this.#frame = 0;
     const { stream } = this;
+    if (!stream) return;
+    this.responseId = stream.id;
+    this.#after = stream.sequence;
+    this.seed = stream.response?.seed ?? this.seed;
     this.text.value = stream.text;
     this.status.value = stream.status;
     this.progress.value = stream.progress;
-    this.figures.value = figuresOf(stream);
+    this.figures.value = figuresOf(stream, this.#isResumed ? this.figures.value : NOTHING);
   }
 }
 
-function figuresOf(stream: ResponseStream): Figures {
+/** After a reload the first token's time is what was kept, or the server's. */
+function figuresOf(stream: ResponseStream, kept: Figures): Figures {
   const { sent, first, last } = stream.times;
-  if (first === null || last === null) return { ...NOTHING, tokens: stream.tokens };
+  const wasResumed = kept !== NOTHING;
+  if (first === null || last === null) return { ...kept, tokens: stream.tokens || kept.tokens };
   const perToken = stream.timing?.per_token_s;
   const seconds = (last - first) / 1000;
-  const seen = stream.tokens > 1 && seconds > 0 ? (stream.tokens - 1) / seconds : 0;
+  const seen = stream.tokens > 1 && seconds > 0 && !wasResumed ? (stream.tokens - 1) / seconds : kept.tokensPerS;
+  const serverFirst = stream.timing?.first_token_s;
+  const firstMs = wasResumed ? (kept.firstMs ?? (serverFirst ? serverFirst * 1000 : null)) : first - sent;
   return {
     tokens: stream.tokens,
     tokensPerS: perToken ? 1 / perToken : seen,
-    firstMs: first - sent,
-    cachedTokens: stream.usage?.cached_tokens ?? 0,
+    firstMs,
+    cachedTokens: stream.usage?.cached_tokens ?? kept.cachedTokens,
   };
 }

@@ -2,7 +2,7 @@
  * Conversation: messages as a tree, and the path through it that is shown.
  *
  * Every message knows the one it follows, so another answer or an edited question is a sibling;
- * `leaf` says which path is shown.
+ * `leaf` says which path is shown, `beside` which answers stand side by side at its end.
  */
 
 import { computed, signal } from "@preact/signals";
@@ -16,27 +16,74 @@ export interface Message {
   /** A question's text; an answer's is in `answer`. */
   readonly text: string;
   readonly answer: Answer | null;
+  /** Unix milliseconds. */
+  readonly created: number;
 }
 
 export class Conversation {
-  readonly id = crypto.randomUUID();
+  readonly id: string;
+  readonly created: number;
+  /** What the reader called it; null: the first question. */
+  readonly name = signal<string | null>(null);
   readonly messages = signal<readonly Message[]>([]);
   readonly leaf = signal<Message | null>(null);
+  readonly beside = signal<readonly Message[]>([]);
   readonly path = computed(() => pathTo(this.leaf.value));
-  readonly title = computed(() => this.messages.value[0]?.text.slice(0, 80) ?? "New chat");
+  /** What stands at the end of the path: one answer, or several side by side. */
+  readonly ends = computed(() => {
+    const leaf = this.leaf.value;
+    const beside = this.beside.value;
+    if (leaf && beside.length > 1 && beside.includes(leaf)) return beside;
+    return leaf ? [leaf] : [];
+  });
+  readonly title = computed(() => this.name.value ?? this.messages.value[0]?.text.trim().slice(0, 80) ?? "New chat");
+  /** Answers that are shown and still come. */
+  readonly live = computed(() => this.#shown().filter((answer) => answer.isLive.value));
+  readonly isLive = computed(() => this.messages.value.some((message) => message.answer?.isLive.value));
 
-  add(message: Omit<Message, "id">): Message {
-    const added = { ...message, id: crypto.randomUUID() };
+  constructor(id: string = newId(), created: number = Date.now()) {
+    this.id = id;
+    this.created = created;
+  }
+
+  add(message: Omit<Message, "id" | "created">): Message {
+    const last = this.messages.value.at(-1)?.created ?? 0;
+    const added = { ...message, id: newId(), created: Math.max(Date.now(), last + 1) }; // by it they are sorted
     this.messages.value = [...this.messages.value, added];
     this.leaf.value = added;
     return added;
   }
+
+  #shown(): Answer[] {
+    return [...this.path.value, ...this.ends.value].flatMap((message) => message.answer ?? []);
+  }
 }
 
-function pathTo(leaf: Message | null): Message[] {
+/** randomUUID is there over HTTPS and on this machine only; the page is also read over plain HTTP. */
+export function newId(): string {
+  const bytes = crypto.getRandomValues(new Uint8Array(16));
+  return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
+}
+
+export function pathTo(leaf: Message | null): Message[] {
   const path: Message[] = [];
   for (let at = leaf; at; at = at.parent) path.push(at);
   return path.reverse();
+}
+
+/** Messages that could stand in this one's place, itself among them, oldest first. */
+export function siblings(all: readonly Message[], message: Message): Message[] {
+  return all.filter((other) => other.parent === message.parent && other.role === message.role);
+}
+
+/** The end of what was said last below a message. */
+export function latestBelow(all: readonly Message[], message: Message): Message {
+  let leaf = message;
+  for (;;) {
+    const next = all.filter((other) => other.parent === leaf).at(-1);
+    if (!next) return leaf;
+    leaf = next;
+  }
 }
 
 /** What is sent for a question: everything before it, less questions that nothing answered. */

@@ -1,33 +1,143 @@
-/** One message: a question as it was typed; an answer with its state, figures and faults. */
+/** One message: a question as it was typed; an answer with its state, figures, faults and actions. */
 
-import type { Answer, Figures } from "./answer.ts";
-import type { Message } from "./conversation.ts";
-import { newChat, send } from "./store.ts";
+import { useState } from "preact/hooks";
+import { Again, Check, Columns, Copy, Left, Pencil, Right, Tokens } from "../ui/icons.tsx";
+import type { Answer } from "./answer.ts";
+import { look, regenerate, send } from "./asking.ts";
+import { siblings, type Conversation, type Message } from "./conversation.ts";
+import { copy } from "./copy.ts";
+import { figuresOf, noteOf } from "./figures.ts";
+import { Prose } from "./prose.tsx";
+import { choose, draft, editing, isBusy, newChat, prefer, showBeside } from "./store.ts";
+import { TokenView } from "./token-view.tsx";
 
-export function Question({ message }: { message: Message }) {
+const MOST_BESIDE = 4;
+
+interface Props {
+  conversation: Conversation;
+  message: Message;
+}
+
+export function Question({ conversation, message }: Props) {
+  const edit = () => {
+    editing.value = message;
+    draft.value = message.text;
+    document.getElementById("prompt")?.focus();
+  };
   return (
-    <article class="message user">
-      <p class="who">You</p>
-      <div class="text">{message.text}</div>
+    <article class={editing.value === message ? "message user edited" : "message user"}>
+      <div class="bubble">
+        <p class="who">You</p>
+        <div class="text">{message.text}</div>
+      </div>
+      <div class="actions">
+        <Picker conversation={conversation} message={message} what="question" />
+        <Action label="Edit question" disabled={isBusy.value} onClick={edit}>
+          <Pencil />
+        </Action>
+      </div>
     </article>
   );
 }
 
-export function AnswerView({ answer, isFirst, question }: { answer: Answer; isFirst: boolean; question: string }) {
+export function AnswerView({ conversation, message, answer, place }: Props & { answer: Answer; place?: string }) {
   const isLive = answer.isLive.value;
+  const isSplit = answer.isOpened.value && !isLive;
   return (
-    <article class={isLive ? "message assistant live" : "message assistant"} aria-busy={isLive}>
+    <article class={isLive ? "message assistant live" : "message assistant"} aria-busy={isLive} aria-label={place}>
       <p class="who">Streamer</p>
-      <div class="text">{answer.text}</div>
-      <div class="meta">{[note(answer), ...figures(answer.figures.value)].filter(Boolean).join(" · ")}</div>
-      <Fault answer={answer} isFirst={isFirst} question={question} />
+      {isSplit ? <TokenView conversation={conversation} message={message} answer={answer} /> : <Prose answer={answer} />}
+      <div class="meta">{[noteOf(answer), ...figuresOf(answer.figures.value)].filter(Boolean).join(" · ")}</div>
+      <Progress answer={answer} />
+      <Fault conversation={conversation} message={message} answer={answer} />
+      {!isLive && <AnswerActions conversation={conversation} message={message} answer={answer} isBeside={place !== undefined} />}
     </article>
   );
 }
 
-function Fault({ answer, isFirst, question }: { answer: Answer; isFirst: boolean; question: string }) {
+function Progress({ answer }: { answer: Answer }) {
+  const { done, total } = answer.progress.value;
+  if (answer.status.value !== "prefill" || !total) return null;
+  return <progress aria-label="Tokens of the question read" value={done ?? 0} max={total} />;
+}
+
+function AnswerActions({ conversation, message, answer, isBeside }: Props & { answer: Answer; isBeside: boolean }) {
+  const others = siblings(conversation.messages.value, message);
+  const [isCopied, setCopied] = useState(false);
+  const copyIt = async () => {
+    setCopied(await copy(answer.text.value));
+    setTimeout(() => setCopied(false), 1500);
+  };
+  const toggle = () => (answer.isOpened.value ? (answer.isOpened.value = false) : void look(message));
+  return (
+    <div class="actions">
+      {isBeside ? (
+        <button class="button small" type="button" onClick={() => prefer(conversation, message)}>
+          Go on with this
+        </button>
+      ) : (
+        <Picker conversation={conversation} message={message} what="answer" />
+      )}
+      <Action label={isCopied ? "Copied" : "Copy answer"} onClick={() => void copyIt()}>
+        {isCopied ? <Check /> : <Copy />}
+      </Action>
+      <Action label="Show tokens" isPressed={answer.isOpened.value} disabled={answer.figures.value.tokens === 0} onClick={toggle}>
+        <Tokens />
+      </Action>
+      {!isBeside && (
+        <Action label="Regenerate" disabled={isBusy.value} onClick={() => regenerate(conversation, message)}>
+          <Again />
+        </Action>
+      )}
+      {!isBeside && others.length > 1 && (
+        <Action label="Side by side" onClick={() => showBeside(conversation, others.slice(-MOST_BESIDE))}>
+          <Columns />
+        </Action>
+      )}
+    </div>
+  );
+}
+
+function Action(props: { label: string; children: preact.ComponentChildren; onClick: () => void; disabled?: boolean; isPressed?: boolean }) {
+  const { label, children, onClick, disabled = false, isPressed } = props;
+  return (
+    <button class="button action" type="button" aria-label={label} title={label} aria-pressed={isPressed} disabled={disabled} onClick={onClick}>
+      {children}
+    </button>
+  );
+}
+
+/** ‹ 2/3 ›: which of a message's siblings is shown. */
+function Picker({ conversation, message, what }: Props & { what: string }) {
+  const all = siblings(conversation.messages.value, message);
+  if (all.length < 2) return null;
+  const at = all.indexOf(message);
+  const go = (step: number) => {
+    const other = all[at + step];
+    if (other) choose(conversation, other);
+  };
+  return (
+    <div class="picker" role="group" aria-label={`Versions of this ${what}`}>
+      <Action label={`Earlier ${what}`} disabled={at === 0} onClick={() => go(-1)}>
+        <Left />
+      </Action>
+      <span>
+        {at + 1}/{all.length}
+      </span>
+      <Action label={`Later ${what}`} disabled={at === all.length - 1} onClick={() => go(1)}>
+        <Right />
+      </Action>
+    </div>
+  );
+}
+
+function Fault({ conversation, message, answer }: Props & { answer: Answer }) {
   const error = answer.error.value;
   if (!error) return null;
+  const question = message.parent?.text ?? "";
+  const isFirst = conversation.path.value.length <= 2;
+  if (error.code === "gone") return <Alert>{answer.text.value ? "The server no longer has this answer. What had come is kept." : error.message}</Alert>;
+  if (error.code === "previous_response_not_found") return <Alert>The server no longer has the answer that this one was to go on from. Answer the question anew, and fork that.</Alert>;
   if (error.code !== "context_length_exceeded") return <Alert>{error.message}</Alert>;
   if (isFirst) return <Alert>This message is longer than the model can read.</Alert>;
   const again = () => {
@@ -50,37 +160,4 @@ function Alert({ children }: { children: preact.ComponentChildren }) {
       {children}
     </div>
   );
-}
-
-function note(answer: Answer): string {
-  const { position, done, total } = answer.progress.value;
-  if (answer.isLive.value && answer.isStopping.value) return "stopping";
-  switch (answer.status.value) {
-    case "sending":
-      return "sending";
-    case "waiting":
-      return position ? `waiting, ${position} before it` : "waiting";
-    case "prefill":
-      return `reading ${done ?? 0} of ${total ?? 0} tokens`;
-    case "preempted":
-      return "preempted, will go on";
-    case "paused":
-      return "paused";
-    case "cancelled":
-      return "stopped";
-    case "incomplete":
-      return "length limit reached";
-    default:
-      return "";
-  }
-}
-
-function figures({ tokens, tokensPerS, firstMs, cachedTokens }: Figures): string[] {
-  if (firstMs === null) return [];
-  return [
-    `${tokens} token${tokens === 1 ? "" : "s"}`,
-    tokensPerS ? `${tokensPerS < 10 ? tokensPerS.toFixed(1) : Math.round(tokensPerS)} tokens/s` : "",
-    `first token after ${Math.max(1, Math.round(firstMs))} ms`,
-    cachedTokens ? `${cachedTokens} from the cache` : "",
-  ];
 }

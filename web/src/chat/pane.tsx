@@ -4,8 +4,10 @@ import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
 import { isConnected } from "../app/connection.ts";
 import { Composer } from "./composer.tsx";
 import type { Conversation } from "./conversation.ts";
+import { send } from "./asking.ts";
 import { AnswerView, Question } from "./message.tsx";
-import { announcement, current, send } from "./store.ts";
+import { loadMarkdown } from "./prose.tsx";
+import { announcement, current } from "./store.ts";
 
 const IDEAS = ["What is PagedAttention?", "Tell me a short story about a fox.", "How does continuous batching work?"];
 const NEAR_PX = 60;
@@ -17,6 +19,7 @@ export function focusComposer(): void {
 export function ChatPane() {
   const conversation = current.value;
   useEffect(focusComposer, [conversation]);
+  useEffect(loadMarkdown, []); // after the first paint, before the first answer
   const isEmpty = conversation.path.value.length === 0;
   return (
     <main class="pane chat">
@@ -32,20 +35,35 @@ export function ChatPane() {
 function Thread({ conversation, isEmpty }: { conversation: Conversation; isEmpty: boolean }) {
   const box = useRef<HTMLDivElement>(null);
   useFollowing(box, conversation);
-  const path = conversation.path.value;
   return (
     <div class="scroller" ref={box} tabIndex={-1}>
       {isEmpty && <Empty />}
-      <div class="thread" role="log" aria-label="Conversation" aria-live="off">
-        {path.map((message, i) =>
-          message.answer ? (
-            <AnswerView key={message.id} answer={message.answer} isFirst={i <= 1} question={message.parent?.text ?? ""} />
-          ) : (
-            <Question key={message.id} message={message} />
-          ),
-        )}
+      <div class={conversation.ends.value.length > 1 ? "thread broad" : "thread"} role="log" aria-label="Conversation" aria-live="off">
+        <Messages conversation={conversation} />
       </div>
     </div>
+  );
+}
+
+function Messages({ conversation }: { conversation: Conversation }) {
+  const path = conversation.path.value;
+  const ends = conversation.ends.value;
+  const alone = ends.length > 1 ? path.slice(0, -1) : path;
+  return (
+    <>
+      {alone.map((message) =>
+        message.answer ? (
+          <AnswerView key={message.id} conversation={conversation} message={message} answer={message.answer} />
+        ) : (
+          <Question key={message.id} conversation={conversation} message={message} />
+        ),
+      )}
+      {ends.length > 1 && (
+        <div class="columns" role="group" aria-label="Answers side by side">
+          {ends.map((message, i) => message.answer && <AnswerView key={message.id} conversation={conversation} message={message} answer={message.answer} place={`Answer ${i + 1} of ${ends.length}`} />)}
+        </div>
+      )}
+    </>
   );
 }
 

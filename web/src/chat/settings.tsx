@@ -1,43 +1,43 @@
-/** How answers are made: temperature, length, system prompt. A change holds from the next question on. */
+/** How answers are made: sampling, length, system prompt. A change holds from the next question on. */
 
 import { signal } from "@preact/signals";
 import { change, DEFAULTS, settings } from "../app/preferences.ts";
 import { Dialog } from "../ui/dialog.tsx";
 import { focusComposer } from "./pane.tsx";
+import { RANGES, type Range } from "./sampling.ts";
 
 export const isSettingsOpen = signal(false);
 
 export function SettingsDialog() {
-  const { temperature, maxTokens, system } = settings.value;
+  const { maxTokens, seed, system, answers } = settings.value;
   const done = (event: Event) => {
     event.preventDefault();
     isSettingsOpen.value = false;
-  };
-  const setLimit = (text: string) => {
-    const limit = parseInt(text, 10);
-    change({ maxTokens: Number.isFinite(limit) && limit > 0 ? limit : null });
   };
   return (
     <Dialog title="Settings" open={isSettingsOpen} onClose={focusComposer}>
       <form onSubmit={done}>
         <div class="field">
-          <label for="temperature">
-            <span>Temperature</span>
-            <output for="temperature">{temperature === null ? "the model's own" : temperature.toFixed(2)}</output>
-          </label>
-          <input id="temperature" type="range" min="0" max="2" step="0.05" value={temperature ?? 1} onInput={(e) => change({ temperature: Number(e.currentTarget.value) })} />
-          <small>0 always takes the likeliest token.</small>
-        </div>
-        <div class="field">
-          <label for="max-tokens">Longest answer, in tokens</label>
-          <input id="max-tokens" type="number" min="1" step="1" placeholder="as long as the context allows" value={maxTokens ?? ""} onInput={(e) => setLimit(e.currentTarget.value)} />
-        </div>
-        <div class="field">
           <label for="system">System prompt</label>
           <textarea id="system" rows={3} value={system} onInput={(e) => change({ system: e.currentTarget.value })} />
         </div>
+        <div class="fields">
+          <div class="field">
+            <label for="max-tokens">Longest answer</label>
+            <input id="max-tokens" type="number" min="1" step="1" placeholder="as many tokens as fit" value={maxTokens ?? ""} onInput={(e) => change({ maxTokens: wholeOf(e.currentTarget.value, 1) })} />
+          </div>
+          <div class="field">
+            <label for="seed">Seed</label>
+            <input id="seed" type="number" min="0" step="1" placeholder="another each time" value={seed ?? ""} onInput={(e) => change({ seed: wholeOf(e.currentTarget.value, 0) })} />
+          </div>
+        </div>
+        <div class="fields">
+          {RANGES.map((range) => (
+            <Slider key={range.name} range={range} />
+          ))}
+        </div>
         <div class="row">
-          <button class="button" type="button" onClick={() => change(DEFAULTS)}>
+          <button class="button" type="button" onClick={() => change({ ...DEFAULTS, answers })}>
             Reset
           </button>
           <button class="button primary" type="submit">
@@ -47,4 +47,25 @@ export function SettingsDialog() {
       </form>
     </Dialog>
   );
+}
+
+function Slider({ range }: { range: Range }) {
+  const { name, label, hint, min, max, step, rest } = range;
+  const value = settings.value[name];
+  const digits = step < 1 ? 2 : 0;
+  return (
+    <div class="field">
+      <label for={name}>
+        <span>{label}</span>
+        <output for={name}>{value === null ? "model's own" : value.toFixed(digits)}</output>
+      </label>
+      <input id={name} type="range" min={min} max={max} step={step} value={value ?? rest} aria-describedby={`${name}-hint`} onInput={(e) => change({ [name]: Number(e.currentTarget.value) })} />
+      <small id={`${name}-hint`}>{hint}</small>
+    </div>
+  );
+}
+
+function wholeOf(text: string, least: number): number | null {
+  const value = parseInt(text, 10);
+  return Number.isSafeInteger(value) && value >= least ? value : null;
 }

@@ -1,72 +1,75 @@
-/** The conversations and what can be done with them. Components read signals and call these. */
+/** The conversations, and which is shown. Components read these signals; asking.ts changes them. */
 
 import { computed, signal } from "@preact/signals";
-import { client, isConnected } from "../app/connection.ts";
-import { settings } from "../app/preferences.ts";
-import type { Ask, ResponseStream } from "../client/index.ts";
-import { Answer } from "./answer.ts";
-import { Conversation, inputFor, type Message } from "./conversation.ts";
+import { isConnected } from "../app/connection.ts";
+import { Conversation, latestBelow, type Message } from "./conversation.ts";
+import { drop, keepConversation } from "./keeping.ts";
 
+/** Newest first; one that has no message yet is not among them. */
 export const conversations = signal<readonly Conversation[]>([]);
 export const current = signal(new Conversation());
 /** What is typed and not sent. */
 export const draft = signal("");
+/** The question that is being written anew; null: none. */
+export const editing = signal<Message | null>(null);
 /** For screen readers: said once, not for every token. */
 export const announcement = signal("");
 
-const live = computed(() => current.value.path.value.find((message) => message.answer?.isLive.value)?.answer ?? null);
-export const isBusy = computed(() => live.value !== null);
+export const isBusy = computed(() => current.value.live.value.length > 0);
 export const canSend = computed(() => isConnected.value && !isBusy.value && draft.value.trim() !== "");
 
-export function send(text: string = draft.value): void {
-  const question = text.trim();
-  if (!question || !isConnected.value || isBusy.value) return;
-  draft.value = "";
-  const conversation = current.value;
-  if (!conversations.value.includes(conversation)) conversations.value = [conversation, ...conversations.value];
-  const message = conversation.add({ role: "user", parent: conversation.leaf.value, text: question, answer: null });
-  answer(conversation, message);
-}
-
-/** Ask for an answer to a question, beside those that it has. */
-export function answer(conversation: Conversation, question: Message): Answer {
-  const limit = settings.value.maxTokens;
-  const made = new Answer(ask(question, limit), (it) => ended(it, question, limit));
-  conversation.add({ role: "assistant", parent: question, text: "", answer: made });
-  announcement.value = "Generating an answer";
-  return made;
-}
-
 export function stop(): void {
-  live.value?.stop();
+  for (const answer of current.value.live.value) answer.stop();
 }
 
 export function newChat(): void {
-  stop();
   current.value = new Conversation();
+  editing.value = null;
   announcement.value = "New chat";
 }
 
 export function open(conversation: Conversation): void {
   current.value = conversation;
+  editing.value = null;
 }
 
-function ask(question: Message, limit: number | null): ResponseStream {
-  const { temperature, system } = settings.value;
-  const body: Ask = { input: inputFor(question) };
-  if (temperature !== null) body.temperature = temperature;
-  if (system.trim()) body.instructions = system;
-  if (limit !== null) body.max_output_tokens = limit;
-  return client.create(body);
+export function rename(conversation: Conversation, name: string): void {
+  conversation.name.value = name.trim() || null;
+  keepConversation(conversation);
 }
 
-function ended(it: Answer, question: Message, limit: number | null): void {
-  const isFull = it.stream.error?.code === "context_length_exceeded";
-  if (isFull && limit !== null && !it.isStopping.value) {
-    it.follow(ask(question, null), () => ended(it, question, null)); // a shorter answer may fit
-    return;
+export function remove(conversation: Conversation): void {
+  forget(conversation);
+  drop(conversation);
+  announcement.value = "Chat deleted";
+}
+
+/** Out of this tab's sight, whoever deleted it. */
+export function forget(conversation: Conversation): void {
+  for (const { answer } of conversation.messages.value) {
+    answer?.leave();
+    answer?.stop();
   }
-  it.settle();
-  if (isFull && !draft.value) draft.value = question.text;
-  announcement.value = "The answer is complete";
+  conversations.value = conversations.value.filter((other) => other !== conversation);
+  if (conversation === current.value) newChat();
+}
+
+/** Show the path through this message, to where it was last gone on with. */
+export function choose(conversation: Conversation, message: Message): void {
+  conversation.beside.value = [];
+  conversation.leaf.value = latestBelow(conversation.messages.value, message);
+  keepConversation(conversation);
+}
+
+/** Of answers side by side, the one to go on with; the others stay a click away. */
+export function prefer(conversation: Conversation, message: Message): void {
+  conversation.leaf.value = message;
+  conversation.beside.value = [];
+  keepConversation(conversation);
+}
+
+export function showBeside(conversation: Conversation, messages: readonly Message[]): void {
+  conversation.beside.value = messages;
+  conversation.leaf.value = messages[0] ?? null;
+  keepConversation(conversation);
 }

@@ -37,6 +37,24 @@ export const Key = icon(
     <path d="M9.2 10.8L16.5 3.5M13.2 6.8l2.4 2.4" />
   </>,
 );
+export const Copy = icon(<path d="M7.5 7.5h9v9h-9zM4.5 12.5h-1v-9h9v1" />);
+export const Check = icon(<path d="M4 10.5l4 4 8-9" />);
+export const Again = icon(<path d="M16 10a6 6 0 1 1-1.8-4.3L16 7.5M16 3.5v4h-4" />);
+export const Pencil = icon(<path d="M4 16l.8-3.4L13.5 4a1.8 1.8 0 0 1 2.5 2.5L7.4 15.2zM12 5.5L14.5 8" />);
+export const Left = icon(<path d="M12 5l-5 5 5 5" />);
+export const Right = icon(<path d="M8 5l5 5-5 5" />);
+export const Dots = icon(<path d="M4.5 10h.01M10 10h.01M15.5 10h.01" stroke-width="2.6" />);
+export const Download = icon(<path d="M10 3.5v9M6 9l4 4 4-4M4 16.5h12" />);
+export const Upload = icon(<path d="M10 13V4M6 7.5l4-4 4 4M4 16.5h12" />);
+export const Search = icon(
+  <>
+    <circle cx="9" cy="9" r="5" />
+    <path d="M12.8 12.8L17 17" />
+  </>,
+);
+export const Columns = icon(<path d="M3.5 4h5.5v12H3.5zM11 4h5.5v12H11z" />);
+export const Tokens = icon(<path d="M3 6h4v8H3zM9 6h3v8H9zM14 6h3v8h-3z" />);
+export const Keyboard = icon(<path d="M2.5 5.5h15v9h-15zM5.5 8.5h.01M8.5 8.5h.01M11.5 8.5h.01M14.5 8.5h.01M7 11.5h6" />);
 
 /** The mark: three lines of text, the last still being written. */
 export function Mark() {

@@ -1,0 +1,91 @@
+"""An answer goes on: through a reload, in a second tab, over a cut network; and where it can't, the
+page says so."""
+
+from __future__ import annotations
+
+from playwright.sync_api import Page, expect
+
+from tests.e2e.chatting import ask, begun, connected, finished, limit, text_of
+from tests.e2e.conftest import OpenPage
+from tests.e2e.proxy import Proxy
+from tests.server.counting import check_counting
+from tests.server.running import Running
+
+LENGTH = 600  # one and a half seconds of the server's
+
+
+def test_a_reload_in_an_answer_goes_on_with_it(page: Page) -> None:
+    limit(page, LENGTH)
+    begun(ask(page, "How far can you count?"))
+    page.reload()
+    answer = page.locator("article.assistant")
+    assert len(check_counting(finished(answer))) == LENGTH
+    expect(answer.locator(".meta")).to_contain_text(f"{LENGTH} tokens")
+    expect(page.get_by_role("button", name="Send", exact=True)).to_be_visible()
+
+
+def test_a_second_tab_follows_and_both_have_all_of_it(page: Page, server: Running) -> None:
+    limit(page, LENGTH)
+    other = page.context.new_page()
+    other.goto(server.url)
+    connected(other)
+    begun(ask(page, "How far can you count?"))
+    other.get_by_role("navigation", name="History").locator(".side-link").click()
+    answers = [tab.locator("article.assistant") for tab in (page, other)]
+    begun(answers[1])
+    for answer in answers:
+        assert len(check_counting(finished(answer))) == LENGTH
+    begun(ask(other, "Once more."))  # and the first hears of it
+    expect(page.locator("article")).to_have_count(4)
+    assert len(check_counting(finished(page.locator("article.assistant").last))) > 10
+    other.close()
+
+
+def test_a_second_tab_can_stop_it(page: Page, server: Running) -> None:
+    limit(page, 50_000)
+    begun(ask(page, "Never stop."))
+    other = page.context.new_page()
+    other.goto(server.url)
+    other.get_by_role("navigation", name="History").locator(".side-link").click()
+    begun(other.locator("article.assistant"))
+    other.get_by_role("button", name="Stop", exact=True).click()
+    expect(page.locator("article.assistant .meta")).to_contain_text("stopped")
+    check_counting(finished(page.locator("article.assistant")))
+    server.wait_idle()
+    other.close()
+
+
+def test_a_cut_network_loses_nothing(open_page: OpenPage, server: Running) -> None:
+    with Proxy(server, "") as proxy:
+        page = connected(open_page(proxy.origin))
+        limit(page, LENGTH)
+        answer = begun(ask(page, "How far can you count?"))
+        seen: list[str] = []
+        page.expose_function("seen", lambda state: seen.append(state))
+        page.evaluate(
+            """() => new MutationObserver(() => seen(badge.dataset.state)).observe(
+                badge, {attributes: true, attributeFilter: ["data-state"]})"""
+        )
+        proxy.cut()
+        assert len(check_counting(finished(answer))) == LENGTH
+        connected(page)
+        assert "reconnecting" in seen
+
+
+def test_what_a_stopped_server_forgot_is_said_and_what_came_is_kept(open_page: OpenPage) -> None:
+    first = Running(model="fake:tokens_per_s=400", drain_timeout=0.0).start()
+    port = int(first.url.rpartition(":")[2])
+    page = connected(open_page(first.url))
+    limit(page, 50_000)
+    answer = begun(ask(page, "Never stop."))
+    expect(answer.locator(".text")).to_contain_text(" 50 ")
+    first.stop()
+    expect(page.locator("#badge")).not_to_have_text("connected")
+    second = Running(model="fake:tokens_per_s=400", port=port).start()
+    connected(page)
+    finished(answer)
+    assert len(check_counting(text_of(answer))) >= 50
+    limit(page, 5)
+    check_counting(finished(ask(page, "Once more.")))
+    page.close()
+    second.stop()

@@ -1,0 +1,91 @@
+"""Long answers, slow ones, and small screens."""
+
+from __future__ import annotations
+
+from playwright.sync_api import expect
+
+from tests.e2e.chatting import ask, begun, connected, finished, limit, text_of
+from tests.e2e.conftest import OpenPage
+from tests.server.counting import check_counting
+from tests.server.running import Running
+
+
+def test_ten_thousand_tokens_are_complete_and_the_page_answers_meanwhile(
+    open_page: OpenPage,
+) -> None:
+    server = Running(model="fake:tokens_per_s=3000").start()
+    page = connected(open_page(server.url))
+    limit(page, 10_000)
+    answer = begun(ask(page, "How far can you count?"))
+    page.get_by_label("Message").fill("typed meanwhile")
+    expect(page.get_by_label("Message")).to_have_value("typed meanwhile")
+    page.get_by_role("button", name="Use the dark theme").click()
+    expect(page.locator("html")).to_have_attribute("data-theme", "dark")
+    assert check_counting(finished(answer))[-1] == 10_000
+    expect(answer.locator(".meta")).to_contain_text("10,000 tokens")
+    page.reload()
+    answer = page.locator("article.assistant")
+    expect(answer.locator(".prose")).to_contain_text("10000")
+    assert len(check_counting(text_of(answer))) == 10_000
+    page.close()
+    server.stop()
+
+
+def test_the_end_is_in_view_unless_the_reader_went_up(open_page: OpenPage) -> None:
+    server = Running(model="fake:tokens_per_s=400").start()
+    page = connected(open_page(server.url, viewport={"width": 600, "height": 400}))
+    limit(page, 900)
+    answer = begun(ask(page, "How far can you count?"))
+    expect(answer.locator(".text")).to_contain_text(" 500 ")
+    expect(answer.locator(".meta")).to_be_in_viewport()
+    page.locator(".scroller").evaluate("(it) => it.scrollTo(0, 0)")
+    finished(answer)
+    expect(page.locator("article.user")).to_be_in_viewport()
+    expect(answer.locator(".meta")).not_to_be_in_viewport()
+    page.close()
+    server.stop()
+
+
+def test_what_an_answer_waits_for_is_said(open_page: OpenPage) -> None:
+    """One at a time: the second waits in the queue, then its prompt is read in pieces."""
+    server = Running(model="fake:tokens_per_s=60", max_num_seqs=1).start()
+    page = connected(open_page(server.url))
+    page.get_by_label("Answers to each question").select_option("2")
+    limit(page, 40)
+    first = ask(page, "How far can you count?")
+    metas = page.locator("article.assistant .meta")
+    expect(metas.filter(has_text="waiting")).to_have_count(1)
+    for i in range(2):
+        check_counting(finished(page.locator("article.assistant").nth(i)))
+    assert first.count() == 1
+    page.close()
+    server.stop()
+
+
+def test_the_chat_on_a_phone(open_page: OpenPage) -> None:
+    server = Running(model="fake:tokens_per_s=400", served_model_name="a-long-model-name").start()
+    page = connected(
+        open_page(
+            server.url, viewport={"width": 390, "height": 760}, has_touch=True, is_mobile=True
+        )
+    )
+    limit(page, 30)
+    page.get_by_label("Answers to each question").select_option("2")
+    begun(ask(page, "How far can you count?"))
+    assert page.evaluate("document.scrollingElement.scrollWidth") == 390
+    columns = page.locator(".columns article")
+    for i in range(2):
+        finished(columns.nth(i))
+        box = columns.nth(i).bounding_box()
+        assert box is not None
+        assert 0 <= box["x"] < box["x"] + box["width"] <= 390
+    columns.nth(0).get_by_role("button", name="Show tokens").tap()
+    page.locator(".token").nth(2).tap()
+    expect(page.get_by_role("button", name="Draw again from here")).to_be_in_viewport()
+    page.get_by_role("button", name="Menu", exact=True).tap()
+    page.get_by_role("button", name="More for How far can you count?").tap()
+    expect(page.get_by_role("button", name="Rename", exact=True)).to_be_in_viewport()
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("button", name="Close menu")).to_be_hidden()
+    page.close()
+    server.stop()

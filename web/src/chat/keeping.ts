@@ -1,0 +1,101 @@
+/**
+ * Keeping: conversations in this browser's IndexedDB, and word of every change to its other tabs.
+ *
+ * A message is a record of its own, so that two tabs add to one conversation without loss. Nothing
+ * waits for a write; without a database (private mode) the page works for as long as it is open.
+ */
+
+import { openDB, type DBSchema, type IDBPDatabase } from "idb";
+import { asKeptConversation, asKeptMessage, type KeptConversation, type KeptMessage } from "./kept.ts";
+import type { Conversation, Message } from "./conversation.ts";
+
+interface Schema extends DBSchema {
+  conversations: { key: string; value: KeptConversation };
+  messages: { key: string; value: KeptMessage; indexes: { conversation: string } };
+}
+
+/** What one tab tells the others. */
+export type Word =
+  | { type: "conversation"; record: KeptConversation }
+  | { type: "message"; record: KeptMessage }
+  | { type: "dropped"; id: string };
+
+const EVERY_MS = 1000; // between two writes of an answer that grows
+const channel = typeof BroadcastChannel === "undefined" ? null : new BroadcastChannel("streamer");
+const due = new Map<Message, ReturnType<typeof setTimeout>>();
+const dropped = new Set<string>();
+let database: Promise<IDBPDatabase<Schema> | null> | undefined;
+
+function db(): Promise<IDBPDatabase<Schema> | null> {
+  database ??= openDB<Schema>("streamer", 1, {
+    upgrade(fresh) {
+      fresh.createObjectStore("conversations", { keyPath: "id" });
+      fresh.createObjectStore("messages", { keyPath: "id" }).createIndex("conversation", "conversation");
+    },
+  }).catch(() => null);
+  return database;
+}
+
+export async function load(): Promise<{ conversations: KeptConversation[]; messages: KeptMessage[] }> {
+  const store = await db();
+  if (!store) return { conversations: [], messages: [] };
+  const [conversations, messages] = await Promise.all([store.getAll("conversations"), store.getAll("messages")]);
+  return { conversations, messages };
+}
+
+export function keepConversation(conversation: Conversation): void {
+  if (conversation.messages.value.length === 0 || dropped.has(conversation.id)) return;
+  const record = asKeptConversation(conversation);
+  channel?.postMessage({ type: "conversation", record } satisfies Word);
+  void write((store) => store.put("conversations", record));
+}
+
+export function keepMessage(conversation: Conversation, message: Message): void {
+  if (dropped.has(conversation.id)) return;
+  const record = keepQuietly(conversation, message);
+  if (record.answer?.status === "sending") return; // without an id nobody can follow it
+  channel?.postMessage({ type: "message", record } satisfies Word);
+}
+
+/** Soon, and not for every frame of an answer that grows. */
+export function keepSoon(conversation: Conversation, message: Message): void {
+  if (due.has(message) || dropped.has(conversation.id)) return;
+  due.set(message, setTimeout(() => keepQuietly(conversation, message), EVERY_MS));
+}
+
+export function drop(conversation: Conversation): void {
+  dropped.add(conversation.id);
+  channel?.postMessage({ type: "dropped", id: conversation.id } satisfies Word);
+  void write(async (store) => {
+    const all = store.transaction(["conversations", "messages"], "readwrite");
+    const keys = await all.objectStore("messages").index("conversation").getAllKeys(conversation.id);
+    await Promise.all(keys.map((key) => all.objectStore("messages").delete(key)));
+    await all.objectStore("conversations").delete(conversation.id);
+    await all.done;
+  });
+}
+
+/** Hear what other tabs did. */
+export function hear(onWord: (word: Word) => void): void {
+  channel?.addEventListener("message", ({ data }: MessageEvent<Word>) => {
+    if (data.type === "dropped") dropped.add(data.id);
+    onWord(data);
+  });
+}
+
+function keepQuietly(conversation: Conversation, message: Message): KeptMessage {
+  clearTimeout(due.get(message));
+  due.delete(message);
+  const record = asKeptMessage(conversation, message);
+  void write((store) => store.put("messages", record));
+  return record;
+}
+
+async function write(work: (store: IDBPDatabase<Schema>) => Promise<unknown>): Promise<void> {
+  const store = await db();
+  try {
+    if (store) await work(store);
+  } catch {
+    // the disk is full or the browser forbids it: this page goes on
+  }
+}

@@ -1,0 +1,71 @@
+/**
+ * A block's source as a piece of document that is safe to show: marked writes HTML, DOMPurify lets
+ * through what an answer needs. Raw HTML comes out as text, an image as a link to it.
+ */
+
+import DOMPurify from "dompurify";
+import type { Tokens } from "marked";
+import { newMarked, type Maths } from "./blocks.ts";
+
+const TAGS = ["p", "h1", "h2", "h3", "h4", "h5", "h6", "ul", "ol", "li", "blockquote", "pre", "code", "em", "strong", "del", "br", "hr", "a", "table", "thead", "tbody", "tr", "th", "td", "span"];
+const ATTRIBUTES = ["href", "class", "align", "start", "title"];
+const SCHEMES = /^(?:https?:|mailto:)/i;
+const ESCAPES: Record<string, string> = { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#39;" };
+
+export const escapeHtml = (text: string): string => text.replace(/[&<>"']/g, (char) => ESCAPES[char] ?? char);
+
+const marked = newMarked();
+marked.use({
+  renderer: {
+    html: ({ text, block }) => (block ? `<p>${escapeHtml(text)}</p>` : escapeHtml(text)),
+    image: ({ href, text }) => link(href, text || href, "image"),
+    code: ({ text, lang }: Tokens.Code) => {
+      const name = /^[\w+#.-]{1,30}/.exec(lang ?? "")?.[0] ?? "";
+      return `<pre><code class="${escapeHtml(name)}">${escapeHtml(text)}</code></pre>`;
+    },
+    checkbox: ({ checked }) => (checked ? "☑ " : "☐ "),
+  },
+  extensions: [
+    { name: "blockMaths", renderer: maths },
+    { name: "inlineMaths", renderer: maths },
+  ],
+});
+
+export const lex = (source: string) => marked.lexer(source);
+
+export function toFragment(source: string): DocumentFragment {
+  return purify(marked.parse(source, { async: false }));
+}
+
+export function purify(html: string): DocumentFragment {
+  const fragment = DOMPurify.sanitize(html, {
+    ALLOWED_TAGS: TAGS,
+    ALLOWED_ATTR: ATTRIBUTES,
+    ALLOWED_URI_REGEXP: SCHEMES,
+    ADD_URI_SAFE_ATTR: ["align", "start"], // else they would have to look like links
+    ALLOW_DATA_ATTR: false,
+    ALLOW_ARIA_ATTR: false,
+    RETURN_DOM_FRAGMENT: true,
+  });
+  for (const anchor of fragment.querySelectorAll("a")) guard(anchor);
+  return fragment;
+}
+
+/** A link leaves this page alone and tells nothing of it; one that leads nowhere is text. */
+function guard(anchor: HTMLAnchorElement): void {
+  if (!SCHEMES.test(anchor.getAttribute("href") ?? "")) {
+    anchor.replaceWith(...anchor.childNodes);
+    return;
+  }
+  anchor.target = "_blank";
+  anchor.rel = "noopener noreferrer nofollow";
+}
+
+function link(href: string, text: string, kind: string): string {
+  return `<a class="${kind}" href="${escapeHtml(href)}">${escapeHtml(text)}</a>`;
+}
+
+function maths(token: Tokens.Generic): string {
+  const { tex, isDisplay } = token as Maths;
+  return `<span class="maths${isDisplay ? " display" : ""}">${escapeHtml(tex)}</span>`;
+}
