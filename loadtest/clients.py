@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
+from .replies import DECODER, Chunk
+from .sse import BadAnswer, Read, events, split, whole
+
 READ_BYTES = 1 << 16
-HEAD_END = b"\r\n\r\n"
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -70,25 +72,7 @@ class Measured(msgspec.Struct, frozen=True):
         return [b - a for answer in self.answers for a, b in itertools.pairwise(answer.at_s)]
 
 
-class BadAnswer(Exception):
-    """A server answered with an error, or something that is no completion."""
-
-
-class _Choice(msgspec.Struct):
-    text: str = ""
-
-
-class _Usage(msgspec.Struct):
-    completion_tokens: int
-
-
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-
-
-DECODER = msgspec.json.Decoder(_Chunk)
-Reads = list[tuple[float, bytes]]  # when, what
+Reads = list[Read]
 
 
 def run(port: int, clients: Sequence[Sequence[Ask]]) -> Measured:
@@ -121,72 +105,22 @@ async def _fetch(port: int, request: bytes) -> Reads:
 
 def parse(reads: Reads) -> Answer:
     """The answer that these reads make up; BadAnswer if it is none."""
-    whole = b"".join(data for _, data in reads)
-    head, _, _ = whole.partition(HEAD_END)
-    if b" 200 " not in head.split(b"\r\n")[0]:
-        raise BadAnswer(whole[:500].decode(errors="replace"))
-    is_chunked = b"transfer-encoding: chunked" in head.lower()
-    start, bodies = reads[0][0], _bodies(reads, len(head) + len(HEAD_END), is_chunked)
-    if b"text/event-stream" not in head.lower():
-        body = b"".join(data for _, data in bodies)
-        return Answer((reads[-1][0] - start,), _tokens(DECODER.decode(body)))
+    head, bodies = split(iter(reads))
+    if head.status != 200:
+        raise BadAnswer(b"".join(data for _, data in reads)[:500].decode(errors="replace"))
+    start = reads[0][0]
+    if not head.is_stream:
+        return Answer((reads[-1][0] - start,), _tokens(DECODER.decode(whole(bodies))))
     at_s, tokens = [], 0
-    for at, event in _events(bodies):
+    for at, event in events(bodies):
         chunk = DECODER.decode(event)
         tokens = chunk.usage.completion_tokens if chunk.usage is not None else tokens
-        if any(choice.text for choice in chunk.choices):
+        if chunk.text:
             at_s.append(at - start)
     return Answer(tuple(at_s), tokens)
 
 
-def _tokens(chunk: _Chunk) -> int:
+def _tokens(chunk: Chunk) -> int:
     if chunk.usage is None:
         raise BadAnswer("an answer without usage")
     return chunk.usage.completion_tokens
-
-
-def _bodies(reads: Reads, skip: int, is_chunked: bool) -> Iterator[tuple[float, bytes]]:
-    """The body's bytes with their times: without the head, and without chunks' frames."""
-    chunks = _Chunks()
-    for at, data in reads:
-        if skip >= len(data):
-            skip -= len(data)
-            continue
-        part, skip = data[skip:], 0
-        yield at, chunks.feed(part) if is_chunked else part
-
-
-class _Chunks:
-    """HTTP/1.1 chunks (RFC 9112, 7.1) taken apart as they come; trailers are not looked at."""
-
-    def __init__(self) -> None:
-        self._line = b""
-        self._left = -1  # bytes until the chunk's end and its CRLF; -1: in the size line
-
-    def feed(self, data: bytes) -> bytes:
-        """What these bytes bring of the body."""
-        out = []
-        while data:
-            if self._left < 0:
-                line, found, data = data.partition(b"\n")
-                self._line += line
-                if found:
-                    size = int(self._line.partition(b";")[0].strip() or b"0", 16)
-                    self._line, self._left = b"", size + 2 if size else 1 << 62
-            else:
-                part, data = data[: self._left], data[self._left :]
-                wanted = max(0, self._left - 2)
-                out.append(part[:wanted] if self._left < 1 << 61 else b"")
-                self._left = self._left - len(part) or -1
-        return b"".join(out)
-
-
-def _events(bodies: Iterator[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
-    """The data of every server-sent event, at the time when its line was whole."""
-    pending = b""
-    for at, data in bodies:
-        *lines, pending = (pending + data).split(b"\n")
-        for line in lines:
-            payload = line.removeprefix(b"data:").strip()
-            if line.startswith(b"data:") and payload != b"[DONE]":
-                yield at, payload

@@ -13,7 +13,7 @@ from typing import cast
 
 import msgspec
 
-from .clients import Ask, BadAnswer, Measured
+from .clients import Ask, Measured
 from .clients import run as run_clients
 from .engines import (
     Engine,
@@ -26,6 +26,7 @@ from .engines import (
 )
 from .processes import LOAD_S, EngineFailed, Runner, Server, free_port
 from .results import Peak, Sample, percentile
+from .sse import BadAnswer
 from .workload import Model, Work, prompts
 
 WARM_PROMPTS, WARM_TOKENS = 32, 8

@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from streamer.loadtest.clients import Answer, Ask, BadAnswer, Measured, Reads, parse
+from streamer.loadtest.clients import Answer, Ask, Measured, Reads, parse
+from streamer.loadtest.sse import BadAnswer
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"

@@ -1,0 +1,130 @@
+"""Sends jobs when they are due, whatever has become of those before: the open loop, on asyncio.
+
+Waiting for a slow server would hide its queue (coordinated omission), so nothing here waits: each
+arrival has a task of its own. An answer is read as bytes with their times, and taken apart once it
+is complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from .jobs import Job, Turn
+from .replies import Reply, read_reply
+from .served import Outcome
+from .sse import BadAnswer
+from .target import Target
+
+CALIBRATION_WORDS = (50, 250)
+
+
+class Ways(NamedTuple):
+    """How to ask. ignore_eos: answers are as long as wanted; not every server knows the field."""
+
+    target: Target
+    model: str
+    ignore_eos: bool = True
+
+
+class Driver:
+    """One run at one rate. `on_done` hears of every request that has ended."""
+
+    def __init__(self, ways: Ways, on_done: Callable[[Outcome], None]) -> None:
+        self._ways, self._on_done = ways, on_done
+        self._start = 0.0
+
+    def run(self, jobs: Sequence[Job], offsets_s: Sequence[float]) -> tuple[list[Outcome], float]:
+        """Every request's outcome, in order of arrival, and the seconds to the last one's end."""
+        return asyncio.run(self._run(jobs, offsets_s))
+
+    async def _run(
+        self, jobs: Sequence[Job], offsets_s: Sequence[float]
+    ) -> tuple[list[Outcome], float]:
+        self._start = time.perf_counter()
+        tasks = []
+        for job, due_s in zip(jobs, offsets_s, strict=True):
+            await asyncio.sleep(max(0.0, self._start + due_s - time.perf_counter()))
+            tasks.append(asyncio.create_task(self._job(job, due_s)))
+        outcomes = [outcome for task in tasks for outcome in await task]
+        return outcomes, time.perf_counter() - self._start
+
+    async def _job(self, job: Job, due_s: float) -> list[Outcome]:
+        """Its turns, one after the other; the first that fails is the last."""
+        messages: list[dict[str, Any]] = []
+        if job.system:
+            messages.append({"role": "system", "content": job.system})
+        outcomes: list[Outcome] = []
+        for turn in job.turns:
+            messages.append({"role": "user", "content": turn.prompt})
+            start_s = time.perf_counter() - self._start
+            outcome = Outcome(due_s if not outcomes else start_s, start_s)
+            try:
+                reply = await ask(self._ways, request(self._ways, messages, turn))
+                outcome = timed(outcome, reply, self._start + start_s)
+                messages.append({"role": "assistant", "content": reply.text})
+            except (BadAnswer, OSError, ValueError) as error:
+                said = str(error) or type(error).__name__
+                outcome = msgspec.structs.replace(outcome, error=said)
+            outcomes.append(outcome)
+            self._on_done(outcome)
+            if outcome.error:
+                break
+        return outcomes
+
+
+def request(ways: Ways, messages: Sequence[dict[str, Any]], turn: Turn) -> bytes:
+    """Messages go to chat completions, token ids to completions."""
+    body: dict[str, Any] = {"model": ways.model, "max_tokens": turn.max_tokens, "stream": True}
+    body["stream_options"] = {"include_usage": True}
+    if ways.ignore_eos:
+        body["ignore_eos"] = True
+    if isinstance(turn.prompt, str):
+        return ways.target.request("POST", "/v1/chat/completions", body | {"messages": messages})
+    return ways.target.request("POST", "/v1/completions", body | {"prompt": turn.prompt})
+
+
+async def ask(ways: Ways, data: bytes) -> Reply:
+    """One answer; BadAnswer, OSError (TimeoutError too) or ValueError if there is none."""
+    reads = [read async for read in ways.target.aread(data)]
+    return read_reply(iter(reads))
+
+
+def timed(outcome: Outcome, reply: Reply, start: float) -> Outcome:
+    """The outcome with what the reply says; BadAnswer without text or usage, which it stands on."""
+    if reply.usage is None:
+        raise BadAnswer("an answer without usage: tokens can't be counted")
+    if not reply.text_at:
+        raise BadAnswer("an answer without text")
+    return msgspec.structs.replace(
+        outcome,
+        latency_s=reply.ended_at - start,
+        ttft_s=reply.text_at[0] - start,
+        itls_s=[b - a for a, b in itertools.pairwise(reply.text_at)],
+        num_input=reply.num_prompt_tokens,
+        num_cached=reply.num_cached_tokens,
+        num_output=reply.num_tokens,
+    )
+
+
+def words_per_token(ways: Ways, text: Callable[[int], str]) -> float:
+    """Of `text(words)`, by the server's own counts of a short and a long prompt; warms it up."""
+
+    async def tokens(num_words: int) -> int:
+        turn = Turn(text(num_words), 2)
+        messages = [{"role": "user", "content": turn.prompt}]
+        reply = await ask(ways, request(ways, messages, turn))
+        return reply.num_prompt_tokens
+
+    async def both() -> list[int]:
+        return [await tokens(num_words) for num_words in CALIBRATION_WORDS]
+
+    short, long = asyncio.run(both())
+    if long <= short:
+        raise BadAnswer(f"usage says {short} and {long} tokens for a short and a long prompt")
+    return (CALIBRATION_WORDS[1] - CALIBRATION_WORDS[0]) / (long - short)

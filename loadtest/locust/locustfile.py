@@ -1,0 +1,33 @@
+"""What `locust -f` is given: every user, the flags, load shapes and objectives.
+
+Choose users by name (`SseChat Flaky`) or tasks by tag (`--tags sse`); without a choice all run.
+Needs no server of ours: SseChat and MultiTurn run against anything that speaks OpenAI's API.
+"""
+
+from __future__ import annotations
+
+import locust.stats
+from locust import events
+
+from streamer.loadtest.locust import judging, options, shapes
+from streamer.loadtest.locust.chats import MultiTurn, SseChat
+from streamer.loadtest.locust.flaky import Flaky
+from streamer.loadtest.locust.meter import bucket
+from streamer.loadtest.locust.sockets import Cancel, Fork, Lanes, SlowReader, SocketChat
+
+__all__ = [
+    "Cancel",
+    "Flaky",
+    "Fork",
+    "Lanes",
+    "MultiTurn",
+    "SlowReader",
+    "SocketChat",
+    "SseChat",
+]
+
+setattr(locust.stats, "bucket_response_time", bucket)  # noqa: B010, Locust's own hook
+events.init_command_line_parser.add_listener(options.add)
+events.init.add_listener(shapes.choose)
+events.init.add_listener(judging.prepare)
+events.quitting.add_listener(judging.judge)

@@ -1,0 +1,84 @@
+"""Times one answer and reports it as Locust's own statistics: request types of these names.
+
+    TTFT    request to first text
+    ITL     between pieces of text, of whatever size
+    TPOT    (E2E - TTFT) / (tokens - 1)
+    E2E     request to end; its "content size" is in tokens
+    CANCEL  asking for it to the terminal event
+    RESUME  dialling again to the first event
+    FORK    request to the first text beyond what was kept
+    PAUSED  how long flow control held an answer, as its slow reader heard of it
+
+Locust's "Aggregated" row mixes them and means nothing here.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+TTFT, ITL, TPOT, E2E = "TTFT", "ITL", "TPOT", "E2E"
+CANCEL, RESUME, FORK, PAUSED = "CANCEL", "RESUME", "FORK", "PAUSED"
+ANSWER = (TTFT, ITL, TPOT, E2E)
+STATISTICS = (*ANSWER, CANCEL, RESUME, FORK, PAUSED)
+
+
+def bucket(ms: float) -> Any:
+    """Two significant digits, as Locust does from 100 ms on; it has whole ms below, we have not."""
+    if ms <= 0:
+        return 0
+    digits = 1 - math.floor(math.log10(ms))
+    rounded = round(ms, digits)
+    return int(rounded) if rounded >= 10 else rounded
+
+
+class Meter:
+    """One answer's times, from the moment this is made."""
+
+    def __init__(self, fire: Callable[..., None], name: str) -> None:
+        """fire: that of Locust's `request` event; name: under which statistics are kept."""
+        self._fire, self._name = fire, name
+        self._start = time.perf_counter()
+        self._first_at = self._last_at = 0.0
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it was made."""
+        return time.perf_counter() - self._start
+
+    def text(self, at: float | None = None) -> None:
+        """A piece of text came."""
+        at = time.perf_counter() if at is None else at
+        if self._first_at:
+            self.report(ITL, at - self._last_at)
+        else:
+            self._first_at = at
+            self.report(TTFT, at - self._start)
+        self._last_at = at
+
+    def end(self, num_tokens: int) -> None:
+        """The answer is complete and right."""
+        whole_s = self.age_s
+        if num_tokens > 1 and self._first_at:
+            first_s = self._first_at - self._start
+            self.report(TPOT, (whole_s - first_s) / (num_tokens - 1))
+        self.report(E2E, whole_s, num_tokens)
+
+    def fail(self, error: Exception) -> None:
+        """It is not: E2E counts it as a failure."""
+        self.report(E2E, self.age_s, 0, error)
+
+    def report(
+        self, statistic: str, seconds: float, num_tokens: int = 0, error: Exception | None = None
+    ) -> None:
+        """Any statistic."""
+        self._fire(
+            request_type=statistic,
+            name=self._name,
+            response_time=seconds * 1e3,
+            response_length=num_tokens,
+            exception=error,
+            context={},
+        )

@@ -1,0 +1,143 @@
+"""What an open-loop run has found, in the names of `vllm bench serve`'s result file. No clock.
+
+Definitions are its too: TTFT from sending to the first text; ITL between pieces of text, whatever
+their size; TPOT = (E2EL - TTFT) / (output tokens - 1); tokens as `usage` counts them; percentiles
+interpolated. Ours beside: goodput_share and p99_start_lag_ms.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+PERCENTILES = (50, 90, 95, 99)
+METRICS = ("ttft", "tpot", "itl", "e2el")
+OBJECTIVES = ("ttft", "tpot", "e2el")
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """One request. Times in seconds; `start_s` and `due_s` from the run's start.
+
+    due_s  when the arrival process wanted it
+    error  "" where it was answered; else the times mean nothing
+    """
+
+    due_s: float
+    start_s: float
+    latency_s: float = 0.0
+    ttft_s: float = 0.0
+    itls_s: list[float] = []
+    num_input: int = 0
+    num_cached: int = 0
+    num_output: int = 0
+    error: str = ""
+
+    @property
+    def tpot_s(self) -> float:
+        """0 where there was one token, as vLLM takes it for goodput."""
+        return (self.latency_s - self.ttft_s) / max(1, self.num_output - 1) * (self.num_output > 1)
+
+    def is_good(self, objectives_ms: dict[str, float]) -> bool:
+        """Answered, within every objective."""
+        found = {"ttft": self.ttft_s, "tpot": self.tpot_s, "e2el": self.latency_s}
+        return not self.error and all(found[n] * 1e3 <= ms for n, ms in objectives_ms.items())
+
+
+class Conditions(msgspec.Struct, frozen=True):
+    """What was asked: goes into the file as it is. rate: requests a second; "inf" in the file."""
+
+    date: str
+    label: str
+    model_id: str
+    request_rate: float
+    burstiness: float
+    goodput: dict[str, float]
+    seed: int
+
+
+Values = dict[str, object]
+
+
+def summary(outcomes: Sequence[Outcome], conditions: Conditions, duration_s: float) -> Values:
+    """One rate's result file."""
+    done = [outcome for outcome in outcomes if not outcome.error]
+    num_in, num_out = (sum(getattr(o, f) for o in done) for f in ("num_input", "num_output"))
+    good = sum(outcome.is_good(conditions.goodput) for outcome in outcomes)
+    rate = conditions.request_rate
+    values: Values = msgspec.structs.asdict(conditions) | {
+        "backend": "openai",
+        "num_prompts": len(outcomes),
+        "request_rate": rate if math.isfinite(rate) else "inf",
+        "duration": duration_s,
+        "completed": len(done),
+        "failed": len(outcomes) - len(done),
+        "total_input_tokens": num_in,
+        "total_cached_tokens": sum(outcome.num_cached for outcome in done),
+        "total_output_tokens": num_out,
+        "request_throughput": len(done) / duration_s,
+        "request_goodput": good / duration_s if conditions.goodput else None,
+        "goodput_share": good / max(1, len(outcomes)),
+        "output_throughput": num_out / duration_s,
+        "total_token_throughput": (num_in + num_out) / duration_s,
+        "max_output_tokens_per_s": most_a_second(done),
+        "max_concurrent_requests": most_at_once(done),
+        "p99_start_lag_ms": 1e3 * percentile([o.start_s - o.due_s for o in outcomes], 99),
+    }
+    times = {
+        "ttft": [outcome.ttft_s for outcome in done],
+        "tpot": [outcome.tpot_s for outcome in done if outcome.num_output > 1],
+        "itl": [gap for outcome in done for gap in outcome.itls_s],
+        "e2el": [outcome.latency_s for outcome in done],
+    }
+    for name, seconds in times.items():
+        values |= _statistics(name, [1e3 * value for value in seconds])
+    return values | {
+        "input_lens": [outcome.num_input for outcome in outcomes],
+        "output_lens": [outcome.num_output for outcome in outcomes],
+        "ttfts": [outcome.ttft_s for outcome in outcomes],
+        "itls": [outcome.itls_s for outcome in outcomes],
+        "latencies": [outcome.latency_s for outcome in outcomes],
+        "start_times": [outcome.start_s for outcome in outcomes],
+        "errors": [outcome.error for outcome in outcomes],
+    }
+
+
+def _statistics(name: str, values_ms: list[float]) -> Values:
+    found: Values = {
+        f"mean_{name}_ms": statistics.fmean(values_ms) if values_ms else 0.0,
+        f"median_{name}_ms": percentile(values_ms, 50),
+        f"std_{name}_ms": statistics.pstdev(values_ms) if values_ms else 0.0,
+    }
+    return found | {f"p{p}_{name}_ms": percentile(values_ms, p) for p in PERCENTILES}
+
+
+def percentile(values: Iterable[float], percent: float) -> float:
+    """Between the two nearest, as numpy does; 0 of none."""
+    ranked = sorted(values)
+    if not ranked:
+        return 0.0
+    place = (len(ranked) - 1) * percent / 100
+    low = math.floor(place)
+    high = min(low + 1, len(ranked) - 1)
+    return ranked[low] + (ranked[high] - ranked[low]) * (place - low)
+
+
+def most_at_once(outcomes: Sequence[Outcome]) -> int:
+    """Requests that were being answered, at the highest."""
+    changes = [(outcome.start_s, 1) for outcome in outcomes]
+    changes += [(outcome.start_s + outcome.latency_s, -1) for outcome in outcomes]
+    return max(itertools.accumulate(change for _, change in sorted(changes)), default=0)
+
+
+def most_a_second(outcomes: Iterable[Outcome]) -> float:
+    """Pieces of text in the fullest second, as vLLM counts: it takes a piece for a token."""
+    seconds: dict[int, int] = {}
+    for outcome in outcomes:
+        first = outcome.start_s + outcome.ttft_s
+        for at in itertools.accumulate(outcome.itls_s, initial=first):
+            seconds[int(at)] = seconds.get(int(at), 0) + 1
+    return float(max(seconds.values(), default=0))

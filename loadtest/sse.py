@@ -1,0 +1,105 @@
+"""HTTP answers and server-sent events taken apart, from reads with times. No socket, no clock.
+
+Everything is lazy: what has been read so far is taken apart before more is asked for, so the same
+code serves answers that are complete and answers that are still coming.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import msgspec
+
+HEAD_END = b"\r\n\r\n"
+Read = tuple[float, bytes]  # when, what
+
+
+class BadAnswer(Exception):
+    """A server answered with an error, or with something else than was asked for."""
+
+
+class Head(msgspec.Struct, frozen=True):
+    """Of an HTTP answer; `text` in lower case."""
+
+    status: int
+    text: bytes
+
+    @property
+    def is_stream(self) -> bool:
+        return b"text/event-stream" in self.text
+
+
+def split(reads: Iterator[Read]) -> tuple[Head, Iterator[Read]]:
+    """The head, and the body as it comes, without chunks' frames; BadAnswer if there is no head."""
+    data, at = b"", 0.0
+    while HEAD_END not in data and (read := next(reads, None)) is not None:
+        at = read[0]
+        data += read[1]
+    text, found, rest = data.partition(HEAD_END)
+    words = text.split(b"\r\n")[0].split()
+    if not found or len(words) < 2 or not words[1].isdigit():
+        said = data[:200].decode(errors="replace")
+        raise BadAnswer(f"no HTTP answer: {said!r}" if said else "the connection ended unanswered")
+    head = Head(int(words[1]), text.lower())
+    bodies = itertools.chain([(at, rest)], reads)
+    is_chunked = b"transfer-encoding: chunked" in head.text
+    return head, _dechunked(bodies) if is_chunked else bodies
+
+
+def whole(bodies: Iterator[Read]) -> bytes:
+    """A body to its end."""
+    return b"".join(data for _, data in bodies)
+
+
+def started(reads: Iterator[Read]) -> tuple[Head, Iterator[Read]]:
+    """The same as `split`; BadAnswer with what the server said where the status is not 200."""
+    head, bodies = split(reads)
+    if head.status != 200:
+        raise BadAnswer(f"{head.status}: {whole(bodies)[:500].decode(errors='replace').strip()}")
+    return head, bodies
+
+
+def events(bodies: Iterator[Read]) -> Iterator[Read]:
+    """The data of every event, at the time when its line was whole; `[DONE]` is left out."""
+    pending = b""
+    for at, data in bodies:
+        *lines, pending = (pending + data).split(b"\n")
+        for line in lines:
+            payload = line.removeprefix(b"data:").strip()
+            if line.startswith(b"data:") and payload != b"[DONE]":
+                yield at, payload
+
+
+def _dechunked(bodies: Iterator[Read]) -> Iterator[Read]:
+    chunks = _Chunks()
+    for at, data in bodies:
+        yield at, chunks.feed(data)
+        if chunks.is_done:
+            return  # a server that keeps the connection open has nothing more to say
+
+
+class _Chunks:
+    """HTTP/1.1 chunks (RFC 9112, 7.1) taken apart as they come; trailers are not looked at."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+        self._line = b""
+        self._left = -1  # bytes until the chunk's end and its CRLF; -1: in the size line
+
+    def feed(self, data: bytes) -> bytes:
+        """What these bytes bring of the body."""
+        out = []
+        while data and not self.is_done:
+            if self._left < 0:
+                line, found, data = data.partition(b"\n")
+                self._line += line
+                if found:
+                    size = int(self._line.partition(b";")[0].strip() or b"0", 16)
+                    self._line, self._left = b"", size + 2
+                    self.is_done = size == 0
+            else:
+                part, data = data[: self._left], data[self._left :]
+                out.append(part[: max(0, self._left - 2)])
+                self._left = self._left - len(part) or -1
+        return b"".join(out)

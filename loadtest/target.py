@@ -1,0 +1,102 @@
+"""A server under test: where it is, and one request a connection. Any OpenAI-compatible server.
+
+Blocking here, which under gevent means that other users go on; `aread` for asyncio. What comes is
+noted with its time and not looked at: sse.py takes it apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import struct
+import time
+from collections.abc import AsyncIterator, Generator
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from .sse import Read, started, whole
+
+READ_BYTES = 1 << 16
+TIMEOUT_S = 120.0  # without a byte
+ABRUPT = struct.pack("ii", 1, 0)  # SO_LINGER: closing resets the connection
+
+
+class Target(msgspec.Struct, frozen=True):
+    """A server, by its base URL with or without `/v1`; `key` goes along as a bearer token."""
+
+    host: str
+    port: int
+    is_tls: bool
+    prefix: str
+    key: str = ""
+
+    @classmethod
+    def of(cls, url: str, key: str = "") -> Target:
+        """From `http://host:port/prefix`; ValueError if it is no such URL."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{url!r} is no http:// or https:// URL")
+        is_tls = parts.scheme == "https"
+        prefix = parts.path.rstrip("/").removesuffix("/v1")
+        return cls(parts.hostname, parts.port or (443 if is_tls else 80), is_tls, prefix, key)
+
+    @property
+    def origin(self) -> str:
+        """Host and port as URLs have them."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    @property
+    def socket_url(self) -> str:
+        """Of the WebSocket."""
+        return f"{'wss' if self.is_tls else 'ws'}://{self.origin}{self.prefix}/v1/responses"
+
+    def request(self, method: str, path: str, body: Any = None) -> bytes:
+        """A whole HTTP request; the body goes as JSON."""
+        data = b"" if body is None else msgspec.json.encode(body)
+        head = f"{method} {self.prefix}{path} HTTP/1.1\r\nHost: {self.origin}\r\n"
+        head += f"Connection: close\r\nContent-Length: {len(data)}\r\n"
+        head += "Content-Type: application/json\r\n" if data else ""
+        head += f"Authorization: Bearer {self.key}\r\n" if self.key else ""
+        return head.encode() + b"\r\n" + data
+
+    def read(self, request: bytes) -> Generator[Read]:
+        """Send, then what comes; left early it resets the connection. Raises OSError."""
+        sock = socket.create_connection((self.host, self.port), TIMEOUT_S)
+        try:
+            if self.is_tls:
+                context = ssl.create_default_context()
+                sock = context.wrap_socket(sock, server_hostname=self.host)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.sendall(request)
+            while data := sock.recv(READ_BYTES):
+                yield time.perf_counter(), data
+        except GeneratorExit:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, ABRUPT)
+            raise
+        finally:
+            sock.close()
+
+    async def aread(self, request: bytes) -> AsyncIterator[Read]:
+        """The same for asyncio; TimeoutError after TIMEOUT_S without a byte."""
+        context = ssl.create_default_context() if self.is_tls else None
+        opening = asyncio.open_connection(self.host, self.port, ssl=context, limit=READ_BYTES)
+        reader, writer = await asyncio.wait_for(opening, TIMEOUT_S)
+        try:
+            writer.write(request)
+            while data := await asyncio.wait_for(reader.read(READ_BYTES), TIMEOUT_S):
+                yield time.perf_counter(), data
+        finally:
+            writer.close()
+
+    def get(self, path: str) -> Any:
+        """A JSON document; BadAnswer, OSError or a ValueError if there is none."""
+        _, bodies = started(self.read(self.request("GET", path)))
+        return msgspec.json.decode(whole(bodies))
+
+    def first_model(self) -> str:
+        """The name of the first model it serves; BadAnswer, OSError, ValueError or LookupError."""
+        return str(self.get("/v1/models")["data"][0]["id"])

@@ -1,0 +1,141 @@
+"""The open loop on a real server: requests that come when they are due, files, exit codes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamer.loadtest import arrivals, open_loop
+from streamer.loadtest.driving import Driver, Ways, ask, request, words_per_token
+from streamer.loadtest.jobs import Asked, Job, Turn, jobs
+from streamer.loadtest.prompts import words
+from streamer.loadtest.responses import check_counting
+from streamer.loadtest.served import Outcome
+from streamer.loadtest.target import Target
+from tests.loadtest.locusts import peer
+from tests.server.running import Running
+
+EASY = ["--goodput", "ttft:60000", "e2el:60000"]
+
+
+def read(folder: Path, name: str) -> dict[str, Any]:
+    found = json.loads((folder / name).read_text(encoding="utf-8"))
+    assert isinstance(found, dict)
+    return found
+
+
+def ways(server: Running) -> Ways:
+    return Ways(Target.of(server.url), "fake")
+
+
+def test_rates_files_and_tokens(slow: Running, tmp_path: Path) -> None:
+    """The server gives every answer as many tokens as were asked for."""
+    flags = ["--url", slow.url, "--workload", "alpaca", "--requests", "12", "--out", str(tmp_path)]
+    assert open_loop.main([*flags, "--rates", "20", "inf", *EASY]) == 0
+    twenty, whole = read(tmp_path, "20qps.json"), read(tmp_path, "infqps.json")
+    wanted = jobs("alpaca", Asked(12, 0))
+    for result in (twenty, whole):
+        assert result["output_lens"] == [job.turns[0].max_tokens for job in wanted]
+        assert result["completed"] == 12
+        assert result["goodput_share"] == 1.0
+        assert result["total_output_tokens"] == sum(result["output_lens"])
+        assert result["errors"] == [""] * 12
+    assert twenty["start_times"][-1] >= 11 / 20  # when it was due, not before
+    assert all(abs(n - 20) < 100 for n in twenty["input_lens"])
+    assert "| 20 |" in (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert (tmp_path / "rates.svg").read_text(encoding="utf-8").startswith("<svg")
+    slow.wait_idle()
+
+
+def test_nobody_waits_for_an_answer(slow: Running) -> None:
+    """All are sent while the first is still being made."""
+    work = [Job((Turn("count", 80),)) for _ in range(6)]
+    done: list[Outcome] = []
+    outcomes, _ = Driver(ways(slow), done.append).run(work, [0.01 * i for i in range(6)])
+    assert max(outcome.start_s for outcome in outcomes) < outcomes[0].latency_s
+    assert len(done) == 6
+
+
+async def test_answers_are_whole(slow: Running) -> None:
+    turn = Turn("count", 30)
+    messages = [{"role": "user", "content": turn.prompt}]
+    reply = await ask(ways(slow), request(ways(slow), messages, turn))
+    check_counting(reply.text, 30)
+    ids = await ask(ways(slow), request(ways(slow), [], Turn([1, 2, 3], 7)))
+    check_counting(ids.text, 7)
+    assert (ids.num_prompt_tokens, ids.num_tokens) == (3, 7)
+
+
+def test_turns_follow_one_another(slow: Running) -> None:
+    """Each has everything before it in its prompt, and begins when the one before has ended."""
+    job = Job((Turn("one", 4), Turn("two", 5), Turn("three", 6)), "be brief")
+    outcomes, _ = Driver(ways(slow), lambda _: None).run([job], [0.0])
+    assert [outcome.num_output for outcome in outcomes] == [4, 5, 6]
+    for before, after in itertools.pairwise(outcomes):
+        assert after.start_s >= before.start_s + before.latency_s
+        assert after.num_input > before.num_input + before.num_output
+
+
+def test_words_and_tokens(slow: Running) -> None:
+    """The fake model takes a token a byte."""
+    assert words_per_token(ways(slow), lambda count: " ".join(["four"] * count)) == 1 / 5
+    assert len(words(random.Random(0), 9).split()) == 9
+
+
+def test_a_sweep_ends_by_itself(
+    slow: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No server answers in a ten thousandth of a millisecond, so every rate is too much."""
+    monkeypatch.setattr(arrivals, "LEAST_RATE", 20.0)
+    flags = ["--url", slow.url, "--workload", "alpaca", "--requests", "3", "--out", str(tmp_path)]
+    flags += ["--rates", "50", "--burstiness", "inf", "--sweep", "--goodput", "ttft:0.0001"]
+    assert open_loop.main(flags) == 0
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == ["25qps.json", "50qps.json"]
+    assert "no rate held" in (tmp_path / "report.md").read_text(encoding="utf-8")
+
+
+def test_a_trace_is_replayed(slow: Running, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    line = '{"timestamp": %s, "input_length": 40, "output_length": %d}\n'
+    trace.write_text(line % (100, 3) + line % (102, 4))
+    flags = ["--url", slow.url, "--workload", "trace", "--trace", str(trace)]
+    assert open_loop.main([*flags, "--time-scale", "0.1", "--out", str(tmp_path / "out")]) == 0
+    result = read(tmp_path / "out", "10qps.json")
+    assert result["output_lens"] == [3, 4]
+    assert result["start_times"][1] >= 0.2
+
+
+def test_failures_are_counted_and_told(
+    slow: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--url", slow.url, "--model", "fake", "--workload", "nano", "--requests", "2"]
+    flags += ["--rates", "inf", "--out", str(tmp_path)]
+    with peer() as url:
+        assert open_loop.main([*flags, "--url", url]) == 1
+    result = read(tmp_path, "infqps.json")
+    assert (result["completed"], result["failed"]) == (0, 2)
+    assert "404" in result["errors"][0]
+    assert "Failed: 404" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--goodput", "itl:5"], "--goodput itl:5"),
+        (["--goodput", "ttft:x"], "--goodput ttft:x"),
+        (["--sweep"], "--sweep needs --goodput"),
+        (["--rates", "0"], "above 0"),
+        (["--url", "nowhere"], "'nowhere' is no http"),
+        (["--url", "http://127.0.0.1:9"], "refused"),
+    ],
+)
+def test_what_can_not_begin(
+    flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert open_loop.main(flags) == 2
+    assert says in capsys.readouterr().out
