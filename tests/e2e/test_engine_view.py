@@ -226,9 +226,10 @@ def test_a_tiny_pool_shows_preemption_and_swap(page: Page, tiny: Running) -> Non
 
 
 def test_nobody_looks_nobody_follows(
-    page: Page, server: Running, monkeypatch: pytest.MonkeyPatch
+    browser: Browser, server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch, "MAX_FOLLOWERS", 1)
+    page = browser.new_page()  # it may be refused while is_free has the place, and asks again
 
     def is_free() -> bool:
         """Whether the one place to follow from is free."""
@@ -248,6 +249,7 @@ def test_nobody_looks_nobody_follows(
         }"""
     )
     server.wait_until(is_free)
+    page.close()
 
 
 def test_leaving_stops_the_load(page: Page, server: Running) -> None:
