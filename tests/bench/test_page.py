@@ -31,6 +31,7 @@ def test_every_row_of_the_table_is_measured(tmp_path: Path) -> None:
         assert frames.busy > 0
         assert frames.num_tokens > 0
         assert frames.heap_mib > 0
+    assert (report.four.num_answers, report.long.num_answers) == (4, 1)
     assert report.long.num_tokens <= 300
     text = console.file.getvalue()  # type: ignore[attr-defined]
     for row in ("first load, compressed", "until one can type", "one answer of 300 tokens"):
