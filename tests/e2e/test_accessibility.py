@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Locator, Page, expect
 
+from tests.e2e.chatting import act, ask, finished, say
 from tests.e2e.conftest import OpenPage
+from tests.e2e.test_chat_markdown import GOOD
 from tests.server.running import Running
 
 AXE = Path(__file__).parents[2] / "web" / "node_modules" / "axe-core" / "axe.min.js"
@@ -60,9 +62,32 @@ def a_load(page: Page) -> None:
     expect(running).not_to_contain_text(re.compile("^[0–]"))
 
 
+def markdown(page: Page) -> None:
+    prose = say(page, GOOD).locator(".prose")
+    expect(prose.locator(".hljs-keyword").first).to_be_visible()
+    expect(prose.locator("math")).to_have_count(2)
+
+
+def tokens_beside_each_other(page: Page) -> None:
+    page.get_by_label("Answers to each question").select_option("2")
+    act(finished_one(page), "Show tokens")
+    page.locator(".token").nth(3).click()
+    expect(page.get_by_role("button", name="Draw again from here")).to_be_visible()
+
+
+def finished_one(page: Page) -> Locator:
+    ask(page, "How far can you count?")
+    columns = page.locator(".columns article")
+    for i in range(2):
+        finished(columns.nth(i))
+    return columns.nth(0)
+
+
 ROUTES = ("#/", "#/engine")
 STATES: dict[str, Callable[[Page], None]] = {
     "an answer": an_answer,
+    "Markdown": markdown,
+    "tokens, answers beside each other": tokens_beside_each_other,
     "settings": settings,
     "conversations": conversations,
     "the engine at work": a_load,

@@ -1,4 +1,4 @@
-"""Long answers, slow ones, and small screens."""
+"""Long answers, slow ones, slow tabs, and small screens."""
 
 from __future__ import annotations
 
@@ -59,6 +59,26 @@ def test_what_an_answer_waits_for_is_said(open_page: OpenPage) -> None:
         check_counting(finished(page.locator("article.assistant").nth(i)))
     assert first.count() == 1
     page.close()
+    server.stop()
+
+
+def test_a_slow_tab_pauses_its_own_answer_alone(open_page: OpenPage) -> None:
+    server = Running(model="fake:tokens_per_s=4000").start()
+    slow, other = connected(open_page(server.url)), connected(open_page(server.url))
+    limit(slow, 8000)
+    limit(other, 200)
+    answer = begun(ask(slow, "How far can you count?"))
+    debugger = slow.context.new_cdp_session(slow)
+    debugger.send("Debugger.enable")
+    debugger.send("Debugger.pause")  # its script stands still, as where a tab has too much to do
+    server.wait_metric('streamer_requests{state="paused"}', 1)
+    assert len(check_counting(finished(ask(other, "And you?")))) == 200
+    server.wait_metric('streamer_requests{state="paused"}', 1)
+    debugger.send("Debugger.resume")
+    debugger.send("Debugger.disable")
+    assert len(check_counting(finished(answer))) == 8000
+    slow.close()
+    other.close()
     server.stop()
 
 
