@@ -34,6 +34,11 @@ class Watch:
         self._num_followers = 0
         self._end: StreamerError | None = None
 
+    @property
+    def num_followers(self) -> int:
+        """How many follow now."""
+        return self._num_followers
+
     async def look(self, owner: str = "") -> SchedulerView:
         """The scheduler at the next tick; steps are in it while anybody follows.
 

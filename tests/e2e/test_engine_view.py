@@ -13,7 +13,6 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from streamer.engine import watch
 from tests.server.running import Running
 
 STATES = {0: "free", 1: "cached", 2: "leaving", 4: "private", 8: "shared"}
@@ -225,31 +224,23 @@ def test_a_tiny_pool_shows_preemption_and_swap(page: Page, tiny: Running) -> Non
     expect(count(page, "private")).to_have_text("0")
 
 
-def test_nobody_looks_nobody_follows(
-    browser: Browser, server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(watch, "MAX_FOLLOWERS", 1)
-    page = browser.new_page()  # it may be refused while is_free has the place, and asks again
-
-    def is_free() -> bool:
-        """Whether the one place to follow from is free."""
-        with httpx.stream("GET", server.url + "/v1/engine?stream=true", timeout=20) as response:
-            return response.status_code == 200
+def test_nobody_looks_nobody_follows(page: Page, server: Running) -> None:
+    def followed_by(number: int) -> None:
+        server.wait_until(lambda: server.engine.watch.num_followers == number)
 
     look(page, server)
-    assert not is_free()
+    followed_by(1)
     page.get_by_role("link", name="Chat").click()
-    server.wait_until(is_free)
+    followed_by(0)
     page.get_by_role("link", name="Engine").click()
-    server.wait_until(lambda: not is_free())
+    followed_by(1)
     page.evaluate(
         """() => {
             Object.defineProperty(document, "visibilityState", { value: "hidden" });
             document.dispatchEvent(new Event("visibilitychange"));
         }"""
     )
-    server.wait_until(is_free)
-    page.close()
+    followed_by(0)
 
 
 def test_leaving_stops_the_load(page: Page, server: Running) -> None:
