@@ -27,6 +27,7 @@ BENCHES = {
     "stream": Bench("streamer.bench.stream", "from a step's output to the sockets, by itself"),
     "gpu": Bench("streamer.bench.gpu", "a GPU's figures, each beside its target"),
     "page": Bench("streamer.bench.page", "the page in a browser, beside its budget"),
+    "paper": Bench("streamer.bench.paper", "what the papers published, measured here"),
 }
 
 
