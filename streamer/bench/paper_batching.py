@@ -1,0 +1,415 @@
+"""Continuous against static batching: transformers, this engine held to batches, this engine.
+
+The same requests and weights for all three. Static batches take what waits, up to their size, and
+the next one begins when all of the last have ended; held to that, this engine shows what scheduling
+alone is worth, beside its kernels. Then at rising rates of Poisson arrivals, the measure of both
+papers: seconds from arrival to end a token of the answer. Arrivals come on a clock that advances by
+what steps really take and skips idle time.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import msgspec
+
+from streamer.bench.paper_bed import CONTEXT, Ask, Bed, Kind, asks, shape, write_model
+from streamer.bench.paper_report import Comparison, Plot, Series, number
+
+if TYPE_CHECKING:
+    import torch
+
+LIMIT_S = 0.1  # a token: slower than people read
+PAD = 2
+MODEL = "small"
+System = Literal["transformers, static", "this engine, static", "this engine, continuous"]
+TRANSFORMERS: System = "transformers, static"
+STATIC: System = "this engine, static"
+CONTINUOUS: System = "this engine, continuous"
+SYSTEMS: tuple[System, ...] = (TRANSFORMERS, STATIC, CONTINUOUS)
+
+
+class Run(msgspec.Struct, frozen=True):
+    """Requests served to their ends.
+
+    seconds  on the clock when the last one ended;  slots  rows there were, summed over the steps
+    ends     seconds on the clock at which each ended;  answers  each one's tokens
+    """
+
+    seconds: float
+    slots: int
+    ends: tuple[float, ...]
+    answers: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all answers, as far as they were asked for."""
+        return sum(map(len, self.answers))
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+    @property
+    def slot_efficiency(self) -> float:
+        """Share of the slots that drew a token which was asked for."""
+        return self.num_tokens / self.slots
+
+    def latency_s(self, arrivals: Sequence[float]) -> float:
+        """The mean over requests of seconds from arrival to end, a token of the answer."""
+        each = zip(self.ends, arrivals, self.answers, strict=True)
+        return sum((end - at) / len(answer) for end, at, answer in each) / len(self.ends)
+
+
+class Server(Protocol):
+    """Something that serves requests, which arrive at these seconds (ascending)."""
+
+    def __call__(self, requests: Sequence[Ask], arrivals: Sequence[float]) -> Run: ...
+
+
+class Generate:
+    """transformers: static batches of up to `size`, padded on the left, until the longest ends."""
+
+    def __init__(self, folder: Path, size: int, dtype: torch.dtype) -> None:
+        import transformers
+
+        from streamer.loadtest.compare import num_cores
+
+        transformers.utils.logging.disable_progress_bar()
+        self._size = size
+        self._threads = num_cores()
+        self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            str(folder), dtype=dtype, attn_implementation="sdpa"
+        ).eval()
+
+    def __call__(self, requests: Sequence[Ask], arrivals: Sequence[float]) -> Run:
+        now, slots, first = 0.0, 0, 0
+        ends: list[float] = []
+        answers: list[tuple[int, ...]] = []
+        while first < len(requests):
+            now = max(now, arrivals[first])
+            num_here = sum(at <= now for at in arrivals[first:])
+            batch = requests[first : first + min(self._size, num_here)]
+            began = time.perf_counter()
+            answers += self._answer(batch)
+            now += time.perf_counter() - began
+            ends += [now] * len(batch)
+            slots += self._size * max(ask.num_output for ask in batch)
+            first += len(batch)
+        return Run(now, slots, tuple(ends), tuple(answers))
+
+    def _answer(self, batch: Sequence[Ask]) -> list[tuple[int, ...]]:
+        import torch
+
+        torch.set_num_threads(self._threads)
+        width = max(len(ask.prompt) for ask in batch)
+        longest = max(ask.num_output for ask in batch)
+        padding = [width - len(ask.prompt) for ask in batch]
+        ids = torch.tensor([[PAD] * n + [*a.prompt] for n, a in zip(padding, batch, strict=True)])
+        mask = torch.tensor([[0] * n + [1] * (width - n) for n in padding])
+        with torch.inference_mode():
+            out = self._model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=longest,
+                min_new_tokens=longest,
+                do_sample=False,
+                pad_token_id=PAD,
+            )
+        came = out[:, width:].tolist()
+        return [tuple(row[: a.num_output]) for row, a in zip(came, batch, strict=True)]
+
+
+class Engine:
+    """This engine with up to `size` rows; `is_static`: it gets a batch when the last has ended."""
+
+    def __init__(self, bed: Bed, size: int, *, is_static: bool) -> None:
+        self._bed = bed
+        self._size = size
+        self._is_static = is_static
+
+    def __call__(self, requests: Sequence[Ask], arrivals: Sequence[float]) -> Run:
+        now, num_steps, num_arrived = 0.0, 0, 0
+        waiting: deque[int] = deque()
+        inside: dict[str, int] = {}
+        ends = [0.0] * len(requests)
+        answers: list[list[int]] = [[] for _ in requests]
+        owners: dict[str, int] = {}
+        while num_arrived < len(requests) or waiting or inside:
+            if not waiting and not inside:
+                now = max(now, arrivals[num_arrived])
+            while num_arrived < len(requests) and arrivals[num_arrived] <= now:
+                waiting.append(num_arrived)
+                num_arrived += 1
+            for _ in range(self._num_welcome(len(waiting), len(inside))):
+                index = waiting.popleft()
+                request_id = self._bed.add(*requests[index], 0.0)
+                owners[request_id] = inside[request_id] = index
+            began = time.perf_counter()
+            output = self._bed.step()
+            now += time.perf_counter() - began
+            num_steps += 1
+            if output is None:
+                raise RuntimeError(f"the engine stopped before {len(inside)} requests had ended")
+            for request_id, token in zip(output.request_ids, output.tokens, strict=True):
+                answers[owners[request_id]].append(token)
+            for finish in output.finishes:
+                ends[inside.pop(finish.request_id)] = now
+        while self._bed.step() is not None:
+            pass  # rows leave with a step of their own
+        return Run(now, num_steps * self._size, tuple(ends), tuple(map(tuple, answers)))
+
+    def _num_welcome(self, num_waiting: int, num_inside: int) -> int:
+        """How many of those who wait are let in now."""
+        if not self._is_static:
+            return num_waiting  # the engine has a queue of its own
+        return 0 if num_inside else min(num_waiting, self._size)
+
+
+def poisson(count: int, rate: float, seed: int = 0) -> list[float]:
+    """Seconds of arrivals at so many a second on average; the same but for the scale at any."""
+    source, at, found = random.Random(seed), 0.0, []
+    for _ in range(count):
+        found.append(at)
+        at += source.expovariate(1.0) / rate
+    return found
+
+
+def sustained(latencies: Sequence[tuple[float, float]], limit_s: float = LIMIT_S) -> float:
+    """The rate at which the latency reaches the limit, on a line between the two rates around it.
+
+    latencies  (rate, seconds a token), rates ascending. The last rate, if all are below the limit;
+    0, if the first is not.
+    """
+    before = (0.0, 0.0)
+    for rate, latency in latencies:
+        if latency > limit_s:
+            if before == (0.0, 0.0):
+                return 0.0
+            share = (limit_s - before[1]) / (latency - before[1])
+            return before[0] + share * (rate - before[0])
+        before = (rate, latency)
+    return before[0]
+
+
+class Throughput(msgspec.Struct, frozen=True):
+    """All at once: a workload's runs with one batch size, by system."""
+
+    kind: Kind
+    size: int
+    runs: dict[str, Run]
+    num_equal: int  # answers of transformers and of this engine with the same tokens
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What is measured: batch sizes, requests and their lengths' divisors, rates of arrivals."""
+
+    sizes: tuple[int, ...]
+    counts: dict[Kind, int]
+    scales: dict[Kind, int]
+    rates: tuple[float, ...]
+    rated_size: int
+
+
+# ShareGPT's lengths are a quarter: transformers would take an hour for the whole ones.
+PLAN = Plan(
+    sizes=(8, 16, 32),
+    counts={"ShareGPT": 96, "Alpaca": 128},
+    scales={"ShareGPT": 4, "Alpaca": 1},
+    rates=(0.5, 1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32),
+    rated_size=16,
+)
+TINY_PLAN = Plan(
+    sizes=(2,),
+    counts={"ShareGPT": 4, "Alpaca": 4},
+    scales={"ShareGPT": 32, "Alpaca": 8},
+    rates=(50.0, 5000.0),
+    rated_size=2,
+)
+
+
+def measure(progress: Callable[[str], None], *, tiny: bool = False) -> Comparison:
+    """Throughput all at once, then latency at rising rates."""
+    model = shape(MODEL, tiny=tiny)
+    plan = TINY_PLAN if tiny else PLAN
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        progress("writing the model")
+        write_model(folder, model)
+        requests = {
+            kind: asks(kind, plan.counts[kind], model, scale=plan.scales[kind])
+            for kind in plan.counts
+        }
+        found = [
+            _throughput(folder, kind, size, requests[kind], progress)
+            for kind, size in [
+                *(("ShareGPT", size) for size in plan.sizes),
+                ("Alpaca", plan.rated_size),
+            ]
+        ]
+        rates = {
+            system: _rates(folder, system, plan, requests["ShareGPT"], progress)
+            for system in SYSTEMS
+        }
+    return _compare(found, rates, plan, model.name)
+
+
+def _server(folder: Path, system: System, size: int) -> tuple[Server, Callable[[], None]]:
+    """A system that has served before, and what ends it."""
+    import torch
+
+    if system == TRANSFORMERS:
+        server: Server = Generate(folder, size, torch.bfloat16)
+        close = _nothing
+    else:
+        bed = Bed(
+            folder,
+            dtype="bfloat16",
+            max_num_seqs=size,
+            num_gpu_blocks_override=size * CONTEXT // 16,
+            swap_space=0.01,
+        )
+        server, close = Engine(bed, size, is_static=system == STATIC), bed.close
+    first = [Ask((7, 8, 9, 10), 4)] * size
+    server(first, [0.0] * size)  # compiles, records
+    return server, close
+
+
+def _nothing() -> None:
+    """transformers' model ends with its last reference."""
+
+
+def _throughput(
+    folder: Path,
+    kind: Kind,
+    size: int,
+    requests: Sequence[Ask],
+    progress: Callable[[str], None],
+) -> Throughput:
+    runs: dict[str, Run] = {}
+    for system in SYSTEMS:
+        progress(f"{kind}, batches of {size}: {system}")
+        server, close = _server(folder, system, size)
+        runs[system] = server(requests, [0.0] * len(requests))
+        close()
+    pairs = zip(runs[TRANSFORMERS].answers, runs[CONTINUOUS].answers, strict=True)
+    return Throughput(kind, size, runs, sum(a == b for a, b in pairs))
+
+
+def _rates(
+    folder: Path,
+    system: System,
+    plan: Plan,
+    requests: Sequence[Ask],
+    progress: Callable[[str], None],
+) -> list[tuple[float, float]]:
+    """(rate, seconds a token) at rising rates, up to the first that is beyond LIMIT_S."""
+    server, close = _server(folder, system, plan.rated_size)
+    found: list[tuple[float, float]] = []
+    for rate in plan.rates:
+        progress(f"{rate:g} requests/s: {system}")
+        arrivals = poisson(len(requests), rate)
+        found.append((rate, server(requests, arrivals).latency_s(arrivals)))
+        if found[-1][1] > LIMIT_S:
+            break
+    close()
+    return found
+
+
+# ---------------------------------------------------------------- the table
+
+
+def _compare(
+    found: Sequence[Throughput],
+    rates: dict[System, list[tuple[float, float]]],
+    plan: Plan,
+    model: str,
+) -> Comparison:
+    rows: list[tuple[str | float, ...]] = []
+    for one in found:
+        where = f"{one.kind}, batch {one.size}"
+        runs = [one.runs[system] for system in SYSTEMS]
+        speeds = [run.tokens_per_s for run in runs]
+        rows.append((f"{where}: tokens/s", *speeds, *_ratios(speeds)))
+        shares = [run.slot_efficiency for run in runs]
+        rows.append((f"{where}: slots used", *(f"{s:.0%}" for s in shares), *_ratios(shares)))
+        waits = [1000 * run.latency_s([0.0] * len(run.ends)) for run in runs]
+        rows.append((f"{where}: ms from the start to an answer's end, a token", *waits, "", ""))
+    bearable = [sustained(rates[system]) for system in SYSTEMS]
+    rows.append((
+        f"ShareGPT, batch {plan.rated_size}: requests/s at {LIMIT_S * 1000:.0f} ms a token",
+        *bearable, *_ratios(bearable),
+    ))  # fmt: skip
+    return Comparison(
+        name="batching",
+        title="Continuous batching beside static batches",
+        published=(
+            "2 to 4 times the throughput of Orca and FasterTransformer at equal latency "
+            "(PagedAttention, abstract), up to 24 times transformers' (vLLM's launch post, 2023); "
+            "36.9 times FasterTransformer's at equal latency (Orca, abstract)."
+        ),
+        columns=("", *SYSTEMS, "continuous / transformers", "continuous / static"),
+        rows=tuple(rows),
+        finding=_finding(found, bearable),
+        setting=_setting(found, plan, model),
+        plot=Plot(
+            "bars",
+            "batch size",
+            "tokens/s",
+            tuple(
+                Series(
+                    system,
+                    tuple((float(i), one.runs[system].tokens_per_s) for i, one in enumerate(found)),
+                )
+                for system in reversed(SYSTEMS)
+            ),
+            tuple(f"{one.kind}, {one.size}" for one in found),
+        ),
+    )
+
+
+def _ratios(values: Sequence[float]) -> tuple[str, str]:
+    """Of the last to the others."""
+    first, second = (f"{values[-1] / v:.2f}" if v else "" for v in values[:2])
+    return first, second
+
+
+def _finding(found: Sequence[Throughput], bearable: Sequence[float]) -> str:
+    def span(system: System) -> str:
+        ratios = [
+            one.runs[CONTINUOUS].tokens_per_s / one.runs[system].tokens_per_s for one in found
+        ]
+        return f"{min(ratios):.1f} to {max(ratios):.1f}"
+
+    used = [[one.runs[s].slot_efficiency for one in found] for s in (STATIC, CONTINUOUS)]
+    shares = [f"{min(of):.0%} to {max(of):.0%}" for of in used]
+    return (
+        f"All at once {span(TRANSFORMERS)} times transformers' tokens a second, and {span(STATIC)} "
+        f"times its own when held to static batches: {shares[1]} of the slots draw a wanted token, "
+        f"static {shares[0]}. At {LIMIT_S * 1000:.0f} ms a token it takes "
+        f"{' / '.join(number(r) for r in reversed(bearable))} requests a second (continuous / "
+        "static / transformers)."
+    )
+
+
+def _setting(found: Sequence[Throughput], plan: Plan, model: str) -> str:
+    counts = ", ".join(
+        f"{count} requests of {kind}'s lengths"
+        + (f" divided by {plan.scales[kind]}" if plan.scales[kind] > 1 else "")
+        for kind, count in plan.counts.items()
+    )
+    equal = sum(one.num_equal for one in found)
+    total = sum(len(one.runs[CONTINUOUS].ends) for one in found)
+    return (
+        f"{model} (42 million parameters, random weights, bfloat16), {counts}, seed 0, greedy; "
+        "transformers with SDPA, its answers padded on the left. Slots are batch size times steps; "
+        "an answer of this engine's static batches counts as ended when it has its last token, "
+        f"transformers' when its batch has. {equal} of {total} answers of the two have the same "
+        "tokens: random weights in bfloat16 leave the best two within rounding. Single runs."
+    )
