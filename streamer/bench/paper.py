@@ -43,7 +43,7 @@ class Entry(NamedTuple):
 
 
 ENTRIES: dict[str, Entry] = {
-    "batching": Entry(480, "continuous against static batching"),
+    "batching": Entry(470, "continuous against static batching"),
     "allocation": Entry(240, "paged against contiguous memory"),
     "sharing": Entry(180, "blocks shared by n choices"),
 }

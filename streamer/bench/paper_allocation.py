@@ -70,7 +70,9 @@ def summed(moments: Sequence[Moment], pool_tokens: int) -> Usage:
 # ---------------------------------------------------------------- paged: the engine
 
 
-def paged(folder: Path, requests: Sequence[Ask], block_size: int, pool_tokens: int) -> Usage:
+def paged(
+    folder: Path, requests: Sequence[Ask], block_size: int, pool_tokens: int, context: int
+) -> Usage:
     """The engine on a pool of so many tokens, all requests there from the start."""
     moments = []
     with Bed(
@@ -78,7 +80,7 @@ def paged(folder: Path, requests: Sequence[Ask], block_size: int, pool_tokens: i
         block_size=block_size,
         max_num_seqs=len(requests),
         num_gpu_blocks_override=pool_tokens // block_size,
-        max_model_len=min(CONTEXT, pool_tokens),
+        max_model_len=context,
     ) as bed:
         for ask in requests:
             bed.add(*ask, 0.0)
@@ -133,29 +135,31 @@ class Buddies:
         self._free.setdefault(size, set()).add(start)
 
 
-def reserve_longest(ask: Ask) -> int:
+def reserve_longest(ask: Ask, context: int) -> int:
     """Tokens for the longest there may be: the paper's Orca (Max)."""
-    return CONTEXT
+    return context
 
 
-def reserve_power(ask: Ask) -> int:
+def reserve_power(ask: Ask, context: int) -> int:
     """Tokens for the answer, up to a power of two: the paper's Orca (Pow2)."""
     return len(ask.prompt) + (1 << (ask.num_output - 1).bit_length())
 
 
-def reserve_known(ask: Ask) -> int:
+def reserve_known(ask: Ask, context: int) -> int:
     """Tokens for the answer, as if its length were known: the paper's Orca (Oracle)."""
     return len(ask.prompt) + ask.num_output
 
 
-POLICIES: dict[str, Callable[[Ask], int]] = {
+POLICIES: dict[str, Callable[[Ask, int], int]] = {
     "Max": reserve_longest,
     "Pow2": reserve_power,
     "Oracle": reserve_known,
 }
 
 
-def contiguous(requests: Sequence[Ask], reserve: Callable[[Ask], int], pool_tokens: int) -> Usage:
+def contiguous(
+    requests: Sequence[Ask], reserve: Callable[[Ask, int], int], pool_tokens: int, context: int
+) -> Usage:
     """Each request in one piece until it ends; its prompt is there after its first step."""
     pool = Buddies(pool_tokens)
     running: list[list[int]] = []  # [tokens written, tokens at its end, start, size]
@@ -163,7 +167,7 @@ def contiguous(requests: Sequence[Ask], reserve: Callable[[Ask], int], pool_toke
     while running or num_begun < len(requests):
         while num_begun < len(requests):
             ask = requests[num_begun]
-            piece = pool.take(min(reserve(ask), pool_tokens))
+            piece = pool.take(min(reserve(ask, context), pool_tokens))
             if piece is None:
                 break
             # the last token drawn is never written
@@ -192,18 +196,22 @@ def contiguous(requests: Sequence[Ask], reserve: Callable[[Ask], int], pool_toke
 def measure(progress: Callable[[str], None], *, tiny: bool = False) -> Comparison:
     """Both workloads under every policy and block size."""
     model = shape(MODEL, tiny=tiny)
-    pool = 256 if tiny else POOL_TOKENS
+    pool, context = (512, 128) if tiny else (POOL_TOKENS, CONTEXT)
     found: dict[Kind, dict[str, Usage]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         progress("writing the model")
         write_model(folder, model)
-        for kind, count in COUNTS.items():
-            requests = asks(kind, 8, model, scale=TINY_SCALE) if tiny else asks(kind, count, model)
-            usages = {name: contiguous(requests, policy, pool) for name, policy in POLICIES.items()}
+        for kind in COUNTS:
+            count, scale = (8, TINY_SCALE) if tiny else (COUNTS[kind], 1)
+            requests = asks(kind, count, model, scale=scale, context=context)
+            usages = {
+                name: contiguous(requests, policy, pool, context)
+                for name, policy in POLICIES.items()
+            }
             for size in BLOCK_SIZES:
                 progress(f"{kind}, blocks of {size}")
-                usages[f"blocks of {size}"] = paged(folder, requests, size, pool)
+                usages[f"blocks of {size}"] = paged(folder, requests, size, pool, context)
             found[kind] = usages
     return _compare(found, pool, model.name)
 
@@ -246,9 +254,9 @@ def _compare(found: dict[Kind, dict[str, Usage]], pool: int, model: str) -> Comp
         finding=_finding(found),
         setting=(
             f"{model} (42 million parameters, random weights) on a pool of {pool:,} tokens, "
-            f"{counts} requests of their lengths, context {CONTEXT:,}, seed 0, all there from the start. Pool with tokens and "
-            "requests at once are means over the steps in which others wait. Contiguous is "
-            "computed (buddy allocator, a token a step); paged is read from the engine's page "
+            f"{counts} requests of their lengths, context {CONTEXT:,}, all there from the start. "
+            "Pool with tokens and requests at once are means over the steps in which others wait. "
+            "Contiguous is computed (buddy allocator, a token a step); paged is read from the engine's page "
             "tables after every step, preemption included."
         ),
         plot=Plot(

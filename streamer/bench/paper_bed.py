@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from streamer.core.plan import Add, StepOutput
 from streamer.core.prefix import BlockHasher
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from streamer.loadtest.workload import Model
 
 CONTEXT = 2048  # tokens, as the paper's models have
-MOST_PROMPT = CONTEXT // 2
 TINY = {"vocabulary": 512, "hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2}
 TINY_SCALE = 8
 EVERYTHING = Wanted((b"",))
@@ -49,14 +48,20 @@ def shape(name: str, *, tiny: bool) -> Model:
 
 def write_model(folder: Path, model: Model) -> None:
     """Its checkpoint, with random weights and without a tokenizer."""
+    import transformers
+
     from streamer.loadtest import models
 
+    bars: Any = transformers.utils.logging
+    bars.disable_progress_bar()
     folder.mkdir(parents=True, exist_ok=True)
     models.write_model(folder, model)
 
 
-def asks(kind: Kind, count: int, model: Model, *, seed: int = 0, scale: int = 1) -> list[Ask]:
-    """Requests with the lengths that jobs.py gives these data sets, within CONTEXT.
+def asks(
+    kind: Kind, count: int, model: Model, *, scale: int = 1, context: int = CONTEXT
+) -> list[Ask]:
+    """Requests with the lengths that jobs.py gives these data sets, within the context.
 
     scale  lengths are divided by it
     """
@@ -64,14 +69,14 @@ def asks(kind: Kind, count: int, model: Model, *, seed: int = 0, scale: int = 1)
     from streamer.loadtest.workload import FIRST_ID
 
     means = {"ShareGPT": SHAREGPT, "Alpaca": ALPACA}[kind]
-    source = random.Random(f"{kind} {seed}")
+    source = random.Random(kind)
     found = []
     for _ in range(count):
         drawn = [draw_length(source, mean, SIGMAS[means]) for mean in means]
         num_prompt, num_output = (max(1, n // scale) for n in drawn)
-        num_prompt = min(num_prompt, MOST_PROMPT)
+        num_prompt = min(num_prompt, context // 2)
         prompt = tuple(source.randrange(FIRST_ID, model.vocabulary) for _ in range(num_prompt))
-        found.append(Ask(prompt, min(num_output, CONTEXT - num_prompt)))
+        found.append(Ask(prompt, min(num_output, context - num_prompt)))
     return found
 
 

@@ -81,6 +81,7 @@ def run(folder: Path, requests: Sequence[Ask], n: int, *, is_shared: bool, room:
         block_size=BLOCK_SIZE,
         max_num_seqs=len(requests) * n,
         num_gpu_blocks_override=room,
+        max_model_len=max(len(ask.prompt) + ask.num_output for ask in requests),
         swap_space=0.01,
         enable_prefix_caching=is_shared,
     ) as bed:
@@ -166,7 +167,7 @@ def _compare(cases: Sequence[Case], model: str) -> Comparison:
         ),
         setting=(
             f"{model} (42 million parameters, random weights), blocks of {BLOCK_SIZE}, "
-            f"{counts}'s requests, seed 0, all at once in a pool that holds "
+            f"{counts}'s requests, all at once in a pool that holds "
             "them; temperature 1; page tables are read after every step. Alone: n requests of one "
             "choice without a prefix cache."
         ),
