@@ -256,8 +256,8 @@ def _compare(found: dict[Kind, dict[str, Usage]], pool: int, model: str) -> Comp
             f"{model} (42 million parameters, random weights) on a pool of {pool:,} tokens, "
             f"{counts} requests of their lengths, context {CONTEXT:,}, all there from the start. "
             "Pool with tokens and requests at once are means over the steps in which others wait. "
-            "Contiguous is computed (buddy allocator, a token a step); paged is read from the engine's page "
-            "tables after every step, preemption included."
+            "Contiguous is computed (buddy allocator, a token a step); paged is read from the "
+            "engine's page tables after every step, preemption included."
         ),
         plot=Plot(
             "bars",

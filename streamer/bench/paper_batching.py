@@ -3,179 +3,29 @@
 The same requests and weights for all three. Static batches take what waits, up to their size, and
 the next one begins when all of the last have ended; held to that, this engine shows what scheduling
 alone is worth, beside its kernels. Then at rising rates of Poisson arrivals, the measure of both
-papers: seconds from arrival to end a token of the answer. Arrivals come on a clock that advances by
-what steps really take and skips idle time.
+papers: seconds from arrival to end a token of the answer.
 """
 
 from __future__ import annotations
 
-import random
 import tempfile
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Literal
 
 import msgspec
 
 from streamer.bench.paper_bed import CONTEXT, Ask, Bed, Kind, asks, shape, write_model
 from streamer.bench.paper_report import Comparison, Plot, Series, number
-
-if TYPE_CHECKING:
-    import torch
+from streamer.bench.paper_servers import Engine, Generate, Run, Server, poisson
 
 LIMIT_S = 0.25  # a token: where the paper's curves have left their flat part
-PAD = 2
 MODEL = "small"
 System = Literal["transformers, static", "this engine, static", "this engine, continuous"]
 TRANSFORMERS: System = "transformers, static"
 STATIC: System = "this engine, static"
 CONTINUOUS: System = "this engine, continuous"
 SYSTEMS: tuple[System, ...] = (TRANSFORMERS, STATIC, CONTINUOUS)
-
-
-class Run(msgspec.Struct, frozen=True):
-    """Requests served to their ends.
-
-    seconds  on the clock when the last one ended;  slots  rows there were, summed over the steps
-    ends     seconds on the clock at which each ended;  answers  each one's tokens
-    """
-
-    seconds: float
-    slots: int
-    ends: tuple[float, ...]
-    answers: tuple[tuple[int, ...], ...]
-
-    @property
-    def num_tokens(self) -> int:
-        """Of all answers, as far as they were asked for."""
-        return sum(map(len, self.answers))
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.num_tokens / self.seconds
-
-    @property
-    def slot_efficiency(self) -> float:
-        """Share of the slots that drew a token which was asked for."""
-        return self.num_tokens / self.slots
-
-    def latency_s(self, arrivals: Sequence[float]) -> float:
-        """The mean over requests of seconds from arrival to end, a token of the answer."""
-        each = zip(self.ends, arrivals, self.answers, strict=True)
-        return sum((end - at) / len(answer) for end, at, answer in each) / len(self.ends)
-
-
-class Server(Protocol):
-    """Something that serves requests, which arrive at these seconds (ascending)."""
-
-    def __call__(self, requests: Sequence[Ask], arrivals: Sequence[float]) -> Run: ...
-
-
-class Generate:
-    """transformers: static batches of up to `size`, padded on the left, until the longest ends."""
-
-    def __init__(self, folder: Path, size: int, dtype: torch.dtype, threads: int) -> None:
-        import transformers
-
-        self._size = size
-        self._threads = threads
-        self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=dtype, attn_implementation="sdpa"
-        )
-
-    def __call__(self, requests: Sequence[Ask], arrivals: Sequence[float]) -> Run:
-        now, slots, first = 0.0, 0, 0
-        ends: list[float] = []
-        answers: list[tuple[int, ...]] = []
-        while first < len(requests):
-            now = max(now, arrivals[first])
-            num_here = sum(at <= now for at in arrivals[first:])
-            batch = requests[first : first + min(self._size, num_here)]
-            began = time.perf_counter()
-            answers += self._answer(batch)
-            now += time.perf_counter() - began
-            ends += [now] * len(batch)
-            slots += self._size * max(ask.num_output for ask in batch)
-            first += len(batch)
-        return Run(now, slots, tuple(ends), tuple(answers))
-
-    def _answer(self, batch: Sequence[Ask]) -> list[tuple[int, ...]]:
-        import torch
-
-        torch.set_num_threads(self._threads)
-        width = max(len(ask.prompt) for ask in batch)
-        longest = max(ask.num_output for ask in batch)
-        padding = [width - len(ask.prompt) for ask in batch]
-        ids = torch.tensor([[PAD] * n + [*a.prompt] for n, a in zip(padding, batch, strict=True)])
-        mask = torch.tensor([[0] * n + [1] * (width - n) for n in padding])
-        with torch.inference_mode():
-            out = self._model.generate(
-                ids,
-                attention_mask=mask,
-                max_new_tokens=longest,
-                min_new_tokens=longest,
-                do_sample=False,
-                pad_token_id=PAD,
-            )
-        came = out[:, width:].tolist()
-        return [tuple(row[: a.num_output]) for row, a in zip(came, batch, strict=True)]
-
-
-class Engine:
-    """This engine with up to `size` rows; `is_static`: it gets a batch when the last has ended."""
-
-    def __init__(self, bed: Bed, size: int, *, is_static: bool) -> None:
-        self._bed = bed
-        self._size = size
-        self._is_static = is_static
-
-    def __call__(self, requests: Sequence[Ask], arrivals: Sequence[float]) -> Run:
-        now, num_steps, num_arrived = 0.0, 0, 0
-        waiting: deque[int] = deque()
-        inside: dict[str, int] = {}
-        ends = [0.0] * len(requests)
-        answers: list[list[int]] = [[] for _ in requests]
-        owners: dict[str, int] = {}
-        while num_arrived < len(requests) or waiting or inside:
-            if not waiting and not inside:
-                now = max(now, arrivals[num_arrived])
-            while num_arrived < len(requests) and arrivals[num_arrived] <= now:
-                waiting.append(num_arrived)
-                num_arrived += 1
-            for _ in range(self._num_welcome(len(waiting), len(inside))):
-                index = waiting.popleft()
-                request_id = self._bed.add(*requests[index], 0.0)
-                owners[request_id] = inside[request_id] = index
-            began = time.perf_counter()
-            output = self._bed.step()
-            now += time.perf_counter() - began
-            num_steps += 1
-            if output is None:
-                raise RuntimeError(f"the engine stopped before {len(inside)} requests had ended")
-            for request_id, token in zip(output.request_ids, output.tokens, strict=True):
-                answers[owners[request_id]].append(token)
-            for finish in output.finishes:
-                ends[inside.pop(finish.request_id)] = now
-        while self._bed.step() is not None:
-            pass  # rows leave with a step of their own
-        return Run(now, num_steps * self._size, tuple(ends), tuple(map(tuple, answers)))
-
-    def _num_welcome(self, num_waiting: int, num_inside: int) -> int:
-        """How many of those who wait are let in now."""
-        if not self._is_static:
-            return num_waiting  # the engine has a queue of its own
-        return 0 if num_inside else min(num_waiting, self._size)
-
-
-def poisson(count: int, rate: float, seed: int = 0) -> list[float]:
-    """Seconds of arrivals at so many a second on average; the same but for the scale at any."""
-    source, at, found = random.Random(seed), 0.0, []
-    for _ in range(count):
-        found.append(at)
-        at += source.expovariate(1.0) / rate
-    return found
 
 
 def sustained(latencies: Sequence[tuple[float, float]], limit_s: float = LIMIT_S) -> float:
@@ -415,7 +265,8 @@ def _setting(found: Sequence[Throughput], plan: Plan, model: str) -> str:
     total = sum(len(one.runs[CONTINUOUS].ends) for one in found)
     return (
         f"{model} (42 million parameters, random weights, bfloat16), {counts}, greedy; "
-        f"{plan.rated_count} of them at the rates; transformers with SDPA, its prompts padded on the left. Slots are batch size times steps; "
+        f"{plan.rated_count} of them at the rates; transformers with SDPA, its prompts padded on "
+        "the left. Slots are batch size times steps; "
         "an answer of this engine's static batches counts as ended when it has its last token, "
         f"transformers' when its batch has. {equal} of {total} answers of the two have the same "
         "tokens: random weights in bfloat16 leave the best two within rounding. Single runs."
