@@ -103,7 +103,7 @@ def test_transformers_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_same_tokens_from_all(tmp_path: Path) -> None:
-    """Greedy, float32: transformers' padded batches are the oracle of the engine, and of the mask."""
+    """Greedy, float32: the padded batches of transformers are the oracle."""
     model = shape("small", tiny=True)
     write_model(tmp_path, model)
     requests = asks("ShareGPT", 5, model, scale=32)
