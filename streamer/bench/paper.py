@@ -46,6 +46,8 @@ ENTRIES: dict[str, Entry] = {
     "batching": Entry(470, "continuous against static batching"),
     "allocation": Entry(240, "paged against contiguous memory"),
     "sharing": Entry(180, "blocks shared by n choices"),
+    "swap": Entry(240, "preemption by swap and by recompute"),
+    "chunks": Entry(240, "chunked prefill and the gaps between tokens"),
 }
 
 
@@ -58,12 +60,20 @@ class Part(msgspec.Struct, frozen=True):
 
 def _measure(name: str) -> Measure:
     """What makes a comparison."""
-    from streamer.bench import paper_allocation, paper_batching, paper_sharing
+    from streamer.bench import (
+        paper_allocation,
+        paper_batching,
+        paper_chunks,
+        paper_sharing,
+        paper_swap,
+    )
 
     return {
         "batching": paper_batching.measure,
         "allocation": paper_allocation.measure,
         "sharing": paper_sharing.measure,
+        "swap": paper_swap.measure,
+        "chunks": paper_chunks.measure,
     }[name]
 
 

@@ -9,30 +9,19 @@ served, nobody is ever set aside.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
-from streamer.bench.paper_bed import (
-    CONTEXT,
-    TINY_SCALE,
-    Ask,
-    Bed,
-    Kind,
-    asks,
-    page_tables,
-    shape,
-    write_model,
-)
+from streamer.bench.paper_asks import CONTEXT, TINY_SCALE, Ask, Kind, asks, page_tables
 from streamer.bench.paper_report import Comparison, Plot, Series
+from streamer.bench.paper_steps import MODEL, Steps, checkpoint, settings
 from streamer.core.view import SchedulerView
 
 BLOCK_SIZES = (8, 16, 32)
 POOL_TOKENS = 8 * CONTEXT  # the paper's OPT-13B has 15,700 on an A100 (table 1)
 COUNTS: dict[Kind, int] = {"ShareGPT": 128, "Alpaca": 512}
-MODEL = "small"
 
 
 class Moment(msgspec.Struct, frozen=True):
@@ -75,17 +64,17 @@ def paged(
 ) -> Usage:
     """The engine on a pool of so many tokens, all requests there from the start."""
     moments = []
-    with Bed(
-        folder,
+    config = settings(
         block_size=block_size,
         max_num_seqs=len(requests),
         num_gpu_blocks_override=pool_tokens // block_size,
         max_model_len=context,
-    ) as bed:
-        for ask in requests:
-            bed.add(*ask, 0.0)
-        while bed.step() is not None:
-            view = bed.look()
+    )
+    with Steps(folder, config) as steps:
+        for i, ask in enumerate(requests):
+            steps.add(str(i), *ask)
+        while steps.step() is not None:
+            view = steps.look()
             if any(seq.blocks for request in view.requests for seq in request.sequences):
                 moments.append(moment_of(view))
     return summed(moments, pool_tokens)
@@ -195,16 +184,13 @@ def contiguous(
 
 def measure(progress: Callable[[str], None], *, tiny: bool = False) -> Comparison:
     """Both workloads under every policy and block size."""
-    model = shape(MODEL, tiny=tiny)
     pool, context = (512, 128) if tiny else (POOL_TOKENS, CONTEXT)
     found: dict[Kind, dict[str, Usage]] = {}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        progress("writing the model")
-        write_model(folder, model)
+    progress("writing the model")
+    with checkpoint(tiny=tiny) as folder:
         for kind in COUNTS:
             count, scale = (8, TINY_SCALE) if tiny else (COUNTS[kind], 1)
-            requests = asks(kind, count, model, scale=scale, context=context)
+            requests = asks(kind, count, scale=scale, context=context)
             usages = {
                 name: contiguous(requests, policy, pool, context)
                 for name, policy in POLICIES.items()
@@ -213,10 +199,10 @@ def measure(progress: Callable[[str], None], *, tiny: bool = False) -> Compariso
                 progress(f"{kind}, blocks of {size}")
                 usages[f"blocks of {size}"] = paged(folder, requests, size, pool, context)
             found[kind] = usages
-    return _compare(found, pool, model.name)
+    return _compare(found, pool)
 
 
-def _compare(found: dict[Kind, dict[str, Usage]], pool: int, model: str) -> Comparison:
+def _compare(found: dict[Kind, dict[str, Usage]], pool: int) -> Comparison:
     published = {
         ("ShareGPT", "Max"): "7.0",
         ("ShareGPT", "Pow2"): "9.8",
@@ -253,7 +239,7 @@ def _compare(found: dict[Kind, dict[str, Usage]], pool: int, model: str) -> Comp
         rows=tuple(rows),
         finding=_finding(found),
         setting=(
-            f"{model} (42 million parameters, random weights) on a pool of {pool:,} tokens, "
+            f"{MODEL} (42 million parameters, random weights) on a pool of {pool:,} tokens, "
             f"{counts} requests of their lengths, context {CONTEXT:,}, all there from the start. "
             "Pool with tokens and requests at once are means over the steps in which others wait. "
             "Contiguous is computed (buddy allocator, a token a step); paged is read from the "

@@ -8,19 +8,18 @@ papers: seconds from arrival to end a token of the answer.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from streamer.bench.paper_bed import CONTEXT, Ask, Bed, Kind, asks, shape, write_model
+from streamer.bench.paper_asks import CONTEXT, Ask, Kind, asks
 from streamer.bench.paper_report import Comparison, Plot, Series, number
 from streamer.bench.paper_servers import Engine, Generate, Run, Server, poisson
+from streamer.bench.paper_steps import MODEL, Steps, checkpoint, settings
 
 LIMIT_S = 0.25  # a token: where the paper's curves have left their flat part
-MODEL = "small"
 System = Literal["transformers, static", "this engine, static", "this engine, continuous"]
 TRANSFORMERS: System = "transformers, static"
 STATIC: System = "this engine, static"
@@ -63,6 +62,7 @@ class Plan(msgspec.Struct, frozen=True):
     rates: tuple[float, ...]
     rated_size: int
     rated_count: int
+    context: int
     threads: int  # of transformers; 0: as many as there are cores
 
 
@@ -74,6 +74,7 @@ PLAN = Plan(
     rates=(1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32),
     rated_size=16,
     rated_count=64,
+    context=CONTEXT,
     threads=0,
 )
 TINY_PLAN = Plan(
@@ -83,20 +84,18 @@ TINY_PLAN = Plan(
     rates=(50.0, 5000.0),
     rated_size=2,
     rated_count=4,
+    context=CONTEXT // 4,
     threads=1,
 )
 
 
 def measure(progress: Callable[[str], None], *, tiny: bool = False) -> Comparison:
     """Throughput all at once, then latency at rising rates."""
-    model = shape(MODEL, tiny=tiny)
     plan = TINY_PLAN if tiny else PLAN
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        progress("writing the model")
-        write_model(folder, model)
+    progress("writing the model")
+    with checkpoint(tiny=tiny) as folder:
         requests = {
-            kind: asks(kind, plan.counts[kind], model, scale=plan.scales[kind])
+            kind: asks(kind, plan.counts[kind], scale=plan.scales[kind], context=plan.context)
             for kind in plan.counts
         }
         cases: list[tuple[Kind, int]] = [("ShareGPT", size) for size in plan.sizes]
@@ -108,11 +107,11 @@ def measure(progress: Callable[[str], None], *, tiny: bool = False) -> Compariso
             system: _rates(folder, system, requests["ShareGPT"][: plan.rated_count], plan, progress)
             for system in SYSTEMS
         }
-    return _compare(found, rates, plan, model.name)
+    return _compare(found, rates, plan)
 
 
 def _server(
-    folder: Path, system: System, size: int, threads: int
+    folder: Path, system: System, size: int, plan: Plan
 ) -> tuple[Server, Callable[[], None]]:
     """A system that has served before, and what ends it."""
     import torch
@@ -120,17 +119,18 @@ def _server(
     from streamer.loadtest.compare import num_cores
 
     if system == TRANSFORMERS:
-        server: Server = Generate(folder, size, torch.bfloat16, threads or num_cores())
+        server: Server = Generate(folder, size, torch.bfloat16, plan.threads or num_cores())
         close = _nothing
     else:
-        bed = Bed(
-            folder,
+        config = settings(
             dtype="bfloat16",
             max_num_seqs=size,
-            num_gpu_blocks_override=size * CONTEXT // 16,
+            num_gpu_blocks_override=size * plan.context // 16,
             swap_space=0.01,
+            max_model_len=plan.context,
         )
-        server, close = Engine(bed, size, is_static=system == STATIC), bed.close
+        steps = Steps(folder, config)
+        server, close = Engine(steps, size, is_static=system == STATIC), steps.close
     first = [Ask((7, 8, 9, 10), 4)] * size
     server(first, [0.0] * size)  # compiles, records
     return server, close
@@ -151,7 +151,7 @@ def _throughput(
     runs: dict[str, Run] = {}
     for system in SYSTEMS:
         progress(f"{kind}, batches of {size}: {system}")
-        server, close = _server(folder, system, size, plan.threads)
+        server, close = _server(folder, system, size, plan)
         runs[system] = server(requests, [0.0] * len(requests))
         close()
     pairs = zip(runs[TRANSFORMERS].answers, runs[CONTINUOUS].answers, strict=True)
@@ -166,7 +166,7 @@ def _rates(
     progress: Callable[[str], None],
 ) -> list[tuple[float, float]]:
     """(rate, seconds a token) at rising rates, up to the first that is beyond LIMIT_S."""
-    server, close = _server(folder, system, plan.rated_size, plan.threads)
+    server, close = _server(folder, system, plan.rated_size, plan)
     found: list[tuple[float, float]] = []
     for rate in plan.rates:
         progress(f"{rate:g} requests/s: {system}")
@@ -185,7 +185,6 @@ def _compare(
     found: Sequence[Throughput],
     rates: dict[System, list[tuple[float, float]]],
     plan: Plan,
-    model: str,
 ) -> Comparison:
     rows: list[tuple[str | float, ...]] = []
     for one in found:
@@ -214,7 +213,7 @@ def _compare(
         columns=("", *SYSTEMS, "continuous / transformers", "continuous / static"),
         rows=tuple(rows),
         finding=_finding(found, shown),
-        setting=_setting(found, plan, model),
+        setting=_setting(found, plan),
         plot=Plot(
             "bars",
             "batch size",
@@ -255,7 +254,7 @@ def _finding(found: Sequence[Throughput], shown: Sequence[str | float]) -> str:
     )
 
 
-def _setting(found: Sequence[Throughput], plan: Plan, model: str) -> str:
+def _setting(found: Sequence[Throughput], plan: Plan) -> str:
     counts = ", ".join(
         f"{count} requests of {kind}'s lengths"
         + (f" divided by {plan.scales[kind]}" if plan.scales[kind] > 1 else "")
@@ -264,7 +263,7 @@ def _setting(found: Sequence[Throughput], plan: Plan, model: str) -> str:
     equal = sum(one.num_equal for one in found)
     total = sum(len(one.runs[CONTINUOUS].ends) for one in found)
     return (
-        f"{model} (42 million parameters, random weights, bfloat16), {counts}, greedy; "
+        f"{MODEL} (42 million parameters, random weights, bfloat16), {counts}, greedy; "
         f"{plan.rated_count} of them at the rates; transformers with SDPA, its prompts padded on "
         "the left. Slots are batch size times steps; "
         "an answer of this engine's static batches counts as ended when it has its last token, "

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from streamer.bench.paper_bed import Ask, Bed
+from streamer.bench.paper_asks import Ask
+from streamer.bench.paper_steps import Steps
 
 if TYPE_CHECKING:
     import torch
@@ -103,7 +104,7 @@ class Generate:
                 ids,
                 attention_mask=mask,
                 max_new_tokens=longest,
-                min_new_tokens=longest,
+                eos_token_id=-1,
                 do_sample=False,
                 pad_token_id=PAD,
             )
@@ -114,18 +115,19 @@ class Generate:
 class Engine:
     """This engine with up to `size` rows; `is_static`: it gets a batch when the last has ended."""
 
-    def __init__(self, bed: Bed, size: int, *, is_static: bool) -> None:
-        self._bed = bed
+    def __init__(self, steps: Steps, size: int, *, is_static: bool) -> None:
+        self._steps = steps
+        self._num_served = 0
         self._size = size
         self._is_static = is_static
 
     def __call__(self, requests: Sequence[Ask], arrivals: Sequence[float]) -> Run:
         now, num_steps, num_arrived = 0.0, 0, 0
         waiting: deque[int] = deque()
-        inside: dict[str, int] = {}
-        ends = [0.0] * len(requests)
-        answers: list[list[int]] = [[] for _ in requests]
-        owners: dict[str, int] = {}
+        inside: set[str] = set()
+        names = [str(self._num_served + i) for i in range(len(requests))]
+        self._num_served += len(requests)
+        ends: dict[str, float] = {}
         while num_arrived < len(requests) or waiting or inside:
             if not waiting and not inside:
                 now = max(now, arrivals[num_arrived])
@@ -134,21 +136,20 @@ class Engine:
                 num_arrived += 1
             for _ in range(self._num_welcome(len(waiting), len(inside))):
                 index = waiting.popleft()
-                request_id = self._bed.add(*requests[index], 0.0)
-                owners[request_id] = inside[request_id] = index
+                self._steps.add(names[index], *requests[index])
+                inside.add(names[index])
             began = time.perf_counter()
-            output = self._bed.step()
+            output = self._steps.step()
             now += time.perf_counter() - began
             num_steps += 1
             if output is None:
                 raise RuntimeError(f"the engine stopped before {len(inside)} requests had ended")
-            for request_id, token in zip(output.request_ids, output.tokens, strict=True):
-                answers[owners[request_id]].append(token)
             for finish in output.finishes:
-                ends[inside.pop(finish.request_id)] = now
-        while self._bed.step() is not None:
-            pass  # rows leave with a step of their own
-        return Run(now, num_steps * self._size, tuple(ends), tuple(map(tuple, answers)))
+                ends[finish.request_id] = now
+                inside.remove(finish.request_id)
+        self._steps.run()  # rows leave with a step of their own
+        answers = tuple(tuple(self._steps.answers[name]) for name in names)
+        return Run(now, num_steps * self._size, tuple(ends[name] for name in names), answers)
 
     def _num_welcome(self, num_waiting: int, num_inside: int) -> int:
         """How many of those who wait are let in now."""

@@ -7,30 +7,20 @@ is the blocks that sharing saved, of all blocks that there would be without it, 
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
-from streamer.bench.paper_bed import (
-    TINY_SCALE,
-    Ask,
-    Bed,
-    Kind,
-    asks,
-    page_tables,
-    shape,
-    write_model,
-)
+from streamer.bench.paper_asks import TINY_SCALE, Ask, Kind, asks, page_tables
 from streamer.bench.paper_report import Comparison, Plot, Series
+from streamer.bench.paper_steps import MODEL, Steps, checkpoint, settings
 from streamer.core.view import SchedulerView
 
 CHOICES = (2, 4, 6)
 BLOCK_SIZE = 16
 COUNTS: dict[str, int] = {"Alpaca": 24, "ShareGPT": 12}
-MODEL = "small"
 PUBLISHED = {
     ("Alpaca", 2): 6.1,
     ("Alpaca", 4): 8.5,
@@ -76,44 +66,40 @@ def count_blocks(view: SchedulerView) -> tuple[int, int]:
 
 def run(folder: Path, requests: Sequence[Ask], n: int, *, is_shared: bool, room: int) -> Usage:
     """Every request n times, all at once, in a pool of `room` blocks that holds them all."""
-    with Bed(
-        folder,
+    config = settings(
         block_size=BLOCK_SIZE,
         max_num_seqs=len(requests) * n,
         num_gpu_blocks_override=room,
         max_model_len=max(len(ask.prompt) + ask.num_output for ask in requests),
         swap_space=0.01,
         enable_prefix_caching=is_shared,
-    ) as bed:
-        for ask in requests:
-            for _ in range(1 if is_shared else n):
-                bed.add(ask.prompt, ask.num_output, 1.0, n=n if is_shared else 1)
+    )
+    each = (1, n) if is_shared else (n, 1)
+    with Steps(folder, config) as steps:
+        for i, ask in enumerate(requests):
+            for j in range(each[0]):
+                steps.add(f"{i} {j}", *ask, temperature=1.0, n=each[1])
         held = listed = peak = tokens = 0
         step_s = 0.0
         while True:
             began = time.perf_counter()
-            output = bed.step()
+            output = steps.step()
             step_s += time.perf_counter() - began
             if output is None:
                 break
             tokens += len(output.tokens)
-            now_held, now_listed = count_blocks(bed.look())
+            now_held, now_listed = count_blocks(steps.look())
             held, listed, peak = held + now_held, listed + now_listed, max(peak, now_held)
     return Usage(held, listed, peak, tokens / step_s)
 
 
 def measure(progress: Callable[[str], None], *, tiny: bool = False) -> Comparison:
     """Both workloads with each n."""
-    model = shape(MODEL, tiny=tiny)
     cases = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        progress("writing the model")
-        write_model(folder, model)
+    progress("writing the model")
+    with checkpoint(tiny=tiny) as folder:
         for kind in ("Alpaca", "ShareGPT"):
-            requests = (
-                asks(kind, 3, model, scale=TINY_SCALE) if tiny else asks(kind, COUNTS[kind], model)
-            )
+            requests = asks(kind, 3, scale=TINY_SCALE) if tiny else asks(kind, COUNTS[kind])
             for n in CHOICES:
                 usage = []
                 for is_shared in (True, False):
@@ -122,7 +108,7 @@ def measure(progress: Callable[[str], None], *, tiny: bool = False) -> Compariso
                     room = room_for(requests, n)
                     usage.append(run(folder, requests, n, is_shared=is_shared, room=room))
                 cases.append(Case(kind, n, *usage))
-    return _compare(cases, model.name)
+    return _compare(cases)
 
 
 def room_for(requests: Sequence[Ask], n: int) -> int:
@@ -131,7 +117,7 @@ def room_for(requests: Sequence[Ask], n: int) -> int:
     return blocks + max(2, blocks // 16)
 
 
-def _compare(cases: Sequence[Case], model: str) -> Comparison:
+def _compare(cases: Sequence[Case]) -> Comparison:
     by_kind = {kind: [c for c in cases if c.kind == kind] for kind in ("Alpaca", "ShareGPT")}
     saved = {kind: [f"{c.saved:.1f}" for c in of] for kind, of in by_kind.items()}
     gains = [c.shared.tokens_per_s / c.alone.tokens_per_s for c in cases]
@@ -166,7 +152,7 @@ def _compare(cases: Sequence[Case], model: str) -> Comparison:
             "computed once."
         ),
         setting=(
-            f"{model} (42 million parameters, random weights), blocks of {BLOCK_SIZE}, "
+            f"{MODEL} (42 million parameters, random weights), blocks of {BLOCK_SIZE}, "
             f"{counts}'s requests, all at once in a pool that holds "
             "them; temperature 1; page tables are read after every step. Alone: n requests of one "
             "choice without a prefix cache."

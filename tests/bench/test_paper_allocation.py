@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -18,32 +17,26 @@ from streamer.bench.paper_allocation import (
     reserve_power,
     summed,
 )
-from streamer.bench.paper_bed import Ask, shape, write_model
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    write_model(folder, shape("small", tiny=True))
-    return folder
+from streamer.bench.paper_asks import Ask
+from streamer.demo import CHECKPOINT
 
 
 def ask(num_prompt: int, num_output: int) -> Ask:
     return Ask(tuple(range(100, 100 + num_prompt)), num_output)
 
 
-def test_pages_of_one_request_step_by_step(folder: Path) -> None:
+def test_pages_of_one_request_step_by_step() -> None:
     """7 tokens of prompt, then two that are written after them; the last is only drawn."""
-    usage = paged(folder, [ask(7, 3)], block_size=4, pool_tokens=64, context=64)
+    usage = paged(CHECKPOINT, [ask(7, 3)], block_size=4, pool_tokens=64, context=64)
     # after the steps: 7 of 8 written, 8 of 8; the third step ends it
     assert usage.wasted == pytest.approx(100 * (1 - 15 / 16))
     assert (usage.mean_running, usage.peak_running) == (1, 1)
     assert usage.filled == pytest.approx(100 * 7.5 / 64)
 
 
-def test_as_many_run_at_once_as_have_blocks(folder: Path) -> None:
+def test_as_many_run_at_once_as_have_blocks() -> None:
     """Eight blocks, one kept free while others run: three requests of two blocks each."""
-    usage = paged(folder, [ask(7, 2)] * 5, block_size=4, pool_tokens=32, context=32)
+    usage = paged(CHECKPOINT, [ask(7, 2)] * 5, block_size=4, pool_tokens=32, context=32)
     assert usage.peak_running == 3
     assert usage.wasted == pytest.approx(100 / 8)
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from streamer.bench import paper_servers
-from streamer.bench.paper_bed import Ask, Bed, asks, shape, write_model
+from streamer.bench.paper_asks import Ask, asks
 from streamer.bench.paper_servers import Engine, Generate, Run, poisson
+from streamer.bench.paper_steps import Steps, settings
 from streamer.core.plan import Finish, FinishReason, StepOutput
+from streamer.demo import CHECKPOINT
 
 ASKS = [Ask((5,), 1), Ask((5,), 3), Ask((5,), 2)]
 
@@ -25,18 +26,17 @@ class Clock:
         monkeypatch.setattr(paper_servers.time, "perf_counter", lambda: self.now)
 
 
-class PlainBed:
+class PlainSteps:
     """Two rows, a token each a step, a second a step."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._left: dict[str, int] = {}
-        self._added = 0
+        self.answers: dict[str, list[int]] = {}
 
-    def add(self, prompt: Sequence[int], num_output: int, temperature: float) -> str:
-        self._added += 1
-        self._left[str(self._added)] = num_output
-        return str(self._added)
+    def add(self, name: str, prompt: Sequence[int], num_output: int) -> None:
+        self._left[name] = num_output
+        self.answers[name] = []
 
     def step(self) -> StepOutput | None:
         rows = list(self._left)[:2]
@@ -45,6 +45,7 @@ class PlainBed:
         self._clock.now += 1
         for row in rows:
             self._left[row] -= 1
+            self.answers[row].append(9)
         ended = [row for row in rows if not self._left[row]]
         for row in ended:
             del self._left[row]
@@ -56,10 +57,13 @@ class PlainBed:
             finishes=tuple(Finish(row, 0, FinishReason.LENGTH, 0) for row in ended),
         )
 
+    def run(self) -> None:
+        assert not self._left
+
 
 def served(clock: Clock, arrivals: Sequence[float], *, is_static: bool) -> Run:
-    bed: Any = PlainBed(clock)
-    return Engine(bed, 2, is_static=is_static)(ASKS, arrivals)
+    steps: Any = PlainSteps(clock)
+    return Engine(steps, 2, is_static=is_static)(ASKS, arrivals)
 
 
 def test_continuous(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,17 +106,18 @@ def test_transformers_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert server(ASKS, [0.0, 0.5, 1.0]).ends == (1, 4, 4), "who waits goes together"
 
 
-def test_the_same_tokens_from_all(tmp_path: Path) -> None:
+def test_the_same_tokens_from_all() -> None:
     """Greedy, float32: the padded batches of transformers are the oracle."""
-    model = shape("small", tiny=True)
-    write_model(tmp_path, model)
-    requests = asks("ShareGPT", 5, model, scale=32)
+    requests = asks("ShareGPT", 5, scale=32)
     at = [0.0] * 5
-    oracle = Generate(tmp_path, 2, torch.float32, 1)(requests, at)
+    oracle = Generate(CHECKPOINT, 2, torch.float32, 1)(requests, at)
     assert [len(a) for a in oracle.answers] == [ask.num_output for ask in requests]
-    with Bed(tmp_path, dtype="float32", max_num_seqs=2, num_gpu_blocks_override=256) as bed:
+    config = settings(dtype="float32", max_num_seqs=2, num_gpu_blocks_override=256)
+    with Steps(CHECKPOINT, config) as steps:
         for is_static in (True, False):
-            run = Engine(bed, 2, is_static=is_static)(requests, at)
+            server = Engine(steps, 2, is_static=is_static)
+            run = server(requests, at)
+            steps.answers.clear()
             assert run.answers == oracle.answers
             assert run.slots >= run.num_tokens
 

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from streamer.bench import paper_sharing
-from streamer.bench.paper_bed import Ask, shape, write_model
+from streamer.bench.paper_asks import Ask
 from streamer.bench.paper_sharing import room_for, run, saving
+from streamer.demo import CHECKPOINT
 
 
-def test_two_choices_of_one_prompt(tmp_path: Path) -> None:
+def test_two_choices_of_one_prompt() -> None:
     """A prompt of two blocks, and 8 tokens of each choice in a third one, from step 2 to 7.
 
     The first step leaves the prompt's blocks, the last one nothing.
     """
-    write_model(tmp_path, shape("small", tiny=True))
     requests = [Ask(tuple(range(100, 132)), 8)]
     room = room_for(requests, 2)
-    shared = run(tmp_path, requests, 2, is_shared=True, room=room)
-    alone = run(tmp_path, requests, 2, is_shared=False, room=room)
+    shared = run(CHECKPOINT, requests, 2, is_shared=True, room=room)
+    alone = run(CHECKPOINT, requests, 2, is_shared=False, room=room)
     assert (alone.held, alone.peak) == (2 * 2 + 6 * 6, 6)
     assert (shared.held, shared.peak) == (2 + 6 * 4, 4)
     assert shared.listed == alone.listed == alone.held
