@@ -129,6 +129,8 @@ def _run_all(
 
             def say(what: str, name: str = name) -> None:
                 bar.update(task, description=f"{name}: {what}")
+                if not console.is_terminal:
+                    console.print(f"{name}: {what}", markup=False, highlight=False)
 
             say("starting")
             parts[name] = _run_apart(name, say, is_tiny=is_tiny)

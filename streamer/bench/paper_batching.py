@@ -69,11 +69,11 @@ class Plan(msgspec.Struct, frozen=True):
 # ShareGPT's lengths are a quarter: transformers would take an hour for the whole ones.
 PLAN = Plan(
     sizes=(8, 16, 32),
-    counts={"ShareGPT": 96, "Alpaca": 128},
+    counts={"ShareGPT": 64, "Alpaca": 96},
     scales={"ShareGPT": 4, "Alpaca": 1},
-    rates=(1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32),
+    rates=(1, 2, 4, 6, 8, 12, 16, 24, 32),
     rated_size=16,
-    rated_count=64,
+    rated_count=40,
     context=CONTEXT,
     threads=0,
 )
