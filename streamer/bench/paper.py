@@ -45,7 +45,7 @@ class Entry(NamedTuple):
 ENTRIES: dict[str, Entry] = {
     "batching": Entry(470, "continuous against static batching"),
     "allocation": Entry(240, "paged against contiguous memory"),
-    "sharing": Entry(180, "blocks shared by n choices"),
+    "sharing": Entry(240, "blocks shared by n choices"),
     "swap": Entry(240, "preemption by swap and by recompute"),
     "chunks": Entry(240, "chunked prefill and the gaps between tokens"),
 }

@@ -20,7 +20,7 @@ from streamer.core.view import SchedulerView
 
 CHOICES = (2, 4, 6)
 BLOCK_SIZE = 16
-COUNTS: dict[str, int] = {"Alpaca": 24, "ShareGPT": 12}
+COUNTS: dict[str, int] = {"Alpaca": 32, "ShareGPT": 24}
 PUBLISHED = {
     ("Alpaca", 2): 6.1,
     ("Alpaca", 4): 8.5,
