@@ -68,11 +68,14 @@ class Generate:
     def __init__(self, folder: Path, size: int, dtype: torch.dtype, threads: int) -> None:
         import transformers
 
+        bars: Any = transformers.utils.logging
+        bars.disable_progress_bar()
         self._size = size
         self._threads = threads
         self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             str(folder), dtype=dtype, attn_implementation="sdpa"
         )
+        self._model.generation_config.eos_token_id = None  # every answer is as long as asked for
 
     def __call__(self, requests: Sequence[Ask], arrivals: Sequence[float]) -> Run:
         now, slots, first = 0.0, 0, 0
@@ -104,7 +107,6 @@ class Generate:
                 ids,
                 attention_mask=mask,
                 max_new_tokens=longest,
-                eos_token_id=-1,
                 do_sample=False,
                 pad_token_id=PAD,
             )
