@@ -73,7 +73,10 @@ class Generate:
         self._size = size
         self._threads = threads
         self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=dtype, attn_implementation="sdpa"
+            # with a mask for padding, in bfloat16, SDPA takes several times as long on a CPU
+            str(folder),
+            dtype=dtype,
+            attn_implementation="eager",
         )
         self._model.generation_config.eos_token_id = None  # every answer is as long as asked for
 
