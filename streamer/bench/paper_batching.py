@@ -66,7 +66,7 @@ class Plan(msgspec.Struct, frozen=True):
     threads: int  # of transformers; 0: as many as there are cores
 
 
-# ShareGPT's lengths are a sixth: transformers would take an hour for the whole ones.
+# ShareGPT's lengths are a sixth: the whole ones would take transformers half an hour.
 PLAN = Plan(
     sizes=(8, 16, 32),
     counts={"ShareGPT": 64, "Alpaca": 64},
@@ -264,8 +264,8 @@ def _setting(found: Sequence[Throughput], plan: Plan) -> str:
     total = sum(len(one.runs[CONTINUOUS].ends) for one in found)
     return (
         f"{MODEL} (42 million parameters, random weights, bfloat16), {counts}, greedy; "
-        f"{plan.rated_count} of them at the rates; transformers with eager attention, its prompts padded on "
-        "the left. Slots are batch size times steps; "
+        f"{plan.rated_count} of them at the rates; transformers with eager attention, its "
+        "prompts padded on the left. Slots are batch size times steps; "
         "an answer of this engine's static batches counts as ended when it has its last token, "
         f"transformers' when its batch has. {equal} of {total} answers of the two have the same "
         "tokens: random weights in bfloat16 leave the best two within rounding. Single runs."
