@@ -22,8 +22,8 @@ from streamer.core.view import SchedulerView
 BLOCK_SIZES = (8, 16, 32)
 # In tokens. The paper's OPT-13B has 15,700 (table 1); a look lists no more than 256 requests, so
 # short ones get less.
-POOLS: dict[Kind, int] = {"ShareGPT": 8 * CONTEXT, "Alpaca": 4 * CONTEXT}
-COUNTS: dict[Kind, int] = {"ShareGPT": 128, "Alpaca": 384}
+POOLS: dict[Kind, int] = {"ShareGPT": 8 * CONTEXT, "Alpaca": 2 * CONTEXT}
+COUNTS: dict[Kind, int] = {"ShareGPT": 128, "Alpaca": 192}
 
 
 class Moment(msgspec.Struct, frozen=True):
