@@ -42,7 +42,13 @@ class Entry(NamedTuple):
     help: str
 
 
-ENTRIES: dict[str, Entry] = {}
+ENTRIES: dict[str, Entry] = {
+    "batching": Entry(470, "continuous against static batching"),
+    "allocation": Entry(240, "paged against contiguous memory"),
+    "sharing": Entry(240, "blocks shared by n choices"),
+    "swap": Entry(240, "preemption by swap and by recompute"),
+    "chunks": Entry(240, "chunked prefill and the gaps between tokens"),
+}
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -54,8 +60,21 @@ class Part(msgspec.Struct, frozen=True):
 
 def _measure(name: str) -> Measure:
     """What makes a comparison."""
-    found: dict[str, Measure] = {}
-    return found[name]
+    from streamer.bench import (
+        paper_allocation,
+        paper_batching,
+        paper_chunks,
+        paper_sharing,
+        paper_swap,
+    )
+
+    return {
+        "batching": paper_batching.measure,
+        "allocation": paper_allocation.measure,
+        "sharing": paper_sharing.measure,
+        "swap": paper_swap.measure,
+        "chunks": paper_chunks.measure,
+    }[name]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -110,6 +129,8 @@ def _run_all(
 
             def say(what: str, name: str = name) -> None:
                 bar.update(task, description=f"{name}: {what}")
+                if not console.is_terminal:
+                    console.print(f"{name}: {what}", markup=False, highlight=False)
 
             say("starting")
             parts[name] = _run_apart(name, say, is_tiny=is_tiny)

@@ -126,7 +126,7 @@ def markdown(report: Report) -> str:
         "engine. `make paper` measures all of it again and writes this page.",
     ]
     if report.measured:
-        rows = [("", "published", "here")]
+        rows: list[tuple[str, ...]] = [("", "published", "here")]
         for name, made in report.measured.items():
             it = made.comparison
             rows.append((f"[{it.title}](#{name})", it.published, it.finding))
@@ -269,8 +269,9 @@ def _lines(plot: Plot, most: float) -> list[str]:
         share = (x - low) / (high - low)
         return LEFT + inset + share * (_width() - LEFT - RIGHT - 2 * inset)
 
-    marks = dict(enumerate(plot.ticks)) or {x: number(x) for x in _number_ticks(low, high)}
-    parts = [_text(place(x), TOP + HEIGHT + 16, says, "", "middle") for x, says in marks.items()]
+    named = [(float(i), tick) for i, tick in enumerate(plot.ticks)]
+    marks = named or [(x, number(x)) for x in _number_ticks(low, high)]
+    parts = [_text(place(x), TOP + HEIGHT + 16, says, "", "middle") for x, says in marks]
     for i, one in enumerate(plot.series):
         points = [(place(x), _height_of(y, most)) for x, y in one.points]
         joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)

@@ -23,6 +23,7 @@ from streamer.core.prefix import BlockHasher
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler
 from streamer.core.sizes import sizes_of
+from streamer.core.view import SchedulerView, Wanted
 
 if TYPE_CHECKING:
     from streamer.core.model_info import ModelInfo
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 MODEL = "small"  # of loadtest/workload.py: 8 layers, 25 million parameters in its layers
 FIRST_ID, LAST_ID = 100, 4000
+EVERYTHING = Wanted((b"",))
 
 
 @contextlib.contextmanager
@@ -82,9 +84,9 @@ def load(folder: Path, config: Config) -> tuple[Runner, ModelInfo]:
 
 
 class Steps:
-    """Requests of one checkpoint, greedy and as long as asked for, one step at a time.
+    """Requests of one checkpoint, as long as asked for, one step at a time. To be closed.
 
-    answers  request id -> its tokens so far;  stats  as of the last step
+    answers  request id -> its tokens so far, of all its choices;  stats  as of the last step
     """
 
     def __init__(
@@ -93,18 +95,32 @@ class Steps:
         from streamer.engine.core import EngineCore, Inbox
 
         runner, info = load(folder, config)
-        scheduler = Scheduler(
+        self._scheduler = Scheduler(
             sizes_of(config, info, ()), BlockHasher(info.block_size, b"paper" * 4)
         )
         self._inbox = Inbox()
-        self._core = EngineCore(Priced(runner, costs or {}), scheduler, self._inbox)
+        self._core = EngineCore(Priced(runner, costs or {}), self._scheduler, self._inbox)
         self.answers: dict[str, list[int]] = {}
         self.stats = StepStats()
 
-    def add(self, name: str, prompt: Sequence[int], max_tokens: int) -> None:
-        """One more request."""
+    def add(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        max_tokens: int,
+        *,
+        temperature: float = 0.0,
+        n: int = 1,
+    ) -> None:
+        """One more request; the noise of its draws is its own."""
         self.answers[name] = []
-        params = SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens, ignore_eos=True)
+        params = SamplingParams(
+            temperature=temperature,
+            seed=len(self.answers),
+            max_tokens=max_tokens,
+            n=n,
+            ignore_eos=True,
+        )
         self._inbox.put(Add(name, tuple(prompt), params))
 
     def step(self) -> StepOutput | None:
@@ -121,9 +137,19 @@ class Steps:
         while self.step() is not None:
             pass
 
+    def look(self) -> SchedulerView:
+        """Pools and page tables now."""
+        return self._scheduler.snapshot(EVERYTHING)
+
     def close(self) -> None:
         """Free pools and weights."""
         self._core.close()
+
+    def __enter__(self) -> Steps:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 def prompt(length: int, seed: str, last: int = LAST_ID) -> list[int]:
