@@ -152,7 +152,7 @@ class Steps:
         self.close()
 
 
-def prompt(length: int, seed: str) -> list[int]:
-    """Random token ids that both models have and that are no special ones."""
+def prompt(length: int, seed: str, last: int = LAST_ID) -> list[int]:
+    """Random token ids from FIRST_ID to before `last`, none of them special in these models."""
     source = random.Random(seed)
-    return [source.randrange(FIRST_ID, LAST_ID) for _ in range(length)]
+    return [source.randrange(FIRST_ID, last) for _ in range(length)]

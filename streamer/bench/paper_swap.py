@@ -266,8 +266,8 @@ def _finding(
         f"same sequence: both pools are the same memory here, so a swap is a copy without PCIe, "
         f"and a token costs a CPU more than a GPU. End to end ({min(counts)} to {max(counts)} "
         f"preemptions a run) swap has {min(gains):+.0f}% to {max(gains):+.0f}% of recompute's "
-        f"tokens/s; the engine chose {chosen}, {min(own):+.0f}% to {max(own):+.0f}% beside the forced "
-        f"ones, and with room for all it is {base:,.0f} tokens/s. {_equal(roomy, runs)}"
+        f"tokens/s; the engine chose {chosen}, {min(own):+.0f}% to {max(own):+.0f}% beside the "
+        f"forced ones, and with room for all it is {base:,.0f} tokens/s. {_equal(roomy, runs)}"
     )
 
 
