@@ -46,8 +46,9 @@ ENTRIES: dict[str, Entry] = {
     "batching": Entry(470, "continuous against static batching"),
     "allocation": Entry(240, "paged against contiguous memory"),
     "sharing": Entry(240, "blocks shared by n choices"),
-    "swap": Entry(240, "preemption by swap and by recompute"),
+    "swap": Entry(400, "preemption by swap and by recompute"),
     "chunks": Entry(240, "chunked prefill and the gaps between tokens"),
+    "flow": Entry(240, "fast readers beside slow ones, with flow control and without"),
 }
 
 
@@ -64,6 +65,7 @@ def _measure(name: str) -> Measure:
         paper_allocation,
         paper_batching,
         paper_chunks,
+        paper_flow,
         paper_sharing,
         paper_swap,
     )
@@ -74,6 +76,7 @@ def _measure(name: str) -> Measure:
         "sharing": paper_sharing.measure,
         "swap": paper_swap.measure,
         "chunks": paper_chunks.measure,
+        "flow": paper_flow.measure,
     }[name]
 
 
