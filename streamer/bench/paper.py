@@ -43,9 +43,9 @@ class Entry(NamedTuple):
 
 
 ENTRIES: dict[str, Entry] = {
-    "batching": Entry(470, "continuous against static batching"),
-    "allocation": Entry(240, "paged against contiguous memory"),
-    "sharing": Entry(240, "blocks shared by n choices"),
+    "batching": Entry(400, "continuous against static batching"),
+    "allocation": Entry(200, "paged against contiguous memory"),
+    "sharing": Entry(220, "blocks shared by n choices"),
     "swap": Entry(400, "preemption by swap and by recompute"),
     "chunks": Entry(240, "chunked prefill and the gaps between tokens"),
     "flow": Entry(240, "fast readers beside slow ones, with flow control and without"),
