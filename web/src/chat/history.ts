@@ -5,7 +5,7 @@ import { client } from "../app/connection.ts";
 import { recall, remember } from "../app/storage.ts";
 import { goOn } from "./asking.ts";
 import type { Conversation } from "./conversation.ts";
-import { hear, keepConversation, keepMessage, load, type Word } from "./keeping.ts";
+import { hear, keepAll, load, type Word } from "./keeping.ts";
 import { addMessage, arrange, fromFile, toConversation, toFile, type KeptMessage } from "./kept.ts";
 import { announcement, conversations, current, forget, open } from "./store.ts";
 
@@ -97,11 +97,8 @@ export async function importChats(file: File): Promise<string> {
   try {
     const added = fromFile(await file.text());
     conversations.value = [...added, ...conversations.value].sort((a, b) => b.created - a.created);
-    for (const conversation of added) {
-      keepConversation(conversation);
-      for (const message of conversation.messages.value) keepMessage(conversation, message);
-    }
     if (added[0]) open(added[0]);
+    await keepAll(added);
     announcement.value = `${added.length} ${added.length === 1 ? "chat" : "chats"} imported`;
     return "";
   } catch (thrown) {

@@ -65,6 +65,26 @@ export function keepMessage(conversation: Conversation, message: Message): void 
   channel?.postMessage({ type: "message", record } satisfies Word);
 }
 
+/** All of them or none, once they are on the disk. */
+export function keepAll(conversations: readonly Conversation[]): Promise<void> {
+  const whole = conversations.map((conversation) => ({
+    record: asKeptConversation(conversation),
+    messages: conversation.messages.value.map((message) => asKeptMessage(conversation, message)),
+  }));
+  for (const { record, messages } of whole) {
+    channel?.postMessage({ type: "conversation", record } satisfies Word);
+    for (const message of messages) channel?.postMessage({ type: "message", record: message } satisfies Word);
+  }
+  return write(async (store) => {
+    const all = store.transaction(["conversations", "messages"], "readwrite");
+    for (const { record, messages } of whole) {
+      void all.objectStore("conversations").put(record);
+      for (const message of messages) void all.objectStore("messages").put(message);
+    }
+    await all.done;
+  });
+}
+
 /** Soon, and not for every frame of an answer that grows. */
 export function keepSoon(conversation: Conversation, message: Message): void {
   if (!due.has(message)) due.set(message, setTimeout(() => keepQuietly(conversation, message), EVERY_MS));
