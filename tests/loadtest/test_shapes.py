@@ -1,4 +1,4 @@
-"""How many users a shape has when, and the rounding of times; in a process that imports Locust."""
+"""What needs no server, in a process that imports Locust: shapes, exit codes, rounding."""
 
 from __future__ import annotations
 
@@ -12,16 +12,37 @@ from streamer.loadtest.locust.shapes import users_at
 shares = [i / 10 for i in range(10)]
 for shape in ("steps", "spike", "soak"):
     print(shape, *(users_at(shape, share, 10) for share in shares), users_at(shape, 0.0, 1))
+
+from types import SimpleNamespace
+from locust.env import Environment
+from streamer.loadtest.locust.chats import SseChat
+from streamer.loadtest.locust.judging import judge
+from streamer.loadtest.locust.options import SLO
+environment = Environment(user_classes=[SseChat])
+environment.parsed_options = SimpleNamespace(slo=SLO)
+runner = environment.create_local_runner()
+codes = []
+for statistic in ("TTFT", "ITL", "TPOT", "E2E"):
+    judge(environment)
+    codes.append(environment.process_exit_code)
+    environment.stats.log_request(statistic, "SseChat", 1, 1)
+judge(environment)
+codes.append(environment.process_exit_code)
+runner.log_exception("local", "a mistake of ours", "traceback")
+judge(environment)
+print("codes", *codes, environment.process_exit_code)
 """
 
 
-def test_shapes_over_time() -> None:
+def test_shapes_over_time_and_exit_codes() -> None:
     """Locust patches sockets and threads where it is imported, so not here."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.splitlines() == [
+    told = ("steps", "spike", "soak", "codes")
+    assert [line for line in done.stdout.splitlines() if line.startswith(told)] == [
         "steps 2 2 4 4 6 6 8 8 10 10 1",
         "spike 2 2 2 2 10 10 2 2 2 2 1",
         "soak 1 10 10 10 10 10 10 10 10 10 1",
+        "codes 1 1 1 1 0 1",  # nothing met till all are; and a user's own mistake is none
     ], done.stderr
 
 
