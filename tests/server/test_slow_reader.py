@@ -34,7 +34,7 @@ NUM_TOKENS = 2000  # of the answer that is read after all
 LARGE_TOKENS, LARGE_BYTES = 10_000, 10 << 20
 KEPT_BYTES = LARGE_TOKENS * (LOGPROB_BYTES + 20 * TOP_BYTES)  # what was said, for late readers
 BLOCK_SIZE, NUM_BLOCKS = 1024, 780  # no more than the large answer might need
-NUM_FAST, FAST_TOKENS = 16, 200
+NUM_FAST, FAST_TOKENS = 16, 600
 CROWD = {"prompt": ["x"] * 256, "max_tokens": 50, "ignore_eos": True}  # thrice: want every block
 MOST_BYTES = 32 << 20
 
