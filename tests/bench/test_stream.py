@@ -21,7 +21,7 @@ from streamer.errors import StreamerError
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_every_transport_has_its_figures(transport: str) -> None:
-    m = stream.measure(transport, 16, 50.0, 0.4)
+    m = stream.measure(transport, 16, 50.0, 1.0)
     assert isinstance(m, Measured)
     assert m.tokens_per_s > 0
     assert m.events_per_s > 0

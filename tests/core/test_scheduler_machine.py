@@ -128,7 +128,7 @@ class LifeAhead(Life):
 def test_random_lives_leak_nothing_starve_nobody_and_end_once(machine: type[Life]) -> None:
     machine.total_steps = 0
     profile = settings(
-        max_examples=200,
+        max_examples=300,
         stateful_step_count=40,
         deadline=None,
         phases=(Phase.explicit, Phase.reuse, Phase.generate),
