@@ -249,7 +249,7 @@ def test_the_largest_step_is_tried_for_its_memory(
     monkeypatch.setattr(device, "peak_bytes", peak_bytes)
     folder = checkpoint("llama", 1, **TINY, max_position_embeddings=40)
     make_runner(folder, max_num_batched_tokens=100, max_num_seqs=7)
-    assert seen == [(100, [40, 40, 20], 7)]
+    assert seen == [(100, [40, 40, 20], 100)]  # all of them may be scored
 
 
 KINDS = [
