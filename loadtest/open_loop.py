@@ -1,4 +1,4 @@
-"""`python -m streamer.loadtest.open_loop`: requests come when they come, whatever the server does.
+"""`streamer loadtest open-loop`: requests come when they come, whatever the server does.
 
 At given rates, or at rising ones until too few requests meet the objectives (`--sweep`), or as a
 trace says. Prints a table; writes a file a rate in the field names of `vllm bench serve`, the table
@@ -11,7 +11,6 @@ import argparse
 import datetime
 import math
 import random
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -32,13 +31,9 @@ OK, FAILED, UNUSABLE = 0, 1, 2
 NAMED_ERRORS = 3  # that are shown of a rate
 
 
-def parser() -> argparse.ArgumentParser:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
-    flags = argparse.ArgumentParser(
-        prog="python -m streamer.loadtest.open_loop", description=__doc__
-    )
-    flags.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = flags.add_argument
+    add = parser.add_argument
     add("--url", default="http://127.0.0.1:8000", help="of the server, with or without /v1")
     add("--api-key", default="", help="bearer token")
     add("--model", default="", help="the server's first, if absent")
@@ -55,12 +50,10 @@ def parser() -> argparse.ArgumentParser:
     add("--goodput", nargs="+", default=[], metavar="NAME:MS", help=says)
     add("--stop-at-eos", action="store_true", help="for servers that do not know ignore_eos")
     add("--out", type=Path, metavar="FOLDER", help="result files, report.md and rates.svg")
-    return flags
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def run(args: argparse.Namespace, console: Console) -> int:
     """Run what the flags say: 1 where a request failed, 2 where nothing could be asked."""
-    args, console = parser().parse_args(argv), Console(soft_wrap=True, emoji=False)
     try:
         goals = objectives(args.goodput)
         if args.sweep and (not goals or not math.isfinite(args.rates[0])):
@@ -73,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not work:
             raise ValueError(f"{args.trace} has no requests")
     except (BadAnswer, OSError, ValueError, LookupError) as error:
-        console.print(f"Can't begin: {error}", markup=False, highlight=False)
+        console.out(f"Can't begin: {error}", highlight=False)
         return UNUSABLE
     results: list[Values] = []
     try:
@@ -81,9 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             results.append(result)
             write(args.out, results)
     except KeyboardInterrupt:
-        console.print("Interrupted; what was measured follows.")
+        console.out("Interrupted; what was measured follows.")
     if results:
-        console.print(sweep.report(results), markup=False, highlight=False)
+        console.out(sweep.report(results), highlight=False)
     return OK if results and not any(result["failed"] for result in results) else FAILED
 
 
@@ -153,7 +146,7 @@ def one_rate(
 
     outcomes, duration_s = Driver(ways, done).run(work, times)
     for error in sorted(set(errors))[:NAMED_ERRORS]:
-        shown.console.print(f"Failed: {error}", markup=False, highlight=False)
+        shown.console.out(f"Failed: {error}", highlight=False)
     return summary(outcomes, conditions, duration_s)
 
 
@@ -168,7 +161,3 @@ def write(folder: Path | None, results: Sequence[Values]) -> None:
     (folder / f"{name}qps.json").write_bytes(data + b"\n")
     (folder / "report.md").write_text(sweep.report(results, True), encoding="utf-8")
     (folder / "rates.svg").write_text(sweep.svg(results), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
