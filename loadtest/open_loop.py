@@ -20,7 +20,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from . import sweep
 from .arrivals import next_rate, offsets
-from .driving import Driver, Ways, words_per_token
+from .driving import Driver, Ways, measured_scale
+from .fitting import Cut, Scale, fitted
 from .jobs import WORKLOADS, Asked, Job, jobs
 from .prompts import words
 from .served import OBJECTIVES, Conditions, Outcome, Values, summary
@@ -62,15 +63,17 @@ def run(args: argparse.Namespace, console: Console) -> int:
             raise ValueError("--requests, --rates, --burstiness and --time-scale are above 0")
         target = Target.of(args.url, args.api_key)
         ways = Ways(target, args.model or target.first_model(), not args.stop_at_eos)
-        work = make(args, ways)
+        work, cut = make(args, ways)
         if not work:
             raise ValueError(f"{args.trace} has no requests")
+        if says := cut.says(ways.model):
+            console.out(says)
     except (BadAnswer, OSError, ValueError, LookupError) as error:
         console.out(f"Can't begin: {error}", highlight=False)
         return UNUSABLE
     results: list[Values] = []
     try:
-        for result in measure(args, ways, work, goals, console):
+        for result in measure(args, ways, work, cut, goals, console):
             results.append(result)
             write(args.out, results)
     except KeyboardInterrupt:
@@ -94,18 +97,24 @@ def objectives(said: Sequence[str]) -> dict[str, float]:
     return found
 
 
-def make(args: argparse.Namespace, ways: Ways) -> list[Job]:
-    """The workload, its text as long as this server's tokens make it."""
-    asked = Asked(args.requests, args.seed, trace=args.trace)
+def make(args: argparse.Namespace, ways: Ways) -> tuple[list[Job], Cut]:
+    """The workload, its text as long as this server's tokens make it, within its context."""
+    asked, scale = Asked(args.requests, args.seed, trace=args.trace), Scale(1.0)
     if args.workload != "nano":
         source = random.Random(args.seed)
-        ratio = words_per_token(ways, lambda count: words(source, count))
-        asked = msgspec.structs.replace(asked, words_per_token=ratio)
-    return jobs(args.workload, asked)
+        scale = measured_scale(ways, lambda count: words(source, count))
+        asked = msgspec.structs.replace(asked, words_per_token=scale.words_per_token)
+    work = jobs(args.workload, asked)
+    return fitted(work, scale, ways.target.max_model_len(ways.model))
 
 
 def measure(
-    args: argparse.Namespace, ways: Ways, work: list[Job], goals: dict[str, float], console: Console
+    args: argparse.Namespace,
+    ways: Ways,
+    work: list[Job],
+    cut: Cut,
+    goals: dict[str, float],
+    console: Console,
 ) -> Iterator[Values]:
     """A result a rate."""
     tried: list[tuple[float, float]] = []
@@ -121,7 +130,7 @@ def measure(
                 times = offsets(rate, args.burstiness, len(work), args.seed)
             date = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
             conditions = Conditions(
-                date, args.workload, ways.model, rate, args.burstiness, goals, args.seed
+                date, args.workload, ways.model, rate, args.burstiness, goals, args.seed, cut
             )
             yield (result := one_rate(ways, work, times, conditions, shown))
             if args.sweep and args.workload != "trace":

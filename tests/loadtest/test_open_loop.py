@@ -12,7 +12,7 @@ import pytest
 
 from streamer.cli import main
 from streamer.loadtest import arrivals
-from streamer.loadtest.driving import Driver, Ways, ask, request, words_per_token
+from streamer.loadtest.driving import Driver, Ways, ask, measured_scale, request
 from streamer.loadtest.jobs import Asked, Job, Turn, jobs
 from streamer.loadtest.prompts import words
 from streamer.loadtest.responses import check_counting
@@ -87,8 +87,10 @@ def test_turns_follow_one_another(slow: Running) -> None:
 
 
 def test_words_and_tokens(slow: Running) -> None:
-    """The fake model takes a token a byte."""
-    assert words_per_token(ways(slow), lambda count: " ".join(["four"] * count)) == 1 / 5
+    """The fake model takes a token a byte; the last word has no space after it."""
+    scale = measured_scale(ways(slow), lambda count: " ".join(["four"] * count))
+    assert scale.words_per_token == 1 / 5
+    assert 0 < scale.frame < 20
     assert len(words(random.Random(0), 9).split()) == 9
 
 
