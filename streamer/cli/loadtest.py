@@ -18,6 +18,7 @@ PROGRAMS = {
         "streamer.loadtest.locust.__main__", "users that wait for answers, by Locust", True
     ),
     "open-loop": Command("streamer.loadtest.open_loop", "requests when they are due"),
+    "report": Command("streamer.loadtest.report", "one or two open-loop runs as an HTML page"),
     "compare": Command("streamer.loadtest.compare", "this engine beside installed others"),
 }
 
