@@ -17,6 +17,7 @@ BENCHES = {
     "step": Command("streamer.bench.step", "host time of a step, beside a quiet and a busy loop"),
     "stream": Command("streamer.bench.stream", "from a step's output to the sockets, by itself"),
     "gpu": Command("streamer.bench.gpu", "a GPU's figures, each beside its target"),
+    "offline": Command("streamer.bench.offline", "throughput, latency and swap, without a server"),
     "page": Command("streamer.bench.page", "the page in a browser, beside its budget"),
 }
 
