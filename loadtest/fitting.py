@@ -49,8 +49,9 @@ class Cut(msgspec.Struct):
         if not (self.cut_prompts or self.cut_answers or self.dropped_turns):
             return ""
         return (
-            f"To fit the {self.max_model_len:,} tokens of {model}, {self.cut_prompts} prompts and "
-            f"{self.cut_answers} answers were made shorter, {self.dropped_turns} turns left out."
+            f"To fit the {self.max_model_len:,} tokens of {model}: shorter prompts "
+            f"{self.cut_prompts}, shorter answers {self.cut_answers}, turns left out "
+            f"{self.dropped_turns}."
         )
 
 

@@ -168,7 +168,7 @@ def _pair(name: str, pair: Pair, runs: Sequence[Run], is_open: bool) -> Markup:
     ]
     for kind in ("input", "output"):
         lengths = [result.lengths(kind) for result in results]
-        drawn.append((kind, f"{kind.title()}: share of as many tokens at most", "tokens", lengths))
+        drawn.append((kind, f"{kind.title()} tokens: share up to", "tokens", lengths))
     pictures = [
         plots.distribution(f"{name}-{key}", says, unit, list(zip(names, values, strict=True)))
         for key, says, unit, values in drawn
@@ -176,10 +176,10 @@ def _pair(name: str, pair: Pair, runs: Sequence[Run], is_open: bool) -> Markup:
     return tag(
         "details",
         tag("summary", tag("h2", title)),
-        _table("Throughput", _heading("", names), [tag("tbody", *_throughput(results))]),
-        _table("Latency, ms", _heading("", names), list(_latencies(times))),
+        _table("Throughput", _heading("", names), [tag("tbody", *_throughput(results))], title),
+        _table("Latency, ms", _heading("", names), list(_latencies(times)), title),
         tag("div", *pictures, class_="plots"),
-        _errors(names, results),
+        _errors(names, results, title),
         open="" if is_open else None,
     )
 
@@ -226,7 +226,7 @@ def _ratio(first: float | None, second: float | None, more_is_better: bool | Non
     return tag("td", f"{says} ", tag("span", kind, class_=kind), class_="number")
 
 
-def _errors(names: Sequence[str], results: Sequence[Result]) -> Markup:
+def _errors(names: Sequence[str], results: Sequence[Result], title: str) -> Markup:
     """Each message with how often it came, of each run."""
     counted = [result.failures() for result in results]
     messages = sorted({message for found in counted for message in found})
@@ -240,17 +240,23 @@ def _errors(names: Sequence[str], results: Sequence[Result]) -> Markup:
         )
         for message in messages
     ]
-    return _table("Errors", ["What was said", *names], [tag("tbody", *rows)])
+    return _table("Errors", ["What was said", *names], [tag("tbody", *rows)], title)
 
 
-def _table(caption: str, heading: Sequence[str], bodies: Sequence[Markup]) -> Markup:
-    """In a frame that scrolls by itself, by keys too, where it is wider than the page."""
+def _table(
+    caption: str, heading: Sequence[str], bodies: Sequence[Markup], where: str = ""
+) -> Markup:
+    """In a frame that scrolls by itself, by keys too, where it is wider than the page.
+
+    where  tells tables with one caption apart, for who can't see what they stand under
+    """
     first, *others = heading
     corner = tag("th", first, scope="col") if first else tag("td")
     kind = "word" if heading[-1] == "Compared" else "number"
     head = tag("tr", corner, *(tag("th", name, scope="col", class_=kind) for name in others))
     table = tag("table", tag("caption", caption), tag("thead", head), *bodies)
-    return tag("div", table, class_="frame", role="region", tabindex="0", aria_label=caption)
+    label = f"{caption}, {where}" if where else caption
+    return tag("div", table, class_="frame", role="region", tabindex="0", aria_label=label)
 
 
 def _section(title: str, *inside: Markup) -> Markup:

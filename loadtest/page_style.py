@@ -29,10 +29,11 @@ h2 { font-size: 18px; margin: 28px 0 8px }
 table { border-collapse: collapse; width: 100% }
 caption { text-align: left; font-weight: 600; padding: 8px 12px; background: var(--raised) }
 th, td { padding: 5px 12px; text-align: left; vertical-align: top; font-weight: 400 }
-thead th { color: var(--soft); font-size: 13px; min-width: 6em; overflow-wrap: anywhere;
+thead th { color: var(--soft); font-size: 13px; min-width: 5em; overflow-wrap: anywhere;
   white-space: normal }
 tbody tr { border-top: 1px solid var(--grid) }
-.of { font-weight: 600; background: var(--raised) } td.word { white-space: nowrap }
+.of { font-weight: 600; background: var(--raised) }
+td.word, thead th.word { white-space: nowrap; min-width: 0 }
 .number { text-align: right; font-variant-numeric: tabular-nums }
 .number { white-space: nowrap }
 td { overflow-wrap: break-word }
@@ -42,7 +43,7 @@ td { overflow-wrap: break-word }
 .better { color: var(--good); font-weight: 600 } .worse { color: var(--bad); font-weight: 600 }
 details { border-top: 1px solid var(--line); margin-top: 24px }
 summary { cursor: pointer; margin-top: 12px; border-radius: 4px }
-summary h2 { display: inline; margin: 0 } summary + * { margin-top: 12px }
+summary h2 { display: inline; margin: 0 } summary + .frame { margin-top: 12px }
 .plots { display: grid; gap: 16px; margin: 0 0 16px;
   grid-template-columns: repeat(auto-fill, minmax(min(100%, 320px), 1fr)) }
 figure { margin: 0; padding: 10px 8px 4px; border: 1px solid var(--line); border-radius: 8px }
@@ -54,6 +55,8 @@ svg text { font: 11px system-ui, sans-serif; fill: var(--soft) }
 .line.first { stroke: var(--first) }
 .line.second { stroke: var(--second); stroke-dasharray: 6 4 }
 .dot.first { fill: var(--first) } .dot.second { fill: var(--second) }
+@media (max-width: 600px) { table { font-size: 14px } th, td { padding: 5px 7px }
+  .better, .worse { font-size: 13px } .message { min-width: 12em } }
 footer { color: var(--soft); font-size: 13px; margin-top: 24px;
   border-top: 1px solid var(--line) }
 """

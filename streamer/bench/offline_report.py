@@ -168,6 +168,8 @@ def _swap(found: Swap, results: Results) -> str:
         )
     asked = int(results.settings["num_prompts"])
     says = f"Answers that are equal with both: {found.num_equal} of {asked}."
-    if found.small.preemptions_swap == 0:
-        says += " Nothing was swapped: a smaller --pool-share or longer answers would make it so."
+    if found.small.preemptions_recompute and not found.small.preemptions_swap:
+        says += " Nothing was swapped: by the costs it measured, the engine recomputed instead."
+    elif not found.small.preemptions_swap:
+        says += " Nobody had to give way: try a smaller --pool-share, or longer answers."
     return f"{markdown(rows)}\n\n{says}"

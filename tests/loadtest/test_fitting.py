@@ -54,7 +54,8 @@ def test_the_answer_keeps_a_quarter_of_what_is_free() -> None:
     assert isinstance(turn.prompt, str)
     assert len(turn.prompt.split()) == 48
     assert turn.max_tokens == 26
-    assert "fit the 100 tokens of m, 1 prompts and 1 answers were made shorter, 0" in cut.says("m")
+    says = "To fit the 100 tokens of m: shorter prompts 1, shorter answers 1, turns left out 0."
+    assert cut.says("m") == says
 
 
 def test_a_conversation_ends_where_nothing_is_free() -> None:

@@ -109,6 +109,8 @@ def test_sweeps_have_curves_and_a_part_a_rate(tmp_path: Path) -> None:
     heads = [data for name, data in tree.text if name == "h2"]
     assert heads == ["Settings", "Over the rate", "2 requests/s", "all at once"]
     assert ["open" in each for each in tree.all("details")] == [False, True]
+    labels = [each["aria-label"] for each in tree.all("div") if "aria-label" in each]
+    assert len(labels) == len(set(labels)) == 1 + 2 * 3
     assert len(tree.all("circle")) == 6 * (2 + 2)  # six curves, without "all at once"
     assert len(tree.all("polyline")) == 6 * 2 + 2 * 6 * 2
 
