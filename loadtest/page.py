@@ -129,7 +129,8 @@ def _settings(runs: Sequence[Run]) -> Markup:
         )
     names = [run.name for run in runs]
     heading = ["Setting", *names, *(["Compared"] if len(runs) > 1 else [])]
-    return _section("Settings", _table("What was asked", heading, [tag("tbody", *rows)]))
+    table = _table("What was asked", heading, [tag("tbody", *rows)], kind="word")
+    return _section("Settings", table)
 
 
 def _asked(run: Run) -> dict[str, str]:
@@ -244,15 +245,19 @@ def _errors(names: Sequence[str], results: Sequence[Result], title: str) -> Mark
 
 
 def _table(
-    caption: str, heading: Sequence[str], bodies: Sequence[Markup], where: str = ""
+    caption: str,
+    heading: Sequence[str],
+    bodies: Sequence[Markup],
+    where: str = "",
+    kind: str = "number",
 ) -> Markup:
     """In a frame that scrolls by itself, by keys too, where it is wider than the page.
 
     where  tells tables with one caption apart, for who can't see what they stand under
+    kind   of what stands below the other headings: "number", or "word"
     """
     first, *others = heading
     corner = tag("th", first, scope="col") if first else tag("td")
-    kind = "word" if heading[-1] == "Compared" else "number"
     head = tag("tr", corner, *(tag("th", name, scope="col", class_=kind) for name in others))
     table = tag("table", tag("caption", caption), tag("thead", head), *bodies)
     label = f"{caption}, {where}" if where else caption

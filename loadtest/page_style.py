@@ -33,7 +33,7 @@ thead th { color: var(--soft); font-size: 13px; min-width: 5em; overflow-wrap: a
   white-space: normal }
 tbody tr { border-top: 1px solid var(--grid) }
 .of { font-weight: 600; background: var(--raised) }
-td.word, thead th.word { white-space: nowrap; min-width: 0 }
+td.word, thead th.word:nth-child(4) { white-space: nowrap; min-width: 0 }
 .number { text-align: right; font-variant-numeric: tabular-nums }
 .number { white-space: nowrap }
 td { overflow-wrap: break-word }

@@ -135,30 +135,34 @@ async def measure(
 
     with bar:
         if "throughput" in parts or "latency" in parts:
-            async with opened(config, asked) as engine:
+            async with opened(config, asked, shown) as engine:
                 results.about(engine.info)
+                draw = Prompts(engine, asked)
                 if "throughput" in parts:
-                    results.throughput = await throughput(engine, asked, shown)
+                    results.throughput = await throughput(engine, asked, draw, shown)
                 if "latency" in parts:
-                    results.latency = await latency(engine, asked, shown)
+                    results.latency = await latency(engine, asked, draw, shown)
         if "swap" in parts:
             results.swap = await swap(config, asked, results, shown)
 
 
 @asynccontextmanager
-async def opened(config: Config, asked: Asked, **changes: object) -> AsyncIterator[AsyncEngine]:
+async def opened(
+    config: Config, asked: Asked, shown: Shown, **changes: object
+) -> AsyncIterator[AsyncEngine]:
     """An engine that takes all requests at once; the model is loaded anew."""
     from streamer.build import build_engine
 
+    loaded = shown("loading", 1)
     queue = max(config.max_queue, asked.num_prompts, asked.batch_size)
     settings = msgspec.structs.replace(config, max_queue=queue, load_progress=False, **changes)
     async with build_engine(settings) as engine:
+        loaded()
         yield engine
 
 
-async def throughput(engine: AsyncEngine, asked: Asked, shown: Shown) -> Throughput:
+async def throughput(engine: AsyncEngine, asked: Asked, draw: Prompts, shown: Shown) -> Throughput:
     """All prompts at once, from the first one's submission to the last one's end."""
-    draw = Prompts(engine, asked)
     await answers(engine, draw(asked.num_prompts), WARM_TOKENS, shown("warm-up", asked.num_prompts))
     prompts = draw(asked.num_prompts)
     done = shown("throughput", asked.num_prompts)
@@ -166,9 +170,9 @@ async def throughput(engine: AsyncEngine, asked: Asked, shown: Shown) -> Through
     return Throughput.of(took_s, asked.num_prompts, asked.input_len, asked.output_len)
 
 
-async def latency(engine: AsyncEngine, asked: Asked, shown: Shown) -> Latency:
+async def latency(engine: AsyncEngine, asked: Asked, draw: Prompts, shown: Shown) -> Latency:
     """Seconds of each iteration: a batch from its submission to the end of its last answer."""
-    draw, found = Prompts(engine, asked), []
+    found = []
     done = shown("latency", asked.num_iters_warmup + asked.num_iters)
     for iteration in range(asked.num_iters_warmup + asked.num_iters):
         took_s, _ = await answers(engine, draw(asked.batch_size), asked.output_len)
@@ -186,7 +190,7 @@ async def swap(config: Config, asked: Asked, results: Results, shown: Shown) -> 
     small = max(each + 1, round(asked.pool_share * rows * each))
     pools, said = [], []
     for num_blocks in (large, small):
-        async with opened(config, asked, num_gpu_blocks_override=num_blocks) as engine:
+        async with opened(config, asked, shown, num_gpu_blocks_override=num_blocks) as engine:
             results.about(engine.info)
             pool, tokens = await _with_pool(engine, asked, shown)
         pools.append(pool)
@@ -250,9 +254,12 @@ async def answers(
 
     began = time.perf_counter()
     streams = [engine.submit(GenerateRequest(prompt=prompt, params=params)) for prompt in prompts]
-    async with asyncio.TaskGroup() as group:
-        for stream in streams:
-            group.create_task(answer(stream))
+    try:
+        async with asyncio.TaskGroup() as group:
+            for stream in streams:
+                group.create_task(answer(stream))
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
     took_s = time.perf_counter() - began
     tokens = [stream.token_ids() for stream in streams]
     if short := sum(len(each) != output_len for each in tokens):
