@@ -9,12 +9,8 @@ from __future__ import annotations
 import datetime
 import platform
 import statistics
-from typing import TYPE_CHECKING
 
 import msgspec
-
-if TYPE_CHECKING:
-    from streamer.core.model_info import ModelInfo
 
 PERCENTAGES = (10, 25, 50, 75, 90, 99)
 SHOWN = (50, 90, 99)
@@ -92,16 +88,10 @@ class Results(msgspec.Struct):
     dtype: str = ""
     device: str = ""
     block_size: int = 0
-    machine: str = ""
+    machine: str = f"{platform.machine()}, Python {platform.python_version()}"
     throughput: Throughput | None = None
     latency: Latency | None = None
     swap: Swap | None = None
-
-    def about(self, info: ModelInfo) -> None:
-        """Take down what was loaded."""
-        self.model, self.dtype, self.device = info.name, info.dtype, info.device
-        self.block_size = info.block_size
-        self.machine = f"{platform.machine()}, Python {platform.python_version()}"
 
 
 def now() -> str:
