@@ -22,7 +22,7 @@ from . import sweep
 from .arrivals import next_rate, offsets
 from .driving import Driver, Ways, measured_scale
 from .fitting import Cut, Scale, fitted
-from .jobs import WORKLOADS, Asked, Job, jobs
+from .jobs import WORKLOADS, Asked, Job, jobs, reworded
 from .prompts import words
 from .served import OBJECTIVES, Conditions, Outcome, Values, summary
 from .sse import BadAnswer
@@ -116,7 +116,7 @@ def measure(
     goals: dict[str, float],
     console: Console,
 ) -> Iterator[Values]:
-    """A result a rate."""
+    """A result a rate. Each rate asks anew, or the second would find the first's prompts cached."""
     tried: list[tuple[float, float]] = []
     waiting = list(args.rates[:1] if args.sweep else args.rates)
     if args.workload == "trace":
@@ -133,6 +133,7 @@ def measure(
                 date, args.workload, ways.model, rate, args.burstiness, goals, args.seed, cut
             )
             yield (result := one_rate(ways, work, times, conditions, shown))
+            work = reworded(work, args.seed)
             if args.sweep and args.workload != "trace":
                 tried.append((rate, float(str(result["goodput_share"]))))
                 if (then := next_rate(tried)) is not None:
