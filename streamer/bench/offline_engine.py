@@ -127,7 +127,8 @@ async def measure(job: Job) -> Found:
     """All parts of a job, on one engine that takes all requests at once."""
     from streamer.build import build_engine
 
-    asked, throughput, latency, pool, tokens = job.asked, None, None, None, ()
+    asked, throughput, latency, pool = job.asked, None, None, None
+    tokens: tuple[Tokens, ...] = ()
     queue = max(job.config.max_queue, asked.num_prompts, asked.batch_size)
     config = msgspec.structs.replace(job.config, max_queue=queue, load_progress=False)
     async with build_engine(config) as engine:
