@@ -11,6 +11,10 @@ from streamer.config import Config
 from streamer.core.model_info import ModelInfo
 from streamer.errors import ConfigError, ContextLengthExceeded
 
+# Prompt tokens that a step scores at most: each is a row of logits beside those of the rows that
+# draw, and all of them are 128 MiB in fp32 at a vocabulary of 128k. The others are computed later.
+MAX_SCORED = 256
+
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes the scheduler works within. Token counts, blocks, and bytes of one block.

@@ -25,15 +25,16 @@ from streamer.core.preemption import is_swap_cheaper
 from streamer.core.prefix import BlockHasher
 from streamer.core.request import MAY_BE_ADMITTED, Event, Request, Sequence, Status
 from streamer.core.rows import RowSlots
-from streamer.core.sizes import SchedulerConfig
+from streamer.core.sizes import MAX_SCORED, SchedulerConfig
 from streamer.errors import InvariantViolated
 
 WATERMARK = 0.01  # of the pool stays free when a request is admitted beside others
 
 
 class Draft:
-    """The plan being built. `budget` is what is left of the step's tokens.
+    """The plan being built.
 
+    budget   what is left of the step's tokens;  to_score: of those it scores
     sitting  running sequences that got no block in this plan
     begun    requests admitted without blocks in this plan
     starts   where each chunk of this plan began, to know what was computed before it
@@ -42,6 +43,7 @@ class Draft:
     def __init__(self, number: int, budget: int) -> None:
         self.number = number
         self.budget = budget
+        self.to_score = MAX_SCORED
         self.joins: list[RowJoin] = []
         self.chunks: list[Chunk] = []
         self.swap_out: list[tuple[int, int]] = []
