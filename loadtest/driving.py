@@ -22,6 +22,7 @@ from .sse import BadAnswer
 from .target import Target
 
 CALIBRATION_WORDS = (50, 250)
+UNASKED = "not asked: the turn before it failed"
 
 
 class Ways(NamedTuple):
@@ -55,12 +56,16 @@ class Driver:
         return outcomes, time.perf_counter() - self._start
 
     async def _job(self, job: Job, due_s: float) -> list[Outcome]:
-        """Its turns, one after the other; the first that fails is the last."""
+        """Its turns, one after the other; those after one that fails fail without being asked."""
         messages: list[dict[str, Any]] = []
         if job.system:
             messages.append({"role": "system", "content": job.system})
         outcomes: list[Outcome] = []
         for turn in job.turns:
+            if outcomes and outcomes[-1].error:
+                outcomes.append(msgspec.structs.replace(outcomes[-1], error=UNASKED))
+                self._on_done(outcomes[-1])
+                continue
             messages.append({"role": "user", "content": turn.prompt})
             start_s = time.perf_counter() - self._start
             outcome = Outcome(due_s if not outcomes else start_s, start_s)
@@ -73,8 +78,6 @@ class Driver:
                 outcome = msgspec.structs.replace(outcome, error=said)
             outcomes.append(outcome)
             self._on_done(outcome)
-            if outcome.error:
-                break
         return outcomes
 
 

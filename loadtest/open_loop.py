@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from . import sweep
 from .arrivals import next_rate, offsets
 from .driving import Driver, Ways, words_per_token
-from .jobs import WORKLOADS, Asked, Job, jobs
+from .jobs import WORKLOADS, Asked, Job, jobs, reworded
 from .prompts import words
 from .served import OBJECTIVES, Conditions, Outcome, Values, summary
 from .sse import BadAnswer
@@ -114,7 +114,7 @@ def make(args: argparse.Namespace, ways: Ways) -> list[Job]:
 def measure(
     args: argparse.Namespace, ways: Ways, work: list[Job], goals: dict[str, float], console: Console
 ) -> Iterator[Values]:
-    """A result a rate."""
+    """A result a rate. Each rate asks anew, or the second would find the first's prompts cached."""
     tried: list[tuple[float, float]] = []
     waiting = list(args.rates[:1] if args.sweep else args.rates)
     if args.workload == "trace":
@@ -131,6 +131,7 @@ def measure(
                 date, args.workload, ways.model, rate, args.burstiness, goals, args.seed
             )
             yield (result := one_rate(ways, work, times, conditions, shown))
+            work = reworded(work, args.seed)
             if args.sweep and args.workload != "trace":
                 tried.append((rate, float(str(result["goodput_share"]))))
                 if (then := next_rate(tried)) is not None:

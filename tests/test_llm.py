@@ -108,7 +108,7 @@ def test_closing_ends_its_threads_and_refuses_what_follows() -> None:
 
 
 def test_a_model_that_is_not_there_is_raised_and_leaves_no_thread() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with pytest.raises(ConfigError, match="no folder"):
         LLM("./not-here")
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before  # an earlier test's may end meanwhile

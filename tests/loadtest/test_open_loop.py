@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from streamer.loadtest import arrivals, open_loop
-from streamer.loadtest.driving import Driver, Ways, ask, request, words_per_token
+from streamer.loadtest.driving import UNASKED, Driver, Ways, ask, request, words_per_token
 from streamer.loadtest.jobs import Asked, Job, Turn, jobs
 from streamer.loadtest.prompts import words
 from streamer.loadtest.responses import check_counting
@@ -79,6 +79,17 @@ def test_turns_follow_one_another(slow: Running) -> None:
     for before, after in itertools.pairwise(outcomes):
         assert after.start_s >= before.start_s + before.latency_s
         assert after.num_input > before.num_input + before.num_output
+
+
+def test_turns_that_are_never_asked_fail_too() -> None:
+    """Else a conversation that breaks at once weighs less than one that goes on to its end."""
+    done: list[Outcome] = []
+    job = Job(tuple(Turn("one", 4) for _ in range(3)))
+    with peer() as url:
+        outcomes, _ = Driver(Ways(Target.of(url), "nobody"), done.append).run([job], [0.0])
+    assert outcomes == done
+    assert outcomes[0].error.startswith("404")
+    assert [outcome.error for outcome in outcomes[1:]] == [UNASKED] * 2
 
 
 def test_words_and_tokens(slow: Running) -> None:
