@@ -25,7 +25,7 @@ from streamer.core.preemption import is_swap_cheaper
 from streamer.core.prefix import BlockHasher
 from streamer.core.request import MAY_BE_ADMITTED, Event, Request, Sequence, Status
 from streamer.core.rows import RowSlots
-from streamer.core.sizes import MAX_SCORED, SchedulerConfig
+from streamer.core.sizes import SchedulerConfig
 from streamer.errors import InvariantViolated
 
 WATERMARK = 0.01  # of the pool stays free when a request is admitted beside others
@@ -40,10 +40,10 @@ class Draft:
     starts   where each chunk of this plan began, to know what was computed before it
     """
 
-    def __init__(self, number: int, budget: int) -> None:
+    def __init__(self, number: int, config: SchedulerConfig) -> None:
         self.number = number
-        self.budget = budget
-        self.to_score = MAX_SCORED
+        self.budget = config.max_num_batched_tokens
+        self.to_score = config.max_scored_tokens
         self.joins: list[RowJoin] = []
         self.chunks: list[Chunk] = []
         self.swap_out: list[tuple[int, int]] = []

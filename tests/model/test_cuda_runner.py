@@ -37,6 +37,7 @@ from tests.model.test_runner import (  # the same Plans by hand, on late devices
     test_swap_out_and_in,
     test_wrong_plans,
 )
+from tests.model.test_scoring import check as check_scores
 from tests.model.where import Where
 
 pytestmark = pytest.mark.usefixtures("late")
@@ -149,6 +150,19 @@ def test_preemption_changes_no_token(
     assert (swaps > 0) or costs is not SWAP
     assert (recomputes > 0) or costs is not RECOMPUTE
     oracle(folder).compare(tokens_of(engine, asks), asks, record_property)
+
+
+@pytest.mark.parametrize("costs", [SWAP, RECOMPUTE], ids=["swap", "recompute"])
+def test_prompts_are_scored_as_by_transformers(
+    checkpoint: Any, reference: Any, record_property: Any, late: Late, costs: dict[str, float]
+) -> None:
+    """Before the tokens of the plan before are known, with decodes between and preemptions."""
+    folder = checkpoint("llama", 1, **TINY)
+    late(3)
+    engine = SyncEngine(folder, costs=costs, max_scored_tokens=5, **TIGHT)
+    asks = mixed_asks(5, 14, longest=24, output=(10, 20))
+    check_scores(engine, asks, reference(folder), record_property)
+    assert sum(engine.preemptions) >= 4
 
 
 @pytest.mark.parametrize("seed", range(10))

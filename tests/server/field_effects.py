@@ -248,6 +248,8 @@ def completion_logprobs(asker: Asker, kind: str) -> None:
     logprobs = asker.ask(kind, logprobs=2).choices[0]["logprobs"]
     assert "".join(logprobs["tokens"]) == expected_text(8)
     assert [len(t) for t in logprobs["top_logprobs"]] == [2] * 8
+    echoed = asker.ask(kind, "go:", echo=True, logprobs=2).choices[0]["logprobs"]
+    assert echoed["token_logprobs"][:3] == [None, 0.0, 0.0]
 
 
 def add_generation_prompt(asker: Asker, kind: str) -> None:
@@ -265,7 +267,11 @@ def add_special_tokens(asker: Asker, kind: str) -> None:
 
 
 def echo(asker: Asker, kind: str) -> None:
-    assert asker.ask(kind, "go:", echo=True).text == "go:" + expected_text(8)
+    answer = asker.ask(kind, "go:", echo=True)
+    assert answer.text == "go:" + expected_text(8)
+    assert answer.stream.params.prompt_logprobs is None
+    answer = asker.ask(kind, "go:", echo=True, limit=None, max_tokens=0)
+    assert (answer.text, answer.body["usage"]["completion_tokens"]) == ("go:", 0)
 
 
 def instructions(asker: Asker, kind: str) -> None:

@@ -122,6 +122,8 @@ class CompletionRequest(SamplingFields, kw_only=True):
                     "stream_options goes with stream: true", param="stream_options"
                 )
             self.stream_options.check()
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequest("max_tokens: 0 goes with echo: true", param="max_tokens")
         params = sampling_params(
             self,
             defaults,
@@ -130,11 +132,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
             prompt_logprobs=self.logprobs if self.echo else None,
             n=1 if self.n is None else self.n,
         )
-        if self.max_tokens == 0 and not self.echo:
-            raise InvalidRequest("max_tokens: 0 goes with echo: true", param="max_tokens")
-        if self.is_only_echo:
-            return msgspec.structs.replace(params, min_tokens=0, stop=(), logprobs=None)
-        return params
+        return msgspec.structs.replace(params, logprobs=None) if self.is_only_echo else params
 
     @property
     def is_only_echo(self) -> bool:
