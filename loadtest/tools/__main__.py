@@ -118,13 +118,11 @@ def use(tool: Tool, where: Where, places: Places, out: Path, console: Console) -
 def installed(tool: Tool, places: Places, console: Console) -> dict[str, str]:
     """The versions in the tool's environment, which is made where it is not as it should be."""
     found = versions_of(tool, places)
-    wanted = {row.partition("[")[0].partition("==")[0]: row.partition("==")[2]
-              for rows in tool.packages for row in rows}  # fmt: skip
-    if not found or any(wanted.get(name, "") not in found[name] for name in tool.shown):
+    if not found or any(pin not in found[name] for name, pin in tool.pins.items()):
         console.print(f"Installing {tool.name}")
         make_environment(places.home / tool.name, tool.packages)
         found = versions_of(tool, places)
-    return found
+    return {name: found[name] for name in tool.shown}
 
 
 def versions_of(tool: Tool, places: Places) -> dict[str, str]:
@@ -132,9 +130,10 @@ def versions_of(tool: Tool, places: Places) -> dict[str, str]:
     python = places.python(tool.engine)
     if not python.exists():
         return {}
-    command = [str(python), "-c", VERSIONS, *tool.shown]
+    names = list(dict.fromkeys([*tool.shown, *tool.pins]))
+    command = [str(python), "-c", VERSIONS, *names]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return dict(zip(tool.shown, done.stdout.split(), strict=True)) if not done.returncode else {}
+    return dict(zip(names, done.stdout.split(), strict=True)) if not done.returncode else {}
 
 
 def furnish(folder: Path, model_folder: Path) -> None:

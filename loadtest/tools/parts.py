@@ -68,7 +68,7 @@ class Tool(msgspec.Struct, frozen=True):
     """A public tool.
 
     packages   rows of pip's arguments, in order
-    shown      packages whose versions are told; the first is the tool's own
+    shown      packages whose versions are told
     server     flags that our server gets for it
     commands   its runs
     judge      reads the folder of the runs, and their outputs by command name
@@ -82,6 +82,12 @@ class Tool(msgspec.Struct, frozen=True):
     commands: Callable[[Setting], list[Command]]
     judge: Callable[[Path, Mapping[str, str]], Verdict]
     variables: dict[str, str] = {}
+
+    @property
+    def pins(self) -> dict[str, str]:
+        """Package -> the version that is wanted; "" for any."""
+        words = [word.partition("==") for row in self.packages for word in row]
+        return {name.partition("[")[0]: version for name, _, version in words}
 
     @property
     def engine(self) -> Engine:
