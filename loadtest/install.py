@@ -54,8 +54,8 @@ def install(name: str, home: Path) -> Path:
 
 
 def make_environment(folder: Path, rows: Sequence[Sequence[str]]) -> list[str]:
-    """An environment with these packages, one call of pip a row; returns its pip's command."""
-    venv.create(folder, with_pip=True)
+    """A new environment with these packages, one call of pip a row; returns its pip's command."""
+    venv.create(folder, with_pip=True, clear=True)
     pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
     for row in rows:
         _run([*pip, "install", "-q", *row])
