@@ -21,6 +21,7 @@ from streamer.engine.stream import TokenStream
 from streamer.model.sampler import Sampler
 from tests.engine.helpers import Calls
 from tests.server.asking import LIMIT, PATHS, Asker, Refused
+from tests.server.counting import sse
 
 VOCAB = 64
 BEST, NEXT = 7, 9
@@ -207,6 +208,12 @@ def stream_options(asker: Asker, kind: str) -> None:
         body["stream_options"] = {"include_usage": wanted}
         got = httpx.post(asker.server.url + PATHS[kind], json=body, timeout=20)
         assert ('"completion_tokens":4' in got.text) is wanted
+    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    with httpx.stream("POST", asker.server.url + PATHS[kind], json=body, timeout=20) as response:
+        chunks = [event.json for event in sse(response) if not event.is_done]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == 4
 
 
 # ---------------------------------------------------------------- of one body

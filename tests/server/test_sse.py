@@ -80,6 +80,25 @@ def test_usage_only_when_asked(server: Running) -> None:
     assert usage["prompt_tokens_details"]["cached_tokens"] >= 0
 
 
+@pytest.mark.parametrize(
+    ("path", "prompts", "num_choices"),
+    [("/v1/chat/completions", CHAT, 2), ("/v1/completions", {"prompt": ["one", "two"]}, 4)],
+)
+def test_usage_along_the_way_counts_what_was_sent(
+    server: Running, path: str, prompts: dict[str, Any], num_choices: int
+) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {**prompts, "n": 2, "max_tokens": 5, "ignore_eos": True, "return_token_ids": True}
+    *events, last, _ = events_of(server, path, {**body, "stream_options": options})
+    seen = [0] * num_choices
+    for event in events:
+        (choice,) = event.json["choices"]
+        seen[choice["index"]] += len(choice.get("token_ids", ()))
+        assert event.json["usage"]["completion_tokens"] == seen[choice["index"]]
+    assert seen == [5] * num_choices
+    assert last.json["usage"]["completion_tokens"] == sum(seen)
+
+
 def test_several_choices_have_a_number_each(server: Running) -> None:
     *events, _ = chat(server, max_tokens=5, n=3, ignore_eos=True)
     numbers = [0, 0, 0]

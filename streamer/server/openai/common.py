@@ -93,7 +93,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
 
 class StreamOptions(msgspec.Struct):
-    """`stream_options`: the usage chunk; the other known options only at their defaults."""
+    """`stream_options`: the usage chunk, vLLM's usage on every chunk; no obfuscation."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -101,13 +101,12 @@ class StreamOptions(msgspec.Struct):
 
     def check(self) -> None:
         """Refuse what is known and not done."""
-        for name in ("include_obfuscation", "continuous_usage_stats"):
-            if getattr(self, name):
-                raise InvalidRequest(
-                    f"stream_options.{name} is not supported by this server",
-                    param=f"stream_options.{name}",
-                    code="unsupported_parameter",
-                )
+        if self.include_obfuscation:
+            raise InvalidRequest(
+                "stream_options.include_obfuscation is not supported by this server",
+                param="stream_options.include_obfuscation",
+                code="unsupported_parameter",
+            )
 
 
 @contextlib.contextmanager

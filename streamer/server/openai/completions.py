@@ -204,6 +204,7 @@ class CompletionAnswer:
         self._created = int(streams[0].created)
         options = body.stream_options
         self._include_usage = bool(options is not None and options.include_usage)
+        self._counts_along = bool(options is not None and options.continuous_usage_stats)
 
     @property
     def request_id(self) -> str:
@@ -226,7 +227,8 @@ class CompletionAnswer:
             self._numbers[index] = d.start + len(d.token_ids)
             if d.finish is not None:
                 self._numbers[index] = d.finish.num_tokens + 1
-            parts.append(self._frame([self._choice(source, [d], index not in self._begun)]))
+            choice = self._choice(source, [d], index not in self._begun)
+            parts.append(self._frame([choice], self._so_far(source, d)))
             self._begun.add(index)
         return b"".join(parts)
 
@@ -281,6 +283,14 @@ class CompletionAnswer:
             only_if(is_first and len(self._streams) > 1, stream.seed),
         )
 
+    def _so_far(self, source: int, d: Delta) -> Usage | None:
+        """For `continuous_usage_stats`: the tokens of the chunk's own choice, as vLLM counts."""
+        if not self._counts_along:
+            return None
+        stream = self._streams[source]
+        num_tokens = d.start + len(d.token_ids)
+        return usage_of(stream.num_prompt_tokens, num_tokens, stream.cached_tokens)
+
     def _shown(self, delta: Delta) -> Delta:
         """The delta without its token, where nobody asked for one."""
         finish = delta.finish
@@ -321,7 +331,7 @@ class CompletionAnswer:
             self._created,
             self._model,
             choices,
-            usage=only_if(self._include_usage, usage),
+            usage=only_if(self._include_usage or self._counts_along, usage),
             seed=only_if(is_first, self._streams[0].seed),
         )
         number = str(self._numbers[0]) if len(self._numbers) == 1 else ""
