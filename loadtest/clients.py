@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from .processes import ANSWER_S
 from .replies import DECODER, Chunk
 from .sse import BadAnswer, Read, events, split, whole
 
@@ -75,19 +76,24 @@ class Measured(msgspec.Struct, frozen=True):
 Reads = list[Read]
 
 
-def run(port: int, clients: Sequence[Sequence[Ask]]) -> Measured:
-    """Each client makes its requests one after the other, all clients at once."""
+def run(port: int, clients: Sequence[Sequence[Ask]], timeout_s: float = ANSWER_S) -> Measured:
+    """Each client makes its requests one after the other, all clients at once.
+
+    OSError (TimeoutError, too, where that takes longer than `timeout_s`) or BadAnswer.
+    """
+    requests = [[ask.bytes() for ask in asks] for asks in clients]
     begin = time.perf_counter()
-    raw = asyncio.run(_all(port, [[ask.bytes() for ask in asks] for asks in clients]))
+    raw = asyncio.run(_all(port, requests, timeout_s))
     seconds = max(reads[-1][0] for reads in raw) - begin
     return Measured(seconds, tuple(map(parse, raw)))
 
 
-async def _all(port: int, clients: Sequence[Sequence[bytes]]) -> list[Reads]:
+async def _all(port: int, clients: Sequence[Sequence[bytes]], timeout_s: float) -> list[Reads]:
     async def client(requests: Sequence[bytes]) -> list[Reads]:
         return [await _fetch(port, request) for request in requests]
 
-    return [reads for each in await asyncio.gather(*map(client, clients)) for reads in each]
+    async with asyncio.timeout(timeout_s):
+        return [reads for each in await asyncio.gather(*map(client, clients)) for reads in each]
 
 
 async def _fetch(port: int, request: bytes) -> Reads:

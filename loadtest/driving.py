@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from .fitting import Scale
 from .jobs import Job, Turn
 from .replies import Reply, read_reply
 from .served import Outcome
@@ -22,6 +23,7 @@ from .sse import BadAnswer
 from .target import Target
 
 CALIBRATION_WORDS = (50, 250)
+UNASKED = "not asked: the turn before it failed"
 
 
 class Ways(NamedTuple):
@@ -55,12 +57,16 @@ class Driver:
         return outcomes, time.perf_counter() - self._start
 
     async def _job(self, job: Job, due_s: float) -> list[Outcome]:
-        """Its turns, one after the other; the first that fails is the last."""
+        """Its turns, one after the other; those after one that fails fail without being asked."""
         messages: list[dict[str, Any]] = []
         if job.system:
             messages.append({"role": "system", "content": job.system})
         outcomes: list[Outcome] = []
         for turn in job.turns:
+            if outcomes and outcomes[-1].error:
+                outcomes.append(msgspec.structs.replace(outcomes[-1], error=UNASKED))
+                self._on_done(outcomes[-1])
+                continue
             messages.append({"role": "user", "content": turn.prompt})
             start_s = time.perf_counter() - self._start
             outcome = Outcome(due_s if not outcomes else start_s, start_s)
@@ -73,8 +79,6 @@ class Driver:
                 outcome = msgspec.structs.replace(outcome, error=said)
             outcomes.append(outcome)
             self._on_done(outcome)
-            if outcome.error:
-                break
         return outcomes
 
 
@@ -112,7 +116,7 @@ def timed(outcome: Outcome, reply: Reply, start: float) -> Outcome:
     )
 
 
-def words_per_token(ways: Ways, text: Callable[[int], str]) -> float:
+def measured_scale(ways: Ways, text: Callable[[int], str]) -> Scale:
     """Of `text(words)`, by the server's own counts of a short and a long prompt; warms it up."""
 
     async def tokens(num_words: int) -> int:
@@ -124,7 +128,8 @@ def words_per_token(ways: Ways, text: Callable[[int], str]) -> float:
     async def both() -> list[int]:
         return [await tokens(num_words) for num_words in CALIBRATION_WORDS]
 
-    short, long = asyncio.run(both())
+    (few, many), (short, long) = CALIBRATION_WORDS, asyncio.run(both())
     if long <= short:
         raise BadAnswer(f"usage says {short} and {long} tokens for a short and a long prompt")
-    return (CALIBRATION_WORDS[1] - CALIBRATION_WORDS[0]) / (long - short)
+    words_per_token = (many - few) / (long - short)
+    return Scale(words_per_token, max(0, round(short - few / words_per_token)))

@@ -1,7 +1,7 @@
 """Installs peers, each into a virtual environment of its own, at pinned versions.
 
 Only runs pip, venv and, for llama.cpp, CMake and a C++ compiler; takes what the user's own pip
-configuration offers. Called by `compare --install NAME`.
+configuration offers. Called by `compare --install NAME`, and by tools/ for what it runs.
 """
 
 from __future__ import annotations
@@ -43,10 +43,7 @@ ALLOCATOR = "libtcmalloc-minimal4"  # Debian's package of what vLLM wants to be 
 def install(name: str, home: Path) -> Path:
     """Make the environment; returns its folder. CalledProcessError where a step fails."""
     folder = home / name
-    venv.create(folder, with_pip=True)
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
-    for row in PACKAGES[name]:
-        _run([*pip, "install", "-q", *row])
+    pip = make_environment(folder, PACKAGES[name])
     if name in REMOVED:
         _run([*pip, "uninstall", "-q", "-y", *REMOVED[name]])
     if name == "vllm":
@@ -54,6 +51,15 @@ def install(name: str, home: Path) -> Path:
     if name == "llamacpp":
         _build_llama(folder, pip)
     return folder
+
+
+def make_environment(folder: Path, rows: Sequence[Sequence[str]]) -> list[str]:
+    """A new environment with these packages, one call of pip a row; returns its pip's command."""
+    venv.create(folder, with_pip=True, clear=True)
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
+    for row in rows:
+        _run([*pip, "install", "-q", *row])
+    return pip
 
 
 def _run(command: Sequence[str]) -> None:

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -166,3 +167,25 @@ WORKLOADS: dict[str, Callable[[random.Random, Asked], list[Job]]] = {
 def jobs(workload: str, asked: Asked) -> list[Job]:
     """The same for the same workload and the same `asked`, on every machine."""
     return WORKLOADS[workload](random.Random(f"{workload} {asked.seed}"), asked)
+
+
+def reworded(work: Sequence[Job], seed: int) -> list[Job]:
+    """Each prompt in another order of its words: as long, but in no cache that has seen it.
+
+    What jobs have in common as a whole, system prompts, stays in common.
+    """
+
+    def shuffled(prompt: str | list[int]) -> Any:
+        parts: list[Any] = prompt.split() if isinstance(prompt, str) else list(prompt)
+        random.Random(f"{seed} {prompt}").shuffle(parts)
+        return " ".join(parts) if isinstance(prompt, str) else parts
+
+    replace = msgspec.structs.replace
+    return [
+        replace(
+            job,
+            system=shuffled(job.system),
+            turns=tuple(replace(turn, prompt=shuffled(turn.prompt)) for turn in job.turns),
+        )
+        for job in work
+    ]

@@ -43,7 +43,7 @@ def step_s(model: Model, machine: Machine, rows: int, context: int) -> float:
 
 def prefill_s(model: Model, machine: Machine, num_prompts: int) -> float:
     """Seconds to compute so many prompts and the logits of their last tokens."""
-    rate = machine.gemm_flops(max(PREFILL_ROWS, 1))
+    rate = machine.gemm_flops(PREFILL_ROWS)
     layers = 2 * model.layer_parameters * PROMPT_TOKENS * num_prompts
     head = 2 * model.head_parameters * num_prompts
     # A few prompts alone are bound by reading the weights once.

@@ -65,6 +65,11 @@ class Process:
     def is_running(self) -> bool:
         return self._process.poll() is None
 
+    @property
+    def exit_code(self) -> int | None:
+        """Once it has ended; negative for a signal."""
+        return self._process.poll()
+
     def peak_bytes(self) -> int:
         """The most memory that was resident, of the process and those it has started, added up."""
         return sum(map(peak_of, family(self._process.pid)))

@@ -12,16 +12,23 @@ import ssl
 import struct
 import time
 from collections.abc import AsyncIterator, Generator
+from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
-from .sse import Read, started, whole
+from .sse import BadAnswer, Read, started, whole
 
 READ_BYTES = 1 << 16
 TIMEOUT_S = 120.0  # without a byte
 ABRUPT = struct.pack("ii", 1, 0)  # SO_LINGER: closing resets the connection
+
+
+@cache
+def tls() -> ssl.SSLContext:
+    """Made once: reading the system's certificates takes longer than many a request."""
+    return ssl.create_default_context()
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -68,8 +75,7 @@ class Target(msgspec.Struct, frozen=True):
         sock = socket.create_connection((self.host, self.port), TIMEOUT_S)
         try:
             if self.is_tls:
-                context = ssl.create_default_context()
-                sock = context.wrap_socket(sock, server_hostname=self.host)
+                sock = tls().wrap_socket(sock, server_hostname=self.host)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.sendall(request)
             while data := sock.recv(READ_BYTES):
@@ -82,7 +88,7 @@ class Target(msgspec.Struct, frozen=True):
 
     async def aread(self, request: bytes) -> AsyncIterator[Read]:
         """The same for asyncio; TimeoutError after TIMEOUT_S without a byte."""
-        context = ssl.create_default_context() if self.is_tls else None
+        context = tls() if self.is_tls else None
         opening = asyncio.open_connection(self.host, self.port, ssl=context, limit=READ_BYTES)
         reader, writer = await asyncio.wait_for(opening, TIMEOUT_S)
         try:
@@ -100,3 +106,12 @@ class Target(msgspec.Struct, frozen=True):
     def first_model(self) -> str:
         """The name of the first model it serves; BadAnswer, OSError, ValueError or LookupError."""
         return str(self.get("/v1/models")["data"][0]["id"])
+
+    def max_model_len(self, model: str) -> int | None:
+        """Tokens of a model's context, as vLLM's servers and ours list it; None: it is not said."""
+        try:
+            listed = self.get("/v1/models")["data"]
+        except BadAnswer:
+            return None
+        found = [each.get("max_model_len") for each in listed if each.get("id") == model]
+        return int(found[0]) if found and found[0] else None

@@ -48,13 +48,17 @@ class Completion(msgspec.Struct, frozen=True):
 
 
 class Output(msgspec.Struct, frozen=True):
-    """The answer to one prompt; `text` and its like are those of the first choice."""
+    """The answer to one prompt; `text` and its like are those of the first choice.
+
+    prompt_logprobs  one a prompt token where they were asked for, the first None: nothing is before
+    """
 
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     choices: tuple[Completion, ...]
     usage: Usage
     seed: int
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
     @property
     def text(self) -> str:
@@ -253,4 +257,5 @@ def _output(text: str | None, stream: TokenStream) -> Output:
             )
         )
     usage = Usage(stream.num_prompt_tokens, stream.num_output_tokens, stream.cached_tokens)
-    return Output(text, stream.prompt, tuple(choices), usage, stream.seed)
+    scores = None if stream.params.prompt_logprobs is None else (None, *stream.prompt_logprobs)
+    return Output(text, stream.prompt, tuple(choices), usage, stream.seed, scores)

@@ -16,6 +16,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # transformers does. With one they are compiled, and tests/gpu has them.
 if not os.path.exists("/dev/nvidiactl"):
     os.environ["TRITON_INTERPRET"] = "1"
+# Each of httpx' clients would read all authorities that certifi has, 20 ms; no test asks outside.
+os.environ["SSL_CERT_DIR"] = os.path.dirname(__file__)
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it would fetch a newer one when imported
 
 # Time limits of single examples measure the machine's load, not the code.

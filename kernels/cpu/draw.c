@@ -9,6 +9,7 @@
  *      top_p, log_min_p), origin (uint32 [F, 5]), out (int64 [F])
  *   n  V, stride of x
  */
+#include <float.h>
 #include "common.h"
 
 #define SPAN 19.5f /* GUMBEL_SPAN: no token further below the best can be drawn */
@@ -150,7 +151,7 @@ static float cut_of(const Op *op, const char *x, int64_t row, float top, float s
         if (top_k && near.count < top_k && !is_all) continue;
         cut = top_k ? reach(&near, (double)top_k, 0) : INFINITY;
         cut = cut < least_p ? cut : least_p;
-        if (cut > limits[i]) continue; /* min_p allows more than was looked at */
+        if (cut < INFINITY && cut > limits[i]) continue; /* min_p allows more than was looked at */
         if (top_p < 1) {
             int is_whole = !top_k && least_p == INFINITY;
             double mass = is_whole ? all : mass_within(&near, cut);
@@ -168,7 +169,8 @@ INLINE void draw_row(const Op *op, int64_t row, Worker *me, int dtype) {
     const char *x = at(op->p[0], ((const int64_t *)op->p[1])[row] * op->n[1], dtype);
     const float *settings = (const float *)op->p[3] + 3 * row;
     const uint32_t *origin = (const uint32_t *)op->p[4] + 5 * row;
-    float top = -INFINITY, scale = 1 / settings[0], noise[4 * GROUPS], score = -INFINITY;
+    float top = -INFINITY, noise[4 * GROUPS], score = -INFINITY;
+    float scale = fminf(1 / settings[0], FLT_MAX); /* 0 times infinity would be no distance */
     int64_t i = 0;
     vf tops = splat(-INFINITY);
     for (; i + VW <= V; i += VW) tops = max_of(load(x, i, dtype), tops);

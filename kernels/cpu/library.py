@@ -38,11 +38,14 @@ def load() -> ctypes.CDLL:
     if sys.platform == "win32":
         raise Unavailable("the native kernels need POSIX threads")
     command = [*_compiler(), *FLAGS, _native_flag(), *shlex.split(os.environ.get("CFLAGS", ""))]
-    folder = _cache_folder()
-    if folder is not None:
-        return _load(command, folder, "once")
-    with tempfile.TemporaryDirectory(prefix="streamer-kernels-", ignore_cleanup_errors=True) as own:
-        return _load(command, Path(own), "at each start, for want of a cache folder to write to")
+    folder, prefix = _cache_folder(), "streamer-kernels-"
+    try:
+        if folder is not None:
+            return _load(command, folder, "once")
+        with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as own:
+            return _load(command, Path(own), "at each start: there is no cache folder to write to")
+    except (OSError, subprocess.TimeoutExpired) as e:  # a full disk, too
+        raise Unavailable(f"the kernels can't be compiled or loaded: {e}") from e
 
 
 def _load(command: list[str], folder: Path, when: str) -> ctypes.CDLL:
@@ -51,10 +54,7 @@ def _load(command: list[str], folder: Path, when: str) -> ctypes.CDLL:
     if not path.exists():
         logger.info("compiling the kernels for this CPU, %s: a few seconds", when)
         _compile(command, path)
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError as e:
-        raise Unavailable(f"{path} can't be loaded: {e}") from e
+    return ctypes.CDLL(str(path))
 
 
 def _compiler() -> list[str]:
@@ -95,15 +95,15 @@ def _key(command: list[str]) -> str:
 
 def _cache_folder() -> Path | None:
     """A folder that only this user can write to, if there is one: what lies there is run."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = root / "streamer" / "kernels"
     try:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = root / "streamer" / "kernels"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         about = folder.stat()
         is_ours = about.st_uid == os.getuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
         if is_ours and os.access(folder, os.W_OK):
             return folder
-    except OSError:
+    except (OSError, RuntimeError):  # the latter from a user without a home
         pass
     return None
 
@@ -113,10 +113,7 @@ def _compile(command: list[str], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         half = Path(scratch) / path.name
         command = [*command, str(FOLDER / MAIN), "-o", str(half), "-lm"]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        except (OSError, subprocess.TimeoutExpired) as e:
-            raise Unavailable(f"{command[0]} can't be run: {e}") from e
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         if done.returncode:
             raise Unavailable(f"{shlex.join(command)} failed: {done.stderr.strip()[-2000:]}")
         half.replace(path)

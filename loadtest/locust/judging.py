@@ -1,6 +1,6 @@
 """Locust's statistics against slo.toml: a table at the end, and the exit code.
 
-0 every objective met; 1 one missed; 2 the run could not begin.
+0 every objective met; 1 one missed, or a user broke; 2 the run could not begin.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def judge(environment: Environment, **_: Any) -> None:
     )
     text = table.plain(slo.table_rows(verdicts))
     Console(soft_wrap=True, emoji=False).print(f"\n{text}\n", markup=False, highlight=False)
-    environment.process_exit_code = MET if slo.is_met(verdicts) else MISSED
+    broke = environment.runner is not None and environment.runner.exceptions  # Locust prints them
+    environment.process_exit_code = MET if slo.is_met(verdicts) and not broke else MISSED
 
 
 def measure(environment: Environment, statistic: str, user: str) -> slo.Measured | None:

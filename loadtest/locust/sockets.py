@@ -12,7 +12,7 @@ from locust import tag, task
 
 from ..responses import Log
 from ..sse import BadAnswer
-from .base import LoadUser
+from .base import FAULTS, LoadUser
 from .meter import ANSWER, CANCEL, E2E, FORK, PAUSED, TTFT, Meter
 from .session import Session
 
@@ -88,16 +88,25 @@ class Lanes(SocketUser):
             for i in range(self.options.lanes):
                 lanes[f"lane {i}"] = (Log(), self.meter())
                 self.create(session, stream_id=f"lane {i}")
-            while lanes:
-                event = session.hear()
-                if event.stream_id not in lanes:
-                    raise BadAnswer(f"an event for the lane {event.stream_id!r}: {event.type}")
-                log, meter = lanes[event.stream_id]
-                if log.add(event):
-                    meter.text()
-                if log.is_final:
-                    del lanes[event.stream_id]
-                    self.finish(log, meter)
+            try:
+                while lanes:
+                    self._next(session, lanes)
+            except FAULTS as error:
+                for _, meter in list(lanes.values())[1:]:  # answer() tells of one
+                    meter.fail(error)
+                raise
+
+    def _next(self, session: Session, lanes: dict[str, tuple[Log, Meter]]) -> None:
+        """An event; a lane that has ended is gone."""
+        event = session.hear()
+        if event.stream_id not in lanes:
+            raise BadAnswer(f"an event for the lane {event.stream_id!r}: {event.type}")
+        log, meter = lanes[event.stream_id]
+        if log.add(event):
+            meter.text()
+        if log.is_final:
+            self.finish(log, meter)
+            del lanes[event.stream_id]
 
 
 class Fork(SocketUser):
@@ -158,9 +167,7 @@ class Cancel(SocketUser):
             session.follow(log)
             if log.status == "cancelled":  # else it was faster than we were
                 meter.report(CANCEL, time.perf_counter() - start)
-            log.check()
-            self.verify(log.text, log.num_tokens)
-            meter.report(E2E, meter.age_s, log.num_tokens)
+            self.finish(log, meter)
 
 
 class SlowReader(SocketUser):
@@ -191,6 +198,4 @@ class SlowReader(SocketUser):
                     meter.report(TTFT, meter.age_s)
                 time.sleep((log.number - before) / self.options.reader_tokens_s)
                 session.say("response.ack", response_id=log.id, sequence_number=log.number)
-            log.check()
-            self.verify(log.text, log.num_tokens)
-            meter.report(E2E, meter.age_s, log.num_tokens)
+            self.finish(log, meter)

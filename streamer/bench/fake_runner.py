@@ -21,7 +21,7 @@ from streamer.bench.fake_tokenizer import (
     num_tokens_to,
     token_at,
 )
-from streamer.core.plan import Facts, Plan, RowJoin, StepResult, TokenLogprob
+from streamer.core.plan import Chunk, Facts, Plan, RowJoin, StepResult, TokenLogprob
 from streamer.errors import InvariantViolated
 
 NEVER = 1 << 62
@@ -48,6 +48,8 @@ class _Row:
         "logprobs",
         "num_blocks",
         "plain",
+        "prompt",
+        "prompt_logprobs",
         "request_id",
     )
 
@@ -61,6 +63,8 @@ class _Row:
         self.end = _end_of(join, length)
         self.plain = min(self.end, SINGLES)
         self.logprobs = join.params.logprobs
+        self.prompt_logprobs = join.params.prompt_logprobs
+        self.prompt = () if self.prompt_logprobs is None else join.tokens[: self.first]
 
     def draw(self) -> int:
         """The next output token, known from now on."""
@@ -68,9 +72,22 @@ class _Row:
         self.known += 1
         return FIRST_NUMBER + index if index < self.plain else self.late(index)
 
+    def score(self, chunk: Chunk) -> tuple[TokenLogprob, ...]:
+        """What the chunk asks of the prompt: this model was sure of every token."""
+        upto = chunk.start + chunk.count - chunk.sample + 1
+        tokens = self.prompt[upto - chunk.score : upto]
+        return tuple(sure_of(token, self.prompt_logprobs or 0) for token in tokens)
+
     def late(self, index: int) -> int:
         """The output token at an index that is not below `plain`."""
         return END if index >= self.end else token_at(index)
+
+
+def sure_of(token: int, wanted: int) -> TokenLogprob:
+    """A token that nothing else was possible for, and others that were not, `wanted` in all."""
+    others = ((token + i) % VOCAB_SIZE for i in range(1, wanted))
+    top = ((token, 0.0), *((other, IMPOSSIBLE) for other in others))[:wanted]
+    return TokenLogprob(token, 0.0, top)
 
 
 def _end_of(join: RowJoin, length: int) -> int:
@@ -152,7 +169,7 @@ class FakeRunner:
             tokens.append(FIRST_NUMBER + index if index < row.plain else row.late(index))
         _equal(plan, "computed tokens", plan.num_tokens, len(tokens))
         _equal(plan, "samples", plan.num_samples, len(tokens))
-        return self._result(plan, self._numbers, tokens)
+        return self._result(plan, self._numbers, tokens, {})
 
     def _mixed_step(self, plan: Plan) -> StepResult:
         """A step in which some rows prefill, wait, or begin from another row's logits."""
@@ -162,6 +179,7 @@ class FakeRunner:
         forks = {join.row: join for join in plan.joins if join.logits_of >= 0}
         num_tokens, rows, tokens = 0, [], []
         at_end: set[int] = set()  # rows whose last prompt token has its logits in this plan
+        scores = {}
         for number, row in self._order:
             if number in forks:
                 continue
@@ -174,6 +192,9 @@ class FakeRunner:
             if not fits or count < 0 or (is_drawing and not (is_last and count)):
                 raise _misfit(plan, number, row, count)
             num_tokens += count
+            if chunk is not None and chunk.score:
+                scores[number] = found = row.score(chunk)
+                _equal(plan, "scored tokens", chunk.score, len(found))
             if is_drawing:
                 if row.computed == row.first:
                     at_end.add(number)
@@ -194,19 +215,21 @@ class FakeRunner:
         _equal(plan, "computed tokens", plan.num_tokens, num_tokens)
         _equal(plan, "samples", plan.num_samples, len(tokens))
         order = sorted(range(len(rows)), key=rows.__getitem__)
-        return self._result(plan, tuple(rows[i] for i in order), [tokens[i] for i in order])
+        drawn = [tokens[i] for i in order]
+        return self._result(plan, tuple(rows[i] for i in order), drawn, scores)
 
-    def _result(self, plan: Plan, rows: tuple[int, ...], tokens: list[int]) -> StepResult:
+    def _result(
+        self, plan: Plan, rows: tuple[int, ...], tokens: list[int],
+        scores: dict[int, tuple[TokenLogprob, ...]],
+    ) -> StepResult:  # fmt: skip
         if not self._wants_logprobs:
-            return StepResult(plan.number, rows, tuple(tokens))
+            return StepResult(plan.number, rows, tuple(tokens), prompt_logprobs=scores)
         logprobs = {}
         for number, token in zip(rows, tokens, strict=True):
             wanted = self._rows[number].logprobs
             if wanted is not None:
-                others = ((token + i) % VOCAB_SIZE for i in range(1, wanted))
-                top = ((token, 0.0), *((other, IMPOSSIBLE) for other in others))[:wanted]
-                logprobs[number] = TokenLogprob(token, 0.0, top)
-        return StepResult(plan.number, rows, tuple(tokens), logprobs)
+                logprobs[number] = sure_of(token, wanted)
+        return StepResult(plan.number, rows, tuple(tokens), logprobs, prompt_logprobs=scores)
 
     def _due(self, plan: Plan) -> float:
         """When this plan's tokens are due (monotonic seconds), 0 for at once."""

@@ -63,12 +63,12 @@ def _spell(token: int) -> str:
     return f" {token - FIRST_NUMBER + 1}"
 
 
-@cache
 def fake_tokenizer() -> Tokenizer:
     """The tokenizer: a token a byte for prompts, numbers for output."""
     return load_fake_tokenizer()
 
 
+@cache  # its vocabulary takes half a second, and many engines may want it
 def load_fake_tokenizer(chat_template: str | None = None) -> Tokenizer:
     """The same with the text of another chat template."""
     import tokenizers

@@ -54,7 +54,7 @@ WATCH = """(() => {
 class Load(msgspec.Struct, frozen=True):
     """A first load with nothing cached.
 
-    num_bytes      of all bodies as they were sent, until one could type
+    num_bytes      of all bodies as they were sent, with what is fetched ahead for a first answer
     painted_s      from the start of the navigation to the first content
     interactive_s  until the message box had the focus and the socket was open
     """
@@ -112,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, console: Console) -> int:
     """Measure all of it, then print one table."""
     with contextlib.ExitStack() as stack:
-        browser = stack.enter_context(_chromium())
+        browser = stack.enter_context(chromium())
         four = stack.enter_context(_server(f"fake:tokens_per_s={RATE}"))
         with console.status("first loads"):
             _first_load(browser, four)  # the server's first request is not what is measured
@@ -137,6 +137,7 @@ def _first_load(browser: Browser, url: str) -> Load:
         asked: list[Request] = []
         page.on("requestfinished", lambda request: asked.append(request))
         _open(page, url)
+        page.wait_for_load_state("networkidle")
         bodies = [request.sizes()["responseBodySize"] for request in asked]
         painted_ms, ready_ms = page.evaluate(
             "[performance.getEntriesByName('first-contentful-paint')[0].startTime, __bench.ready]"
@@ -242,7 +243,8 @@ def _metrics(cdp: CDPSession) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def _chromium() -> Iterator[Browser]:
+def chromium() -> Iterator[Browser]:
+    """This machine's Chromium, driven by Playwright. ConfigError where one of them is missing."""
     from streamer.cli.doctor import BROWSERS
 
     try:

@@ -154,7 +154,7 @@ def begin(state: State, request: Request, draft: Draft) -> None:
 def inherit(state: State, seq: Sequence, draft: Draft) -> tuple[int, int]:
     """Take what is computed already: (tokens from the cache, tokens shared by a fork)."""
     kv = state.kv
-    parent = parent_of(state, seq, draft)
+    parent = None if seq.request.is_scoring else parent_of(state, seq, draft)
     if parent is not None:
         at = common_tokens(parent, seq, draft)
         if at > kv.cached_tokens(seq) and kv.fork(parent, seq, at):

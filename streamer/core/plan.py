@@ -131,13 +131,15 @@ class Chunk(msgspec.Struct, frozen=True):
     """A row that does not simply decode one token in this plan.
 
     It computes `count` known tokens from position `start` (0: it sits this plan out) and draws a
-    token from the last one's logits if `sample`.
+    token from the last one's logits if `sample`. Of the prompt's tokens that follow the last
+    `score` ones (the one it draws from apart) it gives the log probabilities.
     """
 
     row: int
     start: int
     count: int
     sample: bool
+    score: int = 0
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -169,7 +171,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """The drawn token's log probability and the best alternatives, best first.
+    """A drawn or prompt token's log probability and the best alternatives, best first.
 
     Of the model's distribution: after penalties and bias would mislead, so before them, as vLLM's
     default `raw_logprobs`.
@@ -180,11 +182,15 @@ class TokenLogprob(msgspec.Struct, frozen=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
+NOT_FINITE = "the model's logits are not finite"
+
+
 class StepResult(msgspec.Struct, frozen=True):
     """What a plan drew: `rows` ascending, `tokens` parallel to it.
 
     logprobs  row -> TokenLogprob, for rows that asked
     failed    row -> why, for rows whose logits were not finite (they draw nothing)
+    prompt_logprobs  row -> one for each of Chunk.score, in order
     """
 
     number: int
@@ -192,6 +198,7 @@ class StepResult(msgspec.Struct, frozen=True):
     tokens: tuple[int, ...] = ()
     logprobs: dict[int, TokenLogprob] = {}
     failed: dict[int, str] = {}
+    prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
 
 
 # ---------------------------------------------------------------- output: scheduler -> loop
@@ -286,6 +293,8 @@ class StepOutput(msgspec.Struct, frozen=True):
     """A step's news, as parallel arrays: token i belongs to request_ids[i], choices[i].
 
     logprobs  index into the arrays -> TokenLogprob
+    prompt_logprobs  request -> those of its prompt's next tokens; all are there before, or with,
+              its first output token
     """
 
     number: int
@@ -293,6 +302,7 @@ class StepOutput(msgspec.Struct, frozen=True):
     choices: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
     logprobs: dict[int, TokenLogprob] = {}
+    prompt_logprobs: dict[str, tuple[TokenLogprob, ...]] = {}
     finishes: tuple[Finish, ...] = ()
     notices: tuple[Notice, ...] = ()
     stats: StepStats = StepStats()

@@ -131,6 +131,8 @@ class Request:
         "last_swap",
         "max_tokens",
         "num_charged",
+        "num_scored",
+        "num_to_score",
         "place",
         "preemptions",
         "request_id",
@@ -149,6 +151,9 @@ class Request:
         self.is_held = False  # paused by its reader, wherever it is
         self.share = Share()  # its tenant's account: the queue's, once the request is in there
         self.num_charged = 0  # prompt tokens its tenant has paid for
+        # Prompt tokens from whose logits the next one's log probability is, or will be, taken.
+        self.num_to_score = 0 if add.params.prompt_logprobs is None else len(add.prompt) - 1
+        self.num_scored = 0
         self.copied_tokens = 0  # those in shared blocks it was about to write, over all choices
         self.evictions = 0  # preemptions while it ran: they make it exempt
         self.preemptions = 0  # all of them, those while it was paused too
@@ -168,6 +173,11 @@ class Request:
         if start < end:
             self.share.time += PROMPT_COST * (end - start)
             self.num_charged = end
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether log probabilities of its prompt are still to be computed."""
+        return self.num_scored < self.num_to_score
 
     def live(self) -> list[Sequence]:
         """Sequences that have not finished."""

@@ -6,9 +6,11 @@ finished meanwhile are dropped; those of paused, swapped and preempted ones are 
 
 from __future__ import annotations
 
+import math
+
 from streamer.core.fairness import OUTPUT_COST
-from streamer.core.plan import FinishReason, StepOutput, StepResult, TokenLogprob
-from streamer.core.request import Sequence
+from streamer.core.plan import NOT_FINITE, FinishReason, StepOutput, StepResult, TokenLogprob
+from streamer.core.request import Request, Sequence
 from streamer.core.state import State
 from streamer.core.stops import find_stop, next_tail
 from streamer.errors import InvariantViolated
@@ -23,6 +25,7 @@ def apply_result(state: State, result: StepResult) -> StepOutput:
     owners, asked = state.rows.owners, result.logprobs
     for row, reason in result.failed.items():
         fail_row(state, row, reason)
+    prompt_logprobs = prompt_scores(state, result) if result.prompt_logprobs else {}
     for row, token in zip(result.rows, result.tokens, strict=True):
         seq = owners[row]
         if seq is None:
@@ -49,6 +52,7 @@ def apply_result(state: State, result: StepResult) -> StepOutput:
         choices=tuple(choices),
         tokens=tuple(tokens),
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         finishes=finishes,
         notices=notices,
         stats=state.stats(),
@@ -63,9 +67,30 @@ def fail_row(state: State, row: int, reason: str) -> None:
     seq.num_pending -= 1
     if seq.finish_reason is not None:
         return
-    for each in seq.request.live():
+    fail(state, seq.request, reason)
+
+
+def fail(state: State, request: Request, reason: str) -> None:
+    """End a request that computed nonsense: nobody may match its blocks."""
+    for each in request.live():
         state.kv.withdraw(each)
-    state.finish_all(seq.request, FinishReason.FAILED, reason)
+    state.finish_all(request, FinishReason.FAILED, reason)
+
+
+def prompt_scores(state: State, result: StepResult) -> dict[str, tuple[TokenLogprob, ...]]:
+    """The log probabilities of prompt tokens, by request; one that has a NaN fails."""
+    out = {}
+    for row, found in result.prompt_logprobs.items():
+        seq = state.rows.owners[row]
+        if seq is None:
+            raise InvariantViolated(f"plan {result.number} scored a prompt in row {row}, nobody's")
+        if seq.finish_reason is not None:
+            continue
+        if any(math.isnan(lp.logprob) for lp in found):
+            fail(state, seq.request, NOT_FINITE)
+        else:
+            out[seq.request.request_id] = found
+    return out
 
 
 def look(state: State, seq: Sequence, token: int) -> None:

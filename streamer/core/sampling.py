@@ -38,6 +38,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens   no end before so many output tokens
     ignore_eos   the model's own end tokens are ordinary tokens
     logprobs     None: none; k: the drawn token's log probability and the k best ones' (0 to 20)
+    prompt_logprobs  the same of every token of the prompt but the first: a prompt that is not
+                 taken from the prefix cache
     n            independent choices from one prompt
     skip_special_tokens  leave special tokens out of the text (they stay in the token ids)
     """
@@ -57,6 +59,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     n: int = 1
     skip_special_tokens: bool = True
 
@@ -84,8 +87,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})",
                 param="min_tokens",
             )
-        if self.logprobs is not None:
-            _within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (wanted := getattr(self, name)) is not None:
+                _within(name, wanted, 0, MAX_LOGPROBS)
         _within("n", self.n, 1, MAX_N)
 
     def _check_lists(self) -> None:

@@ -101,7 +101,7 @@ class Scheduler:
         state = self.state
         state.facts = facts
         state.retire()
-        draft = Draft(state.launched + 1, self.config.max_num_batched_tokens)
+        draft = Draft(state.launched + 1, self.config)
         state.kv.plan = draft.number
         self._make_room(draft)
         make_way(state, draft)

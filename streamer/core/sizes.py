@@ -11,10 +11,15 @@ from streamer.config import Config
 from streamer.core.model_info import ModelInfo
 from streamer.errors import ConfigError, ContextLengthExceeded
 
+# Each scored token is a row of logits beside those of the rows that draw: so many are 128 MiB in
+# fp32 at a vocabulary of 128k. A prompt that is longer is computed in more steps.
+MAX_SCORED = 256
+
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes the scheduler works within. Token counts, blocks, and bytes of one block.
 
+    max_scored_tokens  prompt tokens that a step scores at most
     token_bytes  token id -> its bytes in the text (special tokens: empty), for stop strings
     """
 
@@ -25,6 +30,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    max_scored_tokens: int = MAX_SCORED
     enable_prefix_caching: bool = True
     token_bytes: tuple[bytes, ...] = ()
 

@@ -32,16 +32,18 @@ WATERMARK = 0.01  # of the pool stays free when a request is admitted beside oth
 
 
 class Draft:
-    """The plan being built. `budget` is what is left of the step's tokens.
+    """The plan being built.
 
+    budget   what is left of the step's tokens;  to_score: of those it scores
     sitting  running sequences that got no block in this plan
     begun    requests admitted without blocks in this plan
     starts   where each chunk of this plan began, to know what was computed before it
     """
 
-    def __init__(self, number: int, budget: int) -> None:
+    def __init__(self, number: int, config: SchedulerConfig) -> None:
         self.number = number
-        self.budget = budget
+        self.budget = config.max_num_batched_tokens
+        self.to_score = config.max_scored_tokens
         self.joins: list[RowJoin] = []
         self.chunks: list[Chunk] = []
         self.swap_out: list[tuple[int, int]] = []

@@ -7,7 +7,7 @@ Decodes come first, then prefill chunks, under one token budget.
 from __future__ import annotations
 
 from streamer.core.plan import Chunk, Notice, NoticeKind
-from streamer.core.request import Sequence
+from streamer.core.request import Request, Sequence
 from streamer.core.state import Draft, State
 from streamer.errors import InvariantViolated
 
@@ -75,7 +75,9 @@ def advance(state: State, seq: Sequence, draft: Draft) -> None:
     has_room = len(seq.blocks) * state.config.block_size >= known
     is_out = is_done or not has_room or seq in draft.sitting
     count = 0 if is_out else min(remaining, draft.budget)
-    start = seq.num_computed
+    start, score = seq.num_computed, 0
+    if count and request.is_scoring:
+        count, score = scored_part(request, start, count, draft)
     if count == 0:
         if seq.joined:
             draft.chunks.append(Chunk(seq.row, start, 0, False))
@@ -84,7 +86,7 @@ def advance(state: State, seq: Sequence, draft: Draft) -> None:
         state.join(seq, draft)
     samples = count == remaining
     if remaining > 1:
-        draft.chunks.append(Chunk(seq.row, start, count, samples))
+        draft.chunks.append(Chunk(seq.row, start, count, samples, score))
     draft.starts[seq] = start
     draft.budget -= count
     draft.num_tokens += count
@@ -98,6 +100,22 @@ def advance(state: State, seq: Sequence, draft: Draft) -> None:
     elif remaining > 1 and (not samples or start > 0):
         done = Notice(request.request_id, NoticeKind.PREFILL, seq.num_computed, known)
         state.notices.append(done)
+
+
+def scored_part(request: Request, start: int, count: int, draft: Draft) -> tuple[int, int]:
+    """How many of `count` prompt tokens from `start` this step computes, and how many it scores.
+
+    What was scored before a preemption is computed again, and not scored again. The prompt's last
+    token is for drawing.
+    """
+    first = max(start, request.num_scored)
+    score = max(0, min(start + count, request.num_to_score) - first)
+    if score > draft.to_score:
+        score = draft.to_score
+        count = first + score - start
+    draft.to_score -= score
+    request.num_scored += score
+    return count, score
 
 
 def fork_choices(state: State, parent: Sequence, draft: Draft) -> None:

@@ -8,7 +8,7 @@ known. Owned by TokenStream.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -18,6 +18,11 @@ from streamer.tokenizer_text import TextStream
 # What CPython keeps of a TokenLogprob, and of each alternative: objects, not numbers.
 LOGPROB_BYTES = 160
 TOP_BYTES = 120
+
+
+def bytes_of(logprobs: Sequence[TokenLogprob]) -> int:
+    """About what they occupy."""
+    return sum(LOGPROB_BYTES + TOP_BYTES * len(lp.top) for lp in logprobs)
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -67,7 +72,7 @@ class ChoiceLog:
         if self._logprobs is not None:
             logprob = logprob or TokenLogprob(token, float("nan"))
             self._logprobs.append(logprob)
-            self._logprob_bytes += LOGPROB_BYTES + TOP_BYTES * len(logprob.top)
+            self._logprob_bytes += bytes_of((logprob,))
         if finish is None:
             text = self._writer.push(token)
         else:

@@ -120,6 +120,9 @@ class Registry:
                     self.num_waiting -= 1
                     self._num_waiting_rows -= n
                 self._num_rows += n * (stream.is_scheduled - was_scheduled)
+        for request_id, found in output.prompt_logprobs.items():
+            if (stream := live.get(request_id)) is not None:
+                stream.prompt_logprobs += found
         finishes = {(f.request_id, f.choice): f for f in output.finishes}
         logprobs = output.logprobs
         triples = zip(output.request_ids, output.choices, output.tokens, strict=True)

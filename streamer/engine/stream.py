@@ -15,7 +15,7 @@ from contextlib import aclosing
 from streamer.core.plan import Finish, Notice, NoticeKind, TokenLogprob
 from streamer.core.sampling import SamplingParams
 from streamer.engine.flow import Control, Flow, Limits
-from streamer.engine.log import ChoiceLog, Delta
+from streamer.engine.log import ChoiceLog, Delta, bytes_of
 from streamer.engine.reader import Reader
 from streamer.engine.timing import Timing
 from streamer.errors import InvalidRequest, ReaderTooSlow, StreamerError
@@ -35,6 +35,8 @@ class TokenStream:
                    request named in share_with; known once it runs
     copied_tokens  those copied out of shared blocks before a write (see Finish); final at its end
     finishes       a Finish for each choice that has ended
+    prompt_logprobs  one a prompt token but the first, where they were asked for: all are there
+                   before the first output token
     error          what ended the stream without finishes: the engine's death
     context        whatever its maker wants to find again beside the tokens
     is_kept        it is retained after its end
@@ -62,6 +64,7 @@ class TokenStream:
         self.shared_tokens = 0
         self.copied_tokens = 0
         self.finishes: list[Finish | None] = [None] * params.n
+        self.prompt_logprobs: list[TokenLogprob] = []
         self.error: StreamerError | None = None
         self.context = context
         self.is_kept = True
@@ -106,7 +109,7 @@ class TokenStream:
     @property
     def num_bytes(self) -> int:
         """About what it occupies, for retention."""
-        prompt = PROMPT_TOKEN_BYTES * len(self.prompt)
+        prompt = PROMPT_TOKEN_BYTES * len(self.prompt) + bytes_of(self.prompt_logprobs)
         return sum(c.num_bytes for c in self._choices) + prompt + self._context_bytes + 2048
 
     @property

@@ -20,6 +20,7 @@ import torch
 
 from streamer.config import Config
 from streamer.core.plan import Facts, Plan, RowJoin, StepResult
+from streamer.core.sizes import MAX_SCORED
 from streamer.errors import InvariantViolated
 from streamer.kernels import ops
 from streamer.model import memory
@@ -41,9 +42,10 @@ ALIGNED = 2  # int64 in 16 bytes: a kernel is compiled anew for pointers that ar
 
 
 class CudaInFlight:
-    """A launched plan. `result` is a copy on its way to the host, None where nobody draws."""
+    """A launched plan. `result` is a copy on its way to the host, None where nobody draws;
+    `scores` likewise, of Scored.compute."""
 
-    __slots__ = ("_collect", "began", "done", "draw", "inputs", "plan", "result")
+    __slots__ = ("_collect", "began", "done", "draw", "inputs", "plan", "result", "scores")
 
     def __init__(
         self, plan: Plan, inputs: StepInputs, draw: Draw | None, began: Event,
@@ -55,6 +57,7 @@ class CudaInFlight:
         self.began = began
         self.done = began
         self.result: torch.Tensor | None = None
+        self.scores: torch.Tensor | None = None
         self._collect = collect
 
     def collect(self) -> StepResult:
@@ -171,15 +174,18 @@ class CudaRunner:
         if not (plan.num_tokens or plan.num_samples):
             self._swaps.wait()  # nothing else is under way: the core waits for a copy
         flight.done.wait()
-        self._costs.saw_step(
-            flight.done.since(flight.began), inputs.num_tokens, inputs.num_chunk_tokens
-        )
-        if flight.draw is None:
-            return StepResult(plan.number)
-        if flight.result is None:
-            raise InvariantViolated(f"plan {plan.number} is done, and its tokens did not come")
+        if inputs.scored is None:  # what scoring takes is no cost of a prefill
+            took_s = flight.done.since(flight.began)
+            self._costs.saw_step(took_s, inputs.num_tokens, inputs.num_chunk_tokens)
+        scores = {}
+        if inputs.scored is not None and flight.scores is not None:
+            scores = inputs.scored.by_row(flight.scores)
+        if len(scores) < (inputs.scored is not None) or (flight.draw and flight.result is None):
+            raise InvariantViolated(f"plan {plan.number} is done, and its results did not come")
+        if flight.draw is None or flight.result is None:
+            return StepResult(plan.number, prompt_logprobs=scores)
         drawn = self._sampler.finish(flight.draw, inputs.rows, flight.result)
-        return step_result(plan.number, inputs, drawn.tokens, drawn.logprobs, drawn.failed)
+        return step_result(plan.number, inputs, drawn.tokens, drawn.logprobs, drawn.failed, scores)
 
     # ------------------------------------------------------------ what the device has to know
 
@@ -279,13 +285,15 @@ class CudaRunner:
                 inputs.at,
                 inputs.draw_at,
                 np.array(inputs.parents, np.int64),
+                none if inputs.scored is None else inputs.scored.targets,
             ]
         )
         self._device.main.run(partial(self._compute_mixed, flight, sent))
 
     def _compute_mixed(self, flight: CudaInFlight, sent: list[torch.Tensor]) -> None:
-        where, to, tokens, positions, slots, owner, computing, last, at, draw_at, parents = sent
+        where, to, tokens, positions, slots, owner, computing, last, *drawing, targets = sent
         inputs, state, draw = flight.inputs, self._state, flight.draw
+        at, draw_at, parents = drawing
         state.flat.index_copy_(0, where, to)
         logits = None
         if inputs.batch is not None:
@@ -301,6 +309,10 @@ class CudaRunner:
             logits = self._model.forward(
                 tokens, positions, batch, self._pool, None if inputs.last is None else last
             )
+        if logits is not None and inputs.scored is not None:
+            logits, before = inputs.scored.split(logits)
+            found = inputs.scored.compute(before[:, : self._model.vocab_size], targets)
+            flight.scores = self._device.download(found)
         if logits is None or draw is None:
             return
         if inputs.parents:
@@ -321,8 +333,7 @@ def step_bytes(
 
     @torch.inference_mode()
     def work() -> None:
-        positions = np.concatenate([np.arange(n) for n in lens])
-        there = device.upload(positions)
+        there = torch.cat([torch.arange(n, device=device.where) for n in lens])
         batch = ops.AttentionBatch(
             query_lens=lens,
             context_lens=lens,
@@ -330,9 +341,9 @@ def step_bytes(
             slots=there,  # rows store over each other: nobody reads it
             block_size=size,
         )
-        last = there[: min(count, config.max_num_seqs)]
+        last = there[: min(count, config.max_num_seqs + MAX_SCORED)]
         logits = model.forward(there % model.vocab_size, there, batch, pool, last)
-        logits.float().log_softmax(-1)
+        logits[: config.max_num_seqs].float().log_softmax(-1)
 
     pool = ops.new_pool(
         blocks, model.num_layers, size, model.num_kv_heads, model.head_dim, kv_dtype,

@@ -16,12 +16,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from streamer.core.plan import RowJoin
+from streamer.core.plan import NOT_FINITE, RowJoin
 from streamer.kernels import ops
 from streamer.kernels.philox import USE_SAMPLE
 from streamer.model.device import Device
 from streamer.model.sampler import (
-    NOT_FINITE,
     SampleOutput,
     logprobs_by_row,
     penalised,

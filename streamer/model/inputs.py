@@ -15,6 +15,7 @@ import torch
 from streamer.core.plan import Chunk, Plan, RowJoin, StepResult, TableUpdate, TokenLogprob
 from streamer.errors import InvariantViolated
 from streamer.kernels.ops import AttentionBatch
+from streamer.model.scoring import Scored
 
 Ints = npt.NDArray[np.int64]
 
@@ -27,7 +28,8 @@ class StepInputs(msgspec.Struct, frozen=True):
     tokens, positions  [T]; None with batch where nothing is computed; a token that only the device
                knows is UNKNOWN
     computing          [R] the rows that compute, in the batch's order
-    last               [S] packed index of each drawing row's last token; None: S = T, in order
+    last               [S] packed index of each drawing row's last token, then [P] those of prompt
+               tokens that are scored; None: S = T, in order, and no P
     rows               the S drawing rows, then the F forks; one object as long as nothing changes
     at                 [S + F] the same
     draw_at            [S + F] position of the token each of `rows` draws
@@ -45,6 +47,7 @@ class StepInputs(msgspec.Struct, frozen=True):
     parents: list[int]
     num_tokens: int
     num_chunk_tokens: int
+    scored: Scored | None = None
 
     @property
     def is_steady(self) -> bool:
@@ -66,6 +69,7 @@ class Rows:
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._joined: dict[int, tuple[int, ...]] = {}  # row -> the tokens it joined with
+        self._scoring: dict[int, tuple[int, int]] = {}  # row -> best tokens wanted, its prompt's
         self._tables: Ints = np.zeros((max_rows, width), np.int64)
         self._table_lens: Ints = np.zeros(max_rows, np.int64)
         self._capacity: Ints = np.zeros(max_rows, np.int64)  # tokens that the table has room for
@@ -82,6 +86,7 @@ class Rows:
         """The row is empty again."""
         if self._joined.pop(row, None) is None:
             raise InvariantViolated(f"row {row} leaves, but nobody is there")
+        self._scoring.pop(row, None)
         self._has_moved = True
 
     def join(self, join: RowJoin) -> None:
@@ -97,6 +102,8 @@ class Rows:
                 f"{join.num_computed} computed"
             )
         self._joined[row] = join.tokens
+        if join.params.prompt_logprobs is not None:
+            self._scoring[row] = join.params.prompt_logprobs, join.num_prompt
         self._has_moved = True
         self._known[row] = known
         self._computed[row] = join.num_computed
@@ -200,10 +207,15 @@ class Rows:
         tokens = positions = batch = None
         if len(rows):
             tokens, positions, batch = self._pack(decoding, chunks, rows, counts)
-        last = None
+        last = scored = None
         if chunks:
             draws = np.array([True] * len(decoding) + [c.sample for c in chunks], bool)
-            last = torch.from_numpy((np.cumsum(counts) - 1)[draws])
+            ends = np.cumsum(counts)
+            at_last = (ends - 1)[draws]
+            if any(c.score for c in chunks):
+                scored, where = self._score(chunks, ends[len(decoding) :])
+                at_last = np.concatenate([at_last, where])
+            last = torch.from_numpy(at_last)
         parents = [_index_of(drawing, parent) for _, parent in forks]
         self._computed[rows] += counts
         drawing += [row for row, _ in forks]
@@ -224,7 +236,31 @@ class Rows:
             parents=parents,
             num_tokens=num_tokens,
             num_chunk_tokens=num_tokens - len(decoding),
+            scored=scored,
         )
+
+    def _score(self, chunks: list[Chunk], ends: Ints) -> tuple[Scored, Ints]:
+        """What the chunks score, and its packed indices; `ends` are behind each chunk's tokens."""
+        rows: list[tuple[int, int]] = []
+        targets: list[int] = []
+        num_top, where = [], []
+        for chunk, end in zip(chunks, ends.tolist(), strict=True):
+            if not chunk.score:
+                continue
+            top, num_prompt = self._scoring.get(chunk.row, (0, 0))
+            upto = chunk.start + chunk.count - chunk.sample  # the token behind its last scored one
+            if not 0 < chunk.score <= chunk.count - chunk.sample or upto >= num_prompt:
+                raise InvariantViolated(
+                    f"chunk of row {chunk.row}: {chunk.score} tokens up to {upto} are scored, of "
+                    f"{chunk.count} from {chunk.start} and {num_prompt} of a prompt that asked"
+                )
+            rows.append((chunk.row, chunk.score))
+            num_top.append(top)
+            targets += self._joined[chunk.row][upto - chunk.score + 1 : upto + 1]
+            end -= chunk.sample
+            where.append(np.arange(end - chunk.score, end))
+        scored = Scored(tuple(rows), tuple(num_top), np.array(targets, np.int64))
+        return scored, np.concatenate(where)
 
     def append(self, rows: Ints, tokens: list[int] | Ints) -> None:
         """These rows drew these tokens (or failed: what they have then is nobody's)."""
@@ -327,6 +363,7 @@ def step_result(
     tokens: list[int],
     logprobs: dict[int, TokenLogprob],
     failed: dict[int, str],
+    prompt_logprobs: dict[int, tuple[TokenLogprob, ...]],
 ) -> StepResult:
     """The result of `tokens`, parallel to inputs.rows: rows ascending, without those below 0."""
     if inputs.is_steady and not failed:
@@ -335,7 +372,8 @@ def step_result(
     order = inputs.at.argsort()
     order = order[drawn[order] >= 0]  # those that did not fail
     rows = tuple(inputs.at[order].tolist())
-    return StepResult(number, rows, tuple(drawn[order].tolist()), logprobs, failed)
+    tokens = drawn[order].tolist()
+    return StepResult(number, rows, tuple(tokens), logprobs, failed, prompt_logprobs)
 
 
 def _index_of(drawing: list[int], parent: int) -> int:

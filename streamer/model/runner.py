@@ -130,8 +130,9 @@ class ModelRunner:
         inputs = self._rows.inputs(plan)
         began = time.perf_counter()
         result = self._draw(plan.number, inputs)
-        took_s = time.perf_counter() - began
-        self._costs.saw_step(took_s, inputs.num_tokens, inputs.num_chunk_tokens)
+        if inputs.scored is None:  # what scoring takes is no cost of a prefill
+            took_s = time.perf_counter() - began
+            self._costs.saw_step(took_s, inputs.num_tokens, inputs.num_chunk_tokens)
         self._copies_done = plan.number
         return Done(result)
 
@@ -175,23 +176,26 @@ class ModelRunner:
 
     def _draw(self, number: int, inputs: StepInputs) -> StepResult:
         """Forward, sample, remember."""
-        logits = self._logits(inputs)
-        if logits is None:
-            return StepResult(number)
+        logits, scores = self._logits(inputs), {}
+        if logits is not None and inputs.scored is not None:
+            scored, (logits, before) = inputs.scored, inputs.scored.split(logits)
+            targets = torch.from_numpy(scored.targets)
+            scores = scored.by_row(scored.compute(before[:, : self._model.vocab_size], targets))
+        if logits is None or not inputs.rows:
+            return StepResult(number, prompt_logprobs=scores)
+        if inputs.parents:
+            logits = torch.cat([logits, logits[inputs.parents]])
         drawn = self._sampler.sample(logits, inputs.rows, inputs.draw_at)
         self._rows.append(inputs.at, drawn.tokens)
-        return step_result(number, inputs, drawn.tokens, drawn.logprobs, drawn.failed)
+        return step_result(number, inputs, drawn.tokens, drawn.logprobs, drawn.failed, scores)
 
     def _logits(self, inputs: StepInputs) -> torch.Tensor | None:
-        """[S + F, V] for the rows that draw; None where nobody does."""
-        logits = None
-        if inputs.tokens is not None and inputs.positions is not None and inputs.batch is not None:
-            logits = self._model.forward(
-                inputs.tokens, inputs.positions, inputs.batch, self._pool, inputs.last
-            )
-        if logits is not None and inputs.parents:
-            logits = torch.cat([logits, logits[inputs.parents]])
-        return logits if inputs.rows else None
+        """[S + P, V] for the rows that draw and the tokens that are scored."""
+        if inputs.tokens is None or inputs.positions is None or inputs.batch is None:
+            return None
+        return self._model.forward(
+            inputs.tokens, inputs.positions, inputs.batch, self._pool, inputs.last
+        )
 
 
 def load_runner(

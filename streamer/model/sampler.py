@@ -13,13 +13,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from streamer.core.plan import TokenLogprob
+from streamer.core.plan import NOT_FINITE, TokenLogprob
 from streamer.core.sampling import SamplingParams
 from streamer.kernels import ops
 from streamer.kernels.philox import USE_SAMPLE
 from streamer.model.sampling_rows import Layout, RowState, RowTable
-
-NOT_FINITE = "the model's logits are not finite"
 
 
 class SampleOutput(msgspec.Struct, frozen=True):

@@ -120,7 +120,9 @@ class Api:
         except StreamerError:
             service.cancel(streams)
             raise
-        answer = completions.CompletionAnswer(body, streams, model, service.token_text, echoes)
+        answer = completions.CompletionAnswer(
+            body, streams, model, service.token_text, echoes, service.engine.tokenizer.special_ids
+        )
         service.record("completions", transport(body), request.scope, streams, model)
         return await self._respond(request, bool(body.stream), answer, streams)
 

@@ -29,6 +29,8 @@ POLICY: Final = "; ".join(
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",  # markup comes in by way of DOMPurify or not at all
+        "trusted-types dompurify",
     )
 )
 HEADERS: Final = {

@@ -269,4 +269,9 @@ async def read_whole(
 
     async with ClientWatch(receive) as watch:
         await follow(streams, keep)
-    return None if watch.is_gone else answer.whole(results)
+    if watch.is_gone:
+        return None
+    if any(stream.prompt_logprobs for stream in streams):
+        # A batch of scored prompts may have hundreds of thousands of tokens: not on the loop.
+        return await service.engine.in_pool(lambda: answer.whole(results))
+    return answer.whole(results)

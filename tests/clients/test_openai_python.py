@@ -16,8 +16,8 @@ import pytest
 from websockets.typing import Subprotocol
 
 from streamer.bench.fake import expected_text
-from tests.clients.relay import Relay
 from tests.server.counting import check_counting
+from tests.server.relay import Relay
 from tests.server.running import Running
 
 FINAL = ("response.completed", "response.incomplete", "response.failed")

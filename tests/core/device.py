@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from streamer.core.plan import Plan, RowJoin, StepResult
+from streamer.core.plan import Plan, RowJoin, StepResult, TokenLogprob
 
 VOCAB = 97
 ROOT = 1
@@ -39,6 +39,12 @@ def chain_of(tokens: list[int]) -> list[int]:
 def draw(chain: int, choice: int) -> int:
     """The next token after a prefix, for one of the n choices."""
     return (chain // 7 + choice * 31) % VOCAB
+
+
+def score(prompt: tuple[int, ...]) -> list[TokenLogprob]:
+    """Log probabilities of all tokens of a prompt but the first."""
+    chains = chain_of(list(prompt))
+    return [TokenLogprob(prompt[i + 1], -1.0 - chains[i] % 1009) for i in range(len(prompt) - 1)]
 
 
 def oracle(prompt: tuple[int, ...], choice: int, count: int) -> list[int]:
@@ -124,6 +130,7 @@ class Device:
 
     def _compute(self, plan: Plan, joined: set[int]) -> StepResult:
         chunks = {c.row: c for c in plan.chunks}
+        scores = self._scores(plan)
         work: list[tuple[Row, int, bool]] = []
         forks: list[tuple[Row, Row]] = []
         num_tokens = 0
@@ -167,7 +174,20 @@ class Device:
             self.rows[number].tokens.append(token)  # a failed row's is nobody's
         rows = tuple(sorted(drawn))
         tokens = tuple(drawn[r] for r in rows)
-        return StepResult(plan.number, rows, tokens, failed=failed)
+        return StepResult(plan.number, rows, tokens, failed=failed, prompt_logprobs=scores)
+
+    def _scores(self, plan: Plan) -> dict[int, tuple[TokenLogprob, ...]]:
+        scores = {}
+        for chunk in plan.chunks:
+            join = self.rows[chunk.row].join
+            assert chunk.score == 0 or join.params.prompt_logprobs is not None
+            upto = chunk.start + chunk.count - chunk.sample
+            assert 0 <= chunk.score <= upto - chunk.start
+            assert chunk.score == 0 or upto < join.num_prompt
+            if chunk.score:
+                found = score(join.tokens[: join.num_prompt])
+                scores[chunk.row] = tuple(found[upto - chunk.score : upto])
+        return scores
 
     def poison(self, plan: Plan, result: StepResult) -> StepResult:
         """Let the first row that drew fail, and leave what it wrote not finite."""
@@ -183,6 +203,7 @@ class Device:
             result.rows[1:],
             result.tokens[1:],
             failed={**result.failed, number: "not finite"},
+            prompt_logprobs=result.prompt_logprobs,
         )
 
     def _read(self, row: Row) -> bool:

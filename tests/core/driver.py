@@ -6,7 +6,7 @@ exactly once a choice, with the tokens the oracle gives, and leave nothing behin
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 
 from streamer.core.admission import blocks_needed, rows_needed
 from streamer.core.plan import (
@@ -21,12 +21,13 @@ from streamer.core.plan import (
     Resume,
     StepOutput,
     StepResult,
+    TokenLogprob,
 )
 from streamer.core.prefix import BlockHasher
 from streamer.core.request import Status
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler, SchedulerConfig
-from tests.core.device import Device, oracle
+from tests.core.device import Device, oracle, score
 
 SWAP = {"prefill_s": 1.0, "swap_bytes_per_s": 1e12, "swap_fixed_s": 0.0}
 RECOMPUTE = {"prefill_s": 1e-12, "swap_bytes_per_s": 1.0, "swap_fixed_s": 1.0}
@@ -63,6 +64,7 @@ class Driver:
         self.inflight: deque[Plan] = deque()
         self.adds: dict[str, Add] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.scores: defaultdict[str, list[TokenLogprob]] = defaultdict(list)  # of prompts
         self.finishes: dict[tuple[str, int], Finish] = {}
         self.outputs: list[StepOutput] = []
         self.plans: list[Plan] = []
@@ -132,6 +134,7 @@ class Driver:
         plan = self.scheduler.schedule(facts)
         if plan is not None:
             self.plans.append(plan)
+            assert sum(c.score for c in plan.chunks) <= self.config.max_scored_tokens
             self.device.launch(plan, self.early_copies)
             self.inflight.append(plan)
             for join in plan.joins:
@@ -188,10 +191,16 @@ class Driver:
 
     def _take(self, output: StepOutput) -> None:
         self.outputs.append(output)
+        for request_id, found in output.prompt_logprobs.items():
+            assert (request_id, 0) not in self.finishes, "a score after the end"
+            self.scores[request_id] += found
         for request_id, choice, token in zip(
             output.request_ids, output.choices, output.tokens, strict=True
         ):
             assert (request_id, choice) not in self.finishes, "a token after the end"
+            add = self.adds[request_id]
+            is_asked = add.params.prompt_logprobs is not None
+            assert self.scores[request_id] == (score(add.prompt) if is_asked else [])
             self.tokens[request_id, choice].append(token)
         for finish in output.finishes:
             key = (finish.request_id, finish.choice)

@@ -45,6 +45,7 @@ class Life(RuleBasedStateMachine):
             num_host_blocks=num_host,
             max_num_seqs=rows,
             max_num_batched_tokens=budget,
+            max_scored_tokens=1 + budget % 7,
             enable_prefix_caching=has_cache,
         )
         self.driver = Driver(config, depth=self.depth, costs=costs)
@@ -74,6 +75,7 @@ class Life(RuleBasedStateMachine):
             stop_ids=stop,
             tenant="abc"[length % 3],  # drawing these too would leave fewer steps
             salt=b"tenant" if length % 5 == 0 else b"",
+            prompt_logprobs=0 if length % 4 == 0 else None,
         )
 
     @precondition(lambda self: self.driver.adds)

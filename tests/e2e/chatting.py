@@ -58,7 +58,7 @@ def say(page: Page, text: str) -> Locator:
     answer = ask(page, "Say something.")
     finished(answer)
     act(answer, "Show tokens")
-    page.locator(".token").first.click()
+    answer.locator(".token").first.click()
     page.get_by_label("Your own words from here").fill(text)
     page.get_by_role("button", name="Go on", exact=True).click()
     expect(answer.locator(".picker")).to_contain_text("2/2")

@@ -1,34 +1,32 @@
-"""What the page's tests share: one browser a file, and pages that must not complain."""
+"""What the page's tests share: one browser, two servers, and pages that must not complain."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect
 
-from streamer.cli.doctor import BROWSERS
+from streamer.bench.page import chromium
+from tests.e2e.chatting import connected
+from tests.server.conftest import server_with
 from tests.server.running import Running
 
+__all__ = ["server_with"]  # a fixture of the server's tests, for these too
+
 expect.set_options(timeout=20_000)  # a busy machine may be slow; nothing here waits for time itself
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 
 OpenPage = Callable[..., Page]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
-    path = next(filter(None, map(shutil.which, BROWSERS)), None)
-    assert path is not None, "the page's tests need chromium: apt-get install chromium"
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def server() -> Iterator[Running]:
     """A server whose answers take long enough to be watched; they end where the page says."""
     running = Running(model="fake:tokens_per_s=400").start()
@@ -36,7 +34,7 @@ def server() -> Iterator[Running]:
     running.stop()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def short() -> Iterator[Running]:
     """A server whose answers end after 60 tokens."""
     running = Running(model="fake:tokens_per_s=400,length=60").start()
@@ -45,17 +43,18 @@ def short() -> Iterator[Running]:
 
 
 @pytest.fixture
-def open_page(browser: Browser) -> Iterator[OpenPage]:
+def open_page(browser: Browser, server_with: Any) -> Iterator[OpenPage]:
     """open_page(url, **context): a page of a context of its own, at that URL.
 
-    An error in its script or a broken policy fails the test; that a key is wanted does not.
+    An error in its script or a broken policy fails the test; that a key is wanted, or a server is
+    not there, does not. Pages are closed before the servers of the test.
     """
     contexts = []
     complaints: list[str] = []
 
     def note(message: ConsoleMessage) -> None:
-        is_locked = "status of 401" in message.text or "Authentication failed" in message.text
-        if message.type == "error" and not is_locked:
+        told = ("status of 401", "Authentication failed", "ERR_CONNECTION")
+        if message.type == "error" and not any(words in message.text for words in told):
             complaints.append(message.text)
 
     def make(url: str, **settings: Any) -> Page:
@@ -76,6 +75,4 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
 @pytest.fixture
 def page(open_page: OpenPage, server: Running) -> Page:
     """The open page, connected."""
-    page = open_page(server.url)
-    expect(page.locator("#badge")).to_have_text("connected")
-    return page
+    return connected(open_page(server.url))

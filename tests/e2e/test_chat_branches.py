@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from playwright.sync_api import Locator, Page, expect
 
 from tests.e2e.chatting import act, ask, begun, connected, finished, limit, text_of
@@ -182,9 +184,10 @@ def test_what_is_set_is_what_is_asked(page: Page) -> None:
         assert part in create
 
 
-def test_the_bundled_model_forks_at_its_own_alternatives(open_page: OpenPage) -> None:
-    bundled = Running(**BUNDLED).start()
-    page = connected(open_page(bundled.url))
+def test_the_bundled_model_forks_at_its_own_alternatives(
+    server_with: Any, open_page: OpenPage
+) -> None:
+    page = connected(open_page(server_with(**BUNDLED).url))
     answer = ask(page, "Tell me a short story about a fox.")
     first = finished(answer)
     act(answer, "Show tokens")
@@ -199,5 +202,3 @@ def test_the_bundled_model_forks_at_its_own_alternatives(open_page: OpenPage) ->
     assert forked != first
     assert forked.startswith(before)
     assert "from the cache" in (answer.locator(".meta").text_content() or "")
-    page.close()
-    bundled.stop()

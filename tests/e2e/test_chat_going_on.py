@@ -3,12 +3,14 @@ page says so."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from playwright.sync_api import Page, expect
 
 from tests.e2e.chatting import ask, begun, connected, finished, limit
 from tests.e2e.conftest import OpenPage
-from tests.e2e.proxy import Proxy
 from tests.server.counting import check_counting
+from tests.server.relay import Relay
 from tests.server.running import Running
 
 LENGTH = 600  # one and a half seconds of the server's
@@ -56,8 +58,8 @@ def test_a_second_tab_can_stop_it(page: Page, server: Running) -> None:
 
 
 def test_a_cut_network_loses_nothing(open_page: OpenPage, server: Running) -> None:
-    with Proxy(server, "") as proxy:
-        page = connected(open_page(proxy.origin))
+    with Relay(server, "") as proxy:
+        page = connected(open_page(proxy.url))
         limit(page, LENGTH)
         answer = begun(ask(page, "How far can you count?"))
         seen: list[str] = []
@@ -72,12 +74,14 @@ def test_a_cut_network_loses_nothing(open_page: OpenPage, server: Running) -> No
         assert "reconnecting" in seen
 
 
-def test_what_a_server_forgot_is_said_and_what_came_is_kept(open_page: OpenPage) -> None:
+def test_what_a_server_forgot_is_said_and_what_came_is_kept(
+    server_with: Any, open_page: OpenPage
+) -> None:
     """A server that knows nothing of the answer takes the place of the one that made it."""
-    first = Running(model="fake:tokens_per_s=400", drain_timeout=0.0).start()
-    second = Running(model="fake:tokens_per_s=400").start()
-    with Proxy(first, "") as proxy:
-        page = connected(open_page(proxy.origin))
+    first = server_with(model="fake:tokens_per_s=400", drain_timeout=0.0)
+    second = server_with(model="fake:tokens_per_s=400")
+    with Relay(first, "") as proxy:
+        page = connected(open_page(proxy.url))
         limit(page, 50_000)
         answer = begun(ask(page, "Never stop."))
         expect(answer.locator(".text")).to_contain_text(" 50 ")
@@ -87,6 +91,3 @@ def test_what_a_server_forgot_is_said_and_what_came_is_kept(open_page: OpenPage)
         assert len(check_counting(finished(answer))) >= 50
         limit(page, 5)
         check_counting(finished(ask(page, "Once more.")))
-        page.close()
-    first.stop()
-    second.stop()

@@ -22,6 +22,24 @@ def two_chats(page: Page) -> None:
     expect(entries(page)).to_have_text(["Of pears", "Of apples"])
 
 
+KEPT = """async ([names, numAnswers]) => {
+    const of = (request) => new Promise((done) => (request.onsuccess = () => done(request.result)));
+    const database = await of(indexedDB.open("streamer"));
+    const all = (name) => of(database.transaction(name).objectStore(name).getAll());
+    const [chats, messages] = [await all("conversations"), await all("messages")];
+    database.close();
+    const ended = messages.filter(({ answer }) => answer?.status === "incomplete");
+    return chats.map(({ name }) => name).sort().join() === names.join()
+        && ended.length === numAnswers && messages.length === chats.length + numAnswers;
+}"""
+
+
+def reload(page: Page, names: list[str], num_answers: int) -> None:
+    """Once these chats ("": no name of its own) are on the disk, each with one question."""
+    page.wait_for_function(KEPT, arg=[sorted(names), num_answers])
+    page.reload()
+
+
 def do(page: Page, chat: str, action: str) -> None:
     page.locator(".entry", has_text=chat).hover()
     page.get_by_role("button", name=f"More for {chat}", exact=True).click()
@@ -56,10 +74,22 @@ def test_names_and_deletions_stay_after_a_reload(page: Page) -> None:
     page.get_by_role("button", name="Delete", exact=True).click()
     dialog.get_by_role("button", name="Delete", exact=True).click()
     expect(entries(page)).to_have_text(["Fruit"])
-    page.reload()
+    reload(page, ["Fruit"], 1)
     expect(entries(page)).to_have_text(["Fruit"])
     entries(page).first.click()
     expect(page.locator("article.user .text")).to_have_text(["Of apples"])
+
+
+def test_a_browser_that_keeps_nothing_says_so(page: Page) -> None:
+    page.evaluate(
+        """() => void (IDBObjectStore.prototype.put = () => {
+            throw new DOMException("full", "QuotaExceededError");
+        })"""
+    )
+    limit(page, 4)
+    finished(ask(page, "Of apples"))
+    expect(page.get_by_text("This browser does not keep your chats")).to_be_visible()
+    expect(entries(page)).to_have_text(["Of apples"])
 
 
 def test_a_reload_shows_the_same_chat_with_its_branches(page: Page) -> None:
@@ -68,7 +98,7 @@ def test_a_reload_shows_the_same_chat_with_its_branches(page: Page) -> None:
     act(answer, "Regenerate")
     finished(answer)
     said = answer.locator(".meta").text_content() or ""
-    page.reload()
+    reload(page, ["", ""], 3)
     expect(answer.locator(".picker span")).to_have_text("2/2")
     expect(answer.locator(".meta")).to_have_text(said)
     connected(page)
@@ -90,8 +120,9 @@ def test_what_is_exported_comes_in_again(page: Page, tmp_path: Path) -> None:
         page.get_by_role("dialog").get_by_role("button", name="Delete", exact=True).click()
     expect(entries(page)).to_have_count(0)
     page.get_by_label("File with chats").set_input_files(file)
-    expect(entries(page)).to_have_text(["Of pears", "Of apples"])
+    expect(page.locator("main > [role=status]")).to_have_text("2 chats imported")
     page.reload()
+    expect(entries(page)).to_have_text(["Of pears", "Of apples"])
     entries(page).first.click()
     expect(page.locator("article.assistant .picker span")).to_have_text("2/2")
     connected(page)

@@ -1,19 +1,22 @@
-"""Long answers, slow ones, slow tabs, and small screens."""
+"""Long answers, slow ones and what they wait for, slow tabs, and small screens."""
 
 from __future__ import annotations
 
-from playwright.sync_api import expect
+import re
+from collections.abc import Callable
+from typing import Any
+
+from playwright.sync_api import Page, expect
 
 from tests.e2e.chatting import ask, begun, connected, finished, limit, text_of
 from tests.e2e.conftest import OpenPage
 from tests.server.counting import check_counting
-from tests.server.running import Running
 
 
 def test_ten_thousand_tokens_are_complete_and_the_page_answers_meanwhile(
-    open_page: OpenPage,
+    server_with: Any, open_page: OpenPage
 ) -> None:
-    server = Running(model="fake:tokens_per_s=3000").start()
+    server = server_with(model="fake:tokens_per_s=3000")
     page = connected(open_page(server.url))
     limit(page, 10_000)
     answer = begun(ask(page, "How far can you count?"))
@@ -27,12 +30,12 @@ def test_ten_thousand_tokens_are_complete_and_the_page_answers_meanwhile(
     answer = page.locator("article.assistant")
     expect(answer.locator(".prose")).to_contain_text("10000")
     assert len(check_counting(text_of(answer))) == 10_000
-    page.close()
-    server.stop()
 
 
-def test_the_end_is_in_view_unless_the_reader_went_up(open_page: OpenPage) -> None:
-    server = Running(model="fake:tokens_per_s=400").start()
+def test_the_end_is_in_view_unless_the_reader_went_up(
+    server_with: Any, open_page: OpenPage
+) -> None:
+    server = server_with(model="fake:tokens_per_s=400")
     page = connected(open_page(server.url, viewport={"width": 600, "height": 400}))
     limit(page, 900)
     answer = begun(ask(page, "How far can you count?"))
@@ -42,30 +45,64 @@ def test_the_end_is_in_view_unless_the_reader_went_up(open_page: OpenPage) -> No
     finished(answer)
     expect(page.locator("article.user")).to_be_in_viewport()
     expect(answer.locator(".meta")).not_to_be_in_viewport()
-    page.close()
-    server.stop()
 
 
-def test_what_an_answer_waits_for_is_said(open_page: OpenPage) -> None:
+def noted(page: Page) -> Callable[[], set[str]]:
+    """From now on: what stands first below an answer, and how far a bar goes; whatever was seen."""
+    page.evaluate(
+        """() => {
+            window.noted = new Set();
+            const look = () => {
+                for (const { textContent } of document.querySelectorAll(".meta"))
+                    noted.add(textContent.split(" · ")[0]);
+                for (const { max } of document.querySelectorAll("progress")) noted.add(`of ${max}`);
+            };
+            const what = { subtree: true, childList: true, characterData: true, attributes: true };
+            new MutationObserver(look).observe(document.body, what);
+        }"""
+    )
+    return lambda: set(page.evaluate("[...noted]"))
+
+
+def test_what_an_answer_waits_for_is_said(server_with: Any, open_page: OpenPage) -> None:
     """One at a time: the second waits in the queue, then its prompt is read in pieces."""
-    server = Running(model="fake:tokens_per_s=60", max_num_seqs=1).start()
+    server = server_with(model="fake:tokens_per_s=60", max_num_seqs=1, max_num_batched_tokens=64)
     page = connected(open_page(server.url))
     page.get_by_label("Answers to each question").select_option("2")
-    limit(page, 40)
-    first = ask(page, "How far can you count?")
-    metas = page.locator("article.assistant .meta")
-    expect(metas.filter(has_text="waiting")).to_have_count(1)
-    for i in range(2):
-        check_counting(finished(page.locator("article.assistant").nth(i)))
-    assert first.count() == 1
-    page.close()
-    server.stop()
+    limit(page, 20)
+    notes = noted(page)
+    ask(page, "x" * 1000)
+    answers = page.locator("article.assistant")
+    expect(answers).to_have_count(2)
+    for answer in answers.all():
+        assert check_counting(finished(answer))[-1] == 20
+    assert "waiting, 1 before it" in notes() or "waiting" in notes()
+    read = [re.match(r"reading ([\d,]+) of ([\d,]+) tokens", note) for note in notes()]
+    done = {found[1] for found in read if found}
+    (total,) = {found[2].replace(",", "") for found in read if found}
+    assert len(done) > 3
+    assert f"of {total}" in notes()
 
 
-def test_a_slow_tab_pauses_its_own_answer_alone(open_page: OpenPage) -> None:
-    server = Running(model="fake:tokens_per_s=4000").start()
+def test_who_gives_way_is_told_and_goes_on(server_with: Any, open_page: OpenPage) -> None:
+    """A pool that is too small for two."""
+    server = server_with(model="fake:tokens_per_s=200", num_gpu_blocks_override=16)
+    page = connected(open_page(server.url))
+    page.get_by_label("Answers to each question").select_option("2")
+    limit(page, 180)
+    notes = noted(page)
+    ask(page, "Go on.")
+    answers = page.locator("article.assistant")
+    expect(answers).to_have_count(2)
+    for answer in answers.all():
+        assert check_counting(finished(answer))[-1] == 180
+    assert notes() & {f"preempted ({how}), will go on" for how in ("swap", "recompute")}
+
+
+def test_a_slow_tab_pauses_its_own_answer_alone(server_with: Any, open_page: OpenPage) -> None:
+    server = server_with(model="fake:tokens_per_s=2000")
     slow, other = connected(open_page(server.url)), connected(open_page(server.url))
-    limit(slow, 8000)
+    limit(slow, 4000)
     limit(other, 200)
     answer = begun(ask(slow, "How far can you count?"))
     debugger = slow.context.new_cdp_session(slow)
@@ -76,14 +113,11 @@ def test_a_slow_tab_pauses_its_own_answer_alone(open_page: OpenPage) -> None:
     server.wait_metric('streamer_requests{state="paused"}', 1)
     debugger.send("Debugger.resume")
     debugger.send("Debugger.disable")
-    assert len(check_counting(finished(answer))) == 8000
-    slow.close()
-    other.close()
-    server.stop()
+    assert len(check_counting(finished(answer))) == 4000
 
 
-def test_the_chat_on_a_phone(open_page: OpenPage) -> None:
-    server = Running(model="fake:tokens_per_s=400", served_model_name="a-long-model-name").start()
+def test_the_chat_on_a_phone(server_with: Any, open_page: OpenPage) -> None:
+    server = server_with(model="fake:tokens_per_s=400", served_model_name="a-long-model-name")
     page = connected(
         open_page(
             server.url, viewport={"width": 390, "height": 760}, has_touch=True, is_mobile=True
@@ -103,9 +137,17 @@ def test_the_chat_on_a_phone(open_page: OpenPage) -> None:
     page.locator(".token").nth(2).tap()
     expect(page.get_by_role("button", name="Draw again from here")).to_be_in_viewport()
     page.get_by_role("button", name="Menu", exact=True).tap()
+    expect(page.get_by_role("button", name="Close menu")).to_be_focused()
+    page.keyboard.press("Shift+Tab")  # what is behind it can't be reached
+    assert (
+        page.evaluate("document.querySelector('.stage').contains(document.activeElement)") is False
+    )
     page.get_by_role("button", name="More for How far can you count?").tap()
     expect(page.get_by_role("button", name="Rename", exact=True)).to_be_in_viewport()
     page.keyboard.press("Escape")
     expect(page.get_by_role("button", name="Close menu")).to_be_hidden()
-    page.close()
-    server.stop()
+    page.get_by_role("button", name="Menu", exact=True).tap()
+    page.get_by_role("link", name="Engine", exact=True).tap()
+    expect(page.get_by_role("heading", name="Engine", level=1)).to_be_visible()
+    page.get_by_role("banner").get_by_role("button", name="New chat").tap()
+    expect(page.get_by_label("Message")).to_be_focused()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from playwright.sync_api import Page, expect
 
 from tests.e2e.chatting import act, say
@@ -83,28 +82,45 @@ TRICKS = {
     "maths": r"$\href{javascript:alert(1)}{x}$ $\includegraphics{https://example.org/a.png}$",
     "maths that are markup": r"$<img src=x onerror=alert(1)>$ $\style{position:fixed}{x}$",
     "a reference": "[press][1]\n\n[1]: javascript:document.title=1 'x'",
+    "maths that climb": r"$x$ $\raisebox{18em}{\text{You owe us money.}}$ $\hspace{-90em}\text{x}$",
+    "a class of the page's": "```scrim\ncode\n```\n\n~~~sidebar\ncode\n~~~",
     "nested quotes": "> " * 60 + "deep <b onclick=alert(1)>x</b>",
+    "quotes without end": "> " * 3000 + "deep",
 }
 
 
-@pytest.mark.parametrize("trick", TRICKS)
-def test_tricks_come_to_nothing(page: Page, trick: str) -> None:
+BAD_ATTRIBUTES = """(prose) => [...prose.querySelectorAll("*")].flatMap((element) =>
+    [...element.attributes].filter(({ name, value }) =>
+        name.startsWith("on") || /^\\s*(javascript|data|vbscript):/i.test(value)
+        || (name === "href" && !/^(https?|mailto):/.test(value)))
+    .map(({ name, value }) => `${element.tagName} ${name}=${value}`))"""
+# Middles of what is drawn outside of it: how many of them are on top of what else is there?
+SPILT = """(prose) => {
+    const own = prose.getBoundingClientRect();
+    const isOut = ({ x, y }) =>
+        y < own.top - 8 || y > own.bottom + 8 || x < own.left - 8 || x > own.right + 8;
+    return [...prose.querySelectorAll("*")]
+        .map((element) => element.getBoundingClientRect())
+        .map(({ left, right, top, bottom }) => ({ x: (left + right) / 2, y: (top + bottom) / 2 }))
+        .filter(isOut)
+        .filter(({ x, y }) => prose.contains(document.elementFromPoint(x, y))).length;
+}"""
+
+
+def test_tricks_come_to_nothing(page: Page) -> None:
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
-    prose = say(page, f"Look:\n\n{TRICKS[trick]}\n\nThat was it.").locator(".prose")
-    expect(prose).to_contain_text("That was it.")
-    expect(page).to_have_title("Streamer")
-    bad = "script, iframe, object, embed, style, form, input, img, svg, link, meta, base"
-    assert prose.locator(bad).count() == 0
-    found: list[str] = prose.evaluate(
-        """(prose) => [...prose.querySelectorAll("*")].flatMap((element) =>
-            [...element.attributes].filter(({ name, value }) =>
-                name.startsWith("on") || /^\\s*(javascript|data|vbscript):/i.test(value)
-                || (name === "href" && !/^(https?|mailto):/.test(value)))
-            .map(({ name, value }) => `${element.tagName} ${name}=${value}`))"""
-    )
-    assert found == []
-    assert prose.locator("[style*=position]").count() == 0
+    for name, trick in TRICKS.items():
+        prose = say(page, f"Look:\n\n{trick}\n\nThat was it.").locator(".prose")
+        expect(prose, name).to_contain_text("That was it.")
+        expect(page, name).to_have_title("Streamer")
+        bad = "script, iframe, object, embed, style, form, input, img, svg, link, meta, base"
+        assert prose.locator(bad).count() == 0, name
+        assert prose.evaluate(BAD_ATTRIBUTES) == [], name
+        assert prose.locator("[style*=position]").count() == 0, name
+        assert prose.locator(".scrim, .sidebar").count() == 0, name
+        assert prose.evaluate(SPILT) == 0, name
+        page.get_by_role("button", name="New chat", exact=True).click()
     assert [url for url in asked if "127.0.0.1" not in url and url[:5] != "data:"] == []
 
 

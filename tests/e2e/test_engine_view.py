@@ -11,8 +11,9 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Locator, Page, expect
 
+from tests.e2e.conftest import OpenPage
 from tests.server.running import Running
 
 STATES = {0: "free", 1: "cached", 2: "leaving", 4: "private", 8: "shared"}
@@ -35,16 +36,9 @@ def tiny() -> Iterator[Running]:
 
 
 @pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
-    """An empty page; an error in its script or a broken policy fails the test."""
-    context = browser.new_context()
-    page = context.new_page()
-    complaints: list[str] = []
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("console", lambda m: complaints.append(m.text) if m.type == "error" else None)
-    yield page
-    context.close()
-    assert complaints == []
+def page(open_page: OpenPage) -> Page:
+    """An empty page."""
+    return open_page("about:blank")
 
 
 def look(page: Page, server: Running) -> None:
@@ -253,9 +247,10 @@ def test_leaving_stops_the_load(page: Page, server: Running) -> None:
 
 @pytest.mark.parametrize("motion", ["no-preference", "reduce"])
 def test_without_motion_the_newest_is_shown_too(
-    browser: Browser, tiny: Running, motion: Any
+    open_page: OpenPage, tiny: Running, motion: str
 ) -> None:
-    page = browser.new_page(reduced_motion=motion, viewport={"width": 390, "height": 800})
+    phone = {"width": 390, "height": 800}
+    page = open_page("about:blank", reduced_motion=motion, viewport=phone)
     look(page, tiny)
     button(page, "Start a small load").click()
     expect(figure(page, "Running")).not_to_contain_text(re.compile("^0"))
@@ -266,4 +261,3 @@ def test_without_motion_the_newest_is_shown_too(
         assert box["x"] >= 0
         assert box["x"] + box["width"] <= 390
     finish(page, tiny)
-    page.close()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Page, expect
 
-from tests.e2e.chatting import ask, begun, finished, limit
+from tests.e2e.chatting import ask, begun, connected, finished, limit
+from tests.e2e.conftest import OpenPage
 from tests.server.counting import check_counting
 from tests.server.running import Running
 
@@ -78,11 +80,11 @@ def test_a_refusal_is_shown_and_the_next_question_works(page: Page) -> None:
     check_counting(finished(ask(page, "Less.")))
 
 
-def test_a_chat_that_fills_the_context_keeps_the_question(browser: Browser) -> None:
-    small = Running(model="fake", max_model_len=600).start()
-    page = browser.new_page()
-    page.goto(small.url)
-    expect(page.locator("#badge")).to_have_text("connected")
+def test_a_chat_that_fills_the_context_keeps_the_question(
+    server_with: Any, open_page: OpenPage
+) -> None:
+    small = server_with(model="fake", max_model_len=600)
+    page = connected(open_page(small.url))
     check_counting(finished(ask(page, "How far can you count?")))  # to the end of the context
     question = "How far is that?"
     alert = ask(page, question).get_by_role("alert")
@@ -92,15 +94,11 @@ def test_a_chat_that_fills_the_context_keeps_the_question(browser: Browser) -> N
     expect(page.locator("article.user .text")).to_have_text([question])
     check_counting(finished(page.locator("article.assistant")))
     expect(page.get_by_role("alert")).to_have_count(0)
-    page.close()
-    small.stop()
 
 
-def test_a_limit_beyond_the_context_gives_what_fits(browser: Browser) -> None:
-    small = Running(model="fake", max_model_len=600).start()
-    page = browser.new_page()
-    page.goto(small.url)
-    expect(page.locator("#badge")).to_have_text("connected")
+def test_a_limit_beyond_the_context_gives_what_fits(server_with: Any, open_page: OpenPage) -> None:
+    small = server_with(model="fake", max_model_len=600)
+    page = connected(open_page(small.url))
     limit(page, 599)
     assert len(check_counting(finished(ask(page, "How far can you count?")))) > 500
     limit(page, 1)
@@ -108,8 +106,6 @@ def test_a_limit_beyond_the_context_gives_what_fits(browser: Browser) -> None:
     expect(alert).to_contain_text("too long")
     page.get_by_role("button", name="New chat", exact=True).click()
     expect(ask(page, "x" * 700).get_by_role("alert")).to_contain_text("This message is longer")
-    page.close()
-    small.stop()
 
 
 def test_everything_has_a_name_and_the_keyboard_reaches_it(page: Page) -> None:
@@ -124,31 +120,24 @@ def test_everything_has_a_name_and_the_keyboard_reaches_it(page: Page) -> None:
     expect(page.get_by_role("dialog", name="Settings")).to_be_hidden()
 
 
-def test_it_comes_back_after_the_server_did(browser: Browser) -> None:
-    first = Running(model="fake:tokens_per_s=400").start()
+def test_it_comes_back_after_the_server_did(server_with: Any, open_page: OpenPage) -> None:
+    first = server_with(model="fake:tokens_per_s=400")
     port = int(first.url.rpartition(":")[2])
-    page = browser.new_page()
-    page.goto(first.url)
+    page = connected(open_page(first.url))
     badge = page.locator("#badge")
-    expect(badge).to_have_text("connected")
     first.stop()
     expect(badge).to_have_text("reconnecting")
     page.get_by_label("Message").fill("Not yet.")
     expect(page.get_by_role("button", name="Send", exact=True)).to_be_disabled()
-    second = Running(model="fake:tokens_per_s=400", port=port).start()
-    expect(badge).to_have_text("connected", timeout=20_000)
+    server_with(model="fake:tokens_per_s=400", port=port)
+    connected(page)
     page.get_by_label("Message").press("Enter")
     expect(page.locator("article.assistant .text")).not_to_be_empty()
-    page.close()
-    second.stop()
 
 
-def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser) -> None:
-    keyed = Running(model="fake:tokens_per_s=400", api_key=("right-key",)).start()
-    page = browser.new_page()
-    errors: list[str] = []
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.goto(keyed.url)
+def test_a_key_is_asked_for_and_kept_in_the_tab(server_with: Any, open_page: OpenPage) -> None:
+    keyed = server_with(model="fake:tokens_per_s=400", api_key=("right-key",))
+    page = open_page(keyed.url)
     dialog = page.get_by_role("dialog", name="This server wants an API key")
     field = dialog.get_by_label("API key")
     expect(field).to_be_focused()
@@ -166,22 +155,17 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser) -> None:
     field.fill("right-key")
     dialog.get_by_role("button", name="Connect").click()
     expect(dialog).to_be_hidden()
-    expect(page.locator("#badge")).to_have_text("connected")
+    connected(page)
     limit(page, 5)
     assert len(check_counting(finished(ask(page, "How far can you count?")))) > 0
     local, session = map(json.loads, kept(page))
     assert session["streamer.key"] == "right-key"
     assert "right-key" not in str(local)
     page.reload()  # a new socket, with a ticket of its own
-    expect(page.locator("#badge")).to_have_text("connected")
+    connected(page)
     expect(dialog).to_be_hidden()
-    other = browser.new_page()
-    other.goto(keyed.url)
+    other = open_page(keyed.url)
     expect(other.get_by_role("dialog")).to_be_visible()
-    other.close()
-    page.close()
-    keyed.stop()
-    assert errors == []
 
 
 def kept(page: Page) -> list[str]:
@@ -190,15 +174,14 @@ def kept(page: Page) -> list[str]:
     return [str(page.evaluate(f"JSON.stringify({name})")) for name in names]
 
 
-def test_without_keys_no_ticket_is_asked_for(browser: Browser, server: Running) -> None:
-    page = browser.new_page()
+def test_without_keys_no_ticket_is_asked_for(open_page: OpenPage, server: Running) -> None:
+    page = open_page("about:blank")
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     page.goto(server.url)
-    expect(page.locator("#badge")).to_have_text("connected")
+    connected(page)
     expect(page.get_by_role("dialog")).to_be_hidden()
     expect(page.get_by_role("button", name="Enter key", exact=True)).to_be_hidden()
-    page.close()
     assert [url for url in asked if "ticket" in url] == []
 
 

@@ -8,14 +8,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 from playwright.sync_api import Page, expect
 
+from tests.e2e.chatting import ask, connected, finished
 from tests.e2e.conftest import OpenPage
-from tests.e2e.proxy import Proxy
 from tests.server.counting import check_counting
+from tests.server.relay import Relay
 from tests.server.running import Running
 
 WEB = Path(__file__).parents[2] / "web"
@@ -33,13 +35,8 @@ def urls_of(page: Page) -> list[str]:
 
 def chat(page: Page) -> None:
     """A question, and an answer that is complete."""
-    expect(page.locator("#badge")).to_have_text("connected")
-    box = page.get_by_label("Message", exact=True)
-    box.fill("How far can you count?")
-    box.press("Enter")
-    answer = page.locator("article.assistant:not(.live)")
-    expect(answer).to_have_count(1)
-    assert len(check_counting(answer.locator(".text").text_content() or "")) > 10
+    answer = ask(connected(page), "How far can you count?")
+    assert len(check_counting(finished(answer))) > 10
 
 
 def look_at_the_engine(page: Page) -> None:
@@ -64,17 +61,17 @@ def test_no_other_host_is_asked_for_anything(open_page: OpenPage, short: Running
 
 
 @pytest.mark.parametrize("key", ["", "the-key"])
-def test_below_a_proxys_path(open_page: OpenPage, key: str) -> None:
+def test_below_a_proxys_path(server_with: Any, open_page: OpenPage, key: str) -> None:
     """All of it works, and nothing is asked for outside of that path."""
-    server = Running(
+    server = server_with(
         model="fake:tokens_per_s=400,length=60",
         root_path="/models/one",
         api_key=(key,) if key else (),
-    ).start()
-    with Proxy(server, "/models/one") as proxy:
+    )
+    with Relay(server, "/models/one") as proxy:
         page = open_page("about:blank", viewport={"width": 1280, "height": 800})
         asked = urls_of(page)
-        page.goto(f"{proxy.origin}/models/one/")
+        page.goto(f"{proxy.url}/models/one/")
         if key:
             dialog = page.get_by_role("dialog", name="This server wants an API key")
             dialog.get_by_label("API key").fill(key)
@@ -82,7 +79,6 @@ def test_below_a_proxys_path(open_page: OpenPage, key: str) -> None:
         chat(page)
         look_at_the_engine(page)
         page.context.close()
-    server.stop()
     paths = {urlsplit(url).path for url in asked if url[:5] != "data:"}
     assert {path for path in paths if not path.startswith("/models/one/")} == set()
     assert any(path.endswith("/v1/responses") for path in paths)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+
 import msgspec
 import pytest
 
-from streamer.loadtest.clients import Answer, Ask, Measured, Reads, parse
+from streamer.loadtest.clients import Answer, Ask, Measured, Reads, parse, run
 from streamer.loadtest.sse import BadAnswer
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
@@ -68,6 +70,11 @@ def test_a_whole_answer() -> None:
 def test_errors_are_told(data: bytes) -> None:
     with pytest.raises(BadAnswer):
         parse([(0.0, b""), (1.0, data)])
+
+
+def test_a_server_that_says_nothing_is_not_waited_for_for_ever() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(TimeoutError):
+        run(silent.getsockname()[1], [[Ask("m", "text", 1)]], 0.05)
 
 
 def test_first_tokens_and_gaps() -> None:

@@ -18,6 +18,7 @@ from streamer.loadtest.jobs import (
     Asked,
     draw_length,
     jobs,
+    reworded,
 )
 
 
@@ -49,6 +50,21 @@ def test_text_is_as_long_as_the_servers_tokens() -> None:
     (one,), (half,) = (jobs("prefix", Asked(1, 0, ratio)) for ratio in (1.0, 0.5))
     assert (len(one.system.split()), len(half.system.split())) == (512, 256)
     assert one.turns[0].max_tokens == half.turns[0].max_tokens  # the same on every server
+
+
+@pytest.mark.parametrize("name", ["prefix", "nano"])
+def test_reworded_is_as_long_and_shares_as_much(name: str) -> None:
+    """What one job has of its own begins otherwise, so a prefix cache finds nothing."""
+    work = jobs(name, Asked(9, 0, 2.0))
+    again = reworded(work, 0)
+    assert again == reworded(work, 0)
+    for old, new in zip(work, again, strict=True):
+        for a, b in ((old.system, new.system), (old.turns[0].prompt, new.turns[0].prompt)):
+            one, other = (text.split() if isinstance(text, str) else text for text in (a, b))
+            assert sorted(map(str, one)) == sorted(map(str, other))
+            assert one[:8] != other[:8] or not a
+        assert old.turns[0].max_tokens == new.turns[0].max_tokens
+    assert len({job.system for job in again}) == len({job.system for job in work})
 
 
 def test_prefixes_are_shared_and_conversations_go_on() -> None:

@@ -66,5 +66,5 @@ def test_mistakes_in_the_file_are_told(text: str, says: str, tmp_path: Path) -> 
         verdicts(text, tmp_path)
 
 
-def test_the_file_that_comes_along(tmp_path: Path) -> None:
+def test_the_file_that_comes_along() -> None:
     assert {o.statistic for o in slo.read(SLO, KNOWN)} == set(KNOWN)

@@ -14,10 +14,11 @@ from pathlib import Path
 import msgspec
 
 from streamer.config import Config
-from streamer.core.plan import Add, Finish, Plan, StepStats
+from streamer.core.plan import Add, Finish, Plan, StepStats, TokenLogprob
 from streamer.core.prefix import BlockHasher
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler, SchedulerConfig
+from streamer.core.sizes import MAX_SCORED
 from streamer.engine.core import InFlight
 from streamer.model.runner import load_runner
 from tests.model.where import Where
@@ -30,7 +31,7 @@ class SyncEngine:
 
     def __init__(
         self, folder: Path, *, costs: dict[str, float] | None = None, check: bool = True,
-        **settings: int | float | str | bool,
+        max_scored_tokens: int = MAX_SCORED, **settings: int | float | str | bool,
     ) -> None:  # fmt: skip
         config = Config(
             model=str(folder),
@@ -58,12 +59,14 @@ class SyncEngine:
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_model_len=self.info.max_model_len,
+                max_scored_tokens=max_scored_tokens,
                 enable_prefix_caching=config.enable_prefix_caching,
             ),
             BlockHasher(self.info.block_size, b"k" * 32),
         )
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.logprobs: dict[tuple[str, int], list[float]] = {}  # of those that asked for them
+        self.scores: dict[str, list[TokenLogprob]] = {}  # of prompts
         self.finishes: dict[tuple[str, int], Finish] = {}
         self.stats = StepStats()
         self.steps = 0
@@ -103,6 +106,8 @@ class SyncEngine:
             self.tokens[key].append(out.tokens[i])
             if i in out.logprobs:
                 self.logprobs.setdefault(key, []).append(out.logprobs[i].logprob)
+        for request_id, scores in out.prompt_logprobs.items():
+            self.scores.setdefault(request_id, []).extend(scores)
         for finish in out.finishes:
             self.finishes[finish.request_id, finish.choice] = finish
         return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -201,3 +202,39 @@ def test_wrong_steps(chunks: list[Chunk], num: tuple[int, int, int], says: str) 
     rows = make(join(0, (1, 2, 3, 4, 5, 6), (2,)))
     with pytest.raises(InvariantViolated, match=says):
         step(rows, *chunks, num=num)
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        Chunk(0, 0, 5, True, 5),  # the last token is for drawing
+        Chunk(0, 0, 4, False, 4),  # the token behind it is no prompt's
+        Chunk(0, 0, 2, False, 3),
+        Chunk(0, 0, 2, False, -1),
+        Chunk(1, 0, 2, False, 1),  # did not ask
+    ],
+)
+def test_scores_that_a_plan_can_not_have(chunk: Chunk) -> None:
+    asked = msgspec.structs.replace(PARAMS, prompt_logprobs=0)
+    rows = make(
+        msgspec.structs.replace(join(0, (1, 2, 3, 4, 5), (3, 5), num_prompt=4), params=asked),
+        join(1, (1, 2, 3), (4,), num_prompt=3),
+    )
+    others = [Chunk(1 - chunk.row, 0, 0, False)]
+    with pytest.raises(InvariantViolated, match="are scored"):
+        step(rows, chunk, *others, num=(2, chunk.count, int(chunk.sample)))
+
+
+def test_scored_tokens_come_after_those_that_draw() -> None:
+    asked = msgspec.structs.replace(PARAMS, prompt_logprobs=2)
+    rows = make(
+        join(0, (9,), (0,)),
+        msgspec.structs.replace(join(1, (1, 2, 3, 4, 5), (3, 1)), params=asked),
+        msgspec.structs.replace(join(2, (6, 7, 8), (2,)), params=asked),
+    )
+    got = step(rows, Chunk(1, 0, 4, False, 3), Chunk(2, 0, 3, True, 2), num=(3, 8, 2))
+    assert got.last is not None
+    assert got.last.tolist() == [0, 7, 2, 3, 4, 5, 6]
+    assert got.scored is not None
+    assert got.scored.targets.tolist() == [3, 4, 5, 7, 8]
+    assert (got.scored.rows, got.scored.num_top) == (((1, 3), (2, 2)), (2, 2))

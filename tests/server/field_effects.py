@@ -21,6 +21,7 @@ from streamer.engine.stream import TokenStream
 from streamer.model.sampler import Sampler
 from tests.engine.helpers import Calls
 from tests.server.asking import LIMIT, PATHS, Asker, Refused
+from tests.server.counting import sse
 
 VOCAB = 64
 BEST, NEXT = 7, 9
@@ -207,6 +208,12 @@ def stream_options(asker: Asker, kind: str) -> None:
         body["stream_options"] = {"include_usage": wanted}
         got = httpx.post(asker.server.url + PATHS[kind], json=body, timeout=20)
         assert ('"completion_tokens":4' in got.text) is wanted
+    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    with httpx.stream("POST", asker.server.url + PATHS[kind], json=body, timeout=20) as response:
+        chunks = [event.json for event in sse(response) if not event.is_done]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == 4
 
 
 # ---------------------------------------------------------------- of one body
@@ -241,6 +248,8 @@ def completion_logprobs(asker: Asker, kind: str) -> None:
     logprobs = asker.ask(kind, logprobs=2).choices[0]["logprobs"]
     assert "".join(logprobs["tokens"]) == expected_text(8)
     assert [len(t) for t in logprobs["top_logprobs"]] == [2] * 8
+    echoed = asker.ask(kind, "go:", echo=True, logprobs=2).choices[0]["logprobs"]
+    assert echoed["token_logprobs"][:3] == [None, 0.0, 0.0]
 
 
 def add_generation_prompt(asker: Asker, kind: str) -> None:
@@ -258,7 +267,11 @@ def add_special_tokens(asker: Asker, kind: str) -> None:
 
 
 def echo(asker: Asker, kind: str) -> None:
-    assert asker.ask(kind, "go:", echo=True).text == "go:" + expected_text(8)
+    answer = asker.ask(kind, "go:", echo=True)
+    assert answer.text == "go:" + expected_text(8)
+    assert answer.stream.params.prompt_logprobs is None
+    answer = asker.ask(kind, "go:", echo=True, limit=None, max_tokens=0)
+    assert (answer.text, answer.body["usage"]["completion_tokens"]) == ("go:", 0)
 
 
 def instructions(asker: Asker, kind: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import httpx
@@ -17,6 +17,11 @@ from streamer.server.lifecycle import serve
 
 T = TypeVar("T")
 DEADLINE_S = 20.0
+STATES = ("waiting", "running", "paused", "preempted", "swapped")
+IDLE = (  # 0 in /metrics while nothing is in the engine
+    *(f'streamer_requests{{state="{state}"}}' for state in STATES),
+    'streamer_blocks{pool="device",state="used"}',
+)
 # As many blocks as its context has; in float32, so that rounding never decides between two tokens
 # (bfloat16 ties its best two every few hundred tokens).
 BUNDLED: dict[str, Any] = {"model": None, "dtype": "float32", "num_gpu_blocks_override": 64}
@@ -68,13 +73,14 @@ class Running:
     def ws_url(self) -> str:
         return self.url.replace("http://", "ws://") + "/v1/responses"
 
+    def metrics(self, samples: Sequence[str]) -> dict[str, float]:
+        """The values of samples in /metrics, 0 if they are not there yet."""
+        pairs = (line.rsplit(" ", 1) for line in httpx.get(self.url + "/metrics").text.splitlines())
+        return dict.fromkeys(samples, 0.0) | {n: float(v) for n, v in pairs if n in samples}
+
     def metric(self, sample: str) -> float:
-        """The value of a sample in /metrics, 0 if it is not there yet."""
-        for line in httpx.get(self.url + "/metrics").text.splitlines():
-            name, _, value = line.rpartition(" ")
-            if name == sample:
-                return float(value)
-        return 0.0
+        """The value of one."""
+        return self.metrics([sample])[sample]
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
         """Ask the server until this holds; the requests themselves are the pace."""
@@ -95,9 +101,8 @@ class Running:
         while self.engine.snapshot().live_streams:  # those that no step has seen yet included
             assert time.monotonic() < end, "a stream does not end"
             time.sleep(0.001)
-        for state in ("waiting", "running", "paused", "preempted", "swapped"):
-            self.wait_metric(f'streamer_requests{{state="{state}"}}', 0)
-        self.wait_metric('streamer_blocks{pool="device",state="used"}', 0)
+        while any((seen := self.metrics(IDLE)).values()):
+            assert time.monotonic() < end, f"it does not come to rest: {seen}"
 
     def _run(self) -> None:
         try:

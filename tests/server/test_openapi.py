@@ -153,7 +153,7 @@ def test_schemathesis_finds_nothing(small: Running, at: int) -> None:
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": GOOD["messages"], "logprobs": True, "top_logprobs": 2},
-    "/v1/completions": {"prompt": "hi", "logprobs": 2, "n": 2},
+    "/v1/completions": {"prompt": "hi", "logprobs": 2, "n": 2, "echo": True},
     "/v1/responses": {"input": "hi", "include": ["message.output_text.logprobs"]},
     "/tokenize": {"messages": GOOD["messages"], "return_token_strs": True},
 }

@@ -67,7 +67,7 @@ async def _events(response: httpx.Response) -> AsyncIterator[str]:
 
 async def test_sigterm_under_50_streams() -> None:
     """Half finish whole, half are cut at the deadline and told; nothing new is taken; exit 0."""
-    words = ("fake:tokens_per_s=50", "--drain-timeout", "5")
+    words = ("fake:tokens_per_s=50", "--drain-timeout", "3")
     with serving(*words) as (process, url, _):
         limits = httpx.Limits(max_connections=None)
         async with asyncio.timeout(DEADLINE_S), httpx.AsyncClient(timeout=60, limits=limits) as c:

@@ -73,7 +73,8 @@ def test_token_strings_are_the_log_probabilities_tokens(server: Running) -> None
         ("/detokenize", {"tokens": [1 << 40]}, "tokens"),
         ("/detokenize", {"tokens": [1], "model": "other"}, "model"),
         ("/v1/completions", {"prompt": [1 << 40], "echo": True}, "prompt"),
-        ("/v1/completions", {"prompt": "x", "echo": True, "logprobs": 1}, "echo"),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 0}, "max_tokens"),
+        ("/v1/completions", {"prompt": "x", "echo": True, "logprobs": 21}, "logprobs"),
     ],
 )
 def test_what_is_at_fault_is_named(

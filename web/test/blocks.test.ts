@@ -97,3 +97,9 @@ describe("maths", () => {
     ["```\n$x$\n```", []],
   ])("%j", (source, wanted) => expect(types(source)).toEqual(wanted));
 });
+
+test.each(["\\[", "$$", "$$ x", "\\("])("maths that are never closed take no time: %s", (opening) => {
+  const start = performance.now();
+  lex(opening + " ".repeat(8000) + "\n" + opening);
+  expect(performance.now() - start).toBeLessThan(2000); // with a space each way it was minutes
+});

@@ -107,6 +107,33 @@ test("of a lane one create is on its way at a time, so a refusal hits the one it
   expect([a?.text, c?.text]).toEqual(["for a", "for c"]);
 });
 
+test("a fork that waited in its lane when the socket closed is asked for again", async () => {
+  client = connected();
+  FakeSocket.last.welcome();
+  const fork = client.fork("r0", { at: 3 }, {}, { lane: "L" });
+  const known = client.resume({ id: "r9" });
+  await tick();
+  FakeSocket.last.say({ type: "response.waiting", response_id: "r1", stream_id: "L", position: 1 });
+  FakeSocket.last.cut();
+  await tick(20);
+  FakeSocket.last.welcome();
+  for (const [id, lane] of [["r1", "L"], ["r9", known.lane]] as const) {
+    FakeSocket.last.say({ type: "response.resumed", response_id: id, from: -1, status: "gone", stream_id: lane });
+  }
+  expect(FakeSocket.last.of("response.create")).toEqual([{ type: "response.create", previous_response_id: "r0", fork: { at: 3 }, stream_id: "L" }]);
+  expect([fork.status, known.status]).toEqual(["sending", "gone"]);
+});
+
+test("a server that takes the ticket's request and says nothing is asked again", async () => {
+  let number = 0;
+  const dead: typeof fetch = (_, init) => new Promise((_, reject) => init?.signal?.addEventListener("abort", () => reject(new Error("aborted"))));
+  const alive = () => Promise.resolve(Response.json({ ticket: "t", expires_in_s: 30 }));
+  client = connected({ key: "k", openMs: 20, fetch: (url, init) => ((number += 1) === 1 ? dead(url, init) : alive()) });
+  await expect.poll(() => FakeSocket.all.length, { interval: 1 }).toBeGreaterThan(0);
+  FakeSocket.last.welcome();
+  expect(client.state.name).toBe("connected");
+});
+
 test("only the head of a lane is resumed; what waited behind it is asked for again", async () => {
   client = connected();
   FakeSocket.last.welcome();

@@ -219,7 +219,9 @@ class ChatAnswer:
         self._created = int(self._stream.created)
         options = body.stream_options
         self._include_usage = bool(options is not None and options.include_usage)
-        self._is_plain = not body.logprobs and not body.return_token_ids
+        self._counts_along = bool(options is not None and options.continuous_usage_stats)
+        wants_more = body.logprobs or body.return_token_ids or self._counts_along
+        self._is_plain = not wants_more
         self._around = [self._around_text(index) for index in range(self._n)]
 
     @property
@@ -235,7 +237,7 @@ class ChatAnswer:
                 continue
             self._numbers[index] = 1
             choice = ChunkChoice(index, ChunkDelta(role="assistant", content=""))
-            parts.append(self._frame([choice], is_first=index == 0))
+            parts.append(self._frame([choice], is_first=index == 0, usage=self._so_far(0)))
         return b"".join(parts)
 
     def deltas(self, source: int, deltas: Sequence[Delta]) -> bytes:
@@ -254,7 +256,7 @@ class ChatAnswer:
                     self._numbers[d.choice] = number
                     reason = finish_reason(d.finish.reason)
                     choice = ChunkChoice(d.choice, ChunkDelta(), None, reason)
-                    parts.append(self._frame([choice]))
+                    parts.append(self._frame([choice], usage=self._so_far(d.finish.num_tokens)))
         return b"".join(parts)
 
     def failure(self, deltas: Sequence[Delta]) -> StreamerError | None:
@@ -314,11 +316,17 @@ class ChatAnswer:
             None,
             only_if(bool(self._body.return_token_ids), d.token_ids),
         )
-        return self._frame([choice])
+        return self._frame([choice], usage=self._so_far(d.start + len(d.token_ids)))
 
     def _end(self, choice: int, finish: Finish) -> int:
         """The number of a choice's finish."""
         return 2 + finish.num_tokens + self._stream.has_rest(choice)
+
+    def _so_far(self, num_tokens: int) -> Usage | None:
+        """For `continuous_usage_stats`: the tokens of the chunk's own choice, as vLLM counts."""
+        if not self._counts_along:
+            return None
+        return usage_of(self._stream.num_prompt_tokens, num_tokens, self._stream.cached_tokens)
 
     def _usage(self) -> Usage:
         s = self._stream
@@ -338,7 +346,7 @@ class ChatAnswer:
             self._created,
             self._model,
             choices,
-            usage=only_if(self._include_usage, usage),
+            usage=only_if(self._include_usage or self._counts_along, usage),
             seed=only_if(is_first, self._stream.seed),
             prompt_token_ids=only_if(
                 is_first and bool(self._body.return_token_ids), self._stream.prompt

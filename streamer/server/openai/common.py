@@ -5,7 +5,6 @@ Pure builders over values of the core; chat.py, completions.py and responses.py 
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -94,7 +93,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
 
 class StreamOptions(msgspec.Struct):
-    """`stream_options`: the usage chunk; the other known options only at their defaults."""
+    """`stream_options`: the usage chunk, vLLM's usage on every chunk; no obfuscation."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -102,13 +101,12 @@ class StreamOptions(msgspec.Struct):
 
     def check(self) -> None:
         """Refuse what is known and not done."""
-        for name in ("include_obfuscation", "continuous_usage_stats"):
-            if getattr(self, name):
-                raise InvalidRequest(
-                    f"stream_options.{name} is not supported by this server",
-                    param=f"stream_options.{name}",
-                    code="unsupported_parameter",
-                )
+        if self.include_obfuscation:
+            raise InvalidRequest(
+                "stream_options.include_obfuscation is not supported by this server",
+                param="stream_options.include_obfuscation",
+                code="unsupported_parameter",
+            )
 
 
 @contextlib.contextmanager
@@ -145,6 +143,7 @@ def sampling_params(
     *,
     max_tokens: int | None,
     logprobs: int | None,
+    prompt_logprobs: int | None = None,
     n: int = 1,
 ) -> SamplingParams:
     """The request's SamplingParams, checked; to be called under `named`."""
@@ -158,7 +157,9 @@ def sampling_params(
     values["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     values["stop_token_ids"] = tuple(body.stop_token_ids or ())
     _check_extras(body)
-    return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, n=n, **values)
+    return SamplingParams(
+        max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, n=n, **values
+    )
 
 
 def check_metadata(metadata: Mapping[str, str] | None) -> None:
@@ -287,39 +288,6 @@ def chat_logprobs(logprobs: Sequence[TokenLogprob], text: TokenText) -> list[Cha
             top.append(TopLogprob(show(other), list(other), max(value, LOGPROB_FLOOR)))
         out.append(ChatLogprob(show(raw), list(raw), max(lp.logprob, LOGPROB_FLOOR), top))
     return out
-
-
-class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """Log probabilities in the legacy form: parallel lists; offsets in characters of the text."""
-
-    text_offset: list[int]
-    token_logprobs: list[float]
-    tokens: list[str]
-    top_logprobs: list[dict[str, float]] | None
-
-
-class OffsetCounter:
-    """Characters before each token of one choice, for `text_offset`.
-
-    A token that ends inside a character does not move the offset; the one that completes it does.
-    """
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._offset = 0
-
-    def build(self, logprobs: Sequence[TokenLogprob], text: TokenText) -> CompletionLogprobs:
-        """The legacy form of the next tokens."""
-        offsets, tokens, values = [], [], []
-        tops: list[dict[str, float]] = []
-        for lp in logprobs:
-            raw = text(lp.token_id)
-            offsets.append(self._offset)
-            self._offset += len(self._decoder.decode(raw))
-            tokens.append(show(raw))
-            values.append(max(lp.logprob, LOGPROB_FLOOR))
-            tops.append({show(text(i)): max(v, LOGPROB_FLOOR) for i, v in lp.top})
-        return CompletionLogprobs(offsets, values, tokens, tops if any(tops) else None)
 
 
 def show(raw: bytes) -> str:

@@ -7,16 +7,16 @@ prompt p. app.py and sse.py drive the builder.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from streamer.core.plan import FinishReason, TokenLogprob
 from streamer.core.sampling import SamplingParams
 from streamer.errors import InvalidRequest, StreamerError
 from streamer.server.openai.common import (
-    CompletionLogprobs,
-    OffsetCounter,
     SamplingFields,
     StreamOptions,
     TokenText,
@@ -30,6 +30,11 @@ from streamer.server.openai.common import (
     only_if,
     sampling_params,
     usage_of,
+)
+from streamer.server.openai.completion_logprobs import (
+    CompletionLogprobs,
+    OffsetCounter,
+    prompt_logprobs,
 )
 from streamer.server.openai.fields import HONOURED, LABELS, SAMPLING, Table, refused
 from streamer.server.sse import DONE, frame
@@ -117,19 +122,22 @@ class CompletionRequest(SamplingFields, kw_only=True):
                     "stream_options goes with stream: true", param="stream_options"
                 )
             self.stream_options.check()
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequest(
-                "echo with logprobs is not supported by this server: prompts have none",
-                param="echo",
-                code="unsupported_parameter",
-            )
-        return sampling_params(
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequest("max_tokens: 0 goes with echo: true", param="max_tokens")
+        params = sampling_params(
             self,
             defaults,
-            max_tokens=DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens,
+            max_tokens=DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens or 1,
             logprobs=self.logprobs,
+            prompt_logprobs=self.logprobs if self.echo else None,
             n=1 if self.n is None else self.n,
         )
+        return msgspec.structs.replace(params, logprobs=None) if self.is_only_echo else params
+
+    @property
+    def is_only_echo(self) -> bool:
+        """Whether only the prompt is asked for: one token is drawn then, and nobody sees it."""
+        return bool(self.echo) and self.max_tokens == 0
 
 
 DECODER: Final = msgspec.json.Decoder(CompletionRequest)
@@ -168,7 +176,8 @@ class CompletionAnswer:
     choices frames have no number: there is nothing that could resume such a stream, and a list of
     all of them in every frame would grow with the square of their count.
 
-    echoes  for `echo`: the text of each prompt, which goes before every choice's own
+    echoes   for `echo`: the text of each prompt, which goes before every choice's own
+    special  ids of special tokens
     """
 
     def __init__(
@@ -178,20 +187,24 @@ class CompletionAnswer:
         model: str,
         text: TokenText,
         echoes: Sequence[str] = (),
+        special: AbstractSet[int] = frozenset(),
     ) -> None:
         self._body = body
         self._streams = streams
         self._model = model
         self._text = text
-        self._echoes = echoes
+        self._echoes = echoes or [""] * len(streams)
+        self._special = special
+        self._scores: dict[int, CompletionLogprobs] = {}  # of each prompt
         self._n = streams[0].params.n
         self._numbers = [0] * (self._n * len(streams))
-        self._offsets = [OffsetCounter() for _ in self._numbers]
+        self._offsets = [OffsetCounter(echo) for echo in self._echoes for _ in range(self._n)]
         self._begun: set[int] = set()
         self._seed_sent = False
         self._created = int(streams[0].created)
         options = body.stream_options
         self._include_usage = bool(options is not None and options.include_usage)
+        self._counts_along = bool(options is not None and options.continuous_usage_stats)
 
     @property
     def request_id(self) -> str:
@@ -205,7 +218,7 @@ class CompletionAnswer:
     def deltas(self, source: int, deltas: Sequence[Delta]) -> bytes:
         """The chunks for what a step, or several, brought to one prompt."""
         parts = []
-        for d in deltas:
+        for d in map(self._shown, deltas):
             is_wanted = d.token_ids and (d.logprobs or self._body.return_token_ids)
             is_end = d.finish is not None and failure(d.finish) is None
             if not (d.text or is_wanted or is_end):
@@ -214,7 +227,8 @@ class CompletionAnswer:
             self._numbers[index] = d.start + len(d.token_ids)
             if d.finish is not None:
                 self._numbers[index] = d.finish.num_tokens + 1
-            parts.append(self._frame([self._choice(source, [d], index not in self._begun)]))
+            choice = self._choice(source, [d], index not in self._begun)
+            parts.append(self._frame([choice], self._so_far(source, d)))
             self._begun.add(index)
         return b"".join(parts)
 
@@ -237,7 +251,7 @@ class CompletionAnswer:
         """The body of an answer that was not streamed."""
         choices = []
         for source, deltas in enumerate(results):
-            mine = by_choice(deltas, self._n)
+            mine = by_choice([self._shown(d) for d in deltas], self._n)
             choices += [self._choice(source, each, is_first=True) for each in mine]
         return encode(
             Completion(
@@ -256,11 +270,11 @@ class CompletionAnswer:
         values = [lp for d in deltas for lp in d.logprobs or ()]
         stream = self._streams[source]
         wants_ids = bool(self._body.return_token_ids)
-        echo = self._echoes[source] if is_first and self._echoes else ""
+        echo = self._echoes[source] if is_first else ""
         return Choice(
             index,
             echo + "".join(d.text for d in deltas),
-            self._offsets[index].build(values, self._text) if values else None,
+            self._logprobs(source, index, values, is_first),
             finish_reason(finish.reason)
             if finish is not None and failure(finish) is None
             else None,
@@ -269,11 +283,43 @@ class CompletionAnswer:
             only_if(is_first and len(self._streams) > 1, stream.seed),
         )
 
+    def _so_far(self, source: int, d: Delta) -> Usage | None:
+        """For `continuous_usage_stats`: the tokens of the chunk's own choice, as vLLM counts."""
+        if not self._counts_along:
+            return None
+        stream = self._streams[source]
+        num_tokens = d.start + len(d.token_ids)
+        return usage_of(stream.num_prompt_tokens, num_tokens, stream.cached_tokens)
+
+    def _shown(self, delta: Delta) -> Delta:
+        """The delta without its token, where nobody asked for one."""
+        finish = delta.finish
+        if not self._body.is_only_echo:
+            return delta
+        if finish is not None and failure(finish) is None:
+            finish = msgspec.structs.replace(finish, reason=FinishReason.LENGTH, num_tokens=0)
+        return msgspec.structs.replace(delta, token_ids=(), text="", finish=finish)
+
+    def _logprobs(
+        self, source: int, index: int, values: Sequence[TokenLogprob], is_first: bool
+    ) -> CompletionLogprobs | None:
+        """Of the output's next tokens; with the first ones, of the echoed prompt before them."""
+        out = self._offsets[index].build(values, self._text) if values else None
+        stream = self._streams[source]
+        if not is_first or stream.params.prompt_logprobs is None:
+            return out
+        if source not in self._scores:
+            self._scores[source] = prompt_logprobs(
+                stream.prompt, stream.prompt_logprobs, self._echoes[source], self._special,
+                self._text,
+            )  # fmt: skip
+        return self._scores[source] if out is None else self._scores[source] + out
+
     def _usage(self) -> Usage:
         finishes = [f for s in self._streams for f in s.finishes if f is not None]
         return usage_of(
             sum(s.num_prompt_tokens for s in self._streams),
-            sum(f.num_tokens for f in finishes),
+            0 if self._body.is_only_echo else sum(f.num_tokens for f in finishes),
             sum(s.cached_tokens for s in self._streams),
         )
 
@@ -285,7 +331,7 @@ class CompletionAnswer:
             self._created,
             self._model,
             choices,
-            usage=only_if(self._include_usage, usage),
+            usage=only_if(self._include_usage or self._counts_along, usage),
             seed=only_if(is_first, self._streams[0].seed),
         )
         number = str(self._numbers[0]) if len(self._numbers) == 1 else ""

@@ -12,14 +12,36 @@ import { KeyDialog } from "./key-dialog.tsx";
 import { route } from "./route.ts";
 import { Sidebar, isSidebarOpen } from "./sidebar.tsx";
 
-const EnginePane = signal<ComponentType | null>(null);
+const EnginePane = signal<ComponentType>(Loading);
+
+function Loading() {
+  return <main class="pane" aria-busy="true" />;
+}
+
+/** After an update of the server what this page is made of may be gone, and another is there. */
+function Lost() {
+  return (
+    <main class="pane empty">
+      <h1>Engine</h1>
+      <p class="fault" role="alert">
+        This part of the page could not be loaded. Load the page again.
+      </p>
+    </main>
+  );
+}
+
+async function loadEngine(): Promise<void> {
+  try {
+    EnginePane.value = (await import("../engine/pane.tsx")).EnginePane;
+  } catch {
+    EnginePane.value = Lost;
+  }
+}
 
 function Engine() {
-  useEffect(() => {
-    void import("../engine/pane.tsx").then((module) => (EnginePane.value = module.EnginePane));
-  }, []);
+  useEffect(() => void loadEngine(), []);
   const Pane = EnginePane.value;
-  return Pane ? <Pane /> : <main class="pane" aria-busy="true" />;
+  return <Pane />;
 }
 
 function onKey(event: KeyboardEvent): void {
@@ -35,7 +57,7 @@ export function App() {
   return (
     <div class="app">
       <Sidebar />
-      <div class="stage">
+      <div class="stage" inert={isSidebarOpen.value}>
         <Header />
         {route.value === "chat" ? <ChatPane /> : <Engine />}
       </div>

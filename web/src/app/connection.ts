@@ -2,45 +2,26 @@
 
 import { computed, signal } from "@preact/signals";
 import { Client, type ConnectionState, type Session } from "../client/index.ts";
+import { recall, remember } from "./storage.ts";
 
 const KEY = "streamer.key";
 
-function loadKey(): string {
-  try {
-    return sessionStorage.getItem(KEY) ?? "";
-  } catch {
-    return "";
-  }
-}
-
-function keepKey(key: string): void {
-  try {
-    if (key) sessionStorage.setItem(KEY, key);
-    else sessionStorage.removeItem(KEY);
-  } catch {
-    // private mode: for as long as the page is open
-  }
-}
-
-export const client = new Client({ baseUrl: new URL("./", location.href), key: loadKey() });
+export const client = new Client({ baseUrl: new URL("./", location.href), key: recall("sessionStorage", KEY) ?? "" });
 export const connection = signal<ConnectionState>(client.state);
 export const session = signal<Session | null>(null);
 export const isConnected = computed(() => connection.value.name === "connected");
-/** Rises when the server forgot what it had: ids of earlier responses mean nothing then. */
-export const epoch = signal(0);
 
 client.on("state", (state) => {
   if (state.name === "locked") {
-    keepKey("");
+    remember("sessionStorage", KEY, null);
     client.http.key = "";
   }
   connection.value = state;
 });
 client.on("session", (value) => (session.value = value));
-client.on("epoch", () => (epoch.value += 1));
 
 export function useKey(key: string): void {
-  keepKey(key);
+  remember("sessionStorage", KEY, key);
   client.setKey(key);
 }
 

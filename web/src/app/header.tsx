@@ -1,12 +1,12 @@
 /** The line above everything: which model, whether it can be reached, theme and settings. */
 
 import type { ConnectionState } from "../client/index.ts";
-import { isBusy, newChat } from "../chat/store.ts";
+import { startChat } from "../chat/store.ts";
 import { isSettingsOpen } from "../chat/settings.tsx";
 import { Key, Menu, Moon, Plus, Sliders, Sun } from "../ui/icons.tsx";
 import { connection, session } from "./connection.ts";
 import { askForKey } from "./key-dialog.tsx";
-import { isDark, theme, toggleTheme } from "./preferences.ts";
+import { isDark, toggleTheme } from "./preferences.ts";
 import { isSidebarOpen } from "./sidebar.tsx";
 
 function Badge({ state }: { state: ConnectionState }) {
@@ -23,10 +23,9 @@ function Badge({ state }: { state: ConnectionState }) {
 export function Header() {
   const state = connection.value;
   const model = session.value;
-  void theme.value; // isDark depends on it
   return (
     <header class="header">
-      <button class="button icon-only phone" type="button" aria-label="Menu" aria-expanded={isSidebarOpen.value} onClick={() => (isSidebarOpen.value = true)}>
+      <button id="menu" class="button icon-only phone" type="button" aria-label="Menu" aria-expanded={isSidebarOpen.value} onClick={() => (isSidebarOpen.value = true)}>
         <Menu />
       </button>
       <div class="model" title={model ? `${model.context_length.toLocaleString()} tokens of context` : undefined}>
@@ -40,13 +39,13 @@ export function Header() {
       ) : (
         <Badge state={state} />
       )}
-      <button class="button icon-only" type="button" aria-label={isDark() ? "Use the light theme" : "Use the dark theme"} onClick={toggleTheme}>
-        {isDark() ? <Sun /> : <Moon />}
+      <button class="button icon-only" type="button" aria-label={isDark.value ? "Use the light theme" : "Use the dark theme"} onClick={toggleTheme}>
+        {isDark.value ? <Sun /> : <Moon />}
       </button>
       <button class="button icon-only" type="button" aria-label="Settings" aria-haspopup="dialog" onClick={() => (isSettingsOpen.value = true)}>
         <Sliders />
       </button>
-      <button class="button icon-only phone" type="button" aria-label="New chat" data-busy={isBusy.value || undefined} onClick={newChat}>
+      <button class="button icon-only phone" type="button" aria-label="New chat" onClick={startChat}>
         <Plus />
       </button>
     </header>

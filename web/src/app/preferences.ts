@@ -1,6 +1,7 @@
 /** What the reader chose: kept in this browser, written only when it is changed. */
 
-import { effect, signal } from "@preact/signals";
+import { computed, effect, signal } from "@preact/signals";
+import { recall, remember } from "./storage.ts";
 
 export type Theme = "system" | "light" | "dark";
 
@@ -32,20 +33,13 @@ export const DEFAULTS: Settings = {
 
 function load<T>(name: string, otherwise: T): T {
   try {
-    const kept = localStorage.getItem(name);
-    return kept === null ? otherwise : (JSON.parse(kept) as T);
+    return (JSON.parse(recall("localStorage", name) ?? "null") as T | null) ?? otherwise;
   } catch {
     return otherwise;
   }
 }
 
-function keep(name: string, value: unknown): void {
-  try {
-    localStorage.setItem(name, JSON.stringify(value));
-  } catch {
-    // private mode
-  }
-}
+const keep = (name: string, value: unknown) => remember("localStorage", name, JSON.stringify(value));
 
 export const settings = signal<Settings>({ ...DEFAULTS, ...load<Partial<Settings>>("streamer.settings", {}) });
 export const theme = signal<Theme>(load<Theme>("streamer.theme", "system"));
@@ -56,14 +50,14 @@ export function change(part: Partial<Settings>): void {
 }
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
+const isSystemDark = signal(dark.matches);
+dark.addEventListener("change", () => (isSystemDark.value = dark.matches));
 
 /** What is on the screen now. */
-export function isDark(): boolean {
-  return theme.value === "system" ? dark.matches : theme.value === "dark";
-}
+export const isDark = computed(() => (theme.value === "system" ? isSystemDark.value : theme.value === "dark"));
 
 export function toggleTheme(): void {
-  theme.value = isDark() ? "light" : "dark";
+  theme.value = isDark.value ? "light" : "dark";
   keep("streamer.theme", theme.value);
 }
 

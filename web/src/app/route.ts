@@ -11,4 +11,8 @@ function read(): Route {
 export const route = signal<Route>(read());
 addEventListener("hashchange", () => (route.value = read()));
 
+export function show(to: Route): void {
+  location.hash = hrefOf(to);
+}
+
 export const hrefOf = (to: Route): string => (to === "engine" ? "#/engine" : "#/");

@@ -1,20 +1,20 @@
 /** Beside everything: new chat, the conversations, and the way to the engine. A drawer on phones. */
 
 import { signal } from "@preact/signals";
+import type { RefObject } from "preact";
+import { useEffect, useRef } from "preact/hooks";
 import { HistoryList, Transfer } from "../chat/history-list.tsx";
 import { isHelpOpen } from "../chat/shortcuts.tsx";
-import { newChat } from "../chat/store.ts";
+import { startChat } from "../chat/store.ts";
 import { Chat, Close, Engine, Keyboard, Mark, Plus } from "../ui/icons.tsx";
-import { hrefOf, route, type Route } from "./route.ts";
+import { hrefOf, route, show, type Route } from "./route.ts";
 
 export const isSidebarOpen = signal(false);
 
 const shut = () => (isSidebarOpen.value = false);
 
-const toChat = () => {
-  location.hash = hrefOf("chat");
-  shut();
-};
+// on a wide screen it is no drawer, and nothing may be inert because of it
+matchMedia("(max-width: 800px)").addEventListener("change", shut);
 
 function To({ to, label, Icon }: { to: Route; label: string; Icon: () => preact.JSX.Element }) {
   return (
@@ -24,23 +24,37 @@ function To({ to, label, Icon }: { to: Route; label: string; Icon: () => preact.
   );
 }
 
+/** While it is open the focus is in it; what is behind it is inert (app.tsx). */
+function useFocusWithin(box: RefObject<HTMLElement | null>, isOpen: boolean): void {
+  useEffect(() => {
+    if (!isOpen) return;
+    box.current?.querySelector<HTMLElement>(".phone")?.focus();
+    return () => {
+      if (box.current?.contains(document.activeElement)) document.getElementById("menu")?.focus();
+    };
+  }, [isOpen]);
+}
+
 export function Sidebar() {
+  const box = useRef<HTMLElement>(null);
+  const isOpen = isSidebarOpen.value;
+  useFocusWithin(box, isOpen);
   return (
     <>
-      {isSidebarOpen.value && <div class="scrim" onClick={shut} />}
-      <aside class="sidebar" data-open={isSidebarOpen.value} aria-label="Conversations">
+      {isOpen && <div class="scrim" onClick={shut} />}
+      <aside ref={box} class="sidebar" data-open={isOpen} aria-label="Conversations">
         <div class="brand">
           <Mark />
-          <h1>Streamer</h1>
+          <span>Streamer</span>
           <button class="button icon-only phone" type="button" aria-label="Close menu" onClick={shut}>
             <Close />
           </button>
         </div>
-        <button class="button wide" type="button" onClick={() => (newChat(), toChat())}>
+        <button class="button wide" type="button" onClick={() => (startChat(), shut())}>
           <Plus /> New chat
         </button>
         <nav class="grow" aria-label="History">
-          <HistoryList onOpen={toChat} />
+          <HistoryList onOpen={() => (show("chat"), shut())} />
         </nav>
         <Transfer />
         <nav aria-label="Views">

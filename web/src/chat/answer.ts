@@ -66,6 +66,8 @@ export class Answer {
   seed: number | null = null;
   responseId: string | null = null;
   stream: ResponseStream | null = null;
+  /** The same answer once more, for its tokens. */
+  drawing: ResponseStream | null = null;
   #after = -1;
   #isResumed = false;
   #frame = 0;
@@ -148,6 +150,7 @@ export class Answer {
 
   /** It is not wanted any more; what still comes is not heard. */
   leave(): void {
+    this.drawing?.cancel();
     for (const off of this.#off) off();
     cancelAnimationFrame(this.#frame);
   }

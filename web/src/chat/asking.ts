@@ -57,8 +57,17 @@ export function fork(conversation: Conversation, message: Message, token: Token,
   announcement.value = "Generating another ending";
 }
 
+/** Tokens in place of the text, or the text again. */
+export function toggleTokens(message: Message): void {
+  const it = message.answer;
+  if (!it) return;
+  if (!it.isOpened.value) return void look(message);
+  it.isOpened.value = false;
+  it.drawing?.cancel();
+}
+
 /** Draw a finished answer once more, with its seed, to see its tokens. */
-export async function look(message: Message): Promise<void> {
+async function look(message: Message): Promise<void> {
   const it = message.answer;
   if (!it || !message.parent || it.isLive.value) return;
   it.isOpened.value = true;
@@ -68,11 +77,13 @@ export async function look(message: Message): Promise<void> {
   const wanted: Ask = { ...it.origin.ask, include: ["message.output_text.logprobs"], top_logprobs: NUM_ALTERNATIVES, max_output_tokens: Math.max(1, tokens) };
   if (it.seed !== null) wanted.seed = it.seed;
   const stream = begin(message.parent, { ...it.origin, ask: wanted });
+  it.drawing = stream;
   const reader = new TokenReader();
   stream.on("delta", (event) => reader.add(event, stream.id ?? ""));
   await stream.done;
-  const isSame = stream.text === it.text.value;
-  if (isSame) {
+  if (it.drawing !== stream || stream.isCancelled) return; // nobody waits for it any more
+  it.drawing = null;
+  if (stream.text === it.text.value) {
     it.prefix = reader.prefix;
     it.tokens.value = reader.finished();
   } else {

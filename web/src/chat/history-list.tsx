@@ -6,6 +6,7 @@ import { Dots, Download, Search, Upload } from "../ui/icons.tsx";
 import { Dialog } from "../ui/dialog.tsx";
 import type { Conversation } from "./conversation.ts";
 import { exportChats, found, importChats, query } from "./history.ts";
+import { isKept } from "./keeping.ts";
 import { conversations, current, open, remove, rename } from "./store.ts";
 
 const doomed = signal<Conversation | null>(null);
@@ -13,8 +14,7 @@ const isDeleteOpen = signal(false);
 const fault = signal("");
 
 export function HistoryList({ onOpen }: { onOpen: () => void }) {
-  const all = conversations.value.length;
-  if (all === 0) return <p class="side-note">Your chats will be kept here, in this browser.</p>;
+  if (conversations.value.length === 0) return <p class="side-note">Your chats will be kept here, in this browser.</p>;
   return (
     <>
       <div class="search">
@@ -97,7 +97,7 @@ function Rename({ conversation, onDone }: { conversation: Conversation; onDone: 
   );
 }
 
-/** Below the history: files in and out. */
+/** Below the history: whether it will be there again; files in and out. */
 export function Transfer() {
   const file = useRef<HTMLInputElement>(null);
   const take = async () => {
@@ -107,6 +107,9 @@ export function Transfer() {
   };
   return (
     <div class="transfer">
+      <div class="fault" role="status">
+        {!isKept.value && "This browser does not keep your chats: they are gone with this page. Export what you need."}
+      </div>
       <input ref={file} class="sr" type="file" accept=".json,application/json" tabIndex={-1} aria-label="File with chats" onChange={() => void take()} />
       <button class="button small" type="button" onClick={() => file.current?.click()}>
         <Upload /> Import

@@ -2,9 +2,10 @@
 
 import { computed, signal } from "@preact/signals";
 import { client } from "../app/connection.ts";
+import { recall, remember } from "../app/storage.ts";
 import { goOn } from "./asking.ts";
 import type { Conversation } from "./conversation.ts";
-import { hear, keepConversation, keepMessage, load, type Word } from "./keeping.ts";
+import { hear, keepAll, load, type Word } from "./keeping.ts";
 import { addMessage, arrange, fromFile, toConversation, toFile, type KeptMessage } from "./kept.ts";
 import { announcement, conversations, current, forget, open } from "./store.ts";
 
@@ -28,8 +29,9 @@ function has(conversation: Conversation, words: string[]): boolean {
 
 export async function begin(): Promise<void> {
   client.update({ detach_s: DETACH_S });
-  hear(onWord);
-  const kept = await load();
+  const loading = load();
+  hear((word) => void loading.then(() => onWord(word))); // it may be of what is being loaded
+  const kept = await loading;
   const messages = new Map<string, KeptMessage[]>(kept.conversations.map(({ id }) => [id, []]));
   for (const message of kept.messages) messages.get(message.conversation)?.push(message);
   const added = kept.conversations.map((record) => toConversation(record, messages.get(record.id) ?? []));
@@ -38,22 +40,14 @@ export async function begin(): Promise<void> {
   conversations.value = [...conversations.value, ...fresh].sort((a, b) => b.created - a.created);
   showAgain();
   for (const conversation of fresh) resumeAll(conversation);
-  current.subscribe((conversation) => rememberOpen(conversation.id));
+  current.subscribe((conversation) => remember("sessionStorage", OPEN, conversation.id));
 }
 
 function showAgain(): void {
   if (current.value.messages.value.length > 0) return; // the reader was faster
-  const id = sessionStorage.getItem(OPEN);
+  const id = recall("sessionStorage", OPEN);
   const last = conversations.value.find((conversation) => conversation.id === id);
   if (last) open(last);
-}
-
-function rememberOpen(id: string): void {
-  try {
-    sessionStorage.setItem(OPEN, id);
-  } catch {
-    // private mode
-  }
 }
 
 function resumeAll(conversation: Conversation): void {
@@ -103,11 +97,8 @@ export async function importChats(file: File): Promise<string> {
   try {
     const added = fromFile(await file.text());
     conversations.value = [...added, ...conversations.value].sort((a, b) => b.created - a.created);
-    for (const conversation of added) {
-      keepConversation(conversation);
-      for (const message of conversation.messages.value) keepMessage(conversation, message);
-    }
     if (added[0]) open(added[0]);
+    await keepAll(added);
     announcement.value = `${added.length} ${added.length === 1 ? "chat" : "chats"} imported`;
     return "";
   } catch (thrown) {

@@ -2,10 +2,11 @@
  * Keeping: conversations in this browser's IndexedDB, and word of every change to its other tabs.
  *
  * A message is a record of its own, so that two tabs add to one conversation without loss. Nothing
- * waits for a write; without a database (private mode) the page works for as long as it is open.
+ * waits for a write; without a database (private mode, a full disk) the page works for as long as it
+ * is open, and says that it keeps nothing.
  */
 
-import { openDB, type DBSchema, type IDBPDatabase } from "idb";
+import { signal } from "@preact/signals";import { openDB, type DBSchema, type IDBPDatabase } from "idb";
 import { asKeptConversation, asKeptMessage, type KeptConversation, type KeptMessage } from "./kept.ts";
 import type { Conversation, Message } from "./conversation.ts";
 
@@ -24,23 +25,31 @@ const EVERY_MS = 1000; // between two writes of an answer that grows
 const channel = typeof BroadcastChannel === "undefined" ? null : new BroadcastChannel("streamer");
 const due = new Map<Message, ReturnType<typeof setTimeout>>();
 const dropped = new Set<string>();
-let database: Promise<IDBPDatabase<Schema> | null> | undefined;
+let database: Promise<IDBPDatabase<Schema>> | undefined;
 
-function db(): Promise<IDBPDatabase<Schema> | null> {
+/** Whether the last write went well: else what is on the screen is gone with the page. */
+export const isKept = signal(true);
+
+function db(): Promise<IDBPDatabase<Schema>> {
   database ??= openDB<Schema>("streamer", 1, {
     upgrade(fresh) {
       fresh.createObjectStore("conversations", { keyPath: "id" });
       fresh.createObjectStore("messages", { keyPath: "id" }).createIndex("conversation", "conversation");
     },
-  }).catch(() => null);
+    terminated: () => (database = undefined), // by the browser, as when its data are cleared
+  });
   return database;
 }
 
 export async function load(): Promise<{ conversations: KeptConversation[]; messages: KeptMessage[] }> {
-  const store = await db();
-  if (!store) return { conversations: [], messages: [] };
-  const [conversations, messages] = await Promise.all([store.getAll("conversations"), store.getAll("messages")]);
-  return { conversations, messages };
+  try {
+    const store = await db();
+    const [conversations, messages] = await Promise.all([store.getAll("conversations"), store.getAll("messages")]);
+    return { conversations, messages };
+  } catch {
+    isKept.value = false;
+    return { conversations: [], messages: [] };
+  }
 }
 
 export function keepConversation(conversation: Conversation): void {
@@ -51,16 +60,34 @@ export function keepConversation(conversation: Conversation): void {
 }
 
 export function keepMessage(conversation: Conversation, message: Message): void {
-  if (dropped.has(conversation.id)) return;
   const record = keepQuietly(conversation, message);
-  if (record.answer?.status === "sending") return; // without an id nobody can follow it
+  if (!record || record.answer?.status === "sending") return; // without an id nobody can follow it
   channel?.postMessage({ type: "message", record } satisfies Word);
+}
+
+/** All of them or none, once they are on the disk. */
+export function keepAll(conversations: readonly Conversation[]): Promise<void> {
+  const whole = conversations.map((conversation) => ({
+    record: asKeptConversation(conversation),
+    messages: conversation.messages.value.map((message) => asKeptMessage(conversation, message)),
+  }));
+  for (const { record, messages } of whole) {
+    channel?.postMessage({ type: "conversation", record } satisfies Word);
+    for (const message of messages) channel?.postMessage({ type: "message", record: message } satisfies Word);
+  }
+  return write(async (store) => {
+    const all = store.transaction(["conversations", "messages"], "readwrite");
+    for (const { record, messages } of whole) {
+      void all.objectStore("conversations").put(record);
+      for (const message of messages) void all.objectStore("messages").put(message);
+    }
+    await all.done;
+  });
 }
 
 /** Soon, and not for every frame of an answer that grows. */
 export function keepSoon(conversation: Conversation, message: Message): void {
-  if (due.has(message) || dropped.has(conversation.id)) return;
-  due.set(message, setTimeout(() => keepQuietly(conversation, message), EVERY_MS));
+  if (!due.has(message)) due.set(message, setTimeout(() => keepQuietly(conversation, message), EVERY_MS));
 }
 
 export function drop(conversation: Conversation): void {
@@ -83,19 +110,21 @@ export function hear(onWord: (word: Word) => void): void {
   });
 }
 
-function keepQuietly(conversation: Conversation, message: Message): KeptMessage {
+/** null: it was deleted meanwhile, and stays so. */
+function keepQuietly(conversation: Conversation, message: Message): KeptMessage | null {
   clearTimeout(due.get(message));
   due.delete(message);
+  if (dropped.has(conversation.id)) return null;
   const record = asKeptMessage(conversation, message);
   void write((store) => store.put("messages", record));
   return record;
 }
 
 async function write(work: (store: IDBPDatabase<Schema>) => Promise<unknown>): Promise<void> {
-  const store = await db();
   try {
-    if (store) await work(store);
+    await work(await db());
+    isKept.value = true;
   } catch {
-    // the disk is full or the browser forbids it: this page goes on
+    isKept.value = false; // the disk is full, or the browser forbids it
   }
 }

@@ -3,7 +3,7 @@
 import { useState } from "preact/hooks";
 import { Again, Check, Columns, Copy, Left, Pencil, Right, Tokens } from "../ui/icons.tsx";
 import type { Answer } from "./answer.ts";
-import { look, regenerate, send } from "./asking.ts";
+import { regenerate, send, toggleTokens } from "./asking.ts";
 import { siblings, type Conversation, type Message } from "./conversation.ts";
 import { copy } from "./copy.ts";
 import { figuresOf, noteOf } from "./figures.ts";
@@ -69,7 +69,6 @@ function AnswerActions({ conversation, message, answer, isBeside }: Props & { an
     setCopied(await copy(answer.text.value));
     setTimeout(() => setCopied(false), 1500);
   };
-  const toggle = () => (answer.isOpened.value ? (answer.isOpened.value = false) : void look(message));
   return (
     <div class="actions">
       {isBeside ? (
@@ -82,7 +81,7 @@ function AnswerActions({ conversation, message, answer, isBeside }: Props & { an
       <Action label={isCopied ? "Copied" : "Copy answer"} onClick={() => void copyIt()}>
         {isCopied ? <Check /> : <Copy />}
       </Action>
-      <Action label="Show tokens" isPressed={answer.isOpened.value} disabled={answer.figures.value.tokens === 0} onClick={toggle}>
+      <Action label="Show tokens" isPressed={answer.isOpened.value} disabled={answer.figures.value.tokens === 0} onClick={() => toggleTokens(message)}>
         <Tokens />
       </Action>
       {!isBeside && (

@@ -23,6 +23,7 @@ export function ChatPane() {
   const isEmpty = conversation.path.value.length === 0;
   return (
     <main class="pane chat">
+      <h1 class="sr">{conversation.title}</h1>
       <Thread conversation={conversation} isEmpty={isEmpty} />
       <Composer />
       <div class="sr" role="status">

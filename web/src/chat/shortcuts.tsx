@@ -1,12 +1,13 @@
 /** Keys that work anywhere on the page, and the dialog that names them. Alt, so that typing is typing. */
 
 import { signal } from "@preact/signals";
+import { show } from "../app/route.ts";
 import { Dialog } from "../ui/dialog.tsx";
-import { look, regenerate } from "./asking.ts";
+import { regenerate, toggleTokens } from "./asking.ts";
 import type { Message } from "./conversation.ts";
 import { copy } from "./copy.ts";
 import { focusComposer } from "./pane.tsx";
-import { announcement, current, newChat, stop } from "./store.ts";
+import { announcement, current, startChat, stop } from "./store.ts";
 import { isSettingsOpen } from "./settings.tsx";
 
 export const isHelpOpen = signal(false);
@@ -20,9 +21,9 @@ interface Shortcut {
 }
 
 const SHORTCUTS: readonly Shortcut[] = [
-  { keys: "Alt N", code: "KeyN", what: "New chat", run: newChat },
+  { keys: "Alt N", code: "KeyN", what: "New chat", run: startChat },
   { keys: "Alt K", code: "KeyK", what: "Search chats", run: () => document.getElementById("search")?.focus() },
-  { keys: "Alt M", code: "KeyM", what: "To the message field", run: focusComposer },
+  { keys: "Alt M", code: "KeyM", what: "To the message field", run: () => (show("chat"), focusComposer()) },
   { keys: "Alt C", code: "KeyC", what: "Copy the last answer", run: () => void copyLast() },
   { keys: "Alt R", code: "KeyR", what: "Regenerate the last answer", run: () => withLast((message) => regenerate(current.value, message)) },
   { keys: "Alt T", code: "KeyT", what: "Tokens of the last answer", run: () => withLast(toggleTokens) },
@@ -77,11 +78,6 @@ export function HelpDialog() {
 function withLast(run: (message: Message) => void): void {
   const last = current.value.path.value.findLast((message) => message.answer);
   if (last) run(last);
-}
-
-function toggleTokens(message: Message): void {
-  if (message.answer?.isOpened.value) message.answer.isOpened.value = false;
-  else void look(message);
 }
 
 async function copyLast(): Promise<void> {

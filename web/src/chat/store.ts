@@ -2,6 +2,7 @@
 
 import { computed, signal } from "@preact/signals";
 import { isConnected } from "../app/connection.ts";
+import { show } from "../app/route.ts";
 import { Conversation, latestBelow, type Message } from "./conversation.ts";
 import { drop, keepConversation } from "./keeping.ts";
 
@@ -26,6 +27,12 @@ export function newChat(): void {
   current.value = new Conversation();
   editing.value = null;
   announcement.value = "New chat";
+}
+
+/** The same, by the reader's wish: from the engine view too. */
+export function startChat(): void {
+  newChat();
+  show("chat");
 }
 
 export function open(conversation: Conversation): void {

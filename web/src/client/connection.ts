@@ -117,12 +117,12 @@ export class Connection extends Emitter<ConnectionEvents> {
   async #try(): Promise<void> {
     this.#drop();
     const turn = this.#turn;
-    const { transport, Socket, http } = this.#options;
+    const { transport, Socket, http, openMs } = this.#options;
     if (transport === "sse" || !Socket) return this.#probe(turn, true);
     const protocols: string[] = [this.#options.codec.protocol];
     if (http.key) {
       try {
-        protocols.push(`streamer.ticket.${(await http.ticket()).ticket}`);
+        protocols.push(`streamer.ticket.${(await http.ticket(AbortSignal.timeout(openMs))).ticket}`);
       } catch (thrown) {
         if (turn === this.#turn) this.#refused(asError(thrown));
         return;
@@ -196,8 +196,9 @@ export class Connection extends Emitter<ConnectionEvents> {
 
   /** Ask over HTTP why there is no socket; use HTTP alone where `mayUse` and it works. */
   async #probe(turn: number, mayUse: boolean): Promise<void> {
+    const { http, openMs } = this.#options;
     try {
-      const { data } = await this.#options.http.models();
+      const { data } = await http.models(AbortSignal.timeout(openMs));
       if (turn !== this.#turn) return;
       const model = data[0];
       if (mayUse && model) this.#connected("sse", { model: model.id, context_length: model.max_model_len });

@@ -55,12 +55,12 @@ export class Http {
   }
 
   /** What opens one socket for this key, within half a minute. */
-  ticket(): Promise<TicketAnswer> {
-    return this.json("v1/tickets", { method: "POST", body: {} });
+  ticket(signal: AbortSignal): Promise<TicketAnswer> {
+    return this.json("v1/tickets", { method: "POST", body: {}, signal });
   }
 
-  models(): Promise<ModelList> {
-    return this.json("v1/models");
+  models(signal: AbortSignal): Promise<ModelList> {
+    return this.json("v1/models", { signal });
   }
 
   tokenize(prompt: string): Promise<Tokenized> {

@@ -195,7 +195,7 @@ export class Lanes {
     if (!entry) return;
     if (event.status !== "gone") {
       this.#attached(entry);
-    } else if (entry.stream.sequence < 0 && entry.stream.body.input !== undefined) {
+    } else if (entry.stream.sequence < 0 && !entry.stream.isForeign) {
       entry.stream.forgetId(); // it waited for its lane when the socket closed: it never began
       entry.phase = "detached";
     } else {

@@ -82,6 +82,8 @@ export class ResponseStream extends Emitter<StreamEvents> {
   /** Settles at the end, whatever the end is; never rejects. */
   readonly done: Promise<ResponseStream>;
   isCancelled = false;
+  /** Asked for elsewhere and known by its id, so it can't be asked for anew. */
+  readonly isForeign: boolean;
   readonly #port: Port;
   readonly #opening: number;
   #settle!: (stream: ResponseStream) => void;
@@ -91,6 +93,7 @@ export class ResponseStream extends Emitter<StreamEvents> {
     this.#port = port;
     this.lane = lane;
     this.body = body;
+    this.isForeign = known !== undefined;
     this.times = { sent: port.now(), first: null, last: null };
     this.done = new Promise((resolve) => (this.#settle = resolve));
     const hasPrefix = Boolean(body.fork && (body.fork.at > 0 || body.fork.text));

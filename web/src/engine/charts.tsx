@@ -60,7 +60,7 @@ function Chart({ title, lines, say, top }: ChartProps) {
   return (
     <figure class="card chart">
       <figcaption>
-        <h3>{title}</h3>
+        <h2>{title}</h2>
         {lines.map((line, i) => (
           <span key={line.name} class="chart-now" data-line={i}>
             <b>{last[i] == null ? "–" : say(last[i])}</b> {line.name}

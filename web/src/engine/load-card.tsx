@@ -59,7 +59,7 @@ export function LoadCard() {
   wasShared.current ||= frame.cells.device.some((cell) => (cell & 8) !== 0);
   return (
     <section class="card load" aria-labelledby="load-title">
-      <h3 id="load-title">What to look at</h3>
+      <h2 id="load-title">What to look at</h2>
       <dl>
         {sights(frame.body.scheduler.stats, wasShared.current).map(([name, text, isThere]) => (
           <div key={name} data-there={isThere}>

@@ -20,7 +20,7 @@ export function EnginePane() {
       <div class="engine-page">
         <div class="engine-head">
           <div>
-            <h2>Engine</h2>
+            <h1>Engine</h1>
             <p class="note">Where the tokens of every request are kept, and who computes in each step.</p>
           </div>
           <LoadButton />

@@ -57,7 +57,7 @@ function Pool({ pool, title }: { pool: PoolName; title: string }) {
   return (
     <section class="card pool" aria-labelledby={id} data-pool={pool}>
       <div class="card-head">
-        <h3 id={id}>{title}</h3>
+        <h2 id={id}>{title}</h2>
         <span class="note">{head}</span>
       </div>
       <Legend pool={pool} />

@@ -45,7 +45,7 @@ export function Tables() {
   const more = tables.length - MAX_ROWS;
   return (
     <section class="card" aria-labelledby="tables-title">
-      <h3 id="tables-title">Page tables</h3>
+      <h2 id="tables-title">Page tables</h2>
       <p class="note">
         {isEmpty ? "Nobody is being answered. Each running request has a row here, with the blocks its tokens are kept in." : "Each request's blocks, in the order of its tokens. A dot marks a block that several requests share."}
       </p>

@@ -55,7 +55,7 @@ export function TimelineView() {
   return (
     <section class="card" aria-labelledby="timeline-title">
       <div class="card-head">
-        <h3 id="timeline-title">The batch, step by step</h3>
+        <h2 id="timeline-title">The batch, step by step</h2>
         <div class="segments" role="group" aria-label="Steps on the screen">
           {SPANS.map((steps, i) => (
             <button key={steps} type="button" aria-pressed={span.value === i} onClick={() => (span.value = i)}>

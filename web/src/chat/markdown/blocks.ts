@@ -10,7 +10,8 @@ import { Marked, type Token, type Tokens } from "marked";
 const INLINE_MATHS = /^(?:\\\(([\s\S]{1,2000}?)\\\)|\$\$([^$\n]{1,2000}?)\$\$|\$(?![\s$])((?:\\.|[^\\$\n]){1,1000}?)(?<!\s)\$(?!\d))/;
 const LONGEST_MATHS = 8000; // characters that a closing sign is waited for
 const MATHS_BEGIN = /^ {0,3}(?:\$\$|\\\[)/m;
-const BLOCK_MATHS = /^ {0,3}(?:\$\$\s*([^$]{1,8000}?)\s*\$\$|\\\[\s*([\s\S]{1,8000}?)\s*\\\])[ \t]*(?:\n+|$)/;
+// No space beside the formula: with what is not closed, each would be tried with every length of the other.
+const BLOCK_MATHS = /^ {0,3}(?:\$\$([^$]{1,8000})\$\$|\\\[([\s\S]{1,8000}?)\\\])[ \t]*(?:\n+|$)/;
 
 export interface Maths extends Tokens.Generic {
   tex: string;
@@ -28,7 +29,8 @@ export function newMarked(): Marked {
         start: (source) => /^ {0,3}(?:\$\$|\\\[)/m.exec(source)?.index,
         tokenizer(source): Maths | undefined {
           const found = BLOCK_MATHS.exec(source);
-          return found ? { type: "blockMaths", raw: found[0], tex: found[1] ?? found[2] ?? "", isDisplay: true } : undefined;
+          const tex = (found?.[1] ?? found?.[2] ?? "").trim();
+          return found && tex ? { type: "blockMaths", raw: found[0], tex, isDisplay: true } : undefined;
         },
       },
       {

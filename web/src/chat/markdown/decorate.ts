@@ -2,6 +2,7 @@
  *  where they are wanted, from chunks that are loaded then. */
 
 import { copy } from "../copy.ts";
+import { languageOf } from "./html.ts";
 
 /** At once, on what may be drawn again. */
 export function decorate(fragment: DocumentFragment): void {
@@ -27,9 +28,10 @@ export function finish(elements: Element[]): void {
 
 async function colour(box: Element): Promise<void> {
   const code = box.querySelector("code");
-  if (!code?.className) return;
+  const language = languageOf(code);
+  if (!code || !language) return;
   const { highlight } = await import("./highlight.ts");
-  highlight(code, code.className);
+  highlight(code, language);
 }
 
 async function typeset(all: HTMLElement[]): Promise<void> {
@@ -47,7 +49,7 @@ function wrap(element: Element, name: string): HTMLElement {
 
 function frame(pre: HTMLPreElement): void {
   const code = pre.querySelector("code");
-  const language = code?.className ?? "";
+  const language = languageOf(code);
   pre.tabIndex = 0;
   pre.setAttribute("role", "region");
   pre.setAttribute("aria-label", language ? `Code in ${language}` : "Code");

@@ -4,15 +4,17 @@
  */
 
 import DOMPurify from "dompurify";
-import type { Tokens } from "marked";
+import type { Token, Tokens } from "marked";
 import { newMarked, type Maths } from "./blocks.ts";
 
 const TAGS = ["p", "h1", "h2", "h3", "h4", "h5", "h6", "ul", "ol", "li", "blockquote", "pre", "code", "em", "strong", "del", "br", "hr", "a", "table", "thead", "tbody", "tr", "th", "td", "span"];
 const ATTRIBUTES = ["href", "class", "align", "start", "title"];
 const SCHEMES = /^(?:https?:|mailto:)/i;
+/** Before the language in a class: no answer may wear a class of the page's own. */
+const LANGUAGE = "language-";
 const ESCAPES: Record<string, string> = { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#39;" };
 
-export const escapeHtml = (text: string): string => text.replace(/[&<>"']/g, (char) => ESCAPES[char] ?? char);
+const escapeHtml = (text: string): string => text.replace(/[&<>"']/g, (char) => ESCAPES[char] ?? char);
 
 const marked = newMarked();
 marked.use({
@@ -20,8 +22,9 @@ marked.use({
     html: ({ text, block }) => (block ? `<p>${escapeHtml(text)}</p>` : escapeHtml(text)),
     image: ({ href, text }) => link(href, text || href, "image"),
     code: ({ text, lang }: Tokens.Code) => {
-      const name = /^[\w+#.-]{1,30}/.exec(lang ?? "")?.[0] ?? "";
-      return `<pre><code class="${escapeHtml(name)}">${escapeHtml(text)}</code></pre>`;
+      const name = /^[\w+#.-]{1,30}/.exec(lang ?? "")?.[0];
+      const named = name ? ` class="${LANGUAGE}${escapeHtml(name)}"` : "";
+      return `<pre><code${named}>${escapeHtml(text)}</code></pre>`;
     },
     checkbox: ({ checked }) => (checked ? "☑ " : "☐ "),
   },
@@ -31,11 +34,26 @@ marked.use({
   ],
 });
 
-export const lex = (source: string) => marked.lexer(source);
+// marked goes into nested quotes and lists by calling itself, so depth has an end: what is beyond it is text.
+
+export function lex(source: string): Token[] {
+  try {
+    return marked.lexer(source);
+  } catch {
+    return [{ type: "text", raw: source, text: source }];
+  }
+}
 
 export function toFragment(source: string): DocumentFragment {
-  return purify(marked.parse(source, { async: false }));
+  try {
+    return purify(marked.parse(source, { async: false }));
+  } catch {
+    return purify(`<p>${escapeHtml(source)}</p>`);
+  }
 }
+
+/** What a code block says it is written in; "" where it does not. */
+export const languageOf = (code: Element | null): string => code?.className.slice(LANGUAGE.length) ?? "";
 
 export function purify(html: string): DocumentFragment {
   const fragment = DOMPurify.sanitize(html, {

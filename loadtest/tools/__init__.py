@@ -1,0 +1,1 @@
+"""Public tools, unchanged, against a server: `python -m streamer.loadtest.tools --help`."""

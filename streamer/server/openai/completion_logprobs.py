@@ -1,0 +1,108 @@
+"""Log probabilities of a completion in the legacy form: parallel lists, of prompt and output.
+
+Pure builders over values of the core; completions.py calls them.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+
+import msgspec
+
+from streamer.core.plan import TokenLogprob
+from streamer.server.openai.common import LOGPROB_FLOOR, TokenText, show
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    """One entry a token; a prompt's first one has neither probability nor alternatives.
+
+    text_offset   characters of the choice's text before the token
+    top_logprobs  the best tokens and, as OpenAI promises, always the token itself; of tokens that
+                  are written alike the better one
+    """
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+    def add(self, offset: int, raw: bytes, logprob: TokenLogprob | None, text: TokenText) -> None:
+        """One more token."""
+        shown = show(raw)
+        self.text_offset.append(offset)
+        self.tokens.append(shown)
+        if logprob is None:
+            self.token_logprobs.append(None)
+            self.top_logprobs.append(None)
+            return
+        own = max(logprob.logprob, LOGPROB_FLOOR)
+        top: dict[str, float] = {}
+        for token_id, value in logprob.top:
+            top.setdefault(show(text(token_id)), max(value, LOGPROB_FLOOR))
+        top.setdefault(shown, own)
+        self.token_logprobs.append(own)
+        self.top_logprobs.append(top)
+
+    def __add__(self, more: CompletionLogprobs) -> CompletionLogprobs:
+        """These tokens, then those."""
+        return CompletionLogprobs(
+            self.text_offset + more.text_offset,
+            self.token_logprobs + more.token_logprobs,
+            self.tokens + more.tokens,
+            self.top_logprobs + more.top_logprobs,
+        )
+
+
+def no_logprobs() -> CompletionLogprobs:
+    """Of no tokens."""
+    return CompletionLogprobs([], [], [], [])
+
+
+class OffsetCounter:
+    """Characters before each output token of one choice, for `text_offset`.
+
+    A token that ends inside a character does not move the offset; the one that completes it does.
+    """
+
+    def __init__(self, echo: str = "") -> None:
+        """`echo`: the text before the output."""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = len(echo)
+
+    def build(self, logprobs: Sequence[TokenLogprob], text: TokenText) -> CompletionLogprobs:
+        """The legacy form of the next tokens."""
+        out = no_logprobs()
+        for lp in logprobs:
+            raw = text(lp.token_id)
+            out.add(self._offset, raw, lp, text)
+            self._offset += len(self._decoder.decode(raw))
+        return out
+
+
+def prompt_logprobs(
+    prompt: Sequence[int],
+    logprobs: Sequence[TokenLogprob],
+    echo: str,
+    special: AbstractSet[int],
+    text: TokenText,
+) -> CompletionLogprobs:
+    """The legacy form of a prompt, of all tokens but the first one `logprobs`.
+
+    Offsets are into `echo`, the prompt's text, which has special tokens only where they are written
+    in it, and not the space that SentencePiece puts before a text. Where a tokenizer changes the
+    text (Unicode normal forms) they may be a few characters off.
+    """
+    decoder, offset, out = codecs.getincrementaldecoder("utf-8")("replace"), 0, no_logprobs()
+    for token, logprob in zip(prompt, (None, *logprobs), strict=True):
+        raw = text(token)
+        out.add(offset, raw, logprob, text)
+        piece = raw.decode() if token in special else decoder.decode(raw)
+        if not echo.startswith(piece, offset):
+            if token in special:
+                piece = ""
+            elif offset == 0:
+                piece = piece.removeprefix(" ")
+        offset = min(offset + len(piece), len(echo))
+    return out
