@@ -2,8 +2,9 @@
 
 The same requests and weights for all three. Static batches take what waits, up to their size, and
 the next one begins when all of the last have ended; held to that, this engine shows what scheduling
-alone is worth, beside its kernels. Then at rising rates of Poisson arrivals, the measure of both
-papers: seconds from arrival to end a token of the answer.
+alone is worth, beside its kernels. No rates of arrivals, the papers' other measure: a rate that
+transformers can't sustain shows only after minutes, and 32 requests (half a minute) did not tell 16
+a second from one.
 """
 
 from __future__ import annotations
@@ -15,33 +16,15 @@ from typing import Literal
 import msgspec
 
 from streamer.bench.paper_asks import CONTEXT, Ask, Kind, asks
-from streamer.bench.paper_report import Comparison, Plot, Series, number
-from streamer.bench.paper_servers import Engine, Generate, Run, Server, poisson
+from streamer.bench.paper_report import Comparison, Plot, Series
+from streamer.bench.paper_servers import Engine, Generate, Run, Server
 from streamer.bench.paper_steps import MODEL, Steps, checkpoint, settings
 
-LIMIT_S = 0.25  # a token: where the paper's curves have left their flat part
 System = Literal["transformers, static", "this engine, static", "this engine, continuous"]
 TRANSFORMERS: System = "transformers, static"
 STATIC: System = "this engine, static"
 CONTINUOUS: System = "this engine, continuous"
 SYSTEMS: tuple[System, ...] = (TRANSFORMERS, STATIC, CONTINUOUS)
-
-
-def sustained(latencies: Sequence[tuple[float, float]], limit_s: float = LIMIT_S) -> float:
-    """The rate at which the latency reaches the limit, on a line between the two rates around it.
-
-    latencies  (rate, seconds a token), rates ascending. The last rate, if all are below the limit;
-    0, if the first is not.
-    """
-    before = (0.0, 0.0)
-    for rate, latency in latencies:
-        if latency > limit_s:
-            if before == (0.0, 0.0):
-                return 0.0
-            share = (limit_s - before[1]) / (latency - before[1])
-            return before[0] + share * (rate - before[0])
-        before = (rate, latency)
-    return before[0]
 
 
 class Throughput(msgspec.Struct, frozen=True):
@@ -54,14 +37,12 @@ class Throughput(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What is measured: batch sizes, requests and their lengths' divisors, rates of arrivals."""
+    """What is measured: batch sizes, requests and their lengths' divisors."""
 
     sizes: tuple[int, ...]
     counts: dict[Kind, int]
     scales: dict[Kind, int]
-    rates: tuple[float, ...]
-    rated_size: int
-    rated_count: int
+    alpaca_size: int
     context: int
     threads: int  # of transformers; 0: as many as there are cores
 
@@ -71,9 +52,7 @@ PLAN = Plan(
     sizes=(8, 16, 32),
     counts={"ShareGPT": 64, "Alpaca": 64},
     scales={"ShareGPT": 6, "Alpaca": 1},
-    rates=(1, 2, 4, 8, 12, 16, 24, 32, 48),
-    rated_size=16,
-    rated_count=32,
+    alpaca_size=16,
     context=CONTEXT,
     threads=0,
 )
@@ -81,16 +60,14 @@ TINY_PLAN = Plan(
     sizes=(2,),
     counts={"ShareGPT": 4, "Alpaca": 4},
     scales={"ShareGPT": 32, "Alpaca": 8},
-    rates=(50.0, 5000.0),
-    rated_size=2,
-    rated_count=4,
+    alpaca_size=2,
     context=CONTEXT // 4,
     threads=1,
 )
 
 
 def measure(progress: Callable[[str], None], *, tiny: bool = False) -> Comparison:
-    """Throughput all at once, then latency at rising rates."""
+    """Every batch size, all requests there from the start."""
     plan = TINY_PLAN if tiny else PLAN
     progress("writing the model")
     with checkpoint(tiny=tiny) as folder:
@@ -99,15 +76,11 @@ def measure(progress: Callable[[str], None], *, tiny: bool = False) -> Compariso
             for kind in plan.counts
         }
         cases: list[tuple[Kind, int]] = [("ShareGPT", size) for size in plan.sizes]
-        cases.append(("Alpaca", plan.rated_size))
+        cases.append(("Alpaca", plan.alpaca_size))
         found = [
             _throughput(folder, kind, size, requests[kind], plan, progress) for kind, size in cases
         ]
-        rates = {
-            system: _rates(folder, system, requests["ShareGPT"][: plan.rated_count], plan, progress)
-            for system in SYSTEMS
-        }
-    return _compare(found, rates, plan)
+    return _compare(found, plan)
 
 
 def _server(
@@ -132,7 +105,7 @@ def _server(
         steps = Steps(folder, config)
         server, close = Engine(steps, size, is_static=system == STATIC), steps.close
     first = [Ask((7, 8, 9, 10), 4)] * size
-    server(first, [0.0] * size)  # compiles, records
+    server(first)  # compiles, records
     return server, close
 
 
@@ -152,30 +125,10 @@ def _throughput(
     for system in SYSTEMS:
         progress(f"{kind}, batches of {size}: {system}")
         server, close = _server(folder, system, size, plan)
-        runs[system] = server(requests, [0.0] * len(requests))
+        runs[system] = server(requests)
         close()
     pairs = zip(runs[TRANSFORMERS].answers, runs[CONTINUOUS].answers, strict=True)
     return Throughput(kind, size, runs, sum(a == b for a, b in pairs))
-
-
-def _rates(
-    folder: Path,
-    system: System,
-    requests: Sequence[Ask],
-    plan: Plan,
-    progress: Callable[[str], None],
-) -> list[tuple[float, float]]:
-    """(rate, seconds a token) at rising rates, up to the first that is beyond LIMIT_S."""
-    server, close = _server(folder, system, plan.rated_size, plan)
-    found: list[tuple[float, float]] = []
-    for rate in plan.rates:
-        progress(f"{rate:g} requests/s: {system}")
-        arrivals = poisson(len(requests), rate)
-        found.append((rate, server(requests, arrivals).latency_s(arrivals)))
-        if found[-1][1] > LIMIT_S:
-            break
-    close()
-    return found
 
 
 # ---------------------------------------------------------------- the table
@@ -183,7 +136,6 @@ def _rates(
 
 def _compare(
     found: Sequence[Throughput],
-    rates: dict[System, list[tuple[float, float]]],
     plan: Plan,
 ) -> Comparison:
     rows: list[tuple[str | float, ...]] = []
@@ -194,14 +146,8 @@ def _compare(
         rows.append((f"{where}: tokens/s", *speeds, *_ratios(speeds)))
         shares = [run.slot_efficiency for run in runs]
         rows.append((f"{where}: slots used", *(f"{s:.0%}" for s in shares), *_ratios(shares)))
-        waits = [1000 * run.latency_s([0.0] * len(run.ends)) for run in runs]
+        waits = [1000 * run.latency_s for run in runs]
         rows.append((f"{where}: latency, ms a token", *waits, "", ""))
-    bearable = [sustained(rates[system]) for system in SYSTEMS]
-    shown = [rate or f"below {plan.rates[0]:g}" for rate in bearable]
-    rows.append((
-        f"ShareGPT, batch {plan.rated_size}: requests/s at {LIMIT_S * 1000:.0f} ms a token",
-        *shown, *_ratios(bearable),
-    ))  # fmt: skip
     return Comparison(
         name="batching",
         title="Continuous batching beside static batches",
@@ -212,7 +158,7 @@ def _compare(
         ),
         columns=("", *SYSTEMS, "continuous / transformers", "continuous / static"),
         rows=tuple(rows),
-        finding=_finding(found, shown),
+        finding=_finding(found),
         setting=_setting(found, plan),
         plot=Plot(
             "bars",
@@ -236,7 +182,7 @@ def _ratios(values: Sequence[float]) -> tuple[str, str]:
     return first, second
 
 
-def _finding(found: Sequence[Throughput], shown: Sequence[str | float]) -> str:
+def _finding(found: Sequence[Throughput]) -> str:
     def span(system: System) -> str:
         ratios = [
             one.runs[CONTINUOUS].tokens_per_s / one.runs[system].tokens_per_s for one in found
@@ -248,9 +194,7 @@ def _finding(found: Sequence[Throughput], shown: Sequence[str | float]) -> str:
     return (
         f"All at once {span(TRANSFORMERS)} times transformers' tokens a second, and {span(STATIC)} "
         f"times its own when held to static batches: {shares[1]} of the slots draw a wanted token, "
-        f"static {shares[0]}. At {LIMIT_S * 1000:.0f} ms a token it takes "
-        f"{' / '.join(number(r) for r in reversed(shown))} requests a second (continuous / "
-        "static / transformers)."
+        f"static {shares[0]}."
     )
 
 
@@ -264,7 +208,7 @@ def _setting(found: Sequence[Throughput], plan: Plan) -> str:
     total = sum(len(one.runs[CONTINUOUS].ends) for one in found)
     return (
         f"{MODEL} (42 million parameters, random weights, bfloat16), {counts}, greedy; "
-        f"{plan.rated_count} of them at the rates; transformers with eager attention, its "
+        "all there from the start; transformers with eager attention, its "
         "prompts padded on the left. Slots are batch size times steps; "
         "an answer of this engine's static batches counts as ended when it has its last token, "
         f"transformers' when its batch has. {equal} of {total} answers of the two have the same "

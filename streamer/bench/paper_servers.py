@@ -1,12 +1,11 @@
 """What serves requests to their ends: transformers, and this engine, also in static batches.
 
-The same door for all three, so that paper_batching.py can compare them. Requests arrive on a clock
-that advances by what steps really take and skips idle time.
+The same door for all three, so that paper_batching.py can compare them. All requests are there from
+the start, and are served in their order.
 """
 
 from __future__ import annotations
 
-import random
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -27,8 +26,8 @@ PAD = 2
 class Run(msgspec.Struct, frozen=True):
     """Requests served to their ends.
 
-    seconds  on the clock when the last one ended;  slots  rows there were, summed over the steps
-    ends     seconds on the clock at which each ended;  answers  each one's tokens
+    seconds  until the last one ended;  slots  rows there were, summed over the steps
+    ends     seconds until each ended;  answers  each one's tokens
     """
 
     seconds: float
@@ -50,16 +49,17 @@ class Run(msgspec.Struct, frozen=True):
         """Share of the slots that drew a token which was asked for."""
         return self.num_tokens / self.slots
 
-    def latency_s(self, arrivals: Sequence[float]) -> float:
-        """The mean over requests of seconds from arrival to end, a token of the answer."""
-        each = zip(self.ends, arrivals, self.answers, strict=True)
-        return sum((end - at) / len(answer) for end, at, answer in each) / len(self.ends)
+    @property
+    def latency_s(self) -> float:
+        """The mean over requests of seconds from the start to their end, a token of the answer."""
+        each = zip(self.ends, self.answers, strict=True)
+        return sum(end / len(answer) for end, answer in each) / len(self.ends)
 
 
 class Server(Protocol):
-    """Something that serves requests, which arrive at these seconds (ascending)."""
+    """Something that serves requests, all of them there from the start."""
 
-    def __call__(self, requests: Sequence[Ask], arrivals: Sequence[float]) -> Run: ...
+    def __call__(self, requests: Sequence[Ask]) -> Run: ...
 
 
 class Generate:
@@ -80,20 +80,17 @@ class Generate:
         )
         self._model.generation_config.eos_token_id = None  # every answer is as long as asked for
 
-    def __call__(self, requests: Sequence[Ask], arrivals: Sequence[float]) -> Run:
-        now, slots, first = 0.0, 0, 0
+    def __call__(self, requests: Sequence[Ask]) -> Run:
+        now, slots = 0.0, 0
         ends: list[float] = []
         answers: list[tuple[int, ...]] = []
-        while first < len(requests):
-            now = max(now, arrivals[first])
-            num_here = sum(at <= now for at in arrivals[first:])
-            batch = requests[first : first + min(self._size, num_here)]
+        for first in range(0, len(requests), self._size):
+            batch = requests[first : first + self._size]
             began = time.perf_counter()
             answers += self._answer(batch)
             now += time.perf_counter() - began
             ends += [now] * len(batch)
             slots += self._size * max(ask.num_output for ask in batch)
-            first += len(batch)
         return Run(now, slots, tuple(ends), tuple(answers))
 
     def _answer(self, batch: Sequence[Ask]) -> list[tuple[int, ...]]:
@@ -126,23 +123,18 @@ class Engine:
         self._size = size
         self._is_static = is_static
 
-    def __call__(self, requests: Sequence[Ask], arrivals: Sequence[float]) -> Run:
-        now, num_steps, num_arrived = 0.0, 0, 0
-        waiting: deque[int] = deque()
-        inside: set[str] = set()
+    def __call__(self, requests: Sequence[Ask]) -> Run:
+        now, num_steps = 0.0, 0
         names = [str(self._num_served + i) for i in range(len(requests))]
         self._num_served += len(requests)
+        waiting = deque(zip(names, requests, strict=True))
+        inside: set[str] = set()
         ends: dict[str, float] = {}
-        while num_arrived < len(requests) or waiting or inside:
-            if not waiting and not inside:
-                now = max(now, arrivals[num_arrived])
-            while num_arrived < len(requests) and arrivals[num_arrived] <= now:
-                waiting.append(num_arrived)
-                num_arrived += 1
+        while waiting or inside:
             for _ in range(self._num_welcome(len(waiting), len(inside))):
-                index = waiting.popleft()
-                self._steps.add(names[index], *requests[index])
-                inside.add(names[index])
+                name, ask = waiting.popleft()
+                self._steps.add(name, *ask)
+                inside.add(name)
             began = time.perf_counter()
             output = self._steps.step()
             now += time.perf_counter() - began
@@ -161,12 +153,3 @@ class Engine:
         if not self._is_static:
             return num_waiting  # the engine has a queue of its own
         return 0 if num_inside else min(num_waiting, self._size)
-
-
-def poisson(count: int, rate: float, seed: int = 0) -> list[float]:
-    """Seconds of arrivals at so many a second on average; the same but for the scale at any."""
-    source, at, found = random.Random(seed), 0.0, []
-    for _ in range(count):
-        found.append(at)
-        at += source.expovariate(1.0) / rate
-    return found

@@ -10,7 +10,7 @@ import torch
 
 from streamer.bench import paper_servers
 from streamer.bench.paper_asks import Ask, asks
-from streamer.bench.paper_servers import Engine, Generate, Run, poisson
+from streamer.bench.paper_servers import Engine, Generate, Run
 from streamer.bench.paper_steps import Steps, settings
 from streamer.core.plan import Finish, FinishReason, StepOutput
 from streamer.demo import CHECKPOINT
@@ -61,33 +61,23 @@ class PlainSteps:
         assert not self._left
 
 
-def served(clock: Clock, arrivals: Sequence[float], *, is_static: bool) -> Run:
+def served(clock: Clock, *, is_static: bool) -> Run:
     steps: Any = PlainSteps(clock)
-    return Engine(steps, 2, is_static=is_static)(ASKS, arrivals)
+    return Engine(steps, 2, is_static=is_static)(ASKS)
 
 
 def test_continuous(monkeypatch: pytest.MonkeyPatch) -> None:
     """The third takes the first one's place after a step."""
-    run = served(Clock(monkeypatch), [0.0] * 3, is_static=False)
+    run = served(Clock(monkeypatch), is_static=False)
     assert (run.ends, run.seconds, run.slots) == ((1, 3, 3), 3, 6)
     assert (run.num_tokens, run.slot_efficiency, run.tokens_per_s) == (6, 1, 2)
-    assert run.latency_s([0.0] * 3) == pytest.approx((1 / 1 + 3 / 3 + 3 / 2) / 3)
+    assert run.latency_s == pytest.approx((1 / 1 + 3 / 3 + 3 / 2) / 3)
 
 
 def test_static(monkeypatch: pytest.MonkeyPatch) -> None:
     """The third waits for both before it."""
-    run = served(Clock(monkeypatch), [0.0] * 3, is_static=True)
+    run = served(Clock(monkeypatch), is_static=True)
     assert (run.ends, run.slots, run.slot_efficiency) == ((1, 3, 5), 10, 0.6)
-
-
-def test_arrivals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is served before it comes, and idle seconds pass at once."""
-    clock = Clock(monkeypatch)
-    run = served(clock, [0.0, 0.5, 10.0], is_static=False)
-    assert run.ends == (1, 4, 12)
-    assert clock.now == 106, "six steps of work"
-    run = served(clock, [0.0, 0.5, 10.0], is_static=True)
-    assert run.ends == (1, 4, 12)
 
 
 def test_transformers_batches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,30 +91,20 @@ def test_transformers_batches(monkeypatch: pytest.MonkeyPatch) -> None:
         return [(9,) * ask.num_output for ask in batch]
 
     monkeypatch.setattr(server, "_answer", answer)
-    run = server(ASKS, [0.0] * 3)
+    run = server(ASKS)
     assert (run.ends, run.slots, run.slot_efficiency) == ((3, 3, 5), 10, 0.6)
-    assert server(ASKS, [0.0, 0.5, 1.0]).ends == (1, 4, 4), "who waits goes together"
 
 
 def test_the_same_tokens_from_all() -> None:
     """Greedy, float32: the padded batches of transformers are the oracle."""
     requests = asks("ShareGPT", 5, scale=32)
-    at = [0.0] * 5
-    oracle = Generate(CHECKPOINT, 2, torch.float32, 1)(requests, at)
+    oracle = Generate(CHECKPOINT, 2, torch.float32, 1)(requests)
     assert [len(a) for a in oracle.answers] == [ask.num_output for ask in requests]
     config = settings(dtype="float32", max_num_seqs=2, num_gpu_blocks_override=256)
     with Steps(CHECKPOINT, config) as steps:
         for is_static in (True, False):
             server = Engine(steps, 2, is_static=is_static)
-            run = server(requests, at)
+            run = server(requests)
             steps.answers.clear()
             assert run.answers == oracle.answers
             assert run.slots >= run.num_tokens
-
-
-def test_poisson() -> None:
-    at = poisson(1000, 4.0)
-    assert at[0] == 0
-    assert at == sorted(at)
-    assert at[-1] == pytest.approx(250, rel=0.1)
-    assert poisson(10, 8.0) == pytest.approx([t / 2 for t in poisson(10, 4.0)])
