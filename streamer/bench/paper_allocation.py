@@ -225,10 +225,6 @@ def _compare(found: dict[Kind, dict[str, Usage]]) -> Comparison:
         for kind, usages in found.items()
         for name, usage in usages.items()
     ]
-    counts = " and ".join(
-        f"{COUNTS[kind]} requests of {kind}'s lengths on a pool of {POOLS[kind]:,} tokens"
-        for kind in COUNTS
-    )
     names = [*POLICIES, *(f"blocks of {size}" for size in BLOCK_SIZES)]
     return Comparison(
         name="allocation",
@@ -245,13 +241,7 @@ def _compare(found: dict[Kind, dict[str, Usage]]) -> Comparison:
         ),
         rows=tuple(rows),
         finding=_finding(found),
-        setting=(
-            f"{MODEL} (42 million parameters, random weights); {counts}; context {CONTEXT:,}, all "
-            "there from the start. "
-            "Pool with tokens and requests at once are means over the steps in which others wait. "
-            "Contiguous is computed (buddy allocator, a token a step); paged is read from the "
-            "engine's page tables after every step, preemption included."
-        ),
+        setting=_setting(),
         plot=Plot(
             "bars",
             "",
@@ -279,4 +269,18 @@ def _finding(found: dict[Kind, dict[str, Usage]]) -> str:
         f"to {known.mean_running:.1f} (Oracle). Alpaca's short answers waste "
         f"{small['blocks of 16'].wasted:.1f} %, {small['blocks of 8'].wasted:.1f} % with blocks of "
         f"8 and {small['blocks of 32'].wasted:.1f} % with 32."
+    )
+
+
+def _setting() -> str:
+    counts = " and ".join(
+        f"{COUNTS[kind]} requests of {kind}'s lengths on a pool of {POOLS[kind]:,} tokens"
+        for kind in COUNTS
+    )
+    return (
+        f"{MODEL} (42 million parameters, random weights); {counts}; context {CONTEXT:,}, all "
+        "there from the start. "
+        "Pool with tokens and requests at once are means over the steps in which others wait. "
+        "Contiguous is computed (buddy allocator, a token a step); paged is read from the "
+        "engine's page tables after every step, preemption included."
     )

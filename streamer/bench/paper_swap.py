@@ -214,7 +214,7 @@ def compare(
 ) -> Comparison:
     """The table and what it says."""
     speeds = {key: statistics.median(r.speed for r in rounds) for key, rounds in runs.items()}
-    rows = []
+    rows: list[tuple[str | float, ...]] = []
     for size, it in alone.items():
         both_ms = it.out_ms + it.in_ms
         own = runs[size, "own choice"]

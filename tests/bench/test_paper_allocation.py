@@ -21,8 +21,8 @@ from streamer.bench.paper_asks import Ask
 from streamer.demo import CHECKPOINT
 
 
-def ask(num_prompt: int, num_output: int) -> Ask:
-    return Ask(tuple(range(100, 100 + num_prompt)), num_output)
+def ask(num_prompt: int, num_output: int, first: int = 100) -> Ask:
+    return Ask(tuple(range(first, first + num_prompt)), num_output)
 
 
 def test_pages_of_one_request_step_by_step() -> None:
@@ -36,7 +36,13 @@ def test_pages_of_one_request_step_by_step() -> None:
 
 def test_as_many_run_at_once_as_have_blocks() -> None:
     """Eight blocks, one kept free while others run: three requests of two blocks each."""
-    usage = paged(CHECKPOINT, [ask(7, 2)] * 5, block_size=4, pool_tokens=32, context=32)
+    usage = paged(
+        CHECKPOINT,
+        [ask(7, 2, 100 * i) for i in range(1, 6)],
+        block_size=4,
+        pool_tokens=32,
+        context=32,
+    )
     assert usage.peak_running == 3
     assert usage.wasted == pytest.approx(100 / 8)
 
