@@ -1,6 +1,6 @@
 """Draws: who draws from which row of the logits, with what settings and whose noise.
 
-Made by the sampler when the rows change, with new positions every step; read by every backend.
+Made by the sampler when the rows change, with new positions every step; read by the CPU's backends.
 """
 
 from __future__ import annotations

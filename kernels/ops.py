@@ -18,37 +18,11 @@ from typing import Any, Protocol
 
 import torch
 
-from streamer.kernels.batch import AttentionBatch, Forward, Limits
-from streamer.kernels.draws import Draws
+from streamer.kernels.batch import AttentionBatch as AttentionBatch
+from streamer.kernels.batch import Forward as Forward
+from streamer.kernels.batch import Limits as Limits
+from streamer.kernels.draws import Draws as Draws
 from streamer.kernels.quantized import scale_rows
-
-__all__ = [
-    "AttentionBatch",
-    "Draws",
-    "Forward",
-    "Limits",
-    "Weight",
-    "backend",
-    "best",
-    "block_bytes",
-    "copy_blocks",
-    "draw",
-    "embedding",
-    "graph",
-    "layer_view",
-    "linear",
-    "new_pool",
-    "pack_weight",
-    "paged_attention",
-    "rms_norm",
-    "rope_and_store",
-    "rope_tables",
-    "set_threads",
-    "store_kv",
-    "swap_blocks",
-    "use",
-    "why_not_native",
-]
 
 
 class Weight(Protocol):
@@ -162,8 +136,8 @@ def pack_weight(
 def linear(x: torch.Tensor, weight: Weight, *, add_to: torch.Tensor | None = None) -> torch.Tensor:
     """x [T, K] (rows of any stride) @ weight.T + bias -> [T, N], or [T, N / 2] of gates and ups.
 
-    With add_to [T, N], which is not for gates, the product is added to it and it is returned. A
-    row's result does not depend on how many rows there are.
+    With add_to [T, N], which is not for gates, the product is added to it and it is returned. On a
+    CPU a row's result does not depend on how many rows there are.
     """
     return _backend.linear(x, weight, add_to)  # type: ignore[no-any-return]
 
@@ -256,7 +230,8 @@ def best(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """One token for each of F draws from rows of logits [S, V] -> [F] ids.
+    """One token for each of F draws from rows of logits [S, V] -> [F] ids; not on a GPU, where
+    gpu/sample.py takes its place.
 
     Gumbel-max over logits / temperature, with philox.py's noise, over what the filters leave:
     min_p, then top_k, then top_p of what those two leave. Tokens that tie with the last one kept

@@ -13,27 +13,10 @@ import torch.nn.functional as F
 
 from streamer.kernels.batch import AttentionBatch, Forward, Limits
 from streamer.kernels.quantized import LIMITS, quantize, scale_rows, scales_of
-from streamer.kernels.reference_attention import paged_attention
-from streamer.kernels.reference_linear import linear, pack_weight
-from streamer.kernels.reference_sampling import draw
-
-__all__ = [
-    "best",
-    "copy_blocks",
-    "draw",
-    "embedding",
-    "graph",
-    "linear",
-    "new_pool",
-    "pack_weight",
-    "paged_attention",
-    "rms_norm",
-    "rope_and_store",
-    "rope_tables",
-    "set_threads",
-    "store_kv",
-    "swap_blocks",
-]
+from streamer.kernels.reference_attention import paged_attention as paged_attention
+from streamer.kernels.reference_linear import linear as linear
+from streamer.kernels.reference_linear import pack_weight as pack_weight
+from streamer.kernels.reference_sampling import draw as draw
 
 
 def new_pool(

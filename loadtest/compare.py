@@ -1,4 +1,4 @@
-"""`python -m streamer.loadtest.compare`: ours and every installed peer, on the same workloads.
+"""`streamer loadtest compare`: ours and every installed peer, on the same workloads.
 
 Every round measures the machine, then gives each engine its turn in a process of its own, in an
 order that moves on by one a round. Prints medians, ratios to the best peer and the share of what
@@ -32,7 +32,8 @@ from .install import PACKAGES, install
 from .limit import Machine
 from .processes import EngineFailed
 from .results import Failure, Peak, Results, Sample
-from .turns import Turn, run
+from .turns import Turn
+from .turns import run as take_turn
 from .workload import KV_BYTES, MAX_LEN, MAX_SEQS, MODELS, WORKS, Model
 
 OK, FAILED = 0, 1
@@ -52,11 +53,9 @@ class Plan(NamedTuple):
     keeps_slow: bool
 
 
-def parser() -> argparse.ArgumentParser:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
-    flags = argparse.ArgumentParser(prog="python -m streamer.loadtest.compare", description=__doc__)
-    flags.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = flags.add_argument
+    add = parser.add_argument
     add("--engines", nargs="+", choices=ENGINES, help="instead of all that are installed")
     add("--models", nargs="+", choices=MODELS, default=["small", "half"])
     add("--work", nargs="+", choices=WORKS, default=list(WORKS))
@@ -69,18 +68,16 @@ def parser() -> argparse.ArgumentParser:
     add("--logs", type=Path, help="keep what the engines wrote in this folder")
     add("--show", type=Path, metavar="JSON", help="run nothing; show results of an earlier run")
     add("--install", nargs="+", choices=PACKAGES, metavar="NAME", default=[], help="peers first")
-    return flags
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def run(args: argparse.Namespace, console: Console) -> int:
     """Run, or show, what the flags say; 1 where nothing could be measured."""
-    args, console = parser().parse_args(argv), Console(soft_wrap=True)
     if args.show:
         show(Results.read(args.show), args, console)
         return OK
     places = Places.found()
     for name in args.install:
-        console.print(f"Installed {install(name, places.home)}")
+        console.out(f"Installed {install(name, places.home)}")
     engines = choose(args.engines, places, console)
     make_models([MODELS[name] for name in args.models], engines, places, console)
     plan = Plan(
@@ -96,11 +93,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             measure(plan, results, places, logs.resolve(), out, console)
         except KeyboardInterrupt:
-            console.print("Interrupted; what was measured follows.")
+            console.out("Interrupted; what was measured follows.")
         finally:
             signal.signal(signal.SIGTERM, before)
     show(results, args, console)
-    console.print(f"Written to {out}")
+    console.out(f"Written to {out}")
     return OK if results.samples else FAILED
 
 
@@ -109,7 +106,7 @@ def choose(names: Sequence[str] | None, places: Places, console: Console) -> tup
     wanted = [ENGINES[name] for name in names or ENGINES]
     missing = [engine for engine in wanted if not places.is_installed(engine)]
     for engine in missing:
-        console.print(f"Left out, not installed: {engine.name} (--install {engine.home})")
+        console.out(f"Left out, not installed: {engine.name} (--install {engine.home})")
     return tuple(engine for engine in wanted if engine not in missing)
 
 
@@ -121,12 +118,12 @@ def make_models(
     folder = Path(places.home / "models")
     for model in models:
         if model.vocabulary and not Path(places.checkpoint(model)).exists():
-            console.print(f"Making the checkpoint {model.name}")
+            console.out(f"Making the checkpoint {model.name}")
             command = [sys.executable, "-m", "streamer.loadtest.models", str(folder), model.name]
             subprocess.run(command, check=True, env=env)
         llama = next((engine for engine in engines if engine.name == "llamacpp"), None)
         if model.vocabulary and llama is not None and not places.gguf(model).exists():
-            console.print(f"Making {model.name} for llama.cpp")
+            console.out(f"Making {model.name} for llama.cpp")
             script = Path(__file__).resolve().parent / "peers" / "to_gguf.py"
             source, target = places.checkpoint(model), places.gguf(model)
             subprocess.run(
@@ -232,10 +229,10 @@ def take(
 ) -> None:
     """One turn into `results`; a failure is one of them."""
     try:
-        for outcome in run(turn, places, threads, logs):
+        for outcome in take_turn(turn, places, threads, logs):
             if isinstance(outcome, Sample):
                 results.samples.append(outcome)
-                console.print(
+                console.out(
                     f"{turn.model.name} {outcome.work}: {turn.engine.label} "
                     f"{table.number(outcome.tokens_s)} tokens/s"
                 )
@@ -246,7 +243,7 @@ def take(
     except EngineFailed as error:
         what = str(error)
         results.failures.append(Failure(turn.engine.name, turn.model.name, turn.round, what))
-        console.print(f"Failed: {turn.engine.label}, {turn.model.name}: {what}")
+        console.out(f"Failed: {turn.engine.label}, {turn.model.name}: {what}")
 
 
 def measure_machine(plan: Plan, results: Results, places: Places, round: int) -> None:
@@ -263,12 +260,8 @@ def measure_machine(plan: Plan, results: Results, places: Places, round: int) ->
 
 def show(results: Results, args: argparse.Namespace, console: Console) -> None:
     """The tables on the terminal, and the files that were asked for."""
-    console.print(table.report(results), markup=False, highlight=False)
+    console.out(table.report(results), highlight=False)
     if args.svg:
         args.svg.write_text(chart.svg(results), encoding="utf-8")
     if args.markdown:
         args.markdown.write_text(table.report(results, table.markdown), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from .fitting import Scale
 from .jobs import Job, Turn
 from .replies import Reply, read_reply
 from .served import Outcome
@@ -115,7 +116,7 @@ def timed(outcome: Outcome, reply: Reply, start: float) -> Outcome:
     )
 
 
-def words_per_token(ways: Ways, text: Callable[[int], str]) -> float:
+def measured_scale(ways: Ways, text: Callable[[int], str]) -> Scale:
     """Of `text(words)`, by the server's own counts of a short and a long prompt; warms it up."""
 
     async def tokens(num_words: int) -> int:
@@ -127,7 +128,8 @@ def words_per_token(ways: Ways, text: Callable[[int], str]) -> float:
     async def both() -> list[int]:
         return [await tokens(num_words) for num_words in CALIBRATION_WORDS]
 
-    short, long = asyncio.run(both())
+    (few, many), (short, long) = CALIBRATION_WORDS, asyncio.run(both())
     if long <= short:
         raise BadAnswer(f"usage says {short} and {long} tokens for a short and a long prompt")
-    return (CALIBRATION_WORDS[1] - CALIBRATION_WORDS[0]) / (long - short)
+    words_per_token = (many - few) / (long - short)
+    return Scale(words_per_token, max(0, round(short - few / words_per_token)))

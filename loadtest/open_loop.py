@@ -1,4 +1,4 @@
-"""`python -m streamer.loadtest.open_loop`: requests come when they come, whatever the server does.
+"""`streamer loadtest open-loop`: requests come when they come, whatever the server does.
 
 At given rates, or at rising ones until too few requests meet the objectives (`--sweep`), or as a
 trace says. Prints a table; writes a file a rate in the field names of `vllm bench serve`, the table
@@ -11,7 +11,6 @@ import argparse
 import datetime
 import math
 import random
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -21,7 +20,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from . import sweep
 from .arrivals import next_rate, offsets
-from .driving import Driver, Ways, words_per_token
+from .driving import Driver, Ways, measured_scale
+from .fitting import Cut, Scale, fitted
 from .jobs import WORKLOADS, Asked, Job, jobs, reworded
 from .prompts import words
 from .served import OBJECTIVES, Conditions, Outcome, Values, summary
@@ -32,13 +32,9 @@ OK, FAILED, UNUSABLE = 0, 1, 2
 NAMED_ERRORS = 3  # that are shown of a rate
 
 
-def parser() -> argparse.ArgumentParser:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
-    flags = argparse.ArgumentParser(
-        prog="python -m streamer.loadtest.open_loop", description=__doc__
-    )
-    flags.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = flags.add_argument
+    add = parser.add_argument
     add("--url", default="http://127.0.0.1:8000", help="of the server, with or without /v1")
     add("--api-key", default="", help="bearer token")
     add("--model", default="", help="the server's first, if absent")
@@ -55,12 +51,10 @@ def parser() -> argparse.ArgumentParser:
     add("--goodput", nargs="+", default=[], metavar="NAME:MS", help=says)
     add("--stop-at-eos", action="store_true", help="for servers that do not know ignore_eos")
     add("--out", type=Path, metavar="FOLDER", help="result files, report.md and rates.svg")
-    return flags
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def run(args: argparse.Namespace, console: Console) -> int:
     """Run what the flags say: 1 where a request failed, 2 where nothing could be asked."""
-    args, console = parser().parse_args(argv), Console(soft_wrap=True, emoji=False)
     try:
         goals = objectives(args.goodput)
         if args.sweep and (not goals or not math.isfinite(args.rates[0])):
@@ -69,21 +63,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError("--requests, --rates, --burstiness and --time-scale are above 0")
         target = Target.of(args.url, args.api_key)
         ways = Ways(target, args.model or target.first_model(), not args.stop_at_eos)
-        work = make(args, ways)
+        work, cut = make(args, ways)
         if not work:
             raise ValueError(f"{args.trace} has no requests")
+        if says := cut.says(ways.model):
+            console.out(says)
     except (BadAnswer, OSError, ValueError, LookupError) as error:
-        console.print(f"Can't begin: {error}", markup=False, highlight=False)
+        console.out(f"Can't begin: {error}", highlight=False)
         return UNUSABLE
     results: list[Values] = []
     try:
-        for result in measure(args, ways, work, goals, console):
+        for result in measure(args, ways, work, cut, goals, console):
             results.append(result)
             write(args.out, results)
     except KeyboardInterrupt:
-        console.print("Interrupted; what was measured follows.")
+        console.out("Interrupted; what was measured follows.")
     if results:
-        console.print(sweep.report(results), markup=False, highlight=False)
+        console.out(sweep.report(results), highlight=False)
     return OK if results and not any(result["failed"] for result in results) else FAILED
 
 
@@ -101,18 +97,24 @@ def objectives(said: Sequence[str]) -> dict[str, float]:
     return found
 
 
-def make(args: argparse.Namespace, ways: Ways) -> list[Job]:
-    """The workload, its text as long as this server's tokens make it."""
-    asked = Asked(args.requests, args.seed, trace=args.trace)
+def make(args: argparse.Namespace, ways: Ways) -> tuple[list[Job], Cut]:
+    """The workload, its text as long as this server's tokens make it, within its context."""
+    asked, scale = Asked(args.requests, args.seed, trace=args.trace), Scale(1.0)
     if args.workload != "nano":
         source = random.Random(args.seed)
-        ratio = words_per_token(ways, lambda count: words(source, count))
-        asked = msgspec.structs.replace(asked, words_per_token=ratio)
-    return jobs(args.workload, asked)
+        scale = measured_scale(ways, lambda count: words(source, count))
+        asked = msgspec.structs.replace(asked, words_per_token=scale.words_per_token)
+    work = jobs(args.workload, asked)
+    return fitted(work, scale, ways.target.max_model_len(ways.model))
 
 
 def measure(
-    args: argparse.Namespace, ways: Ways, work: list[Job], goals: dict[str, float], console: Console
+    args: argparse.Namespace,
+    ways: Ways,
+    work: list[Job],
+    cut: Cut,
+    goals: dict[str, float],
+    console: Console,
 ) -> Iterator[Values]:
     """A result a rate. Each rate asks anew, or the second would find the first's prompts cached."""
     tried: list[tuple[float, float]] = []
@@ -128,7 +130,7 @@ def measure(
                 times = offsets(rate, args.burstiness, len(work), args.seed)
             date = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
             conditions = Conditions(
-                date, args.workload, ways.model, rate, args.burstiness, goals, args.seed
+                date, args.workload, ways.model, rate, args.burstiness, goals, args.seed, cut
             )
             yield (result := one_rate(ways, work, times, conditions, shown))
             work = reworded(work, args.seed)
@@ -154,7 +156,7 @@ def one_rate(
 
     outcomes, duration_s = Driver(ways, done).run(work, times)
     for error in sorted(set(errors))[:NAMED_ERRORS]:
-        shown.console.print(f"Failed: {error}", markup=False, highlight=False)
+        shown.console.out(f"Failed: {error}", highlight=False)
     return summary(outcomes, conditions, duration_s)
 
 
@@ -169,7 +171,3 @@ def write(folder: Path | None, results: Sequence[Values]) -> None:
     (folder / f"{name}qps.json").write_bytes(data + b"\n")
     (folder / "report.md").write_text(sweep.report(results, True), encoding="utf-8")
     (folder / "rates.svg").write_text(sweep.svg(results), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

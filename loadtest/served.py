@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from .fitting import Cut
+
 PERCENTILES = (50, 90, 95, 99)
 METRICS = ("ttft", "tpot", "itl", "e2el")
 OBJECTIVES = ("ttft", "tpot", "e2el")
@@ -48,7 +50,10 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class Conditions(msgspec.Struct, frozen=True):
-    """What was asked: goes into the file as it is. rate: requests a second; "inf" in the file."""
+    """What was asked: goes into the file as it is, and `cut`'s fields beside it.
+
+    request_rate  requests a second; "inf" in the file
+    """
 
     date: str
     label: str
@@ -57,6 +62,7 @@ class Conditions(msgspec.Struct, frozen=True):
     burstiness: float
     goodput: dict[str, float]
     seed: int
+    cut: Cut
 
 
 Values = dict[str, object]
@@ -68,7 +74,9 @@ def summary(outcomes: Sequence[Outcome], conditions: Conditions, duration_s: flo
     num_in, num_out = (sum(getattr(o, f) for o in done) for f in ("num_input", "num_output"))
     good = sum(outcome.is_good(conditions.goodput) for outcome in outcomes)
     rate = conditions.request_rate
-    values: Values = msgspec.structs.asdict(conditions) | {
+    values: Values = msgspec.structs.asdict(conditions)
+    del values["cut"]
+    values |= msgspec.structs.asdict(conditions.cut) | {
         "backend": "openai",
         "num_prompts": len(outcomes),
         "request_rate": rate if math.isfinite(rate) else "inf",
@@ -87,14 +95,8 @@ def summary(outcomes: Sequence[Outcome], conditions: Conditions, duration_s: flo
         "max_concurrent_requests": most_at_once(done),
         "p99_start_lag_ms": 1e3 * percentile([o.start_s - o.due_s for o in outcomes], 99),
     }
-    times = {
-        "ttft": [outcome.ttft_s for outcome in done],
-        "tpot": [outcome.tpot_s for outcome in done if outcome.num_output > 1],
-        "itl": [gap for outcome in done for gap in outcome.itls_s],
-        "e2el": [outcome.latency_s for outcome in done],
-    }
-    for name, seconds in times.items():
-        values |= _statistics(name, [1e3 * value for value in seconds])
+    for name, values_ms in times_ms(done).items():
+        values |= _statistics(name, values_ms)
     return values | {
         "input_lens": [outcome.num_input for outcome in outcomes],
         "output_lens": [outcome.num_output for outcome in outcomes],
@@ -104,6 +106,17 @@ def summary(outcomes: Sequence[Outcome], conditions: Conditions, duration_s: flo
         "start_times": [outcome.start_s for outcome in outcomes],
         "errors": [outcome.error for outcome in outcomes],
     }
+
+
+def times_ms(done: Sequence[Outcome]) -> dict[str, list[float]]:
+    """Of requests that were answered: a list for each of METRICS."""
+    seconds = {
+        "ttft": [outcome.ttft_s for outcome in done],
+        "tpot": [outcome.tpot_s for outcome in done if outcome.num_output > 1],
+        "itl": [gap for outcome in done for gap in outcome.itls_s],
+        "e2el": [outcome.latency_s for outcome in done],
+    }
+    return {name: [1e3 * value for value in values] for name, values in seconds.items()}
 
 
 def _statistics(name: str, values_ms: list[float]) -> Values:

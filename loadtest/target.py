@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from .sse import Read, started, whole
+from .sse import BadAnswer, Read, started, whole
 
 READ_BYTES = 1 << 16
 TIMEOUT_S = 120.0  # without a byte
@@ -106,3 +106,12 @@ class Target(msgspec.Struct, frozen=True):
     def first_model(self) -> str:
         """The name of the first model it serves; BadAnswer, OSError, ValueError or LookupError."""
         return str(self.get("/v1/models")["data"][0]["id"])
+
+    def max_model_len(self, model: str) -> int | None:
+        """Tokens of a model's context, as vLLM's servers and ours list it; None: it is not said."""
+        try:
+            listed = self.get("/v1/models")["data"]
+        except BadAnswer:
+            return None
+        found = [each.get("max_model_len") for each in listed if each.get("id") == model]
+        return int(found[0]) if found and found[0] else None

@@ -22,7 +22,9 @@ from streamer.cli.arguments import (
     sampling_from,
 )
 from streamer.cli.bench import BENCHES
+from streamer.cli.commands import Command
 from streamer.cli.doctor import port_free
+from streamer.cli.loadtest import PROGRAMS
 from streamer.cli.serve import announce, check_bind
 from streamer.config import Config, settings
 from streamer.core.model_info import ModelInfo
@@ -59,10 +61,29 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
     assert COMMANDS[name].help in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", BENCHES)
-def test_every_bench_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", name, "--help"]) == 0
-    assert BENCHES[name][1] in " ".join(capsys.readouterr().out.split())
+DOORS = {"bench": BENCHES, "loadtest": PROGRAMS}
+BEHIND = [
+    (door, name, command)
+    for door in DOORS
+    for name, command in DOORS[door].items()
+    if not command.is_foreign
+]  # Locust's own tests run it: it patches what imports it
+
+
+@pytest.mark.parametrize(("door", "name", "command"), BEHIND)
+def test_every_door_leads_somewhere(
+    door: str, name: str, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([door, name, "--help"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"usage: streamer {door} {name}" in told
+    assert command.help in told
+
+
+def test_locust_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "locust", None)
+    with pytest.raises(SystemExit, match=r"pip install 'streamer\[loadtest\]'"):
+        main(["loadtest", "locust", "--help"])
 
 
 @pytest.mark.parametrize(
@@ -70,6 +91,8 @@ def test_every_bench_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> 
     [
         (["bench"], "required: WHAT"),
         (["bench", "x"], "invalid choice: 'x'"),
+        (["loadtest", "x"], "invalid choice: 'x'"),
+        (["loadtest", "open-loop", "--rate"], "unrecognized arguments: --rate"),
         ([], "usage: streamer"),
         (["swerve"], "no command is called 'swerve'"),
         (["serve", "--prot", "1"], "unrecognized arguments: --prot"),

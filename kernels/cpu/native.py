@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from streamer.kernels import reference
 from streamer.kernels.batch import AttentionBatch, Forward, Limits
-from streamer.kernels.cpu.linear import linear, pack_weight
+from streamer.kernels.cpu.linear import linear as linear
+from streamer.kernels.cpu.linear import pack_weight as pack_weight
 from streamer.kernels.cpu.program import Call, Count, Kind, Program, issue, new_rows, team
 from streamer.kernels.draws import Draws
 from streamer.kernels.quantized import LIMITS
@@ -28,24 +29,6 @@ TILE_QUERIES = 48  # as attention.c has it
 TABLES, TABLE_STRIDE = 7, 5  # where it has them: of its pointers, of its integers
 
 Ints = NDArray[np.int64]
-
-__all__ = [
-    "best",
-    "copy_blocks",
-    "draw",
-    "embedding",
-    "graph",
-    "linear",
-    "new_pool",
-    "pack_weight",
-    "paged_attention",
-    "rms_norm",
-    "rope_and_store",
-    "rope_tables",
-    "set_threads",
-    "store_kv",
-    "swap_blocks",
-]
 
 rope_tables = reference.rope_tables
 set_threads = team.set_threads

@@ -40,11 +40,11 @@ MAX_SPLITS = 16  # programs that may share a decode
 
 
 # What changes from step to step must not make another kernel of it.
-@triton.jit(do_not_specialize=["num_wide", "window", "table_row"])
+@triton.jit(do_not_specialize=["num_wide", "splits", "window", "table_row"])
 def _attention_kernel(
     # pointers: q [T, Hq, D], pool's layer [N, 2, Hk, B, D], out [T, Hq, D], sinks float32 [Hq],
-    # starts, contexts, tiles and tables of Rows, parts float32 [P, Hq, SPLITS, D], their maxima
-    # and sums float32 [P, Hq, SPLITS]; scales float32 [N, 2, Hk, B] within the pool, or none
+    # starts, contexts, tiles and tables of Rows, parts float32 [P, Hq, splits, D], their maxima
+    # and sums float32 [P, Hq, splits]; scales float32 [N, 2, Hk, B] within the pool, or none
     q_ptr,
     pool_ptr,
     scales_ptr,
@@ -59,6 +59,7 @@ def _attention_kernel(
     sums_ptr,
     # sizes
     num_wide,
+    splits,
     window,
     scale,
     softcap,
@@ -80,7 +81,6 @@ def _attention_kernel(
     BLOCK_WIDE: tl.constexpr,
     BLOCK_NARROW: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,
     MIN_KEYS: tl.constexpr,
     MOST_SPLITS: tl.constexpr,
     HAS_WIDE: tl.constexpr,
@@ -90,31 +90,31 @@ def _attention_kernel(
     HAS_SCALES: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Program (work, KV head): the wide tiles in order, then SPLITS of every narrow tile."""
+    """Program (work, KV head): the wide tiles in order, then `splits` of every narrow tile."""
     work = tl.program_id(0)
     if work < num_wide:
         if HAS_WIDE:  # else a pure decode does not pay for the registers of the other branch
             attend(
                 q_ptr, pool_ptr, scales_ptr, out_ptr, sinks_ptr, starts_ptr, contexts_ptr,
                 tiles_ptr + work * 4, tables_ptr, parts_ptr, maxima_ptr, sums_ptr,
-                0, window, scale, softcap,
+                0, 1, window, scale, softcap,
                 q_token, q_head, q_dim, pool_block, pool_side, pool_head, pool_token, table_row,
-                HEADS, SHARE, D, D_PAD, BLOCK_SIZE, BLOCK_WIDE, BLOCK_KEYS, 1, MIN_KEYS, 1,
+                HEADS, SHARE, D, D_PAD, BLOCK_SIZE, BLOCK_WIDE, BLOCK_KEYS, MIN_KEYS, 1,
                 HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, HAS_SCALES, UPCAST,
             )  # fmt: skip
     else:
         narrow = work - num_wide
         attend(
             q_ptr, pool_ptr, scales_ptr, out_ptr, sinks_ptr, starts_ptr, contexts_ptr,
-            tiles_ptr + (num_wide + narrow // SPLITS) * 4, tables_ptr, parts_ptr, maxima_ptr,
-            sums_ptr, narrow % SPLITS, window, scale, softcap,
+            tiles_ptr + (num_wide + narrow // splits) * 4, tables_ptr, parts_ptr, maxima_ptr,
+            sums_ptr, narrow % splits, splits, window, scale, softcap,
             q_token, q_head, q_dim, pool_block, pool_side, pool_head, pool_token, table_row,
-            HEADS, SHARE, D, D_PAD, BLOCK_SIZE, BLOCK_NARROW, BLOCK_KEYS, SPLITS, MIN_KEYS,
+            HEADS, SHARE, D, D_PAD, BLOCK_SIZE, BLOCK_NARROW, BLOCK_KEYS, MIN_KEYS,
             MOST_SPLITS, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, HAS_SCALES, UPCAST,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=["splits", "window"])
 def _merge_kernel(
     # pointers: as above; `tiles` are the narrow ones
     out_ptr,
@@ -126,6 +126,7 @@ def _merge_kernel(
     maxima_ptr,
     sums_ptr,
     # sizes
+    splits,
     window,
     # meta
     HEADS: tl.constexpr,
@@ -133,7 +134,6 @@ def _merge_kernel(
     D_PAD: tl.constexpr,
     QUERIES: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,
     MIN_KEYS: tl.constexpr,
     MOST_SPLITS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -155,8 +155,8 @@ def _merge_kernel(
         first_part = tl.load(tile + 3)
         split, i = tl.arange(0, MOST_SPLITS), tl.arange(0, D_PAD)
         for token in range(queries):
-            # int64: P * Hq * SPLITS * D passes 2**31 at 32,768 decodes of 32 heads
-            part = ((first_part + token).to(tl.int64) * HEADS + head) * SPLITS + split
+            # int64: P * Hq * splits * D passes 2**31 at 32,768 decodes of 32 heads
+            part = ((first_part + token).to(tl.int64) * HEADS + head) * splits + split
             # [MOST_SPLITS] each
             maxima = tl.load(maxima_ptr + part, mask=split < used, other=float("-inf"))
             sums = tl.load(sums_ptr + part, mask=split < used, other=0.0)
@@ -259,6 +259,7 @@ def _shared_arguments(
     """What both kernels take, and the room for what one leaves to the other."""
     _, heads, dim = out.shape
     stats = rows.num_parts * heads * splits if splits > 1 else 0
+    stats = -(-stats // 4) * 4  # so that each part begins at a multiple of 16 bytes: see Rows
     room = torch.empty(stats * (dim + 2), dtype=torch.float32, device=out.device)
     return {
         "out_ptr": out,
@@ -268,12 +269,12 @@ def _shared_arguments(
         "parts_ptr": room,
         "maxima_ptr": room[stats * dim :],
         "sums_ptr": room[stats * (dim + 1) :],
+        "splits": splits,
         "window": window or 0,
         "HEADS": heads,
         "D": dim,
         "D_PAD": shape.dim_pad,
         "BLOCK_KEYS": shape.keys,
-        "SPLITS": splits,
         "MIN_KEYS": MIN_SPLIT,
         "MOST_SPLITS": MAX_SPLITS,
         "HAS_WINDOW": window is not None,
@@ -285,14 +286,13 @@ def num_splits(rows: Rows, window: int, keys: int) -> int:
     """Programs to launch for each narrow tile: what its most split row uses, a power of two.
 
     The kernels decide for each row (attention_tile.split_of, which this repeats); to launch more
-    costs programs that leave at once. Where only the device knows the contexts: the most.
+    costs programs that leave at once. Where only the device knows the contexts it is what the
+    longest would use without a window: no shorter one uses a greater power of two.
     """
-    if rows.spans is None or rows.queries is None:
-        return MAX_SPLITS
     if not len(rows.spans):
         return 1
     begin: Ints = np.zeros_like(rows.spans)
-    if window:
+    if window and rows.queries is not None:
         begin = np.maximum(0, rows.spans - rows.queries - window + 1) // keys * keys
     tiles = -(-(rows.spans - begin) // keys)
     per_split = np.maximum(MIN_SPLIT // keys, -(-tiles // MAX_SPLITS))

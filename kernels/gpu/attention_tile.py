@@ -71,6 +71,7 @@ def attend(
     sums_ptr,
     # sizes
     split,
+    splits,
     window,
     scale,
     softcap,
@@ -91,7 +92,6 @@ def attend(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,
     MIN_KEYS: tl.constexpr,
     MOST_SPLITS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -183,8 +183,8 @@ def attend(
             out_at = out_ptr + ((packed * HEADS + head) * D)[:, None] + i[None, :]
             tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=is_out)
         else:
-            # int64: P * Hq * SPLITS * D passes 2**31 at 32,768 decodes of 32 heads
-            part = ((tl.load(tile_ptr + 3) + token).to(tl.int64) * HEADS + head) * SPLITS + split
+            # int64: P * Hq * splits * D passes 2**31 at 32,768 decodes of 32 heads
+            part = ((tl.load(tile_ptr + 3) + token).to(tl.int64) * HEADS + head) * splits + split
             tl.store(maxima_ptr + part, top, mask=is_query)
             tl.store(sums_ptr + part, total, mask=is_query)
             tl.store(parts_ptr + (part * D)[:, None] + i[None, :], acc, mask=is_out)

@@ -1,8 +1,5 @@
-"""copy_blocks and swap_blocks: whole blocks within the pool, and between pool and host.
+"""copy_blocks: whole blocks within the pool, one launch for all pairs.
 
-Copies within the device are one launch for all pairs. Swaps are plain copies, one for each run of
-blocks that lie side by side at both ends: a block is 0.4 to 2.5 MB, at which the copy engines do
-40 GB/s and more (a published H100 table, shared/notes, 3.2) and leave the multiprocessors alone.
 Called through backend.py.
 """
 
@@ -12,13 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from streamer.kernels import reference
 from streamer.kernels.gpu.common import power_of_2
 
 PIECE = 8192  # elements a program; unmeasured
-
-# Runs of neighbours, each a copy that the host does not wait for where its memory is pinned.
-swap_blocks = reference.swap_blocks
 
 
 @triton.jit

@@ -8,6 +8,7 @@ CUDA graphs. Called by model/cuda_runner.py, which writes joins and new blocks i
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -91,7 +92,7 @@ class RowState:
     flat      everything below, one after the other
     latest    [slots] the last known token
     computed  [slots] tokens with K and V, which is the latest token's position while decoding
-    chosen    [slots] the row slots that decode, then -1 (the others are what was never set: 0)
+    chosen    [slots] the row slots that decode, then -1
     tables    [slots, W] blocks
     """
 
@@ -121,6 +122,7 @@ class DecodeStep:
 
     def __init__(self, state: RowState, size: int) -> None:
         device = state.latest.device
+        max_context = state.tables.shape[1] * state.block_size
         self.state = state
         self.chosen = state.chosen[:size]
         self.tokens, self.positions, slots, self.drawn_at = (
@@ -133,12 +135,10 @@ class DecodeStep:
             tables=state.tables,
             num_wide=0,
             num_parts=size,
+            spans=np.array([max_context]),
         )
         self.batch = AttentionBatch.fixed(
-            slots,
-            state.block_size,
-            {"rows": self._rows},
-            max_context=state.tables.shape[1] * state.block_size,
+            slots, state.block_size, {"rows": self._rows}, max_context=max_context
         )
 
     def prepare(self) -> None:

@@ -37,11 +37,10 @@ def _within(row_ptr, width, top, temperature, limit, BLOCK: tl.constexpr):
 
 @triton.jit
 def _cut_kernel(
-    # pointers: logits [S, V], top float32 [S], rows and slots int64 [F], settings and top_k of
-    # SamplingRows, cuts int32 [F]
+    # pointers: logits [S, V], top float32 [S], slots int64 [S], settings and top_k of
+    # SamplingRows, cuts int32 [S]
     logits_ptr,
     top_ptr,
-    rows_ptr,
     slots_ptr,
     settings_ptr,
     top_k_ptr,
@@ -51,21 +50,15 @@ def _cut_kernel(
     # strides
     logits_row,
     # meta
-    HAS_ROWS: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The largest distance that a draw keeps: min_p, then top_k, then top_p of what those leave.
+    """The largest distance that a row keeps: min_p, then top_k, then top_p of what those leave.
 
     Tokens as far as the last one kept are kept.
     """
     # int64: S * V passes 2**31 at 14,100 rows of 152,000
-    draw = tl.program_id(0).to(tl.int64)
-    row, slot = draw, draw
-    if HAS_ROWS:
-        row = tl.load(rows_ptr + draw)
-    if HAS_SLOTS:
-        slot = tl.maximum(tl.load(slots_ptr + draw), 0)
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.maximum(tl.load(slots_ptr + row), 0)
     row_ptr = logits_ptr + row * logits_row
     temperature, top = tl.load(settings_ptr + 3 * slot), tl.load(top_ptr + row)
     if (temperature > 0.0) & (top - top == 0.0):
@@ -95,19 +88,17 @@ def _cut_kernel(
                 low = tl.where(is_short, middle, low)
                 high = tl.where(is_short, high, middle - 1)
             cut = low
-        tl.store(cuts_ptr + draw, cut)
+        tl.store(cuts_ptr + row, cut)
 
 
-def find_cuts(
-    logits: torch.Tensor, count: int, top_k: torch.Tensor, whose: dict[str, Any]
-) -> torch.Tensor:
-    """Bits of the largest distance kept by each of `count` draws -> int32 [count].
+def find_cuts(logits: torch.Tensor, top_k: torch.Tensor, whose: dict[str, Any]) -> torch.Tensor:
+    """Bits of the largest distance that each row of logits [S, V] keeps -> int32 [S].
 
-    `whose` are the arguments that sample.py's kernels share. Draws that are greedy or from a row
-    that is not finite get nothing.
+    `whose` are the arguments that sample.py's kernels share. Rows that are greedy or not finite get
+    nothing.
     """
-    cuts = torch.empty(count, dtype=torch.int32, device=logits.device)
-    _cut_kernel[(count,)](
+    cuts = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
+    _cut_kernel[(logits.shape[0],)](
         logits_ptr=logits,
         top_k_ptr=top_k,
         cuts_ptr=cuts,

@@ -27,7 +27,7 @@ class Rows:
     tables    [rows, W] int64
     num_parts query tokens in narrow tiles
     spans     contexts of the narrow rows on the host, queries their tokens; None: only the device
-              knows
+              knows them, and spans has the most that one may be
     """
 
     __slots__ = (
@@ -51,7 +51,7 @@ class Rows:
         tables: torch.Tensor,
         num_wide: int,
         num_parts: int,
-        spans: Ints | None = None,
+        spans: Ints,
         queries: Ints | None = None,
     ) -> None:
         self.starts = starts

@@ -1,9 +1,8 @@
-"""draw, and sample: tokens by Gumbel-max with noise by token id; nobody waits for the host.
+"""sample: tokens by Gumbel-max with noise by token id, from settings that live on the device.
 
-Both give what reference_sampling.py gives for the same logits, settings and noise, except where
-the noise's last bit or a sum's rounding decides. `draw` is the door, for draws that the host lists;
-`sample` reads settings and positions that live on the device, and takes greedy rows too. Logits
-come with bias, masks and penalties already in them. Called through backend.py, and by
+In place of ops.draw, whose draws the host lists: it gives what reference_sampling.py gives for the
+same logits, settings and noise, except where the noise's last bit or a sum's rounding decides, and
+takes greedy rows too. Logits come with bias, masks and penalties already in them. Called by
 model/device_sampler.py.
 """
 
@@ -15,7 +14,6 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from streamer.kernels.draws import Draws
 from streamer.kernels.gpu.best import best
 from streamer.kernels.gpu.common import power_of_2
 from streamer.kernels.gpu.filters import find_cuts
@@ -59,11 +57,10 @@ class SamplingRows:
 
 @triton.jit
 def _draw_kernel(
-    # pointers: logits [S, V], top float32 [S], rows, slots and positions int64 [F], settings and
-    # origin of SamplingRows, cuts int32 [F], values float32 and ids int64 [F, chunks]
+    # pointers: logits [S, V], top float32 [S], slots and positions int64 [S], settings and origin
+    # of SamplingRows, cuts int32 [S], values float32 and ids int64 [S, chunks]
     logits_ptr,
     top_ptr,
-    rows_ptr,
     slots_ptr,
     positions_ptr,
     settings_ptr,
@@ -77,9 +74,6 @@ def _draw_kernel(
     # strides
     logits_row,
     # meta
-    HAS_ROWS: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
-    HAS_POSITIONS: tl.constexpr,
     HAS_CUTS: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
@@ -88,24 +82,16 @@ def _draw_kernel(
     Greedy rows have no noise to add: _choose_kernel takes their best logit.
     """
     # int64: S * V passes 2**31 at 14,100 rows of 152,000
-    draw, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, slot = draw, draw
-    if HAS_ROWS:
-        row = tl.load(rows_ptr + draw)
-    if HAS_SLOTS:
-        slot = tl.maximum(tl.load(slots_ptr + draw), 0)
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.maximum(tl.load(slots_ptr + row), 0)
     temperature, top = tl.load(settings_ptr + 3 * slot), tl.load(top_ptr + row)
     # top - top is 0 for what is finite and NaN for all else
     if (temperature > 0.0) & (top - top == 0.0):
         group = chunk * GROUPS + tl.arange(0, GROUPS)
         origin = origin_ptr + 5 * slot
-        if HAS_POSITIONS:
-            position = tl.load(positions_ptr + draw).to(tl.uint32)
-        else:
-            position = tl.load(origin + 2).to(tl.uint32, bitcast=True)
         zeros = tl.zeros((GROUPS,), tl.uint32)
         n0, n1, n2, n3 = philox4x32(
-            zeros + position,
+            zeros + tl.load(positions_ptr + row).to(tl.uint32),
             zeros + tl.load(origin + 3).to(tl.uint32, bitcast=True),
             zeros + tl.load(origin + 4).to(tl.uint32, bitcast=True),
             group.to(tl.uint32),
@@ -121,9 +107,9 @@ def _draw_kernel(
         below = tl.div_rn(top - logits, temperature)
         score = gumbel(bits) - below
         if HAS_CUTS:
-            kept = below.to(tl.int32, bitcast=True) <= tl.load(cuts_ptr + draw)
+            kept = below.to(tl.int32, bitcast=True) <= tl.load(cuts_ptr + row)
             score = tl.where(kept, score, float("-inf"))
-        at = draw * chunks + chunk
+        at = row * chunks + chunk
         tl.store(values_ptr + at, tl.max(score, 0))
         first = tl.argmax(score, 0, tie_break_left=True)
         tl.store(ids_ptr + at, (chunk * GROUPS * 4 + first).to(tl.int64))
@@ -131,11 +117,10 @@ def _draw_kernel(
 
 @triton.jit
 def _choose_kernel(
-    # pointers: top float32 and best int64 [S], rows, slots, settings as above, values float32 and
-    # ids int64 [F, chunks], tokens int64 [F]
+    # pointers: top float32 and best int64 [S], slots and settings as above, values float32 and
+    # ids int64 [S, chunks], tokens int64 [S]
     top_ptr,
     best_ptr,
-    rows_ptr,
     slots_ptr,
     settings_ptr,
     values_ptr,
@@ -143,48 +128,21 @@ def _choose_kernel(
     tokens_ptr,
     # sizes
     chunks,
-    failed,
     # meta
-    HAS_ROWS: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A draw's token: its best chunk's, or the best logit if it is greedy; `failed` if none is."""
-    draw = tl.program_id(0).to(tl.int64)  # int64 as above
-    row, slot = draw, draw
-    if HAS_ROWS:
-        row = tl.load(rows_ptr + draw)
-    if HAS_SLOTS:
-        slot = tl.maximum(tl.load(slots_ptr + draw), 0)
+    """A row's token: its best chunk's, the best logit if greedy, -1 where that is not finite."""
+    row = tl.program_id(0).to(tl.int64)  # int64 as above
+    slot = tl.maximum(tl.load(slots_ptr + row), 0)
     temperature, top = tl.load(settings_ptr + 3 * slot), tl.load(top_ptr + row)
     token = tl.load(best_ptr + row)
     if (temperature > 0.0) & (top - top == 0.0):
         i = tl.arange(0, BLOCK)
         # [BLOCK]
-        values = tl.load(values_ptr + draw * chunks + i, mask=i < chunks, other=float("-inf"))
-        token = tl.load(ids_ptr + draw * chunks + tl.argmax(values, 0, tie_break_left=True))
-    token = tl.where(top - top == 0.0, token, failed)
-    tl.store(tokens_ptr + draw, token)
-
-
-def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """See ops.draw; the result is on the logits' device, `draws` may be on the host."""
-    has_filters = draws.top_k.device.type != "cpu"  # looking would wait for the device
-    if not has_filters:
-        off = torch.tensor([1.0, -torch.inf])
-        has_filters = bool((draws.top_k > 0).any() or (draws.settings[:, 1:] != off).any())
-    device = logits.device
-    return _run(
-        logits,
-        rows=draws.rows.to(device, non_blocking=True),
-        slots=None,
-        positions=None,
-        settings=draws.settings.to(device, non_blocking=True),
-        top_k=draws.top_k.to(device, non_blocking=True),
-        origin=draws.origin.view(torch.int32).to(device, non_blocking=True),
-        has_filters=has_filters,
-        failed=0,
-    )
+        values = tl.load(values_ptr + row * chunks + i, mask=i < chunks, other=float("-inf"))
+        token = tl.load(ids_ptr + row * chunks + tl.argmax(values, 0, tie_break_left=True))
+    token = tl.where(top - top == 0.0, token, -1)
+    tl.store(tokens_ptr + row, token)
 
 
 def sample(
@@ -202,69 +160,34 @@ def sample(
     positions    [S] int64: absolute position of the token to be drawn
     has_filters  whether any row has top_k, top_p or min_p (the caller knows; costs passes if so)
     """
-    return _run(
-        logits,
-        rows=None,
-        slots=slots,
-        positions=positions,
-        settings=settings.settings,
-        top_k=settings.top_k,
-        origin=settings.origin,
-        has_filters=has_filters,
-        failed=-1,
-    )
-
-
-def _run(
-    logits: torch.Tensor,
-    *,
-    rows: torch.Tensor | None,
-    slots: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    settings: torch.Tensor,
-    top_k: torch.Tensor,
-    origin: torch.Tensor,
-    has_filters: bool,
-    failed: int,
-) -> torch.Tensor:
-    """Draw f is from logits row rows[f] with settings slots[f]; None: f itself."""
     top, first = best(logits)
-    count, width = logits.shape[0] if rows is None else rows.shape[0], logits.shape[1]
+    rows, width = logits.shape
     block = min(CHUNK, max(4, power_of_2(width)))
     chunks = triton.cdiv(width, block)
     device = logits.device
-    tokens = torch.empty(count, dtype=torch.int64, device=device)
-    whose = {
-        "top_ptr": top,
-        "rows_ptr": rows,
-        "slots_ptr": slots,
-        "settings_ptr": settings,
-        "HAS_ROWS": rows is not None,
-        "HAS_SLOTS": slots is not None,
-    }
+    tokens = torch.empty(rows, dtype=torch.int64, device=device)
+    whose = {"top_ptr": top, "slots_ptr": slots, "settings_ptr": settings.settings}
     found = {
-        "values_ptr": torch.empty(count, chunks, dtype=torch.float32, device=device),
-        "ids_ptr": torch.empty(count, chunks, dtype=torch.int64, device=device),
+        "values_ptr": torch.empty(rows, chunks, dtype=torch.float32, device=device),
+        "ids_ptr": torch.empty(rows, chunks, dtype=torch.int64, device=device),
         "chunks": chunks,
     }
-    _draw_kernel[(count, chunks)](
+    _draw_kernel[(rows, chunks)](
         logits_ptr=logits,
         positions_ptr=positions,
-        origin_ptr=origin,
-        cuts_ptr=find_cuts(logits, count, top_k, whose) if has_filters else None,
+        origin_ptr=settings.origin,
+        cuts_ptr=find_cuts(logits, settings.top_k, whose) if has_filters else None,
         width=width,
         logits_row=logits.stride(0),
-        HAS_POSITIONS=positions is not None,
         HAS_CUTS=has_filters,
         GROUPS=block // 4,
         num_warps=4,
         **whose,
         **found,
     )
-    _choose_kernel[(count,)](
+    _choose_kernel[(rows,)](
         best_ptr=first,
         tokens_ptr=tokens,
-        failed=failed,
         BLOCK=power_of_2(chunks),
         num_warps=1,
         **whose,

@@ -1,1 +1,1 @@
-"""Locust users of a server for language models: `python -m streamer.loadtest.locust --help`."""
+"""Locust users of a server for language models: `streamer loadtest locust --help`."""

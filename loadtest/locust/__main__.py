@@ -1,21 +1,29 @@
-"""`python -m streamer.loadtest.locust`: Locust with the locustfile beside this.
+"""`streamer loadtest locust`: Locust with the locustfile beside this.
 
-All of Locust's flags apply, and those of options.py.
+All of Locust's flags apply, and those of options.py. Runs as a module too.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 try:
-    import locust.main  # first: it patches sockets and threads
+    from locust import main as program  # first: it patches sockets and threads
 except ModuleNotFoundError as error:
     if error.name != "locust":
         raise
     sys.exit("Locust is not installed: pip install 'streamer[loadtest]'")
 
+
+def main(words: Sequence[str]) -> int:
+    """Locust with these flags, in this process; it leaves by SystemExit with its own exit code."""
+    file = str(Path(__file__).resolve().with_name("locustfile.py"))
+    sys.argv = ["locust", "-f", file, *words]
+    program.main()
+    return 0
+
+
 if __name__ == "__main__":
-    sys.argv[1:1] = ["-f", str(Path(__file__).resolve().with_name("locustfile.py"))]
-    sys.argv[0] = "locust"
-    locust.main.main()
+    sys.exit(main(sys.argv[1:]))

@@ -41,10 +41,10 @@ class Request(NamedTuple):
 def nano_vllm_requests(*, is_tiny: bool) -> list[Request]:
     """The requests of nano-vllm's bench.py: its seed, and its order of drawing from it.
 
-    256, with 142,827 tokens of prompts and 133,966 of output; the tiny stand-in has 8.
+    256, with 142,827 tokens of prompts and 133,966 of output; the tiny stand-in has 4.
     """
     source = random.Random(0)
-    count, least, most, last = (8, 4, 24, 500) if is_tiny else (256, 100, 1024, 10_000)
+    count, least, most, last = (4, 4, 12, 500) if is_tiny else (256, 100, 1024, 10_000)
     prompts = [
         [source.randint(0, last) for _ in range(source.randint(least, most))] for _ in range(count)
     ]

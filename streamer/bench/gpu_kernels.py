@@ -78,14 +78,9 @@ def kernels_of(where: Where) -> Any:
 
 def seconds_of(work: Callable[[], object], where: Where, report: Report) -> float:
     """Seconds of one call of `work` on the device, the median of some tries."""
-    work()  # compiles
     if where.device.type != "cuda":
-        times = []
-        for _ in range(TRIES):
-            began = time.perf_counter()
-            work()
-            times.append(time.perf_counter() - began)
-        return statistics.median(times)
+        return _time(work, where)
+    work()  # compiles
     new_stream: Any = torch.cuda.Stream  # untyped
     side = new_stream(where.device)
     where.synchronize()

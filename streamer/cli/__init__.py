@@ -10,31 +10,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib import import_module
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from streamer.cli.arguments import Parser, UsageError
+from streamer.cli.commands import Command, load
 from streamer.errors import StreamerError
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
-
-
-class Command(NamedTuple):
-    """A command: the module that implements it, and its line in `--help`."""
-
-    module: str
-    help: str
-
-
-class CommandModule(Protocol):
-    """What a command's module offers."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
-
-    def run(self, args: argparse.Namespace, console: Console) -> int: ...
 
 
 COMMANDS = {
@@ -45,6 +26,7 @@ COMMANDS = {
     "doctor": Command("streamer.cli.doctor", "check this machine and say how to mend it"),
     "simulate": Command("streamer.bench.simulate", "the scheduler on paper, without a model"),
     "bench": Command("streamer.cli.bench", "measure a part by itself"),
+    "loadtest": Command("streamer.cli.loadtest", "put load on a server, this one or another"),
 }
 
 
@@ -56,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _without_command(words)
         return _run(words[0], words[1:])
     except SystemExit as leaving:
-        return leaving.code if isinstance(leaving.code, int) else FAILED
+        if not isinstance(leaving.code, int):
+            raise  # with a message, which Python prints
+        return leaving.code
     except KeyboardInterrupt:
         return INTERRUPTED
 
@@ -83,7 +67,7 @@ def _without_command(words: list[str]) -> int:
 
 
 def _run(name: str, words: list[str]) -> int:
-    module = cast(CommandModule, import_module(COMMANDS[name].module))
+    module = load(COMMANDS[name])
     parser = Parser(
         prog=f"streamer {name}", usage="%(prog)s [ARGUMENTS]", description=COMMANDS[name].help
     )

@@ -6,42 +6,27 @@ Only finds the module and hands the flags on; what is measured is that module's 
 from __future__ import annotations
 
 import argparse
-from importlib import import_module
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from streamer.cli.arguments import Parser
+from streamer.cli.commands import Command, add_door, go_through
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-
-class Bench(NamedTuple):
-    """A bench: the module that implements it, and its line in `--help`."""
-
-    module: str
-    help: str
-
-
 BENCHES = {
-    "step": Bench("streamer.bench.step", "host time of a step, beside a quiet and a busy loop"),
-    "stream": Bench("streamer.bench.stream", "from a step's output to the sockets, by itself"),
-    "gpu": Bench("streamer.bench.gpu", "a GPU's figures, each beside its target"),
-    "page": Bench("streamer.bench.page", "the page in a browser, beside its budget"),
+    "step": Command("streamer.bench.step", "host time of a step, beside a quiet and a busy loop"),
+    "stream": Command("streamer.bench.stream", "from a step's output to the sockets, by itself"),
+    "gpu": Command("streamer.bench.gpu", "a GPU's figures, each beside its target"),
+    "offline": Command("streamer.bench.offline", "throughput, latency and swap, without a server"),
+    "page": Command("streamer.bench.page", "the page in a browser, beside its budget"),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The bench's name; what follows is its own."""
-    listed = "; ".join(f"{name}: {bench.help}" for name, bench in BENCHES.items())
-    parser.add_argument("bench", metavar="WHAT", choices=BENCHES, help=listed)
-    parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    add_door(parser, BENCHES)
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """The bench's own exit code; only the one that is named is imported."""
-    bench = BENCHES[args.bench]
-    module = import_module(bench.module)
-    parser = Parser(prog=f"streamer bench {args.bench}", description=bench.help)
-    module.add_arguments(parser)
-    code: int = module.run(parser.parse_args(args.rest), console)
-    return code
+    """The bench's own exit code."""
+    return go_through(args, console, BENCHES)

@@ -333,8 +333,7 @@ def step_bytes(
 
     @torch.inference_mode()
     def work() -> None:
-        positions = np.concatenate([np.arange(n) for n in lens])
-        there = device.upload(positions)
+        there = torch.cat([torch.arange(n, device=device.where) for n in lens])
         batch = ops.AttentionBatch(
             query_lens=lens,
             context_lens=lens,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from streamer.kernels.gpu.decode_step import DecodeStep, RowState
 
 Forward = Callable[["DecodeStep"], torch.Tensor]
+Launch = Callable[[], None]
 STEP = 8  # rows between two sizes, beyond the smallest
 
 
@@ -48,15 +49,12 @@ class DecodeSteps:
         # A graph's own outputs live in memory that the other graphs use too.
         self._logits = torch.zeros(max_rows, vocab_size, dtype=dtype, device=where)
         self._drawn = torch.zeros(max_rows, dtype=torch.int64, device=where)
-        self._compute = [partial(self._compute_logits, step) for step in self._steps]
-        self._draw = [partial(self._draw_plain, step) for step in self._steps]
-        self._recorded_compute: dict[int, Callable[[], None]] = {}
-        self._recorded_draw: dict[int, Callable[[], None]] = {}
+        self._recorded: dict[int, tuple[Launch, Launch]] = {}  # step -> what computes, what draws
 
     @property
     def num_recorded(self) -> int:
         """Sizes that are one launch each; the others run op by op."""
-        return len(self._recorded_compute)
+        return len(self._recorded)
 
     def record(self, device: Device, budget_bytes: int, advance: Callable[[], None]) -> None:
         """Record the sizes, largest first, so that the smaller ones fit into its memory.
@@ -66,10 +64,10 @@ class DecodeSteps:
         """
         least = device.free_bytes() - budget_bytes
         for n in reversed(range(len(self.sizes))):
-            compute, draw = device.record(self._compute[n]), device.record(self._draw[n])
+            compute, draw = map(device.record, self._launches(self._steps[n]))
             if device.free_bytes() < least:
                 return
-            self._recorded_compute[n], self._recorded_draw[n] = compute, draw
+            self._recorded[n] = compute, draw
             advance()
 
     def run(self, count: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,15 +77,20 @@ class DecodeSteps:
         """
         n = bisect_left(self.sizes, count)
         step = self._steps[n]
-        self._recorded_compute.get(n, self._compute[n])()
+        compute, draw_plain = self._recorded.get(n) or self._launches(step)
+        compute()
         logits, tokens = self._logits[:count], self._drawn[:count]
         if draw.is_plain:
-            self._recorded_draw.get(n, self._draw[n])()
+            draw_plain()
             return logits, tokens
         drawn = self._sampler.draw(draw, logits, step.chosen[:count], step.drawn_at[:count])
         tokens.copy_(drawn)
         step.commit(self._drawn[: self.sizes[n]])
         return logits, tokens
+
+    def _launches(self, step: DecodeStep) -> tuple[Launch, Launch]:
+        """What computes the step, and what draws; made anew: kept here they would keep this."""
+        return partial(self._compute_logits, step), partial(self._draw_plain, step)
 
     def _compute_logits(self, step: DecodeStep) -> None:
         step.prepare()

@@ -188,7 +188,12 @@ class CudaDevice:
             self._graphs_pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # "thread_local": the event loop's thread may use CUDA meanwhile; this one does not.
-        with torch.cuda.graph(graph, pool=self._graphs_pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            graph,
+            pool=self._graphs_pool,
+            stream=self.main.stream,  # whose workspaces are there already
+            capture_error_mode="thread_local",
+        ):
             work()
         return graph.replay
 

@@ -123,6 +123,7 @@ def test_swaps_to_pinned_memory_and_back(device: str) -> None:
 
 def test_a_captured_decode_equals_the_steps_it_was_captured_from(device: str) -> None:
     """prepare, attention, sampling and commit as one CUDA graph, replayed without host data."""
+    from streamer.kernels.gpu import backend
     from streamer.kernels.gpu.decode_step import DecodeStep, RowState
     from streamer.kernels.gpu.sample import SamplingRows, sample
     from tests.kernels.test_gpu_decode_step import BLOCK, Model
@@ -135,7 +136,7 @@ def test_a_captured_decode_equals_the_steps_it_was_captured_from(device: str) ->
         step.chosen.copy_(torch.tensor([2, 0, -1, 3]))
         settings.settings[:, 0] = 1.0
         settings.top_k.fill_(5)
-        return Model(device), step, settings
+        return Model(device, backend), step, settings
 
     def run(model: Model, step: DecodeStep, settings: SamplingRows) -> None:
         step.prepare()

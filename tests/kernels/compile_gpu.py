@@ -15,7 +15,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -95,8 +94,6 @@ def small_ops(dtype: torch.dtype) -> None:
     backend.copy_blocks(case.pool.to(dtype), positions[:3], positions[:3])
     rows = sample.SamplingRows(8, "cpu")
     logits, slots = torch.zeros(4, 152_000, dtype=dtype), torch.zeros(4, dtype=torch.int64)
-    draws = ops.Draws([0] * 4, [1] * 4, [(1.0, 0.9, 0.0)] * 4, np.zeros((4, 5), np.uint32))
-    backend.draw(logits, draws)
     sample.sample(logits, rows, slots, slots, has_filters=False)
     sample.sample(logits, rows, slots, slots, has_filters=True)  # as recorded decodes do
     step = decode_step.DecodeStep(decode_step.RowState(8, 4, 16, "cpu"), 8)
@@ -146,9 +143,9 @@ def main() -> None:
     label = "codes"
     for kv_dtype in (torch.int8, torch.float8_e4m3fn):
         quantized_stores(bf16, kv_dtype)
-        attention(bf16, (16, 8, 128), MIXED, kv_dtype)
-        attention(bf16, (32, 8, 128), DECODES, kv_dtype)
-        attention(bf16, (8, 4, 256), MIXED, kv_dtype, sliding_window=4096, softcap=50.0)
+    attention(bf16, (16, 8, 128), MIXED, torch.int8)
+    attention(bf16, (32, 8, 128), DECODES, torch.float8_e4m3fn)
+    attention(bf16, (8, 4, 256), MIXED, torch.float8_e4m3fn, sliding_window=4096, softcap=50.0)
     label = "fp32"
     attention(torch.float32, (8, 4, 128), MIXED)
 

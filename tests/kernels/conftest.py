@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,36 +16,27 @@ from streamer.kernels import ops, reference
 @pytest.fixture(params=["torch", "native", "triton"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The ops' backend for this test; "triton" is the GPU's, in Triton's interpreter."""
-    name: str = request.param
-    if name == "native":
-        if ops.why_not_native:
-            pytest.fail(f"the native kernels do not compile here: {ops.why_not_native}")
-        from streamer.kernels.cpu import native
-
-        monkeypatch.setattr(ops, "_backend", native)
-    elif name == "triton":
-        skip_without_interpreter()
-        from streamer.kernels.gpu import backend as gpu
-
-        monkeypatch.setattr(ops, "_backend", gpu)
-    else:
-        monkeypatch.setattr(ops, "_backend", reference)
-    # The interpreter computes with numpy, which warns of what a GPU does in silence.
-    with np.errstate(all="ignore"):
-        yield name
+    yield from use(request.param, monkeypatch)
 
 
 @pytest.fixture(params=["torch", "triton"])
 def quantizing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Like `backend`, of those that have INT8 and FP8 pools."""
-    name: str = request.param
-    if name == "triton":
-        skip_without_interpreter()
-        from streamer.kernels.gpu import backend as gpu
+    yield from use(request.param, monkeypatch)
 
-        monkeypatch.setattr(ops, "_backend", gpu)
-    else:
-        monkeypatch.setattr(ops, "_backend", reference)
+
+def use(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The backend of that name is the ops' own until the generator goes on."""
+    module: Any = reference
+    if name == "native":
+        if ops.why_not_native:
+            pytest.fail(f"the native kernels do not compile here: {ops.why_not_native}")
+        from streamer.kernels.cpu import native as module
+    elif name == "triton":
+        skip_without_interpreter()
+        from streamer.kernels.gpu import backend as module
+    monkeypatch.setattr(ops, "_backend", module)
+    # The interpreter computes with numpy, which warns of what a GPU does in silence.
     with np.errstate(all="ignore"):
         yield name
 

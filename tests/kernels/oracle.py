@@ -1,4 +1,4 @@
-"""Attention by the definition, in float64 loops: what every backend is compared with."""
+"""Attention by the definition, in float64, query by query and head by head, and cases for it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ import math
 
 import torch
 
+from streamer.kernels import ops
 from streamer.kernels.ops import AttentionBatch
+
+
+def rand(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Normal numbers."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def attention_oracle(
@@ -24,24 +30,18 @@ def attention_oracle(
     context, kv_heads, _ = k.shape
     out = torch.zeros(queries, heads, dim, dtype=torch.float64)
     for i in range(queries):
-        position = context - queries + i
+        end = context - queries + i + 1
+        seen = slice(0 if sliding_window is None else max(0, end - sliding_window), end)
         for h in range(heads):
             g = h // (heads // kv_heads)
-            scores = {}
-            for s in range(context):
-                visible = s <= position
-                if sliding_window is not None:
-                    visible = visible and position - s < sliding_window
-                if visible:
-                    score = float(torch.dot(q[i, h].double(), k[s, g].double())) * scale
-                    if softcap is not None:
-                        score = softcap * math.tanh(score / softcap)
-                    scores[s] = score
-            total = sum(math.exp(score) for score in scores.values())
+            scores = k[seen, g].double() @ q[i, h].double() * scale
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            weights = scores.exp()
+            total = weights.sum()
             if sinks is not None:
                 total += math.exp(float(sinks[h]))
-            for s, score in scores.items():
-                out[i, h] += math.exp(score) / total * v[s, g].double()
+            out[i, h] = weights / total @ v[seen, g].double()
     return out
 
 
@@ -104,3 +104,18 @@ class Case:
     def new_v(self) -> torch.Tensor:
         """V of the step's packed tokens."""
         return torch.cat([v[-n:] for v, n in zip(self.v, self.query_lens, strict=True)])
+
+    def run(self, scale: float, **options: object) -> torch.Tensor:
+        """By the backend in use: what the step stores, then its attention."""
+        layer, batch = ops.layer_view(self.pool, self.layer), self.batch()
+        ops.store_kv(self.new_k(), self.new_v(), layer, batch)
+        return ops.paged_attention(torch.cat(self.q), layer, batch, scale, **options)  # type: ignore[arg-type]
+
+    def expected(self, scale: float, **options: object) -> torch.Tensor:
+        """By the oracle."""
+        return torch.cat(
+            [
+                attention_oracle(q, k, v, scale, **options)  # type: ignore[arg-type]
+                for q, k, v in zip(self.q, self.k, self.v, strict=True)
+            ]
+        )

@@ -1,4 +1,4 @@
-"""paged_attention and store_kv against loops in float64, at shapes that fit nothing."""
+"""paged_attention and store_kv against the oracle, at shapes that fit nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from streamer.kernels import ops, reference_attention
 from streamer.kernels.cpu import native
-from tests.kernels.oracle import Case, attention_oracle
+from tests.kernels.oracle import Case
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -22,29 +22,14 @@ OPTIONS = [
 ]
 
 
-def run(case: Case, scale: float, **options: object) -> torch.Tensor:
-    layer, batch = ops.layer_view(case.pool, case.layer), case.batch()
-    ops.store_kv(case.new_k(), case.new_v(), layer, batch)
-    return ops.paged_attention(torch.cat(case.q), layer, batch, scale, **options)  # type: ignore[arg-type]
-
-
-def expected(case: Case, scale: float, **options: object) -> torch.Tensor:
-    return torch.cat(
-        [
-            attention_oracle(q, k, v, scale, **options)  # type: ignore[arg-type]
-            for q, k, v in zip(case.q, case.k, case.v, strict=True)
-        ]
-    )
-
-
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (3, 3, 80), (6, 1, 128)])
 def test_mixed_rows(heads: int, kv_heads: int, dim: int, options: dict[str, float]) -> None:
     case = Case(MIXED, heads=heads, kv_heads=kv_heads, dim=dim, block=16)
-    out = run(case, dim**-0.5, **options)
+    out = case.run(dim**-0.5, **options)
     assert out.shape == (sum(n for n, _ in MIXED), heads, dim)
     torch.testing.assert_close(
-        out.double(), expected(case, dim**-0.5, **options), rtol=1e-5, atol=2e-6
+        out.double(), case.expected(dim**-0.5, **options), rtol=1e-5, atol=2e-6
     )
 
 
@@ -52,7 +37,7 @@ def test_mixed_rows(heads: int, kv_heads: int, dim: int, options: dict[str, floa
 def test_block_sizes_and_block_borders(block: int) -> None:
     rows = [(1, block), (1, block + 1), (2, 2 * block), (1, max(1, 2 * block - 1)), (9, 9 + block)]
     case = Case(rows, heads=4, kv_heads=2, dim=24, block=block)
-    torch.testing.assert_close(run(case, 0.2).double(), expected(case, 0.2), rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(case.run(0.2).double(), case.expected(0.2), rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 11}, {"softcap": 1.5}], ids=str)
@@ -61,7 +46,7 @@ def test_long_rows_go_in_tiles(monkeypatch: pytest.MonkeyPatch, options: dict[st
     monkeypatch.setattr(native, "TILE_QUERIES", 13)
     case = Case([(40, 40), (1, 30), (27, 61), (14, 15)], heads=2, kv_heads=1, dim=16, block=16)
     torch.testing.assert_close(
-        run(case, 0.25, **options).double(), expected(case, 0.25, **options), rtol=1e-5, atol=2e-6
+        case.run(0.25, **options).double(), case.expected(0.25, **options), rtol=1e-5, atol=2e-6
     )
 
 
@@ -69,17 +54,17 @@ def test_long_rows_go_in_tiles(monkeypatch: pytest.MonkeyPatch, options: dict[st
 def test_sinks(options: dict[str, float]) -> None:
     case = Case([(1, 19), (12, 20), (3, 3)], heads=4, kv_heads=2, dim=32, block=16)
     sinks = torch.tensor([-30.0, 0.3, 2.0, 5.0])
-    out = run(case, 0.2, sinks=sinks, **options)
+    out = case.run(0.2, sinks=sinks, **options)
     torch.testing.assert_close(
-        out.double(), expected(case, 0.2, sinks=sinks, **options), rtol=1e-5, atol=2e-6
+        out.double(), case.expected(0.2, sinks=sinks, **options), rtol=1e-5, atol=2e-6
     )
 
 
 def test_bfloat16_is_near() -> None:
     case = Case(MIXED, heads=4, kv_heads=2, dim=64, block=16, dtype=torch.bfloat16)
-    out = run(case, 0.125)
+    out = case.run(0.125)
     assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out.double(), expected(case, 0.125), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(out.double(), case.expected(0.125), rtol=2e-2, atol=2e-2)
 
 
 def test_a_row_reads_what_another_stores_in_the_same_step() -> None:
@@ -87,15 +72,15 @@ def test_a_row_reads_what_another_stores_in_the_same_step() -> None:
     case = Case([(16, 16), (2, 18)], heads=2, kv_heads=1, dim=16, block=16)
     case.tables[1, 0] = case.tables[0, 0]
     case.k[1][:16], case.v[1][:16] = case.k[0], case.v[0]
-    torch.testing.assert_close(run(case, 0.25).double(), expected(case, 0.25), rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(case.run(0.25).double(), case.expected(0.25), rtol=1e-5, atol=2e-6)
 
 
 def test_decode_rows_are_bit_equal_alone_and_in_a_batch(backend: str) -> None:
     rows = [(1, context) for context in (1, 5, 16, 17, 40, 130, 200, 215, 216, 255, 257, 300)]
-    shapes = [(4, 2, 64), (14, 2, 64), (4, 4, 64), (16, 8, 128), (8, 1, 96)]
-    for heads, kv_heads, dim in shapes[: 2 if backend == "triton" else None]:  # interpreted: slow
+    shapes = [(14, 2, 64), (4, 2, 64), (4, 4, 64), (16, 8, 128), (8, 1, 96)]
+    for heads, kv_heads, dim in shapes[: 1 if backend == "triton" else None]:  # interpreted: slow
         case = Case(rows, heads=heads, kv_heads=kv_heads, dim=dim, block=16)
-        together = run(case, 0.1)
+        together = case.run(0.1)
         layer = ops.layer_view(case.pool, case.layer)
         for r, (_, context) in enumerate(rows):
             batch = ops.AttentionBatch(
@@ -113,7 +98,7 @@ def test_a_prompt_in_chunks_equals_itself_whole(backend: str) -> None:
     """Natively bit for bit, wherever it is cut, and beside other rows."""
     for dtype in (torch.float32, torch.bfloat16):
         case = Case([(70, 70)], heads=6, kv_heads=2, dim=32, block=16, dtype=dtype)
-        whole = run(case, 0.2)
+        whole = case.run(0.2)
         layer = ops.layer_view(case.pool, case.layer)
         for first, last in ((0, 1), (0, 33), (31, 70), (69, 70), (16, 49)):
             batch = ops.AttentionBatch(
@@ -133,13 +118,13 @@ def test_a_prompt_in_chunks_equals_itself_whole(backend: str) -> None:
 def test_a_poisoned_row_stays_alone() -> None:
     """The unused part of a block may hold another sequence's NaN; so may another row."""
     case = Case([(1, 20), (1, 21), (3, 22), (12, 40)], heads=4, kv_heads=2, dim=32, block=16)
-    clean = run(case, 0.2)
+    clean = case.run(0.2)
     case.k[1][4] = torch.nan
     case.v[1][20] = torch.inf
     case.q[1][:] = torch.nan
     poisoned = Case([(1, 20), (1, 21), (3, 22), (12, 40)], heads=4, kv_heads=2, dim=32, block=16)
     poisoned.k, poisoned.v, poisoned.q = case.k, case.v, case.q
-    out = run(poisoned, 0.2)
+    out = poisoned.run(0.2)
     keep = [0, *range(2, 17)]
     assert torch.equal(out[keep], clean[keep])
     assert not out[1].isfinite().any()
@@ -160,7 +145,7 @@ def test_strided_inputs_and_a_batch_used_by_two_layers() -> None:
         outs.append(ops.paged_attention(q, view, batch, 0.25))
     assert outs[0].shape == (tokens, 4, 16)
     assert torch.equal(outs[0], outs[1])
-    torch.testing.assert_close(outs[0].double(), expected(case, 0.25), rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(outs[0].double(), case.expected(0.25), rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
 from streamer.kernels import ops
-from tests.kernels.oracle import Case, attention_oracle
+from tests.kernels.oracle import Case
 
 pytest.importorskip("triton")
 
@@ -41,18 +44,11 @@ def batch_of(case: Case, device: str) -> ops.AttentionBatch:
     )
 
 
-def expected(case: Case, **options: object) -> torch.Tensor:
-    """Loops in float64."""
-    return torch.cat(
-        [
-            attention_oracle(q, k, v, 0.2, **options)  # type: ignore[arg-type]
-            for q, k, v in zip(case.q, case.k, case.v, strict=True)
-        ]
-    )
-
-
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 70}, {"softcap": 1.5}], ids=str)
-@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize(
+    ("options", "has_sinks"),
+    [({}, False), ({}, True), ({"sliding_window": 70}, True), ({"softcap": 1.5}, False)],
+    ids=str,
+)
 def test_split_decodes(
     device: str, monkeypatch: pytest.MonkeyPatch, options: dict[str, float], has_sinks: bool
 ) -> None:
@@ -62,12 +58,15 @@ def test_split_decodes(
     monkeypatch.setattr(attention, "MIN_SPLIT", 32)
     monkeypatch.setattr(attention, "MAX_SPLITS", 4)
     monkeypatch.setitem(attention.KEY_ELEMENTS, 4, 16 * 32)  # 16 keys a tile
-    case = Case(LONG, heads=6, kv_heads=2, dim=20, block=16)
+    rows = [(1, 150), (5, 97), (2, 33), (12, 40), (1, 1)]
+    case = Case(rows, heads=6, kv_heads=2, dim=20, block=16)
     everything = dict(options)
     if has_sinks:
         everything["sinks"] = torch.tensor([-30.0, 0.3, 2.0, 5.0, 0.0, 1.0]).to(device)  # type: ignore[assignment]
     out = run(case, device, batch_of(case, device), **everything)
-    torch.testing.assert_close(out.double(), expected(case, **everything), **CLOSE[torch.float32])
+    torch.testing.assert_close(
+        out.double(), case.expected(0.2, **everything), **CLOSE[torch.float32]
+    )
 
 
 def test_a_split_decode_is_bit_equal_alone_and_beside_prefill(
@@ -93,18 +92,21 @@ def test_a_split_decode_is_bit_equal_alone_and_beside_prefill(
 
 
 @pytest.mark.parametrize("dtype", list(CLOSE), ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(7, 1, 24), (40, 2, 64), (2, 2, 160)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "chunk"), [(7, 1, 24, 18), (40, 2, 64, 5), (2, 2, 160, 34)]
+)
 def test_dtypes_and_odd_heads(
-    device: str, dtype: torch.dtype, heads: int, kv_heads: int, dim: int
+    device: str, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, chunk: int
 ) -> None:
     """Groups of 7, of more heads than a narrow tile has rows, and heads beyond 128."""
-    case = Case([(1, 20), (3, 9), (34, 40)], heads=heads, kv_heads=kv_heads, dim=dim, block=8)
+    rows = [(1, 20), (3, 9), (chunk, chunk + 6)]
+    case = Case(rows, heads=heads, kv_heads=kv_heads, dim=dim, block=8)
     case.pool = case.pool.to(dtype)
     for tensors in (case.q, case.k, case.v):
         tensors[:] = [t.to(dtype) for t in tensors]
     out = run(case, device, batch_of(case, device))
     assert out.dtype is dtype
-    torch.testing.assert_close(out.double(), expected(case), **CLOSE[dtype])
+    torch.testing.assert_close(out.double(), case.expected(0.2), **CLOSE[dtype])
 
 
 def test_any_strides_of_q(device: str) -> None:
@@ -122,29 +124,53 @@ def test_any_strides_of_q(device: str) -> None:
 
 @pytest.mark.parametrize("window", [0, 1, 100, 300])
 def test_the_host_launches_as_many_splits_as_rows_use(window: int) -> None:
-    """num_splits against the kernel's own rule, restated."""
-    import numpy as np
+    from streamer.kernels.gpu.attention import num_splits
 
-    from streamer.kernels.gpu.attention import MAX_SPLITS, MIN_SPLIT, num_splits
-    from streamer.kernels.gpu.rows import Rows
-
-    empty = torch.empty(0)
     for contexts in ([1], [257, 3], [100_000], [4097, 8192], []):
         for keys in (16, 64):
-            rows = Rows(
-                starts=empty,
-                contexts=empty,
-                tiles=empty,
-                tables=empty,
-                num_wide=0,
-                num_parts=0,
-                spans=np.array(contexts, np.int64),
-                queries=np.ones(len(contexts), np.int64),
-            )
-            most = 1
-            for context in contexts:
-                begin = max(0, context - window) // keys * keys if window else 0
-                tiles = -(-(context - begin) // keys)
-                most = max(most, -(-tiles // max(MIN_SPLIT // keys, -(-tiles // MAX_SPLITS))))
+            rows = rows_of(contexts, np.ones(len(contexts), np.int64))
+            most = max([1, *(splits_used(context, window, keys) for context in contexts)])
             assert most <= num_splits(rows, window, keys) < 2 * most
-            assert num_splits(rows, window, keys) <= MAX_SPLITS
+
+
+@pytest.mark.parametrize("window", [0, 100, 1024, 3000])
+@pytest.mark.parametrize("longest", [1, 300, 1040, 4097, 9000])
+def test_rows_that_only_the_device_knows_have_as_many_splits_as_any_uses(
+    window: int, longest: int
+) -> None:
+    """Whatever their contexts become, up to the most; a window may make them fewer."""
+    from streamer.kernels.gpu.attention import num_splits
+
+    for keys in (16, 32, 64):
+        most = max(splits_used(n, window, keys) for n in range(1, longest + 1))
+        launched = num_splits(rows_of([longest], None), window, keys)
+        assert most <= launched
+        assert launched < 2 * most or window
+
+
+def splits_used(context: int, window: int, keys: int) -> int:
+    """Programs that share a decode, by the kernel's own rule, restated."""
+    from streamer.kernels.gpu.attention import MAX_SPLITS, MIN_SPLIT
+
+    begin = max(0, context - window) // keys * keys if window else 0
+    tiles = -(-(context - begin) // keys)
+    used = -(-tiles // max(MIN_SPLIT // keys, -(-tiles // MAX_SPLITS)))
+    assert used <= MAX_SPLITS
+    return used
+
+
+def rows_of(spans: list[int], queries: Any) -> Any:
+    """Narrow rows of which only that is known."""
+    from streamer.kernels.gpu.rows import Rows
+
+    nothing: Any = torch.empty(0)
+    return Rows(
+        starts=nothing,
+        contexts=nothing,
+        tiles=nothing,
+        tables=nothing,
+        num_wide=0,
+        num_parts=0,
+        spans=np.array(spans, np.int64),
+        queries=queries,
+    )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from streamer.kernels import ops
+from streamer.kernels import ops, reference
 
 pytest.importorskip("triton")
 
@@ -13,11 +15,9 @@ VOCAB, HEADS, KV_HEADS, DIM, BLOCK = 11, 4, 2, 16, 4
 
 
 class Model:
-    """One layer of attention between an embedding and logits, by the GPU's ops."""
+    """One layer of attention between an embedding and logits, by the ops of a backend."""
 
-    def __init__(self, device: str) -> None:
-        from streamer.kernels.gpu import backend
-
+    def __init__(self, device: str, backend: Any) -> None:
         rng = torch.Generator().manual_seed(0)
         width = (HEADS + 2 * KV_HEADS) * DIM
         self.ops = backend
@@ -41,59 +41,60 @@ class Model:
         return self.ops.linear(y.flatten(1), self.ops.pack_weight(self.head, None, None), None)
 
 
-def greedy_by_the_host(
-    device: str, tables: torch.Tensor, known: list[list[int]], steps: int
-) -> list[list[int]]:
-    """Every sequence computed whole again for every token."""
-    model, out = Model(device), [list(tokens) for tokens in known]
+def batch_of(table: torch.Tensor, count: int) -> ops.AttentionBatch:
+    """`count` tokens of one sequence, from its first on."""
+    positions = torch.arange(count, device=table.device)
+    return ops.AttentionBatch(
+        query_lens=[count],
+        context_lens=[count],
+        block_tables=table[None],
+        slots=table[positions // BLOCK] * BLOCK + positions % BLOCK,
+        block_size=BLOCK,
+    )
+
+
+def greedy_by_the_host(tables: torch.Tensor, known: list[list[int]], steps: int) -> list[list[int]]:
+    """What plain torch draws, every sequence computed whole again for every token."""
+    model, out = Model("cpu", reference), [list(tokens) for tokens in known]
     for _ in range(steps):
-        for r, tokens in enumerate(out):
-            positions = torch.arange(len(tokens), device=device)
-            slots = tables[r].to(device)[positions // BLOCK] * BLOCK + positions % BLOCK
-            batch = ops.AttentionBatch(
-                query_lens=[len(tokens)],
-                context_lens=[len(tokens)],
-                block_tables=tables[r : r + 1].to(device),
-                slots=slots,
-                block_size=BLOCK,
-            )
-            logits = model(torch.tensor(tokens, device=device), positions, batch)
+        for table, tokens in zip(tables, out, strict=True):
+            batch = batch_of(table, len(tokens))
+            logits = model(torch.tensor(tokens), torch.arange(len(tokens)), batch)
             tokens.append(int(logits[-1].argmax()))
-    return out
+    return [tokens[-steps:] for tokens in out]
 
 
-def test_steps_need_no_host_data(device: str) -> None:
-    """Three rows of different lengths in scattered slots, beside padding, across block borders."""
-    from streamer.kernels.gpu.best import best
+def test_steps_need_no_host_data(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of one to three parts in scattered slots, beside padding, across block borders."""
+    from streamer.kernels.gpu import attention, backend
     from streamer.kernels.gpu.decode_step import DecodeStep, RowState
 
-    known, slots = [[1, 2, 3, 4, 5], [7], [3, 3, 9, 10]], [5, 0, 2]
+    monkeypatch.setattr(attention, "MIN_SPLIT", 16)
+    monkeypatch.setitem(attention.KEY_ELEMENTS, 4, 16 * DIM)  # 16 keys a tile
+    known, slots = [[*range(1, 11)] * 3, [7], [3, 3, 9, 10]], [5, 0, 2]
     tables = torch.randperm(36, generator=torch.Generator().manual_seed(1)).view(3, 12)
-    expected = greedy_by_the_host(device, tables, known, 6)
-    model, state = Model(device), RowState(6, 12, BLOCK, device)
+    expected = greedy_by_the_host(tables, known, 6)
+    model, state = Model(device, backend), RowState(6, 12, BLOCK, device)
+    for table, tokens, slot in zip(tables.to(device), known, slots, strict=True):
+        done = len(tokens) - 1
+        if done:
+            there = torch.tensor(tokens[:-1], device=device)
+            model(there, torch.arange(done, device=device), batch_of(table, done))
+        state.tables[slot], state.latest[slot], state.computed[slot] = table, tokens[-1], done
     step = DecodeStep(state, 5)
-    for r, slot in enumerate(slots):
-        state.tables[slot] = tables[r].to(device)
     step.chosen.copy_(torch.tensor([5, -1, 0, 2, -1]))
     order = [0, 2, 3]  # places of the rows in the step
-    # Prompts go token by token here; a runner would prefill them.
-    drawn: list[list[int]] = [[], [], []]
-    for n in range(6 + 4):
-        for r, slot in enumerate(slots):
-            if n < len(known[r]):
-                state.latest[slot] = known[r][n]
+    drawn = []
+    for n in range(6):
         step.prepare()
         logits = model(step.tokens, step.positions, step.batch)
-        assert step.drawn_at[order].tolist() == [n + 1] * 3
-        _, ids = best(logits)
+        assert step.drawn_at[order].tolist() == [len(tokens) + n for tokens in known]
+        _, ids = backend.best(logits)
         step.commit(ids)
-        for r, place in enumerate(order):
-            if n + 1 >= len(known[r]):
-                drawn[r].append(int(ids[place]))
-    for r, tokens in enumerate(expected):
-        assert drawn[r][:6] == tokens[len(known[r]) :]
-    assert state.computed.tolist() == [10, 0, 10, 0, 0, 10]
-    assert int((model.pool != 0).any(-1).any(1).any(1).any(1).sum()) == 3 * 10
+        drawn.append(ids[order].tolist())
+    assert [list(tokens) for tokens in zip(*drawn, strict=True)] == expected
+    assert state.computed.tolist() == [6, 0, 9, 0, 0, 35]
+    assert int((model.pool != 0).any(-1).any(1).any(1).any(1).sum()) == 35 + 6 + 9
 
 
 def test_a_failed_row_leaves_a_token_that_can_be_read(device: str) -> None:

@@ -1,4 +1,4 @@
-"""Sampling on the device against the host's sampler: noise, filters, greedy rows, failed rows."""
+"""Sampling on the device against the reference: noise, filters, greedy rows, failed rows."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from streamer.kernels.philox import gumbel, philox4x32
 triton: Any = pytest.importorskip("triton")
 tl: Any = triton.language
 philox: Any = pytest.importorskip("streamer.kernels.gpu.philox")
-
-WIDTHS = [1, 6, 257, 5000]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -63,16 +61,37 @@ def test_noise_is_the_reference_s(device: str) -> None:
 
 
 def draws_of(
-    temperatures: list[float], filters: list[tuple[int, float, float]], rows: list[int]
+    temperatures: list[float], filters: list[tuple[int, float, float]], seed: int = 0
 ) -> ops.Draws:
-    """A draw for each temperature from these rows, with (top_k, top_p, min_p) each."""
+    """A draw for each temperature from the row of its number, with (top_k, top_p, min_p) each."""
     with np.errstate(divide="ignore"):
         settings = [
             (t, top_p, float(np.log(min_p)))
             for t, (_, top_p, min_p) in zip(temperatures, filters, strict=True)
         ]
-    origin = np.random.default_rng(len(rows)).integers(0, 1 << 32, (len(rows), 5), dtype=np.uint32)
-    return ops.Draws(rows, [top_k for top_k, _, _ in filters], settings, origin)
+    count = len(temperatures)
+    origin = np.random.default_rng(seed).integers(0, 1 << 32, (count, 5), dtype=np.uint32)
+    return ops.Draws(range(count), [top_k for top_k, _, _ in filters], settings, origin)
+
+
+def sampled(
+    device: str, logits: torch.Tensor, draws: ops.Draws, slots: list[int], *, has_filters: bool
+) -> list[int]:
+    """What the rows draw on the device, the settings of each in its slot (-1: it is padding)."""
+    from streamer.kernels.gpu.sample import SamplingRows, sample
+
+    settings = SamplingRows(16, device)
+    of_slots = np.zeros(16, np.int64), np.ones((16, 3), np.float32), np.zeros((16, 5), np.uint32)
+    for table, part in zip(of_slots, (draws.top_k, draws.settings, draws.origin), strict=True):
+        table[slots] = part.numpy()
+    settings.packed.copy_(torch.from_numpy(settings.pack(*of_slots)))
+    positions = torch.from_numpy(draws.origin.numpy()[:, 2].astype(np.int64))
+    where = torch.tensor(slots, device=device)
+    tokens = sample(
+        logits.to(device), settings, where, positions.to(device), has_filters=has_filters
+    )
+    assert tokens.dtype is torch.int64
+    return tokens.tolist()
 
 
 TEMPERATURES = [1.0, 1.5, 0.3, 2.0, 1.0, 1e-3, 0.7, 1.9, 1.0, 1.0]
@@ -90,69 +109,48 @@ FILTERS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a row of a few hundred tokens has several of them."""
+    from streamer.kernels.gpu import filters, sample
+
+    monkeypatch.setattr(sample, "CHUNK", 64)
+    monkeypatch.setattr(filters, "BLOCK", 256)
+
+
 @pytest.mark.parametrize("has_filters", [False, True])
-@pytest.mark.parametrize("width", WIDTHS)
-def test_draws_are_the_reference_s(
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    [(1, torch.float32), (6, torch.float32), (300, torch.bfloat16)],
+)
+def test_rows_draw_what_the_reference_draws(
     device: str, width: int, has_filters: bool, dtype: torch.dtype
 ) -> None:
-    """Of strided rows in any order; ties at the cut, bans, settings that keep one or all."""
-    from streamer.kernels.gpu import backend
-
+    """Strided rows; ties at the cut, bans, settings that keep one or all."""
     rng = torch.Generator().manual_seed(width)
-    logits = (torch.randn(9, width + 3, generator=rng) * 2).to(dtype)[:, :width]
+    logits = (torch.randn(10, width + 3, generator=rng) * 2).to(dtype)[:, :width]
     logits[1] = logits[1].round()
     if width > 4:
         logits[3, ::3] = -torch.inf
-    filters = FILTERS if has_filters else [(0, 1.0, 0.0)] * 10
-    draws = draws_of(TEMPERATURES, filters, [8, 1, 2, 3, 0, 1, 1, 7, 5, 4])
-    expected = reference.draw(logits, draws)
-    got = backend.draw(logits.to(device), draws)
-    assert got.dtype is torch.int64
-    assert got.tolist() == expected.tolist()
-
-
-def test_rows_that_are_not_finite_give_some_id(device: str) -> None:
-    from streamer.kernels.gpu import backend
-
-    logits = torch.zeros(4, 40)
-    logits[0], logits[1, 3], logits[2] = torch.nan, torch.inf, -torch.inf
-    for filters in FILTERS:
-        draws = draws_of([1.0] * 4, [filters] * 4, [0, 1, 2, 3])
-        assert all(0 <= i < 40 for i in backend.draw(logits.to(device), draws).tolist())
+    draws = draws_of(TEMPERATURES, FILTERS if has_filters else [(0, 1.0, 0.0)] * 10, width)
+    got = sampled(device, logits, draws, list(range(10)), has_filters=has_filters)
+    assert got == reference.draw(logits, draws).tolist()
 
 
 @pytest.mark.parametrize("has_filters", [False, True])
-def test_settings_and_positions_on_the_device(device: str, has_filters: bool) -> None:
-    """Rows in scattered slots: the same draws, the best where greedy, -1 where not finite."""
-    from streamer.kernels.gpu.sample import SamplingRows, sample
-
+def test_greedy_rows_failed_rows_and_padding(device: str, has_filters: bool) -> None:
+    """In scattered slots: the best where greedy, -1 where not finite; nobody else is touched."""
     logits = torch.randn(10, 77, generator=torch.Generator().manual_seed(0))
-    logits[2, 5], logits[4], logits[9, 0] = torch.nan, -torch.inf, torch.inf
-    slots = [7, 1, 14, 3, 0, 12, 5, 9, 2, 8]
-    filters = FILTERS if has_filters else [(0, 1.0, 0.0)] * 10
-    settings, positions = SamplingRows(16, device), torch.arange(10) * 1000
-    stored = draws_of(TEMPERATURES, filters, slots)
-    of_slots = np.zeros(16, np.int64), np.ones((16, 3), np.float32), np.zeros((16, 5), np.uint32)
-    for table, part in zip(of_slots, (stored.top_k, stored.settings, stored.origin), strict=True):
-        table[slots] = part.numpy()
-    settings.packed.copy_(torch.from_numpy(settings.pack(*of_slots)))
-    settings.settings[3, 0] = 0.0  # row 3 becomes greedy
-    drawn = sample(
-        logits.to(device),
-        settings,
-        torch.tensor([*slots[:8], -1, slots[9]], device=device),
-        positions.to(device),
-        has_filters=has_filters,
-    ).tolist()
-    origin = stored.origin.numpy().copy()
-    origin[:, 2] = positions.numpy()
-    expected = reference.draw(
-        logits.nan_to_num(posinf=0.0, neginf=0.0),
-        ops.Draws(list(range(10)), [k for k, _, _ in filters], stored.settings.tolist(), origin),
-    ).tolist()
-    expected[2] = expected[4] = expected[9] = -1
+    draws = draws_of(TEMPERATURES, FILTERS if has_filters else [(0, 1.0, 0.0)] * 10)
+    expected = reference.draw(logits, draws).tolist()
+    draws.settings[3, 0] = 0.0
     expected[3] = int(logits[3].argmax())
+    logits[2, 5], logits[4], logits[9, 0] = torch.nan, -torch.inf, torch.inf
+    logits[6, 7:9] = torch.nan
+    draws.settings[6, 0] = 0.0
+    expected[2] = expected[4] = expected[6] = expected[9] = -1
+    slots = [7, 1, 14, 3, 0, 12, 5, 9, -1, 8]
+    drawn = sampled(device, logits, draws, slots, has_filters=has_filters)
     padding = 8
     del drawn[padding], expected[padding]
     assert drawn == expected

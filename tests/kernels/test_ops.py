@@ -8,14 +8,11 @@ import pytest
 import torch
 
 from streamer.kernels import ops
+from tests.kernels.oracle import rand
 
 pytestmark = pytest.mark.usefixtures("backend")
 
 SHAPES = [(1, 3), (5, 33), (32, 256)]
-
-
-def rand(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def test_the_pool_is_block_major_and_a_block_is_contiguous() -> None:

@@ -36,8 +36,16 @@ class Run(NamedTuple):
 
 def locust(folder: Path, url: str, *flags: str) -> Run:
     """Headless, with hardly a pause; `folder` takes the CSV."""
-    command = [sys.executable, "-m", "streamer.loadtest.locust", "--headless", "--host", url]
-    command += ["--csv", str(folder / "run"), "--think-s", "0.01", "--only-summary", *flags]
+    command = [sys.executable, "-m", "streamer", "loadtest", "locust", "--host", url]
+    command += [
+        "--headless",
+        "--csv",
+        str(folder / "run"),
+        "--think-s",
+        "0.01",
+        "--only-summary",
+        *flags,
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     file, rows = folder / "run_stats.csv", {}
     if file.exists():

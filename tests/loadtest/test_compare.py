@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from streamer.cli import main
 from streamer.loadtest import compare, machine
 from streamer.loadtest.engines import ENGINES, Engine, Places, environment, job, server_command
 from streamer.loadtest.limit import Machine
@@ -103,7 +104,7 @@ def test_a_failure_is_a_result_and_the_engine_is_left_alone(
     def fail(*_: object) -> None:
         raise EngineFailed("no")
 
-    monkeypatch.setattr(compare, "run", fail)
+    monkeypatch.setattr(compare, "take_turn", fail)
     results = Results("", {}, {}, {})
     first, *_ = compare.turns(plan(VLLM), 0)
     later, *_ = compare.turns(plan(VLLM), 1)
@@ -167,7 +168,7 @@ def test_a_whole_run_with_the_fake_model(
     out, svg, page = tmp_path / "r.json", tmp_path / "c.svg", tmp_path / "t.md"
     flags = ["--engines", "streamer", "vllm", "--models", "fake", "--work", "mix", "stream"]
     files = ["--out", str(out), "--svg", str(svg), "--markdown", str(page)]
-    assert compare.main([*flags, "--rounds", "1", *files]) == 0
+    assert main(["loadtest", "compare", *flags, "--rounds", "1", *files]) == 0
     results = Results.read(out)
     assert [(s.engine, s.work) for s in results.samples] == [
         ("streamer", "mix"),
@@ -181,5 +182,5 @@ def test_a_whole_run_with_the_fake_model(
     assert "| Streamer |" in page.read_text(encoding="utf-8")
     assert svg.read_text(encoding="utf-8").startswith("<svg")
     assert "Left out, not installed: vllm" in capsys.readouterr().out
-    assert compare.main(["--show", str(out)]) == 0
+    assert main(["loadtest", "compare", "--show", str(out)]) == 0
     assert "Streamer" in capsys.readouterr().out

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from streamer.loadtest import arrivals, open_loop
-from streamer.loadtest.driving import UNASKED, Driver, Ways, ask, request, words_per_token
+from streamer.cli import main
+from streamer.loadtest import arrivals
+from streamer.loadtest.driving import UNASKED, Driver, Ways, ask, measured_scale, request
 from streamer.loadtest.jobs import Asked, Job, Turn, jobs
 from streamer.loadtest.prompts import words
 from streamer.loadtest.responses import check_counting
@@ -21,6 +22,10 @@ from tests.loadtest.locusts import peer
 from tests.server.running import Running
 
 EASY = ["--goodput", "ttft:60000", "e2el:60000"]
+
+
+def open_loop(flags: list[str]) -> int:
+    return main(["loadtest", "open-loop", *flags])
 
 
 def read(folder: Path, name: str) -> dict[str, Any]:
@@ -36,7 +41,7 @@ def ways(server: Running) -> Ways:
 def test_rates_files_and_tokens(slow: Running, tmp_path: Path) -> None:
     """The server gives every answer as many tokens as were asked for."""
     flags = ["--url", slow.url, "--workload", "alpaca", "--requests", "12", "--out", str(tmp_path)]
-    assert open_loop.main([*flags, "--rates", "20", "inf", *EASY]) == 0
+    assert open_loop([*flags, "--rates", "20", "inf", *EASY]) == 0
     twenty, whole = read(tmp_path, "20qps.json"), read(tmp_path, "infqps.json")
     wanted = jobs("alpaca", Asked(12, 0))
     for result in (twenty, whole):
@@ -93,8 +98,10 @@ def test_turns_that_are_never_asked_fail_too() -> None:
 
 
 def test_words_and_tokens(slow: Running) -> None:
-    """The fake model takes a token a byte."""
-    assert words_per_token(ways(slow), lambda count: " ".join(["four"] * count)) == 1 / 5
+    """The fake model takes a token a byte; the last word has no space after it."""
+    scale = measured_scale(ways(slow), lambda count: " ".join(["four"] * count))
+    assert scale.words_per_token == 1 / 5
+    assert 0 < scale.frame < 20
     assert len(words(random.Random(0), 9).split()) == 9
 
 
@@ -105,7 +112,7 @@ def test_a_sweep_ends_by_itself(
     monkeypatch.setattr(arrivals, "LEAST_RATE", 20.0)
     flags = ["--url", slow.url, "--workload", "alpaca", "--requests", "3", "--out", str(tmp_path)]
     flags += ["--rates", "50", "--burstiness", "inf", "--sweep", "--goodput", "ttft:0.0001"]
-    assert open_loop.main(flags) == 0
+    assert open_loop(flags) == 0
     assert sorted(path.name for path in tmp_path.glob("*.json")) == ["25qps.json", "50qps.json"]
     assert "no rate held" in (tmp_path / "report.md").read_text(encoding="utf-8")
 
@@ -115,7 +122,7 @@ def test_a_trace_is_replayed(slow: Running, tmp_path: Path) -> None:
     line = '{"timestamp": %s, "input_length": 40, "output_length": %d}\n'
     trace.write_text(line % (100, 3) + line % (102, 4))
     flags = ["--url", slow.url, "--workload", "trace", "--trace", str(trace)]
-    assert open_loop.main([*flags, "--time-scale", "0.1", "--out", str(tmp_path / "out")]) == 0
+    assert open_loop([*flags, "--time-scale", "0.1", "--out", str(tmp_path / "out")]) == 0
     result = read(tmp_path / "out", "10qps.json")
     assert result["output_lens"] == [3, 4]
     assert result["start_times"][1] >= 0.2
@@ -127,7 +134,7 @@ def test_failures_are_counted_and_told(
     flags = ["--url", slow.url, "--model", "fake", "--workload", "nano", "--requests", "2"]
     flags += ["--rates", "inf", "--out", str(tmp_path)]
     with peer() as url:
-        assert open_loop.main([*flags, "--url", url]) == 1
+        assert open_loop([*flags, "--url", url]) == 1
     result = read(tmp_path, "infqps.json")
     assert (result["completed"], result["failed"]) == (0, 2)
     assert "404" in result["errors"][0]
@@ -148,5 +155,5 @@ def test_failures_are_counted_and_told(
 def test_what_can_not_begin(
     flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert open_loop.main(flags) == 2
+    assert open_loop(flags) == 2
     assert says in capsys.readouterr().out

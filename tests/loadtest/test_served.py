@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from streamer.loadtest import sweep
+from streamer.loadtest.fitting import Cut
 from streamer.loadtest.served import Conditions, Outcome, Values, percentile, summary
 
 GOALS = {"ttft": 100.0, "tpot": 60.0}
@@ -20,7 +21,7 @@ OUTCOMES = [
 
 
 def result(rate: float = 2.0, outcomes: list[Outcome] = OUTCOMES) -> Values:
-    conditions = Conditions("20261122-010203", "alpaca", "m", rate, 1.0, GOALS, 0)
+    conditions = Conditions("20261122-010203", "alpaca", "m", rate, 1.0, GOALS, 0, Cut(1024, 2, 1))
     return summary(outcomes, conditions, 2.0)
 
 

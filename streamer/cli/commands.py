@@ -1,0 +1,61 @@
+"""Commands by name: each a module that adds its own flags and runs, imported when it is asked for.
+
+`streamer NAME` is one; a door such as `streamer bench WHAT` is a command whose first word names
+another and whose other words are that one's flags.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+
+from streamer.cli.arguments import Parser
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class Command(NamedTuple):
+    """A command: the module that implements it, and its line in `--help`.
+
+    is_foreign: the flags are another program's, and go unread to the module's `main(words)`.
+    """
+
+    module: str
+    help: str
+    is_foreign: bool = False
+
+
+class CommandModule(Protocol):
+    """What a command's module offers."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, args: argparse.Namespace, console: Console) -> int: ...
+
+
+def load(command: Command) -> CommandModule:
+    """The command's module."""
+    return cast(CommandModule, import_module(command.module))
+
+
+def add_door(parser: argparse.ArgumentParser, commands: Mapping[str, Command]) -> None:
+    """The name of one of these; what follows is its own."""
+    listed = "; ".join(f"{name}: {command.help}" for name, command in commands.items())
+    parser.add_argument("what", metavar="WHAT", choices=commands, help=listed)
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.set_defaults(prog=parser.prog)
+
+
+def go_through(args: argparse.Namespace, console: Console, commands: Mapping[str, Command]) -> int:
+    """Run the command that was named, by flags of add_door; its own exit code."""
+    command = commands[args.what]
+    if command.is_foreign:
+        code: int = import_module(command.module).main(args.rest)
+        return code
+    module = load(command)
+    parser = Parser(prog=f"{args.prog} {args.what}", description=command.help)
+    module.add_arguments(parser)
+    return module.run(parser.parse_args(args.rest), console)

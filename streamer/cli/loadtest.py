@@ -1,0 +1,33 @@
+"""`streamer loadtest WHAT`: measurements from outside, of any OpenAI-compatible server.
+
+Only finds the program and hands the flags on; the programs know nothing of the engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from streamer.cli.commands import Command, add_door, go_through
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PROGRAMS = {
+    "locust": Command(
+        "streamer.loadtest.locust.__main__", "users that wait for answers, by Locust", True
+    ),
+    "open-loop": Command("streamer.loadtest.open_loop", "requests when they are due"),
+    "report": Command("streamer.loadtest.report", "one or two open-loop runs as an HTML page"),
+    "compare": Command("streamer.loadtest.compare", "this engine beside installed others"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The program's name; what follows is its own."""
+    add_door(parser, PROGRAMS)
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """The program's own exit code."""
+    return go_through(args, console, PROGRAMS)
