@@ -10,7 +10,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; 
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve page test check bench-page format demo-model chromium clean
+.PHONY: help serve page test check bench-page paper format demo-model chromium clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -30,6 +30,9 @@ check: $(VENV)/.ready-dev ## lint, layout and types
 
 bench-page: $(VENV)/.ready-dev page chromium ## measure the page in a browser, beside its budget
 	$(BIN)/streamer bench page $(ARGS)
+
+paper: $(VENV)/.ready ## compare with what the papers published; writes loadtest/results/paper
+	$(BIN)/streamer bench paper $(ARGS)
 
 format: $(VENV)/.ready-dev ## rewrite the code in its layout
 	$(BIN)/ruff format .

@@ -19,6 +19,7 @@ BENCHES = {
     "gpu": Command("streamer.bench.gpu", "a GPU's figures, each beside its target"),
     "offline": Command("streamer.bench.offline", "throughput, latency and swap, without a server"),
     "page": Command("streamer.bench.page", "the page in a browser, beside its budget"),
+    "paper": Command("streamer.bench.paper", "what the papers published, measured here"),
 }
 
 
