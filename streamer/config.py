@@ -89,8 +89,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Annotated[int, Meta(ge=1, le=1 << 16)], Meta(description="sequences that run at once")
     ] = 256
     max_num_batched_tokens: Annotated[
-        Annotated[int, Meta(ge=1, le=1 << 24)], Meta(description="tokens computed in one step")
-    ] = 2048
+        Annotated[int, Meta(ge=1, le=1 << 24)] | None,
+        Meta(description="tokens computed in one step; 512, on a GPU 2048; never below the former"),
+    ] = None
     block_size: Annotated[
         Annotated[int, Meta(ge=1, le=1024)], Meta(description="tokens in a block of the KV cache")
     ] = 16

@@ -110,7 +110,8 @@ def use(tool: Tool, where: Where, places: Places, out: Path, console: Console) -
     verdict = Verdict((*failures, *verdict.failures), verdict.parts, verdict.data, verdict.line)
     head = {"date": datetime.datetime.now().strftime("%Y-%m-%d %H:%M")}
     head["device"] = ", ".join(map(str, device().values()))
-    head["server"] = where.url or " ".join(["streamer serve", *tool.server])
+    served = [] if where.model_folder == BUNDLED else [where.model_folder.name]
+    head["server"] = where.url or " ".join(["streamer serve", *served, *tool.server])
     kept.write(out, tool.name, kept.About.of(head, versions, commands), verdict)
     return verdict
 

@@ -1,4 +1,7 @@
-"""Locust's own command line: with the users beside it here, and with a plain HttpUser."""
+"""Locust's own command line: with the users of loadtest/locust, and with a plain HttpUser.
+
+Its exit code tells of failures, and so does its CSV, which also tells whether anything was asked.
+"""
 
 from __future__ import annotations
 

@@ -43,11 +43,11 @@ class Entry(NamedTuple):
 
 
 ENTRIES: dict[str, Entry] = {
-    "batching": Entry(400, "continuous against static batching"),
-    "allocation": Entry(200, "paged against contiguous memory"),
-    "sharing": Entry(220, "blocks shared by n choices"),
-    "swap": Entry(400, "preemption by swap and by recompute"),
-    "chunks": Entry(240, "chunked prefill and the gaps between tokens"),
+    "batching": Entry(420, "continuous against static batching"),
+    "allocation": Entry(270, "paged against contiguous memory"),
+    "sharing": Entry(250, "blocks shared by n choices"),
+    "swap": Entry(360, "preemption by swap and by recompute"),
+    "chunks": Entry(220, "chunked prefill and the gaps between tokens"),
     "flow": Entry(240, "fast readers beside slow ones, with flow control and without"),
 }
 

@@ -14,6 +14,7 @@ import torch
 from streamer.core.plan import Facts
 
 WEIGHT = 0.2  # of the newest measurement in the running mean
+FORGET = 0.01  # of what swaps seemed to cost, at a prefill: who never swaps again would never learn
 PROBE_BYTES = 4 << 20
 
 
@@ -25,16 +26,21 @@ class Costs:
         self._block_bytes = block_bytes
         self._prefill_s: float | None = None
         self._swap_s = 0.0
-        self._swap_fixed_s, self._swap_s_per_byte = probe()
+        self._swap_fixed_s, self._probed = probe()
+        self._swap_s_per_byte = self._probed
 
     def saw_step(self, seconds: float, num_tokens: int, num_chunk_tokens: int) -> None:
         """A forward took so long; it counts for prefill where at least half of it was chunks."""
         if num_chunk_tokens * 2 >= num_tokens > 0:
             self._prefill_s = _mean(self._prefill_s, seconds / num_tokens)
+            self._swap_s_per_byte += FORGET * (self._probed - self._swap_s_per_byte)
 
-    def saw_swap(self, seconds: float, num_blocks: int) -> None:
-        """So many blocks were copied, one way."""
+    def saw_swap(self, seconds: float, num_blocks: int, *, is_first: bool = False) -> None:
+        """So many blocks were copied, one way; `is_first`: into memory that had to be made, which
+        is no cost of later copies."""
         self._swap_s += seconds
+        if is_first:
+            return
         moving = max(seconds - self._swap_fixed_s, 0.1 * seconds, 1e-9)
         cost = moving / (num_blocks * self._block_bytes)
         self._swap_s_per_byte = _mean(self._swap_s_per_byte, cost)

@@ -20,7 +20,7 @@ import torch
 
 from streamer.config import Config
 from streamer.core.plan import Facts, Plan, RowJoin, StepResult
-from streamer.core.sizes import MAX_SCORED
+from streamer.core.sizes import MAX_SCORED, batched_tokens
 from streamer.errors import InvariantViolated
 from streamer.kernels import ops
 from streamer.model import memory
@@ -326,7 +326,7 @@ def step_bytes(
     device: Device, model: CausalModel, config: Config, model_limit: int, kv_dtype: torch.dtype
 ) -> int:
     """Memory that the largest step takes beside weights and pools, by running one."""
-    size, count = config.block_size, config.max_num_batched_tokens
+    size, count = config.block_size, batched_tokens(config, "cuda")
     longest = min(count, model_limit)
     lens = [longest] * (count // longest) + [count % longest] * (count % longest > 0)
     blocks = -(-longest // size)

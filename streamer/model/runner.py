@@ -18,6 +18,7 @@ import torch
 from streamer.config import Config
 from streamer.core.model_info import ModelInfo
 from streamer.core.plan import Facts, Plan, StepResult
+from streamer.core.sizes import batched_tokens
 from streamer.errors import ConfigError, InvariantViolated
 from streamer.kernels import ops
 from streamer.model import memory
@@ -115,6 +116,7 @@ class ModelRunner:
         self._sampler = Sampler(model.vocab_size, max_num_seqs)
         self._block_bytes = self._pool[:1].numel() * self._pool.element_size()
         self._costs = Costs(self._block_bytes, probe_copy)
+        self._host_upto = 0  # host blocks below are memory already, which the first write makes
         self._copies_done = 0
 
     @property
@@ -165,7 +167,10 @@ class ModelRunner:
         began = time.perf_counter()
         if plan.swap_out:
             ops.swap_blocks(self._pool, self._host_pool, list(plan.swap_out))
-            self._costs.saw_swap(time.perf_counter() - began, len(plan.swap_out))
+            upto = 1 + max(block for _, block in plan.swap_out)
+            took_s, is_first = time.perf_counter() - began, upto > self._host_upto
+            self._costs.saw_swap(took_s, len(plan.swap_out), is_first=is_first)
+            self._host_upto = max(upto, self._host_upto)
         if plan.copies:
             src, dst = torch.tensor(plan.copies).T
             ops.copy_blocks(self._pool, src, dst)
@@ -245,7 +250,7 @@ def load_runner(
         "num_host_blocks": pools.num_host_blocks,
         "block_size": config.block_size,
         "max_num_seqs": config.max_num_seqs,
-        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "max_num_batched_tokens": batched_tokens(config, where.type),
         "max_model_len": pools.max_model_len,
     }
     info = model_info(known, config, pools, block_bytes, where)

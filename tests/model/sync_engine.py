@@ -18,7 +18,7 @@ from streamer.core.plan import Add, Finish, Plan, StepStats, TokenLogprob
 from streamer.core.prefix import BlockHasher
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler, SchedulerConfig
-from streamer.core.sizes import MAX_SCORED
+from streamer.core.sizes import MAX_SCORED, batched_tokens
 from streamer.engine.core import InFlight
 from streamer.model.runner import load_runner
 from tests.model.where import Where
@@ -57,7 +57,7 @@ class SyncEngine:
                 num_host_blocks=self.info.num_host_blocks,
                 block_bytes=self.info.block_bytes,
                 max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_num_batched_tokens=batched_tokens(config, self.info.device),
                 max_model_len=self.info.max_model_len,
                 max_scored_tokens=max_scored_tokens,
                 enable_prefix_caching=config.enable_prefix_caching,

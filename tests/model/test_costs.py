@@ -26,8 +26,21 @@ def test_swaps_move_the_bandwidth() -> None:
     costs = Costs(1000, probe_copy)
     before = costs.facts(0)
     assert before.swap_bytes_per_s > 1e6
+    costs.saw_swap(1.0, 10, is_first=True)
+    assert costs.facts(0).swap_bytes_per_s == before.swap_bytes_per_s
+    assert costs.facts(0).swap_s == 1.0
     for _ in range(50):
         costs.saw_swap(1.0, 10)
     assert costs.facts(0).swap_bytes_per_s == pytest.approx(1e4, rel=0.1)
     costs.saw_swap(0.0, 1)
     assert 0 < costs.facts(0).swap_bytes_per_s < float("inf")
+
+
+def test_what_swaps_cost_once_is_forgotten() -> None:
+    """Or who recomputes for it would never try again."""
+    costs = Costs(1000, lambda: (0.0, 1e-9))
+    for _ in range(50):
+        costs.saw_swap(1.0, 10)
+    for _ in range(2000):
+        costs.saw_step(1.0, 100, 100)
+    assert costs.facts(0).swap_bytes_per_s == pytest.approx(1e9, rel=0.3)

@@ -216,8 +216,11 @@ def test_facts_are_measured(checkpoint: Any) -> None:
     facts = hand.runner.facts()
     assert facts.prefill_s != before.prefill_s
     assert 0 < facts.prefill_s < 1
-    assert facts.swap_bytes_per_s > 0
+    assert facts.swap_bytes_per_s == before.swap_bytes_per_s > 0  # that made the host's memory
     assert facts.swap_fixed_s > 0
+    assert facts.swap_s > 0
+    hand.step({0: 1}, swap_out=((1, 0), (2, 1)), swap_in=())
+    assert hand.runner.facts().swap_bytes_per_s != before.swap_bytes_per_s
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory from /proc")

@@ -37,7 +37,7 @@ def stream(n: int = 1) -> Any:
         request_id="r",
         created=1.0,
         seed=7,
-        params=SimpleNamespace(n=n, temperature=1.0, top_p=1.0, seed=7),
+        params=SimpleNamespace(n=n, temperature=1.0, top_p=1.0, seed=7, prompt_logprobs=None),
         prompt=(1, 2),
         num_prompt_tokens=2,
         cached_tokens=0,
