@@ -307,7 +307,6 @@ def compare(work: Work, runs: dict[str, Run]) -> Comparison:
         )
         for name, run in runs.items()
     ]
-    names = list(runs)
     return Comparison(
         name="flow",
         title="Flow control: fast readers beside slow ones",
@@ -327,14 +326,22 @@ def compare(work: Work, runs: dict[str, Run]) -> Comparison:
         rows=tuple(rows),
         finding=_finding(runs),
         setting=_setting(work),
-        plot=Plot(
-            "bars",
-            "",
-            "tokens/s of the fast readers",
-            (Series("fast readers", tuple((i, runs[name].speed) for i, name in enumerate(names))),),
-            tuple(names),
-        ),
+        plot=_plot(work, runs),
     )
+
+
+def _plot(work: Work, runs: Mapping[str, Run]) -> Plot:
+    """A group of bars a pool; the first pool's cases name them."""
+    pools: dict[int, list[Case]] = {}
+    for case in work.cases:
+        pools.setdefault(case.pool, []).append(case)
+    by_kind = list(zip(*pools.values(), strict=True))
+    series = tuple(
+        Series(cases[0].name, tuple((i, runs[c.name].speed) for i, c in enumerate(cases)))
+        for cases in by_kind
+    )
+    ticks = tuple(f"{pool:,} tokens" for pool in pools)
+    return Plot("bars", "KV pool", "tokens/s of the fast readers", series, ticks)
 
 
 def _part(values: list[float], part: float) -> float | str:
