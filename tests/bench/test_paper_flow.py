@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from streamer.bench import paper_flow
@@ -66,7 +67,8 @@ def test_the_table_has_shares_of_what_readers_have_alone() -> None:
         "flow control": Run(90.0, [6.0, 12.0], [60.0, 70.0], 320, 0.0, 1 << 20),
         "no flow control": Run(0.0, [], [9000.0], 6400, 80.0, 3 << 20),
     }
-    found = compare(paper_flow.FULL, runs)
+    work = msgspec.structs.replace(paper_flow.FULL, cases=paper_flow.FULL.cases[:3])
+    found = compare(work, runs)
     rows: Any = found.rows
     assert rows[1] == ("flow control", 90.0, 6.0, 12.0, 12.0, 60.0, 70.0, 0.0, 320, 1.0)
     assert rows[2][2:5] == (paper_flow.NONE,) * 3
@@ -74,9 +76,10 @@ def test_the_table_has_shares_of_what_readers_have_alone() -> None:
     assert "keep 90% of the tokens/s they have alone, without it 0%" in found.finding
     assert "12 ms and no token came (alone 10 ms)" in found.finding
     assert "first token 70 ms and 9,000 ms" in found.finding
+    assert [series.points for series in found.plot.series] == [((0, 100),), ((0, 90),), ((0, 0),)]
 
 
-def test_slow_ones_are_paused_only_with_flow_control() -> None:
+def test_every_case_runs_on_a_server() -> None:
     alone, on, off = (
         paper_flow.run_case(paper_flow.FAKE, paper_flow.TINY, case)
         for case in paper_flow.TINY.cases
