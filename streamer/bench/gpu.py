@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from streamer.bench.apart import run_apart
 from streamer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -118,12 +118,7 @@ def _run_apart(name: str, where: Where) -> Part:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "part.json"
         limit_s = SECTIONS[name].budget_s + GRACE_S
-        try:
-            code = subprocess.run(_command(name, where, file), timeout=limit_s).returncode
-        except subprocess.TimeoutExpired:
-            failure = f"killed after {limit_s:g} s"
-        else:
-            failure = "" if code == 0 else f"its process ended with {code}"
+        failure = run_apart(_command(name, where, file), limit_s)
         part = msgspec.json.decode(file.read_bytes(), type=Part) if file.exists() else Part([])
     return Part(part.figures, part.failure or failure)
 

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import argparse
 import platform
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -24,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from streamer.bench import paper_report
+from streamer.bench.apart import run_apart
 from streamer.bench.paper_report import Comparison, Measured, Report
 from streamer.errors import ConfigError
 
@@ -148,24 +147,10 @@ def _run_apart(name: str, say: Callable[[str], None], *, is_tiny: bool) -> Part:
     limit_s = ENTRIES[name].limit_s
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "part.json"
-        process = subprocess.Popen(
-            _command(name, file, is_tiny=is_tiny), stdout=subprocess.PIPE, text=True
-        )
-        timer = threading.Timer(limit_s, process.kill)
-        timer.start()
-        try:
-            for line in process.stdout or ():
-                say(line.strip())
-            code = process.wait()
-        finally:
-            is_late = not timer.is_alive()
-            timer.cancel()
-            process.kill()
-            process.communicate()
+        failure = run_apart(_command(name, file, is_tiny=is_tiny), limit_s, say)
         if file.exists():
             return msgspec.json.decode(file.read_bytes(), type=Part)
-    why = f"killed after {limit_s:g} s" if is_late else f"its process ended with {code}"
-    return Part(failure=why)
+    return Part(failure=failure or "it left no figures")
 
 
 def _command(name: str, file: Path, *, is_tiny: bool) -> list[str]:
