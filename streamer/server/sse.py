@@ -1,7 +1,7 @@
 """SSE: the frame, the response that follows token streams, and the watch over the client.
 
 EventStream is a plain ASGI callable: a cursor-writer that takes everything new in each step and
-sends it as one body part, keep-alive comments while nothing comes, and a watch that ends it all as
+sends it as one body part, a sign of life while nothing comes, and a watch that ends it all as
 soon as the client is gone. app.py makes one per streamed request.
 """
 
@@ -31,7 +31,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 15.0
-KEEP_ALIVE: Final = b": keep-alive\n\n"
+# Readers of streams without ids know `data: ` and blank lines alone (SGLang's benchmark and llmperf
+# parse a comment as JSON). A reader of ids may not see a blank line for itself: openai 3.54 takes
+# one after an id for an event without data, and fails.
+KEEP_ALIVE: Final = b": keep-alive\n"
+KEEP_ALIVE_PLAIN: Final = b"\n"
 DONE: Final = b"data: [DONE]\n\n"
 SPLIT = 256  # events of an unmerged replay that are sent together
 
@@ -47,6 +51,8 @@ class Answer(Protocol):
 
     @property
     def request_id(self) -> str: ...
+    @property
+    def has_ids(self) -> bool: ...
     def opening(self) -> bytes: ...
     def deltas(self, source: int, deltas: Sequence[Delta]) -> bytes: ...
     def failure(self, deltas: Sequence[Delta]) -> StreamerError | None: ...
@@ -240,7 +246,8 @@ class EventStream:
             return rest_s
         if not self._stuck.is_sending:  # else the client is not even taking what it has
             self._last_sent = now
-            await self._send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+            body = KEEP_ALIVE if self._answer.has_ids else KEEP_ALIVE_PLAIN
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
         return self._keep_alive_s
 
     def _drop(self) -> None:

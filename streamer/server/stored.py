@@ -57,6 +57,11 @@ class ResponseAnswer:
         """The id on the wire."""
         return self._stream.request_id
 
+    @property
+    def has_ids(self) -> bool:
+        """Always: OpenAI's clients read a response's events by the standard."""
+        return True
+
     def opening(self) -> bytes:
         """The events before the first token."""
         return _frames(self._events.opening())

@@ -34,7 +34,7 @@ def cut_after(
         while len(plain := dechunk(rest)) < num_bytes and not rest.endswith(b"0\r\n\r\n"):
             rest += raw.recv(4096)
     blocks = plain[:num_bytes].decode(errors="ignore").split("\n\n")[:-1]
-    return [Event(block.split("\n")) for block in blocks if not block.startswith(":")]
+    return [Event(block.split("\n")) for block in blocks]
 
 
 def dechunk(data: bytes) -> bytes:

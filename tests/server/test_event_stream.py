@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import convert
 
 from streamer.config import Config
 from streamer.core.plan import Finish, FinishReason
@@ -16,7 +17,7 @@ from streamer.engine.stream import TokenStream
 from streamer.errors import EngineDead
 from streamer.server.loop_turn import WRITE_PART
 from streamer.server.metrics import Metrics
-from streamer.server.openai.chat import DECODER, ChatAnswer
+from streamer.server.openai.chat import ChatAnswer, ChatRequest
 from streamer.server.service import Service
 from streamer.server.sse import ClientWatch, EventStream
 from streamer.server.stuck import ABORT
@@ -99,6 +100,7 @@ class Bench:
         pause_s: float = 60.0,
         after: list[int] | None = None,
         has_short_way: bool = False,
+        has_ids: bool = True,
     ) -> None:
         self.stream = Scripted()
         self.client = Client()
@@ -115,7 +117,8 @@ class Bench:
         service.metrics = Metrics(engine)
         service._num_working = 0
         service._is_quiet = asyncio.Event()
-        body = DECODER.decode(b'{"messages":[]}')
+        options = {"include_event_ids": has_ids}
+        body = convert({"messages": [], "stream_options": options}, ChatRequest)
         answer = ChatAnswer(body, [self.stream], "m", lambda token: b"x", after)
         response = EventStream(service, answer, [self.stream], keep_alive_s)
         self.task = asyncio.create_task(response(scope, self.client.receive, self.client.send))
@@ -156,15 +159,20 @@ async def test_the_short_way_is_taken_again_once_the_client_reads() -> None:
     await bench.done()
 
 
-async def test_keep_alive_from_acceptance_on_and_not_between_tokens() -> None:
-    bench = Bench(keep_alive_s=0.05)
+@pytest.mark.parametrize(
+    ("has_ids", "start", "sign"), [(True, b"id: 2\n", b": keep-alive\n"), (False, b"data: ", b"\n")]
+)
+async def test_keep_alive_from_acceptance_on_and_not_between_tokens(
+    has_ids: bool, start: bytes, sign: bytes
+) -> None:
+    bench = Bench(keep_alive_s=0.05, has_ids=has_ids)
     await bench.client.next()
     await bench.client.next()
-    assert await bench.client.next() == b": keep-alive\n\n"
-    assert await bench.client.next() == b": keep-alive\n\n"
+    assert await bench.client.next() == sign
+    assert await bench.client.next() == sign
     bench.stream.token()
-    assert (await bench.client.next()).startswith(b"id: 2\n")
-    assert await bench.client.next() == b": keep-alive\n\n"
+    assert (await bench.client.next()).startswith(start)
+    assert await bench.client.next() == sign
     bench.client.gone.set()
     await bench.done()
 
@@ -188,7 +196,7 @@ async def test_a_client_that_takes_nothing_is_aborted_and_its_reader_dropped(
 async def test_a_resumed_stream_that_says_nothing_is_not_stuck() -> None:
     bench = Bench(keep_alive_s=0.3, pause_s=0.05, after=[1])
     assert await bench.client.next() == b"head"
-    assert await bench.client.next() == b": keep-alive\n\n"
+    assert await bench.client.next() == b": keep-alive\n"
     assert not bench.is_aborted.is_set()
     bench.client.gone.set()
     await bench.done()

@@ -32,6 +32,7 @@ CHAT_BODY: dict[str, Any] = {
     "ignore_eos": True,
     "return_token_ids": True,
     "detach_s": 30,
+    "stream_options": {"include_usage": True, "include_event_ids": True},
 }
 
 
@@ -141,7 +142,7 @@ def chat_of(events: list[Event], n: int) -> tuple[list[str], list[list[int]]]:
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_chat_is_cut_and_resumed(slow: Running, n: int) -> None:
     random.seed(n)
-    body = {**CHAT_BODY, "n": n, "stream_options": {"include_usage": True}}
+    body = {**CHAT_BODY, "n": n}
     for round_ in range(5):
         size = random.randrange(500, 5000)
         events = cut_after(slow, size, "POST", "/v1/chat/completions", body)

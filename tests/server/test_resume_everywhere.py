@@ -29,8 +29,7 @@ def begin(server: Running, transport: str) -> Bare:
     if transport == SSE:
         return BareSse(server.url, "/v1/responses", RESPONSE)
     if transport == CHAT:
-        body = {**CHAT_BODY, "stream_options": {"include_usage": True}}
-        return BareSse(server.url, "/v1/chat/completions", body)
+        return BareSse(server.url, "/v1/chat/completions", CHAT_BODY)
     socket = BareSocket(server.url, transport)
     socket.say("response.create", **CREATE)
     return socket

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
+from streamer.server.sse import KEEP_ALIVE, frame
 from tests.server.counting import CHAT, ENDLESS, Event, check_counting, sse
 from tests.server.running import Running
+
+IDS: dict[str, Any] = {"stream_options": {"include_event_ids": True}}
 
 
 def events_of(server: Running, path: str, body: dict[str, Any]) -> list[Event]:
@@ -57,7 +62,7 @@ def test_chat_stream_from_role_to_done(server: Running) -> None:
 
 
 def test_numbers_count_role_tokens_finish_and_usage(server: Running) -> None:
-    options = {"include_usage": True}
+    options = {"include_usage": True, "include_event_ids": True}
     *events, _ = chat(
         server, max_tokens=9, ignore_eos=True, return_token_ids=True, stream_options=options
     )
@@ -100,7 +105,7 @@ def test_usage_along_the_way_counts_what_was_sent(
 
 
 def test_several_choices_have_a_number_each(server: Running) -> None:
-    *events, _ = chat(server, max_tokens=5, n=3, ignore_eos=True)
+    *events, _ = chat(server, max_tokens=5, n=3, ignore_eos=True, **IDS)
     numbers = [0, 0, 0]
     texts = ["", "", ""]
     roles = 0
@@ -128,7 +133,7 @@ def test_completion_stream_of_a_batch(server: Running) -> None:
     finishes = []
     for event in events:
         chunk = event.json
-        assert event.id is None  # nothing resumes it, and the list would be as long as the batch
+        assert event.id is None  # nothing resumes it
         assert chunk["object"] == "text_completion"
         (choice,) = chunk["choices"]
         texts[choice["index"]] += choice["text"]
@@ -163,13 +168,36 @@ def test_what_can_be_refused_is_refused_before_the_200(server: Running, path: st
     assert response.json()["error"]["param"] == "temperature"
 
 
-def test_bytes_are_plain_events(server: Running) -> None:
-    body = {**CHAT, "stream": True, "max_tokens": 4}
-    with httpx.stream("POST", server.url + "/v1/chat/completions", json=body) as response:
-        raw = response.read().decode()
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_reader_that_knows_data_lines_alone_reads_every_line(server: Running, path: str) -> None:
+    """vllm bench serve, SGLang's benchmark and llmperf parse whatever follows six characters."""
+    body = {**CHAT, "prompt": "count", "stream": True, "max_tokens": 4, "ignore_eos": True}
+    raw = httpx.post(server.url + path, json=body, timeout=20).text
+    *lines, done = [line for line in raw.split("\n") if line]
+    assert done == "data: [DONE]"
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+    texts = [c.get("text") or c.get("delta", {}).get("content", "") for x in chunks
+             for c in x["choices"]]  # fmt: skip
+    check_counting("".join(texts))
+
+
+def test_a_chat_that_asks_for_event_ids_has_them_on_every_chunk(server: Running) -> None:
+    body = {**CHAT, **IDS, "stream": True, "max_tokens": 4}
+    raw = httpx.post(server.url + "/v1/chat/completions", json=body, timeout=20).text
     assert raw.endswith("data: [DONE]\n\n")
     for block in raw.removesuffix("\n\n").split("\n\n")[:-1]:
         assert re.fullmatch(r"id: [0-9.]+\ndata: \{.*\}", block), block
+
+
+def test_the_official_client_reads_on_after_a_keep_alive() -> None:
+    """A blank line after an id is an event to it, one without data."""
+    sent = [frame(str(n), b'{"type": "response.in_progress"}', "a") for n in range(2)]
+    transport = httpx.MockTransport(
+        lambda _: httpx.Response(200, content=sent[0] + KEEP_ALIVE + sent[1])
+    )
+    with httpx.Client(transport=transport) as bare:
+        client = openai.OpenAI(base_url="http://here/v1", api_key="none", http_client=bare)
+        assert len(list(client.responses.create(model="m", input="x", stream=True))) == 2
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

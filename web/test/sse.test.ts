@@ -2,7 +2,7 @@ import { expect, test } from "vitest";
 import { backoffMs, RECONNECT_CODES } from "../src/client/backoff.ts";
 import { readSse, type SseEvent } from "../src/client/sse.ts";
 
-const BODY = ': keep-alive\n\nid: 4\nevent: a\ndata: {"x": "é"}\n\ndata: one\ndata: two\n\nid: 5\ndata: cut';
+const BODY = ': keep-alive\nid: 4\nevent: a\ndata: {"x": "é"}\n\ndata: one\ndata: two\n\nid: 5\ndata: cut';
 
 async function read(size: number): Promise<SseEvent[]> {
   const bytes = new TextEncoder().encode(BODY);

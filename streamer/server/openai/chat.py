@@ -200,6 +200,7 @@ class ChatAnswer:
 
     A frame's number counts, per choice, the role chunk, every output token, text that the end alone
     released, the finish and the usage chunk; with several choices the numbers are joined by dots.
+    It is sent as the event's id where the body asks for ids, and on a resume (`after` is given).
     """
 
     def __init__(
@@ -220,6 +221,8 @@ class ChatAnswer:
         options = body.stream_options
         self._include_usage = bool(options is not None and options.include_usage)
         self._counts_along = bool(options is not None and options.continuous_usage_stats)
+        is_asked = bool(options is not None and options.include_event_ids)
+        self._has_ids = is_asked or after is not None
         wants_more = body.logprobs or body.return_token_ids or self._counts_along
         self._is_plain = not wants_more
         self._around = [self._around_text(index) for index in range(self._n)]
@@ -228,6 +231,11 @@ class ChatAnswer:
     def request_id(self) -> str:
         """The id on the wire."""
         return self._stream.request_id
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether its events have ids."""
+        return self._has_ids
 
     def opening(self) -> bytes:
         """One role chunk a choice; the first brings seed and prompt token ids."""
@@ -355,11 +363,14 @@ class ChatAnswer:
         return encode(chunk)
 
     def _number(self) -> str:
+        if not self._has_ids:
+            return ""
         return ".".join(map(str, self._numbers)) if self._n > 1 else str(self._numbers[0])
 
     def _around_text(self, index: int) -> tuple[bytes, bytes, bytes]:
         """The frame of a text, around its number and the text: nothing else in there changes."""
         chunk = self._chunk([ChunkChoice(index, ChunkDelta(content=TEXT_HERE))])
-        before, _, after = frame(NUMBER_HERE, chunk).rpartition(encode(TEXT_HERE))
+        whole = frame(NUMBER_HERE if self._has_ids else "", chunk)
+        before, _, after = whole.rpartition(encode(TEXT_HERE))
         head, _, before = before.partition(NUMBER_HERE.encode())
         return head, before, after

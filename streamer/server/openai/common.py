@@ -93,11 +93,16 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
 
 class StreamOptions(msgspec.Struct):
-    """`stream_options`: the usage chunk, vLLM's usage on every chunk; no obfuscation."""
+    """`stream_options`: the usage chunk, vLLM's usage on every chunk; no obfuscation.
+
+    include_event_ids  ours: an `id:` line on every event, by which the stream can be resumed. Not
+                       unasked: many readers know `data: ` lines alone (vllm bench, llmperf)
+    """
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_event_ids: bool | None = None
 
     def check(self) -> None:
         """Refuse what is known and not done."""

@@ -122,6 +122,12 @@ class CompletionRequest(SamplingFields, kw_only=True):
                     "stream_options goes with stream: true", param="stream_options"
                 )
             self.stream_options.check()
+            if self.stream_options.include_event_ids:
+                raise InvalidRequest(
+                    "stream_options.include_event_ids is for streams that can be resumed: chats",
+                    param="stream_options.include_event_ids",
+                    code="unsupported_parameter",
+                )
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest("max_tokens: 0 goes with echo: true", param="max_tokens")
         params = sampling_params(
@@ -172,10 +178,6 @@ class Completion(msgspec.Struct, frozen=True, tag_field="object", tag="text_comp
 class CompletionAnswer:
     """Frames and bodies of one completion over its prompts' streams.
 
-    A frame's number counts the choice's output tokens, its finish and the usage chunk. With several
-    choices frames have no number: there is nothing that could resume such a stream, and a list of
-    all of them in every frame would grow with the square of their count.
-
     echoes   for `echo`: the text of each prompt, which goes before every choice's own
     special  ids of special tokens
     """
@@ -197,7 +199,6 @@ class CompletionAnswer:
         self._special = special
         self._scores: dict[int, CompletionLogprobs] = {}  # of each prompt
         self._n = streams[0].params.n
-        self._numbers = [0] * (self._n * len(streams))
         self._offsets = [OffsetCounter(echo) for echo in self._echoes for _ in range(self._n)]
         self._begun: set[int] = set()
         self._seed_sent = False
@@ -210,6 +211,11 @@ class CompletionAnswer:
     def request_id(self) -> str:
         """The id on the wire: the first prompt's."""
         return self._streams[0].request_id
+
+    @property
+    def has_ids(self) -> bool:
+        """No: nothing resumes a completion."""
+        return False
 
     def opening(self) -> bytes:
         """Nothing: a completion's first chunk has text."""
@@ -224,9 +230,6 @@ class CompletionAnswer:
             if not (d.text or is_wanted or is_end):
                 continue
             index = source * self._n + d.choice
-            self._numbers[index] = d.start + len(d.token_ids)
-            if d.finish is not None:
-                self._numbers[index] = d.finish.num_tokens + 1
             choice = self._choice(source, [d], index not in self._begun)
             parts.append(self._frame([choice], self._so_far(source, d)))
             self._begun.add(index)
@@ -240,7 +243,6 @@ class CompletionAnswer:
         """The usage chunk, if asked for, and the end."""
         if not self._include_usage:
             return DONE
-        self._numbers = [n + 1 for n in self._numbers]
         return self._frame([], usage=self._usage()) + DONE
 
     def error(self, error: StreamerError) -> bytes:
@@ -334,5 +336,4 @@ class CompletionAnswer:
             usage=only_if(self._include_usage or self._counts_along, usage),
             seed=only_if(is_first, self._streams[0].seed),
         )
-        number = str(self._numbers[0]) if len(self._numbers) == 1 else ""
-        return frame(number, encode(chunk))
+        return frame("", encode(chunk))
