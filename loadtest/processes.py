@@ -74,6 +74,10 @@ class Process:
         """The most memory that was resident, of the process and those it has started, added up."""
         return sum(map(peak_of, family(self._process.pid)))
 
+    def resident_bytes(self) -> int:
+        """The memory that is resident now, of the same."""
+        return sum(kept(pid, "VmRSS:") for pid in family(self._process.pid))
+
     def failure(self, what: str) -> EngineFailed:
         """`what`, with the log's end."""
         tail = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-6:]
@@ -175,9 +179,14 @@ def family(pid: int) -> list[int]:
 
 
 def peak_of(pid: int) -> int:
-    """VmHWM of one process in bytes; 0 if it has ended."""
+    """The most memory of one process that was resident, in bytes; 0 if it has ended."""
+    return kept(pid, "VmHWM:")
+
+
+def kept(pid: int, field: str) -> int:
+    """Bytes that the kernel notes of a process under this name; 0 if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     except OSError:
         return 0
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:")), 0)
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(field)), 0)

@@ -19,6 +19,7 @@ PROGRAMS = {
     ),
     "open-loop": Command("streamer.loadtest.open_loop", "requests when they are due"),
     "report": Command("streamer.loadtest.report", "one or two open-loop runs as an HTML page"),
+    "attacks": Command("streamer.loadtest.attacks", "what a neighbour of an attacker keeps"),
     "compare": Command("streamer.loadtest.compare", "this engine beside installed others"),
 }
 
