@@ -164,21 +164,23 @@ INLINE vi lane_numbers(void) {
 }
 
 INLINE vf choose(vi where, vf yes, vf no) { return (vf)((where & (vi)yes) | (~where & (vi)no)); }
+/* b where either is NaN. */
 INLINE vf max_of(vf a, vf b) { return choose(a > b, a, b); }
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 /* exp by 2**n * 2**f, f within half of 0: a polynomial of degree 6, within 2 units in the last
- * place from -87 to 88; smaller arguments give 0. */
+ * place from -87 to 88; smaller arguments give 0, NaN gives NaN: both clamps keep it, and 2**n is
+ * multiplied, since added to the exponent's bits it would turn some NaNs into numbers. */
 INLINE vf exp_of(vf x) {
     const vf magic = splat(12582912.0f); /* 1.5 * 2**23: adding it rounds to an integer */
     vf low = splat(-87.33654f), high = splat(88.37f);
     vi is_tiny = x < low;
-    x = max_of(x, low);
+    x = max_of(low, x);
     x = choose(x > high, high, x);
     vf n = x * 1.44269504088896341f + magic;
-    vi whole = (vi)n - (vi)magic;
+    vf power = (vf)(((vi)n - (vi)magic + 127) << 23);
     n -= magic;
     vf r = x - n * 0.693359375f;
     r -= n * -2.12194440e-4f;
@@ -189,6 +191,5 @@ INLINE vf exp_of(vf x) {
     y = y * r + 1.6666665459e-1f;
     y = y * r + 5.0000001201e-1f;
     y = y * (r * r) + r + 1.0f;
-    y = (vf)((vi)y + (whole << 23));
-    return (vf)((vi)y & ~is_tiny);
+    return (vf)((vi)(y * power) & ~is_tiny);
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -128,6 +130,36 @@ def test_a_poisoned_row_stays_alone() -> None:
     keep = [0, *range(2, 17)]
     assert torch.equal(out[keep], clean[keep])
     assert not out[1].isfinite().any()
+
+
+NAN_OPTIONS = [{}, {"sliding_window": 60}, {"softcap": 2.0}, {"sinks": torch.tensor([9.0] * 4)}]
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered")  # numpy, where it interprets
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("options", NAN_OPTIONS, ids=["plain", "window", "softcap", "sinks"])
+@pytest.mark.parametrize("place", ["q", "k", "v"])
+def test_nan_in_q_k_or_v_is_nan_in_every_output_that_sees_it(
+    place: str, options: dict[str, Any], bad: float, backend: str
+) -> None:
+    """In the first, a middle or the last tile of keys, natively with any payload."""
+    places = ((12, torch.float32), (40, torch.bfloat16), (69, torch.float32))
+    for at, dtype in places[-1 if backend == "triton" else 0 :]:  # interpreted: slow
+        case = Case([(70, 70)], heads=4, kv_heads=2, dim=16, block=16, dtype=dtype)
+        clean, of_head_0 = case.run(0.2, **options), slice(0, 2 if place == "q" else 1)
+        getattr(case, place)[0][at, of_head_0] = bad
+        if bad is torch.nan and dtype is torch.float32:  # its bits are lost in a shift by 23
+            getattr(case, place)[0].view(torch.int32)[at, of_head_0] = 0x7F800001
+        if bad == torch.inf and place == "k":
+            case.q[0].abs_()  # scores of inf, and inf - inf is NaN, not of -inf, which is no weight
+        out = case.run(0.2, **options)
+        sees = slice(at, at + 1 if place == "q" else at + options.get("sliding_window", 70))
+        if bad is torch.nan or "softcap" not in options or place == "v":
+            assert not out[sees, :2].isfinite().any(), (at, dtype)
+        if backend != "torch" and bad is torch.nan and place != "v":  # torch adds -inf to hide
+            hidden = torch.ones(70, dtype=torch.bool)
+            hidden[sees] = False
+            assert torch.equal(out[hidden, :2], clean[hidden, :2]), (at, dtype)
 
 
 def test_strided_inputs_and_a_batch_used_by_two_layers() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from streamer.core.plan import Plan
 from streamer.core.sampling import SamplingParams
@@ -139,22 +141,36 @@ def test_forks_of_one_prefill(checkpoint: Any, reference: Any, family: str, last
     assert len({tuple(row.output) for row in [parent, *children]}) == 3
 
 
-def test_a_nan_row_fails_alone(checkpoint: Any, reference: Any) -> None:
-    """NaN in one row's KV: it is `failed` and draws nothing, its neighbour goes on unchanged."""
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_nan_row_fails_alone(checkpoint: Any, reference: Any, side: int) -> None:
+    """NaN in one row's K or V: it is `failed` and draws nothing, its neighbour is unchanged."""
     folder = checkpoint("llama", 1)
     hand = Hand(make_runner(folder), num_blocks=64)
     sick = hand.join(0, random_tokens(20))
     well = hand.join(1, random_tokens(5, 3))
     hand.step({0: 20, 1: 5})
-    hand.runner._pool[sick.blocks[0]] = float("nan")
+    hand.runner._pool[sick.blocks[0], :, side] = float("nan")
     result = hand.step()
     assert result.rows == (1,)
     assert "finite" in result.failed[0]
     hand.leave(0)
     hand.run(6)
-    hand.runner._pool[well.blocks[0]] = float("nan")
+    hand.runner._pool[well.blocks[0], :, side] = float("nan")
     assert hand.step().rows == (), "all rows may fail"
     assert well.output == reference_greedy(reference(folder), random_tokens(5, 3), 8)
+
+
+def test_nan_in_a_projection_fails_every_row(checkpoint: Any, tmp_path: Path) -> None:
+    """One number of q_proj or k_proj: no row gets a token of what can't be computed."""
+    for number, name in enumerate(("q_proj", "k_proj", "v_proj")):
+        folder = shutil.copytree(checkpoint("llama", 1), tmp_path / str(number))
+        weights = load_file(folder / "model.safetensors")
+        weights[f"model.layers.1.self_attn.{name}.weight"][3, 5] = float("nan")
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        hand = Hand(make_runner(folder), num_blocks=64)
+        hand.join(0, random_tokens(20))
+        result = hand.step({0: 20})
+        assert (result.rows, list(result.failed)) == ((), [0]), name
 
 
 def test_results_are_ascending_and_numbered(checkpoint: Any) -> None:
