@@ -173,6 +173,8 @@ def test_a_stuck_connection_is_aborted_and_its_stream_resumed(server_with: Any, 
     message = {"input": "x", "messages": [{"role": "user", "content": "x"}]}
     body = {**message, "stream": True, "max_tokens": 6000, "max_output_tokens": 6000}
     body |= {"ignore_eos": True, "logprobs": True, "top_logprobs": 1, "return_token_ids": True}
+    if path == "/v1/chat/completions":
+        body["stream_options"] = {"include_event_ids": True}
     with narrow(server) as raw:
         got, request_id = begin(raw, path, body)
         stream = server.engine.get(request_id)
