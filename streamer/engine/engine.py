@@ -28,7 +28,7 @@ from streamer.core.view import SchedulerView, Wanted
 from streamer.engine.core import EngineCore, Inbox, Runner, Tokenizer
 from streamer.engine.gpu_thread import GpuThread
 from streamer.engine.prompts import Prompts
-from streamer.engine.refusals import draining, gone, loading
+from streamer.engine.refusals import anew, draining, gone, loading
 from streamer.engine.registry import Registry
 from streamer.engine.requests import (
     GenerateRequest,
@@ -69,7 +69,7 @@ class AsyncEngine:
         config: Config,
     ) -> None:
         self.config = config
-        self.death: StreamerError | None = None
+        self.death: EngineDead | None = None
         self.is_draining = False
         self.stats = StepStats()
         self.phases = PhaseTallies()
@@ -155,7 +155,7 @@ class AsyncEngine:
         if self._state == "loading":
             await self._is_started.wait()
         if isinstance(self._load_error, StreamerError):
-            raise self._load_error
+            raise anew(self._load_error) from self._load_error
         if self._state != "ready":
             raise gone(self.death)
 
@@ -271,6 +271,7 @@ class AsyncEngine:
 
     def hold(self, request_id: str, is_held: bool) -> None:
         """What a stream asks for, after its caller's and its readers' wishes are settled."""
+        self._streams.hold(request_id, is_held)
         self._command(Pause(request_id) if is_held else Resume(request_id))
 
     def _command(self, command: Command | Wanted) -> None:

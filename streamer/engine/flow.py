@@ -64,22 +64,29 @@ class Flow:
 
     def follow(self, lag: int) -> None:
         """Its furthest reader lags by so many output tokens."""
-        if not self.limits.window or self._is_over:
+        if self._is_over:
             return
-        if lag > self.limits.window:
+        window = self.limits.window
+        if window and lag > window:
             self.is_behind = True
-            if self._patience is None:
-                loop = asyncio.get_running_loop()
-                self._patience = loop.call_later(self.limits.pause_s, self._lose_patience)
-        elif lag <= self.limits.window // 2:
+        elif not window or lag <= window // 2:
             self.is_behind = False
+        if not self.is_behind:
             self._be_patient()
+        elif self._patience is None:
+            loop = asyncio.get_running_loop()
+            self._patience = loop.call_later(self.limits.pause_s, self._lose_patience)
         self._settle()
 
-    def arrived(self) -> None:
-        """There is a new reader; `follow` comes next."""
+    def arrived(self, is_first: bool) -> None:
+        """There is a new reader; `follow` comes next.
+
+        is_first  no other reads: one that was sent away leaves no pause behind
+        """
         self._stay()
         self._be_patient()
+        if is_first:
+            self.is_behind = False
 
     def left(self) -> None:
         """The last reader is gone of its own will."""

@@ -6,9 +6,20 @@ whoever raised it. Called by AsyncEngine, and by the server before it asks.
 
 from __future__ import annotations
 
+import copy
+from typing import TypeVar
+
 from streamer.errors import EngineDead, Overloaded, StreamerError
 
 LOADING_RETRY_S, DRAINING_RETRY_S = 2.0, 5.0
+E = TypeVar("E", bound=StreamerError)
+
+
+def anew(error: E) -> E:
+    """The same error, to be raised once more: each raise adds its frames to the one it raises."""
+    fresh = copy.copy(error)
+    fresh.__cause__ = error.__cause__
+    return fresh
 
 
 def loading() -> Overloaded:
@@ -25,10 +36,8 @@ def draining() -> Overloaded:
     )
 
 
-def gone(death: StreamerError | None) -> EngineDead:
+def gone(death: EngineDead | None) -> EngineDead:
     """It has ended: of what it died, or closed in order."""
     if death is None:
         return EngineDead("the engine is closed", code="engine_closed")
-    error = EngineDead(death.message)
-    error.__cause__ = death.__cause__
-    return error
+    return anew(death)

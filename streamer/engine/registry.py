@@ -100,6 +100,12 @@ class Registry:
         self._is_quiet.clear()
         return place
 
+    def hold(self, request_id: str, is_held: bool) -> None:
+        """A stream has just been paused, or is no longer: its rows are others' meanwhile."""
+        stream = self._live.get(request_id)
+        if stream is not None and stream.is_started:
+            self._num_rows += -stream.params.n if is_held else stream.params.n
+
     async def wait_quiet(self) -> None:
         """Until nothing is live."""
         await self._is_quiet.wait()
@@ -113,13 +119,12 @@ class Registry:
             stream = live.get(notice.request_id)
             if stream is not None:
                 n, was_started = stream.params.n, stream.is_started
-                was_scheduled = stream.is_scheduled
                 stream.notify(notice)
                 touched.append(stream)
                 if stream.is_started and not was_started:
                     self.num_waiting -= 1
                     self._num_waiting_rows -= n
-                self._num_rows += n * (stream.is_scheduled - was_scheduled)
+                    self._num_rows += n * stream.is_scheduled
         for request_id, found in output.prompt_logprobs.items():
             if (stream := live.get(request_id)) is not None:
                 stream.prompt_logprobs += found

@@ -15,15 +15,16 @@ from contextlib import aclosing
 from streamer.core.plan import Finish, Notice, NoticeKind, TokenLogprob
 from streamer.core.sampling import SamplingParams
 from streamer.engine.flow import Control, Flow, Limits
-from streamer.engine.log import ChoiceLog, Delta, bytes_of
+from streamer.engine.log import PROMPT_TOKEN_BYTES, ChoiceLog, Delta, bytes_of, bytes_of_params
 from streamer.engine.reader import Reader
+from streamer.engine.refusals import anew
 from streamer.engine.timing import Timing
 from streamer.errors import InvalidRequest, ReaderTooSlow, StreamerError
 from streamer.tokenizer_text import TextStream
 
 __all__ = ["Delta", "Reader", "Timing", "TokenStream"]
 
-PROMPT_TOKEN_BYTES = 36  # an int and its place in a tuple
+STREAM_BYTES = 1300  # of a stream without its choices
 
 
 class TokenStream:
@@ -109,8 +110,9 @@ class TokenStream:
     @property
     def num_bytes(self) -> int:
         """About what it occupies, for retention."""
-        prompt = PROMPT_TOKEN_BYTES * len(self.prompt) + bytes_of(self.prompt_logprobs)
-        return sum(c.num_bytes for c in self._choices) + prompt + self._context_bytes + 2048
+        asked = PROMPT_TOKEN_BYTES * len(self.prompt) + bytes_of_params(self.params)
+        made = sum(c.num_bytes for c in self._choices) + bytes_of(self.prompt_logprobs)
+        return asked + made + self._context_bytes + STREAM_BYTES
 
     @property
     def is_paused(self) -> bool:
@@ -130,8 +132,7 @@ class TokenStream:
     @property
     def is_scheduled(self) -> bool:
         """Whether it has run and is not paused: it has slots, or waits to have them back."""
-        is_paused = self._notice is not None and self._notice.kind is NoticeKind.PAUSED
-        return self.is_started and not is_paused
+        return self.is_started and not self.is_paused
 
     @property
     def is_finished(self) -> bool:
@@ -235,20 +236,38 @@ class TokenStream:
         on_news  called within the loop turn of every step that brought something, and at the end;
                  it must neither raise nor detach: the engine calls it
         """
+        cursors = self.cursors_at(after)
+        reader = Reader(self.new_reader() if number is None else number, cursors, on_news)
+        if self._notice is not None and not self.is_finished:
+            reader.notices[self._notice.kind] = self._notice
+        is_first = not self._readers
+        self._readers.append(reader)
+        if not self.is_finished:
+            self._flow.arrived(is_first)
+            self._follow_lag()
+        return reader
+
+    def cursors_at(self, after: int | Sequence[int]) -> list[int]:
+        """A cursor in each choice, none beyond what is there.
+
+        Raises InvalidRequest for one that no reader can have: what has ended may be passed (its end
+        is a number too), but tokens that are not made yet have not been seen.
+        """
         n = self.params.n
         cursors = [after] * n if isinstance(after, int) else list(after)
         if len(cursors) != n or any(c < 0 for c in cursors):
             raise InvalidRequest(
                 f"a cursor of {n} numbers from 0 on is wanted, got {after}", param="starting_after"
             )
-        reader = Reader(self.new_reader() if number is None else number, cursors, on_news)
-        if self._notice is not None and not self.is_finished:
-            reader.notices[self._notice.kind] = self._notice
-        self._readers.append(reader)
-        if not self.is_finished:
-            self._flow.arrived()
-            self._follow_lag()
-        return reader
+        for choice, log in enumerate(self._choices):
+            head, is_live = len(log.tokens), self.finishes[choice] is None and self.error is None
+            if cursors[choice] > head and is_live:
+                raise InvalidRequest(
+                    f"the cursor is {cursors[choice] - head} tokens beyond the {head} there are",
+                    param="starting_after",
+                )
+            cursors[choice] = min(cursors[choice], head)
+        return cursors
 
     def take(self, reader: Reader) -> list[Delta | Notice]:
         """What is beyond the reader's cursors; moves them."""
@@ -287,7 +306,7 @@ class TokenStream:
                 f"stayed there; resume the stream where it left off"
             )
         if self.error is not None:
-            raise type(self.error)(self.error.message, code=self.error.code) from self.error
+            raise anew(self.error)
         return self.is_finished
 
     def detach(self, reader: Reader) -> None:
@@ -380,6 +399,7 @@ class TokenStream:
     def _over(self) -> None:
         self._ended = time.perf_counter()
         self._tell_observers()
+        self.observers.clear()  # they know other streams, which would be kept as long as this one
         self._flow.over()
 
     def _tell_observers(self) -> None:

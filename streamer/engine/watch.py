@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Final
 
 from streamer.core.view import MAX_STEPS, SchedulerView, Wanted, seen_by
+from streamer.engine.refusals import anew
 from streamer.errors import Overloaded, StreamerError
 
 INTERVAL_S: Final = 0.25
@@ -47,14 +48,17 @@ class Watch:
         Raises Overloaded before the engine is started, EngineDead when it has ended or does so now.
         """
         if self._end is not None:
-            raise self._end
+            raise anew(self._end)
         key = owner.encode()
         future = self._waiting.get(key)
         if future is None:
             future = self._waiting[key] = asyncio.get_running_loop().create_future()
         if self._ticking is None:
             self._ticking = asyncio.create_task(self._tick())
-        return await asyncio.shield(future)  # one caller's leaving is not the others'
+        try:
+            return await asyncio.shield(future)  # one caller's leaving is not the others'
+        except StreamerError as e:  # nor is one caller's traceback
+            raise anew(e) from e.__cause__
 
     async def follow(self, owner: str = "") -> AsyncGenerator[SchedulerView, None]:
         """A view a tick, each with the steps since the one before; to be closed (`aclosing`).

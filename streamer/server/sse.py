@@ -137,6 +137,8 @@ class EventStream:
 
     after     the cursor in each stream, as `answer` has it
     is_split  deltas are not merged: one a token
+
+    Raises InvalidRequest for a cursor that a stream refuses, before anything is sent.
     """
 
     def __init__(
@@ -154,6 +156,8 @@ class EventStream:
         self._streams = streams
         self._keep_alive_s = KEEP_ALIVE_S if keep_alive_s is None else keep_alive_s
         self._after = after
+        for stream in streams:
+            stream.cursors_at(after)
         self._is_split = is_split
         self._meter = service.metrics.meter()
         self._readers = [s.new_reader() for s in streams]

@@ -224,6 +224,18 @@ async def test_what_loading_refuses_is_raised_as_it_is() -> None:
     assert engine.is_dead
 
 
+async def test_each_who_waits_for_a_load_that_fails_gets_an_error_of_its_own() -> None:
+    def load() -> Any:
+        raise ModelNotSupported("no mamba here", param="model")
+
+    engine = AsyncEngine(load, fake_tokenizer, Config(model="fake"))
+    async with asyncio.timeout(DEADLINE_S):
+        one, other = await asyncio.gather(engine.start(), engine.start(), return_exceptions=True)
+    assert isinstance(one, ModelNotSupported)
+    assert (str(one), one.param, one is other) == ("no mamba here", "model", False)
+    assert one.__cause__ is engine._load_error  # where it happened
+
+
 async def test_a_tokenizer_that_can_not_be_loaded_is_a_refusal_too() -> None:
     def load_tokenizer() -> Any:
         raise ConfigError("no tokenizer", param="model")

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from streamer.core.plan import TokenLogprob
+from streamer import tokenizer_text
+from streamer.core.plan import Finish, FinishReason, TokenLogprob
 from streamer.core.sampling import SamplingParams
 from streamer.engine.flow import Limits
 from streamer.engine.stream import TokenStream
-from tests.engine.helpers import LETTERS, Calls
+from tests.engine.helpers import LETTERS, Calls, end, lone_stream
 
 NUM_TOKENS = 3000
 
@@ -60,3 +63,47 @@ def test_the_output_is_counted_as_it_is(num_tops: int | None) -> None:
 def test_the_prompt_is_counted_as_it_is() -> None:
     real, stream = occupied(lambda: stream_of(tuple(range(1000, 101_000)), None))
     assert stream.num_bytes == pytest.approx(real, rel=0.1)
+
+
+@pytest.mark.parametrize("n", [1, 64])
+@pytest.mark.parametrize("asked", ["", "stop", "logit_bias"])
+def test_choices_and_what_was_asked_of_them_are_counted_as_they_are(n: int, asked: str) -> None:
+    def make() -> TokenStream:
+        fields: dict[str, Any] = {}
+        if asked == "stop":
+            tokenizer_text._fallbacks.cache_clear()
+            fields["stop"] = tuple("x" * k + str(k) for k in range(1, 17))
+        elif asked:
+            fields["logit_bias"] = {i: i / 1e4 for i in range(1000, 1300)}
+        stream = lone_stream(n=n, **fields)
+        for choice in range(n):
+            stream.push(choice, 97, None, None)
+            stream.end(Finish("r", choice, FinishReason.LENGTH, 1))
+        return stream
+
+    real, stream = occupied(make)
+    assert stream.num_bytes == pytest.approx(real, rel=0.2, abs=2048)
+
+
+async def test_what_is_kept_of_a_stream_is_no_other_stream() -> None:
+    """Its observers know all streams of a batch."""
+    streams = [lone_stream(), lone_stream()]
+    seen = Seen(streams)
+    for stream in streams:
+        stream.observers.append(seen)
+        end(stream)
+    kept, gone = streams[0], weakref.ref(streams.pop())
+    del stream, seen
+    gc.collect()
+    assert kept.is_finished
+    assert gone() is None
+
+
+class Seen:
+    """An observer of several streams."""
+
+    def __init__(self, streams: list[TokenStream]) -> None:
+        self.streams = tuple(streams)
+
+    def __call__(self, stream: TokenStream) -> None:
+        assert stream in self.streams

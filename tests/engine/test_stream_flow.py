@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 import pytest
 
-from streamer.errors import ReaderTooSlow
+from streamer.errors import InvalidRequest, ReaderTooSlow
 from tests.engine.helpers import DEADLINE_S, Calls, end, lone_stream, write
 
 # ---------------------------------------------------------------- detaching
@@ -241,6 +241,53 @@ async def test_a_reader_that_lags_too_long_is_sent_away_and_the_stream_waits_pau
         assert calls.log == ["pause", "resume"]
         end(stream)
         await waiting
+
+
+@pytest.mark.parametrize("window", [0, 8])
+async def test_a_reader_that_comes_back_within_the_window_finds_nothing_paused(window: int) -> None:
+    calls = Calls()
+    stream = lone_stream(calls, window=window, detach_s=None)
+    number = stream.new_reader()
+    async with aclosing(stream.read(reader=number)) as reader:
+        write(stream, "a")
+        await anext(reader)
+        write(stream, "b" * 9)
+        stream.drop(number)
+    assert (calls.log, stream.is_paused) == (["pause"], True)
+    late = stream.attach(4, lambda: None)  # 6 behind: more than half of the window
+    assert (stream.lag(), calls.log) == (6, ["pause", "resume"])
+    stream.detach(late)
+
+
+async def test_a_second_reader_does_not_make_the_pause_endless() -> None:
+    stream = lone_stream(window=8, detach_s=None, pause_s=0.01)
+    slow = stream.attach(0, lambda: None)
+    write(stream, "a" * 10)
+    slow.acknowledged = 0
+    gone = asyncio.Event()
+    second = stream.attach(4, gone.set)
+    second.acknowledged = 4  # and takes no more
+    assert stream.is_paused
+    async with asyncio.timeout(DEADLINE_S):
+        await gone.wait()
+    assert second.is_dropped
+
+
+async def test_a_cursor_beyond_the_head_is_refused_and_flow_control_stays() -> None:
+    calls = Calls()
+    stream = lone_stream(calls, n=2, window=4, detach_s=None)
+    slow = stream.attach(0, lambda: None)
+    write(stream, "ab")
+    with pytest.raises(InvalidRequest, match="8 tokens beyond the 2 there are") as refusal:
+        stream.attach((10, 0), lambda: None)
+    assert refusal.value.param == "starting_after"
+    end(stream)
+    late = stream.attach((10, 0), lambda: None)  # the number of an end is one, too
+    assert late.position == 2
+    stream.detach(late)
+    write(stream, "cdef", choice=1)
+    assert calls.log == ["pause"]
+    stream.detach(slow)
 
 
 async def test_without_another_reader_it_is_cancelled() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 from contextlib import aclosing
 
 import pytest
@@ -109,6 +110,21 @@ async def test_the_end_of_the_engine_is_told_to_who_looks() -> None:
             await waiting
         with pytest.raises(EngineDead):
             await engine.watch.look()
+
+
+async def test_each_look_after_the_end_raises_an_error_of_its_own() -> None:
+    """One that is raised again and again collects the frames of all who were told."""
+    engine = make_engine()
+    async with engine:
+        pass
+    errors = []
+    for _ in range(3):
+        with pytest.raises(EngineDead, match="closed") as told:
+            await engine.watch.look()
+        errors.append(told.value)
+    assert len({id(e) for e in errors}) == 3
+    depths = [len(list(traceback.walk_tb(e.__traceback__))) for e in errors]
+    assert depths == depths[:1] * 3
 
 
 async def test_before_the_start_there_is_nothing_to_see() -> None:

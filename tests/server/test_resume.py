@@ -181,6 +181,24 @@ def test_what_a_chat_resume_refuses(slow: Running, query: str, param: str) -> No
     assert httpx.get(slow.url + path + "0?stream=true").status_code == 404
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/responses", RESPONSE), ("/v1/chat/completions", CHAT_BODY)],
+)
+def test_a_number_that_nobody_was_given_is_refused_while_the_answer_is_made(
+    slow: Running, path: str, body: dict[str, Any]
+) -> None:
+    """Else that reader would be ahead of every other for ever, and nothing would pause."""
+    tokens = "max_output_tokens" if "input" in body else "max_tokens"
+    first, *_ = cut_after(slow, 1200, "POST", path, {**body, tokens: 400})
+    response_id = first.json.get("id") or first.json["response"]["id"]
+    stream = slow.engine.get(response_id)
+    assert stream is not None
+    refused = httpx.get(f"{slow.url}{path}/{response_id}?stream=true&starting_after=9999")
+    assert not stream.is_finished
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "starting_after")
+
+
 # ---------------------------------------------------------------- a real model
 
 
