@@ -8,10 +8,15 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+
+import streamer
+from streamer.cli.doctor import DISTRIBUTION
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 240
@@ -112,3 +117,23 @@ def test_a_wheel_has_each_module_kernel_and_weight_and_nothing_beside(
         for p in (unpacked / "streamer" / "web").rglob("*")
         if p.is_file()
     }
+
+
+def test_no_text_installs_a_strangers_package() -> None:
+    """The distribution is streamer-llm: on an index, `streamer` is another program."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["name"] == DISTRIBUTION == "streamer-llm"
+    assert metadata.version(DISTRIBUTION) == streamer.__version__ == project["version"]
+    listed = subprocess.run(
+        [
+            "git",
+            "grep",
+            "-nIE",
+            r"(pip[3x]? install|uv (add|pip|tool))[^`]* ['\"]?streamer(\[|['\"`= ]|$)",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not listed.stdout

@@ -14,7 +14,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "locust":
         raise
-    sys.exit("Locust is not installed: pip install 'streamer[loadtest]'")
+    sys.exit("Locust is not installed: pip install locust")
 
 
 def main(words: Sequence[str]) -> int:

@@ -250,7 +250,7 @@ def chromium() -> Iterator[Browser]:
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
-        raise ConfigError("bench page drives a browser: pip install 'streamer[dev]'") from None
+        raise ConfigError("bench page drives a browser: pip install playwright") from None
     path = next(filter(None, map(shutil.which, BROWSERS)), None)
     if path is None:
         raise ConfigError(f"bench page needs a browser: {', '.join(BROWSERS)}")

@@ -8,6 +8,7 @@ functions, so `--help` answers at once. 0: done; 1: a StreamerError, told withou
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -33,6 +34,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: this process's) and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _open_missing_streams()
     try:
         if not words or words[0] not in COMMANDS:
             return _without_command(words)
@@ -43,6 +45,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return leaving.code
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _open_missing_streams() -> None:
+    """Put the null device where standard input, output or error is closed.
+
+    Else the next file or socket gets that number: uvloop ends the process over one below 3.
+    """
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free one: fd
+            setattr(sys, name, open(fd, "w" if fd else "r", closefd=False))  # noqa: SIM115
 
 
 def _without_command(words: list[str]) -> int:

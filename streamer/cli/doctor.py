@@ -1,12 +1,13 @@
 """`streamer doctor`: looks at this machine, says what is missing and how to mend it.
 
 Changes nothing. Each check is a function that returns findings; a finding with a remedy is a flaw,
-and only a `missing` one makes the exit code 1.
+and only what is missing or fails makes the exit code 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import platform
 import re
@@ -26,15 +27,21 @@ if TYPE_CHECKING:
 
     from streamer.config import Config
 
+DISTRIBUTION = "streamer-llm"  # "streamer" on an index is another program
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")  # the Makefile looks for the same
-MARKS = {"good": "[green]ok[/]", "note": "[yellow]note[/]", "missing": "[red]missing[/]"}
+MARKS = {
+    "good": "[green]ok[/]",
+    "note": "[yellow]note[/]",
+    "missing": "[red]missing[/]",
+    "failing": "[red]fails[/]",
+}
 
 
 class Finding(msgspec.Struct, frozen=True):
     """What one check saw. `remedy` is empty where nothing need be done."""
 
     what: str
-    state: Literal["good", "note", "missing"]
+    state: Literal["good", "note", "missing", "failing"]
     detail: str
     remedy: str = ""
 
@@ -45,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Print every finding; 1 if something that is needed is missing."""
+    """Print every finding; 1 if something that is needed is missing or fails."""
     from rich.table import Table
 
     config = config_from(args)
@@ -62,7 +69,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         detail = f"{finding.detail}. {finding.remedy}" if finding.remedy else finding.detail
         table.add_row(MARKS[finding.state], finding.what, detail)
     console.print(table)
-    return 1 if any(f.state == "missing" for f in findings) else 0
+    return 1 if any(f.state in ("missing", "failing") for f in findings) else 0
 
 
 def python() -> list[Finding]:
@@ -79,9 +86,9 @@ def python() -> list[Finding]:
 def packages() -> list[Finding]:
     """Everything pyproject.toml asks for, as installed here."""
     try:
-        wanted = metadata.requires("streamer") or []
+        wanted = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
-        return [Finding("streamer", "missing", "not installed", "pip install -e .")]
+        return [Finding(DISTRIBUTION, "missing", "not installed", "pip install -e .")]
     findings = []
     for line in wanted:
         requirement, _, marker = line.partition(";")
@@ -168,14 +175,18 @@ def port_free(config: Config) -> Finding:
     if config.uds:
         folder = Path(config.uds).resolve().parent
         if not os.access(folder, os.W_OK):
-            return Finding("socket", "missing", f"{folder} can't be written to", "choose --uds")
+            return Finding("socket", "failing", f"{folder} can't be written to", "choose --uds")
         return Finding("socket", "good", config.uds)
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    where, host = f"{config.host}:{config.port}", config.host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((config.host, config.port))
+            probe.bind((host, config.port))
         except OSError as error:
-            where = f"{config.host}:{config.port}: {error.strerror or error}"
-            return Finding("port", "missing", where, "stop what listens there, or choose --port")
-    return Finding("port", "good", f"{config.host}:{config.port} is free")
+            if error.errno == errno.EADDRINUSE:
+                remedy = "Stop what listens there, or choose another with --port"
+                return Finding("port", "failing", f"{where} is in use", remedy)
+            detail = f"can't listen on {where}: {error.strerror or error}"
+            return Finding("port", "failing", detail, "Choose --host and --port")
+    return Finding("port", "good", f"{where} is free")

@@ -126,7 +126,7 @@ def setup(level: str, form: Literal["text", "json"]) -> None:
 
     uvicorn writes the heads of WebSocket handshakes at debug level, keys included: never shown.
     """
-    handler = logging.NullHandler() if sys.stderr is None else LineHandler(sys.stderr.fileno())
+    handler = LineHandler(sys.stderr.fileno())
     if form == "json":
         handler.setFormatter(JsonFormatter())
     else:

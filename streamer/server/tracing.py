@@ -49,7 +49,8 @@ def make_tracer(endpoint: str | None) -> Tracer | None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as e:
         raise ConfigError(
-            f"otlp_endpoint wants the extra: pip install 'streamer[otel]' ({e})",
+            "otlp_endpoint needs OpenTelemetry: pip install opentelemetry-sdk "
+            f"opentelemetry-exporter-otlp-proto-http ({e})",
             param="otlp_endpoint",
         ) from e
     return OpenTelemetry(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_S))

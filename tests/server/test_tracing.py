@@ -108,9 +108,9 @@ def test_an_endpoint_that_is_no_address_is_refused(endpoint: str) -> None:
     assert caught.value.param == "otlp_endpoint"
 
 
-def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_opentelemetry_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(ConfigError, match=r"pip install 'streamer\[otel\]'"):
+    with pytest.raises(ConfigError, match="pip install opentelemetry-sdk opentelemetry-exporter"):
         make_tracer("http://127.0.0.1:4318")
 
 
