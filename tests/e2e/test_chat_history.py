@@ -59,6 +59,36 @@ def test_chats_are_found_by_their_words(page: Page) -> None:
     expect(page.get_by_text("No chat has these words.")).to_be_visible()
 
 
+MARKS = "(words) => [...(CSS.highlights.get('found') ?? [])].map(String).join() === words"
+
+
+def test_search_jumps_to_its_hit_and_marks_it(page: Page) -> None:
+    page.set_viewport_size({"width": 900, "height": 320})
+    limit(page, 400)  # more than the screen is high
+    finished(ask(page, "Of apples and APPLE trees"))
+    question = page.locator("article.user .text")
+    expect(question).not_to_be_in_viewport()
+    search = page.get_by_label("Search chats")
+    search.fill("apple")
+    assert page.evaluate(MARKS, "")
+    search.press("Enter")
+    expect(question).to_be_in_viewport()
+    page.wait_for_function(MARKS, arg="apple,APPLE")
+    search.fill("399")
+    page.wait_for_function(MARKS, arg="")
+    entries(page).click()
+    expect(question).not_to_be_in_viewport()
+    page.wait_for_function(MARKS, arg="399")
+    limit(page, 3)
+    page.get_by_label("Message").press("ArrowUp")
+    finished(ask(page, "Of pears"))
+    expect(question).to_have_text("Of pears")
+    search.fill("trees")  # it is on another path
+    entries(page).click()
+    expect(question).to_have_text("Of apples and APPLE trees")
+    page.wait_for_function(MARKS, arg="trees")
+
+
 def test_names_and_deletions_stay_after_a_reload(page: Page) -> None:
     two_chats(page)
     do(page, "Of apples", "Rename")
@@ -120,7 +150,11 @@ def test_what_is_exported_comes_in_again(page: Page, tmp_path: Path) -> None:
         page.get_by_role("dialog").get_by_role("button", name="Delete", exact=True).click()
     expect(entries(page)).to_have_count(0)
     page.get_by_label("File with chats").set_input_files(file)
-    expect(page.locator("main > [role=status]")).to_have_text("2 chats imported")
+    said = page.locator("main > [role=status]")
+    expect(said).to_have_text("2 chats imported")
+    page.get_by_label("File with chats").set_input_files(file)  # twice adds nothing
+    expect(said).to_have_text("Nothing is new in this file: 2 chats")
+    expect(entries(page)).to_have_text(["Of pears", "Of apples"])
     page.reload()
     expect(entries(page)).to_have_text(["Of pears", "Of apples"])
     entries(page).first.click()

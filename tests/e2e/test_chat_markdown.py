@@ -136,3 +136,23 @@ def test_an_answer_never_covers_what_is_around_it(page: Page) -> None:
     box = answer.bounding_box()
     assert box is not None
     assert box["x"] + box["width"] <= 390
+
+
+WIDE = """| configuration | throughput | latency | description |
+|---|---|---|---|
+| continuous | considerable | imperceptible | uninterrupted |
+| straightforward | unremarkable | disappointing | understandable |"""
+BROKEN = """(cells) => cells.filter((cell) => {
+    const range = document.createRange();
+    range.selectNodeContents(cell);
+    return new Set([...range.getClientRects()].map(({ top }) => Math.round(top))).size > 1;
+}).map((cell) => cell.textContent)"""
+
+
+def test_a_wide_table_scrolls_sideways_on_a_phone_and_breaks_no_word(page: Page) -> None:
+    page.set_viewport_size({"width": 360, "height": 740})
+    prose = say(page, WIDE).locator(".prose")
+    table = prose.get_by_role("region", name="Table")
+    assert table.evaluate("box => box.scrollWidth - box.clientWidth") > 50
+    assert prose.locator("th, td").evaluate_all(BROKEN) == []
+    assert page.evaluate("document.documentElement.scrollWidth") == 360

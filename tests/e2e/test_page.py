@@ -120,19 +120,23 @@ def test_everything_has_a_name_and_the_keyboard_reaches_it(page: Page) -> None:
     expect(page.get_by_role("dialog", name="Settings")).to_be_hidden()
 
 
-def test_it_comes_back_after_the_server_did(server_with: Any, open_page: OpenPage) -> None:
+def test_it_comes_back_after_the_server_did_and_asks_what_waited(
+    server_with: Any, open_page: OpenPage
+) -> None:
     first = server_with(model="fake:tokens_per_s=400")
     port = int(first.url.rpartition(":")[2])
     page = connected(open_page(first.url))
     badge = page.locator("#badge")
     first.stop()
     expect(badge).to_have_text("reconnecting")
-    page.get_by_label("Message").fill("Not yet.")
-    expect(page.get_by_role("button", name="Send", exact=True)).to_be_disabled()
+    page.get_by_label("Message").fill("As soon as you can.")
+    page.get_by_label("Message").press("Enter")
+    expect(page.locator("article.waits")).to_contain_text("As soon as you can.")
+    expect(page.locator("article.waits .wait")).to_contain_text("Waits for the server")
     server_with(model="fake:tokens_per_s=400", port=port)
     connected(page)
-    page.get_by_label("Message").press("Enter")
     expect(page.locator("article.assistant .text")).not_to_be_empty()
+    expect(page.locator("article.waits")).to_have_count(0)
 
 
 def test_a_key_is_asked_for_and_kept_in_the_tab(server_with: Any, open_page: OpenPage) -> None:

@@ -3,7 +3,7 @@
 import { beforeAll, describe, expect, test, vi } from "vitest";
 import { Answer } from "../src/chat/answer.ts";
 import { Conversation, inputFor, latestBelow, siblings, type Message } from "../src/chat/conversation.ts";
-import { asKeptConversation, asKeptMessage, fromFile, toConversation, toFile } from "../src/chat/kept.ts";
+import { asKeptConversation, asKeptMessage, fromFile, merge, toConversation, toFile } from "../src/chat/kept.ts";
 
 beforeAll(() => vi.stubGlobal("cancelAnimationFrame", () => undefined));
 
@@ -53,6 +53,21 @@ describe("the tree", () => {
     expect(inputFor(asked(conversation, empty, "Now?")).map((item) => item.content)).toEqual(["Why?", "Because.", "And?", "So.", "Now?"]);
   });
 
+  test("sends questions that waited together as one turn", () => {
+    const { conversation, two } = branched();
+    const last = asked(conversation, asked(conversation, two, "One."), "Two.");
+    expect(inputFor(last).map((item) => item.content)).toEqual(["Why?", "No reason.", "One.\n\nTwo."]);
+  });
+
+  test("shows what could stand in its place when a message is taken away", () => {
+    const { conversation, one, two } = branched();
+    const question = asked(conversation, two, "Well?");
+    conversation.remove(question);
+    expect(conversation.leaf.value).toBe(two);
+    conversation.remove(two);
+    expect(conversation.path.value).toContain(one);
+  });
+
   test("shows answers side by side only where one of them is its end", () => {
     const { conversation, one, two, more } = branched();
     conversation.beside.value = [one, two];
@@ -80,15 +95,24 @@ describe("records", () => {
 });
 
 describe("files", () => {
-  test("have everything but the server's ids, and come in under new ones", () => {
+  test("have everything but the server's ids, and come in under the ids they have", () => {
     const { conversation, one } = branched();
     one.answer!.responseId = "resp_1";
     const [again] = fromFile(JSON.stringify(toFile([conversation])));
-    expect(again!.id).not.toBe(conversation.id);
+    expect(again!.id).toBe(conversation.id);
     expect(again!.path.value.map((m) => m.answer?.text.value ?? m.text)).toEqual(["Why?", "No reason."]);
     expect(again!.messages.value.every((m) => m.answer?.responseId == null)).toBe(true);
-    const old = new Set(conversation.messages.value.map((m) => m.id));
-    expect(again!.messages.value.some((m) => old.has(m.id))).toBe(false);
+    expect(again!.messages.value.map((m) => m.id)).toEqual(conversation.messages.value.map((m) => m.id));
+  });
+
+  test("of a chat that is there add what is new in them, once", () => {
+    const { conversation, end } = branched();
+    const file = () => fromFile(JSON.stringify(toFile([conversation])))[0]!;
+    const own = file();
+    expect(merge(own, file())).toBe(0);
+    asked(conversation, end, "And then?");
+    expect([merge(own, file()), merge(own, file())]).toEqual([1, 0]);
+    expect(own.messages.value.map((m) => m.id)).toEqual(conversation.messages.value.map((m) => m.id));
   });
 
   const good = () => toFile([branched().conversation]) as unknown as { conversations: Record<string, unknown>[] };
@@ -98,6 +122,7 @@ describe("files", () => {
     ["a later version", () => JSON.stringify({ ...good(), version: 2 })],
     ["no messages", () => JSON.stringify({ ...good(), conversations: [{ ...good().conversations[0], messages: 1 }] })],
     ["a role of its own", () => JSON.stringify(good()).replace('"role":"user"', '"role":"root"')],
+    ["an id that is none", () => JSON.stringify(good()).replace(/"id":"\w+"/, '"id":"../x"')],
     ["an answer of another shape", () => JSON.stringify(good()).replace('"figures":{', '"figures":1,"x":{')],
   ])("are refused: %s", (_, text) => expect(() => fromFile(text())).toThrow(/This file/));
 });

@@ -1,7 +1,7 @@
 /** The line above everything: which model, whether it can be reached, theme and settings. */
 
 import type { ConnectionState } from "../client/index.ts";
-import { startChat } from "../chat/store.ts";
+import { newChat } from "../chat/store.ts";
 import { isSettingsOpen } from "../chat/settings.tsx";
 import { Key, Menu, Moon, Plus, Sliders, Sun } from "../ui/icons.tsx";
 import { connection, session } from "./connection.ts";
@@ -45,7 +45,7 @@ export function Header() {
       <button class="button icon-only" type="button" aria-label="Settings" aria-haspopup="dialog" onClick={() => (isSettingsOpen.value = true)}>
         <Sliders />
       </button>
-      <button class="button icon-only phone" type="button" aria-label="New chat" onClick={startChat}>
+      <button class="button icon-only phone" type="button" aria-label="New chat" onClick={newChat}>
         <Plus />
       </button>
     </header>

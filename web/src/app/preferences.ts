@@ -14,6 +14,7 @@ export interface Settings {
   repetitionPenalty: number | null;
   maxTokens: number | null;
   seed: number | null;
+  /** The system prompt that a new chat begins with. */
   system: string;
   /** How many answers a question gets, side by side. */
   answers: number;

@@ -1,18 +1,43 @@
-/** Which pane is shown, by the address behind "#": a reload keeps it, and back works. */
+/** What the address behind "#" names: a chat, a new one, or the engine. A reload keeps it, and back works. */
 
-import { signal } from "@preact/signals";
+import { batch, signal } from "@preact/signals";
 
 export type Route = "chat" | "engine";
 
-function read(): Route {
-  return location.hash === "#/engine" ? "engine" : "chat";
+const CHAT = "#/chat/";
+
+export const route = signal<Route>("chat");
+/** The chat that is shown, or was before the engine; null: a new one. */
+export const chatId = signal<string | null>(null);
+
+function read(): void {
+  const { hash } = location;
+  batch(() => {
+    route.value = hash === "#/engine" ? "engine" : "chat";
+    if (route.value === "chat") chatId.value = hash.startsWith(CHAT) ? hash.slice(CHAT.length) : null;
+  });
 }
 
-export const route = signal<Route>(read());
-addEventListener("hashchange", () => (route.value = read()));
+read();
+addEventListener("hashchange", read);
 
 export function show(to: Route): void {
   location.hash = hrefOf(to);
+  read(); // the event comes later
 }
 
-export const hrefOf = (to: Route): string => (to === "engine" ? "#/engine" : "#/");
+export function showChat(id: string | null): void {
+  chatId.value = id;
+  show("chat");
+}
+
+/** This chat has another address now: going back does not lead to the old one. */
+export function moveTo(id: string | null): void {
+  chatId.value = id;
+  if (route.value === "chat") history.replaceState(null, "", hrefOf("chat"));
+}
+
+export function hrefOf(to: Route): string {
+  if (to === "engine") return "#/engine";
+  return chatId.value === null ? "#/" : CHAT + chatId.value;
+}

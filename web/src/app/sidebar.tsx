@@ -5,9 +5,9 @@ import type { RefObject } from "preact";
 import { useEffect, useRef } from "preact/hooks";
 import { HistoryList, Transfer } from "../chat/history-list.tsx";
 import { isHelpOpen } from "../chat/shortcuts.tsx";
-import { startChat } from "../chat/store.ts";
+import { newChat } from "../chat/store.ts";
 import { Chat, Close, Engine, Keyboard, Mark, Plus } from "../ui/icons.tsx";
-import { hrefOf, route, show, type Route } from "./route.ts";
+import { hrefOf, route, type Route } from "./route.ts";
 
 export const isSidebarOpen = signal(false);
 
@@ -50,11 +50,11 @@ export function Sidebar() {
             <Close />
           </button>
         </div>
-        <button class="button wide" type="button" onClick={() => (startChat(), shut())}>
+        <button class="button wide" type="button" onClick={() => (newChat(), shut())}>
           <Plus /> New chat
         </button>
         <nav class="grow" aria-label="History">
-          <HistoryList onOpen={() => (show("chat"), shut())} />
+          <HistoryList onOpen={shut} />
         </nav>
         <Transfer />
         <nav aria-label="Views">

@@ -14,12 +14,16 @@ export interface Figures {
   tokensPerS: number;
   firstMs: number | null;
   cachedTokens: number;
+  /** What the model read for it; absent where that is not known. */
+  inputTokens?: number;
 }
 
 /** How it was asked for, less the conversation: enough to ask again. */
 export interface Origin {
   ask: Ask;
   fork: { id: string; at: Fork } | null;
+  /** Tokens that were there before its own: what a fork, or those before it, kept. */
+  kept?: number;
 }
 
 /** What stays of an answer, in the database and in files. `after`: the last number that was seen. */
@@ -62,13 +66,15 @@ export class Answer {
   readonly isOpened = signal(false);
   /** Why they can't be. */
   readonly lookFault = signal("");
-  readonly origin: Origin;
+  origin: Origin;
   seed: number | null = null;
   responseId: string | null = null;
   stream: ResponseStream | null = null;
   /** The same answer once more, for its tokens. */
   drawing: ResponseStream | null = null;
   #after = -1;
+  /** What it was before it was continued. */
+  #before: { kept: KeptAnswer; origin: Origin } | null = null;
   #isResumed = false;
   #frame = 0;
   #off: (() => void)[] = [];
@@ -115,6 +121,21 @@ export class Answer {
     return this.responseId !== null && !this.isLive.value && !ENDS.has(this.status.value);
   }
 
+  /** Whether the server could go on with it: it did not come to its own end. */
+  get isCut(): boolean {
+    return (this.status.value === "incomplete" || this.status.value === "cancelled") && this.responseId !== null && this.figures.value.tokens > 0;
+  }
+
+  /** Go on where it stopped: the stream's text begins with all that is there. */
+  extend(origin: Origin, stream: ResponseStream, listener: Listener): void {
+    this.#before = { kept: this.keep(), origin: this.origin };
+    this.origin = origin;
+    this.tokens.value = null;
+    this.isOpened.value = false;
+    this.lookFault.value = "";
+    this.follow(stream, listener);
+  }
+
   follow(stream: ResponseStream, listener: Listener): void {
     for (const off of this.#off) off();
     this.stream = stream;
@@ -143,6 +164,11 @@ export class Answer {
   /** Nothing follows: show all of it. */
   settle(): void {
     this.#draw();
+    if (this.#before && this.stream?.text === "") {
+      this.origin = this.#before.origin; // nothing came: it is what it was
+      this.accept(this.#before.kept);
+    }
+    this.#before = null;
     this.error.value = this.stream?.error ?? null;
     this.isLive.value = false;
     this.isStopping.value = false;
@@ -162,18 +188,24 @@ export class Answer {
     this.responseId = stream.id;
     this.#after = stream.sequence;
     this.seed = stream.response?.seed ?? this.seed;
-    this.text.value = stream.text;
+    this.text.value = stream.text || (this.#before?.kept.text ?? "");
     this.status.value = stream.status;
     this.progress.value = stream.progress;
     this.figures.value = figuresOf(stream, this.#isResumed ? this.figures.value : NOTHING);
   }
 }
 
+/** The prompt's length: at the end the server's count, before it what prefill said. */
+function inputOf(stream: ResponseStream, { inputTokens }: Figures): Pick<Figures, "inputTokens"> {
+  const known = stream.response?.usage?.input_tokens ?? stream.progress.total ?? inputTokens;
+  return known === undefined ? {} : { inputTokens: known };
+}
+
 /** After a reload the first token's time is what was kept, or the server's. */
 function figuresOf(stream: ResponseStream, kept: Figures): Figures {
   const { sent, first, last } = stream.times;
   const wasResumed = kept !== NOTHING;
-  if (first === null || last === null) return { ...kept, tokens: stream.tokens || kept.tokens };
+  if (first === null || last === null) return { ...kept, tokens: stream.tokens || kept.tokens, ...inputOf(stream, kept) };
   const perToken = stream.timing?.per_token_s;
   const seconds = (last - first) / 1000;
   const seen = stream.tokens > 1 && seconds > 0 && !wasResumed ? (stream.tokens - 1) / seconds : kept.tokensPerS;
@@ -184,5 +216,6 @@ function figuresOf(stream: ResponseStream, kept: Figures): Figures {
     tokensPerS: perToken ? 1 / perToken : seen,
     firstMs,
     cachedTokens: stream.usage?.cached_tokens ?? kept.cachedTokens,
+    ...inputOf(stream, kept),
   };
 }

@@ -1,34 +1,102 @@
 /** What asks the server: a question, another answer, an edited question, a fork, a look at the tokens. */
 
-import { client, isConnected } from "../app/connection.ts";
+import { effect, signal, untracked } from "@preact/signals";
+import { client, connection, isConnected } from "../app/connection.ts";
 import { settings } from "../app/preferences.ts";
+import { recall, remember } from "../app/storage.ts";
 import type { Ask, Fork, ResponseStream } from "../client/index.ts";
 import { Answer, type Listener, type Origin } from "./answer.ts";
-import { inputFor, type Conversation, type Message } from "./conversation.ts";
-import { keepConversation, keepMessage, keepSoon } from "./keeping.ts";
+import { inputFor, pathTo, type Conversation, type Message } from "./conversation.ts";
+import { dropDraft, endEdit, type, typed } from "./drafts.ts";
+import { keepConversation, keepMessage, keepSoon, unsay } from "./keeping.ts";
 import { askOf } from "./sampling.ts";
-import { announcement, conversations, current, draft, editing, isBusy } from "./store.ts";
+import { announcement, conversations, current, enter, isBusy, newChat, remove } from "./store.ts";
 import { NUM_ALTERNATIVES, TokenReader, type Token } from "./tokens.ts";
 
-export function send(text: string = draft.value): void {
+const WAITING = "streamer.waiting";
+
+/** Questions of this tab that wait, by their ids; what another tab's wait for is that tab's to send. */
+export const waiting = signal<ReadonlySet<string>>(new Set(recall("sessionStorage", WAITING)?.split(" ").filter(Boolean)));
+
+function setWaiting(change: (ids: Set<string>) => void): void {
+  const ids = new Set(waiting.value);
+  change(ids);
+  waiting.value = ids;
+  remember("sessionStorage", WAITING, ids.size > 0 ? [...ids].join(" ") : null);
+}
+
+/** Say what is typed; it is asked at once, or when the server is there and the answer before it has ended. */
+export function send(text: string = typed(current.value)): void {
   const question = text.trim();
-  if (!question || !isConnected.value || isBusy.value) return;
-  draft.value = "";
+  if (!question) return;
   const conversation = current.value;
-  const edited = editing.value;
-  editing.value = null;
-  if (!conversations.value.includes(conversation)) conversations.value = [conversation, ...conversations.value];
+  const edited = conversation.edit.value?.message;
+  if (edited) endEdit(conversation);
+  else {
+    conversation.draft.value = "";
+    dropDraft(conversation);
+  }
   conversation.beside.value = [];
   const parent = edited ? edited.parent : conversation.leaf.value;
   const message = conversation.add({ role: "user", parent, text: question, answer: null });
+  enter(conversation);
   keepConversation(conversation);
   keepMessage(conversation, message);
-  answer(conversation, message, settings.value.answers);
+  sendWaiting(message);
+}
+
+export function sendWaiting(message: Message): void {
+  setWaiting((ids) => ids.add(message.id));
+  if (reasonToWait(current.value, message)) announcement.value = "The message waits";
+}
+
+export const NOT_SENT = "Not sent.";
+
+/** Why a question is not asked yet; null: it is, or will be at once. */
+export function reasonToWait(conversation: Conversation, message: Message): string | null {
+  const path = conversation.path.value;
+  const place = path.indexOf(message);
+  if (place < 0 || path.slice(place).some((later) => later.answer)) return null;
+  if (!waiting.value.has(message.id)) return NOT_SENT;
+  const isAway = !isConnected.value;
+  if (isAway) return connection.value.name === "locked" ? "Waits for the key that this server wants." : "Waits for the server, and is sent when it is back.";
+  return conversation.live.value.length > 0 ? "Waits for the answer to end." : null;
+}
+
+/** Out of the chat, and into the field again. */
+export function takeBack(conversation: Conversation, message: Message): void {
+  setWaiting((ids) => ids.delete(message.id));
+  if (conversation.edit.value?.message === message) endEdit(conversation);
+  conversation.remove(message);
+  unsay(conversation, message);
+  if (conversation.messages.value.length === 0) {
+    remove(conversation);
+    newChat();
+  } else keepConversation(conversation);
+  const into = current.value;
+  endEdit(into);
+  type(into, [message.text, into.draft.value].filter(Boolean).join("\n\n"));
+}
+
+/** Ask what waits, wherever it can be asked now; called once. */
+export function askWhatWaits(): void {
+  effect(() => {
+    if (!isConnected.value || waiting.value.size === 0) return;
+    for (const conversation of conversations.value) {
+      const leaf = conversation.leaf.value;
+      if (leaf && waiting.value.has(leaf.id) && conversation.live.value.length === 0) untracked(() => askOne(conversation, leaf));
+    }
+  });
+}
+
+function askOne(conversation: Conversation, question: Message): void {
+  setWaiting((ids) => pathTo(question).forEach(({ id }) => ids.delete(id))); // those before it are in its turn
+  answer(conversation, question, settings.value.answers);
 }
 
 /** Ask for answers to a question, beside those that it has. */
 export function answer(conversation: Conversation, question: Message, count = 1): void {
-  const first = askOf(settings.value);
+  const first = askOf(settings.value, conversation.system.value);
   const made = Array.from({ length: count }, (_, i) => {
     const ask = first.seed != null ? { ...first, seed: first.seed + i } : first;
     return add(conversation, question, { ask, fork: null });
@@ -50,11 +118,22 @@ export function fork(conversation: Conversation, message: Message, token: Token,
   if (!message.parent || isBusy.value || !isConnected.value) return;
   const at: Fork = { at: token.at };
   if (text) at.text = text;
-  const { seed: _, ...ask } = askOf(settings.value);
+  const { seed: _, ...ask } = askOf(settings.value, conversation.system.value);
   conversation.beside.value = [];
-  add(conversation, message.parent, { ask, fork: { id: token.from, at } });
+  add(conversation, message.parent, { ask, fork: { id: token.from, at }, kept: (message.answer?.origin.kept ?? 0) + token.at });
   keepConversation(conversation);
   announcement.value = "Generating another ending";
+}
+
+/** Go on with an answer that a limit or the reader ended. */
+export function continueAnswer(conversation: Conversation, message: Message): void {
+  const it = message.answer;
+  if (!it?.isCut || it.responseId === null || !message.parent || isBusy.value || !isConnected.value) return;
+  const { tokens } = it.figures.value;
+  const { seed: _, ...ask } = askOf(settings.value, conversation.system.value);
+  const origin: Origin = { ask, fork: { id: it.responseId, at: { at: tokens } }, kept: (it.origin.kept ?? 0) + tokens };
+  it.extend(origin, begin(message.parent, origin), listenerFor(conversation, message));
+  announcement.value = "Going on with the answer";
 }
 
 /** Tokens in place of the text, or the text again. */
@@ -139,9 +218,13 @@ function ended(conversation: Conversation, message: Message, it: Answer, listene
   }
   it.settle();
   keepMessage(conversation, message);
-  if (isFull && !draft.value && question && conversation === current.value) draft.value = question.text;
+  if (isFull && !typed(conversation) && question && conversation === current.value) type(conversation, question.text);
+  if (it.status.value === "failed") setWaiting((ids) => followers(conversation, message).forEach(({ id }) => ids.delete(id)));
   if (conversation.live.value.length === 0) announcement.value = said(it);
 }
+
+/** Questions that waited for this answer: what they build on is not there, so they wait for the reader. */
+const followers = (conversation: Conversation, message: Message): Message[] => conversation.messages.value.filter(({ parent }) => parent === message);
 
 function said(it: Answer): string {
   const { status } = it;

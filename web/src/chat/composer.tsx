@@ -1,16 +1,19 @@
-/** Where questions are typed: it grows with the text, Enter sends, Stop takes the place of Send. */
+/** Where questions are typed: it grows with the text, Enter sends, Stop stands beside it while an answer comes. */
 
 import { useEffect, useRef } from "preact/hooks";
 import { change, settings } from "../app/preferences.ts";
 import { ArrowUp, Close, Columns, Stop } from "../ui/icons.tsx";
-import { send } from "./asking.ts";
-import { canSend, current, draft, editing, isBusy, stop } from "./store.ts";
+import { reasonToWait, send, takeBack } from "./asking.ts";
+import { beginEdit, endEdit, type, typed } from "./drafts.ts";
+import { Meter } from "./meter.tsx";
+import { current, isBusy, stop } from "./store.ts";
 
 const COUNTS = [1, 2, 3, 4];
 
 export function Composer() {
   const box = useRef<HTMLTextAreaElement>(null);
-  const text = draft.value;
+  const conversation = current.value;
+  const text = typed(conversation);
   useEffect(() => {
     const area = box.current;
     if (!area) return;
@@ -24,28 +27,33 @@ export function Composer() {
   };
   const onKey = (event: KeyboardEvent) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) submit(event);
-    if (event.key === "ArrowUp" && !draft.value && !isBusy.value) editLast(event);
+    if (event.key === "ArrowUp" && !text && !isBusy.value) editLast(event);
   };
+  const isFilled = text.trim() !== "";
   return (
     <footer class="dock">
       <form class="composer" onSubmit={submit}>
-        {editing.value && <Editing />}
+        {conversation.edit.value && <Editing />}
         <label class="sr" for="prompt">
           Message
         </label>
-        <textarea ref={box} id="prompt" rows={1} placeholder="Write a message" autocomplete="off" value={text} onInput={(e) => (draft.value = e.currentTarget.value)} onKeyDown={onKey} />
+        <textarea ref={box} id="prompt" rows={1} placeholder="Write a message" autocomplete="off" value={text} onInput={(e) => type(conversation, e.currentTarget.value)} onKeyDown={onKey} />
         <Count />
-        {isBusy.value ? (
+        {isBusy.value && (
           <button key="stop" class="button act stop" type="button" aria-label="Stop" onClick={() => (stop(), box.current?.focus())}>
             <Stop />
           </button>
-        ) : (
-          <button key="send" class="button act primary" type="submit" aria-label="Send" disabled={!canSend.value}>
+        )}
+        {(!isBusy.value || isFilled) && (
+          <button key="send" class="button act primary" type="submit" aria-label={isBusy.value ? "Send after this answer" : "Send"} disabled={!isFilled}>
             <ArrowUp />
           </button>
         )}
       </form>
-      <p class="hint">Enter sends, Shift+Enter starts a new line, Esc stops. Small models make things up.</p>
+      <div class="under">
+        <p class="hint">Enter sends, Shift+Enter starts a new line, Esc stops. Small models make things up.</p>
+        <Meter conversation={conversation} />
+      </div>
     </footer>
   );
 }
@@ -67,14 +75,13 @@ function Count() {
 
 function Editing() {
   const cancel = () => {
-    editing.value = null;
-    draft.value = "";
+    endEdit(current.value);
     document.getElementById("prompt")?.focus();
   };
   return (
     <div class="editing">
       <span>Editing a question; the earlier one stays in the picker</span>
-      <button class="button action" type="button" aria-label="Do not edit" onClick={cancel}>
+      <button class="button action" type="button" aria-label="Do not edit" title="Do not edit (Esc)" onClick={cancel}>
         <Close />
       </button>
     </div>
@@ -85,6 +92,6 @@ function editLast(event: KeyboardEvent): void {
   const last = current.value.path.value.findLast((message) => message.role === "user");
   if (!last) return;
   event.preventDefault();
-  editing.value = last;
-  draft.value = last.text;
+  if (reasonToWait(current.value, last)) takeBack(current.value, last);
+  else beginEdit(current.value, last);
 }

@@ -20,6 +20,12 @@ export interface Message {
   readonly created: number;
 }
 
+/** A question that is written anew, and its text so far. */
+export interface Edit {
+  message: Message;
+  text: string;
+}
+
 export class Conversation {
   readonly id: string;
   readonly created: number;
@@ -28,6 +34,11 @@ export class Conversation {
   readonly messages = signal<readonly Message[]>([]);
   readonly leaf = signal<Message | null>(null);
   readonly beside = signal<readonly Message[]>([]);
+  /** What its answers are told before everything else. */
+  readonly system = signal("");
+  /** What is typed and not sent: see drafts.ts. */
+  readonly draft = signal("");
+  readonly edit = signal<Edit | null>(null);
   readonly path = computed(() => pathTo(this.leaf.value));
   /** What stands at the end of the path: one answer, or several side by side. */
   readonly ends = computed(() => {
@@ -52,6 +63,14 @@ export class Conversation {
     this.messages.value = [...this.messages.value, added];
     this.leaf.value = added;
     return added;
+  }
+
+  /** Take a message away that nothing follows; shown is what could stand in its place, or what it followed. */
+  remove(message: Message): void {
+    this.messages.value = this.messages.value.filter((other) => other !== message);
+    if (this.leaf.value !== message) return;
+    const other = siblings(this.messages.value, message).at(-1);
+    this.leaf.value = other ? latestBelow(this.messages.value, other) : message.parent;
   }
 
   #shown(): Answer[] {
@@ -86,16 +105,21 @@ export function latestBelow(all: readonly Message[], message: Message): Message 
   }
 }
 
-/** What is sent for a question: everything before it, less questions that nothing answered. */
+/**
+ * What is sent for a question: everything before it, less questions whose answer is empty. Of
+ * several that stand together, as they do when they waited, one turn is made.
+ */
 export function inputFor(question: Message): InputItem[] {
   const path = pathTo(question);
-  const items: InputItem[] = [];
+  const items: { role: "user" | "assistant"; content: string }[] = [];
   path.forEach((message, i) => {
     const next = path[i + 1]?.answer;
     if (message.answer) {
       if (message.answer.text.value) items.push({ role: "assistant", content: message.answer.text.value });
     } else if (!next || next.text.value) {
-      items.push({ role: "user", content: message.text });
+      const before = items.at(-1);
+      if (before?.role === "user") before.content += `\n\n${message.text}`;
+      else items.push({ role: "user", content: message.text });
     }
   });
   return items;

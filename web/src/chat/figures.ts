@@ -25,10 +25,10 @@ export function noteOf(answer: Answer): string {
   }
 }
 
-export function figuresOf({ tokens, tokensPerS, firstMs, cachedTokens }: Figures): string[] {
+export function figuresOf({ tokens, tokensPerS, firstMs, cachedTokens }: Figures, kept = 0): string[] {
   if (tokens === 0) return [];
   return [
-    `${tokens.toLocaleString()} token${tokens === 1 ? "" : "s"}`,
+    `${tokens.toLocaleString()} token${tokens === 1 ? "" : "s"}${kept > 0 ? ` after ${kept.toLocaleString()} that were kept` : ""}`,
     tokensPerS ? `${tokensPerS < 10 ? tokensPerS.toFixed(1) : Math.round(tokensPerS)} tokens/s` : "",
     firstMs === null ? "" : `first token after ${Math.max(1, Math.round(firstMs))} ms`,
     cachedTokens ? `${cachedTokens.toLocaleString()} from the cache` : "",

@@ -5,15 +5,23 @@ import { useLayoutEffect, useRef, useState } from "preact/hooks";
 import { Dots, Download, Search, Upload } from "../ui/icons.tsx";
 import { Dialog } from "../ui/dialog.tsx";
 import type { Conversation } from "./conversation.ts";
-import { exportChats, found, importChats, query } from "./history.ts";
+import { found, hit, openFound, query } from "./finding.ts";
+import { exportChats, importChats } from "./history.ts";
 import { isKept } from "./keeping.ts";
-import { conversations, current, open, remove, rename } from "./store.ts";
+import { conversations, current, remove, rename } from "./store.ts";
 
 const doomed = signal<Conversation | null>(null);
 const isDeleteOpen = signal(false);
 const fault = signal("");
 
 export function HistoryList({ onOpen }: { onOpen: () => void }) {
+  const look = (text: string) => {
+    query.value = text;
+    hit.value = null;
+  };
+  const openFirst = () => {
+    if (query.value.trim() && found.value[0]) openFound(found.value[0]), onOpen();
+  };
   if (conversations.value.length === 0) return <p class="side-note">Your chats will be kept here, in this browser.</p>;
   return (
     <>
@@ -22,7 +30,7 @@ export function HistoryList({ onOpen }: { onOpen: () => void }) {
         <label class="sr" for="search">
           Search chats
         </label>
-        <input id="search" type="search" placeholder="Search chats" autocomplete="off" value={query.value} onInput={(e) => (query.value = e.currentTarget.value)} />
+        <input id="search" type="search" placeholder="Search chats" autocomplete="off" value={query.value} onInput={(e) => look(e.currentTarget.value)} onKeyDown={(e) => e.key === "Enter" && openFirst()} />
       </div>
       {found.value.length === 0 && <p class="side-note">No chat has these words.</p>}
       <ul class="history">
@@ -45,7 +53,7 @@ function Entry({ conversation, onOpen }: { conversation: Conversation; onOpen: (
   if (isRenaming) return <Rename conversation={conversation} onDone={() => (setRenaming(false), setMenuOpen(false))} />;
   return (
     <li class="entry">
-      <button class="side-link" type="button" aria-current={conversation === current.value || undefined} onClick={() => (open(conversation), onOpen())}>
+      <button class="side-link" type="button" aria-current={conversation === current.value || undefined} onClick={() => (openFound(conversation), onOpen())}>
         <span class="clip">{title}</span>
         {conversation.isLive.value && <span class="live-dot" role="img" aria-label="answering" />}
       </button>

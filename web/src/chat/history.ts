@@ -1,31 +1,14 @@
 /** The history: what was kept is shown again, what was live goes on, and other tabs are heard. */
 
-import { computed, signal } from "@preact/signals";
 import { client } from "../app/connection.ts";
-import { recall, remember } from "../app/storage.ts";
-import { goOn } from "./asking.ts";
+import { askWhatWaits, goOn } from "./asking.ts";
 import type { Conversation } from "./conversation.ts";
+import { restoreDraft } from "./drafts.ts";
 import { hear, keepAll, load, type Word } from "./keeping.ts";
-import { addMessage, arrange, fromFile, toConversation, toFile, type KeptMessage } from "./kept.ts";
-import { announcement, conversations, current, forget, open } from "./store.ts";
+import { addMessage, arrange, fromFile, merge, toConversation, toFile, type KeptMessage } from "./kept.ts";
+import { announcement, conversations, current, forget, isLoaded, open } from "./store.ts";
 
 const DETACH_S = 300; // how long an answer goes on while nobody is there: a reload, a walk, a tunnel
-const OPEN = "streamer.open"; // the tab's conversation, so that a reload shows it again
-
-/** What is looked for in the history. */
-export const query = signal("");
-
-export const found = computed(() => {
-  const words = query.value.toLowerCase().split(/\s+/).filter(Boolean);
-  const all = conversations.value.filter((conversation) => conversation.messages.value.length > 0);
-  return words.length === 0 ? all : all.filter((conversation) => has(conversation, words));
-});
-
-function has(conversation: Conversation, words: string[]): boolean {
-  const texts = conversation.messages.value.map((message) => message.answer?.text.peek() ?? message.text);
-  const all = [conversation.title.value, ...texts].join("\n").toLowerCase();
-  return words.every((word) => all.includes(word));
-}
 
 export async function begin(): Promise<void> {
   client.update({ detach_s: DETACH_S });
@@ -38,16 +21,10 @@ export async function begin(): Promise<void> {
   const known = new Set(conversations.value.map((conversation) => conversation.id));
   const fresh = added.filter((conversation) => !known.has(conversation.id));
   conversations.value = [...conversations.value, ...fresh].sort((a, b) => b.created - a.created);
-  showAgain();
+  for (const conversation of fresh) restoreDraft(conversation);
+  isLoaded.value = true;
   for (const conversation of fresh) resumeAll(conversation);
-  current.subscribe((conversation) => remember("sessionStorage", OPEN, conversation.id));
-}
-
-function showAgain(): void {
-  if (current.value.messages.value.length > 0) return; // the reader was faster
-  const id = recall("sessionStorage", OPEN);
-  const last = conversations.value.find((conversation) => conversation.id === id);
-  if (last) open(last);
+  askWhatWaits();
 }
 
 function resumeAll(conversation: Conversation): void {
@@ -55,7 +32,9 @@ function resumeAll(conversation: Conversation): void {
 }
 
 function onWord(word: Word): void {
+  if (word.type === "restored") return;
   if (word.type === "message") return onMessage(word.record);
+  if (word.type === "unsaid") return onUnsaid(word.conversation, word.id);
   const id = word.type === "dropped" ? word.id : word.record.id;
   const known = conversations.value.find((conversation) => conversation.id === id);
   if (word.type === "dropped") {
@@ -64,6 +43,7 @@ function onWord(word: Word): void {
     conversations.value = [toConversation(word.record, []), ...conversations.value];
   } else {
     known.name.value = word.record.name;
+    known.system.value = word.record.system ?? "";
     // a tab that looks at another path of it stays there
     const isAtEnd = !known.messages.value.some((message) => message.parent === known.leaf.value);
     if (isAtEnd || known !== current.value) arrange(known, word.record);
@@ -81,6 +61,12 @@ function onMessage(record: KeptMessage): void {
   goOn(conversation, message);
 }
 
+function onUnsaid(id: string, message: string): void {
+  const conversation = conversations.value.find((other) => other.id === id);
+  const known = conversation?.messages.value.find((other) => other.id === message);
+  if (known) conversation?.remove(known);
+}
+
 export function exportChats(chosen: readonly Conversation[]): void {
   const blob = new Blob([JSON.stringify(toFile(chosen), null, 1)], { type: "application/json" });
   const link = document.createElement("a");
@@ -92,16 +78,34 @@ export function exportChats(chosen: readonly Conversation[]): void {
 
 const fileName = (title: string): string => title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, 60) || "chat";
 
-/** Returns what was wrong with the file; "" if nothing. */
+/** What of a file is not here yet comes in. Returns what was wrong with the file; "" if nothing. */
 export async function importChats(file: File): Promise<string> {
   try {
-    const added = fromFile(await file.text());
-    conversations.value = [...added, ...conversations.value].sort((a, b) => b.created - a.created);
-    if (added[0]) open(added[0]);
-    await keepAll(added);
-    announcement.value = `${added.length} ${added.length === 1 ? "chat" : "chats"} imported`;
+    const read = fromFile(await file.text());
+    const changed = takeIn(read);
+    await keepAll(changed);
+    if (changed[0]) open(changed[0]);
+    announcement.value = changed.length > 0 ? `${numberOf(changed)} imported` : `Nothing is new in this file: ${numberOf(read)}`;
     return "";
   } catch (thrown) {
     return thrown instanceof Error ? thrown.message : String(thrown);
   }
+}
+
+const numberOf = ({ length }: readonly Conversation[]): string => `${length} ${length === 1 ? "chat" : "chats"}`;
+
+/** Those that are new, or have new messages now. */
+function takeIn(read: readonly Conversation[]): Conversation[] {
+  const ids = new Map(conversations.value.flatMap(({ id, messages }) => messages.value.map((message) => [message.id, id])));
+  for (const { id, messages } of read) {
+    if (messages.value.some((message) => (ids.get(message.id) ?? id) !== id)) throw new Error("This file has messages of another chat that is here.");
+  }
+  const changed = read.flatMap((other) => {
+    const own = conversations.value.find(({ id }) => id === other.id);
+    if (own) return merge(own, other) > 0 ? [own] : [];
+    conversations.value = [...conversations.value, other];
+    return [other];
+  });
+  conversations.value = [...conversations.value].sort((a, b) => b.created - a.created);
+  return changed;
 }

@@ -6,7 +6,8 @@
  * is open, and says that it keeps nothing.
  */
 
-import { signal } from "@preact/signals";import { openDB, type DBSchema, type IDBPDatabase } from "idb";
+import { signal } from "@preact/signals";
+import { openDB, type DBSchema, type IDBPDatabase } from "idb";
 import { asKeptConversation, asKeptMessage, type KeptConversation, type KeptMessage } from "./kept.ts";
 import type { Conversation, Message } from "./conversation.ts";
 
@@ -19,7 +20,9 @@ interface Schema extends DBSchema {
 export type Word =
   | { type: "conversation"; record: KeptConversation }
   | { type: "message"; record: KeptMessage }
-  | { type: "dropped"; id: string };
+  | { type: "unsaid"; conversation: string; id: string }
+  | { type: "dropped"; id: string }
+  | { type: "restored"; id: string };
 
 const EVERY_MS = 1000; // between two writes of an answer that grows
 const channel = typeof BroadcastChannel === "undefined" ? null : new BroadcastChannel("streamer");
@@ -72,6 +75,8 @@ export function keepAll(conversations: readonly Conversation[]): Promise<void> {
     messages: conversation.messages.value.map((message) => asKeptMessage(conversation, message)),
   }));
   for (const { record, messages } of whole) {
+    dropped.delete(record.id);
+    channel?.postMessage({ type: "restored", id: record.id } satisfies Word); // it may have been deleted before
     channel?.postMessage({ type: "conversation", record } satisfies Word);
     for (const message of messages) channel?.postMessage({ type: "message", record: message } satisfies Word);
   }
@@ -90,6 +95,12 @@ export function keepSoon(conversation: Conversation, message: Message): void {
   if (!due.has(message)) due.set(message, setTimeout(() => keepQuietly(conversation, message), EVERY_MS));
 }
 
+/** A message that was taken back. */
+export function unsay(conversation: Conversation, { id }: Message): void {
+  channel?.postMessage({ type: "unsaid", conversation: conversation.id, id } satisfies Word);
+  void write((store) => store.delete("messages", id));
+}
+
 export function drop(conversation: Conversation): void {
   dropped.add(conversation.id);
   channel?.postMessage({ type: "dropped", id: conversation.id } satisfies Word);
@@ -106,6 +117,7 @@ export function drop(conversation: Conversation): void {
 export function hear(onWord: (word: Word) => void): void {
   channel?.addEventListener("message", ({ data }: MessageEvent<Word>) => {
     if (data.type === "dropped") dropped.add(data.id);
+    if (data.type === "restored") dropped.delete(data.id);
     onWord(data);
   });
 }

@@ -1,7 +1,7 @@
 /** Conversations as records: for the database, for other tabs and for files. No DOM, no database. */
 
 import { Answer, type KeptAnswer } from "./answer.ts";
-import { Conversation, newId, type Message } from "./conversation.ts";
+import { Conversation, type Message } from "./conversation.ts";
 
 export interface KeptConversation {
   id: string;
@@ -9,6 +9,8 @@ export interface KeptConversation {
   name: string | null;
   leaf: string | null;
   beside: string[];
+  /** Absent in what was kept before there was one a chat. */
+  system?: string;
 }
 
 export interface KeptMessage {
@@ -35,6 +37,7 @@ export function asKeptConversation(conversation: Conversation): KeptConversation
     name: conversation.name.value,
     leaf: conversation.leaf.value?.id ?? null,
     beside: conversation.beside.value.map((message) => message.id),
+    system: conversation.system.value,
   };
 }
 
@@ -47,7 +50,6 @@ export function asKeptMessage(conversation: Conversation, message: Message): Kep
 /** The tree again. A message whose parent is nowhere is left out, with what follows it. */
 export function toConversation(kept: KeptConversation, messages: readonly KeptMessage[]): Conversation {
   const conversation = new Conversation(kept.id, kept.created);
-  conversation.name.value = kept.name;
   for (const record of [...messages].sort((a, b) => a.created - b.created)) addMessage(conversation, record);
   arrange(conversation, kept);
   return conversation;
@@ -69,6 +71,7 @@ export function arrange(conversation: Conversation, kept: KeptConversation): voi
   const all = conversation.messages.value;
   const find = (id: string) => all.find((message) => message.id === id);
   conversation.name.value = kept.name;
+  conversation.system.value = kept.system ?? "";
   conversation.leaf.value = (kept.leaf === null ? undefined : find(kept.leaf)) ?? all.at(-1) ?? null;
   conversation.beside.value = kept.beside.flatMap((id) => find(id) ?? []);
 }
@@ -81,23 +84,19 @@ export function toFile(conversations: readonly Conversation[]): Exported {
   return { format: "streamer.chats", version: 1, conversations: all };
 }
 
-/** The chats of a file, under ids of their own; an Error in words if it is none of ours. */
+/** The chats of a file, under the ids they have there; an Error in words if it is none of ours. */
 export function fromFile(text: string): Conversation[] {
-  const file = parse(text);
-  return file.conversations.map((kept) => {
-    const ids = new Map(kept.messages.map((message) => [message.id, newId()]));
-    const renew = (id: string | null) => (id === null ? null : (ids.get(id) ?? ""));
-    const id = newId();
-    const messages = kept.messages.map((message) => ({
-      ...message,
-      id: renew(message.id) ?? "",
-      parent: renew(message.parent),
-      conversation: id,
-      answer: message.answer && asOver(message.answer),
-    }));
-    const beside = kept.beside.map((old) => renew(old) ?? "");
-    return toConversation({ ...kept, id, leaf: renew(kept.leaf), beside }, messages);
+  return parse(text).conversations.map((kept) => {
+    const messages = kept.messages.map((message) => ({ ...message, conversation: kept.id, answer: message.answer && asOver(message.answer) }));
+    return toConversation(kept, messages);
   });
+}
+
+/** Add what of `other`, the same chat, is not in `own`; how many messages that is. */
+export function merge(own: Conversation, other: Conversation): number {
+  const before = own.messages.value.length;
+  for (const message of other.messages.value) addMessage(own, asKeptMessage(own, message));
+  return own.messages.value.length - before;
 }
 
 /** What was live when it was exported is over here: another browser may not have the key to it. */
@@ -117,6 +116,7 @@ function parse(text: string): Exported {
   return file;
 }
 
+const isId = (value: unknown): value is string => typeof value === "string" && /^[\w-]{1,64}$/.test(value);
 const isObject = (value: unknown): value is Record<string, unknown> => typeof value === "object" && value !== null && !Array.isArray(value);
 const isTextOrNull = (value: unknown): value is string | null => value === null || typeof value === "string";
 
@@ -127,14 +127,15 @@ function isExported(file: unknown): file is Exported {
 }
 
 function isConversation(value: unknown): boolean {
-  if (!isObject(value) || typeof value["created"] !== "number" || !isTextOrNull(value["name"]) || !isTextOrNull(value["leaf"])) return false;
-  const { beside, messages } = value;
+  if (!isObject(value) || !isId(value["id"]) || typeof value["created"] !== "number" || !isTextOrNull(value["name"]) || !isTextOrNull(value["leaf"])) return false;
+  const { beside, messages, system } = value;
+  if (system !== undefined && typeof system !== "string") return false;
   if (!Array.isArray(beside) || !beside.every((id) => typeof id === "string")) return false;
   return Array.isArray(messages) && messages.every(isMessage);
 }
 
 function isMessage(value: unknown): boolean {
-  if (!isObject(value) || typeof value["id"] !== "string" || !isTextOrNull(value["parent"])) return false;
+  if (!isObject(value) || !isId(value["id"]) || !isTextOrNull(value["parent"])) return false;
   if (typeof value["created"] !== "number" || typeof value["text"] !== "string") return false;
   return value["role"] === "user" ? value["answer"] === null : value["role"] === "assistant" && isAnswer(value["answer"]);
 }

@@ -1,14 +1,17 @@
 /** One message: a question as it was typed; an answer with its state, figures, faults and actions. */
 
 import { useState } from "preact/hooks";
-import { Again, Check, Columns, Copy, Left, Pencil, Right, Tokens } from "../ui/icons.tsx";
+import { Again, Check, Columns, Copy, Left, Onward, Pencil, Right, Tokens } from "../ui/icons.tsx";
 import type { Answer } from "./answer.ts";
-import { regenerate, send, toggleTokens } from "./asking.ts";
+import { isConnected } from "../app/connection.ts";
+import { continueAnswer, NOT_SENT, reasonToWait, regenerate, send, sendWaiting, takeBack, toggleTokens } from "./asking.ts";
 import { siblings, type Conversation, type Message } from "./conversation.ts";
 import { copy } from "./copy.ts";
+import { beginEdit } from "./drafts.ts";
 import { figuresOf, noteOf } from "./figures.ts";
+import { isFull } from "./meter.tsx";
 import { Prose } from "./prose.tsx";
-import { choose, draft, editing, isBusy, newChat, prefer, showBeside } from "./store.ts";
+import { choose, current, instruct, isBusy, newChat, prefer, showBeside } from "./store.ts";
 import { TokenView } from "./token-view.tsx";
 
 const MOST_BESIDE = 4;
@@ -20,12 +23,13 @@ interface Props {
 
 export function Question({ conversation, message }: Props) {
   const edit = () => {
-    editing.value = message;
-    draft.value = message.text;
+    beginEdit(conversation, message);
     document.getElementById("prompt")?.focus();
   };
+  const reason = reasonToWait(conversation, message);
+  if (reason) return <Waiting conversation={conversation} message={message} reason={reason} />;
   return (
-    <article class={editing.value === message ? "message user edited" : "message user"}>
+    <article class={conversation.edit.value?.message === message ? "message user edited" : "message user"} data-message={message.id}>
       <div class="bubble">
         <p class="who">You</p>
         <div class="text">{message.text}</div>
@@ -40,14 +44,39 @@ export function Question({ conversation, message }: Props) {
   );
 }
 
+function Waiting({ conversation, message, reason }: Props & { reason: string }) {
+  const isLast = message === conversation.leaf.value;
+  return (
+    <article class="message user waits" data-message={message.id}>
+      <div class="bubble">
+        <p class="who">You</p>
+        <div class="text">{message.text}</div>
+      </div>
+      <div class="wait">
+        <span>{reason}</span>
+        {isLast && reason === NOT_SENT && (
+          <button class="button small" type="button" onClick={() => sendWaiting(message)}>
+            Send it
+          </button>
+        )}
+        {isLast && (
+          <button class="button small" type="button" onClick={() => (takeBack(conversation, message), document.getElementById("prompt")?.focus())}>
+            Take back
+          </button>
+        )}
+      </div>
+    </article>
+  );
+}
+
 export function AnswerView({ conversation, message, answer, place }: Props & { answer: Answer; place?: string }) {
   const isLive = answer.isLive.value;
   const isSplit = answer.isOpened.value && !isLive;
   return (
-    <article class={isLive ? "message assistant live" : "message assistant"} aria-busy={isLive} aria-label={place}>
+    <article class={isLive ? "message assistant live" : "message assistant"} aria-busy={isLive} aria-label={place} data-message={message.id}>
       <p class="who">Streamer</p>
       {isSplit ? <TokenView conversation={conversation} message={message} answer={answer} /> : <Prose answer={answer} />}
-      <div class="meta">{[noteOf(answer), ...figuresOf(answer.figures.value)].filter(Boolean).join(" · ")}</div>
+      <div class="meta">{[noteOf(answer), ...figuresOf(answer.figures.value, answer.origin.kept)].filter(Boolean).join(" · ")}</div>
       <Progress answer={answer} />
       <Fault conversation={conversation} message={message} answer={answer} />
       {answer.lookFault.value && <Alert>{answer.lookFault}</Alert>}
@@ -77,6 +106,11 @@ function AnswerActions({ conversation, message, answer, isBeside }: Props & { an
         </button>
       ) : (
         <Picker conversation={conversation} message={message} what="answer" />
+      )}
+      {!isBeside && answer.isCut && message === conversation.leaf.value && !isFull(conversation) && (
+        <button class="button small" type="button" disabled={isBusy.value || !isConnected.value} onClick={() => continueAnswer(conversation, message)}>
+          <Onward /> Continue
+        </button>
       )}
       <Action label={isCopied ? "Copied" : "Copy answer"} onClick={() => void copyIt()}>
         {isCopied ? <Check /> : <Copy />}
@@ -137,11 +171,16 @@ function Fault({ conversation, message, answer }: Props & { answer: Answer }) {
   const question = message.parent?.text ?? "";
   const isFirst = conversation.path.value.length <= 2;
   if (error.code === "gone") return <Alert>{answer.text.value ? "The server no longer has this answer. What had come is kept." : error.message}</Alert>;
-  if (error.code === "previous_response_not_found") return <Alert>The server no longer has the answer that this one was to go on from. Answer the question anew, and fork that.</Alert>;
+  if (error.code === "previous_response_not_found") {
+    const what = answer.isCut ? "this answer, so it cannot go on with it. Answer the question anew." : "the answer that this one was to go on from. Answer the question anew, and fork that.";
+    return <Alert>The server no longer has {what}</Alert>;
+  }
   if (error.code !== "context_length_exceeded") return <Alert>{error.message}</Alert>;
   if (isFirst) return <Alert>This message is longer than the model can read.</Alert>;
   const again = () => {
+    const { system } = conversation;
     newChat();
+    instruct(current.value, system.value);
     send(question);
   };
   return (

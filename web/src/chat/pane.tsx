@@ -1,15 +1,18 @@
 /** The chat: the thread, which follows its end unless the reader scrolled away, and the composer. */
 
-import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
-import { isConnected } from "../app/connection.ts";
+import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
+import { session } from "../app/connection.ts";
+import { Down, Pencil } from "../ui/icons.tsx";
 import { Composer } from "./composer.tsx";
 import type { Conversation } from "./conversation.ts";
 import { send } from "./asking.ts";
+import { hit, rangesOf } from "./finding.ts";
+import { ideasFor } from "./ideas.ts";
 import { AnswerView, Question } from "./message.tsx";
 import { loadMarkdown } from "./prose.tsx";
-import { announcement, current } from "./store.ts";
+import { isSettingsOpen } from "./settings.tsx";
+import { announcement, current, isUnknown, newChat } from "./store.ts";
 
-const IDEAS = ["What is PagedAttention?", "Tell me a short story about a fox.", "How does continuous batching work?"];
 const NEAR_PX = 60;
 
 export function focusComposer(): void {
@@ -20,11 +23,10 @@ export function ChatPane() {
   const conversation = current.value;
   useEffect(focusComposer, [conversation]);
   useEffect(loadMarkdown, []); // after the first paint, before the first answer
-  const isEmpty = conversation.path.value.length === 0;
   return (
     <main class="pane chat">
       <h1 class="sr">{conversation.title}</h1>
-      <Thread conversation={conversation} isEmpty={isEmpty} />
+      <Thread conversation={conversation} />
       <Composer />
       <div class="sr" role="status">
         {announcement}
@@ -33,15 +35,39 @@ export function ChatPane() {
   );
 }
 
-function Thread({ conversation, isEmpty }: { conversation: Conversation; isEmpty: boolean }) {
+function Thread({ conversation }: { conversation: Conversation }) {
   const box = useRef<HTMLDivElement>(null);
-  useFollowing(box, conversation);
+  const [isAway, goToEnd] = useFollowing(box, conversation);
+  useHit(box, conversation);
+  const isEmpty = conversation.path.value.length === 0;
   return (
-    <div class="scroller" ref={box} tabIndex={-1}>
-      {isEmpty && <Empty />}
-      <div class={conversation.ends.value.length > 1 ? "thread broad" : "thread"} role="log" aria-label="Conversation" aria-live="off">
-        <Messages conversation={conversation} />
+    <>
+      <div class="scroller" ref={box} tabIndex={-1}>
+        {conversation.system.value && <SystemPrompt text={conversation.system.value} />}
+        {isEmpty && (isUnknown.value ? <Unknown /> : <Empty />)}
+        <div class={conversation.ends.value.length > 1 ? "thread broad" : "thread"} role="log" aria-label="Conversation" aria-live="off">
+          <Messages conversation={conversation} />
+        </div>
       </div>
+      {isAway && (
+        <div class="latest">
+          <button class="button icon-only" type="button" aria-label="Jump to latest" title="Jump to latest" onClick={goToEnd}>
+            <Down />
+          </button>
+        </div>
+      )}
+    </>
+  );
+}
+
+function SystemPrompt({ text }: { text: string }) {
+  return (
+    <div class="system" role="note" aria-label="System prompt">
+      <b>System prompt</b>
+      <p>{text}</p>
+      <button class="button action" type="button" aria-label="Change the system prompt" title="Change the system prompt" aria-haspopup="dialog" onClick={() => (isSettingsOpen.value = true)}>
+        <Pencil />
+      </button>
     </div>
   );
 }
@@ -68,21 +94,26 @@ function Messages({ conversation }: { conversation: Conversation }) {
   );
 }
 
-/** Keep the end in view while the content grows, as long as the reader is there. */
-function useFollowing(box: preact.RefObject<HTMLDivElement | null>, conversation: Conversation): void {
+/** Keep the end in view while the content grows, as long as the reader is there: [whether not, the way back]. */
+function useFollowing(box: preact.RefObject<HTMLDivElement | null>, conversation: Conversation): [boolean, () => void] {
   const isAtEnd = useRef(true);
+  const [isAway, setAway] = useState(false);
   const length = conversation.path.value.length;
-  useLayoutEffect(() => {
+  const goToEnd = () => {
     isAtEnd.current = true;
     const scroller = box.current;
     if (scroller) scroller.scrollTop = scroller.scrollHeight;
-  }, [conversation, length]);
+    if (document.activeElement?.closest(".latest")) scroller?.focus();
+    setAway(false);
+  };
+  useLayoutEffect(goToEnd, [conversation, length]);
   useEffect(() => {
     const scroller = box.current;
     const content = scroller?.querySelector(".thread");
     if (!scroller || !content) return;
     const onScroll = () => {
       isAtEnd.current = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < NEAR_PX;
+      setAway(!isAtEnd.current);
     };
     const grown = new ResizeObserver(() => {
       if (isAtEnd.current) scroller.scrollTop = scroller.scrollHeight;
@@ -94,6 +125,23 @@ function useFollowing(box: preact.RefObject<HTMLDivElement | null>, conversation
       grown.disconnect();
     };
   }, []);
+  return [isAway, goToEnd];
+}
+
+/** Go to what was looked for and found in this chat, and mark it there, without a change to the document. */
+function useHit(box: preact.RefObject<HTMLDivElement | null>, conversation: Conversation): void {
+  const at = hit.value;
+  useEffect(() => {
+    const scroller = box.current;
+    const article = at && scroller?.querySelector(`[data-message="${at.message.id}"]`);
+    if (!scroller || !article) return;
+    const ranges = rangesOf(article.querySelector(".text") ?? article, at.words);
+    const top = (ranges[0] ?? article).getBoundingClientRect().top;
+    scroller.scrollTop += top - scroller.getBoundingClientRect().top - scroller.clientHeight / 3;
+    if (typeof Highlight === "undefined") return; // an older browser: it is in view, without a mark
+    CSS.highlights.set("found", new Highlight(...ranges));
+    return () => void CSS.highlights.delete("found");
+  }, [at, conversation]);
 }
 
 function Empty() {
@@ -102,11 +150,25 @@ function Empty() {
       <h2 id="hello">What would you like to know?</h2>
       <p>Tokens arrive over one WebSocket, as they are drawn.</p>
       <div class="ideas">
-        {IDEAS.map((idea) => (
-          <button key={idea} class="button idea" type="button" disabled={!isConnected.value} onClick={() => (send(idea), focusComposer())}>
+        {ideasFor(session.value?.model).map((idea) => (
+          <button key={idea} class="button idea" type="button" onClick={() => (send(idea), focusComposer())}>
             {idea}
           </button>
         ))}
+      </div>
+    </section>
+  );
+}
+
+function Unknown() {
+  return (
+    <section class="empty" aria-labelledby="unknown">
+      <h2 id="unknown">There is no such chat here</h2>
+      <p>The address names a chat that this browser does not have: it was deleted, or is kept in another browser. What you write below begins a new one.</p>
+      <div class="ideas">
+        <button class="button idea" type="button" onClick={newChat}>
+          New chat
+        </button>
       </div>
     </section>
   );

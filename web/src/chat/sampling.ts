@@ -23,8 +23,8 @@ export const RANGES: readonly Range[] = [
   { name: "repetitionPenalty", label: "Repetition penalty", hint: "Above 1, what was said before becomes less likely.", min: 0.8, max: 1.5, step: 0.01, rest: 1 },
 ];
 
-export function askOf(settings: Settings): Ask {
-  const { temperature, topP, topK, minP, repetitionPenalty, maxTokens, seed, system } = settings;
+export function askOf(settings: Settings, system: string): Ask {
+  const { temperature, topP, topK, minP, repetitionPenalty, maxTokens, seed } = settings;
   const ask: Ask = {};
   if (temperature !== null) ask.temperature = temperature;
   if (topP !== null) ask.top_p = topP;

@@ -5,11 +5,15 @@ import { change, DEFAULTS, settings } from "../app/preferences.ts";
 import { Dialog } from "../ui/dialog.tsx";
 import { focusComposer } from "./pane.tsx";
 import { RANGES, type Range } from "./sampling.ts";
+import { current, instruct, usual } from "./store.ts";
 
 export const isSettingsOpen = signal(false);
 
 export function SettingsDialog() {
-  const { maxTokens, seed, system, answers } = settings.value;
+  const { maxTokens, seed, answers } = settings.value;
+  const conversation = current.value;
+  const system = conversation.system.value;
+  const isUsual = system === settings.value.system;
   const done = (event: Event) => {
     event.preventDefault();
     isSettingsOpen.value = false;
@@ -19,7 +23,13 @@ export function SettingsDialog() {
       <form onSubmit={done}>
         <div class="field">
           <label for="system">System prompt</label>
-          <textarea id="system" rows={3} value={system} onInput={(e) => change({ system: e.currentTarget.value })} />
+          <textarea id="system" rows={3} value={system} aria-describedby="system-hint" onInput={(e) => instruct(conversation, e.currentTarget.value)} />
+          <small id="system-hint">Of this chat, from its next answer on. {isUsual ? "New chats begin with it too." : "New chats do not begin with it."}</small>
+          {!isUsual && (
+            <button class="button small" type="button" onClick={() => usual(system)}>
+              Begin new chats with it
+            </button>
+          )}
         </div>
         <div class="fields">
           <div class="field">
@@ -37,7 +47,7 @@ export function SettingsDialog() {
           ))}
         </div>
         <div class="row">
-          <button class="button" type="button" onClick={() => change({ ...DEFAULTS, answers })}>
+          <button class="button" type="button" onClick={() => (change({ ...DEFAULTS, answers }), usual(""), instruct(conversation, ""))}>
             Reset
           </button>
           <button class="button primary" type="submit">

@@ -1,4 +1,4 @@
-/** Keys that work anywhere on the page, and the dialog that names them. Alt, so that typing is typing. */
+/** Keys that work anywhere on the page, and the dialog that names them. None of them types anything. */
 
 import { signal } from "@preact/signals";
 import { show } from "../app/route.ts";
@@ -6,52 +6,62 @@ import { Dialog } from "../ui/dialog.tsx";
 import { regenerate, toggleTokens } from "./asking.ts";
 import type { Message } from "./conversation.ts";
 import { copy } from "./copy.ts";
+import { endEdit } from "./drafts.ts";
 import { focusComposer } from "./pane.tsx";
-import { announcement, current, startChat, stop } from "./store.ts";
+import { announcement, current, newChat, stop } from "./store.ts";
 import { isSettingsOpen } from "./settings.tsx";
 
 export const isHelpOpen = signal(false);
 
+/** There Option and a letter type a character. */
+const IS_MAC = /^Mac|iP(hone|ad)/.test(navigator.platform);
+const WITH = IS_MAC ? "Ctrl Option" : "Alt";
+
 interface Shortcut {
-  keys: string;
-  /** KeyboardEvent.code, with Alt: the same place on every layout. */
-  code: string;
+  /** Of KeyboardEvent.code: the same place on every layout. */
+  letter: string;
   what: string;
   run: () => void;
 }
 
 const SHORTCUTS: readonly Shortcut[] = [
-  { keys: "Alt N", code: "KeyN", what: "New chat", run: startChat },
-  { keys: "Alt K", code: "KeyK", what: "Search chats", run: () => document.getElementById("search")?.focus() },
-  { keys: "Alt M", code: "KeyM", what: "To the message field", run: () => (show("chat"), focusComposer()) },
-  { keys: "Alt C", code: "KeyC", what: "Copy the last answer", run: () => void copyLast() },
-  { keys: "Alt R", code: "KeyR", what: "Regenerate the last answer", run: () => withLast((message) => regenerate(current.value, message)) },
-  { keys: "Alt T", code: "KeyT", what: "Tokens of the last answer", run: () => withLast(toggleTokens) },
-  { keys: "Alt S", code: "KeyS", what: "Settings", run: () => (isSettingsOpen.value = true) },
+  { letter: "N", what: "New chat", run: newChat },
+  { letter: "K", what: "Search chats", run: () => document.getElementById("search")?.focus() },
+  { letter: "M", what: "To the message field", run: () => (show("chat"), focusComposer()) },
+  { letter: "C", what: "Copy the last answer", run: () => void copyLast() },
+  { letter: "R", what: "Regenerate the last answer", run: () => withLast((message) => regenerate(current.value, message)) },
+  { letter: "T", what: "Tokens of the last answer", run: () => withLast(toggleTokens) },
+  { letter: "S", what: "Settings", run: () => (isSettingsOpen.value = true) },
 ];
 
 const FIXED = [
   ["Enter", "Send"],
   ["Shift Enter", "New line"],
   ["↑", "Edit the last question, in an empty field"],
-  ["Esc", "Stop"],
+  ["Esc", "End the edit, or stop the answer"],
   ["?", "This list"],
 ] as const;
 
 export function onShortcut(event: KeyboardEvent): void {
   if (document.querySelector("dialog[open]")) return;
-  if (event.key === "Escape") return stop();
+  if (event.key === "Escape") return onEscape();
   const isTyping = event.target instanceof Element && event.target.matches("input, textarea, select");
   if (event.key === "?" && !isTyping) isHelpOpen.value = true;
-  if (!event.altKey || event.ctrlKey || event.metaKey) return;
-  const shortcut = SHORTCUTS.find(({ code }) => code === event.code);
+  if (!event.altKey || event.ctrlKey !== IS_MAC || event.metaKey) return;
+  const shortcut = SHORTCUTS.find(({ letter }) => `Key${letter}` === event.code);
   if (!shortcut) return;
   event.preventDefault();
   shortcut.run();
 }
 
+/** The edit ends first; what streams goes on until Esc is pressed again. */
+function onEscape(): void {
+  if (current.value.edit.value) endEdit(current.value);
+  else stop();
+}
+
 export function HelpDialog() {
-  const rows = [...FIXED, ...SHORTCUTS.map(({ keys, what }) => [keys, what] as const)];
+  const rows = [...FIXED, ...SHORTCUTS.map(({ letter, what }) => [`${WITH} ${letter}`, what] as const)];
   return (
     <Dialog title="Keyboard shortcuts" open={isHelpOpen} onClose={focusComposer}>
       <dl class="keys">

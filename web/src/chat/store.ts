@@ -1,48 +1,76 @@
 /** The conversations, and which is shown. Components read these signals; asking.ts changes them. */
 
-import { computed, signal } from "@preact/signals";
-import { isConnected } from "../app/connection.ts";
-import { show } from "../app/route.ts";
+import { batch, computed, signal } from "@preact/signals";
+import { change, settings } from "../app/preferences.ts";
+import { chatId, moveTo, showChat } from "../app/route.ts";
 import { Conversation, latestBelow, type Message } from "./conversation.ts";
+import { dropDraft, keepDraft, restoreDraft } from "./drafts.ts";
 import { drop, keepConversation } from "./keeping.ts";
 
 /** Newest first; one that has no message yet is not among them. */
 export const conversations = signal<readonly Conversation[]>([]);
-export const current = signal(new Conversation());
-/** What is typed and not sent. */
-export const draft = signal("");
-/** The question that is being written anew; null: none. */
-export const editing = signal<Message | null>(null);
+/** Whether those of the database are among them. */
+export const isLoaded = signal(false);
+/** The next new chat. */
+const blank = signal(begun());
+restoreDraft(blank.value);
+
+const named = computed(() => conversations.value.find(({ id }) => id === chatId.value));
+/** The one that the address names. */
+export const current = computed(() => named.value ?? blank.value);
+/** The address names a chat that is not here. */
+export const isUnknown = computed(() => isLoaded.value && chatId.value !== null && !named.value);
 /** For screen readers: said once, not for every token. */
 export const announcement = signal("");
 
 export const isBusy = computed(() => current.value.live.value.length > 0);
-export const canSend = computed(() => isConnected.value && !isBusy.value && draft.value.trim() !== "");
+
+function begun(): Conversation {
+  const conversation = new Conversation();
+  conversation.system.value = settings.value.system;
+  return conversation;
+}
 
 export function stop(): void {
   for (const answer of current.value.live.value) answer.stop();
 }
 
+/** It has its first message, and so a place in the history and an address. */
+export function enter(conversation: Conversation): void {
+  if (conversations.value.includes(conversation)) return;
+  const isShown = conversation === current.value;
+  batch(() => {
+    conversations.value = [conversation, ...conversations.value];
+    if (isShown) moveTo(conversation.id);
+    if (conversation === blank.value) blank.value = begun();
+  });
+}
+
 export function newChat(): void {
-  current.value = new Conversation();
-  editing.value = null;
+  showChat(null);
   announcement.value = "New chat";
 }
 
-/** The same, by the reader's wish: from the engine view too. */
-export function startChat(): void {
-  newChat();
-  show("chat");
-}
-
 export function open(conversation: Conversation): void {
-  current.value = conversation;
-  editing.value = null;
+  showChat(conversation.id);
 }
 
 export function rename(conversation: Conversation, name: string): void {
   conversation.name.value = name.trim() || null;
   keepConversation(conversation);
+}
+
+/** The system prompt of this chat, from the next answer on. */
+export function instruct(conversation: Conversation, text: string): void {
+  conversation.system.value = text;
+  keepConversation(conversation);
+  keepDraft(conversation);
+}
+
+/** The system prompt that new chats begin with. */
+export function usual(text: string): void {
+  change({ system: text });
+  if (blank.value !== current.value) blank.value.system.value = text;
 }
 
 export function remove(conversation: Conversation): void {
@@ -57,8 +85,12 @@ export function forget(conversation: Conversation): void {
     answer?.leave();
     answer?.stop();
   }
-  conversations.value = conversations.value.filter((other) => other !== conversation);
-  if (conversation === current.value) newChat();
+  const wasShown = conversation === current.value;
+  batch(() => {
+    conversations.value = conversations.value.filter((other) => other !== conversation);
+    if (wasShown) moveTo(null);
+  });
+  dropDraft(conversation);
 }
 
 /** Show the path through this message, to where it was last gone on with. */

@@ -42,6 +42,8 @@ export const Check = icon(<path d="M4 10.5l4 4 8-9" />);
 export const Again = icon(<path d="M16 10a6 6 0 1 1-1.8-4.3L16 7.5M16 3.5v4h-4" />);
 export const Pencil = icon(<path d="M4 16l.8-3.4L13.5 4a1.8 1.8 0 0 1 2.5 2.5L7.4 15.2zM12 5.5L14.5 8" />);
 export const Left = icon(<path d="M12 5l-5 5 5 5" />);
+export const Onward = icon(<path d="M4 5l5 5-5 5M11 5l5 5-5 5" />);
+export const Down = icon(<path d="M10 4v11.5M4.8 10.5L10 15.7l5.2-5.2" />);
 export const Right = icon(<path d="M8 5l5 5-5 5" />);
 export const Dots = icon(<path d="M4.5 10h.01M10 10h.01M15.5 10h.01" stroke-width="2.6" />);
 export const Download = icon(<path d="M10 3.5v9M6 9l4 4 4-4M4 16.5h12" />);

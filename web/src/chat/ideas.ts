@@ -1,0 +1,12 @@
+/** What a newcomer may ask: of the model that is served, not of models in general. */
+
+/** The bundled model knows this engine and short stories, and nothing else. */
+const DEMO = ["What is PagedAttention?", "Tell me a short story about a fox.", "How does continuous batching work?"];
+/** The fake model counts, whatever it is asked. */
+const FAKE = ["How far can you count?"];
+const ANY = ["Explain how a rainbow forms, in three sentences.", "Write a short poem about the first snow.", "What should I think of when I choose a bicycle?"];
+
+export function ideasFor(model: string | undefined): readonly string[] {
+  if (model === undefined) return [];
+  return { "streamer-demo": DEMO, fake: FAKE }[model] ?? ANY;
+}

@@ -1,0 +1,44 @@
+/** How much of the context the chat has used, and what can be done when it is full. */
+
+import { session } from "../app/connection.ts";
+import { Plus } from "../ui/icons.tsx";
+import type { Conversation } from "./conversation.ts";
+import { newChat } from "./store.ts";
+
+const NEARLY = 0.85;
+
+/** Tokens that the shown path has, by its last answer; null: not known. */
+export function usedTokens(conversation: Conversation): number | null {
+  const last = conversation.path.value.findLast((message) => message.answer)?.answer?.figures.value;
+  return last?.inputTokens === undefined ? null : last.inputTokens + last.tokens;
+}
+
+/** Nothing more fits. */
+export function isFull(conversation: Conversation): boolean {
+  const used = usedTokens(conversation);
+  return used !== null && session.value !== null && used >= session.value.context_length;
+}
+
+export function Meter({ conversation }: { conversation: Conversation }) {
+  const used = usedTokens(conversation);
+  const length = session.value?.context_length;
+  if (used === null || !length) return null;
+  const isNearly = used >= NEARLY * length;
+  const text = `${used.toLocaleString()} of ${length.toLocaleString()} tokens`;
+  return (
+    <div class="context" data-nearly={isNearly}>
+      {isNearly && (
+        <p class="context-note" role="status">
+          {used >= length ? "The context is full: nothing more fits into this chat." : "The context is nearly full: answers will be cut short."} Start a new chat, or edit an earlier question to go on from there.
+          <button class="button small" type="button" onClick={newChat}>
+            <Plus /> New chat
+          </button>
+        </p>
+      )}
+      <span class="context-now" title="Tokens of the context that this chat takes">
+        <meter aria-label="Context that is used" aria-valuetext={text} min={0} max={length} value={Math.min(used, length)} />
+        {text}
+      </span>
+    </div>
+  );
+}
