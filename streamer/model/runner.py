@@ -7,6 +7,7 @@ engine's GPU thread. This is the CPU's: a launched plan is done when `launch` re
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -294,9 +295,18 @@ def _set_threads(known: Recognized) -> None:
     ops.set_threads(threads)
 
 
+@functools.cache
+def _torch_threads() -> int:
+    """torch's own count, before an engine set it: the next one in this process wants it too.
+
+    The second got one thread, so it was a quarter slower (2 cores, 2026-11-22).
+    """
+    return torch.get_num_threads()
+
+
 def _num_cores() -> int:
     """Cores this process may use: torch's own count, within affinity and the cgroup's quota."""
-    count = torch.get_num_threads()
+    count = _torch_threads()
     if hasattr(os, "sched_getaffinity"):
         count = min(count, len(os.sched_getaffinity(0)))
     return max(1, min(count, memory.cpu_quota() or count))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -340,6 +342,26 @@ async def test_closing_under_load_ends_every_stream(depth: int) -> None:
     assert not engine.is_dead
     with pytest.raises(EngineDead, match="closed"):
         engine.submit(request())
+
+
+async def test_a_closed_engine_is_freed_and_so_are_the_programs_own_cycles() -> None:
+    """Nothing of the program that runs it is kept from the collector."""
+
+    class Cycle:
+        me: Any
+
+    frozen = gc.get_freeze_count()
+    mine = Cycle()
+    mine.me = mine
+    async with asyncio.timeout(DEADLINE_S):
+        async with make_engine() as engine:
+            await engine.submit(request(5)).wait()
+            assert gc.get_freeze_count() == frozen
+        seen = [weakref.ref(engine), weakref.ref(engine._streams), weakref.ref(mine)]
+        del engine, mine
+        await asyncio.sleep(0)
+        gc.collect()
+        assert [ref() for ref in seen] == [None] * 3
 
 
 ABANDON = """

@@ -14,6 +14,9 @@ from safetensors.torch import load_file, save_file
 from streamer.core.plan import Plan
 from streamer.core.sampling import SamplingParams
 from streamer.errors import ConfigError, InvariantViolated, NotEnoughMemory
+from streamer.model import runner as model_runner
+from streamer.model.checkpoint import open_checkpoint
+from streamer.model.inspect import recognize
 from tests.checkpoints import reference_greedy, reference_logits
 from tests.kernels.sampling_oracle import noise
 from tests.model.hand import BLOCK, GREEDY, Hand, make_runner
@@ -261,6 +264,28 @@ def test_closing_twice(checkpoint: Any) -> None:
     runner = make_runner(checkpoint("llama", 1))
     runner.close()
     runner.close()
+
+
+def test_a_second_engine_in_a_process_gets_as_many_threads_as_the_first(
+    checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one leaves torch with one thread, which is not what the process has."""
+    before = torch.get_num_threads()
+    given: list[int] = []
+    known = recognize(open_checkpoint(checkpoint("llama", 1)), "float32")
+    monkeypatch.setattr(model_runner.ops, "backend", "native")
+    monkeypatch.setattr(model_runner.ops, "set_threads", given.append)
+    monkeypatch.setattr(model_runner.memory, "cpu_quota", lambda: None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
+    model_runner._torch_threads.cache_clear()
+    torch.set_num_threads(3)
+    try:
+        model_runner._set_threads(known)
+        model_runner._set_threads(known)
+    finally:
+        model_runner._torch_threads.cache_clear()
+        torch.set_num_threads(before)
+    assert given == [3, 3]
 
 
 def test_model_info(checkpoint: Any) -> None:

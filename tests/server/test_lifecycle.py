@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -181,6 +182,14 @@ async def test_tls_that_cannot_be_set_up_is_refused(
     with pytest.raises(ConfigError, match=text) as refusal:
         await serve(build_engine(config), config)
     assert refusal.value.param == param
+
+
+def test_what_loading_left_is_frozen_while_it_serves_and_no_longer() -> None:
+    before = gc.get_freeze_count()
+    server = Running().start()
+    assert gc.get_freeze_count() > before
+    server.stop()
+    assert gc.get_freeze_count() == 0
 
 
 # ---------------------------------------------------------------- the bundled model
