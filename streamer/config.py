@@ -28,20 +28,40 @@ _SERVICE_VARIABLE = re.compile(
     r"_SERVICE_(HOST|PORT)(_[A-Z0-9_]+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$"
 )
 _SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
-SECRET = frozenset({"api_key", "key_limits"})  # values that stay out of messages and logs
+SECRET = frozenset(
+    {"api_key", "key_limits", "metrics_key"}
+)  # values that stay out of messages and logs
 SECTIONS = {"model": "model", "max_num_seqs": "scheduling and memory", "host": "server"}  # starts
 
 
 Limit = Annotated[int, Meta(ge=0, le=1 << 40)]
 
 
+Priority = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
+
+
 class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one key may do. 0: no limit. None: what every key may."""
+    """What one key may do. 0: no limit. None: what every key may.
+
+    priority  of its requests; they may name one that is no lower (a lower one runs first)
+    """
 
     max_requests_per_minute: Limit | None = None
     max_tokens_per_minute: Limit | None = None
     max_streams_per_key: Limit | None = None
     max_sockets_per_key: Limit | None = None
+    priority: Priority | None = None
+
+
+# Of a key where no setting says otherwise: far above what a client that waits for its answers
+# asks for, far below what it takes to fill the server. Tokens are shared out by the scheduler.
+KEY_DEFAULTS = KeyLimits(
+    max_requests_per_minute=12_000,
+    max_tokens_per_minute=0,
+    max_streams_per_key=1024,
+    max_sockets_per_key=64,
+)
+NO_LIMITS = KeyLimits(0, 0, 0, 0)
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -160,23 +180,44 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Annotated[int, Meta(ge=0, le=1 << 24)],
         Meta(description="choices that may wait; beyond it the answer is 503"),
     ] = 1024
+    max_wait_s: Annotated[
+        Annotated[float, Meta(ge=0.0)],
+        Meta(
+            description="seconds a request may be expected to wait before it runs; beyond it the "
+            "answer is 503; 0: any"
+        ),
+    ] = 4.0
     max_requests_per_minute: Annotated[
-        Limit, Meta(description="of each key; beyond it the answer is 429; 0: no limit")
-    ] = 0
+        Limit | None,
+        Meta(description="of each key; beyond it the answer is 429; 0: no limit; else 12,000"),
+    ] = None
     max_tokens_per_minute: Annotated[
-        Limit, Meta(description="of each key, prompts and output together; 0: no limit")
-    ] = 0
+        Limit | None,
+        Meta(description="of each key, prompts and output together; 0 or absent: no limit"),
+    ] = None
     max_streams_per_key: Annotated[
-        Limit, Meta(description="unfinished answers of each key; 0: no limit")
-    ] = 0
+        Limit | None,
+        Meta(description="unfinished answers of each key; 0: no limit; else 1,024"),
+    ] = None
     max_sockets_per_key: Annotated[
-        Limit,
-        Meta(description="open WebSockets of each key; beyond it close code 1013; 0: no limit"),
+        Limit | None,
+        Meta(
+            description="open WebSockets of each key; beyond it close code 1013; 0: no limit; "
+            "else 64"
+        ),
+    ] = None
+    priority: Annotated[
+        Priority,
+        Meta(description="of requests; a lower one runs first, and none may name a lower one"),
     ] = 0
     key_limits: Annotated[
         dict[str, KeyLimits],
-        Meta(description="tables of these four for single keys, by key; as text in JSON"),
+        Meta(description="tables of these five for single keys, by key; as text in JSON"),
     ] = {}
+    metrics_key: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(description="the one key for /metrics, good for nothing else; absent: any api_key"),
+    ] = None
     stream_window: Annotated[
         Annotated[int, Meta(ge=0, le=1 << 24)],
         Meta(description="tokens a reader may lag before its sequence pauses; 0: never"),
@@ -202,12 +243,20 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             msgspec.structs.force_setattr(self, setting.name, value)
         if not self.key_limits.keys() <= set(self.api_key):
             raise ConfigError("key_limits: a key that is not in api_key", param="key_limits")
+        if self.metrics_key in self.api_key:
+            raise ConfigError("metrics_key: is in api_key as well", param="metrics_key")
 
     def limits_of(self, key: str) -> KeyLimits:
-        """The limits of a key, its own before those of every key; no field is None."""
-        own = self.key_limits.get(key, KeyLimits())
-        limits = {name: getattr(own, name) for name in own.__struct_fields__}
-        return KeyLimits(**{n: getattr(self, n) if v is None else v for n, v in limits.items()})
+        """The limits of a key, its own before those of every key; no field is None.
+
+        "" stands for all callers of a server without keys: no limit, where none is set.
+        """
+        ranks = (self.key_limits.get(key), self, KEY_DEFAULTS if key else NO_LIMITS)
+        found = {}
+        for name in KeyLimits.__struct_fields__:
+            said = (getattr(rank, name, None) for rank in ranks)
+            found[name] = next(value for value in said if value is not None)
+        return KeyLimits(**found)
 
 
 class Setting(msgspec.Struct, frozen=True):
@@ -289,7 +338,8 @@ def load_config(
     """The Config of flags > environment > TOML file > defaults.
 
     flags        field name -> text (a list of texts for lists, a bool for bools); None: not given
-    environment  usually os.environ; only STREAMER_... is looked at, and unknown names are refused
+    environment  usually os.environ; only STREAMER_... is looked at; `strangers` names what it has
+                 that is no setting
     file         TOML; without it the file that STREAMER_CONFIG names, if any
 
     Raises ConfigError that names the flag, variable or key.
@@ -306,26 +356,32 @@ def load_config(
     return Config(**values)
 
 
+def strangers(environment: Mapping[str, str]) -> list[str]:
+    """What is to be said of each STREAMER_... variable that is no setting and so has no effect.
+
+    It may be another program's or a misspelt setting: worth a warning, not worth a refusal.
+    """
+    known = {s.variable for s in settings()} | {FILE_VARIABLE, KERNELS_VARIABLE}
+    return [
+        f"environment variable {variable} is no setting{_hint(variable, sorted(known))}"
+        for variable in sorted(environment)
+        if variable.startswith(ENVIRONMENT_PREFIX)
+        and variable not in known
+        and not _is_orchestrators(variable, environment[variable])
+    ]
+
+
 def _from_environment(
     known: Mapping[str, Setting], environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    by_variable = {s.variable: s for s in known.values()}
-    values = {}
-    for variable in sorted(environment):
-        if not variable.startswith(ENVIRONMENT_PREFIX):
-            continue
-        if variable in (FILE_VARIABLE, KERNELS_VARIABLE):
-            continue
-        if _is_orchestrators(variable, environment[variable]):
-            continue
-        setting = by_variable.get(variable)
-        if setting is None:
-            raise ConfigError(
-                f"environment variable {variable} is no setting{_hint(variable, by_variable)}",
-                param=variable,
-            )
-        values[setting.name] = setting.parse(environment[variable], where=variable, is_text=True)
-    return values
+    return {
+        setting.name: setting.parse(
+            environment[setting.variable], where=setting.variable, is_text=True
+        )
+        for setting in known.values()
+        if setting.variable in environment
+        and not _is_orchestrators(setting.variable, environment[setting.variable])
+    }
 
 
 def _is_orchestrators(variable: str, value: str) -> bool:

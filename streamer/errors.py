@@ -92,6 +92,13 @@ class RateLimited(Overloaded):
     code = "rate_limit_exceeded"
 
 
+class DeadlineExceeded(StreamerError):
+    """The answer was not there when the request's own deadline came."""
+
+    status = 504
+    code = "deadline_exceeded"
+
+
 class EngineDead(StreamerError):
     """The engine stopped for good; carries the first fatal cause's text."""
 

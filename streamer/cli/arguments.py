@@ -7,16 +7,19 @@ UsageError that names the flag. Every command that opens a model uses these.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
 
-from streamer.config import Config, Setting, load_config, settings
+from streamer.config import Config, Setting, load_config, settings, strangers
 from streamer.core.sampling import SamplingParams
 from streamer.errors import ConfigError, InvalidRequest
+
+log = logging.getLogger(__name__)
 
 SAMPLING_HELP = {
     "temperature": "0 always takes the best token",
@@ -93,8 +96,17 @@ def _help(setting: Setting) -> str:
     return f"{text} (default: {shown})"
 
 
-def config_from(args: argparse.Namespace, environment: Mapping[str, str] | None = None) -> Config:
-    """The Config of parsed flags over environment, file and defaults, or UsageError."""
+def config_from(
+    args: argparse.Namespace,
+    environment: Mapping[str, str] | None = None,
+    *,
+    start_log: Callable[[Config], None] | None = None,
+) -> Config:
+    """The Config of parsed flags over environment, file and defaults, or UsageError.
+
+    Variables that look like settings and are none are warned of, after `start_log`.
+    """
+    environment = os.environ if environment is None else environment
     prefix = "config_"
     given = {k.removeprefix(prefix): v for k, v in vars(args).items() if k.startswith(prefix)}
     named = getattr(args, "model_argument", None)
@@ -103,9 +115,14 @@ def config_from(args: argparse.Namespace, environment: Mapping[str, str] | None 
             raise UsageError(f"MODEL is {named} but --model is {given['model']}")
         given["model"] = named
     try:
-        return load_config(given, os.environ if environment is None else environment, args.config)
+        config = load_config(given, environment, args.config)
     except ConfigError as error:
         raise UsageError(error.message) from None
+    if start_log is not None:
+        start_log(config)
+    for stranger in strangers(environment):
+        log.warning("%s", stranger)
+    return config
 
 
 def config_flags_given(args: argparse.Namespace) -> list[str]:

@@ -36,14 +36,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Serve until stopped; 0 after a drain, 1 when the engine died."""
-    from streamer.server.logs import setup
-
-    config = config_from(args)
-    check_bind(config)
-    setup(config.log_level, config.log_format)
+    config = config_from(args, start_log=_start_log)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with new_runner() as runner:
         return runner.run(_serve(config, console))
+
+
+def _start_log(config: Config) -> None:
+    from streamer.server.logs import setup
+
+    check_bind(config)
+    setup(config.log_level, config.log_format)
 
 
 async def _serve(config: Config, console: Console) -> int:

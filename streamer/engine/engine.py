@@ -31,6 +31,7 @@ from streamer.engine.prompts import Prompts
 from streamer.engine.refusals import anew, draining, gone, loading
 from streamer.engine.registry import Registry
 from streamer.engine.requests import (
+    Asking,
     GenerateRequest,
     accept,
     build_add,
@@ -41,7 +42,13 @@ from streamer.engine.requests import (
 from streamer.engine.stats import LAG_WINDOW_S, PhaseTallies, RecentMax, Snapshot, take_snapshot
 from streamer.engine.stream import Delta, Timing, TokenStream
 from streamer.engine.watch import Watch
-from streamer.errors import EngineDead, InvalidRequest, RequestFailed, StreamerError
+from streamer.errors import (
+    DeadlineExceeded,
+    EngineDead,
+    InvalidRequest,
+    RequestFailed,
+    StreamerError,
+)
 from streamer.tokenizer_chat import Said
 
 __all__ = ["AsyncEngine", "Delta", "GenerateRequest", "Timing", "TokenStream"]
@@ -200,17 +207,35 @@ class AsyncEngine:
         if self._streams.get(request_id) is not None:
             raise InvalidRequest(f"request {request_id} exists", param="request_id")
         params = accept(request, info, sizes, self._random.getrandbits(SEED_BITS))
-        self._streams.require_room(self.config.max_queue, sizes.max_num_seqs, params.n)
+        self._streams.require_room(
+            request.asking, self.config.max_queue, sizes.max_num_seqs, self.stats
+        )
         hashes = self._prompts.hashes(request.prompt, request.cache_salt.encode())
         stream = open_stream(request, request_id, params, self.config, sizes, self._special, self)
-        place = self._streams.add(stream, is_told=request.is_told)
+        place = self._streams.add(stream, request.asking, is_told=request.is_told)
         thread.command(build_add(request, params, request_id, info, hashes, place))
+        if request.deadline_s is not None:
+            self._end_at(stream, request.deadline_s)
         return stream
 
-    def require_room(self) -> None:
-        """Overloaded while the queue is full, for who asks before a prompt is made at all."""
+    def require_room(self, asking: Asking) -> None:
+        """Overloaded where a request could not wait now, before its prompt is made at all."""
         if self._sizes is not None:
-            self._streams.require_room(self.config.max_queue, self._sizes.max_num_seqs)
+            self._streams.require_room(
+                asking, self.config.max_queue, self._sizes.max_num_seqs, self.stats
+            )
+
+    def _end_at(self, stream: TokenStream, deadline_s: float) -> None:
+        """Cut it off when its deadline comes, wherever it is then."""
+
+        def expire() -> None:
+            self._command(Cancel(stream.request_id))
+            what = "was not complete" if stream.is_started else "had not begun"
+            says = f"the answer {what} within the {deadline_s:g} s that the request gave it"
+            self._streams.fail(stream, DeadlineExceeded(says))
+
+        timer = asyncio.get_running_loop().call_later(deadline_s, expire)
+        stream.observers.append(lambda s: timer.cancel() if s.is_finished else None)
 
     async def generate(
         self,
@@ -313,9 +338,12 @@ class AsyncEngine:
             self.tokenizer, messages, add_generation_prompt, tools, salt, said
         )
 
-    async def in_pool(self, work: Callable[[], T]) -> T:
-        """Other work on texts, such as decoding a long one, in the same thread pool."""
-        return await self._prompts.run(work)
+    async def in_pool(self, work: Callable[[], T], size: int = 0, cache_salt: str = "") -> T:
+        """Other work on texts, such as decoding a long one, in the same thread pool.
+
+        size  characters or tokens of it: long ones take turns, by what their salts begin with
+        """
+        return await self._prompts.run(work, size, cache_salt.encode())
 
     # ------------------------------------------------------------ seen from outside
 

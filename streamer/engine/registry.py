@@ -1,6 +1,6 @@
 """Registry: every stream the engine knows, live ones and those kept for late readers.
 
-Owns the two tables, the bound on waiting requests, and the retention of finished streams; hands a
+Owns the two tables, the bounds on waiting requests, and the retention of finished streams; hands a
 step's news to the streams it names. Called by AsyncEngine on the loop.
 """
 
@@ -10,12 +10,13 @@ import asyncio
 import time
 from collections import Counter, OrderedDict
 
-from streamer.core.plan import FinishReason, Notice, NoticeKind, StepOutput
+from streamer.core.plan import FinishReason, Notice, NoticeKind, StepOutput, StepStats
+from streamer.engine.load import Load
+from streamer.engine.requests import Asking
 from streamer.engine.stream import TokenStream
 from streamer.errors import Overloaded, StreamerError
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
-RECENT = 0.1  # weight of the newest request in the mean duration
 
 
 class Registry:
@@ -31,11 +32,8 @@ class Registry:
         self._retained: OrderedDict[str, tuple[float, int, TokenStream]] = OrderedDict()
         self._is_quiet = asyncio.Event()
         self._is_quiet.set()
-        self._mean_s = MIN_RETRY_S
-        self._num_rows = 0  # sequences of live requests that have started and are not paused
-        self._num_waiting_rows = 0  # and of those that have not
+        self._load = Load()
         self._num_returning = 0  # requests that gave their blocks up: they run before new ones
-        self.num_waiting = 0
         self.num_submitted = 0
         self.retained_bytes = 0
         self.num_ended: Counter[FinishReason] = Counter()
@@ -44,6 +42,11 @@ class Registry:
     def num_live(self) -> int:
         """Requests that have not ended."""
         return len(self._live)
+
+    @property
+    def num_waiting(self) -> int:
+        """Live requests that have never run."""
+        return self._load.num_waiting
 
     @property
     def num_retained(self) -> int:
@@ -73,30 +76,48 @@ class Registry:
         elif request_id in self._live:
             self._live[request_id].is_kept = False
 
-    def require_room(self, max_queue: int, max_num_seqs: int, n: int = 1) -> None:
-        """Overloaded if more than `max_queue` choices would wait; idle rows are no queue.
+    def require_room(
+        self, asking: Asking, max_queue: int, max_num_seqs: int, stats: StepStats
+    ) -> None:
+        """Overloaded if it can't wait: the queue is full, or it would wait for too long.
 
-        n  choices of the request that asks
+        More than `max_queue` choices never wait; idle rows are no queue. Of those with a key, one
+        has at most as many as it leaves free, so that there is always room for another.
         """
-        idle_rows = max(0, max_num_seqs - self._num_rows)
-        if self._num_waiting_rows + n <= max_queue + idle_rows:
+        load, n = self._load, asking.n
+        waiting, own = load.num_waiting_rows, load.waiting_rows(asking.tenant)
+        idle = max(0, max_num_seqs - load.num_rows)
+        now = time.perf_counter()
+        free = max_queue + idle - waiting
+        if n > free or (asking.tenant and own + n > free):
+            theirs = f"{waiting} choices are waiting" if n > free else f"{own} choices of this key"
+            ahead = load.rows_before(asking.priority, asking.tenant, n)
+            raise _too_many(
+                f"{theirs} and {n} more asked for; the limit is {max_queue}",
+                ahead * load.mean_s(now) / max_num_seqs,
+            )
+        if asking.patience_s is None:
             return
-        turns = self._num_waiting_rows / max_num_seqs
-        raise Overloaded(
-            f"{self._num_waiting_rows} choices are waiting and {n} more asked for; the limit is "
-            f"{max_queue}",
-            retry_after_s=min(MAX_RETRY_S, max(MIN_RETRY_S, turns * self._mean_s)),
+        wait_s = load.wait_s(
+            asking.priority, asking.tenant, n, min(idle, _rows_in(stats, load.num_rows)), now
         )
+        if wait_s > asking.patience_s:
+            raise _too_many(
+                f"{waiting} choices are waiting: it would take about {wait_s:.1f} s to begin, and "
+                f"the limit is {asking.patience_s:g} s",
+                wait_s,
+            )
 
-    def add(self, stream: TokenStream, *, is_told: bool = False) -> int | None:
+    def add(self, stream: TokenStream, asking: Asking, *, is_told: bool = False) -> int | None:
         """A new request; if it is told of it, its place in the queue as far as is known here."""
         place = self.num_waiting + self._num_returning if is_told else None
         if place is not None:
             stream.notify(Notice(stream.request_id, NoticeKind.WAITING, position=place))
         self._live[stream.request_id] = stream
         self.num_submitted += 1
-        self.num_waiting += 1
-        self._num_waiting_rows += stream.params.n
+        self._load.arrived(
+            stream.request_id, priority=asking.priority, tenant=asking.tenant, n=asking.n
+        )
         self._is_quiet.clear()
         return place
 
@@ -104,7 +125,7 @@ class Registry:
         """A stream has just been paused, or is no longer: its rows are others' meanwhile."""
         stream = self._live.get(request_id)
         if stream is not None and stream.is_started:
-            self._num_rows += -stream.params.n if is_held else stream.params.n
+            self._load.moved(request_id, is_scheduled=not is_held, now=time.perf_counter())
 
     async def wait_quiet(self) -> None:
         """Until nothing is live."""
@@ -112,19 +133,15 @@ class Registry:
 
     def distribute(self, output: StepOutput) -> None:
         """Hand a step's notices, tokens and finishes to their streams, then wake their readers."""
-        live = self._live
+        live, now = self._live, time.perf_counter()
         self._num_returning = output.stats.preempted + output.stats.swapped
         touched: list[TokenStream] = []  # twice where a request's rows are not neighbours: harmless
         for notice in output.notices:
             stream = live.get(notice.request_id)
             if stream is not None:
-                n, was_started = stream.params.n, stream.is_started
                 stream.notify(notice)
                 touched.append(stream)
-                if stream.is_started and not was_started:
-                    self.num_waiting -= 1
-                    self._num_waiting_rows -= n
-                    self._num_rows += n * stream.is_scheduled
+                self._load.moved(stream.request_id, is_scheduled=stream.is_scheduled, now=now)
         for request_id, found in output.prompt_logprobs.items():
             if (stream := live.get(request_id)) is not None:
                 stream.prompt_logprobs += found
@@ -152,23 +169,21 @@ class Registry:
             if stream is not None and stream.is_finished:
                 self._retire(stream, finish.reason)
 
+    def fail(self, stream: TokenStream, error: StreamerError) -> None:
+        """End a live stream with an error."""
+        stream.fail(error)
+        self._retire(stream, FinishReason.FAILED)
+
     def fail_all(self, error: StreamerError) -> None:
         """End every live stream with an error."""
         for stream in self.live():
-            stream.fail(error)
-            self._retire(stream, FinishReason.FAILED)
+            self.fail(stream, error)
 
     def _retire(self, stream: TokenStream, reason: FinishReason) -> None:
         """From live to retained, within the bounds."""
         del self._live[stream.request_id]
-        if stream.is_scheduled:
-            self._num_rows -= stream.params.n
-        if not stream.is_started:
-            self.num_waiting -= 1
-            self._num_waiting_rows -= stream.params.n
+        self._load.ended(stream.request_id, time.perf_counter())
         self.num_ended[reason] += 1
-        total_s = stream.timing.total_s or 0.0
-        self._mean_s += RECENT * (total_s - self._mean_s)
         if not self._live:
             self._is_quiet.set()
         if not stream.is_kept:
@@ -189,3 +204,15 @@ class Registry:
                 return
             self._retained.popitem(last=False)
             self.retained_bytes -= size
+
+
+def _rows_in(stats: StepStats, num_rows: int) -> int:
+    """Rows that the free blocks have room for, at what each row has taken so far."""
+    used = stats.blocks_total - stats.blocks_free
+    if not used or not num_rows:
+        return stats.blocks_total
+    return stats.blocks_free * num_rows // used
+
+
+def _too_many(says: str, wait_s: float) -> Overloaded:
+    return Overloaded(says, retry_after_s=min(MAX_RETRY_S, max(MIN_RETRY_S, wait_s)))

@@ -23,6 +23,21 @@ from streamer.errors import InvalidRequest
 MAX_PRIORITY = 1 << 31
 
 
+class Asking(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request wants of the queue.
+
+    priority    lower runs first
+    tenant      whose it is
+    n           choices
+    patience_s  it is refused where it would wait for longer; None: it waits
+    """
+
+    priority: int = 0
+    tenant: str = ""
+    n: int = 1
+    patience_s: float | None = None
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt and how to continue it.
 
@@ -35,6 +50,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     detach_s    seconds it runs on after its last reader left; None: for ever
     window      output tokens its furthest reader may lag before it is paused; 0: never paused
     is_told     its readers are told of its place in the queue while it waits
+    max_wait_s  it is refused where it is expected to wait for longer; None: never for that
+    deadline_s  seconds from now after which nobody wants it: it is refused where it would not have
+                begun by then, and ended with DeadlineExceeded
     context     kept beside the tokens as long as they are, counted with `context_bytes`
     """
 
@@ -48,8 +66,21 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     detach_s: float | None = 0.0
     window: int = 0
     is_told: bool = False
+    max_wait_s: float | None = None
+    deadline_s: float | None = None
     context: object = None
     context_bytes: int = 0
+
+    @property
+    def asking(self) -> Asking:
+        """What it wants of the queue."""
+        limits = [s for s in (self.max_wait_s, self.deadline_s) if s is not None]
+        return Asking(
+            priority=self.priority,
+            tenant=self.tenant,
+            n=self.params.n,
+            patience_s=min(limits, default=None),
+        )
 
 
 def accept(

@@ -8,7 +8,7 @@ by AsyncEngine, called on the loop.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable
 from typing import Final
 
@@ -32,13 +32,13 @@ class Watch:
         self._waiting: dict[bytes, asyncio.Future[SchedulerView]] = {}  # by owner
         self._ticking: asyncio.Task[None] | None = None
         self._next_s = 0.0
-        self._num_followers = 0
+        self._followers: Counter[str] = Counter()  # by owner
         self._end: StreamerError | None = None
 
     @property
     def num_followers(self) -> int:
         """How many follow now."""
-        return self._num_followers
+        return self._followers.total()
 
     async def look(self, owner: str = "") -> SchedulerView:
         """The scheduler at the next tick; steps are in it while anybody follows.
@@ -63,17 +63,22 @@ class Watch:
     async def follow(self, owner: str = "") -> AsyncGenerator[SchedulerView, None]:
         """A view a tick, each with the steps since the one before; to be closed (`aclosing`).
 
-        Who comes back late misses steps: their numbers tell. Raises Overloaded if too many follow.
+        Who comes back late misses steps: their numbers tell. Raises Overloaded if too many follow:
+        of those with a key, one has at most as many places as it leaves free.
         """
-        if self._num_followers >= MAX_FOLLOWERS:
-            raise Overloaded(f"{MAX_FOLLOWERS} readers follow the engine already")
-        self._num_followers += 1
+        free, own = MAX_FOLLOWERS - self.num_followers, self._followers[owner]
+        if not free or (owner and own >= free):
+            says = (
+                f"{own} readers of this key follow" if free else f"{MAX_FOLLOWERS} readers follow"
+            )
+            raise Overloaded(f"{says} the engine already")
+        self._followers[owner] += 1
         try:
             while True:
                 yield await self.look(owner)
         finally:
-            self._num_followers -= 1
-            if not self._num_followers:
+            self._followers -= Counter({owner: 1})
+            if not self._followers:
                 self._send(Wanted())  # record no more
 
     def on_view(self, view: SchedulerView) -> None:
@@ -106,7 +111,7 @@ class Watch:
                 await asyncio.sleep(self._next_s - loop.time())
                 self._next_s = loop.time() + INTERVAL_S
                 waiting, self._waiting = self._waiting, {}
-                num_steps = MAX_STEPS if self._num_followers else 0
+                num_steps = MAX_STEPS if self._followers else 0
                 await self._answer(waiting, Wanted(tuple(waiting), num_steps))
         finally:
             self._ticking = None

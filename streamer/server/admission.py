@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from streamer.config import Config, KeyLimits
@@ -41,6 +42,16 @@ STREAM_RETRY_S: Final = 1.0
 NO_WAIT_S: Final = 1e-3  # a wait below it is none
 ROUNDING: Final = 1e-6
 
+LIMITED: Final = (  # fields of KeyLimits that count something
+    "max_requests_per_minute",
+    "max_tokens_per_minute",
+    "max_streams_per_key",
+    "max_sockets_per_key",
+)
+DEADLINE: Final = "x-request-timeout"  # seconds
+READ_TIMEOUTS: Final = ("x-stainless-read-timeout", "x-stainless-timeout")  # OpenAI's clients'
+MAX_DEADLINE_S: Final = 86_400.0
+
 Header = tuple[bytes, bytes]
 
 
@@ -53,6 +64,29 @@ def tenant_of(scope: Scope) -> str:
     """The digest of the caller's key; "" where no keys are asked for."""
     tenant: str = scope.get("state", {}).get(TENANT, "")
     return tenant
+
+
+def deadline_of(scope: Scope, *, is_whole: bool) -> float | None:
+    """Seconds after which its client will not wait for the answer any more; None: it says nothing.
+
+    X-Request-Timeout, in seconds. OpenAI's clients say how long they wait for the next byte, and a
+    whole answer is one. InvalidRequest for a header that is no such number.
+    """
+    headers = Headers(scope=scope)
+    given = [(DEADLINE, headers[DEADLINE])] if DEADLINE in headers else []
+    if is_whole and scope["type"] == "http":
+        given += [(name, headers[name]) for name in READ_TIMEOUTS if name in headers]
+    found = []
+    for name, text in given:
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = math.nan
+        if seconds > 0:
+            found.append(seconds)
+        elif name == DEADLINE:
+            raise InvalidRequest(f"{name}: seconds above 0 are wanted", param=name)
+    return min(*found, MAX_DEADLINE_S) if found else None
 
 
 class Bucket:
@@ -146,11 +180,28 @@ class Admission:
         self._clock = clock
         now = clock()
         limits = {digest(key): config.limits_of(key) for key in config.api_key}
+        limits = limits or {"": config.limits_of("")}
+        self._priorities = {tenant: each.priority or 0 for tenant, each in limits.items()}
         self._accounts = {
             tenant: Account(each, now)
-            for tenant, each in (limits or {"": config.limits_of("")}).items()
-            if any(getattr(each, name) for name in each.__struct_fields__)
+            for tenant, each in limits.items()
+            if any(getattr(each, name) for name in LIMITED)
         }
+
+    def priority(self, tenant: str, wanted: int | None = None) -> int:
+        """Of a request of this key that names one, or none; InvalidRequest if it may not have it.
+
+        A key's own is the lowest that it may name, and lower runs first: a client may let others
+        go before it, never itself before others.
+        """
+        own = self._priorities[tenant]
+        if wanted is not None and wanted < own:
+            raise InvalidRequest(
+                f"priority {wanted} would run before others: this key's requests may have "
+                f"{own} or more",
+                param="priority",
+            )
+        return own if wanted is None else wanted
 
     def enter(self, tenant: str) -> None:
         """A request has come: RateLimited if the key can't have one now, whatever it is."""

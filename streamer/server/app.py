@@ -37,7 +37,7 @@ from streamer.server.security import Guard, deny, read_body
 from streamer.server.service import Service, salt_of
 from streamer.server.sse import Answer, EventStream, read_whole
 from streamer.server.stored import ResponseRoutes
-from streamer.server.watching import SnapshotStream, engine_body, wants_stream
+from streamer.server.watching import SnapshotStream, engine_body, owner_of, wants_stream
 from streamer.server.websocket import Endpoint
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Api:
             prompt,
             params,
             body,
-            tenant=tenant,
+            scope=request.scope,
             salt=salt,
             request_id=new_id("chatcmpl-"),
             detach_s=0.0,
@@ -101,7 +101,9 @@ class Api:
             for p in given
         ]
         service.admission.accept(tenant, prompts)
-        echoes = await service.texts_of(given, body.skip_special_tokens) if body.echo else []
+        echoes = (
+            await service.texts_of(given, body.skip_special_tokens, salt=salt) if body.echo else []
+        )
         base = new_id("cmpl-")
         streams: list[TokenStream] = []
         try:
@@ -110,7 +112,7 @@ class Api:
                     tuple(prompt),
                     params,
                     body,
-                    tenant=tenant,
+                    scope=request.scope,
                     salt=salt,
                     request_id=base if i == 0 else f"{base}-{i}",
                     detach_s=0.0,
@@ -129,29 +131,38 @@ class Api:
     async def tokenize(self, request: Request) -> ASGIApp:
         """POST /tokenize."""
         service = self._service
-        service.require_ready()
+        service.admit(request.scope, is_for_later=True)
         data = await read_body(request.headers, request.receive)
         body = decode_body(data, tokenizing.TOKENIZE, tokenizing.TOKENIZE_FIELDS)
         check_model(body.model, service.names)
         messages, engine = body.template_messages(), service.engine
+        salt = owner_of(request.scope)
         if messages is None:
-            tokens = await engine.encode(body.prompt or "", body.add_special_tokens is not False)
+            tokens = await engine.encode(
+                body.prompt or "", body.add_special_tokens is not False, salt
+            )
         else:
             tokens = await engine.encode_chat(
-                messages, add_generation_prompt=body.add_generation_prompt is not False
+                messages,
+                add_generation_prompt=body.add_generation_prompt is not False,
+                cache_salt=salt,
             )
         text = service.token_text if body.return_token_strs else None
         limit = engine.info.max_model_len
-        return json(await engine.in_pool(lambda: tokenizing.tokenized(tokens, limit, text)))
+        size = len(tokens)
+        return json(
+            await engine.in_pool(lambda: tokenizing.tokenized(tokens, limit, text), size, salt)
+        )
 
     async def detokenize(self, request: Request) -> ASGIApp:
         """POST /detokenize."""
         service = self._service
-        service.require_ready()
+        service.admit(request.scope, is_for_later=True)
         data = await read_body(request.headers, request.receive)
         body = decode_body(data, tokenizing.DETOKENIZE, tokenizing.DETOKENIZE_FIELDS)
         check_model(body.model, service.names)
-        (text,) = await service.texts_of([body.tokens], False, "tokens")
+        salt = owner_of(request.scope)
+        (text,) = await service.texts_of([body.tokens], False, "tokens", salt=salt)
         return json(tokenizing.detokenized(text))
 
     async def _respond(
@@ -291,8 +302,8 @@ def build_service_app(service: Service) -> ASGIApp:
         Route("/v1/responses/{id}/input_items", stored.input_items),
         Route("/v1/tickets", api.tickets, methods=["POST"]),
         Route("/v1/engine", api.engine),
-        Route("/tokenize", api.tokenize, methods=["POST"]),
-        Route("/detokenize", api.detokenize, methods=["POST"]),
+        Route("/tokenize", api.tokenize, methods=["POST"], middleware=limited),
+        Route("/detokenize", api.detokenize, methods=["POST"], middleware=limited),
         WebSocketRoute("/v1/responses", Endpoint(service)),
     ]
     handler = partial(on_error, service.metrics)

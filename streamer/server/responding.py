@@ -47,7 +47,7 @@ async def respond(
     session  the socket's name
     is_told  its reader is told of its place in the queue
     """
-    service.engine.require_room()  # before its prompt is made
+    service.require_room(scope)  # before its prompt is made
     parent = None
     if body.previous_response_id is not None:
         parent = find(service, body.previous_response_id, scope, session, "previous_response_id")
@@ -70,7 +70,7 @@ async def respond(
         turn.prompt,
         params,
         body,
-        tenant=tenant,
+        scope=scope,
         salt=salt,
         request_id=response_id,
         detach_s=detach_s,

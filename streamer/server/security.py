@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hmac
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -23,6 +23,7 @@ from streamer.server.tickets import Tickets, take_tickets
 
 MAX_BODY_BYTES: Final = 4 << 20
 OPEN_PATHS: Final = frozenset({"/", "/health", "/ready"})
+METRICS: Final = "/metrics"
 ASSETS: Final = "/assets/"  # of the page
 LOCAL_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 MAX_ASKED: Final = 4096  # characters of a preflight's list of headers
@@ -65,6 +66,7 @@ class Guard:
         self._any_host = "*" in config.allowed_hosts
         self._origins = {o.rstrip("/").lower() for o in config.allowed_origins}
         self._keys = tuple(k.encode() for k in config.api_key)
+        self._metrics_key = config.metrics_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, or answer 401 or 403."""
@@ -83,7 +85,7 @@ class Guard:
                     await _answer_preflight(headers, send)
                     return
             if path not in OPEN_PATHS and not path.startswith(ASSETS):
-                tenant = self._check_caller(scope, headers)
+                tenant = self._check_caller(scope, headers, path)
                 if tenant:
                     scope.setdefault("state", {})[TENANT] = tenant
         except StreamerError as e:
@@ -119,28 +121,32 @@ class Guard:
             return origin
         raise Forbidden(f"Origin {origin!r} is not allowed here; see --allowed-origins")
 
-    def _check_caller(self, scope: Scope, headers: Headers) -> str:
+    def _check_caller(self, scope: Scope, headers: Headers, path: str) -> str:
         """A digest of the caller's key, given or by a ticket; "" where no keys are asked for."""
+        if path == METRICS and self._metrics_key is not None:
+            return _check_key(headers, (self._metrics_key.encode(),))
         tickets = take_tickets(scope) if scope["type"] == "websocket" else []
         if not self._keys:
             return ""
         if tickets and "authorization" not in headers:
             return self._tickets.redeem(tickets[0])
-        return self._check_key(headers)
+        return _check_key(headers, self._keys)
 
-    def _check_key(self, headers: Headers) -> str:
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        token = given.strip().encode() if scheme.lower() == "bearer" else b""
-        is_known = False
-        for key in self._keys:  # all of them, so that time says nothing about which
-            is_known |= hmac.compare_digest(key, token)
-        if not (is_known and token):
-            raise NotAuthenticated(
-                "this server wants an API key: Authorization: Bearer KEY"
-                if not token
-                else "the API key is not known here"
-            )
-        return digest(given.strip())
+
+def _check_key(headers: Headers, keys: Sequence[bytes]) -> str:
+    """A digest of the key that was given; NotAuthenticated if it is none of these."""
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    token = given.strip().encode() if scheme.lower() == "bearer" else b""
+    is_known = False
+    for key in keys:  # all of them, so that time says nothing about which
+        is_known |= hmac.compare_digest(key, token)
+    if not (is_known and token):
+        raise NotAuthenticated(
+            "this server wants an API key: Authorization: Bearer KEY"
+            if not token
+            else "the API key is not known here"
+        )
+    return digest(given.strip())
 
 
 async def deny(scope: Scope, send: Send, error: StreamerError) -> None:

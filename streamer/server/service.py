@@ -20,9 +20,9 @@ from starlette.types import Scope
 from streamer.config import Config
 from streamer.core.sampling import SamplingParams
 from streamer.engine.refusals import draining, loading
-from streamer.engine.requests import GenerateRequest, check_ids
+from streamer.engine.requests import Asking, GenerateRequest, check_ids
 from streamer.errors import EngineDead
-from streamer.server.admission import Admission, tenant_of
+from streamer.server.admission import Admission, deadline_of, tenant_of
 from streamer.server.metrics import Metrics
 from streamer.server.openai.common import SamplingFields, named
 from streamer.server.records import Operation, Record, Transport
@@ -86,10 +86,17 @@ class Service:
         """
         self.require_ready()
         if not is_for_later:
-            self.engine.require_room()
+            self.require_room(scope)
         tenant = tenant_of(scope)
         self.admission.enter(tenant)
         return tenant
+
+    def require_room(self, scope: Scope) -> None:
+        """Overloaded where a request of this caller could not wait now."""
+        tenant = tenant_of(scope)
+        priority = self.admission.priority(tenant)
+        patience_s = self.config.max_wait_s or None
+        self.engine.require_room(Asking(priority=priority, tenant=tenant, patience_s=patience_s))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -150,6 +157,8 @@ class Service:
         prompts: Sequence[str | Sequence[int]],
         skip_special_tokens: bool | None,
         param: str = "prompt",
+        *,
+        salt: str,
     ) -> list[str]:
         """Each prompt's text, token ids decoded in the pool; `param` names them in errors.
 
@@ -160,7 +169,9 @@ class Service:
         for each in ids:
             check_ids(param, each, engine.info.vocab_size)
         decode, skips = engine.tokenizer.decode, skip_special_tokens is not False
-        texts = iter(await engine.in_pool(lambda: [decode(i, skips) for i in ids]) if ids else ())
+        size = sum(map(len, ids))
+        found = await engine.in_pool(lambda: [decode(i, skips) for i in ids], size, salt)
+        texts = iter(found)
         return [p if isinstance(p, str) else next(texts) for p in prompts]
 
     def submit(
@@ -169,7 +180,7 @@ class Service:
         params: SamplingParams,
         body: SamplingFields,
         *,
-        tenant: str,
+        scope: Scope,
         salt: str,
         request_id: str,
         detach_s: float,
@@ -181,7 +192,7 @@ class Service:
     ) -> TokenStream:
         """Hand one prompt to the engine; `detach_s` is the default where the body names none.
 
-        tenant      whom `admit` let in
+        scope       the caller's, whom `admit` let in
         salt        what `salt_of` made of the caller and the body
         context     by which the answer is found again, made from a body of so many bytes
         share_with  a request that it was forked from
@@ -189,17 +200,21 @@ class Service:
         is_told     its readers are told of its place in the queue
         """
         is_alone = context is not None and context.is_background
+        is_whole = not is_alone and not getattr(body, "stream", None)
+        tenant = tenant_of(scope)
         request = GenerateRequest(
             prompt=prompt,
             params=params,
             request_id=request_id,
-            priority=body.priority or 0,
+            priority=self.admission.priority(tenant, body.priority),
             tenant=tenant,
             cache_salt=salt,
             share_with=share_with,
             detach_s=None if is_alone else detach_s if body.detach_s is None else body.detach_s,
             window=self.config.stream_window if window is None else window,
             is_told=is_told,
+            max_wait_s=self.config.max_wait_s or None,
+            deadline_s=deadline_of(scope, is_whole=is_whole),
             context=context,
             context_bytes=0 if context is None else context.num_bytes(body_bytes),
         )

@@ -11,7 +11,12 @@ from streamer.bench.fake import expected_text
 from streamer.core.sampling import SamplingParams
 from streamer.engine.engine import AsyncEngine
 from streamer.engine.prompts import INLINE_TOKENS
-from streamer.errors import ContextLengthExceeded, InvalidRequest, Overloaded
+from streamer.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+)
 from tests.engine.helpers import DEADLINE_S, PROMPT, GatedEngine, make_engine, request, until
 
 VOCAB = 10**7
@@ -249,3 +254,83 @@ async def test_a_request_takes_as_much_of_the_queue_as_it_has_choices() -> None:
             gated.gate.open()
             await asyncio.gather(*(s.wait() for s in streams))
             await gated.engine.submit(request(5, n=4)).wait()
+
+
+async def test_a_key_takes_of_the_queue_at_most_as_much_as_it_leaves() -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        async with GatedEngine(max_num_seqs=1, max_queue=8) as gated:
+            engine = gated.engine
+
+            def fill(tenant: str) -> int:
+                count = 0
+                while True:
+                    try:
+                        engine.submit(request(1, tenant=tenant))
+                    except Overloaded:
+                        return count
+                    count += 1
+
+            streams = [engine.submit(request(1))]
+            await until(engine, running=0)
+            assert [fill("many"), fill("more"), fill("most")] == [4, 2, 1]
+            assert fill("") == 1  # who has no key has no share: the queue's bound alone
+            gated.gate.open()
+            await asyncio.gather(*(s.wait() for s in streams))
+
+
+async def test_what_would_wait_for_too_long_is_refused_and_says_when_to_come_back() -> None:
+    async with asyncio.timeout(DEADLINE_S), make_engine(max_num_seqs=1, tokens_per_s=100) as engine:
+        await engine.submit(request(20)).wait()  # 0.2 s
+        running, *_ = [engine.submit(request(20)) for _ in range(10)]
+        with pytest.raises(Overloaded, match="choices are waiting") as refusal:
+            engine.submit(request(20, max_wait_s=0.5))
+        assert refusal.value.retry_after_s >= 1.0
+        with pytest.raises(Overloaded):  # it would not have begun when its own time is over
+            engine.submit(request(20, deadline_s=0.5))
+        other = engine.submit(request(20, max_wait_s=1.0, tenant="few"))  # after one of the ten
+        await other.wait()
+        assert engine.snapshot().waiting >= 5
+        assert running.is_finished
+
+
+async def test_a_request_ends_at_its_deadline_wherever_it_is() -> None:
+    async with asyncio.timeout(DEADLINE_S), make_engine(max_num_seqs=1, tokens_per_s=100) as engine:
+        running = engine.submit(request(3000, ignore_eos=True, deadline_s=0.5))
+        await until(engine, running=1)
+        waiting = engine.submit(request(5, deadline_s=0.2))
+        for stream, says in ((waiting, "had not begun"), (running, "was not complete")):
+            with pytest.raises(DeadlineExceeded, match=says):
+                await stream.wait()
+        await engine.submit(request(5, deadline_s=10.0)).wait()  # both have left the engine
+        await until(engine, running=0, waiting=0)
+
+
+async def test_at_eight_times_capacity_what_is_let_in_is_answered() -> None:
+    """Clients come at eight times the rate of 20/s and give up after 1.5 s; without a bound on the
+    wait, all who are served after the first 1.5 s are as good as gone."""
+    answered, late, refused, patience_s, seconds = 0, 0, 0, 1.5, 3.0
+
+    async def ask(engine: AsyncEngine) -> None:
+        nonlocal answered, late, refused
+        try:
+            stream = engine.submit(request(20, max_wait_s=0.5, ignore_eos=True))
+            async with asyncio.timeout(patience_s):
+                await stream.wait()
+            answered += 1
+        except Overloaded:
+            refused += 1
+        except TimeoutError:
+            late += 1
+
+    async with asyncio.timeout(DEADLINE_S), make_engine(max_num_seqs=4, tokens_per_s=100) as engine:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        async with asyncio.TaskGroup() as clients:
+            for i in range(int(seconds * 160)):
+                await asyncio.sleep(began + i / 160 - loop.time())
+                clients.create_task(ask(engine))
+        over_s = loop.time() - began - seconds
+    assert late == 0
+    assert answered >= 0.9 * 20 * seconds
+    assert refused == seconds * 160 - answered
+    assert over_s < 1.5  # and then the queue is empty

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 
 import pytest
 
@@ -130,3 +130,26 @@ async def test_each_look_after_the_end_raises_an_error_of_its_own() -> None:
 async def test_before_the_start_there_is_nothing_to_see() -> None:
     with pytest.raises(StreamerError, match="loading"):
         await make_engine().watch.look()
+
+
+async def test_a_key_takes_of_the_places_at_most_as_many_as_it_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watch, "MAX_FOLLOWERS", 8)
+    async with asyncio.timeout(DEADLINE_S), make_engine() as engine:
+        async with AsyncExitStack() as followers:
+
+            async def fill(owner: str) -> int:
+                count = 0
+                while True:
+                    views = engine.watch.follow(owner)
+                    try:
+                        await anext(views)
+                    except Overloaded:
+                        return count
+                    followers.push_async_callback(views.aclose)
+                    count += 1
+
+            assert [await fill(owner) for owner in ("one:", "two:", "three:")] == [4, 2, 1]
+            assert await fill("") == 1
+        assert engine.watch.num_followers == 0

@@ -155,7 +155,7 @@ def return_token_ids(asker: Asker, kind: str) -> None:
 
 def priority(asker: Asker, kind: str) -> None:
     """The scheduler serves lower ones first (tests/core); here it is the request's own."""
-    assert asker.ask(kind, priority=-3).request.priority == -3
+    assert asker.ask(kind, priority=3).request.priority == 3
 
 
 def cache_salt(asker: Asker, kind: str) -> None:

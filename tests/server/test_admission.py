@@ -14,7 +14,7 @@ from streamer.config import Config
 from streamer.engine.stream import TokenStream
 from streamer.errors import InvalidRequest, RateLimited
 from streamer.server import admission
-from streamer.server.admission import Admission, digest, duration
+from streamer.server.admission import Admission, deadline_of, digest, duration
 from tests.engine.helpers import end, lone_stream, write
 from tests.server.counting import CHAT, ENDLESS, sse
 from tests.server.running import BUNDLED, Running
@@ -83,10 +83,67 @@ def test_each_key_has_its_own_and_no_key_no_limit() -> None:
     desk.ask(THEM)
     with pytest.raises(RateLimited):
         desk.ask(THEM)
-    free = Admission(Config(api_key=(KEY,)))
-    for _ in range(1000):
+    free = Admission(Config(api_key=(KEY,), max_requests_per_minute=0))
+    for _ in range(20_000):
         free.enter(ME)
     assert free.headers(ME) == []
+
+
+def test_with_keys_there_are_limits_where_none_is_set() -> None:
+    desk = Desk()
+    for _ in range(12_000):
+        desk.ask()
+    assert desk.refused() == pytest.approx(60 / 12_000, abs=0.02)
+    assert desk.admission.max_sockets(ME) == 64
+    for _ in range(1024):
+        desk.admission.follow(THEM, lone_stream())
+    with pytest.raises(RateLimited, match="1024 streams"):
+        desk.ask(THEM)
+    assert Admission(Config()).headers("") == []
+
+
+def test_a_key_names_no_priority_that_runs_before_its_own() -> None:
+    desk = Desk(priority=1, key_limits={OTHER: {"priority": -5}})
+    priority = desk.admission.priority
+    assert [priority(ME), priority(ME, 1), priority(ME, 9), priority(THEM)] == [1, 1, 9, -5]
+    for tenant, wanted in ((ME, 0), (ME, -(1 << 31)), (THEM, -6)):
+        with pytest.raises(InvalidRequest, match="would run before others") as caught:
+            priority(tenant, wanted)
+        assert caught.value.param == "priority"
+
+
+def test_without_keys_all_callers_may_only_let_others_go_first() -> None:
+    desk = Admission(Config())
+    assert [desk.priority(""), desk.priority("", 5)] == [0, 5]
+    with pytest.raises(InvalidRequest):
+        desk.priority("", -1)
+
+
+@pytest.mark.parametrize(
+    ("headers", "is_whole", "seconds"),
+    [
+        ({}, True, None),
+        ({"x-request-timeout": "15"}, False, 15.0),
+        ({"x-request-timeout": "1e9"}, False, 86_400.0),
+        ({"x-stainless-read-timeout": "600"}, True, 600.0),  # openai for Python
+        ({"x-stainless-timeout": "60", "x-request-timeout": "2.5"}, True, 2.5),  # for JS
+        ({"x-stainless-timeout": "60"}, False, None),  # of a stream: until the next byte
+        ({"x-stainless-timeout": "NaN"}, True, None),
+    ],
+)
+def test_deadlines_are_what_clients_say(
+    headers: dict[str, str], is_whole: bool, seconds: float | None
+) -> None:
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    assert deadline_of({"type": "http", "headers": raw}, is_whole=is_whole) == seconds
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "nan"])
+def test_a_deadline_that_is_none_is_refused(text: str) -> None:
+    scope = {"type": "http", "headers": [(b"x-request-timeout", text.encode())]}
+    with pytest.raises(InvalidRequest, match="seconds above 0") as caught:
+        deadline_of(scope, is_whole=True)
+    assert caught.value.param == "x-request-timeout"
 
 
 def test_without_keys_all_callers_share_the_limit() -> None:
@@ -324,9 +381,9 @@ def test_a_full_queue_refuses_before_any_prompt_is_made(
     encoded: list[str] = []
     run = server.engine._prompts.run
 
-    async def noted(work: Any) -> Any:
+    async def noted(work: Any, *args: Any) -> Any:
         encoded.append(work.__qualname__)
-        return await run(work)
+        return await run(work, *args)
 
     with httpx.stream(
         "POST", server.url + "/v1/chat/completions", json={**CHAT, **ENDLESS, "stream": True}
@@ -372,3 +429,41 @@ def test_a_full_queue_is_503_for_everybody(server_with: Any) -> None:
         refused = httpx.post(server.url + "/v1/chat/completions", json=CHAT)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_overloaded")
     assert int(refused.headers["retry-after"]) >= 1
+
+
+def test_priority_is_a_right_of_the_key_on_every_route(server_with: Any) -> None:
+    server = server_with(api_key=(KEY,))
+    bodies = {
+        "chat/completions": {**CHAT, "max_tokens": 1},
+        "completions": HELLO,
+        "responses": {"input": "x", "max_output_tokens": 1},
+    }
+    for path, body in bodies.items():
+        refused = post(server, {**body, "priority": -(1 << 31)}, path)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")
+        assert post(server, {**body, "priority": 7}, path).status_code == 200
+
+
+@pytest.mark.usefixtures("long_minute")
+def test_tokenize_and_detokenize_are_requests_like_others(server_with: Any) -> None:
+    server = server_with(api_key=(KEY,), max_requests_per_minute=2)
+    for path, body in (("tokenize", {"prompt": "x"}), ("detokenize", {"tokens": [5]})):
+        done = httpx.post(f"{server.url}/{path}", json=body, headers=BEARER)
+        assert done.status_code == 200
+        assert "x-ratelimit-remaining-requests" in done.headers
+    assert httpx.post(f"{server.url}/tokenize", json=body, headers=BEARER).status_code == 429
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_an_answer_ends_at_its_own_deadline(server_with: Any, is_streamed: bool) -> None:
+    server = server_with(model="fake:tokens_per_s=20", max_num_seqs=1)
+    url, body = server.url + "/v1/chat/completions", {**CHAT, **ENDLESS, "stream": True}
+    with httpx.stream("POST", url, json=body) as running:
+        next(sse(running))
+        given = {"x-request-timeout": "0.2"}
+        late = httpx.post(url, json={**CHAT, "stream": is_streamed}, headers=given)
+        assert late.status_code == (200 if is_streamed else 504)
+        assert '"code":"deadline_exceeded"' in late.text
+        server.wait_metric('streamer_requests{state="waiting"}', 0)
+        bad = httpx.post(url, json=CHAT, headers={"x-request-timeout": "soon"})
+        assert (bad.status_code, bad.json()["error"]["param"]) == (400, "x-request-timeout")

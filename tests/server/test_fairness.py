@@ -55,7 +55,7 @@ async def ends_before(server: Running, few_key: str) -> tuple[int, list[int]]:
 async def test_the_second_key_waits_a_turn_and_not_for_the_fifty(
     server_with: Any, settings: dict[str, Any], is_fair: bool
 ) -> None:
-    server = server_with(**settings, max_num_seqs=ROWS, api_key=("many", "few"))
+    server = server_with(**settings, max_num_seqs=ROWS, max_wait_s=0, api_key=("many", "few"))
     left, waits = await ends_before(server, "few" if is_fair else "many")
     keys = "two keys" if is_fair else "one key"
     print(f"{keys}: {waits} of the {left} queued answers ended before the {FEW} that came later")

@@ -259,3 +259,17 @@ def test_a_socket_finds_nothing_of_another_key(server_with: Any) -> None:
     assert _cached_by_socket(server, "first-key") == 0
     assert _cached_by_socket(server, "second-key") == 0
     assert _cached_by_socket(server, "first-key") > 100
+
+
+def test_metrics_may_have_a_key_of_their_own(server_with: Any) -> None:
+    def status(server: Running, path: str, key: str) -> int:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        return httpx.get(server.url + path, headers=headers).status_code
+
+    with_keys = server_with(api_key=("a", "b"), metrics_key="scraper")
+    paths = ("/metrics", "/v1/models")
+    found = {key: [status(with_keys, path, key) for path in paths] for key in ("scraper", "a", "")}
+    assert found == {"scraper": [200, 401], "a": [401, 200], "": [401, 401]}
+    without = server_with(metrics_key="scraper")
+    found = {key: [status(without, path, key) for path in paths] for key in ("scraper", "")}
+    assert found == {"scraper": [200, 200], "": [401, 200]}
