@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AttentionInterface
+from transformers import CONFIG_MAPPING, AttentionInterface, AttentionMaskInterface
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from streamer.errors import ModelNotSupported
@@ -27,6 +27,8 @@ from streamer.model.loader import check_stored_dtypes
 logger = logging.getLogger(__name__)
 
 ATTENTION = "streamer_paged"
+RECORDING = "streamer_recording"  # the same in a trial run, where masks say what a layer sees
+FULL, ODD = 0, -1  # in place of a window: a layer sees all before; no window says what it sees
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Kinds whose frequencies change with the longest sequence of the batch, once beyond a limit.
 UNSTEADY_ROPE = {
@@ -49,52 +51,115 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     model_limit: int
     num_parameters: int
+    windows: tuple[int | None, ...]  # tokens that each layer sees; None: all before
 
 
 class PagedContext:
-    """One step's batch and pool, handed through transformers to the attention hook.
-
-    Without a pool it only records: layer -> (KV heads, key size, value size).
-    """
+    """One step's batch and pool, handed through transformers to the attention hook."""
 
     def __init__(
-        self, batch: ops.AttentionBatch | None = None, pool: torch.Tensor | None = None
+        self, batch: ops.AttentionBatch, pool: torch.Tensor, windows: tuple[int | None, ...]
     ) -> None:
         self.batch = batch
         self.pool = pool
+        self.windows = windows
+
+
+class Recording:
+    """In the place of a PagedContext: what each layer asks of attention.
+
+    seen     layer -> (KV heads, key size, value size)
+    windows  layer -> tokens that its mask lets it see, None: all before
+
+    The mask is what eager attention obeys, `sliding_window` is not: Qwen2-MoE, PhiMoE and others
+    have the one and don't pass the other.
+    """
+
+    def __init__(self, name: str, model_limit: int) -> None:
+        self.name = name
+        self.model_limit = model_limit
         self.seen: dict[int, tuple[int, int, int]] = {}
-        self.is_causal = True
+        self.windows: dict[int, int | None] = {}
+        self._masks: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def mask(
+        self, q_length: int, kv_length: int, mask_function: Any, dtype: torch.dtype, **_: Any
+    ) -> torch.Tensor:
+        """transformers' mask interface: a mask without numbers, remembered by its storage."""
+        made = torch.empty(1, 1, q_length, kv_length, dtype=dtype, device="meta")
+        window = window_of(mask_function, self.model_limit)
+        self._masks[made.untyped_storage()._cdata] = made, window
+        return made
+
+    def saw(
+        self, module: Any, key: torch.Tensor, value_size: int, mask: torch.Tensor | None
+    ) -> None:
+        """One layer's call of the hook."""
+        layer = module.layer_idx
+        if not getattr(module, "is_causal", True):
+            raise _refusal(self.name, "its attention is not causal")
+        known = None if mask is None else self._masks.get(mask.untyped_storage()._cdata)
+        if known is None:
+            raise _refusal(self.name, "its attention has a mask of its own")
+        window = known[1]
+        if window == ODD:
+            raise _refusal(self.name, "its attention is neither causal nor has a sliding window")
+        self.seen[layer] = (key.shape[1], key.shape[3], value_size)
+        self.windows[layer] = None if window == FULL else window
 
 
 def examine(checkpoint: Checkpoint) -> Shape:
     """The model's shape, or ModelNotSupported naming the architecture and what it lacks."""
     check_stored_dtypes(checkpoint)
     config, model_class = model_class_of(checkpoint.config)
+    name = model_class.__name__
+    layers = getattr(config, "num_hidden_layers", None)
+    if not isinstance(layers, int):
+        raise _refusal(name, "its config.json names no num_hidden_layers")
+    limit = _model_limit(config, name)
     model = _hollow_model(config, model_class)
-    context = _record(model, model_class.__name__)
-    layers = int(config.num_hidden_layers)
-    if set(context.seen) != set(range(layers)):
+    recording = _record(model, name, limit)
+    if set(recording.seen) != set(range(layers)):
         raise _refusal(
-            model_class.__name__,
-            f"{len(context.seen)} of its {layers} layers use the attention interface",
+            name, f"{len(recording.seen)} of its {layers} layers use the attention interface"
         )
-    shapes = set(context.seen.values())
+    shapes = set(recording.seen.values())
     if len(shapes) != 1:
-        raise _refusal(model_class.__name__, f"its layers' key and value sizes differ: {shapes}")
-    if not context.is_causal:
-        raise _refusal(model_class.__name__, "its attention is not causal")
+        raise _refusal(name, f"its layers' key and value sizes differ: {shapes}")
     kv_heads, key_size, value_size = shapes.pop()
     if value_size > key_size:
-        raise _refusal(model_class.__name__, f"values ({value_size}) are wider than keys")
+        raise _refusal(name, f"values ({value_size}) are wider than keys")
     return Shape(
-        architecture=model_class.__name__,
+        architecture=name,
         vocab_size=int(model.get_output_embeddings().weight.shape[0]),
         num_layers=layers,
         num_kv_heads=kv_heads,
         head_dim=key_size,
-        model_limit=_model_limit(config, model_class.__name__),
+        model_limit=limit,
         num_parameters=sum(p.numel() for p in model.parameters()),
+        windows=tuple(recording.windows[layer] for layer in range(layers)),
     )
+
+
+def window_of(mask_function: Any, limit: int) -> int:
+    """How many tokens a causal mask shows: FULL for all before, ODD where it is no such mask.
+
+    mask_function  transformers' (batch, head, query, key) -> whether the query sees the key
+    limit          tokens of context; the mask is asked at positions all over it
+    """
+    key, zero = torch.arange(limit), torch.zeros((), dtype=torch.int64)
+
+    def seen_by(position: int) -> torch.Tensor:
+        sees: torch.Tensor = mask_function(zero, zero, torch.tensor(position), key)
+        return sees.expand(limit)
+
+    window = int(seen_by(limit - 1).sum())
+    borders = [1 << n for n in range(limit.bit_length())] + [window, limit // 3]
+    for position in sorted({p for n in borders for p in (n - 1, n, n + 1) if 0 <= p < limit}):
+        expected = (key <= position) & (key > position - window)
+        if window == 0 or not torch.equal(seen_by(position), expected):
+            return ODD
+    return FULL if window == limit else window
 
 
 class FallbackModel:
@@ -109,6 +174,7 @@ class FallbackModel:
         self.num_layers = shape.num_layers
         self.num_kv_heads = shape.num_kv_heads
         self.head_dim = shape.head_dim
+        self._windows = shape.windows
 
     def prepare(self, limits: ops.Limits) -> None:
         """Nothing: transformers' code can't be recorded."""
@@ -126,7 +192,7 @@ class FallbackModel:
             input_ids=tokens[None],
             position_ids=positions[None],
             use_cache=False,
-            streamer_ctx=PagedContext(batch, pool),
+            streamer_ctx=PagedContext(batch, pool, self._windows),
             logits_to_keep=0 if last is None else last,
         )
         logits: torch.Tensor = out.logits[0]
@@ -192,7 +258,7 @@ def model_class_of(given: dict[str, Any]) -> tuple[Any, Any]:
     fields = {k: v for k, v in given.items() if k != "auto_map"}
     try:
         config = config_class.from_dict(fields)
-    except (ValueError, TypeError, KeyError) as e:
+    except Exception as e:  # whatever that code finds wrong with it
         raise _refusal(name, f"transformers refuses its config.json: {e}") from e
     if not model_class._supports_attention_backend:
         raise _refusal(name, "its attention can't be replaced")
@@ -205,34 +271,40 @@ def model_class_of(given: dict[str, Any]) -> tuple[Any, Any]:
 
 def _hollow_model(config: Any, model_class: Any) -> Any:
     """The model on the meta device: shapes without memory."""
-    with torch.device("meta"):
-        model = model_class._from_config(config, dtype=torch.bfloat16)  # MoE demands bfloat16 there
-    _use_hook(model, model_class.__name__)
-    return model.eval()
+    try:
+        with torch.device("meta"):  # bfloat16, because MoE demands it there
+            return model_class._from_config(config, dtype=torch.bfloat16).eval()
+    except Exception as e:  # whatever that code makes of this config.json
+        raise _refusal(model_class.__name__, f"it can't be made: {e}") from e
 
 
-def _record(model: Any, name: str) -> PagedContext:
-    """Run a few tokens through the hollow model and see which layers call the hook."""
-    context = PagedContext()
+def _record(model: Any, name: str, limit: int) -> Recording:
+    """Run a few tokens through the hollow model and see which layers call the hook, and how."""
+    recording = Recording(name, limit)
+    AttentionMaskInterface.register(RECORDING, recording.mask)
+    _use_hook(model, name, RECORDING)
     ids = torch.arange(8, device="meta")
     try:
         with torch.inference_mode():
             model(
                 input_ids=ids[None],
+                attention_mask=torch.ones_like(ids)[None],  # without one, numbers are looked at
                 position_ids=ids[None],
                 use_cache=False,
-                streamer_ctx=context,
+                streamer_ctx=recording,
                 logits_to_keep=1,
             )
-    except (RuntimeError, NotImplementedError, TypeError, ValueError) as e:
+    except ModelNotSupported:
+        raise
+    except Exception as e:  # likewise
         raise _refusal(name, f"a trial run failed: {e}") from e
-    return context
+    return recording
 
 
-def _use_hook(model: Any, name: str) -> None:
-    AttentionInterface.register(ATTENTION, _attend)
-    model.set_attn_implementation(ATTENTION)
-    if model.config._attn_implementation != ATTENTION:
+def _use_hook(model: Any, name: str, attention: str = ATTENTION) -> None:
+    AttentionInterface.register(attention, _attend)
+    model.set_attn_implementation(attention)
+    if model.config._attn_implementation != attention:
         raise _refusal(name, f"it stays with {model.config._attn_implementation} attention")
 
 
@@ -243,9 +315,8 @@ def _attend(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    streamer_ctx: PagedContext | None = None,
+    streamer_ctx: PagedContext | Recording | None = None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **_: Any,
@@ -254,21 +325,20 @@ def _attend(
     if streamer_ctx is None:
         raise _refusal(type(module).__name__, "it drops the attention's arguments")
     layer, value_size = module.layer_idx, value.shape[3]
-    streamer_ctx.seen[layer] = (key.shape[1], key.shape[3], value_size)
-    streamer_ctx.is_causal &= getattr(module, "is_causal", True)
-    batch, pool = streamer_ctx.batch, streamer_ctx.pool
-    if batch is None or pool is None:
+    if isinstance(streamer_ctx, Recording):
+        streamer_ctx.saw(module, key, value_size, attention_mask)
         return query.new_zeros((1, query.shape[2], query.shape[1], value_size)), None
+    batch = streamer_ctx.batch
     if value_size < key.shape[3]:  # DeepSeek: narrower values; the pool holds one size
         value = torch.nn.functional.pad(value, (0, key.shape[3] - value_size))
-    pool_layer = ops.layer_view(pool, layer)
+    pool_layer = ops.layer_view(streamer_ctx.pool, layer)
     ops.store_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), pool_layer, batch)
     y = ops.paged_attention(
         query[0].transpose(0, 1),
         pool_layer,
         batch,
         query.shape[3] ** -0.5 if scaling is None else scaling,
-        sliding_window=sliding_window,
+        sliding_window=streamer_ctx.windows[layer],
         softcap=softcap,
         sinks=s_aux,
     )

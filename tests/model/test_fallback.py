@@ -14,7 +14,7 @@ from streamer.errors import ModelNotSupported
 from streamer.model import fallback
 from streamer.model.checkpoint import open_checkpoint
 from streamer.model.fallback import examine, load_fallback
-from tests.checkpoints import edit_config, reference_logits
+from tests.checkpoints import edit_config, reference_logits, reference_model
 from tests.model.hand import paged_logits
 from tests.model.test_decoder import random_tokens
 
@@ -124,6 +124,72 @@ def test_unknown_model_types_run_no_code(checkpoint: Any, tmp_path: Path) -> Non
         examine(open_checkpoint(folder))
     edit_config(folder, model_type="gpt2", architectures=["GPT2LMHeadModel"])
     assert examine(open_checkpoint(folder)).architecture == "GPT2LMHeadModel"
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "extra"),
+    [
+        ("Qwen2MoeConfig", "Qwen2MoeForCausalLM", {"use_sliding_window": True, "num_experts": 4}),
+        ("PhimoeConfig", "PhimoeForCausalLM", {"num_local_experts": 4}),
+        ("Qwen2Config", "Qwen2ForCausalLM", {"use_sliding_window": True, "max_window_layers": 1}),
+    ],
+)
+def test_a_window_beyond_the_probe_is_seen(
+    tmp_path: Path, config: str, name: str, extra: dict[str, Any]
+) -> None:
+    """Also where the model has its mask alone and does not pass `sliding_window` on."""
+    torch.manual_seed(5)
+    sizes = {**TINY, "max_position_embeddings": 512, "sliding_window": 64, **extra}
+    made = getattr(transformers, config)(
+        **sizes, num_experts_per_tok=2, moe_intermediate_size=48, initializer_range=0.3
+    )
+    opened = open_checkpoint(save(tmp_path, made, name))
+    shape = examine(opened)
+    assert 64 in shape.windows, shape.windows
+    model = load_fallback(opened, shape, torch.float32, show_progress=False)
+    tokens = [t % 64 for t in random_tokens(300)]
+    want = reference_logits(reference_model(tmp_path), tokens)
+    got = paged_logits(model, tokens, cuts=(33, 150))
+    assert torch.equal(got.argmax(-1), want.argmax(-1))
+
+
+def test_a_mask_of_its_own_is_refused(tmp_path: Path) -> None:
+    """Doge's keeps what it deems important, from keep_window_size tokens on."""
+    made = transformers.DogeConfig(**TINY, keep_window_size=64)
+    with pytest.raises(ModelNotSupported, match=r"DogeForCausalLM.*a mask of its own"):
+        examine(open_checkpoint(save(tmp_path, made, "DogeForCausalLM")))
+
+
+def test_only_a_causal_mask_or_a_window_has_a_window() -> None:
+    """Asked at positions all over the context."""
+    from transformers import masking_utils as masks
+
+    causal, sliding = masks.causal_mask_function, masks.sliding_window_causal_mask_function
+    assert [fallback.window_of(causal, n) for n in (1, 7, 4096)] == [fallback.FULL] * 3
+    assert fallback.window_of(sliding(3000), 4096) == 3000
+    assert fallback.window_of(sliding(5000), 4096) == fallback.FULL
+    chunked = masks.chunked_causal_mask_function(512, torch.zeros(1, dtype=torch.int64))
+    for odd in (chunked, sliding(0), masks.bidirectional_mask_function):
+        assert fallback.window_of(odd, 4096) == fallback.ODD
+
+
+def test_gpt2_with_a_pad_token_is_served(checkpoint: Any, reference: Any) -> None:
+    opened = open_checkpoint(checkpoint("gpt2", 1, pad_token_id=0))
+    model = load_fallback(opened, examine(opened), torch.float32, show_progress=False)
+    tokens = [0, *random_tokens(20), 0]
+    want = reference_logits(reference(opened.path), tokens)
+    assert (paged_logits(model, tokens, cuts=(7,)) - want).abs().max() < 1e-4
+
+
+def test_what_transformers_can_not_make_is_refused(checkpoint: Any, tmp_path: Path) -> None:
+    """Whatever its code raises."""
+    folder = shutil.copytree(checkpoint("gpt2", 1), tmp_path / "m")
+    edit_config(folder, n_inner="wide")
+    with pytest.raises(ModelNotSupported, match="GPT2LMHeadModel can't be served"):
+        examine(open_checkpoint(folder))
+    edit_config(folder, n_inner=None, activation_function="nothing")
+    with pytest.raises(ModelNotSupported, match="GPT2LMHeadModel can't be served"):
+        examine(open_checkpoint(folder))
 
 
 def test_missing_and_leftover_tensors_are_named(checkpoint: Any, tmp_path: Path) -> None:
