@@ -191,10 +191,21 @@ class KVManager:
         return True
 
     def release(self, seq: Sequence, after_plan: int) -> None:
-        """Give everything back, on both pools; free when `after_plan` is over."""
+        """Give everything back, on both pools; free when `after_plan` is over.
+
+        A block that the plan being built reads, for a copy-on-write or a swap of another sequence
+        that shared it, is free when that plan is over: this plan's copies run in any order and
+        beside its swaps, so none may write what another reads.
+        """
         for block in seq.blocks:
             self.copies.pop(block, None)
-        self.device.give_back(seq.blocks, after_plan)
+        sources = {copy.source for copy in self.copies.values()}
+        read = {b for b in seq.blocks if b in sources or self._leaving.get(b) == self.plan}
+        if read:
+            for block in reversed(seq.blocks):
+                self.device.give_back([block], self.plan if block in read else after_plan)
+        else:
+            self.device.give_back(seq.blocks, after_plan)
         self.host.give_back(seq.host_blocks, after_plan)
         seq.blocks, seq.host_blocks = [], []
         seq.num_computed = seq.num_published = 0

@@ -259,10 +259,8 @@ class State:
             self.counters.preemptions_swap += 1
             self.counters.swapped_out_blocks += len(moves)
         else:
-            # An earlier victim's swap in this plan may still read a block they shared.
-            after = draft.number if draft.has_swap else self.launched
             for seq in live:
-                self.kv.release(seq, after)
+                self.kv.release(seq, self.launched)
             self.move(request, Event.DROP)
             self.enqueue(request)
             self.counters.preemptions_recompute += 1

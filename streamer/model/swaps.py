@@ -103,7 +103,11 @@ class Swaps:
 
 
 def check_moves(plan: Plan, num_blocks: int, num_host_blocks: int) -> None:
-    """InvariantViolated for a block that is beyond its pool."""
+    """InvariantViolated for a block beyond its pool, or one that a copy writes beside another.
+
+    A plan's copies run in any order and beside its swaps: where one writes what another reads or
+    writes, a request could read another's KV. The engine ends sooner than that.
+    """
     for name, pairs, sources, destinations in (
         ("swap_out", plan.swap_out, num_blocks, num_host_blocks),
         ("copies", plan.copies, num_blocks, num_blocks),
@@ -115,3 +119,10 @@ def check_moves(plan: Plan, num_blocks: int, num_host_blocks: int) -> None:
                     f"{name} ({src}, {dst}) is beyond the pools of {sources} and {destinations} "
                     "blocks"
                 )
+    written = [block for _, block in (*plan.copies, *plan.swap_in)]
+    read = {block for block, _ in (*plan.copies, *plan.swap_out)}
+    if len(set(written)) < len(written) or not read.isdisjoint(written):
+        raise InvariantViolated(
+            f"plan {plan.number} copies into a block that it copies elsewhere: "
+            f"copies {plan.copies}, swap_in {plan.swap_in}, swap_out {plan.swap_out}"
+        )

@@ -7,7 +7,10 @@ output proves itself.
 As on a GPU, `launch` only queues: plans compute in order, when they are collected. Swap copies are
 on streams of their own. A swap-in waits for nobody: it may run before plans that were launched
 earlier have computed. A swap-out waits for the plans before its own, whose blocks it reads. Both
-may be done long after their plan is collected.
+may be done long after their plan is collected. The copies of one plan run in any order.
+
+So whatever may run beside something else must not touch what that reads or writes, however the
+hardware orders them: `launch` and every store prove that, and not only that this run went well.
 """
 
 from __future__ import annotations
@@ -78,16 +81,58 @@ class Device:
         self.rows: dict[int, Row] = {}
         self.launched: deque[Plan] = deque()
         self.early: set[int] = set()  # plans whose swap copies run as soon as they may
-        self.copying: deque[Plan] = deque()
+        self.copying: deque[Plan] = deque()  # plans whose swap copies may still be under way
         self.copies_done = 0
+        self.tables: dict[int, list[int]] = {}  # of the rows, as of the plan launched last
+        self.touched: dict[int, set[int]] = {}  # launched plan -> what its step reads or writes
 
     def launch(self, plan: Plan, is_early: bool = False) -> None:
         """Queue the plan; `is_early`: its swap copies run as soon as they may."""
+        self._update_tables(plan)
+        self._check_moves(plan)
         self.launched.append(plan)
         self.copying.append(plan)
         if is_early:
             self.early.add(plan.number)
             self._swap_in(plan)
+
+    def _update_tables(self, plan: Plan) -> None:
+        for row in plan.leaves:
+            del self.tables[row]
+        for join in plan.joins:
+            self.tables[join.row] = list(join.blocks)
+        for update in plan.tables:
+            self.tables[update.row][update.start :] = update.blocks
+        held = {block for table in self.tables.values() for block in table}
+        self.touched[plan.number] = held.union(*plan.copies)
+
+    def _check_moves(self, plan: Plan) -> None:
+        """What may run at the same time touches different blocks."""
+        into = [block for _, block in (*plan.copies, *plan.swap_in)]
+        into_host = [block for _, block in plan.swap_out]
+        came = {block for _, block in plan.swap_in}
+        assert len(set(into)) == len(into), "two copies touch the same block"
+        assert len(set(into_host)) == len(into_host), "two copies touch the same block of the host"
+        for source, _ in (*plan.copies, *plan.swap_out):
+            assert source not in into, f"two copies of plan {plan.number} touch the same block"
+        for number, touched in self.touched.items():
+            assert touched.isdisjoint(came) or number == plan.number, (
+                f"a swap-in of plan {plan.number} and plan {number} touch the same block"
+            )
+        for other in (*self.copying, plan):
+            read = {block for block, _ in other.swap_in}
+            assert read.isdisjoint(into_host), "two swaps touch the same block of the host"
+        for other in self.copying:
+            self._check_store(into, other)
+            written = {block for _, block in other.swap_out}
+            assert written.isdisjoint(into_host), "two swaps touch the same block of the host"
+
+    def _check_store(self, blocks: list[int], plan: Plan) -> None:
+        """Swap copies of that plan, which may still run, have nothing to do with these blocks."""
+        busy = {block for block, _ in plan.swap_out} | {block for _, block in plan.swap_in}
+        assert busy.isdisjoint(blocks), (
+            f"a step and swaps of plan {plan.number} touch the same block"
+        )
 
     def run(self, number: int) -> StepResult:
         """Compute the oldest launched plan, with its effects in order."""
@@ -109,6 +154,7 @@ class Device:
         for source, destination in plan.copies:
             self.memory[destination] = list(self.memory[source])
         assert len(self.rows) == plan.num_rows
+        del self.touched[number]
         return self._compute(plan, joined)
 
     def flush(self, upto: int) -> None:
@@ -148,12 +194,17 @@ class Device:
             work.append((row, count, sample))
         assert not chunks
         assert num_tokens == plan.num_tokens
+        stored: list[int] = []
         for row, count, _ in work:  # every store before any read
             chains = chain_of(row.tokens)
             for position in range(row.computed, row.computed + count):
                 block, offset = divmod(position, self.size)
                 self.memory[row.table[block]][offset] = chains[position]
+                stored.append(row.table[block])
             row.computed += count
+        for other in self.copying:
+            if other.number <= plan.number:  # a later swap-out waits for this step
+                self._check_store(stored, other)
         drawn: dict[int, int] = {}
         failed: dict[int, str] = {}
         for row, count, sample in work:

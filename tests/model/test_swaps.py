@@ -1,0 +1,31 @@
+"""check_moves: a plan whose copies would be in each other's way is refused by either runner."""
+
+from __future__ import annotations
+
+import pytest
+
+from streamer.core.plan import Plan
+from streamer.errors import InvariantViolated
+from streamer.model.swaps import check_moves
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(1, copies=((1, 4), (3, 1))),
+        Plan(1, copies=((1, 4), (3, 4))),
+        Plan(1, copies=((1, 4),), swap_in=((0, 1),)),
+        Plan(1, copies=((1, 4),), swap_in=((0, 4),)),
+        Plan(1, copies=((1, 4),), swap_out=((4, 0),)),
+        Plan(1, swap_out=((4, 0),), swap_in=((1, 4),)),
+        Plan(1, copies=((1, 9),)),
+        Plan(1, swap_out=((1, 9),)),
+    ],
+)
+def test_copies_that_touch_the_same_block_are_refused(plan: Plan) -> None:
+    with pytest.raises(InvariantViolated, match=r"copies into|beyond the pools"):
+        check_moves(plan, 9, 9)
+
+
+def test_copies_of_different_blocks_pass() -> None:
+    check_moves(Plan(1, copies=((1, 4), (1, 5)), swap_out=((1, 0),), swap_in=((1, 6),)), 9, 9)
