@@ -8,6 +8,7 @@ known. Owned by TokenStream.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -81,6 +82,11 @@ class ChoiceLog:
     def has_rest(self) -> bool:
         """Whether the end released text that no token had."""
         return len(self._text) > (self._ends[-1] if self._ends else 0)
+
+    def num_shown(self, end: int) -> int:
+        """Of the first `end` tokens, those up to the last one that released text."""
+        released = self._ends[end - 1] if end else 0
+        return bisect_left(self._ends, released, 0, end) + 1 if released else 0
 
     def push(self, token: int, logprob: TokenLogprob | None, finish: Finish | None) -> None:
         """One more token, with its finish if it is the last."""

@@ -158,6 +158,10 @@ class TokenStream:
         """Whether the end released text that no token had."""
         return self._choices[choice].has_rest
 
+    def num_shown(self, end: int, choice: int = 0) -> int:
+        """Of the first `end` output tokens, those up to the last one that released text."""
+        return self._choices[choice].num_shown(end)
+
     def token_ids(self, choice: int = 0) -> tuple[int, ...]:
         """The output tokens of a choice so far."""
         return tuple(self._choices[choice].tokens)

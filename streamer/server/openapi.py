@@ -163,7 +163,7 @@ ROUTES: Final = (
         "/v1/responses/{id}/cancel",
         "End a response",
         answer=response_types.Response,
-        statuses=(404, *KEYED),
+        statuses=_BY_ID,
     ),
     Route(
         "GET",

@@ -12,8 +12,9 @@ import msgspec
 
 from streamer.errors import NotFound
 from streamer.server.admission import tenant_of
-from streamer.server.context import Context, context_of
+from streamer.server.context import Context, TurnItem, context_of
 from streamer.server.openai.common import clip, named
+from streamer.server.openai.events import item_id
 from streamer.server.service import salt_of
 from streamer.server.turns import make_turn
 
@@ -52,8 +53,9 @@ async def respond(
     if body.previous_response_id is not None:
         parent = find(service, body.previous_response_id, scope, session, "previous_response_id")
     salt, tenant = salt_of(scope, body), tenant_of(scope)
+    items = _items(service, body, scope, session, response_id)
     with named(body.names):
-        turn = await make_turn(service.engine, body, parent, response_id=response_id, salt=salt)
+        turn = await make_turn(service.engine, body, items, parent, salt=salt)
     service.admission.accept(tenant, [turn.prompt])
     if body.generate is False:
         params = msgspec.structs.replace(params, max_tokens=1, min_tokens=0, stop=())
@@ -82,6 +84,36 @@ async def respond(
     )
     service.record("responses", transport, scope, [stream], model)
     return stream
+
+
+def _items(
+    service: Service, body: ResponseCreate, scope: Scope, session: str, response_id: str
+) -> tuple[TurnItem, ...]:
+    """The input as items; a reference is the item that it names."""
+    base = item_id(response_id)
+    return tuple(
+        _referenced(service, item.id or "", scope, session, f"input[{i}].id")
+        if item.is_reference
+        else TurnItem(f"{base}_{i}", item.role or "user", item.text)
+        for i, item in enumerate(body.items())
+    )
+
+
+def _referenced(service: Service, name: str, scope: Scope, session: str, param: str) -> TurnItem:
+    """An item of a response that `find` finds: its answer, or one of its input."""
+    made_by = "resp_" + name.removeprefix("msg_").partition("_")[0]
+    try:
+        stream = find(service, made_by, scope, session)
+    except NotFound:
+        stream = None
+    if stream is not None:
+        context = context_of(stream)
+        if name == item_id(made_by) and stream.is_finished:
+            return TurnItem(name, "assistant", context.prefix + stream.text(0))
+        for item in context.items:
+            if item.id == name:
+                return item
+    raise NotFound(f"there is no item {clip(name)!r} here", param=param)
 
 
 def find(

@@ -52,7 +52,7 @@ def read_steer(event: SteerEvent, size: int) -> Steer:
         try:
             messages = msgspec.convert(given, list[_Message])
         except msgspec.ValidationError as e:
-            raise located(str(e)) from None
+            raise located(str(e), list[_Message]) from None
         items = [
             InputItem(m.role, m.content if isinstance(m.content, str) else [*m.content])
             for m in messages

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from streamer.core.plan import FinishReason
 from streamer.errors import InvalidRequest, NotFound, StreamerError
 from streamer.server.context import TurnItem, context_of
 from streamer.server.openai import chat
@@ -31,7 +32,7 @@ from streamer.server.openai.response_types import (
     InputPart,
     type_of,
 )
-from streamer.server.openai.responses import DECODER, FIELDS, LOGPROBS
+from streamer.server.openai.responses import DECODER, FIELDS, Includable
 from streamer.server.responding import find, find_chat, respond
 from streamer.server.security import read_body
 from streamer.server.sse import EventStream, frame, read_whole
@@ -149,8 +150,20 @@ class ResponseRoutes:
         )
 
     async def cancel(self, request: Request) -> ASGIApp:
-        """POST /v1/responses/{id}/cancel: idempotent; the object as it ended."""
+        """POST /v1/responses/{id}/cancel: idempotent; the object as it ended.
+
+        A response that came to its end is cancelled no more; where it ran in the background its
+        client could not have known.
+        """
         stream = self._find(request)
+        reasons = {f.reason for f in stream.finishes if f is not None}
+        is_late = stream.is_finished and FinishReason.CANCELLED not in reasons
+        if is_late and not context_of(stream).is_background:
+            raise InvalidRequest(
+                f"response {stream.request_id} has ended: only one made with background may be "
+                f"cancelled then",
+                code="response_already_completed",
+            )
         if not stream.is_finished:
             self._service.cancel([stream])
             with contextlib.suppress(TimeoutError, StreamerError):
@@ -247,11 +260,10 @@ def _check_query(request: Request) -> None:
         )
     for name in ("include", "include[]"):
         for value in query.getlist(name):
-            if value != LOGPROBS:
+            if value not in get_args(Includable):
                 raise InvalidRequest(
-                    f"include: {value[:80]!r} is not supported by this server",
+                    f"include: {value[:80]!r}; accepted: {', '.join(get_args(Includable))}",
                     param="include",
-                    code="unsupported_parameter",
                 )
 
 

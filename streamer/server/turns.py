@@ -41,19 +41,16 @@ class Turn(msgspec.Struct, frozen=True):
 async def make_turn(
     engine: AsyncEngine,
     body: ResponseCreate,
+    items: tuple[TurnItem, ...],
     parent: TokenStream | None,
     *,
-    response_id: str,
     salt: str,
 ) -> Turn:
-    """The turn of a checked body.
+    """The turn of a checked body whose input is `items`.
 
     Raises InvalidRequest for a parent that still runs, a fork beyond its end, and what the chat
     template refuses.
     """
-    given = body.items()
-    base = item_id(response_id)
-    items = tuple(TurnItem(f"{base}_{i}", role, text) for i, (role, text) in enumerate(given))
     said: Said | None = None
     if parent is not None:
         context = context_of(parent)

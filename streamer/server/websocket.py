@@ -167,7 +167,7 @@ class Session:
                 data = self._json_of(message)
                 event = _EVENT.decode(data)
             except msgspec.ValidationError as e:
-                self._refuse(located(str(e), "invalid_event"), None)
+                self._refuse(located(str(e), code="invalid_event"), None)
             except (msgspec.DecodeError, UnicodeError, RecursionError, TypeError):
                 form = "MessagePack in binary" if self._is_packed else "JSON in text"
                 await self._close(4400, f"events are {form} frames, and this one is not")
@@ -266,4 +266,4 @@ def _fields(data: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as e:
-        raise located(str(e)) from None
+        raise located(str(e), kind, data) from None

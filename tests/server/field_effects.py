@@ -6,11 +6,12 @@ sampling fields, so what the server made of them is given to the real sampler.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
 import torch
+from openai.types.responses import ResponseIncludable
 
 from streamer.bench.fake import expected_text, fake_tokenizer
 from streamer.bench.fake_tokenizer import FIRST_NUMBER
@@ -292,9 +293,25 @@ def response_logprobs(asker: Asker, kind: str) -> None:
     wanted = content(include=["message.output_text.logprobs"])
     assert "".join(t["token"] for t in wanted) == expected_text(8)
     assert [len(t["top_logprobs"]) for t in content(top_logprobs=3)] == [3] * 8
-    with pytest.raises(Refused) as caught:
-        asker.ask(kind, include=["file_search_call.results"])
-    assert (caught.value.status, caught.value.param) == (400, "include[0]")
+
+
+def include(asker: Asker, kind: str) -> None:
+    """Log probabilities come; what is never made is taken, as OpenAI does; names are checked."""
+    response_logprobs(asker, kind)
+    asker.ask(kind, include=list(get_args(ResponseIncludable)))
+    with pytest.raises(Refused, match=r"accepted: .code_interpreter_call") as caught:
+        asker.ask(kind, include=["file_search_call.results", "nothing.known"])
+    assert (caught.value.status, caught.value.param) == (400, "include[1]")
+
+
+def says_again(name: str, value: Any) -> Any:
+    """A field that only the response's object shows."""
+
+    def effect(asker: Asker, kind: str) -> None:
+        assert asker.ask(kind, **{name: value}).body[name] == value
+        assert asker.ask(kind).body[name] in (None, True)
+
+    return effect
 
 
 def stream_id(asker: Asker, kind: str) -> None:

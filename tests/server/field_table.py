@@ -1,8 +1,8 @@
 """Every field of the three create bodies: honoured, accepted or refused, in one table.
 
-Fields are those of the installed openai package's types, of vLLM's bodies, and our own; the tests
-compare, so that a new one in the package fails until it has a row here. To honour a refused field,
-give its row an effect.
+Fields are those of the installed openai package's types, of vLLM's and SGLang's bodies, and our
+own; the tests compare, so that a new one in the package fails until it has a row here. To honour a
+refused field, give its row an effect.
 """
 
 from __future__ import annotations
@@ -54,6 +54,16 @@ LABELS: dict[str, Row] = {
     "safety_identifier": Accepted("someone", "a label likewise"),
     "prompt_cache_key": Accepted("key", "a hint where a cache is warm: there is one cache"),
 }
+SAID_AGAIN: dict[str, Row] = {
+    name: Honoured(effects.says_again(name, value))
+    for name, value in {
+        "user": "someone",
+        "safety_identifier": "someone",
+        "prompt_cache_key": "key",
+        "parallel_tool_calls": False,
+        "max_tool_calls": 3,
+    }.items()
+}
 
 SAMPLING: dict[str, Row] = {
     "temperature": Honoured(effects.temperature),
@@ -96,6 +106,23 @@ SAMPLING: dict[str, Row] = {
     "vllm_xargs": Refused({"a": 1}, "vLLM's own plugins"),
     "repetition_detection": Refused({"a": 1}, "repetition_penalty is there"),
     "request_id": Refused("mine", "ids are drawn here, so that nobody can guess one"),
+    "max_repetition_pattern_size": Refused(4, "repetition_penalty is there"),
+    "min_repetition_pattern_size": Refused(4, "repetition_penalty is there"),
+    "repetition_min_count": Refused(4, "repetition_penalty is there"),
+    "regex": Refused("a+", GRAMMAR),
+    "ebnf": Refused("root ::= 'a'", GRAMMAR),
+    "grammar": Refused("root ::= 'a'", GRAMMAR),
+    "json_schema": Refused("{}", GRAMMAR),
+    "stop_regex": Refused("a+", "stop strings are strings"),
+    "no_stop_trim": Refused(True, "the text ends before a stop string"),
+    "lora_path": Refused("x", "one model a process"),
+    "session_id": Refused("x", "previous_response_id is there"),
+    "session_params": Refused({"id": "x"}, "previous_response_id is there"),
+    "custom_logit_processor": Refused("x", NEVER),
+    "custom_params": Refused({"a": 1}, NEVER),
+    "return_hidden_states": Refused(True, "they stay on the device"),
+    "input_ids": Refused([5], "completions take token ids"),
+    "rid": Refused("mine", "ids are drawn here, so that nobody can guess one"),
 }
 
 CHAT: dict[str, Row] = {
@@ -162,17 +189,16 @@ COMPLETIONS: dict[str, Row] = {
 
 RESPONSES: dict[str, Row] = {
     **SAMPLING,
-    **LABELS,
+    **SAID_AGAIN,
     "input": Honoured(effects.prompt),
     "model": Honoured(effects.model),
     "instructions": Honoured(effects.instructions),
     "max_output_tokens": Honoured(effects.limit("max_output_tokens")),
     "top_logprobs": Honoured(effects.response_logprobs),
-    "include": Honoured(effects.response_logprobs),
+    "include": Honoured(effects.include),
     "metadata": Honoured(effects.metadata),
     "stream_id": Honoured(effects.stream_id),
     "stream_options": Honoured(effects.obfuscation),
-    "parallel_tool_calls": Accepted(False, "without tools there are no calls"),
     "access_programs": Refused(["x"], HOSTED),
     "background": Honoured(effects.background),
     "background_options": Refused({"a": 1}, HOSTED),
@@ -181,7 +207,6 @@ RESPONSES: dict[str, Row] = {
     "fork": Honoured(effects.fork),
     "generate": Honoured(effects.generate),
     "image": Refused({"a": 1}, MEDIA),
-    "max_tool_calls": Refused(3, TOOLS),
     "moderation": Refused({"a": 1}, HOSTED),
     "previous_response_id": Honoured(effects.previous_response_id),
     "prompt": Refused({"id": "pmpt_1"}, HOSTED),
@@ -211,6 +236,13 @@ VLLM = {
     *("allowed_token_ids", "bad_words", "priority", "return_token_ids"),
     *("return_tokens_as_token_ids", "cache_salt", "kv_transfer_params", "vllm_xargs"),
     *("structured_outputs", "request_id", "add_special_tokens", "logits_processors"),
+    *("max_repetition_pattern_size", "min_repetition_pattern_size", "repetition_min_count"),
+}
+# SGLang's that constrain or change the answer, and llama.cpp's `grammar`.
+SGLANG = {
+    *("regex", "ebnf", "json_schema", "stop_regex", "no_stop_trim", "lora_path", "session_id"),
+    *("session_params", "custom_logit_processor", "custom_params", "return_hidden_states", "rid"),
+    *("input_ids", "grammar"),
 }
 VLLM_CHAT = VLLM | {
     *("echo", "add_generation_prompt", "continue_final_message", "documents", "chat_template"),
@@ -219,12 +251,12 @@ VLLM_CHAT = VLLM | {
 
 
 def official(kind: str) -> set[str]:
-    """The fields that the installed openai package and vLLM know of a body."""
+    """The fields that the installed openai package, vLLM and SGLang know of a body."""
     if kind == "chat":
-        return {*get_type_hints(chat_params.CompletionCreateParamsStreaming), *VLLM_CHAT}
+        return {*get_type_hints(chat_params.CompletionCreateParamsStreaming), *VLLM_CHAT, *SGLANG}
     if kind == "completions":
         hints = get_type_hints(completion_create_params.CompletionCreateParamsStreaming)
-        return {*hints, *VLLM}
+        return {*hints, *VLLM, *SGLANG}
     http = get_type_hints(response_create_params.ResponseCreateParamsStreaming)
     socket = get_type_hints(responses_client_event_param.ResponseCreate)
-    return {*http, *socket} - {"type"}
+    return {*http, *socket, *SGLANG} - {"type"}

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from streamer.core.plan import Finish, FinishReason, TokenLogprob
+from streamer.core.sampling import SamplingParams
 from streamer.engine.stream import Delta, Timing
 from streamer.server.context import Context
 from streamer.server.openai import chat, completions, responses
@@ -37,7 +38,7 @@ def stream(n: int = 1) -> Any:
         request_id="r",
         created=1.0,
         seed=7,
-        params=SimpleNamespace(n=n, temperature=1.0, top_p=1.0, seed=7, prompt_logprobs=None),
+        params=SamplingParams(n=n, seed=7, logprobs=1),
         prompt=(1, 2),
         num_prompt_tokens=2,
         cached_tokens=0,

@@ -125,6 +125,48 @@ def test_cancel_is_idempotent_and_what_was_said_stays(client: openai.OpenAI) -> 
     assert client.responses.cancel(answer.id) == first == client.responses.retrieve(answer.id)
 
 
+def test_what_has_ended_is_cancelled_only_if_it_was_in_the_background(
+    client: openai.OpenAI,
+) -> None:
+    answer = client.responses.create(model="fake", input="count to 3")
+    with pytest.raises(openai.BadRequestError, match="has ended"):
+        client.responses.cancel(answer.id)
+    alone = client.responses.create(model="fake", input="count to 3", background=True)
+    while client.responses.retrieve(alone.id).status != "completed":
+        pass
+    assert client.responses.cancel(alone.id).status == "completed"
+
+
+def test_a_reference_is_the_item_it_names(server: Running, client: openai.OpenAI) -> None:
+    """As the AI SDK of Vercel asks for a second turn: its own messages, the answer by its id."""
+    first = client.responses.create(model="fake", input="count to 3")
+    asked = client.responses.input_items.list(first.id).data[0].id
+    turns: list[Any] = [
+        {"role": "user", "content": [{"type": "input_text", "text": "count to 3"}]},
+        {"type": "item_reference", "id": first.output[0].id},
+        {"role": "user", "content": "count to 5"},
+    ]
+    second = client.responses.create(model="fake", input=turns)
+    spelled = [turns[0], {"role": "assistant", "content": first.output_text}, turns[2]]
+    same = client.responses.create(model="fake", input=spelled)
+    streams = [server.engine.get(r.id) for r in (second, same)]
+    assert streams[0] is not None and streams[1] is not None  # noqa: PT018
+    assert streams[0].prompt == streams[1].prompt
+    by_ids = client.responses.create(model="fake", input=[{"id": asked}, *turns[1:]])  # type: ignore[list-item]
+    stream = server.engine.get(by_ids.id)
+    assert stream is not None
+    assert stream.prompt == streams[0].prompt
+
+
+def test_a_reference_to_nothing_is_named(server: Running) -> None:
+    for name in ("msg_" + "0" * 24, "x" * 5000, ""):
+        items = [{"role": "user", "content": "x"}, {"type": "item_reference", "id": name}]
+        body = {"input": items}
+        got = httpx.post(server.url + "/v1/responses", json=body)
+        assert (got.status_code, got.json()["error"]["param"]) == (404, "input[1].id")
+        assert len(got.text) < 500
+
+
 def test_a_cut_answer_is_cancelled_and_readable(server: Running) -> None:
     body = {"input": "x", "stream": True, **ENDLESS}
     with httpx.stream("POST", server.url + "/v1/responses", json=body) as response:

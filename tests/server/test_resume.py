@@ -107,7 +107,7 @@ def test_without_a_cursor_it_is_replayed_unmerged_and_as_it_was(slow: Running) -
     assert follow(slow, path + f"&starting_after={live[-1].id}") == []
 
 
-@pytest.mark.parametrize("cursor", [None, 0, 3, 4, 9, 14, 16, 18])
+@pytest.mark.parametrize("cursor", [None, 0, 3, 4, 9, 14, 15, 17])
 def test_the_official_helper_resumes(slow: Running, cursor: int | None) -> None:
     client = openai.OpenAI(base_url=slow.url + "/v1", api_key="none", max_retries=0)
     with client:
@@ -121,8 +121,8 @@ def test_the_official_helper_resumes(slow: Running, cursor: int | None) -> None:
             events = list(stream)
             final = stream.get_final_response()
     after = -1 if cursor is None else cursor
-    # 15 is the end token's, which has no text
-    assert [e.sequence_number for e in events] == [n for n in range(after + 1, 20) if n != 15]
+    # the end token, which has no text, has no number
+    assert [e.sequence_number for e in events] == list(range(after + 1, 19))
     assert final.output_text == expected_text(10)
     assert events[-1].type == "response.completed"
 

@@ -40,7 +40,7 @@ from streamer.server.openai.common import (
     sampling_params,
     usage_of,
 )
-from streamer.server.openai.fields import HINT, HONOURED, LABELS, SAMPLING, Table, refused
+from streamer.server.openai.fields import HONOURED, LABELS, SAMPLING, Table, hint, refused
 from streamer.server.sse import DONE, frame
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ FIELDS: Final[Table] = {
     "stream_options": HONOURED,
     "metadata": HONOURED,
     "add_generation_prompt": HONOURED,
-    "parallel_tool_calls": HINT,  # without tools there are no calls
+    "parallel_tool_calls": hint(bool),  # without tools there are no calls
     "audio": refused(),
     "function_call": refused("none", "auto"),
     "functions": refused([]),

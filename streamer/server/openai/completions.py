@@ -59,7 +59,7 @@ FIELDS: Final[Table] = {
     "echo": HONOURED,
     "add_special_tokens": HONOURED,
     "best_of": refused(1),
-    "suffix": refused(""),
+    "suffix": refused("", instead="a prompt with the model's own fill-in tokens does the same"),
     # vLLM's
     "response_format": refused({"type": "text"}),
     "prompt_embeds": refused(),

@@ -2,7 +2,8 @@
 
 Pure. A sequence number is a function of the response's tokens alone: each event of the opening
 takes one, every output token takes one, each event of the closing takes one; an event over several
-tokens carries the last of theirs. So every number is a cursor, on every transport, at any time.
+tokens carries the last of theirs. The last tokens take none if they are on no event: no gap before
+the closing. So every number is a cursor, on every transport, at any time.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def blank_response(
     body = context.body
     return Response(
         id=response_id,
-        created_at=float(int(created)),
+        created_at=int(created),
         status=status,
         model=context.model,
         output=[],
@@ -71,6 +72,13 @@ def blank_response(
         instructions=body.instructions,
         metadata=body.metadata or {},
         top_logprobs=body.top_logprobs or 0,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        max_tool_calls=body.max_tool_calls,
+        user=body.user,
+        safety_identifier=body.safety_identifier,
+        prompt_cache_key=body.prompt_cache_key,
         background=bool(body.background),
         previous_response_id=body.previous_response_id,
         store=body.store is not False,
@@ -106,6 +114,8 @@ class ResponseEvents:
         self._has_logprobs = LOGPROBS in wanted
         self._item_id = item_id(stream.request_id)
         self._is_silent = context.body.generate is False
+        # Every token is on an event, if not on this reader's, then on another's.
+        self._shows_all = bool(context.body.return_token_ids) or stream.params.logprobs is not None
         opening = 2 if self._is_silent else 4
         self._num_opening = opening + bool(context.body.background) + bool(context.prefix)
 
@@ -195,7 +205,7 @@ class ResponseEvents:
         logprobs = d.logprobs if self._has_logprobs else None
         if not (d.text or (d.token_ids and (logprobs or self._has_ids))):
             return []
-        number = self._num_opening - 1 + d.start + len(d.token_ids)
+        number = self._num_opening - 1 + self._num_numbered(d.start + len(d.token_ids))
         number += d.finish is not None and self._stream.has_rest()
         return [
             DeltaEvent(
@@ -245,7 +255,13 @@ class ResponseEvents:
 
         Text that only the end released has a number of its own, after the last token's.
         """
-        return 0 if self._is_silent else self._stream.num_output_tokens + self._stream.has_rest()
+        if self._is_silent:
+            return 0
+        return self._num_numbered(self._stream.num_output_tokens) + self._stream.has_rest()
+
+    def _num_numbered(self, end: int) -> int:
+        """Numbers of the first `end` tokens: those on no event, as an end token, leave no gap."""
+        return end if self._shows_all else self._stream.num_shown(end)
 
     def _status(self, finish: Finish) -> str:
         status = STATUSES[finish.reason]
@@ -266,6 +282,7 @@ class ResponseEvents:
         stream = self._stream
         num_in = stream.num_prompt_tokens
         num_out = 0 if self._is_silent else stream.num_output_tokens
+        ended = int(stream.created + (stream.timing.total_s or 0.0))
         reason = "steered" if self._context.is_steered else "max_output_tokens"
         has_item = not self._is_silent and (status != "failed" or num_out > 0)
         state = "completed" if status == "completed" else "incomplete"
@@ -276,7 +293,7 @@ class ResponseEvents:
             output=output,
             error=error if status == "failed" else None,
             incomplete_details={"reason": reason} if status == "incomplete" else None,
-            completed_at=stream.created + (stream.timing.total_s or 0.0),
+            completed_at=ended if status == "completed" else None,
             usage=Usage(
                 num_in,
                 InputDetails(stream.cached_tokens),

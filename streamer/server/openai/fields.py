@@ -7,11 +7,14 @@ honoured, a hint (accepted: it asks for nothing this server could do otherwise),
 
 from __future__ import annotations
 
+import json
+import math
 import re
-from collections.abc import Mapping
-from typing import Any, Final, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final, TypeVar, get_type_hints
 
 import msgspec
+from msgspec import inspect
 
 from streamer.errors import InvalidRequest
 
@@ -22,23 +25,34 @@ class Rule(msgspec.Struct, frozen=True):
     """What happens to a known field.
 
     is_honoured  the body's Struct has it
-    harmless     values (besides null) that ask for nothing; None: every value is harmless
+    harmless     values (besides null) that ask for nothing; None: every value of `kind` is harmless
+    kind         the type of a hint
+    instead      what to do instead of a refused field
     """
 
     is_honoured: bool = False
     harmless: tuple[Any, ...] | None = ()
+    kind: Any = None
+    instead: str = ""
 
 
 Table = dict[str, Rule]
 
 HONOURED: Final = Rule(is_honoured=True)
-HINT: Final = Rule(harmless=None)
 
 
-def refused(*harmless: Any) -> Rule:
-    """A field that is refused unless null or one of these values."""
-    return Rule(harmless=harmless)
+def hint(kind: Any) -> Rule:
+    """A field that is taken, and asks for nothing this server could do otherwise."""
+    return Rule(harmless=None, kind=kind)
 
+
+def refused(*harmless: Any, instead: str = "") -> Rule:
+    """A field that is refused unless null or one of these values; `instead` says what to do."""
+    return Rule(harmless=harmless, instead=instead)
+
+
+STOP: Final = "stop takes strings, stop_token_ids tokens"
+SESSION: Final = "previous_response_id of /v1/responses continues a conversation"
 
 # Sampling fields of every body, at top level: OpenAI's, vLLM's, and our own detach_s.
 SAMPLING: Final[Table] = {
@@ -78,6 +92,24 @@ SAMPLING: Final[Table] = {
     "guided_decoding_backend": refused(),
     "guided_whitespace_pattern": refused(),
     "structural_tag": refused(),
+    "max_repetition_pattern_size": refused(0),
+    "min_repetition_pattern_size": refused(0),
+    "repetition_min_count": refused(0),
+    # SGLang's and llama.cpp's names of the same and of more
+    "regex": refused(),
+    "ebnf": refused(),
+    "grammar": refused(""),
+    "json_schema": refused(),
+    "stop_regex": refused([], instead=STOP),
+    "no_stop_trim": refused(False),
+    "lora_path": refused(),
+    "session_id": refused(instead=SESSION),
+    "session_params": refused({}, instead=SESSION),
+    "custom_logit_processor": refused(),
+    "custom_params": refused({}),
+    "return_hidden_states": refused(False),
+    "input_ids": refused(instead="prompt of /v1/completions takes token ids"),
+    "rid": refused(),
     "return_tokens_as_token_ids": refused(False),
     "kv_transfer_params": refused(),
     "vllm_xargs": refused(),
@@ -87,36 +119,50 @@ SAMPLING: Final[Table] = {
 
 # Who is asking, and where a cache might be warm: labels, nothing to act on.
 LABELS: Final[Table] = {
-    "user": HINT,
-    "safety_identifier": HINT,
-    "prompt_cache_key": HINT,
+    "user": hint(str),
+    "safety_identifier": hint(str),
+    "prompt_cache_key": hint(str),
 }
 
 _RAW = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ANY = msgspec.json.Decoder()
-_PATH = re.compile(r"^(?P<what>.*) - at (?:`key` in )?`\$\.?(?P<path>.*)`$", re.DOTALL)
+_PATH = re.compile(r"^(?P<what>.*) - at (?P<key>`key` in )?`\$\.?(?P<path>.*)`$", re.DOTALL)
+_STEP = re.compile(r"\[[^\]]*\]|([^.\[\]]+)")
 
 
 def decode_body(data: bytes | str, decoder: msgspec.json.Decoder[T], table: Table) -> T:
     """The typed body, or InvalidRequest whose `param` is the path of the first field at fault."""
     try:
-        _refuse(
-            {
-                name: rule.harmless
-                for name, raw in _RAW.decode(data).items()
-                if (rule := table.get(name)) is not None
-                and not rule.is_honoured
-                and rule.harmless is not None
-                and not _is_harmless(_ANY.decode(raw), rule.harmless)
-            }
-        )
+        _check_known(_RAW.decode(data), table)
         return decoder.decode(data)
     except msgspec.ValidationError as e:
-        raise located(str(e)) from None
+        raise located(str(e), decoder.type, data) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        path = _not_finite(data)
+        if path is not None:
+            raise InvalidRequest(
+                f"{path}: NaN and Infinity are no numbers of JSON", param=path, code="invalid_json"
+            ) from None
         raise InvalidRequest(f"the body is not valid JSON: {e}", code="invalid_json") from None
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply", code="invalid_json") from None
+
+
+def _check_known(body: Mapping[str, msgspec.Raw], table: Table) -> None:
+    """Refuse by name what asks for something this server does not do, and hints of a wrong type."""
+    faults: dict[str, Rule] = {}
+    for name, raw in body.items():
+        rule = table.get(name)
+        if rule is None or rule.is_honoured:
+            continue
+        if rule.harmless is None:
+            try:
+                msgspec.json.decode(raw, type=rule.kind | None)
+            except msgspec.ValidationError as e:
+                raise InvalidRequest(f"{name}: {e}", param=name, code="invalid_type") from None
+        elif not _is_harmless(_ANY.decode(raw), rule.harmless):
+            faults[name] = rule
+    _refuse(faults)
 
 
 def _is_harmless(value: Any, harmless: tuple[Any, ...]) -> bool:
@@ -125,7 +171,7 @@ def _is_harmless(value: Any, harmless: tuple[Any, ...]) -> bool:
     )
 
 
-def _refuse(faults: Mapping[str, tuple[Any, ...]]) -> None:
+def _refuse(faults: Mapping[str, Rule]) -> None:
     """InvalidRequest that names every field at fault, `param` the first, if there are any."""
     if not faults:
         return
@@ -133,15 +179,26 @@ def _refuse(faults: Mapping[str, tuple[Any, ...]]) -> None:
     if others:
         text = f"{', '.join(faults)} are not supported by this server; leave them out or send null"
     else:
-        allowed = [msgspec.json.encode(h).decode() for h in faults[first]]
+        rule = faults[first]
+        allowed = [msgspec.json.encode(h).decode() for h in rule.harmless or ()]
         hint = f"leave it out, or send null or {', '.join(allowed)}"
         text = f"{first} is not supported by this server; "
         text += hint if allowed else "leave it out or send null"
+        text += f": {rule.instead}" if rule.instead else ""
     raise InvalidRequest(text, param=first, code="unsupported_parameter")
 
 
-def located(text: str, code: str = "invalid_type") -> InvalidRequest:
-    """msgspec's complaint as an error whose `param` is the path of the field."""
+# ---------------------------------------------------------------- what is at fault, and where
+
+
+def located(
+    text: str, kind: Any = None, data: bytes | str = b"", *, code: str = "invalid_type"
+) -> InvalidRequest:
+    """msgspec's complaint as an error whose `param` is the path of the field.
+
+    kind, data  the Struct that was wanted and the JSON it was not: the error then says which values
+                are accepted, where they are few, and which key of an object is at fault
+    """
     match = _PATH.match(text)
     if match is None:
         return InvalidRequest(text, param=missing_field(text), code=code)
@@ -149,6 +206,11 @@ def located(text: str, code: str = "invalid_type") -> InvalidRequest:
     missing = missing_field(what)
     if missing is not None:
         path = f"{path}.{missing}" if path else missing
+    if kind is not None:
+        accepted = sorted(_accepted(kind, path))
+        what += f"; accepted: {', '.join(map(repr, accepted))}" if accepted else ""
+        if match["key"] or path.endswith("[...]"):
+            path = _with_key(kind, path.removesuffix("[...]"), data)
     return InvalidRequest(f"{path or 'the body'}: {what}", param=path or None, code=code)
 
 
@@ -156,3 +218,60 @@ def missing_field(text: str) -> str | None:
     """The name in msgspec's "Object missing required field `name`"."""
     match = re.match(r"Object missing required field `([^`]*)`", text)
     return match[1] if match else None
+
+
+def _accepted(kind: Any, path: str) -> set[Any]:
+    """The values that a field takes, where its type lists them: of literals and of tags."""
+    found: list[inspect.Type] = [inspect.type_info(kind)]
+    for step in _STEP.finditer(path):
+        found = [inner for each in found for inner in _inside(each, step[1])]
+    values: set[Any] = set()
+    for each in _alternatives(found):
+        if isinstance(each, inspect.LiteralType):
+            values.update(v for v in each.values if v is not None)
+    return values
+
+
+def _inside(kind: inspect.Type, name: str | None) -> Iterator[inspect.Type]:
+    """The types of a field of this name, or of an item where there is no name."""
+    for each in _alternatives([kind]):
+        if isinstance(each, inspect.StructType):
+            if name == each.tag_field:
+                yield inspect.LiteralType((each.tag,))
+            yield from (f.type for f in each.fields if f.encode_name == name)
+        elif isinstance(each, inspect.ListType | inspect.VarTupleType) and name is None:
+            yield each.item_type
+
+
+def _alternatives(kinds: Iterable[inspect.Type]) -> Iterator[inspect.Type]:
+    for kind in kinds:
+        yield from kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+
+
+def _with_key(kind: Any, name: str, data: bytes | str) -> str:
+    """`name.key` for the first key of an object, a field of the body, that its type refuses."""
+    hint = get_type_hints(kind).get(name)
+    for key, value in _ANY.decode(data)[name].items() if hint is not None else ():
+        try:
+            msgspec.convert({key: value}, hint, str_keys=True)
+        except msgspec.ValidationError:
+            return f"{name}.{key}"
+    return name
+
+
+def _not_finite(data: bytes | str) -> str | None:
+    """The path of a NaN or Infinity, which some clients write; None if that is not the fault."""
+    try:
+        body = json.loads(data)  # takes them
+    except (ValueError, RecursionError):
+        return None
+    left: list[tuple[str, Any]] = [("", body)]
+    while left:
+        path, value = left.pop()
+        if isinstance(value, dict):
+            left += [(f"{path}.{key}" if path else key, inner) for key, inner in value.items()]
+        elif isinstance(value, list):
+            left += [(f"{path}[{i}]", inner) for i, inner in enumerate(value)]
+        elif isinstance(value, float) and not math.isfinite(value):
+            return path
+    return None

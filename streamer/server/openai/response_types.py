@@ -70,10 +70,13 @@ class TextConfig(msgspec.Struct, frozen=True):
 
 
 class Response(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="response"):
-    """OpenAI's response object; `seed` is ours."""
+    """OpenAI's response object, with what Open Responses wants of it; `seed` is ours.
+
+    completed_at  unix seconds, of a response that is completed
+    """
 
     id: str
-    created_at: float
+    created_at: int
     status: str
     model: str
     output: list[Item]
@@ -84,13 +87,18 @@ class Response(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", ta
     instructions: str | None
     metadata: dict[str, str]
     top_logprobs: int
+    presence_penalty: float
+    frequency_penalty: float
+    parallel_tool_calls: bool
+    max_tool_calls: int | None
+    user: str | None
+    safety_identifier: str | None
+    prompt_cache_key: str | None
     error: dict[str, str] | None = None
     incomplete_details: dict[str, str] | None = None
-    completed_at: float | None = None
+    completed_at: int | None = None
     usage: Usage | None = None
-    user: str | None = None
     background: bool = False
-    parallel_tool_calls: bool = True
     previous_response_id: str | None = None
     reasoning: Reasoning = Reasoning()
     service_tier: str = "default"

@@ -5,23 +5,42 @@ Pure: turns.py makes the prompt, events.py the answer.
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
+from msgspec import Meta
 
 from streamer.core.sampling import SamplingParams
 from streamer.errors import InvalidRequest
-from streamer.server.openai.common import SamplingFields, check_metadata, named, sampling_params
+from streamer.server.openai.common import (
+    MAX_METADATA_VALUE,
+    SamplingFields,
+    check_metadata,
+    named,
+    sampling_params,
+)
 from streamer.server.openai.fields import HONOURED, LABELS, SAMPLING, Table, refused
 
 MAX_ITEMS = 4096
 MAX_STREAM_ID = 128
 MAX_ID = 256
 LOGPROBS = "message.output_text.logprobs"
+# What OpenAI knows to include: of things that are never made there is nothing to leave out.
+Includable = Literal[
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+Label = Annotated[str, Meta(max_length=MAX_METADATA_VALUE)]
 
 FIELDS: Final[Table] = {
     **SAMPLING,
-    **LABELS,
+    **dict.fromkeys(LABELS, HONOURED),  # the response says them again
     "model": HONOURED,
     "input": HONOURED,
     "instructions": HONOURED,
@@ -39,9 +58,9 @@ FIELDS: Final[Table] = {
     "conversation": refused(),
     "generate": HONOURED,
     "image": refused(),
-    "max_tool_calls": refused(),
+    "max_tool_calls": HONOURED,
     "moderation": refused(),
-    "parallel_tool_calls": refused(True, False),
+    "parallel_tool_calls": HONOURED,
     "previous_response_id": HONOURED,
     "prompt": refused(),
     "prompt_cache_options": refused(),
@@ -75,11 +94,34 @@ class OutputText(msgspec.Struct, tag="output_text", tag_field="type"):
 
 
 class InputItem(msgspec.Struct):
-    """A message of the input."""
+    """A message of the input, or by its `id` one of an earlier response or of that one's input."""
 
-    role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[InputText | OutputText]
-    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[InputText | OutputText] | None = None
+    type: Literal["message", "item_reference"] | None = None
+    id: str | None = None
+
+    def check(self, path: str) -> None:
+        """Refuse what is neither."""
+        names = ("id",) if self.is_reference else ("role", "content")
+        for name in names:
+            if getattr(self, name) is None:
+                raise InvalidRequest(
+                    f"{path}.{name} is wanted", param=f"{path}.{name}", code="missing_field"
+                )
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether it only names a message; OpenAI lets a reference leave out its type."""
+        is_bare = self.type is None and self.role is None and self.id is not None
+        return self.type == "item_reference" or is_bare
+
+    @property
+    def text(self) -> str:
+        """What the message says."""
+        if isinstance(self.content, str):
+            return self.content
+        return "\n".join(part.text for part in self.content or ())
 
 
 class CreateOptions(msgspec.Struct):
@@ -103,7 +145,7 @@ class ResponseCreate(SamplingFields, kw_only=True):
     instructions: str | None = None
     max_output_tokens: int | None = None
     top_logprobs: int | None = None
-    include: list[str] | None = None
+    include: list[Includable] | None = None
     metadata: dict[str, str] | None = None
     stream_id: str | None = None
     stream_options: CreateOptions | None = None
@@ -113,28 +155,27 @@ class ResponseCreate(SamplingFields, kw_only=True):
     previous_response_id: str | None = None
     generate: bool | None = None
     fork: Fork | None = None
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: Annotated[int, Meta(ge=1)] | None = None
+    user: Label | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
 
-    def items(self) -> list[tuple[str, str]]:
-        """The input as (role, text)."""
+    def items(self) -> list[InputItem]:
+        """The input as messages and references to messages, checked."""
         if self.input is None:
             if self.fork is not None:
                 return []
             raise InvalidRequest("input is wanted", param="input", code="missing_field")
         if isinstance(self.input, str):
-            return [("user", self.input)]
+            return [InputItem("user", self.input)]
         if not 0 < len(self.input) <= MAX_ITEMS:
             raise InvalidRequest(
                 f"input has 1 to {MAX_ITEMS} items, got {len(self.input)}", param="input"
             )
-        return [
-            (
-                item.role,
-                item.content
-                if isinstance(item.content, str)
-                else "\n".join(part.text for part in item.content),
-            )
-            for item in self.input
-        ]
+        for i, item in enumerate(self.input):
+            item.check(f"input[{i}]")
+        return self.input
 
     def params(self, defaults: dict[str, float]) -> SamplingParams:
         """The sampling settings, checked."""
@@ -143,9 +184,6 @@ class ResponseCreate(SamplingFields, kw_only=True):
         check_stream_id(self.stream_id)
         check_metadata(self.metadata)
         self._check_parent()
-        for i, name in enumerate(self.include or ()):
-            if name != LOGPROBS:
-                raise _unsupported(f"include[{i}]")
         with named(self.names):
             return sampling_params(
                 self,

@@ -27,10 +27,12 @@ export interface OutputText {
   text: string;
 }
 
+/** A message, or by its id one that an earlier response or its input has. */
 export interface InputItem {
-  role: "user" | "assistant" | "system" | "developer";
-  content: string | (InputText | OutputText)[];
-  type?: "message";
+  role?: "user" | "assistant" | "system" | "developer" | null;
+  content?: string | (InputText | OutputText)[] | null;
+  type?: "message" | "item_reference" | null;
+  id?: string | null;
 }
 
 export interface CreateOptions {
@@ -50,7 +52,18 @@ export interface ResponseCreate {
   instructions?: string | null;
   max_output_tokens?: number | null;
   top_logprobs?: number | null;
-  include?: string[] | null;
+  include?:
+    | (
+        | "code_interpreter_call.outputs"
+        | "computer_call_output.output.image_url"
+        | "file_search_call.results"
+        | "message.input_image.image_url"
+        | "message.output_text.logprobs"
+        | "reasoning.encrypted_content"
+        | "web_search_call.action.sources"
+        | "web_search_call.results"
+      )[]
+    | null;
   metadata?: Record<string, string> | null;
   stream_id?: string | null;
   stream_options?: CreateOptions | null;
@@ -60,6 +73,11 @@ export interface ResponseCreate {
   previous_response_id?: string | null;
   generate?: boolean | null;
   fork?: Fork | null;
+  parallel_tool_calls?: boolean | null;
+  max_tool_calls?: number | null;
+  user?: string | null;
+  safety_identifier?: string | null;
+  prompt_cache_key?: string | null;
   temperature?: number | null;
   top_p?: number | null;
   top_k?: number | null;
@@ -194,13 +212,18 @@ export interface Response {
   instructions: string | null;
   metadata: Record<string, string>;
   top_logprobs: number;
+  presence_penalty: number;
+  frequency_penalty: number;
+  parallel_tool_calls: boolean;
+  max_tool_calls: number | null;
+  user: string | null;
+  safety_identifier: string | null;
+  prompt_cache_key: string | null;
   error: Record<string, string> | null;
   incomplete_details: Record<string, string> | null;
   completed_at: number | null;
   usage: Usage | null;
-  user: string | null;
   background: boolean;
-  parallel_tool_calls: boolean;
   previous_response_id: string | null;
   reasoning: Reasoning;
   service_tier: string;
