@@ -50,11 +50,38 @@ def load() -> ctypes.CDLL:
 
 def _load(command: list[str], folder: Path, when: str) -> ctypes.CDLL:
     """The library from the folder, which may go once it is loaded."""
-    path = folder / f"kernels-{_key(command)}.so"
-    if not path.exists():
+    key = _key(command)
+    path = _cached(folder, key)
+    if path is None:
         logger.info("compiling the kernels for this CPU, %s: a few seconds", when)
-        _compile(command, path)
+        path = _compile(command, folder, key)
     return ctypes.CDLL(str(path))
+
+
+def _cached(folder: Path, key: str) -> Path | None:
+    """A whole library that this user made. What else has its name goes: a shortened file would
+    end the process when it is mapped, an empty one would leave torch to serve for ever.
+    """
+    for path in sorted(folder.glob(f"kernels-{key}-*.so")):
+        try:
+            if _is_private(path.lstat()) and path == _named(folder, key, path):
+                return path
+        except OSError:  # gone, or not to be read
+            pass
+        logger.warning("%s is damaged or another user's: compiling it again", path)
+        path.unlink(missing_ok=True)
+    return None
+
+
+def _named(folder: Path, key: str, content: Path) -> Path:
+    """Where a library of this content belongs: its name says what is in it."""
+    digest = hashlib.blake2b(content.read_bytes(), digest_size=16).hexdigest()
+    return folder / f"kernels-{key}-{digest}.so"
+
+
+def _is_private(about: os.stat_result) -> bool:
+    """Whether only this user could have written it."""
+    return about.st_uid == os.getuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _compiler() -> list[str]:
@@ -99,21 +126,24 @@ def _cache_folder() -> Path | None:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = root / "streamer" / "kernels"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        about = folder.stat()
-        is_ours = about.st_uid == os.getuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        if is_ours and os.access(folder, os.W_OK):
+        if _is_private(folder.stat()) and os.access(folder, os.W_OK):
             return folder
     except (OSError, RuntimeError):  # the latter from a user without a home
         pass
     return None
 
 
-def _compile(command: list[str], path: Path) -> None:
-    """Under another name first, so that two processes never see half a library."""
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        half = Path(scratch) / path.name
+def _compile(command: list[str], folder: Path, key: str) -> Path:
+    """Under another name first, and on the disk before it gets its own: no process ever sees half
+    a library.
+    """
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        half = Path(scratch) / "kernels.so"
         command = [*command, str(FOLDER / MAIN), "-o", str(half), "-lm"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         if done.returncode:
             raise Unavailable(f"{shlex.join(command)} failed: {done.stderr.strip()[-2000:]}")
-        half.replace(path)
+        half.chmod(0o700)  # whatever the umask
+        with half.open("rb") as written:
+            os.fsync(written.fileno())
+        return half.replace(_named(folder, key, half))

@@ -71,6 +71,33 @@ def test_it_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert list(tmp_path.rglob("*.so")) == found
 
 
+@pytest.mark.parametrize("damage", ["truncated", "empty", "changed", "writable"])
+def test_a_damaged_cached_library_is_compiled_again(damage: str, tmp_path: Path) -> None:
+    """A shortened one was the end of every process that loaded it (SIGBUS), an empty one torch."""
+    code = "from streamer.kernels.cpu import library; print(library.load().lanes())"
+    quick = {"CFLAGS": "-O0", "XDG_CACHE_HOME": str(tmp_path)}
+    assert run(["-c", code], **quick).returncode == 0
+    (path,) = tmp_path.rglob("*.so")
+    whole = path.read_bytes()
+    bad = {"truncated": whole[:9000], "empty": b"", "changed": whole[:-1] + b"!"}
+    path.write_bytes(bad.get(damage, whole))
+    path.chmod(0o722 if damage == "writable" else 0o700)
+    done = run(["-c", code], **quick)
+    assert done.returncode == 0, done.stderr
+    assert "compiling it again" in done.stderr
+    (path,) = tmp_path.rglob("*.so")
+    assert path.stat().st_size == len(whole)
+    assert path.stat().st_mode & 0o777 == 0o700
+
+
+def test_what_another_user_made_is_not_loaded() -> None:
+    """Also in a folder that is this user's by now."""
+    mode, ours = 0o100700, os.getuid()
+    for owner, extra, is_private in ((ours, 0, True), (ours + 1, 0, False), (ours, 0o20, False)):
+        about = os.stat_result((mode | extra, 0, 0, 1, owner, 0, 0, 0, 0, 0))
+        assert library._is_private(about) is is_private
+
+
 def test_a_folder_that_others_can_write_to_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
