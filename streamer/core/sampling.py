@@ -1,6 +1,8 @@
 """SamplingParams: how the next token of a request is chosen, and when it stops.
 
-A frozen value, checked once where it is made; the runner and the scheduler trust it afterwards.
+A frozen value, its types and ranges checked once where it is made; the runner and the scheduler
+trust it afterwards. What a caller may write otherwise (a list, numpy's integers, one stop string by
+itself) becomes what the fields say.
 Names and meanings follow the OpenAI API and vLLM's extras.
 """
 
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
+from streamer.core.checks import MAX_ID, entries, flag, integer, number, text, token_ids
 from streamer.errors import InvalidRequest
 
 MAX_N = 64
@@ -17,7 +20,25 @@ MAX_STOP_BYTES = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_TOKENS = 1 << 24
-SHOWN_BITS = 128  # a message spells out integers up to this length
+
+_NUMBERS = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 10.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+}
+_INTEGERS = {
+    "top_k": (-1, 1 << 31),
+    "seed": (-(1 << 63), (1 << 64) - 1),
+    "max_tokens": (1, MAX_TOKENS),
+    "min_tokens": (0, MAX_TOKENS),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+    "n": (1, MAX_N),
+}
+_MAY_BE_ABSENT = frozenset(("seed", "max_tokens", "logprobs", "prompt_logprobs"))
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,45 +85,54 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        self._check_ranges()
-        self._check_lists()
-
-    def _check_ranges(self) -> None:
-        _within("temperature", self.temperature, 0.0, 2.0)
-        _within("top_k", self.top_k, -1, 1 << 31)
-        _within("top_p", self.top_p, 0.0, 1.0)
+        for name, (low, high) in _NUMBERS.items():
+            self._set(name, number(name, getattr(self, name), low, high))
         if self.top_p == 0.0:
             raise InvalidRequest("top_p must be above 0", param="top_p")
-        _within("min_p", self.min_p, 0.0, 1.0)
-        _within("repetition_penalty", self.repetition_penalty, 0.01, 10.0)
-        _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if self.seed is not None:
-            _within("seed", self.seed, -(1 << 63), (1 << 64) - 1)
-        if self.max_tokens is not None:
-            _within("max_tokens", self.max_tokens, 1, MAX_TOKENS)
-        _within("min_tokens", self.min_tokens, 0, MAX_TOKENS)
+        for name, (least, most) in _INTEGERS.items():
+            value = getattr(self, name)
+            if value is not None or name not in _MAY_BE_ABSENT:
+                self._set(name, integer(name, value, least, most))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})",
                 param="min_tokens",
             )
-        for name in ("logprobs", "prompt_logprobs"):
-            if (wanted := getattr(self, name)) is not None:
-                _within(name, wanted, 0, MAX_LOGPROBS)
-        _within("n", self.n, 1, MAX_N)
+        flag("ignore_eos", self.ignore_eos)
+        flag("skip_special_tokens", self.skip_special_tokens)
+        self._check_lists()
 
     def _check_lists(self) -> None:
-        _at_most("stop", len(self.stop), MAX_STOP)
-        for i, text in enumerate(self.stop):
-            if not 0 < len(text.encode()) <= MAX_STOP_BYTES:
+        given: object = self.stop
+        stop = (given,) if isinstance(given, str) else entries("stop", given)
+        _at_most("stop", len(stop), MAX_STOP)
+        for i, each in enumerate(stop):
+            if not 0 < len(text(f"stop[{i}]", each).encode()) <= MAX_STOP_BYTES:
                 raise InvalidRequest(
                     f"a stop string has 1 to {MAX_STOP_BYTES} bytes", param=f"stop[{i}]"
                 )
-        _at_most("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
+        self._set("stop", tuple(stop))
+        _at_most(
+            "stop_token_ids",
+            len(entries("stop_token_ids", self.stop_token_ids)),
+            MAX_STOP_TOKEN_IDS,
+        )
+        self._set("stop_token_ids", token_ids("stop_token_ids", self.stop_token_ids))
+        if not isinstance(self.logit_bias, dict):
+            raise InvalidRequest("logit_bias must map token ids to numbers", param="logit_bias")
+        if not self.logit_bias:
+            return
         _at_most("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
-        for token, bias in self.logit_bias.items():
-            _within(f"logit_bias.{token}", bias, -100.0, 100.0)
+        bias = {}
+        for token, value in self.logit_bias.items():
+            name = f"logit_bias.{token!s:.20}"
+            token_id = integer(name, token, -MAX_ID, MAX_ID)
+            bias[token_id] = number(name, value, -100.0, 100.0)
+        self._set("logit_bias", bias)  # its own: the caller's may change
+
+    def _set(self, name: str, value: object) -> None:
+        if getattr(self, name) is not value:
+            msgspec.structs.force_setattr(self, name, value)
 
     @property
     def is_greedy(self) -> bool:
@@ -117,15 +147,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
         )
-
-
-def _within(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:  # NaN is not; an integer of any length compares exactly
-        if isinstance(value, int) and value.bit_length() > SHOWN_BITS:
-            got = f"an integer of {value.bit_length()} bits"
-        else:
-            got = str(value)
-        raise InvalidRequest(f"{name} must be from {low} to {high}, got {got}", param=name)
 
 
 def _at_most(name: str, length: int, limit: int) -> None:

@@ -18,6 +18,7 @@ from streamer.core.plan import (
     Cancel,
     Command,
     Facts,
+    Finish,
     FinishReason,
     Notice,
     Pause,
@@ -90,6 +91,16 @@ class Scheduler:
         self.state.counts[Status.WAITING] += 1
         self.state.queue.open(request)
         self.state.enqueue(request)
+
+    def refuse(self, add: Add, error: Exception) -> None:
+        """End a request that `command` could not take, as failed; raises `error` if it did."""
+        if add.request_id in self.state.requests:
+            raise error
+        detail = f"{type(error).__name__}: {error}"
+        self.state.finishes += [
+            Finish(add.request_id, choice, FinishReason.FAILED, num_tokens=0, detail=detail)
+            for choice in range(add.params.n)
+        ]
 
     # ------------------------------------------------------------ the step
 

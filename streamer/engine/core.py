@@ -15,9 +15,10 @@ from typing import Any, Final, Protocol
 from msgspec.structs import replace
 
 from streamer.core.model_info import ModelInfo
-from streamer.core.plan import Command, Facts, Notice, Plan, StepOutput, StepResult, StepTimes
+from streamer.core.plan import Add, Command, Facts, Notice, Plan, StepOutput, StepResult, StepTimes
 from streamer.core.scheduler import Scheduler
 from streamer.core.view import SchedulerView, Wanted
+from streamer.errors import InvariantViolated
 from streamer.tokenizer_chat import Said
 
 __all__ = ["EngineCore", "InFlight", "Inbox", "ModelInfo", "Runner", "Tokenizer"]
@@ -215,7 +216,14 @@ class EngineCore:
 
     def _empty_inbox(self) -> None:
         for command in self._inbox.take():
-            self._scheduler.command(command)
+            try:
+                self._scheduler.command(command)
+            except InvariantViolated:
+                raise
+            except Exception as error:  # whatever it is about this request, the others go on
+                if not isinstance(command, Add):
+                    raise
+                self._scheduler.refuse(command, error)
 
     def _launch_ahead(self) -> float:
         """Keep `depth` plans launched behind the one that is collected next; seconds of launch."""

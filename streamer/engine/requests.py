@@ -6,12 +6,14 @@ refused here, so that the scheduler never sees a request it can't serve.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from streamer.config import Config
+from streamer.core.checks import flag, integer, number, text, token_ids
 from streamer.core.model_info import ModelInfo
 from streamer.core.plan import Add
 from streamer.core.sampling import SamplingParams
@@ -71,6 +73,20 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     context: object = None
     context_bytes: int = 0
 
+    def __post_init__(self) -> None:
+        force = msgspec.structs.force_setattr
+        for name in ("request_id", "share_with", "tenant", "cache_salt"):
+            value = getattr(self, name)
+            if value is not None or name in ("tenant", "cache_salt"):
+                text(name, value)
+        force(self, "priority", integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY - 1))
+        for name in ("window", "context_bytes"):
+            force(self, name, integer(name, getattr(self, name), 0, 1 << 62))
+        for name in ("detach_s", "max_wait_s", "deadline_s"):
+            if getattr(self, name) is not None:
+                number(name, getattr(self, name), 0.0, math.inf)
+        flag("is_told", self.is_told)
+
     @property
     def asking(self) -> Asking:
         """What it wants of the queue."""
@@ -101,8 +117,6 @@ def accept(
         raise InvalidRequest(
             f"n={params.n} exceeds the {sizes.max_num_seqs} sequences that run at once", param="n"
         )
-    if not -MAX_PRIORITY <= request.priority < MAX_PRIORITY:
-        raise InvalidRequest(f"priority {request.priority} is out of bounds", param="priority")
     max_tokens = check_fits(len(prompt), params.n, params.max_tokens, sizes)
     check_ids("prompt", prompt, info.vocab_size)  # a pass over it: it is known to be short enough
     if params.min_tokens > max_tokens:
@@ -185,6 +199,7 @@ def build_add(
 
 def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
     """Refuse ids beyond the vocabulary, naming the field."""
+    token_ids(name, ids)
     # min and max run in C: 100,000 ids take 2 ms less than a loop would
     if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from streamer.core.sampling import MAX_LOGIT_BIAS, MAX_N, SamplingParams
@@ -46,6 +47,54 @@ def test_a_value_out_of_bounds_is_refused_by_name(field: str, value: Any) -> Non
     assert caught.value.param == field
     assert caught.value.status == 400
     assert len(caught.value.message) < 200
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("seed", 1.5, "seed must be an integer, got float 1.5"),
+        ("logprobs", 2.0, "logprobs must be an integer, got float 2.0"),
+        ("prompt_logprobs", 1.0, "prompt_logprobs must be an integer, got float 1.0"),
+        ("max_tokens", 2.5, "max_tokens must be an integer, got float 2.5"),
+        ("n", True, "n must be an integer, got bool True"),
+        ("n", None, "n must be an integer, got NoneType"),
+        ("seed", np.array([1, 2]), "seed must be an integer, got ndarray"),
+        ("temperature", "1", "temperature must be a number, got str '1'"),
+        ("top_p", True, "top_p must be a number, got bool True"),
+        ("ignore_eos", 1, "ignore_eos must be true or false, got int 1"),
+        ("skip_special_tokens", None, "skip_special_tokens must be true or false, got NoneType"),
+        ("stop", 5, "stop must be a list, got int 5"),
+        ("stop", (5,), "stop[0] must be a string, got int 5"),
+        ("stop", ("ok", "a\ud800"), "stop[1] is no valid Unicode: a lone surrogate at 1"),
+        ("stop_token_ids", 7, "stop_token_ids must be a list, got int 7"),
+        ("stop_token_ids", (7, 1.5), "stop_token_ids[1] must be an integer, got float 1.5"),
+        ("logit_bias", [1], "logit_bias must map token ids to numbers"),
+        ("logit_bias", {"5": 1.0}, "logit_bias.5 must be an integer, got str '5'"),
+        ("logit_bias", {5: float("nan")}, "logit_bias.5 must be from -100.0 to 100.0, got nan"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_name(field: str, value: Any, says: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.message == says
+    assert str(caught.value.param).startswith(field)
+
+
+def test_one_stop_string_is_one_stop() -> None:
+    assert SamplingParams(stop="qqqy").stop == ("qqqy",)  # type: ignore[arg-type]
+
+
+def test_numbers_of_numpy_and_lists_become_pythons_own() -> None:
+    bias = {np.int64(3): np.float32(0.5)}
+    given: dict[str, Any] = {"seed": np.int64(5), "temperature": np.float64(0.5), "stop": ["a"]}
+    params = SamplingParams(**given, stop_token_ids=[np.int32(7)], logit_bias=bias)  # type: ignore[arg-type]
+    assert params == SamplingParams(
+        seed=5, temperature=0.5, stop=("a",), stop_token_ids=(7,), logit_bias={3: 0.5}
+    )
+    numbers = [params.seed, *params.stop_token_ids, *params.logit_bias, params.temperature]
+    assert [type(each) for each in numbers] == [int, int, int, float]
+    bias[np.int64(4)] = np.float32(1e9)
+    assert params.logit_bias == {3: 0.5}  # what was checked is what stays
 
 
 def test_an_entry_of_a_list_is_named() -> None:

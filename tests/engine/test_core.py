@@ -118,6 +118,20 @@ def test_with_depth_1_the_next_plan_is_launched_before_the_last_is_collected() -
 
 
 @pytest.mark.parametrize("depth", [0, 1])
+def test_a_request_that_cannot_be_taken_fails_alone(depth: int) -> None:
+    rig = Rig(depth)
+    rig.add("good", max_tokens=4)
+    wrong = SamplingParams(n=2, max_tokens=3)
+    rig.inbox.put(Add("bad", None, wrong))  # type: ignore[arg-type]
+    outputs = rig.run()
+    assert sum(len(o.tokens) for o in outputs) == 4
+    failed = [f for o in outputs for f in o.finishes if f.reason is FinishReason.FAILED]
+    assert [(f.request_id, f.choice) for f in failed] == [("bad", 0), ("bad", 1)]
+    assert failed[0].detail is not None
+    assert failed[0].detail.startswith("TypeError")
+
+
+@pytest.mark.parametrize("depth", [0, 1])
 def test_every_plan_is_collected_once_and_in_order(depth: int) -> None:
     rig = Rig(depth)
     for i in range(6):
