@@ -32,12 +32,17 @@ class Tally(msgspec.Struct):
     refused     answers with an error status, and `error` events
     closed      connections that the server ended
     after_s     from a request to its refusal, from opening a connection to its end
+    answered    requests that were answered as they should be, wanted: that could have been
+    recovery_s  from the last of them until one more is answered as on an idle server
     """
 
     sent_bytes: int = 0
     refused: int = 0
     closed: int = 0
     after_s: list[float] = []
+    answered: int = 0
+    wanted: float = 0.0
+    recovery_s: float | None = None
 
 
 class Connection:
@@ -108,7 +113,40 @@ class Line:
     @property
     def is_over(self) -> bool:
         """Whether the attack's time is up."""
-        return time.monotonic() >= self._end
+        return self.left_s <= 0
+
+    @property
+    def left_s(self) -> float:
+        """Seconds of the attack's time."""
+        return self._end - time.monotonic()
+
+    async def ask(self, request: bytes, patience_s: float) -> bool | None:
+        """Whether a request of its own connection is answered; None: not while it was waited for.
+
+        Counts it.
+        """
+        began, tally = time.monotonic(), self.tally
+        writer = None
+        try:
+            async with asyncio.timeout(patience_s):
+                reader, writer = await asyncio.open_connection(self.target.host, self.target.port)
+                writer.write(request)
+                tally.sent_bytes += len(request)
+                answer = await reader.read()
+        except TimeoutError:
+            return None
+        except OSError:
+            tally.closed += 1
+            return False
+        finally:
+            if writer is not None:
+                writer.transport.abort()
+        if any(said in answer for said in REFUSALS):
+            tally.refused += 1
+            tally.after_s.append(time.monotonic() - began)
+            return False
+        tally.answered += b" 200 " in answer[:20]
+        return True
 
     async def pay(self, size: int) -> None:
         """Wait until so many bytes more may be sent."""
@@ -228,12 +266,80 @@ def _packed(count: int) -> bytes:
 JSON_BOMB = b'{"type": "response.create", "input": [' + b"[]," * 349_000 + b"[]]}"
 
 
+CROWDED_ROWS, NEIGHBOUR_ROWS, STEPS_S = 8, 4, 200  # of the server, and of what it has in a second
+CROWD_TOKENS, PATIENCE_S, RECOVERY_S, CALM = 100, 15.0, 10.0, 3.0
+
+
+def completion(target: Target, num: int, max_tokens: int, **fields: object) -> bytes:
+    """A request for an answer of so many tokens, to a prompt of its own."""
+    body = {"model": "fake", "prompt": f"{num}", "max_tokens": max_tokens, "ignore_eos": True}
+    return target.request("POST", "/v1/completions", body | fields)
+
+
+async def overload(line: Line) -> None:
+    """Eight times as many requests as can be answered, from clients who give up after PATIENCE_S;
+    then one at a time, until one is answered as if nothing had been."""
+    answer_s = CROWD_TOKENS / STEPS_S
+    capacity = (CROWDED_ROWS - NEIGHBOUR_ROWS) / answer_s
+    began, load_s = time.monotonic(), line.left_s - RECOVERY_S
+    async with asyncio.TaskGroup() as clients:
+        for i in range(int(8 * capacity * load_s)):
+            await asyncio.sleep(began + i / (8 * capacity) - time.monotonic())
+            request = completion(line.target, i, CROWD_TOKENS, stream=True)
+            clients.create_task(line.ask(request, PATIENCE_S))
+        line.tally.wanted = capacity * load_s
+        clients.create_task(recover(line, answer_s))
+
+
+async def recover(line: Line, answer_s: float) -> None:
+    """Note when an answer takes no longer than CALM times what it takes by itself."""
+    over = time.monotonic()
+    while not line.is_over:
+        asked = time.monotonic()
+        is_answered = await line.ask(completion(line.target, -1, CROWD_TOKENS), PATIENCE_S)
+        if is_answered and time.monotonic() - asked < CALM * answer_s:
+            line.tally.recovery_s = asked - over
+            return
+        await asyncio.sleep(AGAIN_S)
+
+
+def asking(num_clients: int, request: Callable[[Target, int], bytes]) -> Attack:
+    """An attack of so many clients who ask again as soon as they have an answer."""
+
+    async def crowd(line: Line) -> None:
+        async def ask(first: int) -> None:
+            num = first
+            while not line.is_over:
+                if await line.ask(request(line.target, num), GIVE_UP_S) is False:
+                    await asyncio.sleep(AGAIN_S)
+                num += num_clients
+
+        await asyncio.gather(*(ask(i) for i in range(num_clients)))
+
+    return crowd
+
+
+def most_urgent(target: Target, num: int) -> bytes:
+    """An answer of 2,000 tokens, before everything else."""
+    return completion(target, num, 2000, stream=True, priority=-(1 << 31))
+
+
+def long_text(target: Target, num: int) -> bytes:
+    """A text of 4 MB whose tokens are asked for."""
+    return target.request("POST", "/tokenize", {"prompt": f"{num} " * (4_000_000 // 8)})
+
+
 class Plan(msgspec.Struct, frozen=True):
-    """An attack, and how fast its line is in Mbit/s. says: what it sends, for the table."""
+    """An attack, and how fast its line is in Mbit/s. says: what it sends, for the table.
+
+    serve    flags of its server;  seconds  that it takes at least
+    """
 
     says: str
     attack: Attack
     mbit_s: float = 12.0
+    serve: str = ""
+    seconds: float = 0.0
 
 
 PLANS: dict[str, Plan] = {
@@ -261,6 +367,18 @@ PLANS: dict[str, Plan] = {
         flooding(frame(2, _packed(1_000_000)), name=MSGPACK),
         100.0,
     ),
+    "overload": Plan(
+        "8 times as many answers as there can be, given up after 15 s",
+        overload,
+        serve=f"--max-num-seqs {CROWDED_ROWS}",
+        seconds=30.0 + RECOVERY_S,
+    ),
+    "priority": Plan(
+        "answers of priority -2**31",
+        asking(16, most_urgent),
+        serve=f"--max-num-seqs {CROWDED_ROWS}",
+    ),
+    "tokenizing": Plan("8 texts of 4 MB to /tokenize at once", asking(8, long_text)),
 }
 
 

@@ -61,6 +61,8 @@ HEADING = (
     "refused",
     "closed",
     "after, s (p99)",
+    "answered of possible",
+    "recovers in, s",
 )
 
 
@@ -100,7 +102,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
         beside = read(args.beside.read_bytes()) if args.beside else []
         found = []
         for name in args.names or PLANS:
-            found.append(measure(name, args.serve, args.seconds))
+            plan = PLANS[name]
+            command, seconds = f"{args.serve} {plan.serve}", max(args.seconds, plan.seconds)
+            found.append(measure(name, command, seconds))
             console.out(f"{name}: {cells(found[-1])}", highlight=False)
             if args.out:
                 args.out.write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
@@ -228,4 +232,13 @@ def cells(found: Found) -> list[str]:
         str(tally.refused),
         str(tally.closed),
         after,
+        f"{tally.answered / tally.wanted:.0%}" if tally.wanted else "-",
+        recovery(tally),
     ]
+
+
+def recovery(tally: Tally) -> str:
+    """Where one was waited for."""
+    if not tally.wanted:
+        return "-"
+    return "not" if tally.recovery_s is None else f"{tally.recovery_s:.1f}"

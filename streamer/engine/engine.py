@@ -207,9 +207,7 @@ class AsyncEngine:
         if self._streams.get(request_id) is not None:
             raise InvalidRequest(f"request {request_id} exists", param="request_id")
         params = accept(request, info, sizes, self._random.getrandbits(SEED_BITS))
-        self._streams.require_room(
-            request.asking, self.config.max_queue, sizes.max_num_seqs, self.stats
-        )
+        self._streams.require_room(request.asking, self.config.max_queue, sizes.max_num_seqs)
         hashes = self._prompts.hashes(request.prompt, request.cache_salt.encode())
         stream = open_stream(request, request_id, params, self.config, sizes, self._special, self)
         place = self._streams.add(stream, request.asking, is_told=request.is_told)
@@ -221,9 +219,7 @@ class AsyncEngine:
     def require_room(self, asking: Asking) -> None:
         """Overloaded where a request could not wait now, before its prompt is made at all."""
         if self._sizes is not None:
-            self._streams.require_room(
-                asking, self.config.max_queue, self._sizes.max_num_seqs, self.stats
-            )
+            self._streams.require_room(asking, self.config.max_queue, self._sizes.max_num_seqs)
 
     def _end_at(self, stream: TokenStream, deadline_s: float) -> None:
         """Cut it off when its deadline comes, wherever it is then."""

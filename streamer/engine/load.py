@@ -12,6 +12,7 @@ from typing import Final
 import msgspec
 
 RECENT: Final = 0.05  # weight of the newest in the mean
+STUCK_S: Final = 0.5  # a wait beyond it beside idle rows: blocks are what is waited for
 
 
 class Waiter(msgspec.Struct):
@@ -24,7 +25,6 @@ class Waiter(msgspec.Struct):
     priority: int
     tenant: str
     n: int
-    has_run: bool = False
     since: float | None = None
     held_s: float = 0.0
 
@@ -41,14 +41,16 @@ class Load:
         self.num_waiting_rows = 0
         self.num_rows = 0
         self._requests: dict[str, Waiter] = {}
+        self._since: dict[str, float] = {}  # when those that wait arrived, the first of them first
         self._lines: dict[int, dict[str, int]] = {}  # priority -> tenant -> choices that wait
         self._mean_s = 0.0
         self._num_seen = 0
         self._sum_begun = 0.0  # of (since - held_s), a choice each, of those that have a row
 
-    def arrived(self, request_id: str, *, priority: int, tenant: str, n: int) -> None:
+    def arrived(self, request_id: str, *, priority: int, tenant: str, n: int, now: float) -> None:
         """It waits."""
         self._requests[request_id] = Waiter(priority, tenant, n)
+        self._since[request_id] = now
         self.num_waiting += 1
         self.num_waiting_rows += n
         line = self._lines.setdefault(priority, {})
@@ -60,7 +62,7 @@ class Load:
         if is_scheduled == (r.since is not None):
             return
         if is_scheduled:
-            self._leave_line(r)
+            self._leave_line(request_id, r)
             r.since = now
             self.num_rows += r.n
             self._sum_begun += r.n * (now - r.held_s)
@@ -70,7 +72,7 @@ class Load:
     def ended(self, request_id: str, now: float) -> None:
         """It is over, wherever it was."""
         r = self._requests.pop(request_id)
-        self._leave_line(r)
+        self._leave_line(request_id, r)
         if r.since is not None:
             self._give_up(r, now)
         if r.held_s:
@@ -98,14 +100,18 @@ class Load:
         return urgent + own + sum(min(rows, own + n) for rows in others)
 
     def wait_s(self, priority: int, tenant: str, n: int, num_idle: int, now: float) -> float:
-        """Seconds until `n` more choices would run; `num_idle` rows can be had at once."""
+        """Seconds until `n` more choices would run; `num_idle` rows can be had at once.
+
+        Unless the first in line waits in spite of them.
+        """
+        if now - next(iter(self._since.values()), now) > STUCK_S:
+            num_idle = 0
         rows = self.rows_before(priority, tenant, n) + n - num_idle
         return rows * self.mean_s(now) / max(1, self.num_rows) if rows > 0 else 0.0
 
-    def _leave_line(self, r: Waiter) -> None:
-        if r.has_run:
+    def _leave_line(self, request_id: str, r: Waiter) -> None:
+        if self._since.pop(request_id, None) is None:
             return
-        r.has_run = True
         self.num_waiting -= 1
         self.num_waiting_rows -= r.n
         line = self._lines[r.priority]

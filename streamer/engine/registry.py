@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections import Counter, OrderedDict
 
-from streamer.core.plan import FinishReason, Notice, NoticeKind, StepOutput, StepStats
+from streamer.core.plan import FinishReason, Notice, NoticeKind, StepOutput
 from streamer.engine.load import Load
 from streamer.engine.requests import Asking
 from streamer.engine.stream import TokenStream
@@ -76,9 +76,7 @@ class Registry:
         elif request_id in self._live:
             self._live[request_id].is_kept = False
 
-    def require_room(
-        self, asking: Asking, max_queue: int, max_num_seqs: int, stats: StepStats
-    ) -> None:
+    def require_room(self, asking: Asking, max_queue: int, max_num_seqs: int) -> None:
         """Overloaded if it can't wait: the queue is full, or it would wait for too long.
 
         More than `max_queue` choices never wait; idle rows are no queue. Of those with a key, one
@@ -98,9 +96,7 @@ class Registry:
             )
         if asking.patience_s is None:
             return
-        wait_s = load.wait_s(
-            asking.priority, asking.tenant, n, min(idle, _rows_in(stats, load.num_rows)), now
-        )
+        wait_s = load.wait_s(asking.priority, asking.tenant, n, idle, now)
         if wait_s > asking.patience_s:
             raise _too_many(
                 f"{waiting} choices are waiting: it would take about {wait_s:.1f} s to begin, and "
@@ -116,7 +112,11 @@ class Registry:
         self._live[stream.request_id] = stream
         self.num_submitted += 1
         self._load.arrived(
-            stream.request_id, priority=asking.priority, tenant=asking.tenant, n=asking.n
+            stream.request_id,
+            priority=asking.priority,
+            tenant=asking.tenant,
+            n=asking.n,
+            now=time.perf_counter(),
         )
         self._is_quiet.clear()
         return place
@@ -204,14 +204,6 @@ class Registry:
                 return
             self._retained.popitem(last=False)
             self.retained_bytes -= size
-
-
-def _rows_in(stats: StepStats, num_rows: int) -> int:
-    """Rows that the free blocks have room for, at what each row has taken so far."""
-    used = stats.blocks_total - stats.blocks_free
-    if not used or not num_rows:
-        return stats.blocks_total
-    return stats.blocks_free * num_rows // used
 
 
 def _too_many(says: str, wait_s: float) -> Overloaded:

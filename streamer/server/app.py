@@ -136,23 +136,21 @@ class Api:
         body = decode_body(data, tokenizing.TOKENIZE, tokenizing.TOKENIZE_FIELDS)
         check_model(body.model, service.names)
         messages, engine = body.template_messages(), service.engine
-        salt = owner_of(request.scope)
-        if messages is None:
-            tokens = await engine.encode(
-                body.prompt or "", body.add_special_tokens is not False, salt
-            )
-        else:
-            tokens = await engine.encode_chat(
-                messages,
-                add_generation_prompt=body.add_generation_prompt is not False,
-                cache_salt=salt,
-            )
         text = service.token_text if body.return_token_strs else None
-        limit = engine.info.max_model_len
-        size = len(tokens)
-        return json(
-            await engine.in_pool(lambda: tokenizing.tokenized(tokens, limit, text), size, salt)
-        )
+        tokenizer, limit = engine.tokenizer, engine.info.max_model_len
+        is_special = body.add_special_tokens is not False
+        is_open = body.add_generation_prompt is not False
+
+        def work() -> bytes:
+            if messages is None:
+                tokens = tokenizer.encode(body.prompt or "", is_special, limit - 1)
+            else:
+                tokens = tokenizer.encode_chat(
+                    messages, add_generation_prompt=is_open, max_tokens=limit - 1
+                )
+            return tokenizing.tokenized(tokens, limit, text)
+
+        return json(await engine.in_pool(work, len(data), owner_of(request.scope)))
 
     async def detokenize(self, request: Request) -> ASGIApp:
         """POST /detokenize."""

@@ -19,7 +19,7 @@ class Desk:
     def ask(self, tenant: str = "", priority: int = 0, n: int = 1) -> str:
         self._count += 1
         name = f"r{self._count}"
-        self.load.arrived(name, priority=priority, tenant=tenant, n=n)
+        self.load.arrived(name, priority=priority, tenant=tenant, n=n, now=self.now)
         return name
 
     def move(self, name: str, is_scheduled: bool = True) -> None:
@@ -67,6 +67,10 @@ def test_idle_rows_are_no_wait_and_nothing_is_known_before_anything_ran() -> Non
     assert desk.wait_s() == 0.0
     desk.ask()
     assert desk.wait_s() == pytest.approx(0.5)
+    desk.num_rows = 100
+    assert desk.wait_s() == 0.0
+    desk.now += 0.6  # blocks are what they wait for: the rows that run are all there are
+    assert desk.wait_s() == pytest.approx(3 * 0.5)
     new = Desk(1)
     new.move(new.ask())
     new.ask()

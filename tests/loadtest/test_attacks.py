@@ -10,7 +10,7 @@ from websockets.frames import Frame, Opcode
 
 from streamer.cli import main
 from streamer.loadtest.attackers import PLANS, Tally, frame
-from streamer.loadtest.attacks import HEADING, Found, rows
+from streamer.loadtest.attacks import HEADING, Found, cells, rows
 
 
 def attacks(*flags: str) -> int:
@@ -41,7 +41,29 @@ def test_an_earlier_run_stands_before_a_later_one() -> None:
     heading, row = rows([now], {"pings": was})
     assert heading == list(HEADING)
     assert row[0].startswith("pings: ")
-    assert row[1:] == ["1% -> 99%", "5.00 -> 0.10", "8 -> 1", "0 -> 3", "0 -> 2", "- -> 0.25"]
+    assert row[1:] == [
+        "1% -> 99%",
+        "5.00 -> 0.10",
+        "8 -> 1",
+        "0 -> 3",
+        "0 -> 2",
+        "- -> 0.25",
+        *["- -> -"] * 2,
+    ]
+
+
+def test_of_an_overload_what_is_answered_and_the_recovery_are_shown() -> None:
+    for recovery_s, shown in ((3.96, "4.0"), (None, "not")):
+        tally = Tally(answered=45, wanted=50.0, recovery_s=recovery_s)
+        assert cells(Found("overload", 8.0, 1.0, 0.1, 1, 1, tally))[-2:] == ["90%", shown]
+
+
+@pytest.mark.parametrize("name", ["priority", "tokenizing"])
+def test_a_key_that_asks_for_too_much_is_refused_or_waits_its_turn(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert attacks(name, "--seconds", "1") == 0
+    assert PLANS[name].says in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("length", [0, 125, 126, 65_535, 65_536])

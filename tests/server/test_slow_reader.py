@@ -89,6 +89,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     round after round until the blocks are gone, would count as the slow one's."""
     blocks = ("--num-gpu-blocks-override", str(NUM_BLOCKS), "--block-size", str(BLOCK_SIZE))
     words = (*blocks, "--swap-space", request.param, "--max-num-seqs", "1024")
+    words += ("--max-wait-s", "0")
     words += ("--retain-bytes", "4000000")
     with serving("fake", *words, "--pause-timeout", "600") as (process, url, _):
         running = Server(process.pid, url)
