@@ -75,12 +75,26 @@ def finished_one(page: Page) -> Locator:
     return columns.nth(0)
 
 
-ROUTES = ("#/", "#/engine")
+def what_waits(page: Page) -> None:
+    """Below a system prompt, where no socket opens."""
+    settings(page)
+    page.get_by_label("System prompt").fill("Be brief. " * 40)
+    page.get_by_role("button", name="Done", exact=True).click()
+    page.route_web_socket(re.compile("/v1/responses"), lambda _: None)
+    page.reload()
+    page.get_by_label("Message", exact=True).fill("As soon as you can.")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("button", name="Take back")).to_be_visible()
+    expect(page.get_by_role("note", name="System prompt")).to_be_visible()
+
+
+ROUTES = ("#/", "#/chat/none", "#/engine")
 STATES: dict[str, Callable[[Page], None]] = {
     "an answer": an_answer,
     "Markdown": markdown,
     "tokens, answers beside each other": tokens_beside_each_other,
     "settings": settings,
+    "what waits": what_waits,
     "conversations": conversations,
     "the engine at work": a_load,
 }

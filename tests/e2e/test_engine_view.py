@@ -166,7 +166,9 @@ def test_pause_stops_the_drawing_and_live_goes_on(page: Page, server: Running) -
     expect(button(page, "Play")).to_be_visible()
     pictures = page.locator(".grid-area canvas, .timeline-area canvas, .table-cells canvas")
     before = [drawn(canvas) for canvas in pictures.all()]
-    numbers = page.locator(".facts").text_content() or ""
+    figures = page.locator(".facts, .load")
+    numbers = figures.all_text_contents()
+    assert len(numbers) == 2
     step = said(server)["step"]
     # two looks later: the slider, which counts them, says that they came
     slider = page.get_by_role("slider", name="Moment that is shown")
@@ -174,10 +176,10 @@ def test_pause_stops_the_drawing_and_live_goes_on(page: Page, server: Running) -
     page.wait_for_function(f"() => document.querySelector('.scrubber').max >= {top + 2}")
     assert said(server)["step"] > step
     assert [drawn(canvas) for canvas in pictures.all()] == before
-    assert page.locator(".facts").text_content() == numbers
+    assert figures.all_text_contents() == numbers
     slider.focus()
     page.keyboard.press("ArrowLeft")
-    expect(page.locator(".facts")).not_to_have_text(numbers)
+    expect(figures.last).not_to_have_text(numbers[1])
     expect(button(page, "Live")).to_have_count(0)
     page.get_by_role("button", name=re.compile("go live")).click()
     expect(button(page, "Live")).to_have_attribute("aria-pressed", "true")
@@ -193,8 +195,10 @@ def test_slow_motion_replays_what_is_buffered(page: Page, server: Running) -> No
     finish(page, server)
     expect(page.get_by_role("button", name=re.compile("s behind · go live"))).to_be_visible()
     expect(figure(page, "Running")).not_to_contain_text(re.compile("^0"))  # it was so, then
+    expect(page.locator(".load")).to_contain_text("answers so far")
     button(page, "1×").click()
     expect(figure(page, "Running")).to_contain_text(re.compile("^0"))
+    expect(page.locator(".load")).to_have_count(0)
 
 
 def test_a_tiny_pool_shows_preemption_and_swap(page: Page, tiny: Running) -> None:

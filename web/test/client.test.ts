@@ -284,3 +284,28 @@ test("where HTTP works and two handshakes did not, it goes on without sockets", 
   expect(client.state).toEqual({ name: "connected", transport: "sse" });
   expect(client.session).toEqual({ model: "m", context_length: 9 });
 });
+
+test("over SSE it tries a socket again now and then, and goes on without one until it is there", async () => {
+  let now = 0;
+  const models = { object: "list", data: [{ id: "m", object: "model", created: 0, max_model_len: 9, owned_by: "x" }] };
+  client = connected({ fetch: () => Promise.resolve(Response.json(models)), now: () => now });
+  for (let i = 0; i < 2; i += 1) {
+    FakeSocket.last.cut();
+    await tick(20);
+  }
+  const sse = { name: "connected", transport: "sse" };
+  expect(client.state).toEqual(sse);
+  client.check(); // too soon
+  expect(FakeSocket.all.length).toBe(2);
+  for (const number of [3, 4]) {
+    now += 31_000;
+    client.check();
+    expect([FakeSocket.all.length, client.state]).toEqual([number, sse]);
+    if (number === 3) FakeSocket.last.cut();
+    else FakeSocket.last.welcome();
+  }
+  expect(client.state).toEqual({ name: "connected", transport: "websocket" });
+  client.create({ input: "hi" }, { lane: "a" });
+  await tick();
+  expect(FakeSocket.last.of("response.create")).toHaveLength(1);
+});

@@ -7,7 +7,7 @@ import { cellAt, fit, moved, placeOf } from "../src/engine/layout.ts";
 import { sizesFor } from "../src/engine/load-sizes.ts";
 import { MAX_FRAMES, Playback } from "../src/engine/playback.ts";
 import { ceiling, hitRate, recentHitRate, sampleOf } from "../src/engine/rates.ts";
-import { MAX_COLUMNS, Timeline } from "../src/engine/timeline-model.ts";
+import { MAX_COLUMNS, seenFrom, Timeline } from "../src/engine/timeline-model.ts";
 
 const packed = (bytes: Iterable<number>): string => Buffer.from(Uint8Array.from(bytes)).toString("base64");
 const table = (ids: number[]): string => Buffer.from(Uint32Array.from(ids).buffer).toString("base64");
@@ -210,6 +210,23 @@ test("a lane is taken again when its request has ended, and a choice that goes o
   timeline.add([], []); // 2 and 3 were cancelled
   timeline.add([step(4, { decoded: [4] })], [request(4, [])]);
   expect(timeline.lanes.length).toBe(2);
+});
+
+test("an old look shows no lane, step or token that came after it", () => {
+  const timeline = new Timeline();
+  timeline.add([step(1, { prefilled: [[1, 30]] }), step(2, { decoded: [1] }), step(3, { decoded: [1, 2], prefilled: [[3, 9]] })], [1, 2, 3].map((number) => request(number, [])));
+  timeline.add([step(4, { decoded: [1], prefilled: [[3, 9]] })], [request(1, []), request(3, [])]);
+  expect([1, 2, 3, 4].map((end) => timeline.lanesBefore(end))).toEqual([1, 1, 3, 3]);
+  const [prefill, decode] = timeline.lanes[0]!.runs;
+  expect(seenFrom(prefill!, 3)).toEqual({ steps: 1, tokens: 30 });
+  expect(seenFrom(decode!, 2)).toEqual({ steps: 1, tokens: 1 });
+  expect(seenFrom(timeline.lanes.find((lane) => lane.request === 3)!.runs[0]!, 3)).toEqual({ steps: 1, tokens: null });
+});
+
+test("a look keeps what the small load had come to, and whether it shared a block so far", () => {
+  const frames = [[0], [8], [1]].reduce<Frame[]>((all, cells, i) => [...all, frameOf(body(cells), i * 250, all.at(-1) ?? null, i)], []);
+  expect(frames.map((frame) => frame.load)).toEqual([{ answers: 0, hasShared: false }, { answers: 1, hasShared: true }, { answers: 2, hasShared: true }]);
+  expect(frameOf(body([0]), 9000, frames[2]!).load).toBeNull();
 });
 
 test("steps that were not recorded leave a mark, and old ones are forgotten", () => {

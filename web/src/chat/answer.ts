@@ -133,6 +133,8 @@ export class Answer {
     this.tokens.value = null;
     this.isOpened.value = false;
     this.lookFault.value = "";
+    const { inputTokens = 0, tokens } = this.figures.value;
+    this.figures.value = { ...NOTHING, inputTokens: inputTokens + tokens };
     this.follow(stream, listener);
   }
 
@@ -147,7 +149,11 @@ export class Answer {
     this.#off = [
       stream.on("created", () => (this.#draw(), listener.created(this))),
       stream.on("delta", soon),
-      stream.on("status", soon),
+      stream.on("status", () => {
+        const { total } = stream.progress; // of the question, said while it is read
+        if (total) this.figures.value = { ...this.figures.value, inputTokens: total };
+        soon();
+      }),
       stream.on("end", () => {
         cancelAnimationFrame(this.#frame);
         listener.ended(this);
@@ -191,21 +197,23 @@ export class Answer {
     this.text.value = stream.text || (this.#before?.kept.text ?? "");
     this.status.value = stream.status;
     this.progress.value = stream.progress;
-    this.figures.value = figuresOf(stream, this.#isResumed ? this.figures.value : NOTHING);
+    const { inputTokens } = this.figures.value;
+    const known = this.#isResumed ? this.figures.value : NOTHING;
+    this.figures.value = { ...figuresOf(stream, known), ...inputOf(stream, inputTokens) };
   }
 }
 
-/** The prompt's length: at the end the server's count, before it what prefill said. */
-function inputOf(stream: ResponseStream, { inputTokens }: Figures): Pick<Figures, "inputTokens"> {
-  const known = stream.response?.usage?.input_tokens ?? stream.progress.total ?? inputTokens;
-  return known === undefined ? {} : { inputTokens: known };
+/** The prompt's length: at the end the server's count, until then what was known. */
+function inputOf(stream: ResponseStream, before: number | undefined): Pick<Figures, "inputTokens"> {
+  const inputTokens = stream.response?.usage?.input_tokens ?? before;
+  return inputTokens === undefined ? {} : { inputTokens };
 }
 
 /** After a reload the first token's time is what was kept, or the server's. */
 function figuresOf(stream: ResponseStream, kept: Figures): Figures {
   const { sent, first, last } = stream.times;
   const wasResumed = kept !== NOTHING;
-  if (first === null || last === null) return { ...kept, tokens: stream.tokens || kept.tokens, ...inputOf(stream, kept) };
+  if (first === null || last === null) return { ...kept, tokens: stream.tokens || kept.tokens };
   const perToken = stream.timing?.per_token_s;
   const seconds = (last - first) / 1000;
   const seen = stream.tokens > 1 && seconds > 0 && !wasResumed ? (stream.tokens - 1) / seconds : kept.tokensPerS;
@@ -216,6 +224,5 @@ function figuresOf(stream: ResponseStream, kept: Figures): Figures {
     tokensPerS: perToken ? 1 / perToken : seen,
     firstMs,
     cachedTokens: stream.usage?.cached_tokens ?? kept.cachedTokens,
-    ...inputOf(stream, kept),
   };
 }

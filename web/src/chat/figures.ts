@@ -29,7 +29,7 @@ export function figuresOf({ tokens, tokensPerS, firstMs, cachedTokens }: Figures
   if (tokens === 0) return [];
   return [
     `${tokens.toLocaleString()} token${tokens === 1 ? "" : "s"}${kept > 0 ? ` after ${kept.toLocaleString()} that were kept` : ""}`,
-    tokensPerS ? `${tokensPerS < 10 ? tokensPerS.toFixed(1) : Math.round(tokensPerS)} tokens/s` : "",
+    tokensPerS ? `${tokensPerS < 10 ? tokensPerS.toFixed(1) : Math.round(tokensPerS).toLocaleString()} tokens/s` : "",
     firstMs === null ? "" : `first token after ${Math.max(1, Math.round(firstMs))} ms`,
     cachedTokens ? `${cachedTokens.toLocaleString()} from the cache` : "",
   ].filter(Boolean);

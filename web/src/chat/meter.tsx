@@ -7,11 +7,19 @@ import { newChat } from "./store.ts";
 
 const NEARLY = 0.85;
 
-/** Tokens that the shown path has, by its last answer; null: not known. */
+/** Tokens that the shown path has, by its last answers of which that is known; null: none. */
 export function usedTokens(conversation: Conversation): number | null {
-  const last = conversation.path.value.findLast((message) => message.answer)?.answer?.figures.value;
-  return last?.inputTokens === undefined ? null : last.inputTokens + last.tokens;
+  let after = 0;
+  for (const { answer } of [...conversation.path.value].reverse()) {
+    if (!answer) continue;
+    const { inputTokens, tokens } = answer.figures.value;
+    after += tokens;
+    if (inputTokens !== undefined) return inputTokens + after;
+  }
+  return null;
 }
+
+const short = (count: number): string => count.toLocaleString(undefined, count < 10_000 ? {} : { notation: "compact", maximumFractionDigits: 1 });
 
 /** Nothing more fits. */
 export function isFull(conversation: Conversation): boolean {
@@ -24,12 +32,14 @@ export function Meter({ conversation }: { conversation: Conversation }) {
   const length = session.value?.context_length;
   if (used === null || !length) return null;
   const isNearly = used >= NEARLY * length;
-  const text = `${used.toLocaleString()} of ${length.toLocaleString()} tokens`;
+  const text = `${short(used)} of ${short(length)} tokens`;
   return (
     <div class="context" data-nearly={isNearly}>
       {isNearly && (
         <p class="context-note" role="status">
-          {used >= length ? "The context is full: nothing more fits into this chat." : "The context is nearly full: answers will be cut short."} Start a new chat, or edit an earlier question to go on from there.
+          <span>
+            {used >= length ? "The context is full: nothing more fits into this chat." : "The context is nearly full: answers will be cut short."} Start a new chat, or edit an earlier question to go on from there.
+          </span>
           <button class="button small" type="button" onClick={newChat}>
             <Plus /> New chat
           </button>

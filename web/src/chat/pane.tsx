@@ -120,6 +120,7 @@ function useFollowing(box: preact.RefObject<HTMLDivElement | null>, conversation
     });
     scroller.addEventListener("scroll", onScroll, { passive: true });
     grown.observe(content);
+    grown.observe(scroller); // what is below it may grow too, and a phone's keyboard
     return () => {
       scroller.removeEventListener("scroll", onScroll);
       grown.disconnect();
@@ -166,7 +167,7 @@ function Unknown() {
       <h2 id="unknown">There is no such chat here</h2>
       <p>The address names a chat that this browser does not have: it was deleted, or is kept in another browser. What you write below begins a new one.</p>
       <div class="ideas">
-        <button class="button idea" type="button" onClick={newChat}>
+        <button class="button" type="button" onClick={newChat}>
           New chat
         </button>
       </div>

@@ -13,7 +13,7 @@ import { Http, type Fetch } from "./http.ts";
 import { Lanes } from "./lanes.ts";
 import { cancelOverHttp, followOverHttp } from "./sse-transport.ts";
 import { ResponseStream, type Known, type Port } from "./stream.ts";
-import type { Fork, Response, ResponseCreate, SessionUpdate } from "./wire.ts";
+import type { Fork, ResponseCreate, SessionUpdate } from "./wire.ts";
 import type { EngineBody } from "./wire-engine.ts";
 
 export interface ClientOptions {
@@ -123,6 +123,7 @@ export class Client extends Emitter<ClientEvents> {
   /** The network may have changed: make sure that the server is there. */
   check(): void {
     this.#connection.check();
+    if (this.live.length === 0) this.#connection.trySocket();
   }
 
   close(): void {
@@ -151,16 +152,6 @@ export class Client extends Emitter<ClientEvents> {
   /** Follow a response that is known by its id: after a reload, or from a second tab. */
   resume(known: Known, options: { lane?: string } = {}): ResponseStream {
     return this.#start(new ResponseStream(this.#port, options.lane ?? this.#newLane(), {}, known));
-  }
-
-  /** The stored response as it is now. */
-  retrieve(id: string): Promise<Response> {
-    return this.http.json(`v1/responses/${encodeURIComponent(id)}`);
-  }
-
-  /** Forget a response; a live one is cancelled. */
-  async forget(id: string): Promise<void> {
-    await this.http.ask(`v1/responses/${encodeURIComponent(id)}`, { method: "DELETE" });
   }
 
   /** Snapshots of the engine, at most four a second, until the function that is returned is called. */
@@ -226,6 +217,7 @@ export class Client extends Emitter<ClientEvents> {
     try {
       await followOverHttp(this.http, stream, signal);
       this.#pump(); // the next of its lane
+      if (this.live.length === 0) this.#connection.trySocket();
     } catch (thrown) {
       if (signal.aborted) return;
       this.#lanes.setAttached(stream, false);

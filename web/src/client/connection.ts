@@ -61,6 +61,7 @@ export interface ConnectionOptions {
   now: () => number;
 }
 
+const SOCKET_AGAIN_MS = 30_000; // over SSE, between two looks whether a socket gets through by now
 const HANDSHAKES = 2; // that may fail while HTTP works, before SSE is used
 
 export class Connection extends Emitter<ConnectionEvents> {
@@ -74,6 +75,7 @@ export class Connection extends Emitter<ConnectionEvents> {
   #timer: ReturnType<typeof setTimeout> | undefined;
   #isGoing = false;
   #pinged = 0;
+  #socketTried = 0;
 
   constructor(options: ConnectionOptions) {
     super();
@@ -96,7 +98,7 @@ export class Connection extends Emitter<ConnectionEvents> {
 
   /** Whether the event went out; without a socket it does not. */
   send(event: ClientEvent): boolean {
-    if (!this.#socket || this.state.name !== "connected") return false;
+    if (!this.#socket || this.state.name !== "connected" || this.state.transport === "sse") return false;
     this.#socket.send(this.#options.codec.encode(event));
     return true;
   }
@@ -104,12 +106,24 @@ export class Connection extends Emitter<ConnectionEvents> {
   /** Ask for a sign of life now, as after a change of network. */
   check(): void {
     if (this.state.name === "reconnecting") this.open();
-    else if (this.#socket && this.state.name === "connected") this.#ping(this.#turn);
+    else if (this.#socket && this.state.name === "connected" && this.state.transport === "websocket") this.#ping(this.#turn);
+  }
+
+  /** Over SSE: whether a socket gets through by now. It goes on over SSE until one does. */
+  trySocket(): void {
+    const now = this.#options.now();
+    if (!this.#isOverSse || this.#options.transport !== "auto" || now - this.#socketTried < SOCKET_AGAIN_MS) return;
+    this.#socketTried = now;
+    void this.#try();
   }
 
   /** An HTTP stream was cut: find out whether the server is there. */
   lost(reason: string): void {
     if (this.state.name === "connected" && this.state.transport === "sse") this.#retry(reason);
+  }
+
+  get #isOverSse(): boolean {
+    return this.state.name === "connected" && this.state.transport === "sse";
   }
 
   // ---------------------------------------------------------------- one try
@@ -124,7 +138,7 @@ export class Connection extends Emitter<ConnectionEvents> {
       try {
         protocols.push(`streamer.ticket.${(await http.ticket(AbortSignal.timeout(openMs))).ticket}`);
       } catch (thrown) {
-        if (turn === this.#turn) this.#refused(asError(thrown));
+        if (turn === this.#turn && !this.#isOverSse) this.#refused(asError(thrown));
         return;
       }
       if (turn !== this.#turn) return;
@@ -158,8 +172,10 @@ export class Connection extends Emitter<ConnectionEvents> {
   }
 
   #connected(transport: TransportName, session: Session): void {
+    if (this.#isOverSse) this.emit("down", undefined); // a socket takes its place
     this.#attempt = 0;
     this.#isGoing = false;
+    if (transport === "sse") this.#socketTried = this.#options.now();
     if (transport === "websocket") this.#failedHandshakes = 0;
     this.session = session;
     this.emit("session", session);
@@ -184,6 +200,7 @@ export class Connection extends Emitter<ConnectionEvents> {
     if (turn !== this.#turn) return;
     const wasConnected = this.state.name === "connected";
     this.#drop();
+    if (this.#isOverSse) return;
     if (!wasConnected && code === 1006) {
       this.#failedHandshakes += 1;
       void this.#probe(this.#turn, this.#failedHandshakes >= HANDSHAKES && this.#options.transport === "auto");

@@ -3,7 +3,7 @@
 import { asError, ClientError } from "./errors.ts";
 import { readSse, type SseEvent } from "./sse.ts";
 import type { ApiError } from "./wire.ts";
-import type { Detokenized, EngineBody, ModelList, TicketAnswer, Tokenized } from "./wire-engine.ts";
+import type { ModelList, TicketAnswer } from "./wire-engine.ts";
 
 export type Fetch = (input: URL, init?: RequestInit) => Promise<Response>;
 
@@ -61,18 +61,6 @@ export class Http {
 
   models(signal: AbortSignal): Promise<ModelList> {
     return this.json("v1/models", { signal });
-  }
-
-  tokenize(prompt: string): Promise<Tokenized> {
-    return this.json("tokenize", { method: "POST", body: { prompt, return_token_strs: true } });
-  }
-
-  detokenize(tokens: number[]): Promise<Detokenized> {
-    return this.json("detokenize", { method: "POST", body: { tokens } });
-  }
-
-  engine(): Promise<EngineBody> {
-    return this.json("v1/engine");
   }
 }
 

@@ -130,14 +130,3 @@ export interface ModelList {
   object: "list";
   data: Model[];
 }
-
-export interface Tokenized {
-  count: number;
-  max_model_len: number;
-  tokens: number[];
-  token_strs: string[] | null;
-}
-
-export interface Detokenized {
-  prompt: string;
-}

@@ -31,6 +31,14 @@ export interface Frame {
   cells: Record<PoolName, Uint8Array>;
   tables: Table[];
   column: number;
+  /** Of the small load, at that time. */
+  load: LoadThen | null;
+}
+
+/** `hasShared`: a block was shared in this look or one before it. */
+export interface LoadThen {
+  answers: number;
+  hasShared: boolean;
 }
 
 export function bytesOf(base64: string): Uint8Array {
@@ -58,17 +66,21 @@ export function countStates(cells: Uint8Array): Record<BlockState, number> {
   return counts;
 }
 
-export function frameOf(body: EngineBody, now: number, before: Frame | null): Frame {
+/** `answers`: how many the small load has got; null where there is none. */
+export function frameOf(body: EngineBody, now: number, before: Frame | null, answers: number | null = null): Frame {
   const { device, host, requests } = body.scheduler;
   const at = before ? Math.max(now, before.at + SOONEST_MS) : now;
   const isAfterQuiet = !before || at - before.at > QUIET_MS;
+  const cells = { device: bytesOf(device.cells), host: bytesOf(host.cells) };
+  const hasShared = before?.load?.hasShared || cells.device.some((cell) => stateOf(cell) === "shared");
   return {
     from: isAfterQuiet ? at - INTERVAL_MS : before.at,
     at,
     body,
-    cells: { device: bytesOf(device.cells), host: bytesOf(host.cells) },
+    cells,
     tables: requests.flatMap(tablesOf),
     column: before?.column ?? 0,
+    load: answers === null ? null : { answers, hasShared },
   };
 }
 

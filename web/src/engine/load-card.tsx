@@ -1,10 +1,10 @@
-/** Starts and stops the small load, and says what to look at while it runs. */
+/** Starts and stops the small load, and says what to look at while it runs, by the look that is shown. */
 
-import { useEffect, useRef } from "preact/hooks";
+import { useEffect } from "preact/hooks";
 import { isConnected } from "../app/connection.ts";
 import type { StepStats } from "../client/index.ts";
-import { answers, isLoading, loadFault, LASTS_MS, startLoad, stopLoad } from "./load.ts";
-import { shown } from "./store.ts";
+import { isLoading, loadFault, LASTS_MS, startLoad, stopLoad } from "./load.ts";
+import { mode, playback, shown } from "./store.ts";
 
 export function LoadButton() {
   useEffect(() => stopLoad, []);
@@ -45,9 +45,9 @@ function sights(stats: StepStats, shared: boolean): [string, string, boolean][] 
 }
 
 export function LoadCard() {
+  void mode.value;
   const frame = shown.value;
-  const wasShared = useRef(false); // it comes and goes by the second
-  if (!isLoading.value) wasShared.current = false;
+  const isOver = playback.isLive && !isLoading.value; // no look comes any more that could say so
   if (loadFault.value) {
     return (
       <p class="fault" role="alert">
@@ -55,13 +55,13 @@ export function LoadCard() {
       </p>
     );
   }
-  if (!isLoading.value || !frame) return null;
-  wasShared.current ||= frame.cells.device.some((cell) => (cell & 8) !== 0);
+  if (!frame?.load || isOver) return null;
+  const { answers, hasShared } = frame.load;
   return (
     <section class="card load" aria-labelledby="load-title">
       <h2 id="load-title">What to look at</h2>
       <dl>
-        {sights(frame.body.scheduler.stats, wasShared.current).map(([name, text, isThere]) => (
+        {sights(frame.body.scheduler.stats, hasShared).map(([name, text, isThere]) => (
           <div key={name} data-there={isThere}>
             <dt>{name}</dt>
             <dd>{text}</dd>

@@ -9,6 +9,7 @@ import { batch, computed, effect, signal } from "@preact/signals";
 import { client, isConnected } from "../app/connection.ts";
 import type { EngineBody } from "../client/index.ts";
 import { frameOf, type Frame, type PoolName } from "./frames.ts";
+import { answers, isLoading } from "./load.ts";
 import { Playback } from "./playback.ts";
 import { quietSample, sampleOf, type Sample } from "./rates.ts";
 import { Timeline } from "./timeline-model.ts";
@@ -58,7 +59,7 @@ export function look(): () => void {
 
 function take(body: EngineBody): void {
   if (newest && body.scheduler.step < newest.body.scheduler.step) forget(); // another server
-  const frame = frameOf(body, performance.now(), newest);
+  const frame = frameOf(body, performance.now(), newest, isLoading.value ? answers.value : null);
   timeline.add(body.scheduler.steps, body.scheduler.requests);
   frame.column = timeline.end;
   if (newest && frame.from > newest.at) samples.push(quietSample(frame.from, newest));

@@ -10,7 +10,7 @@ import type { RequestView, StepView } from "../client/index.ts";
 export const KINDS = ["prefill", "decode", "waiting", "paused", "swapped", "dropped"] as const;
 export type Kind = (typeof KINDS)[number];
 
-export const MAX_COLUMNS = 4096;
+export const MAX_COLUMNS = 32_768; // two minutes of looks at 270 steps a second
 
 /** Columns `from` up to `to`, which is not in it; `tokens` it computed in them. */
 export interface Run {
@@ -19,6 +19,13 @@ export interface Run {
   from: number;
   to: number;
   tokens: number;
+}
+
+/** A run as it is seen from column `end`; null for tokens that a later step may have computed. */
+export function seenFrom(run: Run, end: number): { steps: number; tokens: number | null } {
+  const steps = Math.min(run.to, Math.ceil(end)) - run.from;
+  if (run.to <= end) return { steps, tokens: run.tokens };
+  return { steps, tokens: run.kind === "decode" ? steps : null };
 }
 
 export interface Column {
@@ -47,6 +54,11 @@ export class Timeline {
 
   column(index: number): Column | undefined {
     return this.#columns[index - this.#dropped];
+  }
+
+  /** Lanes that had something before column `end`: what came later is not to be seen from there. */
+  lanesBefore(end: number): number {
+    return this.lanes.findLastIndex(({ runs }) => runs.some((run) => run.from < end)) + 1;
   }
 
   /** The steps of one look, and the requests that live after them. */

@@ -5,7 +5,7 @@ import { useRef } from "preact/hooks";
 import { useSheet, useWidth, type Sheet } from "./canvas.ts";
 import type { Palette } from "./palette.ts";
 import { chosen, column, shown, timeline } from "./store.ts";
-import { KINDS, type Kind, type Run } from "./timeline-model.ts";
+import { KINDS, seenFrom, type Kind, type Run } from "./timeline-model.ts";
 
 const LANE = 16;
 const STRIP = 30; // tokens of each step, above the lanes
@@ -30,7 +30,7 @@ interface View {
   lanes: number;
 }
 
-const lanesNow = (): number => Math.max(MIN_LANES, Math.min(MAX_LANES, timeline.lanes.length));
+const lanesNow = (): number => Math.max(MIN_LANES, Math.min(MAX_LANES, timeline.lanesBefore(column.value)));
 
 export function TimelineView() {
   const box = useRef<HTMLDivElement>(null);
@@ -102,7 +102,10 @@ function Told({ view, at }: { view: () => View; at: { x: number; y: number } | n
   const step = timeline.column(Math.floor(now.start + at.x / now.each));
   const run = runAt(now, at);
   const parts = [step ? `Step ${step.number.toLocaleString()}: ${step.tokens.toLocaleString()} tokens` : "No step here"];
-  if (run) parts.push(`#${run.request} ${KIND_WORDS[run.kind]}, ${(run.to - run.from).toLocaleString()} steps${run.tokens ? `, ${run.tokens.toLocaleString()} tokens` : ""}`);
+  if (run) {
+    const { steps, tokens } = seenFrom(run, column.value);
+    parts.push(`#${run.request} ${KIND_WORDS[run.kind]}, ${steps.toLocaleString()} steps${tokens ? `, ${tokens.toLocaleString()} tokens` : ""}`);
+  }
   return <p class="told">{parts.join(" · ")}</p>;
 }
 
