@@ -7,6 +7,8 @@ is put before it is charged for that, so nobody starves.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from streamer.core.plan import Notice, NoticeKind
 from streamer.core.preemption import MAX_PREEMPTIONS, choose_victim
 from streamer.core.request import Event, Request, Sequence, Status
@@ -16,7 +18,10 @@ from streamer.errors import InvariantViolated
 
 
 def make_way(state: State, draft: Draft) -> None:
-    """Preempt running requests of lower priority for the head of the queue."""
+    """Preempt running requests of lower priority for the head of the queue, if that is enough.
+
+    Readers that are paused give way before anybody who runs.
+    """
     head = state.queue.head()
     if head is None or not state.running_by_priority:
         return
@@ -26,16 +31,49 @@ def make_way(state: State, draft: Draft) -> None:
     victims = [
         r for r in state.running if r.add.priority > priority and r.evictions < MAX_PREEMPTIONS
     ]
-    held = sum(len(s.blocks) for r in victims for s in r.sequences)
+    paused = paused_for(state, head)
     rows = sum(len(r.live()) + len(r.spare_rows) for r in victims)
     blocks_short, rows_short = shortage(state, head)
-    if blocks_short > held or rows_short > rows:
+    if rows_short > rows or not would_free(state, [*victims, *paused], head, blocks_short):
         return
     while victims and (blocks_short > 0 or rows_short > 0):
-        victim = max(victims, key=lambda r: (r.add.priority, r.arrival))
-        victims.remove(victim)
+        victim = choose_victim(paused) if blocks_short > 0 else None
+        if victim is not None:
+            paused.remove(victim)
+        else:
+            victim = max(victims, key=lambda r: (r.add.priority, r.arrival))
+            victims.remove(victim)
         state.preempt(victim, draft)
         blocks_short, rows_short = shortage(state, head)
+
+
+def would_free(state: State, victims: list[Request], head: Request, num_blocks: int) -> bool:
+    """Whether the head would find so many more blocks if all these gave way.
+
+    A block is free when all who share it are gone; what the head itself shares it then has to take.
+    """
+    tables = [s.blocks for r in victims for s in r.sequences]
+    if sum(map(len, tables)) < num_blocks:
+        return False
+    device, found = state.kv.device, {b for s in head.live() for b in s.found}
+    holders = Counter(block for table in tables for block in table)
+    freed = sum(1 for b, n in holders.items() if n == device.ref_count(b) and b not in found)
+    return freed >= num_blocks
+
+
+def paused_for(state: State, request: Request) -> list[Request]:
+    """The paused requests that give way to this one.
+
+    Who only waits for its rows keeps its blocks, unless its priority is lower, or nobody else could
+    ever go on.
+    """
+    must = not state.running and not is_anyone_returning(state)
+    priority = request.add.priority
+    return [
+        r
+        for r in state.paused
+        if r is not request and (r.is_held or must or r.add.priority > priority)
+    ]
 
 
 def shortage(state: State, request: Request) -> tuple[int, int]:
@@ -101,11 +139,10 @@ def evict_paused_for(state: State, request: Request, draft: Draft) -> bool:
     """Whether its blocks are free now; takes those of paused readers if that helps."""
     device = state.kv.device
     while (need := blocks_needed(state, request)) > device.num_free:
-        if need <= device.num_free + device.num_cooling:
+        short = need - device.num_free - device.num_cooling
+        paused = paused_for(state, request)
+        if short <= 0 or not would_free(state, paused, request, short):
             return False
-        # Who only waits for its rows keeps its blocks, unless nobody else could ever go on.
-        must = not state.running and not is_anyone_returning(state)
-        paused = [r for r in state.paused if r is not request and (r.is_held or must)]
         victim = choose_victim(paused)
         if victim is None:
             return False

@@ -131,3 +131,54 @@ def test_a_swap_in_takes_the_device_copy_where_the_hash_is_found() -> None:
     driver.drain()
     stats = driver.outputs[-1].stats
     assert (stats.swapped_out_blocks, stats.swapped_in_blocks) == (8, 1)
+
+
+def test_a_block_that_victims_share_is_counted_once() -> None:
+    """Two requests share 6 blocks: both together give up 8; where 9 are missing they keep them."""
+    driver = Driver(make_config(num_blocks=16, max_num_batched_tokens=64), costs=RECOMPUTE)
+    driver.add(prompt(17, start=50), max_tokens=9)
+    for _ in range(2):
+        driver.add(prompt(25), max_tokens=9, priority=5)
+        driver.step()
+    device = driver.scheduler.state.kv.device
+    assert (device.num_free, device.ref_count(driver.plans[1].joins[0].blocks[0])) == (3, 2)
+    driver.add(prompt(4 * (device.num_free + 8) + 1, start=30), max_tokens=1)
+    driver.step()
+    names = ("r0", "r1", "r2", "r3")
+    assert [driver.status(name) for name in names] == [Status.RUNNING] * 3 + [Status.WAITING]
+    driver.drain()
+
+
+def test_paused_readers_keep_their_blocks_where_those_are_not_enough() -> None:
+    driver = Driver(make_config(num_blocks=16, max_num_batched_tokens=64), costs=RECOMPUTE)
+    for start in (0, 50):
+        driver.add(prompt(25, start=start), max_tokens=9)
+        driver.step()
+    driver.pause("r0")
+    driver.add(prompt(40, start=30), max_tokens=3)  # 10 of the 9 that are free without r0
+    driver.step()
+    assert driver.status("r0") is Status.PAUSED
+    assert driver.status("r2") is Status.WAITING
+    driver.drain()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_resumed_request_of_low_priority_gives_its_blocks_to_a_higher_one(depth: int) -> None:
+    """r0 waits for a row behind r3, which wants r0's blocks: r3 need not wait for r1 to end."""
+    config = make_config(num_blocks=16, max_num_batched_tokens=64, max_num_seqs=2)
+    driver = Driver(config, depth=depth, costs=RECOMPUTE)
+    driver.add(prompt(30), max_tokens=9, priority=5)
+    driver.step()
+    driver.pause("r0")
+    driver.add(prompt(3, start=50), max_tokens=40)
+    driver.add(prompt(2, start=80), max_tokens=4)
+    driver.step()
+    driver.resume("r0")
+    driver.add(prompt(30, start=40), max_tokens=2, priority=-1)
+    steps = 0
+    while ("r3", 0) not in driver.finishes:
+        driver.step()
+        steps += 1
+    assert steps < 10
+    assert ("r1", 0) not in driver.finishes
+    driver.drain()
