@@ -218,6 +218,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Annotated[str, Meta(min_length=1)] | None,
         Meta(description="the one key for /metrics, good for nothing else; absent: any api_key"),
     ] = None
+    max_connections_per_address: Annotated[
+        Limit,
+        Meta(
+            description="open at once; 0: no limit, as behind a proxy, where all have its address"
+        ),
+    ] = 2048
     stream_window: Annotated[
         Annotated[int, Meta(ge=0, le=1 << 24)],
         Meta(description="tokens a reader may lag before its sequence pauses; 0: never"),
@@ -241,6 +247,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for setting in settings():
             value = setting.parse(getattr(self, setting.name), where=setting.name, is_text=False)
             msgspec.structs.force_setattr(self, setting.name, value)
+        if self.root_path.strip("/") and not self.root_path.startswith("/"):
+            raise ConfigError("root_path: it begins with a /", param="root_path")
+        msgspec.structs.force_setattr(self, "root_path", self.root_path.rstrip("/"))
         if not self.key_limits.keys() <= set(self.api_key):
             raise ConfigError("key_limits: a key that is not in api_key", param="key_limits")
         if self.metrics_key in self.api_key:

@@ -182,3 +182,10 @@ def test_every_setting_says_what_it_does_and_accepts_its_default(setting: Settin
     assert setting.help
     assert setting.section in ("model", "scheduling and memory", "server")
     assert setting.parse(setting.default, where="here", is_text=False) == setting.default
+
+
+def test_a_root_path_begins_with_a_slash_and_ends_without() -> None:
+    assert Config(root_path="/api/").root_path == "/api"
+    assert Config(root_path="/").root_path == ""
+    with pytest.raises(ConfigError, match="root_path"):
+        Config(root_path="api")

@@ -33,7 +33,7 @@ from streamer.server.openai.fields import decode_body
 from streamer.server.openai.models import check_model, model_body, models_body
 from streamer.server.page import Page
 from streamer.server.records import Transport
-from streamer.server.security import Guard, deny, read_body
+from streamer.server.security import Guard, deny
 from streamer.server.service import Service, salt_of
 from streamer.server.sse import Answer, EventStream, read_whole
 from streamer.server.stored import ResponseRoutes
@@ -57,7 +57,7 @@ class Api:
         """POST /v1/chat/completions."""
         service = self._service
         tenant = service.admit(request.scope)
-        data = await read_body(request.headers, request.receive)
+        data = await service.bodies.read(request)
         body = decode_body(data, chat.DECODER, chat.FIELDS)
         model = check_model(body.model, service.names)
         params = body.params(service.engine.info.generation_defaults)
@@ -87,7 +87,7 @@ class Api:
         """POST /v1/completions."""
         service = self._service
         tenant = service.admit(request.scope)
-        data = await read_body(request.headers, request.receive)
+        data = await service.bodies.read(request)
         body = decode_body(data, completions.DECODER, completions.FIELDS)
         model = check_model(body.model, service.names)
         params = body.params(service.engine.info.generation_defaults)
@@ -132,7 +132,7 @@ class Api:
         """POST /tokenize."""
         service = self._service
         service.admit(request.scope, is_for_later=True)
-        data = await read_body(request.headers, request.receive)
+        data = await service.bodies.read(request)
         body = decode_body(data, tokenizing.TOKENIZE, tokenizing.TOKENIZE_FIELDS)
         check_model(body.model, service.names)
         messages, engine = body.template_messages(), service.engine
@@ -156,7 +156,7 @@ class Api:
         """POST /detokenize."""
         service = self._service
         service.admit(request.scope, is_for_later=True)
-        data = await read_body(request.headers, request.receive)
+        data = await service.bodies.read(request)
         body = decode_body(data, tokenizing.DETOKENIZE, tokenizing.DETOKENIZE_FIELDS)
         check_model(body.model, service.names)
         salt = owner_of(request.scope)
@@ -199,7 +199,7 @@ class Api:
 
     async def tickets(self, request: Request) -> ASGIApp:
         """POST /v1/tickets; also while the model loads: a socket is told that."""
-        decode_body(await read_body(request.headers, request.receive), tickets.DECODER, {})
+        decode_body(await self._service.bodies.read(request), tickets.DECODER, {})
         secret = self._service.tickets.issue(tenant_of(request.scope))
         response = json(encode(tickets.TicketAnswer(secret)))
         response.headers["cache-control"] = "no-store"

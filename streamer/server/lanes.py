@@ -29,10 +29,10 @@ from streamer.server.follow import follow
 from streamer.server.jobs import Attached, Job, Resuming, cancelled
 from streamer.server.openai.common import new_id
 from streamer.server.openai.events import ResponseEvents
-from streamer.server.openai.fields import decode_body
+from streamer.server.openai.fields import Decoder, decode_body
 from streamer.server.openai.models import check_model
 from streamer.server.openai.response_types import StateEvent
-from streamer.server.openai.responses import DECODER, FIELDS
+from streamer.server.openai.responses import FIELDS, ResponseCreate
 from streamer.server.responding import find, respond
 from streamer.server.socket_events import Resume, Resumed, Settings, error_event
 from streamer.server.sse import portions
@@ -85,11 +85,11 @@ class Lanes:
 
     # ------------------------------------------------------------ what the client asks for
 
-    def create(self, data: bytes, settings: Settings) -> None:
+    def create(self, data: bytes, settings: Settings, decoder: Decoder[ResponseCreate]) -> None:
         """response.create: checked and given its id now, run when its lane is free."""
         service = self._service
         service.admit(self._scope, is_for_later=True)  # its lane may be taken
-        body = decode_body(data, DECODER, FIELDS)
+        body = decode_body(data, decoder, FIELDS)
         for name, value in (("background", body.background), ("stream", body.stream is False)):
             if value:
                 raise InvalidRequest(
@@ -147,7 +147,7 @@ class Lanes:
             if a.stream.request_id == response_id:
                 a.stream.acknowledge(a.reader, a.events.tokens_at(number))
 
-    def steer(self, event: SteerEvent, size: int) -> None:
+    def steer(self, event: SteerEvent, size: int, decode: steering.Decode) -> None:
         """response.steer: end the response at the next token; what it said is followed by this."""
         on_it = [a for a in self._attached if a.stream.request_id == event.previous_response_id]
         if not on_it:
@@ -163,7 +163,7 @@ class Lanes:
             code, text = "too_many_pending_steers", "too much input waits on this socket"
         else:
             try:
-                steer = steering.read_steer(event, size)
+                steer = steering.read_steer(event, size, decode)
                 self._service.admit(self._scope, is_for_later=True)
             except InvalidRequest as e:
                 code, text = "invalid_input", e.message

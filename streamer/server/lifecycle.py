@@ -23,7 +23,7 @@ import uvicorn
 from streamer.config import Config
 from streamer.errors import ConfigError
 from streamer.server.app import build_service_app
-from streamer.server.protocol import LimitedHttpProtocol
+from streamer.server.protocol import MAX_CONNECTIONS, limited
 from streamer.server.service import Service
 from streamer.server.socket_events import MAX_MESSAGE_BYTES
 from streamer.server.tracing import make_tracer
@@ -38,7 +38,6 @@ TICK_S: Final = 0.1  # between uvicorn's ticks, which sleep that long
 FLUSH_S: Final = 2.0  # after the engine is done, for the last frames
 SEND_BUFFER_BYTES: Final = 64 << 10  # else the kernel hides megabytes of a reader's lag
 BACKLOG: Final = 2048
-MAX_CONNECTIONS: Final = 16_384
 
 
 class _NoDenials(logging.Filter):
@@ -221,7 +220,7 @@ def _url(listener: socket.socket, config: Config) -> str:
 def _uvicorn_config(service: Service, config: Config) -> uvicorn.Config:
     prepared = uvicorn.Config(
         build_service_app(service),
-        http=LimitedHttpProtocol,
+        http=limited(config.max_connections_per_address),
         limit_concurrency=MAX_CONNECTIONS,
         ws=StreamingWebSocket,
         ws_max_size=MAX_MESSAGE_BYTES,

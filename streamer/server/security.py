@@ -1,4 +1,4 @@
-"""The guard before every route: Origin, Host, keys and tickets; and the size limit of a body.
+"""The guard before every route: Origin, Host, keys and tickets; and what bodies may take.
 
 Plain ASGI around the app, HTTP and WebSocket alike. A browser page of another site can reach a
 server on this machine, directly or by rebinding its name: both are told apart by these two headers.
@@ -6,6 +6,7 @@ server on this machine, directly or by rebinding its name: both are told apart b
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import re
 from collections.abc import Callable, Sequence
@@ -13,15 +14,18 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from streamer.config import Config
-from streamer.errors import Forbidden, NotAuthenticated, StreamerError, TooLarge
+from streamer.errors import Forbidden, NotAuthenticated, Overloaded, StreamerError, TooLarge
 from streamer.server.admission import TENANT, digest
 from streamer.server.openai.common import error_body
 from streamer.server.tickets import Tickets, take_tickets
 
 MAX_BODY_BYTES: Final = 4 << 20
+MAX_COMING_BYTES: Final = 64 << 20  # of all bodies that have begun and not ended, beyond FREE_BYTES
+FREE_BYTES: Final = 64 << 10  # of each: a common request never stands back for a large one
 OPEN_PATHS: Final = frozenset({"/", "/health", "/ready"})
 METRICS: Final = "/metrics"
 ASSETS: Final = "/assets/"  # of the page
@@ -38,12 +42,16 @@ EXPOSED: Final = (
 WILDCARDS: Final = frozenset({"", "0.0.0.0", "::"})
 
 
+_HOST: Final = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^\[\]:@/?#\s]*))(?::[0-9]*)?")
+
+
 def split_host(value: str) -> str:
-    """The name in a Host header, without port and brackets, lower case."""
+    """The name in a Host header, without port and brackets, lower case; "" for what is none."""
     value = value.strip().lower()
-    if value.startswith("["):
-        return value[1:].partition("]")[0]
-    return value.partition(":")[0] if value.count(":") == 1 else value  # else a bare IPv6 address
+    if value.count(":") > 1 and not value.startswith("["):
+        return value  # a bare IPv6 address
+    match = _HOST.fullmatch(value)
+    return "" if match is None else match[1] or match[2] or ""
 
 
 class Guard:
@@ -171,24 +179,72 @@ async def deny(scope: Scope, send: Send, error: StreamerError) -> None:
     await send({"type": f"{prefix}.response.body", "body": body})
 
 
-async def read_body(headers: Headers, receive: Receive, limit: int = MAX_BODY_BYTES) -> bytes:
-    """The whole body, counted while it comes in; TooLarge beyond `limit` bytes."""
-    declared = headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > limit:
-        raise TooLarge(f"the body has {declared} bytes, the limit is {limit}")
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            raise StreamerError("the client left while sending its body", code="client_left")
-        part: bytes = message.get("body", b"")
-        size += len(part)
-        if size > limit:
-            raise TooLarge(f"the body has more than {limit} bytes")
-        parts.append(part)
-        if not message.get("more_body", False):
-            return b"".join(parts)
+class _Coming:
+    """A body on its way in; `patience` ends when others need its room more."""
+
+    def __init__(self, patience: asyncio.Timeout) -> None:
+        self.patience = patience
+        self.num_bytes = 0
+
+
+class Bodies:
+    """The bodies that are on their way in, all together bounded.
+
+    Beyond `most` bytes the one that has been coming for longest gives way: whoever sends a body and
+    never ends it holds up no one. protocol.py bounds the time.
+    """
+
+    def __init__(self, most: int = MAX_COMING_BYTES) -> None:
+        self._most = most
+        self._num_bytes = 0
+        self._coming: dict[_Coming, None] = {}  # the first has been coming for longest
+
+    async def read(self, request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
+        """The whole body, counted while it comes in; TooLarge beyond `limit` bytes."""
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > limit:
+            raise TooLarge(f"the body has {declared} bytes, the limit is {limit}")
+        try:
+            async with asyncio.timeout(None) as patience:
+                coming = _Coming(patience)
+                self._coming[coming] = None
+                try:
+                    return await self._read(request.receive, limit, coming)
+                finally:
+                    self._forget(coming)
+        except TimeoutError:
+            raise Overloaded("too many bodies are on their way in at once") from None
+
+    async def _read(self, receive: Receive, limit: int, coming: _Coming) -> bytes:
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] != "http.request":
+                raise StreamerError("the client left while sending its body", code="client_left")
+            part: bytes = message.get("body", b"")
+            size += len(part)
+            if size > limit:
+                raise TooLarge(f"the body has more than {limit} bytes")
+            parts.append(part)
+            if not message.get("more_body", False):
+                return b"".join(parts)
+            self._count(coming, max(0, size - FREE_BYTES))
+
+    def _count(self, coming: _Coming, num_bytes: int) -> None:
+        if coming not in self._coming:
+            return  # it gives way
+        self._num_bytes += num_bytes - coming.num_bytes
+        coming.num_bytes = num_bytes
+        while self._num_bytes > self._most:
+            oldest = next(each for each in self._coming if each.num_bytes)
+            self._forget(oldest)
+            oldest.patience.reschedule(0.0)
+
+    def _forget(self, coming: _Coming) -> None:
+        if coming in self._coming:
+            del self._coming[coming]
+            self._num_bytes -= coming.num_bytes
 
 
 # ---------------------------------------------------------------- other origins, when allowed

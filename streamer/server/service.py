@@ -26,6 +26,7 @@ from streamer.server.admission import Admission, deadline_of, tenant_of
 from streamer.server.metrics import Metrics
 from streamer.server.openai.common import SamplingFields, named
 from streamer.server.records import Operation, Record, Transport
+from streamer.server.security import Bodies
 from streamer.server.tickets import Tickets
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class Service:
         self.metrics = Metrics(engine)
         self.admission = Admission(config)
         self.tickets = Tickets()
+        self.bodies = Bodies()
         self.epoch = secrets.token_hex(8)
         self.started = int(time.time())
         self._tracer = tracer

@@ -6,7 +6,7 @@ the body of the successor. lanes.py does what is to be done.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal
 
 import msgspec
@@ -20,11 +20,14 @@ from streamer.server.openai.responses import InputItem, InputText, ResponseCreat
 MAX_STEERS: Final = 16  # that wait for one response to end
 
 
+Decode = Callable[..., Any]  # msgspec's, of JSON or MessagePack
+
+
 class SteerEvent(msgspec.Struct):
     """response.steer, its input still unread."""
 
     previous_response_id: str
-    input: Any = None
+    input: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
 
 
 class _Message(msgspec.Struct, forbid_unknown_fields=True):
@@ -34,28 +37,30 @@ class _Message(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Steer(msgspec.Struct, frozen=True):
-    """Accepted input; `given` is as the client wrote it, `size` in bytes of JSON."""
+    """Accepted input; `given` is as the client wrote it, `size` in bytes."""
 
     id: str
     previous_response_id: str
-    given: Any
+    given: msgspec.Raw
     items: list[InputItem]
     size: int
 
 
-def read_steer(event: SteerEvent, size: int) -> Steer:
+def read_steer(event: SteerEvent, size: int, decode: Decode) -> Steer:
     """The input checked: a text, or messages of the user; InvalidRequest otherwise."""
-    given = event.input
-    if isinstance(given, str):
-        items = [InputItem("user", given)]
+    if not event.input:
+        raise InvalidRequest("response.steer wants input", param="input")
+    given = event.input.copy()  # alone, without the event around it
+    try:
+        found: str | list[_Message] = decode(given, type=str | list[_Message])
+    except msgspec.ValidationError as e:
+        raise located(str(e), list[_Message]) from None
+    if isinstance(found, str):
+        items = [InputItem("user", found)]
     else:
-        try:
-            messages = msgspec.convert(given, list[_Message])
-        except msgspec.ValidationError as e:
-            raise located(str(e), list[_Message]) from None
         items = [
             InputItem(m.role, m.content if isinstance(m.content, str) else [*m.content])
-            for m in messages
+            for m in found
         ]
     if not items:
         raise InvalidRequest("input has no items", param="input")
@@ -114,7 +119,7 @@ def accepted(steer: Steer, number: int, lane: str | None) -> SteerAccepted:
 
 def refused(event: SteerEvent, code: str, message: str, number: int = 0) -> SteerFailed:
     """response.steer.failed, for input that was never accepted."""
-    named = _Named(clip(event.previous_response_id), input=event.input)
+    named = _Named(clip(event.previous_response_id), input=event.input or UNSET)
     return SteerFailed(max(0, number), named, _Error(code, message))
 
 

@@ -34,7 +34,6 @@ from streamer.server.openai.response_types import (
 )
 from streamer.server.openai.responses import DECODER, FIELDS, Includable
 from streamer.server.responding import find, find_chat, respond
-from streamer.server.security import read_body
 from streamer.server.sse import EventStream, frame, read_whole
 
 if TYPE_CHECKING:
@@ -105,7 +104,7 @@ class ResponseRoutes:
         """POST /v1/responses."""
         service = self._service
         service.admit(request.scope)
-        data = await read_body(request.headers, request.receive)
+        data = await service.bodies.read(request)
         body = decode_body(data, DECODER, FIELDS)
         if body.background and body.store is False:
             raise InvalidRequest("background wants store: its answer is read later", param="store")
@@ -241,8 +240,13 @@ def _cursor(request: Request) -> str | None:
     return header or request.query_params.get("starting_after")
 
 
+def _is_number(text: str) -> bool:
+    """Python refuses to convert 5,000 digits, and slowly those before that."""
+    return text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS
+
+
 def _number(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS):
+    if not _is_number(text):
         raise InvalidRequest(
             f"starting_after is the number of an event, got {text[:40]!r}", param="starting_after"
         )
@@ -282,7 +286,8 @@ def _page(items: list[InputItem], request: Request) -> InputPage:
     if order not in ("asc", "desc"):
         raise InvalidRequest(f"order is asc or desc, got {order[:20]!r}", param="order")
     given = query.get("limit", str(DEFAULT_PAGE))
-    if not (given.isascii() and given.isdecimal() and 0 < int(given[:4]) <= MAX_PAGE):
+    limit = int(given) if _is_number(given) else 0
+    if not 0 < limit <= MAX_PAGE:
         raise InvalidRequest(f"limit is from 1 to {MAX_PAGE}, got {given[:20]!r}", param="limit")
     if order == "desc":
         items = items[::-1]
@@ -292,6 +297,6 @@ def _page(items: list[InputItem], request: Request) -> InputPage:
         if after not in ids:
             raise NotFound(f"there is no item {after[:80]!r} here", param="after")
         items = items[ids.index(after) + 1 :]
-    page = items[: int(given)]
+    page = items[:limit]
     first, last = (page[0].id, page[-1].id) if page else (None, None)
     return InputPage(page, first, last, len(items) > len(page))

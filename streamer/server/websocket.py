@@ -2,6 +2,7 @@
 
 One Session a socket. Its reader always sits in `receive()`; lanes.py runs the responses and sends
 their events; replies to events go by a small queue. JSON and MessagePack carry the same Structs.
+How much may come is counted below, where frames are taken apart (websocket_protocol.py).
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from starlette.types import Receive, Scope, Send
 
 from streamer.errors import InvalidRequest, StreamerError
 from streamer.server.admission import tenant_of
-from streamer.server.flood import EVENT_BURST, EVENTS_PER_S, EventBudget
+from streamer.server.flood import EVENT_BURST, EVENTS_PER_S
 from streamer.server.lanes import MAX_LANES, MAX_QUEUED, MAX_RESPONSES, Lanes
 from streamer.server.openai.common import clip, encode
 from streamer.server.openai.fields import located
+from streamer.server.openai.responses import DECODER
 from streamer.server.service import Service
 from streamer.server.socket_events import (
     Ack,
@@ -37,7 +39,7 @@ from streamer.server.socket_events import (
     Update,
     error_event,
 )
-from streamer.server.steering import SteerEvent
+from streamer.server.steering import Decode, SteerEvent
 from streamer.server.stuck import StuckWatch
 
 log = logging.getLogger(__name__)
@@ -48,7 +50,7 @@ MAX_REPLY_BYTES: Final = 4 << 20
 
 T = TypeVar("T")
 
-_EVENT = msgspec.json.Decoder(ClientEvent)
+_PACKED_CREATE = msgspec.msgpack.Decoder(DECODER.type)
 _pack = msgspec.msgpack.Encoder().encode
 
 
@@ -74,6 +76,7 @@ class Session:
         self._protocol = next((p for p in self._offered if p in (JSON, MSGPACK)), None)
         self._is_packed = self._protocol == MSGPACK
         self._encode = _pack if self._is_packed else encode
+        self._decode: Decode = msgspec.msgpack.decode if self._is_packed else msgspec.json.decode
         self._id = "sess_" + secrets.token_hex(12)
         config = service.config
         self._settings = Settings(config.stream_window, config.detach_timeout)
@@ -154,24 +157,19 @@ class Session:
     # ------------------------------------------------------------ reader
 
     async def _read(self) -> None:
-        clock = asyncio.get_running_loop().time
-        budget = EventBudget(clock())
         while True:
             message = await self._receive()
             if message["type"] == "websocket.disconnect":
                 return
-            if not budget.take(clock()):
-                await self._close(4429, f"flood: more than {EVENTS_PER_S} events a second")
-                return
             try:
-                data = self._json_of(message)
-                event = _EVENT.decode(data)
+                data = self._bytes_of(message)
+                event = self._decode(data, type=ClientEvent)
             except msgspec.ValidationError as e:
                 self._refuse(located(str(e), code="invalid_event"), None)
             except (msgspec.DecodeError, UnicodeError, RecursionError, TypeError):
                 form = "MessagePack in binary" if self._is_packed else "JSON in text"
-                await self._close(4400, f"events are {form} frames, and this one is not")
-                return
+                text = f"events are {form} frames, and this one is not"
+                self._refuse(InvalidRequest(text, code="invalid_event"), None)
             else:
                 try:
                     self._handle(event, data)
@@ -185,39 +183,45 @@ class Session:
                 await self._close(4429, "flood: too many replies are waiting to be read")
                 return
 
-    def _json_of(self, message: Any) -> bytes:
-        """The event as JSON, whatever it came as: behind this door there is one way."""
-        if self._is_packed:
-            return encode(msgspec.msgpack.decode(message.get("bytes") or b""))
-        text: str | None = message.get("text")
-        if text is None:
-            raise TypeError("a binary frame")
-        return text.encode()
+    def _bytes_of(self, message: Any) -> bytes:
+        """The event as it came; TypeError for the other kind of frame."""
+        data: bytes | str | None = message.get("bytes" if self._is_packed else "text")
+        if data is None:
+            raise TypeError("a frame of the other kind")
+        return data.encode() if isinstance(data, str) else data
 
     def _handle(self, event: ClientEvent, data: bytes) -> None:
         lanes = self._lanes
         match event.type:
             case "response.create":
-                lanes.create(data, self._settings)
+                lanes.create(data, self._settings, _PACKED_CREATE if self._is_packed else DECODER)
             case "response.cancel":
-                lanes.cancel(_fields(data, Cancel).response_id)
+                lanes.cancel(self._fields(data, Cancel).response_id)
             case "response.steer":
-                lanes.steer(_fields(data, SteerEvent), len(data))
+                lanes.steer(self._fields(data, SteerEvent), len(data), self._decode)
             case "response.resume" if self._is_extended:
-                lanes.resume(_fields(data, Resume), self._settings)
+                lanes.resume(self._fields(data, Resume), self._settings)
             case "response.ack" if self._is_extended:
-                ack = _fields(data, Ack)
+                ack = self._fields(data, Ack)
                 lanes.acknowledge(ack.response_id, ack.sequence_number)
             case "session.update" if self._is_extended:
-                self._settings = _fields(data, Update).apply(self._settings)
+                self._settings = self._fields(data, Update).apply(self._settings)
             case "session.ping" if self._is_extended:
-                self._reply(Pong(_fields(data, Ping).t))
+                self._reply(Pong(self._fields(data, Ping).t))
             case _:
                 raise InvalidRequest(
                     f"there is no event {clip(event.type)!r} here",
                     param="type",
                     code="unknown_event",
                 )
+
+    def _fields(self, data: bytes, kind: type[T]) -> T:
+        """The fields of one kind of event; InvalidRequest says which is wrong."""
+        try:
+            fields: T = self._decode(data, type=kind)
+        except msgspec.ValidationError as e:
+            raise located(str(e), kind, b"" if self._is_packed else data) from None
+        return fields
 
     def _go_away(self, deadline_s: float) -> None:
         if self._is_extended:
@@ -259,11 +263,3 @@ class Session:
         # a close frame holds 125 bytes: the code and 123 of the reason
         reason = reason.encode()[:123].decode(errors="ignore")
         await self._asgi_send({"type": "websocket.close", "code": code, "reason": reason})
-
-
-def _fields(data: bytes, kind: type[T]) -> T:
-    """The fields of one kind of event; InvalidRequest says which is wrong."""
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except msgspec.ValidationError as e:
-        raise located(str(e), kind, data) from None

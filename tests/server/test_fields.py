@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -275,3 +276,53 @@ def test_input_items_that_are_not_done_are_refused_by_path(items: Any, param: st
     with pytest.raises(InvalidRequest) as caught:
         decode("responses", input=items).items()
     assert caught.value.param == param
+
+
+# ---------------------------------------------------------------- many small elements
+
+BOMB = [[]] * 300_000
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "fields", "param"),
+    [
+        ("chat", {"tools": BOMB}, "tools"),
+        ("chat", {"messages": BOMB}, "messages[0]"),
+        ("chat", {"stop": BOMB}, "stop[0]"),
+        ("responses", {"text": {"format": BOMB}}, "text"),
+        ("responses", {"metadata": {"x": BOMB}}, "metadata.x"),
+    ],
+)
+def test_what_is_refused_is_not_built_first(
+    kind: str, fields: dict[str, Any], param: str, is_packed: bool
+) -> None:
+    table, decoder, base = BODIES[kind]
+    pack = msgspec.msgpack if is_packed else msgspec.json
+    data = pack.encode({**base, **fields})
+    given = msgspec.msgpack.Decoder(decoder.type) if is_packed else decoder
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest) as caught:
+            decode_body(data, given, table)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert caught.value.param == param
+    assert peak_bytes < 4 * len(data)
+
+
+def test_calls_of_a_message_are_refused_by_name_and_not_built() -> None:
+    message = {"role": "assistant", "content": "x", "tool_calls": BOMB}
+    tracemalloc.start()
+    try:
+        body = decode("chat", messages=[message])
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    with pytest.raises(InvalidRequest) as caught:
+        body.template_messages()
+    assert caught.value.param == "messages[0].tool_calls"
+    assert peak_bytes < 12 << 20  # the JSON that this test writes is 1.2 MB of it
+    harmless = {**message, "tool_calls": [], "audio": None, "tool_call_id": ""}
+    assert decode("chat", messages=[harmless]).template_messages()

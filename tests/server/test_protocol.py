@@ -36,7 +36,6 @@ def read_to_end(raw: socket.socket) -> bytes:
     [
         pytest.param(lambda i: START if i == 0 else b"x-a: %s\r\n" % (b"y" * 990), id="headers"),
         pytest.param(lambda i: START + b"x: " if i == 0 else b"y" * 1000, id="one header"),
-        pytest.param(lambda i: b"GET /" if i == 0 else b"y" * 1000, id="the target"),
         pytest.param(lambda i: b"\r\n" * 500, id="blank lines"),
     ],
 )
@@ -49,6 +48,145 @@ def test_a_head_that_never_ends_is_refused(server: Running, head: Callable[[int]
         answer = read_to_end(raw)
     assert answer.startswith(b"HTTP/1.1 431 ")
     assert b"request_too_large" in answer
+
+
+def answer_to(server: Running, request: bytes) -> bytes:
+    """Everything that comes of it, to the connection's end."""
+    with dial(server) as raw:
+        raw.sendall(request)
+        return read_to_end(raw)
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (START + b"a: b\r\n" * 200 + b"\r\n", b"431"),
+        (b"GET /?" + b"a&" * 5000 + b" HTTP/1.1\r\n", b"414"),
+        (START + b"Host: evil.example\r\n\r\n", b"400"),
+    ],
+    ids=["headers", "target", "hosts"],
+)
+def test_many_headers_a_long_target_and_two_hosts_are_refused(
+    server: Running, request_: bytes, status: bytes
+) -> None:
+    head, _, body = answer_to(server, request_).partition(b"\r\n\r\n")
+    assert head.split()[1] == status
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+# ---------------------------------------------------------------- requests ahead
+
+
+STREAM = json.dumps({"prompt": "x", "max_tokens": 20_000, "ignore_eos": True, "stream": True})
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\ncontent-length: %d\r\n\r\n"
+STREAMED = POST % len(STREAM) + STREAM.encode()
+
+
+def test_requests_sent_ahead_are_bounded(slow: Running) -> None:
+    with dial(slow) as raw:
+        raw.sendall(STREAMED + (START + b"\r\n") * (protocol.MAX_WAITING + 1))
+        got = b""
+        with contextlib.suppress(ConnectionError):
+            got = read_to_end(raw)
+    assert not got.endswith(b"0\r\n\r\n")  # nor did any other request get an answer
+    slow.wait_idle()
+
+
+def test_an_answer_ends_with_its_client_although_a_request_waits_behind_it(slow: Running) -> None:
+    with dial(slow) as raw:
+        raw.sendall(STREAMED + START + b"\r\n")
+        raw.recv(100)
+        slow.wait_metric('streamer_requests{state="running"}', 1)
+    slow.wait_idle()  # 20,000 tokens would take 50 s
+
+
+# ---------------------------------------------------------------- bodies
+
+
+@pytest.mark.parametrize("key", ["mine", "nobody's"])
+def test_a_body_that_never_ends_is_cut(
+    server_with: Any, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setattr(protocol, "BODY_TIMEOUT_S", 0.3)
+    server = server_with(api_key=("mine",))
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\ncontent-length: 1000\r\n"
+    answer = answer_to(server, head + b"authorization: Bearer %s\r\n\r\n{" % key.encode())
+    assert answer.split()[1] == (b"408" if key == "mine" else b"401")
+    assert (b"request_timeout" in answer) == (key == "mine")
+
+
+# ---------------------------------------------------------------- connections
+
+
+def test_connections_of_an_address_are_bounded(server_with: Any) -> None:
+    server = server_with(max_connections_per_address=3)
+    with contextlib.ExitStack() as stack:
+        first, *_ = [stack.enter_context(dial(server)) for _ in range(3)]
+        with dial(server) as raw:
+            answer = read_to_end(raw)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"your address" in answer
+        first.sendall(START + b"\r\n")  # who is in stays in
+        assert first.recv(100).startswith(b"HTTP/1.1 200 ")
+        first.close()
+        server.wait_until(lambda: True)  # there is room again
+
+
+def test_a_network_of_ipv6_is_one_client_and_a_unix_socket_none() -> None:
+    addresses = protocol.Addresses(1)
+    leave = addresses.enter(("2001:db8:0:1::5", 1, 0, 0))
+    assert leave is not None
+    assert addresses.enter(("2001:db8:0:1::6", 2, 0, 0)) is None
+    assert addresses.enter(("2001:db8:0:2::5", 3, 0, 0)) is not None
+    assert all(addresses.enter("") is not None for _ in range(5))
+    leave()
+    assert addresses.enter(("2001:db8:0:1::6%eth0", 4, 0, 0)) is not None
+
+
+# ---------------------------------------------------------------- HTTP/1.0
+
+
+def test_an_old_client_gets_no_chunks(server: Running) -> None:
+    body = json.dumps({"prompt": "x", "max_tokens": 3, "ignore_eos": True, "stream": True})
+    head = b"POST /v1/completions HTTP/1.0\r\ncontent-length: %d\r\nHost: localhost\r\n\r\n"
+    answer = answer_to(server, head % len(body) + body.encode())
+    head, _, events = answer.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert events.startswith(b"data: {")
+    assert events.endswith(b"data: [DONE]\n\n")
+    whole = answer_to(server, b"GET /health HTTP/1.0\r\n\r\n")
+    assert b"content-length: 18" in whole
+    assert whole.endswith(b'{"status":"alive"}')
+
+
+UPGRADE = (
+    b"GET /v1/responses HTTP/%s\r\nHost: localhost\r\nConnection: Upgrade\r\n"
+    b"Upgrade: websocket\r\nSec-WebSocket-Version: %s\r\n"
+    b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
+)
+
+
+def test_an_old_client_is_not_upgraded(server: Running) -> None:
+    assert answer_to(server, UPGRADE % (b"1.0", b"13") + b"\r\n").split()[1] == b"405"
+
+
+def test_a_socket_is_not_opened_over_an_answer(slow: Running) -> None:
+    with dial(slow) as raw:
+        raw.sendall(STREAMED + UPGRADE % (b"1.1", b"13") + b"\r\n")
+        got = b"".join(raw.recv(1 << 16) for _ in range(20))
+    assert b" 101 " not in got
+    slow.wait_idle()
+
+
+def test_another_version_of_websocket_is_told_ours(server: Running) -> None:
+    head = answer_to(server, UPGRADE % (b"1.1", b"8") + b"\r\n").lower().split(b"\r\n")
+    assert head[0].split()[1] == b"426"
+    assert b"sec-websocket-version: 13" in head
+
+
+def test_a_handshake_with_a_header_too_long_for_websockets_is_answered(server: Running) -> None:
+    head = UPGRADE % (b"1.1", b"13") + b"x-long: %s\r\n\r\n" % (b"y" * 10_000)
+    assert answer_to(server, head).split()[1] == b"431"
 
 
 def test_a_whole_head_over_the_limit_is_refused_and_one_below_passes(server: Running) -> None:

@@ -219,7 +219,9 @@ def test_input_items_in_pages(client: openai.OpenAI) -> None:
     assert [i.id for i in client.responses.input_items.list(second.id)] == [
         i.id for i in reversed(items)
     ]
-    for query, param in (("limit=0", "limit"), ("limit=101", "limit"), ("order=up", "order")):
+    zeros = "limit=0001" + "0" * 5000
+    queries = (("limit=0", "limit"), ("limit=101", "limit"), ("order=up", "order"))
+    for query, param in (*queries, (zeros, "limit"), ("limit=-1", "limit")):
         path = f"{client.base_url}responses/{second.id}/input_items?{query}"
         assert httpx.get(path).json()["error"]["param"] == param
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import Request
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from streamer.errors import Forbidden, NotAuthenticated, StreamerError
-from streamer.server.security import deny, split_host
+from streamer.errors import Forbidden, NotAuthenticated, Overloaded, StreamerError
+from streamer.server import security
+from streamer.server.security import Bodies, deny, split_host
 from tests.server.counting import CHAT
 from tests.server.running import BUNDLED, Running
 
@@ -144,6 +147,12 @@ def test_allowed_hosts_and_origins(server_with: Any) -> None:
         ("::1", "::1"),
         ("fe80::2", "fe80::2"),
         ("", ""),
+        ("[::1].evil.example", ""),
+        ("[::1]x:80", ""),
+        ("[::1", ""),
+        ("localhost:evil.example", ""),
+        ("evil@localhost", ""),
+        ("localhost/x", ""),
     ],
 )
 def test_split_host(value: str, name: str) -> None:
@@ -201,6 +210,43 @@ def test_a_body_over_the_limit_is_refused_while_it_comes(server: Running) -> Non
         for _ in range(17):
             raw.sendall(chunk)
         assert raw.recv(100).split()[1] == b"413"
+
+
+async def reading(bodies: Bodies, *parts: bytes, more: asyncio.Event) -> bytes:
+    """Read a body of these parts, and a last one when `more` is set."""
+    coming = list(parts)
+
+    async def receive() -> Any:
+        if coming:
+            return {"type": "http.request", "body": coming.pop(0), "more_body": True}
+        await more.wait()
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    return await bodies.read(Request({"type": "http", "headers": []}, receive))
+
+
+async def test_of_bodies_that_never_end_the_oldest_gives_way() -> None:
+    bodies, more = Bodies(most=2 * 1000), asyncio.Event()
+    free = b"x" * security.FREE_BYTES
+    small = asyncio.create_task(reading(bodies, b"x" * 900, more=more))  # not counted
+    await asyncio.sleep(0)
+    large = [asyncio.create_task(reading(bodies, free, b"y" * 900, more=more)) for _ in range(3)]
+    with pytest.raises(Overloaded):
+        await large[0]
+    more.set()
+    assert [len(await task) for task in (small, *large[1:])] == [900] + [len(free) + 900] * 2
+    assert bodies._num_bytes == 0
+    late = await reading(bodies, free, b"y" * 2000, more=more)  # all of it is there again
+    assert len(late) == len(free) + 2000
+
+
+@pytest.mark.parametrize("root", ["/api/", "/api"])
+def test_a_root_path_may_end_with_a_slash(server_with: Any, root: str) -> None:
+    server = server_with(root_path=root)
+    assert httpx.get(server.url + "/v1/models").status_code == 200
+    assert httpx.get(server.url + "/openapi.json").json()["servers"] == [{"url": "/api"}]
+    with connect(server.ws_url):
+        pass
 
 
 def test_the_page_may_run_its_own_script_alone(server: Running) -> None:

@@ -242,13 +242,16 @@ def test_events_without_a_type_are_answered(extended: ClientConnection) -> None:
 
 
 @pytest.mark.parametrize("message", ["{", "hello", "", b"\x80binary", '{"x":' + "[" * 100_000])
-def test_what_is_no_json_closes_with_4400(server: Running, message: str | bytes) -> None:
+def test_a_frame_that_is_no_json_is_answered_and_the_lanes_go_on(
+    server: Running, message: str | bytes
+) -> None:
     with dial(server) as socket:
+        say(socket, "response.create", input="x", max_output_tokens=2000, ignore_eos=True)
+        until(socket, "response.output_text.delta")
         socket.send(message)
-        with pytest.raises(ConnectionClosed) as caught:
-            socket.recv(timeout=20)
-    assert caught.value.rcvd is not None
-    assert caught.value.rcvd.code == 4400
+        error = until(socket, "error")[-1]
+        assert (error["status"], error["error"]["code"]) == (400, "invalid_event")
+        assert until(socket, *FINAL)[-1]["response"]["usage"]["output_tokens"] == 2000
 
 
 def test_an_unknown_version_of_ours_closes_with_4406(server: Running) -> None:

@@ -13,7 +13,7 @@ from websockets.sync.client import connect
 
 from streamer.config import Config
 from streamer.server import flood, lanes, websocket
-from streamer.server.flood import EventBudget
+from streamer.server.flood import FrameBudget
 from streamer.server.socket_events import Pong
 from streamer.server.websocket import Session
 from tests.server.running import Running
@@ -130,13 +130,17 @@ def test_a_response_that_lost_its_reader_still_counts(
 
 
 def test_a_budget_refills_evenly_and_saves_no_more_than_a_burst() -> None:
-    budget = EventBudget(100.0)
+    budget = FrameBudget(100.0)
     assert all(budget.take(100.0) for _ in range(flood.EVENT_BURST))
     assert not budget.take(100.0)
-    budget = EventBudget(0.0)
+    budget = FrameBudget(0.0)
     for i in range(1, 5 * flood.EVENT_BURST):  # at the rate, for ever
         assert budget.take(i / flood.EVENTS_PER_S)
     now = 1e6
+    assert sum(budget.take(now, is_event=False) for _ in range(flood.EVENT_BURST)) * 10 == 10_000
+    now = 2e6
+    assert sum(budget.take(now, 1 << 20) for _ in range(100)) == flood.EVENT_BURST // 257
+    now = 3e6
     assert sum(budget.take(now) for _ in range(2 * flood.EVENT_BURST)) == flood.EVENT_BURST
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection
 
 from tests.server.counting import Event, check_counting
@@ -301,14 +300,56 @@ def test_messagepack_and_json_give_the_same_transcript(
 
 
 @pytest.mark.parametrize("message", ["text", b"\xc1", b"\x92", b"", b"\x91" * 5000])
-def test_what_is_no_messagepack_closes_with_4400(slow: Running, message: str | bytes) -> None:
+def test_what_is_no_messagepack_is_answered(slow: Running, message: str | bytes) -> None:
     with dial(slow, MSGPACK) as socket:
         socket.recv(timeout=20)
         socket.send(message)
-        with pytest.raises(ConnectionClosed) as caught:
-            socket.recv(timeout=20)
-    assert caught.value.rcvd is not None
-    assert caught.value.rcvd.code == 4400
+        assert packed(socket)["error"]["code"] == "invalid_event"
+        socket.send(msgspec.msgpack.encode({"type": "session.ping", "t": 1}))
+        assert packed(socket) == {"type": "session.pong", "t": 1}
+
+
+def packed(socket: ClientConnection) -> Any:
+    return msgspec.msgpack.decode(socket.recv(timeout=20))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": float("inf")}, "top_p"),
+        ({"presence_penalty": float("nan")}, "presence_penalty"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty"),
+        ({"repetition_penalty": float("nan")}, "repetition_penalty"),
+        ({"min_p": float("nan")}, "min_p"),
+        ({"detach_s": float("nan")}, "detach_s"),
+        ({"logit_bias": {5: float("nan")}}, "logit_bias.5"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"seed": b"x"}, "seed"),
+        ({"tools": [[]] * 5000}, "tools"),
+        ({"input": [[]] * 5000}, "input[0]"),
+    ],
+)
+def test_what_only_messagepack_can_say_is_refused_by_name(
+    slow: Running, fields: dict[str, Any], param: str
+) -> None:
+    with dial(slow, MSGPACK) as socket:
+        socket.recv(timeout=20)
+        body = {"type": "response.create", "input": "x", "max_output_tokens": 1, **fields}
+        socket.send(msgspec.msgpack.encode(body))
+        answer = packed(socket)
+    assert (answer["type"], answer["error"]["param"]) == ("error", param)
+
+
+@pytest.mark.parametrize("token", [7, "7"])
+def test_token_ids_of_a_bias_are_numbers_or_text_in_messagepack(slow: Running, token: Any) -> None:
+    with dial(slow, MSGPACK) as socket:
+        socket.recv(timeout=20)
+        body = {"type": "response.create", "input": "x", "max_output_tokens": 1}
+        socket.send(msgspec.msgpack.encode({**body, "logit_bias": {token: 1.0}}))
+        while (event := packed(socket))["type"] not in (*FINAL, "error"):
+            pass
+    assert event["type"] != "error"
 
 
 def test_a_drain_says_goaway_and_lets_streams_finish(server_with: Any) -> None:

@@ -40,7 +40,15 @@ from streamer.server.openai.common import (
     sampling_params,
     usage_of,
 )
-from streamer.server.openai.fields import HONOURED, LABELS, SAMPLING, Table, hint, refused
+from streamer.server.openai.fields import (
+    HONOURED,
+    LABELS,
+    SAMPLING,
+    Table,
+    hint,
+    refused,
+    small,
+)
 from streamer.server.sse import DONE, frame
 
 if TYPE_CHECKING:
@@ -107,15 +115,15 @@ class ChatMessage(msgspec.Struct):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
     name: str | None = None
-    tool_calls: Any = None
-    tool_call_id: Any = None
-    function_call: Any = None
-    audio: Any = None
+    tool_calls: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    tool_call_id: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    function_call: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    audio: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
 
     def plain(self, path: str) -> dict[str, Any]:
         """The message as a chat template takes it."""
         for field in ("tool_calls", "tool_call_id", "function_call", "audio"):
-            if getattr(self, field):
+            if small(getattr(self, field)):
                 raise InvalidRequest(
                     f"{path}.{field} is not supported by this server",
                     param=f"{path}.{field}",

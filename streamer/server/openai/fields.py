@@ -124,32 +124,48 @@ LABELS: Final[Table] = {
     "prompt_cache_key": hint(str),
 }
 
+MAX_EXPLAINED_BYTES: Final = 64 << 10  # of a body that is built once more to say what is wrong
+MAX_HARMLESS_BYTES: Final = 1024  # a million `[],` take 0.4 s to build, to be refused then
+# What JSON must write as text is a number's own in MessagePack, where clients give either.
+_NUMBERED: Final[Mapping[str, Any]] = {"logit_bias": dict[int, float] | None}
+
+LARGE: Final = object()  # equal to nothing, and true
+Decoder = msgspec.json.Decoder[T] | msgspec.msgpack.Decoder[T]
+
 _RAW = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_RAW_PACKED = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
 _ANY = msgspec.json.Decoder()
+_ANY_PACKED = msgspec.msgpack.Decoder()
 _PATH = re.compile(r"^(?P<what>.*) - at (?P<key>`key` in )?`\$\.?(?P<path>.*)`$", re.DOTALL)
 _STEP = re.compile(r"\[[^\]]*\]|([^.\[\]]+)")
 
 
-def decode_body(data: bytes | str, decoder: msgspec.json.Decoder[T], table: Table) -> T:
+def decode_body(data: bytes | str, decoder: Decoder[T], table: Table) -> T:
     """The typed body, or InvalidRequest whose `param` is the path of the first field at fault."""
+    is_packed = isinstance(decoder, msgspec.msgpack.Decoder)
+    form = "MessagePack" if is_packed else "JSON"
     try:
-        _check_known(_RAW.decode(data), table)
-        return decoder.decode(data)
+        fields = (_RAW_PACKED if is_packed else _RAW).decode(data)  # type: ignore[arg-type]
+        _check_known(fields, table, is_packed=is_packed)
+        if is_packed and not _NUMBERED.keys().isdisjoint(fields):
+            data = _numbered(fields)
+        return decoder.decode(data)  # type: ignore[arg-type]
     except msgspec.ValidationError as e:
-        raise located(str(e), decoder.type, data) from None
+        raise located(str(e), decoder.type, b"" if is_packed else data) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        path = _not_finite(data)
+        path = None if is_packed else _not_finite(data)
         if path is not None:
             raise InvalidRequest(
                 f"{path}: NaN and Infinity are no numbers of JSON", param=path, code="invalid_json"
             ) from None
-        raise InvalidRequest(f"the body is not valid JSON: {e}", code="invalid_json") from None
+        raise InvalidRequest(f"the body is not valid {form}: {e}", code="invalid_json") from None
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply", code="invalid_json") from None
 
 
-def _check_known(body: Mapping[str, msgspec.Raw], table: Table) -> None:
+def _check_known(body: Mapping[str, msgspec.Raw], table: Table, *, is_packed: bool) -> None:
     """Refuse by name what asks for something this server does not do, and hints of a wrong type."""
+    decode = msgspec.msgpack.decode if is_packed else msgspec.json.decode
     faults: dict[str, Rule] = {}
     for name, raw in body.items():
         rule = table.get(name)
@@ -157,12 +173,29 @@ def _check_known(body: Mapping[str, msgspec.Raw], table: Table) -> None:
             continue
         if rule.harmless is None:
             try:
-                msgspec.json.decode(raw, type=rule.kind | None)
+                decode(raw, type=rule.kind | None)
             except msgspec.ValidationError as e:
                 raise InvalidRequest(f"{name}: {e}", param=name, code="invalid_type") from None
-        elif not _is_harmless(_ANY.decode(raw), rule.harmless):
+        elif not _is_harmless(small(raw, is_packed=is_packed), rule.harmless):
             faults[name] = rule
     _refuse(faults)
+
+
+def small(raw: msgspec.Raw, *, is_packed: bool = False) -> Any:
+    """A value that is looked at only to see whether it asks for anything; a large one does."""
+    if len(raw) > MAX_HARMLESS_BYTES:
+        return LARGE
+    return (_ANY_PACKED if is_packed else _ANY).decode(raw) if raw else None
+
+
+def _numbered(fields: dict[str, msgspec.Raw]) -> bytes:
+    found: dict[str, Any] = dict(fields)
+    for name in _NUMBERED.keys() & found.keys():
+        try:
+            found[name] = msgspec.msgpack.decode(found[name], type=_NUMBERED[name], strict=False)
+        except msgspec.ValidationError:
+            continue  # the typed body says where
+    return msgspec.msgpack.encode(found)
 
 
 def _is_harmless(value: Any, harmless: tuple[Any, ...]) -> bool:
@@ -209,7 +242,7 @@ def located(
     if kind is not None:
         accepted = sorted(_accepted(kind, path))
         what += f"; accepted: {', '.join(map(repr, accepted))}" if accepted else ""
-        if match["key"] or path.endswith("[...]"):
+        if (match["key"] or path.endswith("[...]")) and 0 < len(data) <= MAX_EXPLAINED_BYTES:
             path = _with_key(kind, path.removesuffix("[...]"), data)
     return InvalidRequest(f"{path or 'the body'}: {what}", param=path or None, code=code)
 
@@ -261,6 +294,8 @@ def _with_key(kind: Any, name: str, data: bytes | str) -> str:
 
 def _not_finite(data: bytes | str) -> str | None:
     """The path of a NaN or Infinity, which some clients write; None if that is not the fault."""
+    if len(data) > MAX_EXPLAINED_BYTES:
+        return None
     try:
         body = json.loads(data)  # takes them
     except (ValueError, RecursionError):
