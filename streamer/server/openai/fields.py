@@ -242,8 +242,10 @@ def located(
     if kind is not None:
         accepted = sorted(_accepted(kind, path))
         what += f"; accepted: {', '.join(map(repr, accepted))}" if accepted else ""
-        if (match["key"] or path.endswith("[...]")) and 0 < len(data) <= MAX_EXPLAINED_BYTES:
-            path = _with_key(kind, path.removesuffix("[...]"), data)
+        if match["key"] or path.endswith("[...]"):
+            path = path.removesuffix("[...]")
+            if 0 < len(data) <= MAX_EXPLAINED_BYTES:
+                path = _with_key(kind, path, data)
     return InvalidRequest(f"{path or 'the body'}: {what}", param=path or None, code=code)
 
 
