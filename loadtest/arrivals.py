@@ -33,6 +33,11 @@ def offsets(rate: float, burstiness: float, count: int, seed: int | str) -> list
     return [stretch * at for at in itertools.accumulate(gaps, initial=0.0)][:count]
 
 
+def keeps_up(arrived: int, finished: int) -> bool:
+    """Whether as many requests finish as come, but for chance: a queue that grows is not held."""
+    return finished >= GOOD_SHARE * arrived - math.sqrt(arrived)
+
+
 def next_rate(tried: Sequence[tuple[float, float]]) -> float | None:
     """The rate to try after these (rate, share of good requests); None when the knee is found.
 

@@ -1,16 +1,18 @@
 """Sends jobs when they are due, whatever has become of those before: the open loop, on asyncio.
 
-Waiting for a slow server would hide its queue (coordinated omission), so nothing here waits: each
-arrival has a task of its own. An answer is read as bytes with their times, and taken apart once it
-is complete.
+Waiting for a slow server would hide its queue (coordinated omission), so nothing here waits, unless
+a bound on how many run at once closes the loop: each arrival has a task of its own. An answer is
+read as bytes with their times, and taken apart once it is complete.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,12 +20,27 @@ import msgspec
 from .fitting import Scale
 from .jobs import Job, Turn
 from .replies import Reply, read_reply
-from .served import Outcome
+from .served import UNFINISHED, Outcome
 from .sse import BadAnswer
 from .target import Target
 
 CALIBRATION_WORDS = (50, 250)
 UNASKED = "not asked: the turn before it failed"
+
+
+class Bounds(NamedTuple):
+    """Of a run. max_at_once: jobs; None: any number.
+
+    end_s    no job begins after it
+    drain_s  so long are answers waited for afterwards
+    """
+
+    max_at_once: int | None = None
+    end_s: float = math.inf
+    drain_s: float | None = None
+
+
+DEFAULT_BOUNDS = Bounds()
 
 
 class Ways(NamedTuple):
@@ -35,26 +52,62 @@ class Ways(NamedTuple):
 
 
 class Driver:
-    """One run at one rate. `on_done` hears of every request that has ended."""
+    """One run at one rate. `on_done` hears of every request that has ended.
+
+    num_open  jobs under way
+    """
 
     def __init__(self, ways: Ways, on_done: Callable[[Outcome], None]) -> None:
         self._ways, self._on_done = ways, on_done
         self._start = 0.0
+        self.num_open = 0
 
-    def run(self, jobs: Sequence[Job], offsets_s: Sequence[float]) -> tuple[list[Outcome], float]:
-        """Every request's outcome, in order of arrival, and the seconds to the last one's end."""
-        return asyncio.run(self._run(jobs, offsets_s))
+    def run(
+        self, jobs: Iterable[Job], offsets_s: Iterable[float], bounds: Bounds = DEFAULT_BOUNDS
+    ) -> tuple[list[Outcome], float]:
+        """Every request's outcome, in order of arrival, and the seconds to the last one's end.
+
+        As many jobs as there are offsets, if no bound ends the run before.
+        """
+        return asyncio.run(self._run(jobs, offsets_s, bounds))
 
     async def _run(
-        self, jobs: Sequence[Job], offsets_s: Sequence[float]
+        self, jobs: Iterable[Job], offsets_s: Iterable[float], bounds: Bounds
     ) -> tuple[list[Outcome], float]:
         self._start = time.perf_counter()
-        tasks = []
-        for job, due_s in zip(jobs, offsets_s, strict=True):
-            await asyncio.sleep(max(0.0, self._start + due_s - time.perf_counter()))
-            tasks.append(asyncio.create_task(self._job(job, due_s)))
+        places = None if bounds.max_at_once is None else asyncio.Semaphore(bounds.max_at_once)
+        tasks: list[asyncio.Task[list[Outcome]]] = []
+        for due_s, job in zip(offsets_s, jobs, strict=False):
+            if due_s >= bounds.end_s or not await self._turn(due_s, places, bounds.end_s):
+                break
+            task = asyncio.create_task(self._job(job, due_s))
+            self.num_open += 1
+            task.add_done_callback(partial(self._ended, places))
+            tasks.append(task)
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=bounds.drain_s)
+            for task in late:
+                task.cancel()
         outcomes = [outcome for task in tasks for outcome in await task]
         return outcomes, time.perf_counter() - self._start
+
+    async def _turn(self, due_s: float, places: asyncio.Semaphore | None, end_s: float) -> bool:
+        """Wait until a job may begin; False where the run ends before."""
+        await asyncio.sleep(max(0.0, self._start + due_s - time.perf_counter()))
+        if places is None:
+            return True
+        left_s = None if math.isinf(end_s) else self._start + end_s - time.perf_counter()
+        try:
+            async with asyncio.timeout(left_s):
+                await places.acquire()
+        except TimeoutError:
+            return False
+        return True
+
+    def _ended(self, places: asyncio.Semaphore | None, task: object) -> None:
+        self.num_open -= 1
+        if places is not None:
+            places.release()
 
     async def _job(self, job: Job, due_s: float) -> list[Outcome]:
         """Its turns, one after the other; those after one that fails fail without being asked."""
@@ -74,8 +127,10 @@ class Driver:
                 reply = await ask(self._ways, request(self._ways, messages, turn))
                 outcome = timed(outcome, reply, self._start + start_s)
                 messages.append({"role": "assistant", "content": reply.text})
-            except (BadAnswer, OSError, ValueError) as error:
+            except (BadAnswer, OSError, ValueError, asyncio.CancelledError) as error:
                 said = str(error) or type(error).__name__
+                if isinstance(error, asyncio.CancelledError):
+                    said = UNFINISHED
                 outcome = msgspec.structs.replace(outcome, error=said)
             outcomes.append(outcome)
             self._on_done(outcome)

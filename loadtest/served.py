@@ -17,6 +17,7 @@ import msgspec
 from .fitting import Cut
 
 PERCENTILES = (50, 90, 95, 99)
+UNFINISHED = "not answered when the run was over"
 METRICS = ("ttft", "tpot", "itl", "e2el")
 OBJECTIVES = ("ttft", "tpot", "e2el")
 
@@ -39,6 +40,11 @@ class Outcome(msgspec.Struct, frozen=True):
     error: str = ""
 
     @property
+    def end_s(self) -> float:
+        """When the last of it was there."""
+        return self.start_s + self.latency_s
+
+    @property
     def tpot_s(self) -> float:
         """0 where there was one token, as vLLM takes it for goodput."""
         return (self.latency_s - self.ttft_s) / max(1, self.num_output - 1) * (self.num_output > 1)
@@ -52,7 +58,9 @@ class Outcome(msgspec.Struct, frozen=True):
 class Conditions(msgspec.Struct, frozen=True):
     """What was asked: goes into the file as it is, and `cut`'s fields beside it.
 
-    request_rate  requests a second; "inf" in the file
+    request_rate     requests a second; "inf" in the file
+    max_concurrency  requests at once; None: as many as come
+    asked_s          that requests came for, warmup_s before that not counted; None: until all came
     """
 
     date: str
@@ -63,30 +71,47 @@ class Conditions(msgspec.Struct, frozen=True):
     goodput: dict[str, float]
     seed: int
     cut: Cut
+    max_concurrency: int | None = None
+    warmup_s: float = 0.0
+    asked_s: float | None = None
 
 
 Values = dict[str, object]
 
 
-def summary(outcomes: Sequence[Outcome], conditions: Conditions, duration_s: float) -> Values:
-    """One rate's result file."""
+def summary(outcomes: Sequence[Outcome], conditions: Conditions, run_s: float) -> Values:
+    """One rate's result file, of a run of so many seconds.
+
+    Requests that came in the time that counts are what is listed and counted; what is said a second
+    is of the answers that ended in it, whenever they were asked for.
+    """
+    begin_s, asked_s = conditions.warmup_s, conditions.asked_s
+    end_s = run_s if asked_s is None else begin_s + asked_s
+    duration_s = max(end_s - begin_s, 1e-9)
+    ended = [o for o in outcomes if not o.error and begin_s <= o.end_s <= end_s]
+    arrived, finished = later_half(outcomes, begin_s)
+    outcomes = [outcome for outcome in outcomes if outcome.due_s >= begin_s]
     done = [outcome for outcome in outcomes if not outcome.error]
-    num_in, num_out = (sum(getattr(o, f) for o in done) for f in ("num_input", "num_output"))
+    num_in, num_out = (sum(getattr(o, f) for o in ended) for f in ("num_input", "num_output"))
+    unfinished = sum(outcome.error == UNFINISHED for outcome in outcomes)
     good = sum(outcome.is_good(conditions.goodput) for outcome in outcomes)
     rate = conditions.request_rate
     values: Values = msgspec.structs.asdict(conditions)
-    del values["cut"]
+    del values["cut"], values["asked_s"]
     values |= msgspec.structs.asdict(conditions.cut) | {
         "backend": "openai",
         "num_prompts": len(outcomes),
         "request_rate": rate if math.isfinite(rate) else "inf",
         "duration": duration_s,
         "completed": len(done),
-        "failed": len(outcomes) - len(done),
-        "total_input_tokens": num_in,
+        "failed": len(outcomes) - len(done) - unfinished,
+        "unfinished": unfinished,
+        "later_arrived": arrived,
+        "later_finished": finished,
+        "total_input_tokens": sum(outcome.num_input for outcome in done),
         "total_cached_tokens": sum(outcome.num_cached for outcome in done),
-        "total_output_tokens": num_out,
-        "request_throughput": len(done) / duration_s,
+        "total_output_tokens": sum(outcome.num_output for outcome in done),
+        "request_throughput": len(ended) / duration_s,
         "request_goodput": good / duration_s if conditions.goodput else None,
         "goodput_share": good / max(1, len(outcomes)),
         "output_throughput": num_out / duration_s,
@@ -106,6 +131,18 @@ def summary(outcomes: Sequence[Outcome], conditions: Conditions, duration_s: flo
         "start_times": [outcome.start_s for outcome in outcomes],
         "errors": [outcome.error for outcome in outcomes],
     }
+
+
+def later_half(outcomes: Sequence[Outcome], begin_s: float) -> tuple[int, int]:
+    """How many came in the later half of the time that requests came in, and how many ended in it.
+
+    By then a server that keeps up ends as many as come, unless one takes longer than half a run.
+    """
+    last_s = max((outcome.due_s for outcome in outcomes), default=0.0)
+    middle_s = (begin_s + last_s) / 2
+    arrived = sum(middle_s < outcome.due_s <= last_s for outcome in outcomes)
+    ends = (outcome.end_s for outcome in outcomes if not outcome.error)
+    return arrived, sum(middle_s < end_s <= last_s for end_s in ends)
 
 
 def times_ms(done: Sequence[Outcome]) -> dict[str, list[float]]:

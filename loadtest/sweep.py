@@ -1,16 +1,18 @@
-"""Results of an open-loop sweep as a table, a page and a picture. Values in, text out.
+"""Results of an open-loop sweep as a table, a page, rows and a picture. Values in, text out.
 
 Each result is a file of served.summary: one rate.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 from collections.abc import Sequence
 from typing import Any
 
 from . import chart, table
-from .arrivals import GOOD_SHARE, knee
+from .arrivals import GOOD_SHARE, keeps_up, knee
 
 # field, heading, factor
 COLUMNS = (
@@ -24,6 +26,7 @@ COLUMNS = (
     ("p99_itl_ms", "ITL p99", 1.0),
     ("p99_e2el_ms", "E2EL p99, ms", 1.0),
     ("failed", "failed", 1.0),
+    ("unfinished", "unfinished", 1.0),
     ("p99_start_lag_ms", "sent late p99", 1.0),
 )
 PANELS = (
@@ -37,8 +40,26 @@ Result = dict[str, Any]
 
 
 def tried(results: Sequence[Result]) -> list[tuple[float, float]]:
-    """(rate, share of good requests) of each."""
-    return [(float(result["request_rate"]), result["goodput_share"]) for result in results]
+    """(rate, share of good requests) of each; 0 good ones where fewer finished than came."""
+    return [
+        (
+            float(result["request_rate"]),
+            result["goodput_share"]
+            if keeps_up(result["later_arrived"], result["later_finished"])
+            else 0.0,
+        )
+        for result in results
+    ]
+
+
+def rows_csv(results: Sequence[Result]) -> str:
+    """A rate a line, every number by its name in the result file."""
+    text = io.StringIO()
+    names = [name for name, value in results[0].items() if not isinstance(value, list | dict)]
+    writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(ordered(results))
+    return text.getvalue()
 
 
 def rows(results: Sequence[Result]) -> table.Rows:
@@ -59,17 +80,22 @@ def conditions(results: Sequence[Result]) -> str:
     """What was asked, of what, and where the knee is."""
     first = results[0]
     goals = ", ".join(f"{name} {ms:g} ms" for name, ms in first["goodput"].items())
+    at_once = first["max_concurrency"]
+    closed = "" if at_once is None else f", at most {at_once} at once"
     lines = [
         f"{first['date']}, {first['model_id']}, workload {first['label']}, seed {first['seed']}, "
-        f"{first['num_prompts']} requests a rate, burstiness {first['burstiness']:g}."
+        f"{first['num_prompts']} requests in {first['duration']:.3g} s after "
+        f"{first['warmup_s']:g} s of warm-up{closed}, burstiness {first['burstiness']:g}."
     ]
     finite = [pair for pair in tried(results) if math.isfinite(pair[0])]
-    if goals and finite:
+    if finite:
         found = knee(finite)
         held = "no rate held" if found is None else f"held up to {found:.3g} requests/s"
         if found == max(rate for rate, _ in finite):
             held += ", the highest that was tried"
-        lines.append(f"Objectives: {goals}; {held} ({GOOD_SHARE:.0%} of requests meet them).")
+        good = f"{GOOD_SHARE:.0%} of requests " + ("meet them" if goals else "are answered")
+        says = f"Objectives: {goals}; {held}" if goals else held[0].upper() + held[1:]
+        lines.append(f"{says} ({good}, and as many finish as come).")
     return "\n".join(lines)
 
 

@@ -90,10 +90,15 @@ class Target(msgspec.Struct, frozen=True):
         """The same for asyncio; TimeoutError after TIMEOUT_S without a byte."""
         context = tls() if self.is_tls else None
         opening = asyncio.open_connection(self.host, self.port, ssl=context, limit=READ_BYTES)
-        reader, writer = await asyncio.wait_for(opening, TIMEOUT_S)
+        async with asyncio.timeout(TIMEOUT_S):  # wait_for loses a cancel when there is data
+            reader, writer = await opening
         try:
             writer.write(request)
-            while data := await asyncio.wait_for(reader.read(READ_BYTES), TIMEOUT_S):
+            while True:
+                async with asyncio.timeout(TIMEOUT_S):
+                    data = await reader.read(READ_BYTES)
+                if not data:
+                    return
                 yield time.perf_counter(), data
         finally:
             writer.close()

@@ -12,6 +12,7 @@ import pytest
 
 from streamer.cli import main
 from streamer.loadtest import arrivals
+from streamer.loadtest import open_loop as program
 from streamer.loadtest.driving import UNASKED, Driver, Ways, ask, measured_scale, request
 from streamer.loadtest.jobs import Asked, Job, Turn, jobs
 from streamer.loadtest.prompts import words
@@ -117,6 +118,69 @@ def test_a_sweep_ends_by_itself(
     assert "no rate held" in (tmp_path / "report.md").read_text(encoding="utf-8")
 
 
+def test_rates_run_for_a_duration_after_a_warm_up(slow: Running, tmp_path: Path) -> None:
+    flags = ["--url", slow.url, "--workload", "alpaca", "--out", str(tmp_path), "--rates", "20"]
+    assert open_loop([*flags, "--duration", "1", "--warmup", "0.5", "--burstiness", "inf"]) == 0
+    result = read(tmp_path, "20qps.json")
+    assert (result["duration"], result["warmup_s"]) == (1.0, 0.5)
+    assert abs(result["num_prompts"] - 20) <= 1
+    assert min(result["start_times"]) >= 0.5
+    header, line = (tmp_path / "rates.csv").read_text(encoding="utf-8").splitlines()
+    row = dict(zip(header.split(","), line.split(","), strict=True))
+    assert row["request_rate"] == "20.0"
+    assert float(row["p99_ttft_ms"]) == result["p99_ttft_ms"]
+
+
+def test_so_many_at_once_are_a_closed_loop(slow: Running, tmp_path: Path) -> None:
+    flags = ["--url", slow.url, "--workload", "alpaca", "--out", str(tmp_path)]
+    assert open_loop([*flags, "--max-concurrency", "2", "--requests", "7"]) == 0
+    result = read(tmp_path, "infqps.json")
+    assert (result["completed"], result["max_concurrent_requests"]) == (7, 2)
+    assert open_loop([*flags, "--max-concurrency", "3", "--duration", "0.5", "--warmup", "0"]) == 0
+    result = read(tmp_path, "infqps.json")
+    assert result["max_concurrent_requests"] == 3
+    assert max(result["start_times"]) <= 0.6
+    slow.wait_idle()
+
+
+def test_what_is_late_when_the_run_is_over_is_unfinished(
+    slow: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, "DRAIN_S", 0.05)
+    flags = ["--url", slow.url, "--workload", "sharegpt", "--out", str(tmp_path), "--rates", "400"]
+    assert open_loop([*flags, "--duration", "0.1", "--warmup", "0"]) == 0
+    result = read(tmp_path, "400qps.json")
+    assert result["unfinished"] > 0
+    assert result["completed"] + result["unfinished"] == result["num_prompts"] == 40
+    assert "No rate held" in (tmp_path / "report.md").read_text(encoding="utf-8")
+    slow.wait_idle()
+
+
+@pytest.mark.parametrize(("most_ms", "code"), [(60_000, 0), (0.0001, 1)])
+def test_objectives_in_a_file_are_the_exit_code(
+    slow: Running,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    most_ms: float,
+    code: int,
+) -> None:
+    file = tmp_path / "slo.toml"
+    file.write_text(f'[[objective]]\nstatistic = "TTFT"\np95_ms = {most_ms}\nerror_share = 0\n')
+    flags = ["--url", slow.url, "--workload", "alpaca", "--requests", "3", "--rates", "inf"]
+    assert open_loop([*flags, "--slo", str(file)]) == code
+    assert ("missed" in capsys.readouterr().out) == bool(code)
+
+
+def test_help_says_the_defaults_and_names_no_file_of_the_source(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert open_loop(["--help"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "(default: http://127.0.0.1:8000)" in told
+    assert "30 if --requests does not say" in told
+    assert ".py" not in told
+
+
 def test_a_trace_is_replayed(slow: Running, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     line = '{"timestamp": %s, "input_length": 40, "output_length": %d}\n'
@@ -146,8 +210,11 @@ def test_failures_are_counted_and_told(
     [
         (["--goodput", "itl:5"], "--goodput itl:5"),
         (["--goodput", "ttft:x"], "--goodput ttft:x"),
-        (["--sweep"], "--sweep needs --goodput"),
-        (["--rates", "0"], "above 0"),
+        (["--sweep", "--rates", "inf"], "--sweep needs a finite rate"),
+        (["--rates", "0"], "--rates is above 0, got 0"),
+        (["--duration", "-1"], "--duration is above 0, got -1"),
+        (["--rates", "inf"], "--rates inf needs --requests or --max-concurrency"),
+        (["--slo", "/nowhere.toml"], "/nowhere.toml"),
         (["--url", "nowhere"], "'nowhere' is no http"),
         (["--url", "http://127.0.0.1:9"], "refused"),
     ],

@@ -9,7 +9,14 @@ import pytest
 
 from streamer.loadtest import sweep
 from streamer.loadtest.fitting import Cut
-from streamer.loadtest.served import Conditions, Outcome, Values, percentile, summary
+from streamer.loadtest.served import (
+    UNFINISHED,
+    Conditions,
+    Outcome,
+    Values,
+    percentile,
+    summary,
+)
 
 GOALS = {"ttft": 100.0, "tpot": 60.0}
 OUTCOMES = [
@@ -77,14 +84,45 @@ def test_nothing_but_failures() -> None:
     assert (values["completed"], values["goodput_share"], values["p99_ttft_ms"]) == (0, 0.0, 0.0)
 
 
+def test_a_rate_is_held_only_if_what_finishes_keeps_up() -> None:
+    """A hundred requests within a second are a burst: good, and far more than finish a second."""
+
+    def answered(rate: float, done_s: float) -> Values:
+        """Each within its time, and so many a second."""
+        outcomes = [Outcome(i / rate, i / rate, (i + 1) / done_s - i / rate) for i in range(100)]
+        conditions = Conditions("d", "alpaca", "m", rate, 1.0, {}, 0, Cut(1024, 0, 0))
+        return summary(outcomes, conditions, 100 / done_s)
+
+    burst, steady = answered(117.0, 8.9), answered(8.0, 8.0)
+    assert burst["goodput_share"] == 1.0
+    assert burst["request_throughput"] == pytest.approx(8.9)
+    assert "Held up to 8 requests/s (90% of requests are answered" in sweep.report([burst, steady])
+    assert "No rate held" in sweep.report([burst])
+
+
+def test_only_requests_after_the_warm_up_count_and_only_answers_within_the_time() -> None:
+    outcomes = [Outcome(float(i), float(i), 1.5, 0.5, [0.5, 0.5], 10, 0, 3) for i in range(6)]
+    outcomes += [Outcome(5.5, 5.5, error=UNFINISHED)]
+    conditions = Conditions(
+        "d", "alpaca", "m", 1.0, 1.0, {}, 0, Cut(1024, 0, 0), warmup_s=2.0, asked_s=4.0
+    )
+    values = summary(outcomes, conditions, 9.0)
+    counts = [values[name] for name in ("num_prompts", "completed", "failed", "unfinished")]
+    assert counts == [5, 4, 0, 1]
+    assert values["duration"] == 4.0
+    assert values["request_throughput"] == 1.0  # those of 1 to 4 end from 2.5 to 5.5
+    assert values["output_throughput"] == 3.0
+    assert values["start_times"] == [2.0, 3.0, 4.0, 5.0, 5.5]
+
+
 def test_tables_and_curves() -> None:
     results = [result(4.0), result(2.0, OUTCOMES[:1]), result(float("inf"))]
     page = sweep.report(results, is_markdown=True)
-    assert "held up to 2 requests/s (90% of requests meet them)" in page
+    assert "held up to 2 requests/s (90% of requests meet them, and as many finish" in page
     lines = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| ")]
     assert lines == ["| requests/s", "| ---", "| 2", "| 4", "| inf"]
     root = ElementTree.fromstring(sweep.svg(results))
     curves = [e for e in root.iter() if e.tag.endswith("polyline")]
     assert [len(curve.attrib["points"].split()) for curve in curves] == [2] * 4
-    assert "held" not in sweep.report([result(float("inf"))])
+    assert "eld" not in sweep.report([result(float("inf"))])
     assert "the highest that was tried" in sweep.report([result(2.0, OUTCOMES[:1])])
