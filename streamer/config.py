@@ -110,7 +110,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 256
     max_num_batched_tokens: Annotated[
         Annotated[int, Meta(ge=1, le=1 << 24)] | None,
-        Meta(description="tokens computed in one step; 512, on a GPU 2048; never below the former"),
+        Meta(
+            description="tokens computed in one step; 512, on a GPU 2048, and beside running "
+            "answers what takes 3 to 4 times a step without prompts; never below the former"
+        ),
     ] = None
     block_size: Annotated[
         Annotated[int, Meta(ge=1, le=1024)], Meta(description="tokens in a block of the KV cache")

@@ -78,7 +78,8 @@ class Facts(msgspec.Struct, frozen=True):
     """What a core without a clock learns of the world before each schedule.
 
     copies_done        every plan up to this number has all its swap copies complete
-    prefill_s          seconds a prefilled token costs
+    prefill_s          seconds a prefilled token costs, in steps that compute mostly such
+    decode_s           seconds a step takes that only decodes; 0: none was seen yet
     swap_bytes_per_s   measured host-device bandwidth
     swap_fixed_s       fixed cost of a swap, one way
     swap_s             seconds that swap copies have taken so far, both ways
@@ -86,6 +87,7 @@ class Facts(msgspec.Struct, frozen=True):
 
     copies_done: int = 0
     prefill_s: float = 1e-4
+    decode_s: float = 0.0
     swap_bytes_per_s: float = 1e10
     swap_fixed_s: float = 1e-4
     swap_s: float = 0.0

@@ -24,6 +24,7 @@ BATCHED_TOKENS, CPU_BATCHED_TOKENS = 2048, 512
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes the scheduler works within. Token counts, blocks, and bytes of one block.
 
+    is_paced    prompts beside running answers are cut by measured time, within the budget
     max_scored_tokens  prompt tokens that a step scores at most
     token_bytes  token id -> its bytes in the text (special tokens: empty), for stop strings
     """
@@ -35,6 +36,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    is_paced: bool = False
     max_scored_tokens: int = MAX_SCORED
     enable_prefix_caching: bool = True
     token_bytes: tuple[bytes, ...] = ()
@@ -64,6 +66,7 @@ def sizes_of(config: Config, info: ModelInfo, token_bytes: tuple[bytes, ...]) ->
         block_bytes=info.block_bytes,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=batched_tokens(config, info.device),
+        is_paced=config.max_num_batched_tokens is None,
         max_model_len=info.max_model_len,
         enable_prefix_caching=config.enable_prefix_caching,
         token_bytes=token_bytes,

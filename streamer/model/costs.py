@@ -25,13 +25,16 @@ class Costs:
         """`probe` measures (fixed seconds, seconds a byte) of a copy between the pools."""
         self._block_bytes = block_bytes
         self._prefill_s: float | None = None
+        self._decode_s: float | None = None
         self._swap_s = 0.0
         self._swap_fixed_s, self._probed = probe()
         self._swap_s_per_byte = self._probed
 
     def saw_step(self, seconds: float, num_tokens: int, num_chunk_tokens: int) -> None:
-        """A forward took so long; it counts for prefill where at least half of it was chunks."""
-        if num_chunk_tokens * 2 >= num_tokens > 0:
+        """A forward took so long: of decodes alone, or for prefill where half of it was chunks."""
+        if num_tokens and not num_chunk_tokens:
+            self._decode_s = _mean(self._decode_s, seconds)
+        elif num_chunk_tokens * 2 >= num_tokens > 0:
             self._prefill_s = _mean(self._prefill_s, seconds / num_tokens)
             self._swap_s_per_byte += FORGET * (self._probed - self._swap_s_per_byte)
 
@@ -51,6 +54,7 @@ class Costs:
         return Facts(
             copies_done=copies_done,
             prefill_s=prefill_s,
+            decode_s=self._decode_s or 0.0,
             swap_bytes_per_s=1 / self._swap_s_per_byte,
             swap_fixed_s=self._swap_fixed_s,
             swap_s=self._swap_s,

@@ -27,6 +27,7 @@ from streamer.core.prefix import BlockHasher
 from streamer.core.request import Status
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler, SchedulerConfig
+from streamer.core.tokens import prefill_beside_decodes
 from tests.core.device import Device, oracle, score
 
 SWAP = {"prefill_s": 1.0, "swap_bytes_per_s": 1e12, "swap_fixed_s": 0.0}
@@ -147,6 +148,8 @@ class Driver:
         """Who could have entered this plan is not left in the queue."""
         state = self.scheduler.state
         is_full = plan is not None and plan.num_tokens == self.config.max_num_batched_tokens
+        if plan is not None and self.config.is_paced:
+            is_full |= sum(c.count for c in plan.chunks) >= prefill_beside_decodes(state.facts)
         head = state.queue.head()
         if is_full or head is None:
             return

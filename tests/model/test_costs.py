@@ -9,11 +9,14 @@ from streamer.model.costs import Costs, probe_copy
 
 
 def test_prefill_is_learned_from_prefill_steps() -> None:
-    """Decode-only steps do not count; later ones weigh a fifth."""
+    """Steps that only decode have a figure of their own; later ones weigh a fifth."""
     costs = Costs(1000, probe_copy)
+    assert costs.facts(0).decode_s == 0.0
     costs.saw_step(9.0, 4, 0)
-    costs.saw_step(9.0, 0, 0)
+    costs.saw_step(7.0, 0, 0)  # computed nothing
     assert costs.facts(0).prefill_s == Facts().prefill_s
+    costs.saw_step(4.0, 9, 0)
+    assert costs.facts(0).decode_s == pytest.approx(0.8 * 9.0 + 0.2 * 4.0)
     costs.saw_step(2.0, 100, 90)
     assert costs.facts(0).prefill_s == pytest.approx(0.02)
     costs.saw_step(3.0, 100, 100)
