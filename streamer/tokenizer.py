@@ -21,7 +21,7 @@ from streamer.errors import (
     InvalidRequest,
     ModelNotSupported,
 )
-from streamer.tokenizer_bytes import token_bytes
+from streamer.tokenizer_bytes import decoder_of_pre_tokenizer, token_bytes
 from streamer.tokenizer_chat import ChatTemplate, Said
 from streamer.tokenizer_special import Disguise, SpecialText
 from streamer.tokenizer_text import TextStream
@@ -215,10 +215,11 @@ class Tokenizer:
 
     @cached_property
     def _token_bytes(self) -> tuple[bytes, ...]:
-        part = self._backend.decoder or self._backend.pre_tokenizer
-        described = json.loads(part.__getstate__()) if part is not None else None
+        decoder = _described(self._backend.decoder)
+        if decoder is None:
+            decoder = decoder_of_pre_tokenizer(_described(self._backend.pre_tokenizer))
         added = self._added | dict.fromkeys(self.special_ids, b"")
-        return token_bytes(self._backend.get_vocab(), added, described)
+        return token_bytes(self._backend.get_vocab(), added, decoder)
 
     # ------------------------------------------------------------ special tokens
 
@@ -258,6 +259,12 @@ def _content(token: Any) -> str:
     if isinstance(token, Mapping):
         token = token.get("content")
     return token if isinstance(token, str) else ""
+
+
+def _described(part: Any) -> Mapping[str, Any] | None:
+    """A part of the library's tokenizer, as tokenizer.json has it."""
+    described: Mapping[str, Any] | None = None if part is None else json.loads(part.__getstate__())
+    return described
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -166,10 +166,71 @@ def test_byte_level_is_seen_from_the_pre_tokenizer_alone() -> None:
     assert b"\n" in Tokenizer(backend, {}).token_bytes()
 
 
-def test_a_vocabulary_that_is_no_concatenation_is_refused() -> None:
+STEPS = {
+    "fuse": [decoders.Fuse()],
+    "bytes": [decoders.ByteFallback(), decoders.Fuse()],
+    "strip": [decoders.Strip("_", 1, 0), decoders.Strip("o", 0, 1)],
+    "metaspace": [decoders.Metaspace()],
+    "metaspace of another": [decoders.Metaspace("_")],
+    "metaspace without a prefix": [decoders.Metaspace("_", prepend_scheme="never")],
+    "metaspace first": [decoders.Metaspace("_", prepend_scheme="first")],
+    "fuse, then metaspace": [decoders.Fuse(), decoders.Metaspace("_", prepend_scheme="never")],
+    "replace": [decoders.Replace("_", " ")],
+    "replace two": [decoders.Replace("lo", "_-"), decoders.Replace("_", " ")],
+    "replace by nothing": [decoders.Replace("_", "")],
+    "bytes, then replace": [decoders.ByteFallback(), decoders.Replace("_", " ")],
+    "llama": [
+        decoders.Replace("\u2581", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ],
+    "replace, then byte level": [decoders.Replace("_", "\u0120"), decoders.ByteLevel()],
+}
+WRITTEN = [
+    "\u2581a",
+    "_hello",
+    "_wo_rld_",
+    "ooo",
+    "x",
+    "<0x5F>",
+    "<0xe6>",
+    "<0x9D>",
+    "<0xB1>",
+    "lo",
+]
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_every_decoder_streams_what_the_library_decodes(name: str) -> None:
+    """Whatever stands for a space; the first token apart, which may lose it."""
+    backend = tokenizers.Tokenizer(models.WordLevel({t: i for i, t in enumerate(WRITTEN)}))
+    backend.decoder = decoders.Sequence(STEPS[name])
+    table = Tokenizer(backend, {}).token_bytes()
+    for ids in ([0, 1], [0, 2, 3], [3, 2, 1], [9, 0, 1], [3, 5, 1], [3, 6, 7, 8, 2], [3, 4, 2]):
+        first, text = backend.decode(ids[:1]), backend.decode(ids)
+        assert text.startswith(first)
+        assert b"".join(table[i] for i in ids[1:]) == text[len(first) :].encode(), ids
+
+
+@pytest.mark.parametrize(
+    ("steps", "says"),
+    [
+        ([decoders.WordPiece()], "WordPiece"),
+        ([decoders.BPEDecoder()], "BPEDecoder"),
+        ([decoders.Fuse(), decoders.CTC()], "CTC"),
+        ([decoders.Replace(tokenizers.Regex("a+"), "b")], "Replace.*no string"),
+        ([decoders.Fuse(), decoders.Replace("ab", "b")], "Replace.*across tokens"),
+        ([decoders.Fuse(), decoders.Strip(" ", 0, 1)], "Strip"),
+        ([decoders.ByteFallback(), decoders.Strip(" ", 1, 0)], "Strip"),
+        ([decoders.Fuse(), decoders.Metaspace("_")], "Metaspace"),
+        ([], "none"),
+    ],
+)
+def test_a_vocabulary_that_is_no_concatenation_is_refused(steps: list[Any], says: str) -> None:
     backend = tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}))
-    backend.decoder = decoders.WordPiece()
-    with pytest.raises(ModelNotSupported, match="WordPiece"):
+    backend.decoder = decoders.Sequence(steps)
+    with pytest.raises(ModelNotSupported, match=says):
         Tokenizer(backend, {}).token_bytes()
 
 
