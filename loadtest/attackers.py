@@ -241,8 +241,8 @@ def holding(num_connections: int, size: int, *, is_known: bool = True) -> Attack
 
 
 async def json_bodies(line: Line) -> None:
-    """4 MB of `[[],[],...` as a body, again and again."""
-    data = b'{"model": "x", "input": [' + b"[]," * 1_390_000 + b"[]]}"
+    """4 MB of `[[],[],...` in a body, again and again."""
+    data = b'{"input": "x", "tools": [' + b"[]," * 1_390_000 + b"[]]}"
     head = f"POST /v1/responses HTTP/1.1\r\nHost: {line.target.origin}\r\n"
     head += f"Authorization: Bearer {line.target.key}\r\nContent-Length: {len(data)}\r\n\r\n"
 
@@ -263,7 +263,7 @@ def _packed(count: int) -> bytes:
     return head + b"\x90" * count
 
 
-JSON_BOMB = b'{"type": "response.create", "input": [' + b"[]," * 349_000 + b"[]]}"
+JSON_BOMB = b'{"type": "response.create", "input": "x", "tools": [' + b"[]," * 349_000 + b"[]]}"
 
 
 CROWDED_ROWS, NEIGHBOUR_ROWS, STEPS_S = 8, 4, 200  # of the server, and of what it has in a second

@@ -65,9 +65,9 @@ def test_harmless_values_are_accepted(kind: str, name: str) -> None:
 
 def test_every_refused_field_is_named_at_once() -> None:
     body = b'{"messages": [], "tools": [], "store": true, "n": 1, "modalities": ["audio"]}'
-    with pytest.raises(InvalidRequest, match="store, modalities are not supported") as refusal:
+    with pytest.raises(InvalidRequest, match="modalities, store are not supported") as refusal:
         decode_body(body, chat.DECODER, chat.FIELDS)
-    assert refusal.value.param == "store"
+    assert refusal.value.param == "modalities"
 
 
 def test_a_number_is_not_a_truth_value() -> None:
@@ -310,6 +310,23 @@ def test_what_is_refused_is_not_built_first(
         tracemalloc.stop()
     assert caught.value.param == param
     assert peak_bytes < 4 * len(data)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_fields_that_nobody_knows_are_not_built(is_packed: bool) -> None:
+    table, decoder, base = BODIES["responses"]
+    many = dict.fromkeys(map(str, range(100_000)), 1)
+    pack = msgspec.msgpack if is_packed else msgspec.json
+    data = pack.encode({**many, **base, "logit_bias": {"7": 1.0}})
+    given = msgspec.msgpack.Decoder(decoder.type) if is_packed else decoder
+    tracemalloc.start()
+    try:
+        body = decode_body(data, given, table)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert body.logit_bias == {7: 1.0}
+    assert peak_bytes < len(data)
 
 
 def test_calls_of_a_message_are_refused_by_name_and_not_built() -> None:

