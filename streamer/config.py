@@ -173,7 +173,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = None
     watchdog_s: Annotated[
         Annotated[float, Meta(ge=0.0)],
-        Meta(description="seconds a step may take before the engine is given up; 0: for ever"),
+        Meta(
+            description="seconds a step may take before the engine is given up, and a prompt a "
+            "quarter of that; 0: for ever"
+        ),
     ] = 120.0
     drain_timeout: Annotated[
         Annotated[float, Meta(ge=0.0)],

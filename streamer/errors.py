@@ -100,7 +100,7 @@ class DeadlineExceeded(StreamerError):
 
 
 class EngineDead(StreamerError):
-    """The engine stopped for good; carries the first fatal cause's text."""
+    """The engine stopped for good; why is its `__cause__`, for the log and the program alone."""
 
     status = 503
     code = "engine_dead"
@@ -110,6 +110,12 @@ class StepHung(StreamerError):
     """A step did not end within `--watchdog-s`; the engine's thread can't be joined any more."""
 
     code = "step_hung"
+
+
+class PoolHung(StreamerError):
+    """Every thread that prepares prompts hangs in one, and can't be interrupted."""
+
+    code = "pool_hung"
 
 
 class RequestFailed(StreamerError):

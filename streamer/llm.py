@@ -7,8 +7,10 @@ thread alone; everything else is AsyncEngine's.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -90,6 +92,10 @@ class LLM:
         )
         self._thread.start()
         self._engine: AsyncEngine | None = None
+        self._pid = os.getpid()
+        # As many as can run, and some that wait: never more choices than the queue takes.
+        waiting = min(self.config.max_num_seqs, self.config.max_queue)
+        self._room = _Room(self.config.max_num_seqs + waiting)
         try:
             self._engine = self._run(self._open())
         except BaseException:
@@ -125,8 +131,8 @@ class LLM:
         )
 
     def close(self) -> None:
-        """Free the model; twice is harmless."""
-        if not self._loop.is_closed():
+        """Free the model; twice is harmless, and so is a forked child's: nothing of it is there."""
+        if not self._loop.is_closed() and os.getpid() == self._pid:
             if self._engine is not None:
                 self._run(self._engine.aclose())
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -175,12 +181,9 @@ class LLM:
         chosen = [default] * len(prompts) if isinstance(default, SamplingParams) else list(default)
         if len(chosen) != len(prompts):
             raise InvalidRequest(f"{len(chosen)} params for {len(prompts)} prompts", param="params")
-        # As many as can run, and some that wait: never more choices than the queue takes.
-        choices = self.config.max_num_seqs + min(self.config.max_num_seqs, self.config.max_queue)
-        room = asyncio.Semaphore(max(1, choices // max((p.n for p in chosen), default=1)))
 
         async def answer(prompt: Any, params: SamplingParams) -> Output:
-            async with room:
+            async with self._room.take(params.n):
                 text, ids = await encode(prompt)
                 stream = engine.submit(GenerateRequest(prompt=ids, params=params))
                 await stream.wait()  # leaving it, by an error elsewhere, cancels the request
@@ -217,6 +220,11 @@ class LLM:
         if self._loop.is_closed():
             work.close()
             raise EngineDead("the LLM is closed", code="engine_closed")
+        if os.getpid() != self._pid:
+            from streamer.engine.refusals import forked
+
+            work.close()
+            raise forked(self._pid)
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -228,6 +236,34 @@ class LLM:
         if self._engine is None:
             raise EngineDead("the LLM is closed", code="engine_closed")
         return self._engine
+
+
+class _Room:
+    """The choices that may be in the engine at once, of all calls together; first come, first in.
+
+    num_free  may be fewer than a request wants: that one waits, and those behind it
+    """
+
+    def __init__(self, num_choices: int) -> None:
+        self.num_choices = num_choices
+        self.num_free = num_choices
+        self._turn = asyncio.Lock()  # held by the one who is next
+        self._freed = asyncio.Event()
+
+    @asynccontextmanager
+    async def take(self, n: int) -> AsyncGenerator[None, None]:
+        """Wait for n choices, and have them until it is left."""
+        n = min(n, self.num_choices)  # more is the engine's to refuse
+        async with self._turn:
+            while self.num_free < n:
+                self._freed.clear()
+                await self._freed.wait()
+            self.num_free -= n
+        try:
+            yield
+        finally:
+            self.num_free += n
+            self._freed.set()
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from streamer import LLM, SamplingParams
 from streamer.bench.fake import expected_text, expected_tokens
 from streamer.errors import ConfigError, EngineDead, InvalidRequest
+from tests.engine.helpers import DEADLINE_S
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +106,62 @@ def test_more_choices_than_the_queue_takes_wait_their_turn() -> None:
     with LLM("fake", max_num_seqs=8, max_queue=4) as llm:
         outputs = llm.generate(["count"] * 6, SamplingParams(n=4, max_tokens=5), progress=False)
     assert [len(output.choices) for output in outputs] == [4] * 6
+
+
+def test_threads_that_ask_at_once_share_the_queue() -> None:
+    """Its bound holds for all calls together: no thread is told that the server is overloaded."""
+    with LLM("fake", max_num_seqs=2, max_queue=1) as llm, ThreadPoolExecutor(8) as threads:
+        params = SamplingParams(n=2, max_tokens=5)
+        calls = [threads.submit(llm.generate, ["count"] * 4, params) for _ in range(8)]
+        outputs = [output for call in calls for output in call.result(DEADLINE_S)]
+    assert [len(output.choices) for output in outputs] == [2] * 32
+
+
+FORK = """
+import asyncio, os, sys
+from streamer import LLM, SamplingParams
+from streamer.errors import EngineDead
+from tests.engine.helpers import make_engine, request
+
+def in_child(work):
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    code = 1
+    try:
+        work()
+    except EngineDead as e:
+        code = 7 if e.code == "engine_forked" else 2
+    finally:
+        os._exit(code)
+
+async def of_engine(engine):
+    await engine.start()
+    codes = [in_child(lambda: engine.submit(request())), in_child(lambda: engine.tokenizer)]
+    codes.append(in_child(lambda: engine.in_pool(int).send(None)))
+    codes.append(in_child(lambda: engine.start().send(None)))
+    await engine.submit(request()).wait()
+    await engine.aclose()
+    return codes
+
+with LLM("fake") as llm:
+    llm.generate("count to 2")
+    print(in_child(lambda: llm.generate("count to 3")), in_child(lambda: (llm.close(), 1 / 0)))
+    print(llm.generate("count to 3")[0].text)
+print(asyncio.run(of_engine(make_engine())))
+"""
+
+
+def test_a_forked_child_is_told_at_once_and_its_parent_goes_on() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORK],
+        cwd=Path(__file__).parents[1],
+        timeout=DEADLINE_S,
+        capture_output=True,
+        text=True,
+    )
+    told, text, codes = done.stdout.splitlines()
+    assert (told, text, codes) == ("7 1", expected_text(3), "[7, 7, 7, 7]"), done.stderr
 
 
 async def test_it_works_beside_a_running_loop(llm: LLM) -> None:

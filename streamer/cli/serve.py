@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from streamer.cli.arguments import UsageError, add_config_flags, config_from
 from streamer.cli.loop import new_runner
-from streamer.errors import StepHung
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,13 +54,13 @@ async def _serve(config: Config, console: Console) -> int:
 
     engine = build_engine(config)
     code = await serve(engine, config, on_ready=lambda url: announce(engine.info, url, console))
-    if engine.death is not None and isinstance(engine.death.__cause__, StepHung):
+    if engine.is_hung:
         _leave(code)
     return code
 
 
 def _leave(code: int) -> None:
-    """End the process although the engine's thread hangs: nothing can join it."""
+    """End the process although a thread of the engine hangs: nothing can join it."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

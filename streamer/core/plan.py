@@ -213,7 +213,7 @@ class Finish(msgspec.Struct, frozen=True):
     copied_tokens   whose KV the whole request has copied so far, out of blocks it shared
     text_bytes   the text ends at this byte of the output's bytes; None: where the tokens end
     stop         the stop string or id that matched
-    detail       for FAILED
+    detail       for FAILED; of a CANCELLED one why, where the engine did it
     """
 
     request_id: str

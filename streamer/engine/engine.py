@@ -8,11 +8,12 @@ build.py, or by `AsyncEngine.from_config`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
+import os
 import random
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -28,7 +29,7 @@ from streamer.core.view import SchedulerView, Wanted
 from streamer.engine.core import EngineCore, Inbox, Runner, Tokenizer
 from streamer.engine.gpu_thread import GpuThread
 from streamer.engine.prompts import Prompts
-from streamer.engine.refusals import anew, draining, gone, loading
+from streamer.engine.refusals import CLOSE_S, anew, cut_off, draining, forked, gone, loading
 from streamer.engine.registry import Registry
 from streamer.engine.requests import (
     Asking,
@@ -53,8 +54,12 @@ from streamer.tokenizer_chat import Said
 
 __all__ = ["AsyncEngine", "Delta", "GenerateRequest", "Timing", "TokenStream"]
 
+CANCEL_S = 2.0  # a step under way ends in less, or hangs
+PROMPT_PART = 4  # preparing a prompt may take this part of a step's time
 # A seed travels through JSON, where integers beyond 2**53 lose digits.
 SEED_BITS = 53
+
+log = logging.getLogger(__name__)
 
 State = Literal["new", "loading", "ready", "dead", "closed"]
 T = TypeVar("T")
@@ -84,6 +89,7 @@ class AsyncEngine:
         self._load_tokenizer = tokenizer_loader
         self._state: State = "new"
         self._thread: GpuThread | None = None
+        self._pid = os.getpid()  # of the process whose threads it has
         self._is_started = asyncio.Event()  # loading has ended, well or not
         self._is_ended = asyncio.Event()  # the thread has ended
         self._load_error: BaseException | None = None
@@ -93,7 +99,7 @@ class AsyncEngine:
         self._sizes: SchedulerConfig | None = None
         self._first_stats = StepStats()
         self._special: Mapping[int, bytes] = {}
-        self._prompts = Prompts()
+        self._prompts = Prompts(config.watchdog_s / PROMPT_PART, self._die)
         self.watch = Watch(self._command)
         self._streams = Registry(config.retain_s, config.retain_bytes)
         self._random = random.SystemRandom() if config.seed is None else random.Random(config.seed)
@@ -135,6 +141,11 @@ class AsyncEngine:
         return self.death is not None
 
     @property
+    def is_hung(self) -> bool:
+        """Whether threads of it were given up: they can be left behind, but not ended."""
+        return self._prompts.is_hung or (self._thread is not None and self._thread.is_hung)
+
+    @property
     def info(self) -> ModelInfo:
         """The loaded model; Overloaded while it loads, EngineDead if it never will."""
         if self._info is None or self._state in ("new", "loading"):
@@ -144,6 +155,7 @@ class AsyncEngine:
     @property
     def tokenizer(self) -> Tokenizer:
         """Its tokenizer; raises like `info`."""
+        self._require_own_process()
         if self._tokenizer is None or self._state in ("new", "loading"):
             raise self._unavailable()
         return self._tokenizer
@@ -155,10 +167,12 @@ class AsyncEngine:
         """
         if self._state == "new":
             self._state = "loading"
+            self._pid = os.getpid()
             self._thread = GpuThread(
                 self._build, self, asyncio.get_running_loop(), self.config.watchdog_s
             )
             self._thread.start()
+        self._require_own_process()
         if self._state == "loading":
             await self._is_started.wait()
         if isinstance(self._load_error, StreamerError):
@@ -166,29 +180,36 @@ class AsyncEngine:
         if self._state != "ready":
             raise gone(self.death)
 
-    async def aclose(self) -> None:
+    async def aclose(self, deadline_s: float = CLOSE_S) -> None:
         """End everything, in whatever state: streams that are not finished end with EngineDead.
 
-        Returns when the thread has ended; a load that is under way can't be interrupted.
+        Returns when the thread has ended. A step or a load that takes longer than `deadline_s` is
+        left behind, as it can't be interrupted: if it ends after all, it frees what it holds.
         """
+        if os.getpid() != self._pid:
+            return  # a forked child: nothing of it is here
         if self._state == "new":
             self._close(None)
         elif not self._is_ended.is_set() and self._thread is not None:
             self.is_draining = True
             self._thread.stop()
-            await self._is_ended.wait()
-        self._prompts.close()
+            if not await _within(deadline_s, self._is_ended.wait()):
+                self._thread.give_up(None)
 
     async def drain(self, deadline_s: float) -> None:
-        """Take nothing new; let what runs finish for so long, then cancel it and see it end."""
+        """Take nothing new; let what runs finish for so long, then cut it off and see it end.
+
+        What is cut off says so: its finish has `detail` SHUTDOWN, or where a step hangs and no
+        finish comes, it ends with that error. Takes CANCEL_S longer than `deadline_s` at most.
+        """
         self.is_draining = True
-        live = self._streams.live()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(deadline_s):
-                await self._streams.wait_quiet()
-        for stream in live:
+        if await _within(deadline_s, self._streams.wait_quiet()):
+            return
+        for stream in self._streams.live():
+            stream.is_cut_off = True
             self.cancel(stream.request_id)
-        await self._streams.wait_quiet()
+        if not await _within(CANCEL_S, self._streams.wait_quiet()):
+            self._streams.fail_all(cut_off())
 
     # ------------------------------------------------------------ requests
 
@@ -198,6 +219,7 @@ class AsyncEngine:
         Checks everything first: raises InvalidRequest and ContextLengthExceeded for what can't be
         served, Overloaded when it can't be now, EngineDead when it never will.
         """
+        self._require_own_process()
         info, sizes, thread = self._info, self._sizes, self._thread
         if self._state != "ready" or info is None or sizes is None or thread is None:
             raise self._unavailable()
@@ -339,6 +361,7 @@ class AsyncEngine:
 
         size  characters or tokens of it: long ones take turns, by what their salts begin with
         """
+        self._require_own_process()
         return await self._prompts.run(work, size, cache_salt.encode())
 
     # ------------------------------------------------------------ seen from outside
@@ -385,8 +408,7 @@ class AsyncEngine:
         try:
             self._streams.distribute(output)
         except Exception as e:  # a bug of ours: nobody may be left waiting for what it lost
-            self._close(e)
-            self._thread.stop()
+            self._die(e)
         self._thread.permit()
 
     def on_view(self, view: SchedulerView) -> None:
@@ -402,16 +424,43 @@ class AsyncEngine:
         if self._thread is not None:
             self._thread.join()
 
+    def _die(self, cause: Exception) -> None:
+        """End of a fault that the thread knows nothing of."""
+        self._close(cause)
+        if self._thread is not None:
+            self._thread.stop()
+
     def _close(self, cause: BaseException | None) -> None:
-        """Tell everybody that it is over; the first cause is the one that is told."""
+        """Tell everybody that it is over, and the log of what: the first cause, with its traceback.
+
+        Who waits may be anybody's client: not told more than that it happened.
+        """
         if cause is not None and self.death is None:
-            self.death = EngineDead(f"the engine died: {type(cause).__name__}: {cause}")
+            self.death = EngineDead("the engine died of an internal error")
             self.death.__cause__ = cause
+            if self._state != "loading" or not isinstance(cause, StreamerError):  # no refusal
+                log.critical("the engine died", exc_info=cause)
         self._state = "closed" if self.death is None else "dead"
         self._streams.fail_all(gone(self.death))
         self.watch.close(gone(self.death))
+        self._prompts.close(gone(self.death))
         self._is_started.set()
+
+    def _require_own_process(self) -> None:
+        """EngineDead in a child of os.fork: its threads stayed in the parent, nothing would end."""
+        if os.getpid() != self._pid and self._state != "new":
+            raise forked(self._pid)
 
     def _unavailable(self) -> StreamerError:
         """Why it takes no requests: gone, or not there yet."""
         return gone(self.death) if self._state in ("dead", "closed") else loading()
+
+
+async def _within(seconds: float, event: Awaitable[object]) -> bool:
+    """Whether this came to pass in time."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event
+    except TimeoutError:
+        return False
+    return True

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import faulthandler
+import logging
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Protocol
 
@@ -20,9 +22,13 @@ from streamer.core.view import SchedulerView, Wanted
 from streamer.engine.core import EngineCore, Inbox
 from streamer.errors import StepHung
 
+FIRST_TIMES = 5  # so much longer may the first step take, which may compile its kernels
 MAX_AHEAD = 2  # permits plus StepOutputs that the loop has not worked through
 CHECKS = 4  # in the time that a step may take; a hung one is found a quarter late at worst
 MIN_CHECK_S = 0.25
+
+
+log = logging.getLogger(__name__)
 
 
 class Listener(Protocol):
@@ -53,7 +59,7 @@ class GpuThread:
     """A thread that runs what `build` returns, from `start` until `stop` or death.
 
     watchdog_s  a step that takes longer ends the engine; 0: it may take for ever
-    is_hung     that has happened: the thread is given up, and never joined
+    is_hung     the thread was given up, for that or by its owner, and is never joined
     """
 
     def __init__(
@@ -123,17 +129,20 @@ class GpuThread:
             self._seen = (begun, now)
         elif begun == ended or not self._thread.is_alive():
             return  # idle: the next command watches again
-        elif self._is_warm and now - since >= self._watchdog_s:
-            self._give_up()
+        elif now - since >= (limit_s := self._watchdog_s * (1 if self._is_warm else FIRST_TIMES)):
+            self.give_up(StepHung(f"a step took longer than {limit_s:g} s"))
             return
         self._watch_later()
 
-    def _give_up(self) -> None:
-        with contextlib.suppress(Exception):  # stderr may be closed, or no file
-            faulthandler.dump_traceback()
+    def give_up(self, cause: StepHung | None) -> None:
+        """Wait for the thread no longer; a step that hangs is shown, with every thread's stack."""
+        if self.is_hung:
+            return
+        if self._num_begun != self._num_ended:
+            log.critical("a step hangs; every thread's stack:\n%s", _stacks())
         self.is_hung = True
         self._inbox.stop()
-        self._listener.on_end(StepHung(f"a step took longer than {self._watchdog_s:g} s"))
+        self._listener.on_end(cause)
 
     # ------------------------------------------------------------ on the thread
 
@@ -183,3 +192,12 @@ class GpuThread:
             self._loop.call_soon_threadsafe(listener, *args)
         except RuntimeError:
             raise _LoopGone from None
+
+
+def _stacks() -> str:
+    """Where every thread is. In the log, which holds nobody up where it is not read."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"{names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+    )

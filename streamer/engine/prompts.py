@@ -1,6 +1,6 @@
 """Prompts: text and conversations to token ids, and prompts to block hashes, off the loop.
 
-Owns the bounded thread pool and a few remembered hashes of long prompts. AsyncEngine is the only
+Owns the pool of threads and a few remembered hashes of long prompts. AsyncEngine is the only
 caller; the GPU thread never runs any of this.
 """
 
@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from streamer.core.prefix import BlockHasher
 from streamer.engine.core import Tokenizer
-from streamer.errors import EngineDead
+from streamer.engine.pool import Pool
+from streamer.errors import EngineDead, PoolHung
 from streamer.tokenizer_chat import Said
 
 NUM_THREADS = 2
@@ -33,14 +33,16 @@ T = TypeVar("T")
 class Prompts:
     """Encodes in a pool of NUM_THREADS threads; `hashes` is called on the loop.
 
+    limit_s and on_hung are the pool's.
+
     hasher      None: no prefix is cached
     max_tokens  of a prompt; texts that must have more are refused without encoding them
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit_s: float, on_hung: Callable[[PoolHung], None]) -> None:
         self.hasher: BlockHasher | None = None
         self.max_tokens: int | None = None
-        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="streamer-encode")
+        self._pool = Pool(NUM_THREADS, limit_s, on_hung)
         self._long = asyncio.Semaphore(NUM_THREADS - 1)
         self._turns: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
         self._hashed: OrderedDict[tuple[bytes, tuple[int, ...]], tuple[bytes, ...]] = OrderedDict()
@@ -94,9 +96,14 @@ class Prompts:
                 return known
         return self.hasher.hash_blocks(prompt, salt)
 
-    def close(self) -> None:
-        """End the threads; what is queued is dropped."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+    @property
+    def is_hung(self) -> bool:
+        """Whether every thread hangs."""
+        return self._pool.is_hung
+
+    def close(self, error: EngineDead) -> None:
+        """End the threads; who waits for them, or comes later, gets the error."""
+        self._pool.close(error)
 
     async def run(self, work: Callable[[], T], size: int = 0, salt: bytes = b"") -> T:
         """Whatever else takes long over a text, in the same threads.
@@ -105,17 +112,10 @@ class Prompts:
               tenant's, see LONG
         """
         if size <= LONG:
-            return await self._run(work)
+            return await self._pool.run(work)
         turn = self._turns.setdefault(salt.partition(b":")[0], asyncio.Lock())
         async with turn, self._long:
-            return await self._run(work)
-
-    async def _run(self, work: Callable[[], T]) -> T:
-        try:
-            future = self._pool.submit(work)
-        except RuntimeError:
-            raise EngineDead("the engine is closed", code="engine_closed") from None
-        return await asyncio.wrap_future(future)
+            return await self._pool.run(work)
 
     def _hash(self, ids: list[int], salt: bytes) -> tuple[bytes, ...]:
         if self.hasher is None or len(ids) <= INLINE_TOKENS:

@@ -7,11 +7,13 @@ whoever raised it. Called by AsyncEngine, and by the server before it asks.
 from __future__ import annotations
 
 import copy
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from streamer.errors import EngineDead, Overloaded, StreamerError
 
+CLOSE_S: Final = 5.0  # what is under way when an engine is closed ends in less, or hangs
 LOADING_RETRY_S, DRAINING_RETRY_S = 2.0, 5.0
+SHUTDOWN: Final = "server_shutdown"  # the code of what a shutdown cuts off
 E = TypeVar("E", bound=StreamerError)
 
 
@@ -33,6 +35,24 @@ def draining() -> Overloaded:
     """It takes none any more."""
     return Overloaded(
         "the server is shutting down", retry_after_s=DRAINING_RETRY_S, code="draining"
+    )
+
+
+def cut_off() -> Overloaded:
+    """The server stopped before the answer was whole."""
+    return Overloaded(
+        "the server is shutting down and has cut this answer off",
+        retry_after_s=DRAINING_RETRY_S,
+        code=SHUTDOWN,
+    )
+
+
+def forked(pid: int) -> EngineDead:
+    """It was started in another process, of which this one is a child."""
+    return EngineDead(
+        f"this engine's threads are in process {pid}, and not in the child that was forked from "
+        f"it: make an engine there",
+        code="engine_forked",
     )
 
 

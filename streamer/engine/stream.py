@@ -12,12 +12,14 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 
-from streamer.core.plan import Finish, Notice, NoticeKind, TokenLogprob
+from msgspec.structs import replace
+
+from streamer.core.plan import Finish, FinishReason, Notice, NoticeKind, TokenLogprob
 from streamer.core.sampling import SamplingParams
 from streamer.engine.flow import Control, Flow, Limits
 from streamer.engine.log import PROMPT_TOKEN_BYTES, ChoiceLog, Delta, bytes_of, bytes_of_params
 from streamer.engine.reader import Reader
-from streamer.engine.refusals import anew
+from streamer.engine.refusals import SHUTDOWN, anew
 from streamer.engine.timing import Timing
 from streamer.errors import InvalidRequest, ReaderTooSlow, StreamerError
 from streamer.tokenizer_text import TextStream
@@ -41,6 +43,7 @@ class TokenStream:
     error          what ended the stream without finishes: the engine's death
     context        whatever its maker wants to find again beside the tokens
     is_kept        it is retained after its end
+    is_cut_off     a shutdown cancels it: its finishes have `detail` SHUTDOWN
     observers      called when it starts, gets its first token, and ends; must not raise
     """
 
@@ -69,6 +72,7 @@ class TokenStream:
         self.error: StreamerError | None = None
         self.context = context
         self.is_kept = True
+        self.is_cut_off = False
         self.observers: list[Callable[[TokenStream], None]] = []
         stop = tuple(s.encode() for s in params.stop)
         shown = {} if params.skip_special_tokens else special
@@ -394,6 +398,8 @@ class TokenStream:
             self.wake()
 
     def _close(self, finish: Finish) -> None:
+        if self.is_cut_off and finish.reason is FinishReason.CANCELLED:
+            finish = replace(finish, detail=SHUTDOWN)
         self.finishes[finish.choice] = finish
         self.copied_tokens = finish.copied_tokens  # it only grows, and finishes come in order
         self._num_open -= 1

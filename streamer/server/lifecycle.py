@@ -1,8 +1,9 @@
 """serve: the uvicorn server around an engine, from the first open socket to a clean exit.
 
 The socket opens at once and /health answers while the model loads. The first SIGTERM or Ctrl-C
-drains: new work is refused, running streams get --drain-timeout to finish. A dead engine ends the
-process with an error. The command line calls this and prints what `on_ready` tells it.
+drains: new work is refused, running streams get --drain-timeout to finish, and every wait after
+that has a deadline, whatever hangs. A dead engine ends the process with an error. The command line
+calls this and prints what `on_ready` tells it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import logging
 import os
 import socket
 import stat
+import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Final
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING, Final
 import uvicorn
 
 from streamer.config import Config
+from streamer.engine.refusals import CLOSE_S
 from streamer.errors import ConfigError
 from streamer.server.app import build_service_app
 from streamer.server.protocol import MAX_CONNECTIONS, limited
@@ -31,11 +34,12 @@ from streamer.server.websocket_protocol import StreamingWebSocket
 
 if TYPE_CHECKING:
     from streamer.engine.engine import AsyncEngine
+    from streamer.server.tracing import Tracer
 
 log = logging.getLogger(__name__)
 
 TICK_S: Final = 0.1  # between uvicorn's ticks, which sleep that long
-FLUSH_S: Final = 2.0  # after the engine is done, for the last frames
+FLUSH_S: Final = 2.0  # after the engine is done, for the last frames; and for the last spans
 SEND_BUFFER_BYTES: Final = 64 << 10  # else the kernel hides megabytes of a reader's lag
 BACKLOG: Final = 2048
 
@@ -124,17 +128,34 @@ async def serve(
             if not starting.done():
                 starting.cancel()
             await asyncio.wait([starting])
-            await engine.aclose()
+            await engine.aclose(FLUSH_S if server.force_exit else CLOSE_S)
             if tracer is not None:
-                await asyncio.to_thread(tracer.close)
+                await _close_tracer(tracer)
             uvicorn_log.removeFilter(quiet)
             gc.unfreeze()
         if not starting.cancelled():
             starting.result()
-    if engine.is_dead:
-        log.error("the engine died: %s", engine.death)
-        return 1
-    return 0
+    if engine.is_hung:
+        log.error("a thread of the engine hangs and is left behind")
+    return int(engine.is_dead or engine.is_hung)
+
+
+async def _close_tracer(tracer: Tracer) -> None:
+    """Send its last spans, to a collector that may not answer: in a thread that nothing waits for.
+
+    The loop's own threads are joined at its end.
+    """
+    loop, is_closed = asyncio.get_running_loop(), asyncio.Event()
+
+    def close() -> None:
+        tracer.close()
+        with contextlib.suppress(RuntimeError):  # the loop has closed before
+            loop.call_soon_threadsafe(is_closed.set)
+
+    threading.Thread(target=close, name="streamer-tracer", daemon=True).start()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(FLUSH_S):
+            await is_closed.wait()
 
 
 async def _start(

@@ -46,7 +46,8 @@ class Metrics:
         self.registry.register(_TallyCollector(self))
         self._finished = self._counter(
             "streamer_requests_finished",
-            "Requests that ended, by reason (stop, length, left, cancelled, failed) and transport.",
+            "Requests that ended, by transport and reason (stop, length, left, cancelled, "
+            "server_shutdown, failed).",
             ["reason", "transport"],
         )
         self._refused = self._counter(

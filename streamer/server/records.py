@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol
 import msgspec
 
 from streamer.core.plan import FinishReason
+from streamer.engine.refusals import SHUTDOWN
 
 if TYPE_CHECKING:
     from streamer.engine.stream import TokenStream
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("streamer.request")
 
 KEY_DIGITS: Final = 12  # of the key's digest: enough to tell keys apart
-STATUS: Final = {"left": 499, "cancelled": 499, "failed": 500}
-WORST_FIRST: Final = ("failed", "cancelled", "left", "length", "stop")
+STATUS: Final = {"left": 499, "cancelled": 499, "failed": 500, SHUTDOWN: 503}
+WORST_FIRST: Final = ("failed", SHUTDOWN, "cancelled", "left", "length", "stop")
 
 Operation = Literal["chat", "completions", "responses"]
 Transport = Literal["http", "sse", "websocket"]
@@ -35,7 +36,8 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The line of a finished request; None where it never came so far.
 
     key     digits of the key's digest, absent where no key was asked for
-    reason  of its worst choice: stop, length; left: its last reader had gone; cancelled; failed
+    reason  of its worst choice: stop, length; left: its last reader had gone; cancelled;
+            server_shutdown: cut off by it; failed
     status  what that is in HTTP (499: left or cancelled), also where a stream had begun with 200
     prompt  only with --log-prompts
     """
@@ -163,7 +165,9 @@ class Record:
 def _reason(stream: TokenStream) -> str:
     """Why its worst choice ended."""
     if stream.error is not None:
-        return "failed"
+        return SHUTDOWN if stream.error.code == SHUTDOWN else "failed"
+    if any(f.detail == SHUTDOWN for f in stream.finishes if f is not None):
+        return SHUTDOWN
     reasons = {f.reason for f in stream.finishes if f is not None}
     if FinishReason.CANCELLED in reasons and not stream.num_readers:
         return "left"

@@ -18,7 +18,7 @@ ABORT: Final = "streamer.abort"  # in scope["extensions"]: drops the connection,
 
 
 class StuckWatch:
-    """While entered, looks now and then whether a send that `began` has not `ended` for `limit_s`.
+    """While entered, looks now and then whether sends wait and none has ended for `limit_s`.
 
     on_stuck  called before the connection is aborted
     """
@@ -27,7 +27,8 @@ class StuckWatch:
         self._abort: Callable[[], None] | None = scope.get("extensions", {}).get(ABORT)
         self._limit_s = limit_s
         self._on_stuck = on_stuck
-        self._since: float | None = None
+        self._num_sending = 0
+        self._since = 0.0  # when the first of them began, or one ended
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
 
@@ -47,20 +48,22 @@ class StuckWatch:
     @property
     def is_sending(self) -> bool:
         """Whether a send that began has not ended."""
-        return self._since is not None
+        return self._num_sending > 0
 
     def began(self) -> None:
         """A send begins."""
-        if self._since is None:  # of several that wait, the first
+        if not self._num_sending:
             self._since = self._loop.time()
+        self._num_sending += 1
 
     def ended(self) -> None:
-        """It is through."""
-        self._since = None
+        """One is through; the others may still wait."""
+        self._num_sending -= 1
+        self._since = self._loop.time()
 
     def _look(self) -> None:
         now = self._loop.time()
-        rest_s = self._limit_s if self._since is None else self._since + self._limit_s - now
+        rest_s = self._since + self._limit_s - now if self._num_sending else self._limit_s
         if rest_s > 0:
             self._timer = self._loop.call_later(rest_s, self._look)
             return

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 
 from streamer.engine.prompts import LONG, Prompts
+from streamer.errors import EngineDead
 from tests.engine.helpers import DEADLINE_S
 
 
@@ -20,7 +21,7 @@ async def test_long_texts_leave_a_thread_for_short_ones_and_keys_take_turns() ->
 
         return note
 
-    prompts = Prompts()
+    prompts = Prompts(0.0, lambda _: None)
     try:
         async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as long:
             for i in range(8):
@@ -32,6 +33,6 @@ async def test_long_texts_leave_a_thread_for_short_ones_and_keys_take_turns() ->
             gate.set()
     finally:
         gate.set()
-        prompts.close()
+        prompts.close(EngineDead("closed"))
     assert order[:3] == ["many 0", "few", "many 1"]
     assert order[3:] == [f"many {i}" for i in range(2, 8)]

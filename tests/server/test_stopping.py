@@ -9,14 +9,18 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO, Any
 
 import httpx
+import openai
 import pytest
 
 from streamer.server.service import Service
 from tests.engine.helpers import make_engine
+from tests.server.bare import BareSocket
 from tests.server.counting import CHAT, check_counting
 from tests.test_cli_run import server as serving
 
@@ -91,10 +95,10 @@ async def test_sigterm_under_50_streams() -> None:
             assert (len(numbers), stream.reason, stream.is_done) == (SHORT, "length", True)
         else:
             assert stream.error is not None
-            assert stream.error["code"] == "cancelled"
+            assert stream.error["code"] == "server_shutdown"
             assert len(numbers) > SHORT
     assert told.count("reason=length status=200") >= NUM_STREAMS // 2
-    assert told.count("reason=cancelled status=499") == NUM_STREAMS // 2
+    assert told.count("reason=server_shutdown status=503") == NUM_STREAMS // 2
     assert "Traceback" not in told
 
 
@@ -181,13 +185,14 @@ async def test_a_hung_step_is_told_to_all_and_ends_the_process(
     for answer in (whole, health):
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "engine_dead"
-        assert "a step took longer than 0.5 s" in answer.json()["error"]["message"]
+        assert answer.json()["error"]["message"] == "the engine died of an internal error"
     for stream in streams:
         check_counting(stream.text)
         assert stream.error is not None
         assert stream.error["code"] == "engine_dead"
     _, told = await asyncio.to_thread(process.communicate, timeout=DEADLINE_S)
     assert process.returncode == 1
+    assert told.count("StepHung: a step took longer than 0.5 s") == 1
     assert 'File "<string>"' in told  # the stack of the thread that hangs
     assert "in launch" in told
     assert told.count("status=503") == 5
@@ -211,6 +216,134 @@ def test_a_forced_end_does_not_wait_for_the_drain() -> None:
             with contextlib.suppress(httpx.HTTPError):  # its body may be cut anywhere
                 list(lines)
         assert process.wait(DEADLINE_S) == 0
+
+
+# ---------------------------------------------------------------- told to stop while it hangs
+
+WEDGED = """
+import sys, threading
+import streamer.bench.fake_runner as fake
+import streamer.tokenizer as tokenizer
+import streamer.engine.engine as engine
+import streamer.server.lifecycle as lifecycle
+from streamer.cli import main
+
+where, *words = sys.argv[1:]
+launch, encode_chat = fake.FakeRunner.launch, tokenizer.Tokenizer.encode_chat
+engine.CANCEL_S, lifecycle.CLOSE_S = 0.3, 0.5
+
+def hang():
+    print("hanging", flush=True)
+    threading.Event().wait()  # no signal, no exception and no join ends this
+
+def launch_hanging(self, plan):
+    if where == "step" and plan.number == 20 or where == "first step":
+        hang()
+    return launch(self, plan)
+
+def encode_hanging(self, *args, **kwargs):
+    if where == "template":
+        hang()
+    return encode_chat(self, *args, **kwargs)
+
+fake.FakeRunner.launch = launch_hanging
+tokenizer.Tokenizer.encode_chat = encode_hanging
+sys.exit(main(["serve", "fake", "--port", "0", *words]))
+"""
+
+
+@contextlib.contextmanager
+def wedged(where: str, *words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server that hangs there, and its URL."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", WEDGED, where, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    try:
+        yield child, next(u[0] for line in child.stdout if (u := re.search(r"http://\S+", line)))
+    finally:
+        child.kill()
+        child.communicate(timeout=DEADLINE_S)
+
+
+@pytest.mark.parametrize(("where", "code"), [("template", 0), ("first step", 1), ("step", 1)])
+async def test_sigterm_ends_a_process_whatever_hangs_in_it(where: str, code: int) -> None:
+    with wedged(where, "--drain-timeout", "0.2") as (process, url):
+        async with asyncio.timeout(DEADLINE_S), httpx.AsyncClient(timeout=60) as client:
+            streams = [Stream(ENDLESS) for _ in range(2)]
+            reading = [asyncio.create_task(s.read(client, url)) for s in streams]
+            assert process.stdout is not None
+            await asyncio.to_thread(_lines_until, process.stdout, "hanging")
+            assert (await client.get(url + "/health")).status_code == 200
+            process.send_signal(signal.SIGTERM)
+            began = time.monotonic()
+            _, told = await asyncio.to_thread(process.communicate, timeout=DEADLINE_S)
+            took_s = time.monotonic() - began
+            await asyncio.gather(*reading, return_exceptions=True)
+    assert (process.returncode, took_s < 8) == (code, True), told
+    if where != "template":
+        assert "in launch_hanging" in told  # where it hangs
+        assert [s.error and s.error["code"] for s in streams] == ["server_shutdown"] * 2
+
+
+def _lines_until(lines: IO[str], wanted: str) -> None:
+    while wanted not in lines.readline():
+        pass
+
+
+async def test_hung_templates_are_told_of_and_end_the_process() -> None:
+    """Both threads for prompts hang, so that nothing with a text is served: not for ever."""
+    with wedged("template", "--watchdog-s", "1.2") as (process, url):
+        async with asyncio.timeout(DEADLINE_S), httpx.AsyncClient(timeout=60) as client:
+            path, body = url + "/v1/chat/completions", {**CHAT, "max_tokens": 5}
+            answers = await asyncio.gather(*(client.post(path, json=body) for _ in range(2)))
+        for answer in answers:
+            assert (answer.status_code, answer.json()["error"]["code"]) == (500, "prompt_timeout")
+        _, told = await asyncio.to_thread(process.communicate, timeout=DEADLINE_S)
+    assert process.returncode == 1
+    assert told.count("PoolHung: every thread for prompts hangs for 0.3 s") == 1
+
+
+# ---------------------------------------------------------------- what is cut off says so
+
+
+def test_what_a_shutdown_cuts_off_says_so_on_every_transport(server_with: Any) -> None:
+    server = server_with(model="fake:tokens_per_s=200", drain_timeout=0.2)
+    endless: dict[str, Any] = {"input": "x", "max_output_tokens": ENDLESS, "ignore_eos": True}
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+    with ThreadPoolExecutor(1) as thread, BareSocket(server.url) as socket:
+        body = {**CHAT, "max_tokens": ENDLESS, "ignore_eos": True}
+        whole = thread.submit(httpx.post, server.url + "/v1/chat/completions", json=body)
+        socket.say("response.create", **endless, stream_id="a")
+        response = client.responses.create(
+            model="fake", input="x", max_output_tokens=ENDLESS, stream=True,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        chat = client.chat.completions.create(
+            model="fake", messages=[{"role": "user", "content": "x"}], max_tokens=ENDLESS,
+            stream=True, extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        next(iter(chat))
+        server.wait_metric('streamer_requests{state="running"}', 4)
+        server.begin_stop()
+        *_, last = response
+        assert last.type == "response.incomplete"
+        details = last.response.incomplete_details
+        assert details is not None
+        assert (last.response.status, details.reason) == ("incomplete", "server_shutdown")
+        with pytest.raises(openai.APIError) as told:
+            list(chat)
+        assert told.value.code == "server_shutdown"
+        socket.read_until(lambda event: event["type"] == "response.incomplete")
+        seen = next(e for e in socket.events if e["type"] == "response.incomplete")["response"]
+        assert seen["incomplete_details"] == {"reason": "server_shutdown"}
+        assert (seen["status"], seen["error"]) == ("incomplete", None)
+        answer = whole.result(DEADLINE_S)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "server_shutdown")
+        assert int(answer.headers["retry-after"]) > 0
 
 
 # ---------------------------------------------------------------- the bundled model

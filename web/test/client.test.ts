@@ -2,7 +2,7 @@
 
 import { afterEach, expect, test } from "vitest";
 import type { Client, ConnectionState } from "../src/client/index.ts";
-import { completed, connected, created, delta, FakeSocket, tick } from "./fake-socket.ts";
+import { completed, connected, created, delta, FakeSocket, responseOf, tick } from "./fake-socket.ts";
 
 let client: Client;
 afterEach(() => client.close());
@@ -36,6 +36,18 @@ test("what is asked before there is a connection is sent when there is one", asy
   expect(FakeSocket.last.sent).toEqual([]);
   FakeSocket.last.welcome();
   expect(FakeSocket.last.of("response.create")).toEqual([{ type: "response.create", input: "hi", stream_id: stream.lane }]);
+});
+
+test("what a shutdown cut off was stopped, and has reached no limit", async () => {
+  client = connected();
+  FakeSocket.last.welcome();
+  const stream = client.create({ input: "hi" });
+  await tick();
+  FakeSocket.last.say(created(stream.lane, "r1"));
+  const response = { ...responseOf("r1", "incomplete"), incomplete_details: { reason: "server_shutdown" } };
+  FakeSocket.last.say({ ...completed(stream.lane, "r1", 5), type: "response.incomplete", response });
+  await stream.done;
+  expect(stream.status).toBe("cancelled");
 });
 
 test("after a cut it resumes after the last number and takes nothing twice", async () => {

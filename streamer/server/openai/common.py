@@ -15,6 +15,7 @@ from msgspec import UNSET
 
 from streamer.core.plan import Finish, FinishReason, TokenLogprob
 from streamer.core.sampling import SamplingParams
+from streamer.engine.refusals import SHUTDOWN, cut_off
 from streamer.engine.requests import MAX_PRIORITY
 from streamer.errors import InvalidRequest, RequestFailed, StreamerError
 
@@ -226,6 +227,8 @@ def usage_of(num_prompt: int, num_output: int, num_cached: int) -> Usage:
 
 def failure(finish: Finish) -> StreamerError | None:
     """The error that a cancelled or failed choice is on the wire; None for an ordinary end."""
+    if finish.detail == SHUTDOWN:
+        return cut_off()
     if finish.reason is FinishReason.CANCELLED:
         return RequestFailed("the request was cancelled", code="cancelled")
     if finish.reason is FinishReason.FAILED:

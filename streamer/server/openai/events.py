@@ -15,6 +15,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from streamer.core.plan import Finish, FinishReason, Notice, NoticeKind
+from streamer.engine.refusals import SHUTDOWN
 from streamer.errors import StreamerError
 from streamer.server.openai.common import TokenText, chat_logprobs, only_if
 from streamer.server.openai.response_types import (
@@ -267,7 +268,8 @@ class ResponseEvents:
         status = STATUSES[finish.reason]
         if self._is_silent and status == "incomplete":
             return "completed"
-        return "incomplete" if self._context.is_steered and status == "cancelled" else status
+        is_cut = self._context.is_steered or finish.detail == SHUTDOWN
+        return "incomplete" if is_cut and status == "cancelled" else status
 
     def _state(self, kind: str) -> StateEvent:
         number = self.number if self.number >= 0 else UNSET
@@ -283,7 +285,8 @@ class ResponseEvents:
         num_in = stream.num_prompt_tokens
         num_out = 0 if self._is_silent else stream.num_output_tokens
         ended = int(stream.created + (stream.timing.total_s or 0.0))
-        reason = "steered" if self._context.is_steered else "max_output_tokens"
+        reason = SHUTDOWN if detail == SHUTDOWN else "max_output_tokens"
+        reason = "steered" if self._context.is_steered else reason
         has_item = not self._is_silent and (status != "failed" or num_out > 0)
         state = "completed" if status == "completed" else "incomplete"
         output = [Item(self._item_id, state, [self._part()])] if has_item else []

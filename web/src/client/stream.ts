@@ -220,6 +220,8 @@ export class ResponseStream extends Emitter<StreamEvents> {
     this.tokens = event.response.usage?.output_tokens ?? this.tokens;
     const error = event.response.error;
     if (error) this.error = new ClientError(error["message"] ?? "the response failed", 500, error["code"] ?? null);
-    this.setStatus(event.response.status as StreamStatus);
+    // What the server cut off when it stopped has reached no limit of its own.
+    const isCutOff = event.response.incomplete_details?.["reason"] === "server_shutdown";
+    this.setStatus(isCutOff ? "cancelled" : (event.response.status as StreamStatus));
   }
 }

@@ -1,0 +1,189 @@
+"""Pool: a few threads for work on texts, which may hang: templates and tokenizers are not ours.
+
+Owns the threads and what is under way in them. Work that takes too long is given up: its caller is
+told, and its thread is interrupted, so that a template's endless loop ends. Where all threads hang
+nevertheless, the engine is told. Made by Prompts, called on the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from streamer.engine.refusals import anew
+from streamer.errors import EngineDead, PoolHung, RequestFailed
+
+CHECKS = 4  # in the time that work may take
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+class _Interrupted(BaseException):
+    """Raised in a thread whose work is given up; not to be caught by what it runs."""
+
+
+class _Job:
+    """One call: made and ended on the loop, run in a thread.
+
+    began_s   when a thread took it (time.monotonic), None before
+    """
+
+    __slots__ = ("began_s", "future", "is_given_up", "work")
+
+    def __init__(self, work: Callable[[], Any], future: asyncio.Future[Any]) -> None:
+        self.work = work
+        self.future = future
+        self.began_s: float | None = None
+        self.is_given_up = False
+
+
+class _Worker:
+    """One thread and the job it is at. A daemon: what hangs must not keep a program from ending."""
+
+    def __init__(self, jobs: SimpleQueue[_Job | None], name: str) -> None:
+        self.job: _Job | None = None
+        self._jobs = jobs
+        self._lock = threading.Lock()  # the job under way is the one that is interrupted
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def interrupt(self, job: _Job) -> None:
+        """Raise in the thread if it is still at this job; code that is not Python's ends first."""
+        with self._lock:
+            if self.job is job and self._thread.ident is not None:
+                ident = ctypes.c_ulong(self._thread.ident)
+                kind = ctypes.py_object(_Interrupted)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, kind)
+
+    def _run(self) -> None:
+        is_open = True
+        while is_open:
+            self.job = None
+            with contextlib.suppress(_Interrupted):  # one may arrive after its job
+                is_open = self._serve()
+
+    def _serve(self) -> bool:
+        """Do jobs until told to end: False."""
+        while (job := self._jobs.get()) is not None:
+            result, error = None, None
+            try:
+                with self._lock:
+                    job.began_s = time.monotonic()
+                    self.job = job
+                if not job.future.done():  # nobody waits, or it is closed
+                    result = job.work()
+            except BaseException as e:  # whatever it was, its caller waits
+                error = e
+            finally:
+                with self._lock:
+                    self.job = None
+            self._tell(job, result, error)
+            del job, result, error  # while it waits for the next one
+        return False
+
+    def _tell(self, job: _Job, result: object, error: BaseException | None) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            job.future.get_loop().call_soon_threadsafe(_settle, job.future, result, error)
+
+
+def _settle(future: asyncio.Future[Any], result: object, error: BaseException | None) -> None:
+    """Hand a job's end to its caller, if it still waits."""
+    if future.done():
+        return
+    if error is None:
+        future.set_result(result)
+    elif isinstance(error, Exception) and not isinstance(error, StopIteration):
+        future.set_exception(error)
+    else:  # a panic of the tokenizer, which no handler expects
+        log.error("a text could not be prepared", exc_info=error)
+        future.set_exception(RequestFailed("the text could not be prepared"))
+
+
+class Pool:
+    """Runs work in `num_threads` threads, which start with the first.
+
+    limit_s  seconds that work may take once it has begun; 0: for ever
+    on_hung  called once, when work that was given up still has every thread
+    """
+
+    def __init__(
+        self, num_threads: int, limit_s: float, on_hung: Callable[[PoolHung], None]
+    ) -> None:
+        self._num_threads = num_threads
+        self._limit_s = limit_s
+        self._on_hung = on_hung
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._workers: list[_Worker] = []
+        self._waiting: set[asyncio.Future[Any]] = set()
+        self._check: asyncio.TimerHandle | None = None
+        self._end: EngineDead | None = None
+        self.is_hung = False
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """What `work` returns or raises.
+
+        Raises RequestFailed where it is given up, and what `close` was given after it.
+        """
+        if self._end is not None:
+            raise anew(self._end)
+        if not self._workers:
+            names = (f"streamer-encode_{i}" for i in range(self._num_threads))
+            self._workers = [_Worker(self._jobs, name) for name in names]
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._waiting.add(future)
+        future.add_done_callback(self._waiting.discard)
+        self._jobs.put(_Job(work, future))
+        if self._check is None and self._limit_s:
+            self._watch_later()
+        return await future
+
+    def close(self, error: EngineDead) -> None:
+        """End the threads, but those that hang; whoever waits gets the error."""
+        if self._end is not None:
+            return
+        self._end = error
+        if self._check is not None:
+            self._check.cancel()
+        for worker in self._workers:
+            self._jobs.put(None)
+            if (job := worker.job) is not None:
+                worker.interrupt(job)
+        for future in list(self._waiting):
+            if not future.done():
+                future.set_exception(anew(error))
+
+    def _watch_later(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._check = loop.call_later(self._limit_s / CHECKS, self._watch)
+
+    def _watch(self) -> None:
+        """Give up what takes too long; no timer runs where nothing does."""
+        self._check = None
+        now, num_hung = time.monotonic(), 0
+        jobs = [(worker, worker.job) for worker in self._workers]
+        for worker, job in jobs:
+            if job is None or job.began_s is None or now - job.began_s < self._limit_s:
+                continue
+            num_hung += job.is_given_up  # it was interrupted a check ago
+            if not job.is_given_up:
+                self._give_up(job)
+            worker.interrupt(job)
+        if num_hung == self._num_threads and not self.is_hung:
+            self.is_hung = True
+            self._on_hung(PoolHung(f"every thread for prompts hangs for {self._limit_s:g} s"))
+        elif any(job is not None for _, job in jobs) or not self._jobs.empty():
+            self._watch_later()
+
+    def _give_up(self, job: _Job) -> None:
+        job.is_given_up = True
+        if not job.future.done():
+            text = f"preparing the text took longer than {self._limit_s:g} s"
+            job.future.set_exception(RequestFailed(text, code="prompt_timeout"))
