@@ -69,8 +69,8 @@ class Load:
         else:
             self._give_up(r, now)
 
-    def ended(self, request_id: str, now: float) -> None:
-        """It is over, wherever it was."""
+    def ended(self, request_id: str, now: float) -> str:
+        """It is over, wherever it was; its tenant."""
         r = self._requests.pop(request_id)
         self._leave_line(request_id, r)
         if r.since is not None:
@@ -79,6 +79,7 @@ class Load:
             self._num_seen += r.n
             weight = max(1 - (1 - RECENT) ** r.n, r.n / self._num_seen)
             self._mean_s += weight * (r.held_s - self._mean_s)
+        return r.tenant
 
     def mean_s(self, now: float) -> float:
         """Seconds that a choice holds its row: of those that ended, or of those that run if longer.

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 
 from streamer.core.plan import FinishReason, Notice, NoticeKind, StepOutput
 from streamer.engine.load import Load
 from streamer.engine.requests import Asking
+from streamer.engine.retention import Retention
 from streamer.engine.stream import TokenStream
 from streamer.errors import Overloaded, StreamerError
 
@@ -26,16 +27,13 @@ class Registry:
     """
 
     def __init__(self, retain_s: float, retain_bytes: int) -> None:
-        self._retain_s = retain_s
-        self._retain_bytes = retain_bytes
         self._live: dict[str, TokenStream] = {}
-        self._retained: OrderedDict[str, tuple[float, int, TokenStream]] = OrderedDict()
+        self._retained = Retention(retain_s, retain_bytes)
         self._is_quiet = asyncio.Event()
         self._is_quiet.set()
         self._load = Load()
         self._num_returning = 0  # requests that gave their blocks up: they run before new ones
         self.num_submitted = 0
-        self.retained_bytes = 0
         self.num_ended: Counter[FinishReason] = Counter()
 
     @property
@@ -51,8 +49,13 @@ class Registry:
     @property
     def num_retained(self) -> int:
         """Finished streams still here."""
-        self._expire()
+        self._retained.expire(time.monotonic())
         return len(self._retained)
+
+    @property
+    def retained_bytes(self) -> int:
+        """About what they occupy."""
+        return self._retained.num_bytes
 
     def live(self) -> list[TokenStream]:
         """Streams that have not ended."""
@@ -62,17 +65,15 @@ class Registry:
         """A stream, live or retained."""
         stream = self._live.get(request_id)
         if stream is None:
-            self._expire()
-            kept = self._retained.get(request_id)
-            stream = kept[2] if kept is not None else None
+            self._retained.expire(time.monotonic())
+            stream = self._retained.get(request_id)
         return stream
 
     def forget(self, request_id: str) -> None:
         """Retain this one no longer, or not at all if it is live; unknown ids are ignored."""
-        kept = self._retained.pop(request_id, None)
-        if kept is not None:
-            self.retained_bytes -= kept[1]
-            kept[2].is_kept = False
+        stream = self._retained.drop(request_id)
+        if stream is not None:
+            stream.is_kept = False
         elif request_id in self._live:
             self._live[request_id].is_kept = False
 
@@ -182,28 +183,13 @@ class Registry:
     def _retire(self, stream: TokenStream, reason: FinishReason) -> None:
         """From live to retained, within the bounds."""
         del self._live[stream.request_id]
-        self._load.ended(stream.request_id, time.perf_counter())
+        tenant = self._load.ended(stream.request_id, time.perf_counter())
         self.num_ended[reason] += 1
         if not self._live:
             self._is_quiet.set()
-        if not stream.is_kept:
-            return
-        size = stream.num_bytes
-        self._retained[stream.request_id] = (time.monotonic(), size, stream)
-        self.retained_bytes += size
-        self._expire()
-
-    def _expire(self) -> None:
-        """Forget what is too old or, oldest first, too much."""
-        if not self._retained:
-            return
-        oldest_s = time.monotonic() - self._retain_s
-        while self._retained:
-            since, size, _ = next(iter(self._retained.values()))
-            if since > oldest_s and self.retained_bytes <= self._retain_bytes:
-                return
-            self._retained.popitem(last=False)
-            self.retained_bytes -= size
+        if stream.is_kept:
+            self._retained.keep(stream, tenant, time.monotonic())
+            self._retained.expire(time.monotonic())
 
 
 def _too_many(says: str, wait_s: float) -> Overloaded:

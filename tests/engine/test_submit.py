@@ -120,6 +120,22 @@ async def test_retention_keeps_the_newest_within_its_bytes() -> None:
         assert 0 < snapshot.retained_bytes <= 3 * 3000
 
 
+async def test_what_one_key_makes_does_not_push_out_what_another_comes_back_for() -> None:
+    async with asyncio.timeout(DEADLINE_S), make_engine(retain_bytes=5 * 3000) as engine:
+        await engine.submit(request(request_id="theirs", tenant="few")).wait()
+        for i in range(20):
+            await engine.submit(request(request_id=f"r{i}", tenant="many")).wait()
+        assert engine.get("theirs") is not None
+        assert engine.get("r19") is not None
+        assert engine.get("r0") is None
+        assert engine.snapshot().retained_bytes <= 5 * 3000
+        engine.forget("theirs")
+        assert engine.get("theirs") is None
+        for i in range(20, 30):
+            await engine.submit(request(request_id=f"r{i}", tenant="many")).wait()
+        assert engine.snapshot().retained_streams >= 4
+
+
 async def test_the_queue_is_bounded_and_idle_rows_are_no_queue() -> None:
     async with asyncio.timeout(DEADLINE_S):
         async with GatedEngine(max_num_seqs=2, max_queue=3) as gated:

@@ -108,7 +108,7 @@ def test_background_streams_and_survives_its_reader(server: Running) -> None:
         kinds = [next(events).kind for _ in range(3)]
     assert kinds == ["response.created", "response.queued", "response.in_progress"]
     server.wait_idle()
-    (stream,) = [s for _, _, s in server.engine._streams._retained.values()][-1:]
+    (stream,) = [kept.stream for kept in server.engine._streams._retained._kept.values()][-1:]
     assert stream.num_output_tokens == 3000
 
 
