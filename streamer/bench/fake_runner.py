@@ -21,6 +21,7 @@ from streamer.bench.fake_tokenizer import (
     num_tokens_to,
     token_at,
 )
+from streamer.core.moves import check_moves
 from streamer.core.plan import Chunk, Facts, Plan, RowJoin, StepResult, TokenLogprob
 from streamer.errors import InvariantViolated
 
@@ -138,7 +139,7 @@ class FakeRunner:
         if plan.tables:
             self._write_tables(plan)
         if plan.copies or plan.swap_out or plan.swap_in:
-            self._check_copies(plan)
+            check_moves(plan, self._num_blocks, self._num_host_blocks)
         _equal(plan, "rows", plan.num_rows, len(self._order))
         if plan.chunks or any(join.logits_of >= 0 for join in plan.joins):
             result = self._mixed_step(plan)
@@ -285,22 +286,6 @@ class FakeRunner:
             )
         if len(set(blocks)) != len(blocks):
             raise InvariantViolated(f"plan {plan.number}: a block twice in one table: {blocks}")
-
-    def _check_copies(self, plan: Plan) -> None:
-        device, host = self._num_blocks, self._num_host_blocks
-        for name, pairs, sources, destinations in (
-            ("copies", plan.copies, device, device),
-            ("swap_out", plan.swap_out, device, host),
-            ("swap_in", plan.swap_in, host, device),
-        ):
-            for source, destination in pairs:
-                if not (0 <= source < sources and 0 <= destination < destinations):
-                    raise InvariantViolated(
-                        f"plan {plan.number}: {name} {source} to {destination}, "
-                        f"of {sources} and {destinations} blocks"
-                    )
-            if len({destination for _, destination in pairs}) != len(pairs):
-                raise InvariantViolated(f"plan {plan.number}: {name} writes a block twice")
 
 
 class FakeInFlight:

@@ -151,7 +151,8 @@ class Plan(msgspec.Struct, frozen=True):
     row that is in neither `chunks` nor joined with `logits_of` decodes: it computes its one known
     token that is not computed yet (the one it drew last) and draws the next. All K and V of a
     plan are stored, layer by layer, before any attention of that layer reads: a row may read
-    blocks that another row fills in the same plan.
+    blocks that another row fills in the same plan. The copies of a plan run in any order and
+    beside its swaps, so none writes a block that another reads or writes (moves.py).
 
     copies    (source, destination) device blocks, copy-on-write
     swap_out  (device, host) blocks;  swap_in  (host, device) blocks

@@ -16,19 +16,22 @@ from streamer.errors import InvariantViolated
 
 # Beside running answers a step computes prompt tokens for about STRETCH times the time of a step
 # that only decodes, so that it takes 3 to 4 times as long. `streamer loadtest compare --work stream
-# --models small`, 16 clients, five runs in turns on 2 cores of an EPYC Zen 5, 2026-11-22, medians:
+# --models small`, 16 clients, five runs in turns (vLLM: three) on 2 cores of an EPYC Zen 5,
+# 2026-11-22, medians:
 #
 #                     gap p99    gap p50    first p50    first p99    tokens/s
-#   512 tokens a step   34.9 ms    3.7 ms      79.8 ms      157 ms      3,138
+#   512 tokens a step   34.9 ms    3.7 ms      80.1 ms      158 ms      3,138
 #   paced so            17.8       3.7         41.6         194         3,035
 #   vLLM on the CPU     16.1       7.0         161          180         1,813
 #
-# Predicted: steps of 14 ms (154 tokens at 0.07 ms beside a decode of 3.6), first tokens later by
-# the decodes between the chunks, up to 40 ms, and tokens/s the same. These fell by 3%, since a run
-# ends with the last prompt's answer; with 32 requests at once in process they did not (3,570
-# against 3,493, medians of five). What did not help: a longer step where many sequences are behind
-# few that decode (gaps of 18.1 ms, first tokens after 77 ms, 2,914 tokens/s). Chunks below
-# MIN_PREFILL would save a gap little and read all weights for few tokens.
+# Predicted: gaps of 3 to 4 decodes (11 to 14 ms), first tokens a tenth later, as many tokens/s.
+# The median first token came sooner, since clients no longer start in groups, the last ones later;
+# a run ends with the last prompt's answer, 3% later. With 32 requests at once in process nothing
+# was lost (3,570 against 3,493 tokens/s, medians of five). What did not help: a longer step where
+# many sequences are behind few that decode (gaps of 18.1 ms, first tokens after 77 ms, 2,914
+# tokens/s). The model `half`, two runs: gaps of 158 ms (p99) instead of 391, first tokens after 539
+# ms instead of 1,070, 313 tokens/s instead of 318, and 341 in process instead of 346. Chunks below
+# MIN_PREFILL would shorten a gap little and read all weights for few tokens.
 STRETCH: Final = 3
 MIN_PREFILL: Final = 128
 

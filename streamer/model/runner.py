@@ -18,6 +18,7 @@ import torch
 
 from streamer.config import Config
 from streamer.core.model_info import ModelInfo
+from streamer.core.moves import check_moves
 from streamer.core.plan import Facts, Plan, StepResult
 from streamer.core.sizes import batched_tokens
 from streamer.errors import ConfigError, InvariantViolated
@@ -31,7 +32,6 @@ from streamer.model.inputs import Rows, StepInputs, step_result
 from streamer.model.inspect import Recognized, model_info, recognize
 from streamer.model.loader import DTYPES, load_decoder
 from streamer.model.sampler import Sampler
-from streamer.model.swaps import check_moves
 
 logger = logging.getLogger(__name__)
 

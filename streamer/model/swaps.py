@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from streamer.core.moves import check_moves
 from streamer.core.plan import Plan
-from streamer.errors import InvariantViolated
 from streamer.kernels import ops
 from streamer.model.costs import Costs
 from streamer.model.device import Device, Event, Stream
@@ -100,29 +100,3 @@ class Swaps:
             return []  # as nearly always
         wanted = frozenset(blocks)
         return [copy for copy in copies if not copy.written.isdisjoint(wanted)]
-
-
-def check_moves(plan: Plan, num_blocks: int, num_host_blocks: int) -> None:
-    """InvariantViolated for a block beyond its pool, or one that a copy writes beside another.
-
-    A plan's copies run in any order and beside its swaps: where one writes what another reads or
-    writes, a request could read another's KV. The engine ends sooner than that.
-    """
-    for name, pairs, sources, destinations in (
-        ("swap_out", plan.swap_out, num_blocks, num_host_blocks),
-        ("copies", plan.copies, num_blocks, num_blocks),
-        ("swap_in", plan.swap_in, num_host_blocks, num_blocks),
-    ):
-        for src, dst in pairs:
-            if not (0 <= src < sources and 0 <= dst < destinations):
-                raise InvariantViolated(
-                    f"{name} ({src}, {dst}) is beyond the pools of {sources} and {destinations} "
-                    "blocks"
-                )
-    written = [block for _, block in (*plan.copies, *plan.swap_in)]
-    read = {block for block, _ in (*plan.copies, *plan.swap_out)}
-    if len(set(written)) < len(written) or not read.isdisjoint(written):
-        raise InvariantViolated(
-            f"plan {plan.number} copies into a block that it copies elsewhere: "
-            f"copies {plan.copies}, swap_in {plan.swap_in}, swap_out {plan.swap_out}"
-        )
