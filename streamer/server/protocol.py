@@ -27,7 +27,8 @@ MAX_TARGET_BYTES: Final = 8 << 10  # a query of 64 KiB takes 30 ms to take apart
 MAX_HEADERS: Final = 100  # trailers included; websockets takes 128
 HEAD_TIMEOUT_S: Final = 30.0
 BODY_TIMEOUT_S: Final = 60.0  # from the head's end to the body's
-MAX_CONNECTIONS: Final = 16_384
+MAX_CONNECTIONS: Final = 16_384  # or what file descriptors allow
+SPARE_FILES: Final = 64  # descriptors left for all else: without one, nothing can be opened or read
 MAX_WAITING: Final = 8  # requests behind one that is being answered, on the same connection
 
 
@@ -79,6 +80,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     """
 
     addresses = Addresses(0)
+    most = MAX_CONNECTIONS
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -96,7 +98,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         leave = self.addresses.enter(transport.get_extra_info("peername"))
         on_lost = leave if leave is not None else lambda: None
         super().connection_made(TurnTransport(transport, self.loop, on_lost))
-        if leave is None or len(self.connections) > MAX_CONNECTIONS:
+        if leave is None or len(self.connections) > self.most:
             whose = "your address" if leave is None else "all clients"
             self._answer(
                 b"503 Service Unavailable", Overloaded(f"{whose} have too many open connections")
@@ -260,8 +262,20 @@ def limited(connections_per_address: int) -> type[LimitedHttpProtocol]:
 
     class Limited(LimitedHttpProtocol):
         addresses = Addresses(connections_per_address)
+        most = most_connections()
 
     return Limited
+
+
+def most_connections() -> int:
+    """How many connections all clients together may have open."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return MAX_CONNECTIONS
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    is_bounded = most != resource.RLIM_INFINITY
+    return min(MAX_CONNECTIONS, max(1, most - SPARE_FILES)) if is_bounded else MAX_CONNECTIONS
 
 
 def too_large(what: str) -> tuple[bytes, StreamerError]:

@@ -132,6 +132,27 @@ def test_connections_of_an_address_are_bounded(server_with: Any) -> None:
         server.wait_until(lambda: True)  # there is room again
 
 
+@pytest.mark.parametrize(
+    ("files", "most"), [(1024, 1024 - 64), (1 << 20, 16_384), (-1, 16_384), (10, 1)]
+)
+def test_connections_in_all_leave_some_file_descriptors(
+    monkeypatch: pytest.MonkeyPatch, files: int, most: int
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (files, files))
+    assert protocol.limited(0).most == most
+
+
+def test_connections_in_all_are_bounded(server_with: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "most_connections", lambda: 2)
+    server = server_with()
+    with dial(server) as first, dial(server) as second:
+        for raw in (first, second):
+            raw.sendall(START + b"\r\n")
+            assert raw.recv(100).startswith(b"HTTP/1.1 200 ")
+        with dial(server) as raw:
+            assert b"all clients have too many" in read_to_end(raw)
+
+
 def test_a_network_of_ipv6_is_one_client_and_a_unix_socket_none() -> None:
     addresses = protocol.Addresses(1)
     leave = addresses.enter(("2001:db8:0:1::5", 1, 0, 0))

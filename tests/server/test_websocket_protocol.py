@@ -119,6 +119,23 @@ async def test_pings_of_a_peer_that_reads_nothing_are_not_hoarded() -> None:
     assert written == [Frame(Opcode.PONG, b"499").serialize(mask=False)]
 
 
+@pytest.mark.parametrize("takes", [True, False])
+async def test_a_peer_that_answers_no_ping_and_takes_nothing_is_dropped(takes: bool) -> None:
+    """Closing politely would wait for what it does not take."""
+    done: list[str] = []
+    protocol = await protocol_with([])
+    protocol.transport = SimpleNamespace(  # type: ignore[assignment]
+        write=lambda data: None,
+        is_closing=lambda: False,
+        close=lambda: done.append("close"),
+        abort=lambda: done.append("abort"),
+    )
+    if not takes:
+        protocol.pause_writing()
+    protocol.keepalive_timeout()
+    assert done == (["close"] if takes else ["close", "abort"])
+
+
 async def test_other_work_goes_on_between_two_events_of_a_socket() -> None:
     protocol = await protocol_with([])
     for _ in range(100):
