@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from streamer.errors import (
         ConfigError,
         ContextLengthExceeded,
+        DeadlineExceeded,
         EngineDead,
         Forbidden,
         InvalidRequest,
@@ -40,6 +41,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "ContextLengthExceeded",
+    "DeadlineExceeded",
     "Delta",
     "EngineDead",
     "Forbidden",
