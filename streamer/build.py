@@ -87,6 +87,12 @@ def resolve_model(config: Config) -> Path:
     path = Path(config.model).expanduser()
     if path.is_dir():
         return path
+    if path.exists():
+        raise ConfigError(
+            f"{config.model} is a file; a model is a folder with config.json, model.safetensors "
+            "and tokenizer.json, or a hub id",
+            param="model",
+        )
     if _looks_like_path(config.model):
         raise ConfigError(f"there is no folder {config.model}", param="model")
     return _fetch(config)

@@ -20,6 +20,7 @@ from streamer.errors import (
     ContextLengthExceeded,
     InvalidRequest,
     ModelNotSupported,
+    RequestFailed,
 )
 from streamer.tokenizer_bytes import decoder_of_pre_tokenizer, token_bytes
 from streamer.tokenizer_chat import ChatTemplate, Said
@@ -28,6 +29,8 @@ from streamer.tokenizer_text import TextStream
 
 __all__ = ["Said", "TextStream", "Tokenizer", "read_template"]
 
+# The largest of known models: 35 MB for 262,144 tokens, and 11 MB.
+MAX_TOKENIZER_BYTES, MAX_SETTINGS_BYTES = 256 << 20, 64 << 20
 NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
 # Files from which transformers can build a tokenizer that has no tokenizer.json.
 CONVERTIBLE = ("tokenizer.model", "vocab.json", "spiece.model", "tokenizer.tiktoken", "tekken.json")
@@ -75,7 +78,9 @@ class Tokenizer:
         if not file.is_file():
             return cls(_convert(path), settings)
         try:
-            return cls(tokenizers.Tokenizer.from_file(str(file)), settings)
+            _require_size(file, MAX_TOKENIZER_BYTES)
+            with _library():
+                return cls(tokenizers.Tokenizer.from_file(str(file)), settings)
         except (ConfigError, InvalidRequest):
             raise
         except Exception as e:  # the library raises plain Exception for a bad file
@@ -91,14 +96,15 @@ class Tokenizer:
         max_tokens  ContextLengthExceeded, without encoding it, for a text that must have more
         """
         self._require_short(text, max_tokens, "prompt")
-        with _unicode():
+        with _library():
             # encode_batch releases the GIL, encode holds it (136 ms for 400 KB).
             found = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
         return found[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids."""
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        with _library():
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def render_chat(
         self,
@@ -137,7 +143,7 @@ class Tokenizer:
                 text, known = text[len(before) :], list(said.ids)
         if special is None or disguise is None or not disguise.hidden:
             return known + self.encode(text, add_special_tokens=False)
-        with _unicode():
+        with _library():
             return known + special.encode(text, disguise)
 
     def encode_plain(self, text: str, max_tokens: int | None = None) -> list[int]:
@@ -148,7 +154,7 @@ class Tokenizer:
         hidden = text if disguise is None else disguise(text)
         if special is None or disguise is None or not disguise.hidden:
             return self.encode(text, add_special_tokens=False)
-        with _unicode():
+        with _library():
             return special.encode(hidden, disguise)
 
     def _can_begin(self, text: str) -> bool:
@@ -246,12 +252,19 @@ class Tokenizer:
 
 
 @contextmanager
-def _unicode() -> Iterator[None]:
-    """The library's refusal of a text as the caller's mistake."""
+def _library() -> Iterator[None]:
+    """The library's refusal of a text is the caller's mistake, its panic one request's end.
+
+    A panic is no Exception: uncaught it would pass every handler on its way.
+    """
     try:
         yield
     except (UnicodeError, TypeError) as e:
         raise InvalidRequest(f"the prompt is no valid Unicode text: {e}", param="prompt") from e
+    except BaseException as e:
+        if type(e).__name__ != "PanicException":
+            raise
+        raise RequestFailed(f"the tokenizer failed: {e}") from e
 
 
 def _content(token: Any) -> str:
@@ -267,12 +280,20 @@ def _described(part: Any) -> Mapping[str, Any] | None:
     return described
 
 
+def _require_size(file: Path, most: int) -> None:
+    """ConfigError for a file so large that reading it could take the machine's memory."""
+    size = file.stat().st_size
+    if size > most:
+        raise ConfigError(f"{file} has {size} bytes, at most {most} are read", param="model")
+
+
 def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
+    _require_size(file, MAX_SETTINGS_BYTES)
     try:
         table = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise ConfigError(f"{file}: {e}", param="model") from e
     if not isinstance(table, dict):
         raise ConfigError(f"{file} holds no table", param="model")

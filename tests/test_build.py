@@ -32,6 +32,13 @@ def test_no_model_is_the_bundled_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
         resolve_model(Config())
 
 
+def test_a_file_in_place_of_a_folder_is_called_a_file(tmp_path: Path) -> None:
+    """With what is accepted, also where the name could be a hub id."""
+    (tmp_path / "model.gguf").write_bytes(b"x")
+    with pytest.raises(ConfigError, match=r"model\.gguf is a file; a model is a folder with"):
+        resolve_model(Config(model=str(tmp_path / "model.gguf")))
+
+
 @pytest.mark.parametrize("model", ["./nothing", "/nothing/here", "~/nothing", "a/b/c"])
 def test_a_path_that_is_not_there_is_never_looked_for_on_the_hub(model: str) -> None:
     with pytest.raises(ConfigError, match="there is no folder") as refusal:

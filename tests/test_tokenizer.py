@@ -24,7 +24,7 @@ from tokenizers import (
     trainers,
 )
 
-from streamer.errors import ConfigError, InvalidRequest, ModelNotSupported
+from streamer.errors import ConfigError, InvalidRequest, ModelNotSupported, RequestFailed
 from streamer.tokenizer import Tokenizer
 from streamer.tokenizer_bytes import byte_alphabet
 
@@ -258,6 +258,23 @@ def test_a_lone_surrogate_is_the_callers_mistake() -> None:
     with pytest.raises(InvalidRequest) as caught:
         BYTE_LEVEL.encode("a\ud800b")
     assert caught.value.param == "prompt"
+
+
+def test_a_panic_of_the_library_is_one_requests_failure() -> None:
+    """It is a BaseException: neither a route's handler nor a lane's saw it."""
+    backend = tokenizers.Tokenizer(models.WordLevel({"o": 0}, unk_token="o"))
+    backend.decoder = decoders.Strip("o", 0, 2)  # more than the token has
+    with pytest.raises(RequestFailed, match="the tokenizer failed: index out of bounds"):
+        Tokenizer(backend, {}).decode([0])
+
+
+def test_a_tokenizer_file_beyond_any_size_is_not_read(tmp_path: Path) -> None:
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(1 << 34)  # no blocks on the disk
+        with pytest.raises(ConfigError, match=rf"{name} has 17179869184 bytes, at most"):
+            Tokenizer.from_folder(tmp_path)
+        (tmp_path / name).unlink()
 
 
 def test_encoding_lets_other_threads_run() -> None:

@@ -9,6 +9,7 @@ by runner.py and inspect.py.
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from streamer.kernels import ops
 from streamer.model.checkpoint import Checkpoint
 from streamer.model.device import CPU
 from streamer.model.families import architecture_of, refuse_quantized
+from streamer.model.fields import MAX_COUNT, MAX_SIZE
 from streamer.model.loader import check_stored_dtypes
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,7 @@ UNSTEADY_ROPE = {
     "dynamic": "max_position_embeddings",
     "longrope": "original_max_position_embeddings",
 }
+COUNTED = re.compile(r"(num|n)_\w*(layer|expert|block|stage)")  # of what is made one by one
 PROBE_TOKENS = 48
 # Mean difference of logits, in their standard deviations. Not the largest: over the 12 million
 # logits of a probe with a large vocabulary, bfloat16 rounding alone has outliers.
@@ -256,6 +259,7 @@ def model_class_of(given: dict[str, Any]) -> tuple[Any, Any]:
     if name != model_class.__name__:
         raise _refusal(name, f"only {model_class.__name__} of model_type {kind!r} can be served")
     fields = {k: v for k, v in given.items() if k != "auto_map"}
+    _check_sizes(name, fields)
     try:
         config = config_class.from_dict(fields)
     except Exception as e:  # whatever that code finds wrong with it
@@ -267,6 +271,18 @@ def model_class_of(given: dict[str, Any]) -> tuple[Any, Any]:
     if strange := sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES):
         raise _refusal(name, f"layers of type {', '.join(strange)}")
     return config, model_class
+
+
+def _check_sizes(name: str, fields: Any) -> None:
+    """ModelNotSupported for a number of which something would be made without end."""
+    for key, value in fields.items() if isinstance(fields, dict) else enumerate(fields):
+        if isinstance(value, dict | list):
+            _check_sizes(name, value)
+        if not isinstance(value, int):
+            continue
+        most = MAX_COUNT if COUNTED.match(str(key)) else MAX_SIZE
+        if value > most:
+            raise _refusal(name, f"{key} is {str(value)[:100]}, at most {most} can be")
 
 
 def _hollow_model(config: Any, model_class: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from streamer.errors import ModelNotSupported
-from streamer.model.fields import Fields
+from streamer.model.fields import MAX_COUNT, Fields
 from streamer.model.rope import RopeConfig, parse_rope
 
 
@@ -129,7 +129,8 @@ def parse_config(config: dict[str, Any]) -> DecoderConfig:
             )
     read = Fields(config, architecture)
     hidden, heads = read.size("hidden_size"), read.size("num_attention_heads")
-    layers, kv_heads = read.size("num_hidden_layers"), read.size("num_key_value_heads", heads)
+    layers = read.size("num_hidden_layers", most=MAX_COUNT)
+    kv_heads = read.size("num_key_value_heads", heads)
     if heads % kv_heads:
         raise ModelNotSupported(
             f"{heads} attention heads can't share {kv_heads} key-value heads",
@@ -152,7 +153,7 @@ def parse_config(config: dict[str, Any]) -> DecoderConfig:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=read.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=read.number("rms_norm_eps", 1e-6, most=1.0),
         activation=ACTIVATIONS[act],
         rope=parse_rope(config, head_dim, max_positions),
         tied=read.flag("tie_word_embeddings", False),

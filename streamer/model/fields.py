@@ -11,6 +11,11 @@ from typing import Any
 
 from streamer.errors import ModelNotSupported
 
+# Above what any model has: refused before anything of that size is made.
+MAX_SIZE = (1 << 31) - 1
+MAX_COUNT = 4096  # of what is made one by one: layers, experts
+MAX_NUMBER = 1e30  # float32 holds it
+
 
 class Fields:
     """Typed views of one JSON object; `where` names it in messages. null counts as absent."""
@@ -19,9 +24,9 @@ class Fields:
         self._values = values
         self._where = where
 
-    def size(self, name: str, default: int | None = None) -> int:
-        """An integer of at least 1."""
-        value = self.count(name, default)
+    def size(self, name: str, default: int | None = None, most: int = MAX_SIZE) -> int:
+        """An integer of at least 1 and at most `most`."""
+        value = self.count(name, default, most)
         if value < 1:
             raise self._wrong(name, value, "at least 1")
         return value
@@ -34,20 +39,24 @@ class Fields:
         """An integer of at least 1, or None where absent."""
         return None if self._values.get(name) is None else self.size(name)
 
-    def count(self, name: str, default: int | None = None) -> int:
-        """An integer of at least 0."""
+    def count(self, name: str, default: int | None = None, most: int = MAX_SIZE) -> int:
+        """An integer of at least 0 and at most `most`."""
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise self._wrong(name, value, "an integer of at least 0")
+        if value > most:
+            raise self._wrong(name, value, f"at most {most}")
         return value
 
-    def number(self, name: str, default: float | None = None) -> float:
-        """A finite number above 0."""
+    def number(self, name: str, default: float | None = None, most: float = MAX_NUMBER) -> float:
+        """A finite number above 0 and at most `most`."""
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._wrong(name, value, "a number")
-        if not math.isfinite(value) or value <= 0:
+        if value <= 0 or (isinstance(value, float) and not math.isfinite(value)):
             raise self._wrong(name, value, "a finite number above 0")
+        if value > most:
+            raise self._wrong(name, value, f"at most {most:g}")
         return float(value)
 
     def number_or_none(self, name: str) -> float | None:
@@ -87,5 +96,6 @@ class Fields:
 
     def _wrong(self, name: str, value: Any, wanted: str) -> ModelNotSupported:
         return ModelNotSupported(
-            f"{self._where}: {name} must be {wanted}, config.json says {value!r}", param=name
+            f"{self._where}: {name} must be {wanted}, config.json says {str(value)[:100]}",
+            param=name,
         )

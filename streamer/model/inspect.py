@@ -14,12 +14,14 @@ import torch
 
 from streamer.config import Config
 from streamer.core.model_info import ModelInfo
-from streamer.errors import ConfigError, StreamerError
+from streamer.core.sampling import SamplingParams
+from streamer.errors import ConfigError, InvalidRequest, ModelNotSupported, StreamerError
 from streamer.kernels import ops, quantized
 from streamer.model import memory
 from streamer.model.checkpoint import Checkpoint, open_checkpoint
 from streamer.model.device import CPU, choose_device
 from streamer.model.families import FAMILIES, DecoderConfig, architecture_of, parse_config
+from streamer.model.fields import MAX_SIZE
 from streamer.model.loader import DTYPES, check_tensors, choose_dtype
 
 if TYPE_CHECKING:
@@ -117,6 +119,7 @@ def check_config(config: dict[str, Any]) -> None:
 
 def recognize(checkpoint: Checkpoint, wanted_dtype: str, device: torch.device = CPU) -> Recognized:
     """How this checkpoint is served, or ModelNotSupported saying what is missing."""
+    generation_defaults(checkpoint)  # refused now, not after minutes
     dtype = str(choose_dtype(wanted_dtype, checkpoint.stored_dtype, device))
     dtype = dtype.removeprefix("torch.")
     if architecture_of(checkpoint.config) in FAMILIES:
@@ -206,19 +209,33 @@ def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
     for source in (checkpoint.generation, checkpoint.config):
         value = source.get("eos_token_id")
         ids = value if isinstance(value, list) else [value]
-        if ids and all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-            return tuple(ids)
+        known = [i for i in ids if isinstance(i, int) and not isinstance(i, bool)]
+        if ids and len(known) == len(ids):
+            return tuple(i for i in known if 0 <= i <= MAX_SIZE)  # -1 says that there is none
     return ()
 
 
 def generation_defaults(checkpoint: Checkpoint) -> dict[str, float]:
-    """Sampling settings of generation_config.json that requests start from."""
-    return {
-        name: value
-        for name in GENERATION_FIELDS
-        if isinstance(value := checkpoint.generation.get(name), int | float)
-        and not isinstance(value, bool)
-    }
+    """Sampling settings of generation_config.json that requests start from.
+
+    ModelNotSupported names one that no request could have.
+    """
+    found: dict[str, float] = {}
+    checked: Any = SamplingParams
+    for name in GENERATION_FIELDS:
+        value: Any = checkpoint.generation.get(name)
+        if value is None:
+            continue
+        if isinstance(value, float) and value.is_integer() and name == "top_k":
+            value = int(value)
+        try:
+            checked(**{name: value})
+        except InvalidRequest as e:
+            raise ModelNotSupported(
+                f"generation_config.json: {name} is {str(value)[:100]}: {e.message}", param=name
+            ) from e
+        found[name] = value
+    return found
 
 
 def model_info(

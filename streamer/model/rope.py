@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from streamer.errors import ModelNotSupported
-from streamer.model.fields import Fields
+from streamer.model.fields import MAX_SIZE, Fields
 
 DEFAULT_THETA = 10_000.0
 PLAIN = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"}
@@ -92,7 +92,13 @@ def parse_rope(config: dict[str, Any], head_dim: int, max_positions: int) -> Rop
     if head_dim % 2:
         raise ModelNotSupported(f"head_dim {head_dim} is odd", param="head_dim")
     plain = RopeConfig(dim=head_dim, theta=read.number("rope_theta", DEFAULT_THETA), limit=0)
-    return _scaled(plain, kind, read, config, max_positions)
+    scaled = _scaled(plain, kind, read, config, max_positions)
+    if scaled.limit > MAX_SIZE:
+        raise ModelNotSupported(
+            f"rope_scaling makes a context of {scaled.limit} tokens, at most {MAX_SIZE} can be",
+            param="rope_scaling",
+        )
+    return scaled
 
 
 def _scaled(

@@ -59,7 +59,8 @@ def write_header(file: Path, header: bytes, length: int | None = None) -> None:
 
 
 BREAKS: list[tuple[str, Callable[[Path], object], str]] = [
-    ("gone", lambda f: shutil.rmtree(f), "is not a folder"),
+    ("gone", lambda f: shutil.rmtree(f), "does not exist"),
+    ("a file", lambda f: (shutil.rmtree(f), f.write_text("")), "is a file; a model is a folder"),
     ("no config", lambda f: (f / "config.json").unlink(), "no config.json"),
     ("bad config", lambda f: (f / "config.json").write_text("{"), "can't be read as JSON"),
     ("list config", lambda f: (f / "config.json").write_text("[]"), "no JSON object"),
@@ -71,6 +72,13 @@ BREAKS: list[tuple[str, Callable[[Path], object], str]] = [
     ("liar", liar, "lacks 1 tensors of its index: model.extra"),
     ("empty file", lambda f: shards(f)[0].write_bytes(b""), "no safetensors file"),
     ("huge header", lambda f: write_header(shards(f)[0], b"{}", 1 << 60), "no safetensors file"),
+    (
+        "large header",
+        lambda f: write_header(shards(f)[0], b" " * (33 << 20)),
+        "a header of 34603008 bytes; all of a checkpoint may have 33554432",
+    ),
+    ("header of lists", lambda f: write_header(shards(f)[0], b"[[],[]]"), "broken header"),
+    ("deep config", lambda f: (f / "config.json").write_text("[" * 99999), "can't be read as JSON"),
     ("no json", lambda f: write_header(shards(f)[0], b"xxxx"), "broken header"),
     ("no dtype", lambda f: write_header(shards(f)[0], b'{"a": {}}'), "broken header"),
     (

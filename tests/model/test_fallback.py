@@ -155,7 +155,7 @@ def test_a_window_beyond_the_probe_is_seen(
 
 def test_a_mask_of_its_own_is_refused(tmp_path: Path) -> None:
     """Doge's keeps what it deems important, from keep_window_size tokens on."""
-    made = transformers.DogeConfig(**TINY, keep_window_size=64)
+    made = transformers.DogeConfig(**TINY, keep_window_size=64, num_experts=16)
     with pytest.raises(ModelNotSupported, match=r"DogeForCausalLM.*a mask of its own"):
         examine(open_checkpoint(save(tmp_path, made, "DogeForCausalLM")))
 
@@ -189,6 +189,16 @@ def test_what_transformers_can_not_make_is_refused(checkpoint: Any, tmp_path: Pa
         examine(open_checkpoint(folder))
     edit_config(folder, n_inner=None, activation_function="nothing")
     with pytest.raises(ModelNotSupported, match="GPT2LMHeadModel can't be served"):
+        examine(open_checkpoint(folder))
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "n_layer", "num_experts", "n_embd"])
+def test_a_size_without_end_is_refused_before_anything_is_made(
+    checkpoint: Any, tmp_path: Path, name: str
+) -> None:
+    folder = shutil.copytree(checkpoint("gpt2", 1), tmp_path / "m")
+    edit_config(folder, **{name: 10**10})
+    with pytest.raises(ModelNotSupported, match=f"{name} is 10000000000, at most"):
         examine(open_checkpoint(folder))
 
 

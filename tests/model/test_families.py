@@ -148,3 +148,23 @@ def test_refusals(architecture: str, fields: dict[str, Any], param: str, says: s
     with pytest.raises(ModelNotSupported, match=says) as error:
         parse(architecture, **fields)
     assert error.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_hidden_layers", 10**9),
+        ("vocab_size", 10**30),
+        ("max_position_embeddings", 1 << 31),
+        ("rms_norm_eps", 1e308),
+        ("rms_norm_eps", 10**400),
+        ("rope_theta", 1e300),
+    ],
+)
+def test_a_size_that_no_model_has_is_refused_before_anything_is_made(
+    name: str, value: float
+) -> None:
+    with pytest.raises(ModelNotSupported, match=f"{name} must be at most") as error:
+        parse("LlamaForCausalLM", **{name: value})
+    assert error.value.param == name
+    assert len(error.value.message) < 200

@@ -77,7 +77,7 @@ def test_a_refusal_is_a_fact(folder: Path) -> None:
     assert "'longrope'" in facts.refused
     assert (facts.architecture, facts.served_by) == ("Qwen3ForCausalLM", "")
     assert facts.num_parameters > 100_000
-    assert "not a folder" in inspect_checkpoint(folder / "nowhere").refused
+    assert "does not exist" in inspect_checkpoint(folder / "nowhere").refused
 
 
 def test_too_little_memory_is_a_fact(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,9 +110,21 @@ def test_end_tokens(
 
 def test_generation_defaults(folder: Path) -> None:
     """Numbers among the known fields."""
-    fields = {"temperature": 0.6, "top_k": 20, "top_p": None, "do_sample": True, "min_p": True}
+    fields = {"temperature": 0.6, "top_k": 20, "top_p": None, "do_sample": True}
     (folder / "generation_config.json").write_text(json.dumps(fields))
     assert generation_defaults(open_checkpoint(folder)) == {"temperature": 0.6, "top_k": 20}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("top_k", float("inf")), ("top_p", 7), ("temperature", "warm")]
+)
+def test_a_generation_default_that_no_request_could_have_is_refused(
+    folder: Path, name: str, value: object
+) -> None:
+    """Each request that started from it was a 500."""
+    (folder / "generation_config.json").write_text(json.dumps({name: value}))
+    refused = inspect_checkpoint(folder).refused
+    assert refused.startswith(f"generation_config.json: {name} is "), refused
 
 
 def test_own_families_do_not_import_transformers(folder: Path) -> None:
