@@ -124,20 +124,22 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         max_tokens: int | None = None,
         said: Said | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a conversation as the model was trained to see it; `max_tokens` likewise.
 
+        variables  what the template may use besides
         said  an earlier turn: its ids, and those of what follows, where the text extends its text
 
         Special tokens are the template's alone: where messages or tools spell one, it is text.
         """
         special = self._special_text
         disguise = special.disguise() if special is not None else None
-        text = self._render(messages, add_generation_prompt, tools, disguise)
+        text = self._render(messages, add_generation_prompt, tools, disguise, variables)
         self._require_short(text, max_tokens, "messages")
         known: list[int] = []
         if said is not None:
-            before = self._render(said.messages, said.is_open, tools, disguise)
+            before = self._render(said.messages, said.is_open, tools, disguise, variables)
             before += said.answer if disguise is None else disguise(said.answer)
             if text.startswith(before) and self._can_begin(text[len(before) :]):
                 text, known = text[len(before) :], list(said.ids)
@@ -176,6 +178,7 @@ class Tokenizer:
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None,
         disguise: Disguise | None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         chat = self._tool_chat if tools else self._chat
         if chat is None:
@@ -189,6 +192,7 @@ class Tokenizer:
             messages,
             add_generation_prompt=add_generation_prompt,
             tools=tools or None,
+            variables=variables,
             disguise=disguise,
         )
 

@@ -71,10 +71,12 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any] | None = None,
         disguise: Disguise | None = None,
     ) -> str:
         """The conversation as text; InvalidRequest if the messages don't suit the template.
 
+        variables  more that the template may use, by names that are not its own
         disguise  changes what the caller wrote, before the template sees it
         """
         flat = [_flatten(message, i) for i, message in enumerate(messages)]
@@ -82,14 +84,21 @@ class ChatTemplate:
             # Roles stay: templates compare them.
             flat = [change_strings(m, disguise) | _role(m) for m in flat]
             tools = change_strings(tools, disguise)
-        try:
-            return self._template.render(
-                messages=flat,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._tokens,
+            variables = change_strings(variables, disguise)
+        given = {
+            **self._tokens,
+            "messages": flat,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        taken = next((name for name in variables or () if name in given), None)
+        if taken is not None:
+            raise InvalidRequest(
+                f"{taken} is the chat template's own", param=f"chat_template_kwargs.{taken}"
             )
+        try:
+            return self._template.render({**(variables or {}), **given})
         except TEMPLATE_ERRORS as e:
             why = str(e) if disguise is None else disguise.reveal(str(e))
             raise InvalidRequest(

@@ -47,6 +47,19 @@ def test_roles_tokens_and_generation_prompt() -> None:
     assert chat(template, add_generation_prompt=False) == "<s>[user]hi</s>"
 
 
+def test_a_template_uses_what_a_request_gives_it() -> None:
+    template = "{% if enable_thinking %}[think]{% endif %}{{ note }}{{ messages[0].content }}"
+    settings = {"chat_template": template, "bos_token": "<s>"}
+    t = Tokenizer(backend(), settings)
+    ids = t.encode_chat(HI, variables={"enable_thinking": True, "note": "</s>"})
+    assert t.decode(ids) == "[think]</s>hi"  # text, as a special token is in a message
+    assert t.decode(t.encode_chat(HI)) == "hi"
+    for taken in ("messages", "bos_token"):
+        with pytest.raises(InvalidRequest) as caught:
+            t.encode_chat(HI, variables={taken: "x"})
+        assert caught.value.param == f"chat_template_kwargs.{taken}"
+
+
 def test_a_rendered_chat_begins_once() -> None:
     settings = {"chat_template": "{{ bos_token }}x", "bos_token": "<s>"}
     t = Tokenizer(backend(), settings)

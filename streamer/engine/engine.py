@@ -349,11 +349,15 @@ class AsyncEngine:
         tools: Sequence[Mapping[str, Any]] | None = None,
         cache_salt: str = "",
         said: Said | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation through the chat template, likewise; after `said`."""
+        """Token ids of a conversation through the chat template, likewise; after `said`.
+
+        variables  what the template may use besides
+        """
         salt = cache_salt.encode()
         return await self._prompts.encode_chat(
-            self.tokenizer, messages, add_generation_prompt, tools, salt, said
+            self.tokenizer, messages, add_generation_prompt, tools, salt, said, variables
         )
 
     async def in_pool(self, work: Callable[[], T], size: int = 0, cache_salt: str = "") -> T:

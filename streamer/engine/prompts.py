@@ -70,6 +70,7 @@ class Prompts:
         tools: Sequence[Mapping[str, Any]] | None,
         salt: bytes = b"",
         said: Said | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a conversation, through the chat template, after what was `said`."""
 
@@ -80,6 +81,7 @@ class Prompts:
                 tools=tools,
                 max_tokens=self.max_tokens,
                 said=said,
+                variables=variables,
             )
             return ids, self._hash(ids, salt)
 

@@ -21,6 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from streamer import __version__
 from streamer.config import Config
 from streamer.errors import InvalidRequest, NotFound, Overloaded, StreamerError
 from streamer.server import openapi, tickets
@@ -63,9 +64,15 @@ class Api:
         params = body.params(service.engine.info.generation_defaults)
         messages = body.template_messages()
         salt = salt_of(request.scope, body)
+        before, is_open, prefill = chat.opened(body, messages)
         prompt = await service.encode_messages(
-            messages, salt=salt, add_generation_prompt=body.add_generation_prompt is not False
+            before,
+            salt=salt,
+            add_generation_prompt=is_open,
+            prefill=prefill,
+            variables=body.chat_template_kwargs,
         )
+        prompt = body.cut(prompt, service.engine.info.max_model_len, params.max_tokens)
         service.admission.accept(tenant, [prompt])
         stream = service.submit(
             prompt,
@@ -79,7 +86,9 @@ class Api:
             body_bytes=len(data),
             window=None if body.stream else 0,
         )
-        answer = chat.ChatAnswer(body, [stream], model, service.token_text)
+        answer = chat.ChatAnswer(
+            body, [stream], model, service.token_text, fingerprint=service.fingerprint
+        )
         service.record("chat", transport(body), request.scope, [stream], model)
         return await self._respond(request, bool(body.stream), answer, [stream])
 
@@ -100,6 +109,10 @@ class Api:
             else p
             for p in given
         ]
+        if body.truncate_prompt_tokens is not None:
+            limit = service.engine.info.max_model_len
+            cut = [body.cut(tuple(p), limit, params.max_tokens) for p in prompts]
+            given, prompts = [*cut], [*cut]
         service.admission.accept(tenant, prompts)
         echoes = (
             await service.texts_of(given, body.skip_special_tokens, salt=salt) if body.echo else []
@@ -122,8 +135,9 @@ class Api:
         except StreamerError:
             service.cancel(streams)
             raise
+        special = service.engine.tokenizer.special_ids
         answer = completions.CompletionAnswer(
-            body, streams, model, service.token_text, echoes, service.engine.tokenizer.special_ids
+            body, streams, model, service.token_text, echoes, special, service.fingerprint
         )
         service.record("completions", transport(body), request.scope, streams, model)
         return await self._respond(request, bool(body.stream), answer, streams)
@@ -139,15 +153,19 @@ class Api:
         text = service.token_text if body.return_token_strs else None
         tokenizer, limit = engine.tokenizer, engine.info.max_model_len
         is_special = body.add_special_tokens is not False
-        is_open = body.add_generation_prompt is not False
 
         def work() -> bytes:
             if messages is None:
                 tokens = tokenizer.encode(body.prompt or "", is_special, limit - 1)
             else:
+                before, is_open, prefill = chat.opened(body, messages)
                 tokens = tokenizer.encode_chat(
-                    messages, add_generation_prompt=is_open, max_tokens=limit - 1
+                    before,
+                    add_generation_prompt=is_open,
+                    max_tokens=limit - 1,
+                    variables=body.chat_template_kwargs,
                 )
+                tokens += tokenizer.encode_plain(prefill, limit - 1) if prefill else []
             return tokenizing.tokenized(tokens, limit, text)
 
         return json(await engine.in_pool(work, len(data), owner_of(request.scope)))
@@ -216,6 +234,10 @@ class Api:
         """GET /ready: 200 when requests are taken."""
         self._service.require_ready()
         return json(encode({"status": "ready", "model": self._service.names[0]}))
+
+    async def version(self, request: Request) -> ASGIApp:
+        """GET /version, as vLLM has it."""
+        return json(encode({"version": __version__}))
 
     async def openapi(self, request: Request) -> ASGIApp:
         """GET /openapi.json."""
@@ -286,6 +308,7 @@ def build_service_app(service: Service) -> ASGIApp:
         Route("/assets/{name}", page.asset),
         Route("/health", api.health),
         Route("/ready", api.ready),
+        Route("/version", api.version),
         Route("/metrics", api.metrics),
         Route("/openapi.json", api.openapi),
         Route("/v1/models", api.models),
@@ -294,6 +317,8 @@ def build_service_app(service: Service) -> ASGIApp:
         Route("/v1/completions", api.completions, methods=["POST"], middleware=limited),
         Route("/v1/chat/completions/{id}", stored.resume_chat),
         Route("/v1/responses", stored.create, methods=["POST"], middleware=limited),
+        Route("/v1/responses/compact", stored.compact, methods=["POST"]),
+        Route("/v1/responses/input_tokens", stored.input_tokens, methods=["POST"]),
         Route("/v1/responses/{id}", stored.delete, methods=["DELETE"]),
         Route("/v1/responses/{id}", stored.retrieve),
         Route("/v1/responses/{id}/cancel", stored.cancel, methods=["POST"]),

@@ -41,6 +41,12 @@ class ModelList(msgspec.Struct, frozen=True, tag_field="object", tag="list"):
     data: list[models.Model]
 
 
+class Version(msgspec.Struct, frozen=True):
+    """Of the server."""
+
+    version: str
+
+
 class Alive(msgspec.Struct, frozen=True):
     """The engine lives."""
 
@@ -143,6 +149,22 @@ ROUTES: Final = (
         statuses=POSTED,
     ),
     Route(
+        "POST",
+        "/v1/responses/compact",
+        "Not supported: the error says what to do instead",
+        answer=ErrorBody,
+        success=400,
+    ),
+    Route(
+        "POST",
+        "/v1/responses/input_tokens",
+        "How many tokens the input of such a response has",
+        body=responses.ResponseCreate,
+        fields=responses.FIELDS,
+        answer=response_types.InputTokens,
+        statuses=POSTED,
+    ),
+    Route(
         "GET",
         "/v1/responses/{id}",
         "A response, or its events after a number",
@@ -212,6 +234,7 @@ ROUTES: Final = (
     ),
     Route("GET", "/health", "Whether the engine lives", answer=Alive, statuses=OPEN),
     Route("GET", "/ready", "Whether requests are taken", answer=Ready, statuses=OPEN),
+    Route("GET", "/version", "Which version this is", answer=Version, statuses=KEYED),
     Route("GET", "/metrics", "Prometheus metrics", media="text/plain"),
     Route("GET", "/openapi.json", "This document"),
     Route("GET", "/", "The page", media="text/html", statuses=(304, *OPEN)),

@@ -16,7 +16,7 @@ from streamer.server.context import Context, TurnItem, context_of
 from streamer.server.openai.common import clip, named
 from streamer.server.openai.events import item_id
 from streamer.server.service import salt_of
-from streamer.server.turns import make_turn
+from streamer.server.turns import Turn, make_turn
 
 if TYPE_CHECKING:
     from starlette.types import Scope
@@ -49,13 +49,8 @@ async def respond(
     is_told  its reader is told of its place in the queue
     """
     service.require_room(scope)  # before its prompt is made
-    parent = None
-    if body.previous_response_id is not None:
-        parent = find(service, body.previous_response_id, scope, session, "previous_response_id")
     salt, tenant = salt_of(scope, body), tenant_of(scope)
-    items = _items(service, body, scope, session, response_id)
-    with named(body.names):
-        turn = await make_turn(service.engine, body, items, parent, salt=salt)
+    turn = await turn_of(service, scope, body, response_id=response_id, session=session)
     service.admission.accept(tenant, [turn.prompt])
     if body.generate is False:
         params = msgspec.structs.replace(params, max_tokens=1, min_tokens=0, stop=())
@@ -84,6 +79,18 @@ async def respond(
     )
     service.record("responses", transport, scope, [stream], model)
     return stream
+
+
+async def turn_of(
+    service: Service, scope: Scope, body: ResponseCreate, *, response_id: str, session: str = ""
+) -> Turn:
+    """What a response would be asked, with all that its body refers to."""
+    parent = None
+    if body.previous_response_id is not None:
+        parent = find(service, body.previous_response_id, scope, session, "previous_response_id")
+    items = _items(service, body, scope, session, response_id)
+    with named(body.names):
+        return await make_turn(service, body, items, parent, salt=salt_of(scope, body))
 
 
 def _items(

@@ -12,11 +12,13 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from streamer import __version__
 from streamer.config import Config
 from streamer.core.sampling import SamplingParams
 from streamer.engine.refusals import draining, loading
@@ -145,14 +147,35 @@ class Service:
         *,
         salt: str,
         add_generation_prompt: bool = True,
+        prefill: str = "",
+        variables: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
-        """A conversation through the chat template, as token ids."""
+        """A conversation through the chat template, as token ids.
+
+        prefill  text with which the answer begins;  variables  of the template's own
+        """
         ids = await self.engine.encode_chat(
             [dict(m) for m in messages],
             add_generation_prompt=add_generation_prompt,
             cache_salt=salt,
+            variables=variables,
         )
-        return tuple(ids)
+        return tuple(ids) + await self.plain_tokens(prefill, salt)
+
+    async def plain_tokens(self, text: str, salt: str) -> tuple[int, ...]:
+        """Token ids of a text that means no special tokens."""
+        if not text:
+            return ()
+        engine = self.engine
+        encode, limit = engine.tokenizer.encode_plain, engine.info.max_model_len
+        return tuple(await engine.in_pool(lambda: encode(text, limit), len(text), salt))
+
+    @property
+    def fingerprint(self) -> str:
+        """OpenAI's name for what decides, besides a request's seed and settings, what is drawn."""
+        info = self.engine.info
+        parts = (__version__, info.name, info.dtype, info.device, self.config.kv_cache_dtype)
+        return "fp_" + blake2b("\n".join(parts).encode(), digest_size=6).hexdigest()
 
     async def texts_of(
         self,

@@ -30,10 +30,11 @@ from streamer.server.openai.response_types import (
     InputItem,
     InputPage,
     InputPart,
+    InputTokens,
     type_of,
 )
 from streamer.server.openai.responses import DECODER, FIELDS, Includable
-from streamer.server.responding import find, find_chat, respond
+from streamer.server.responding import find, find_chat, respond, turn_of
 from streamer.server.sse import EventStream, frame, read_whole
 
 if TYPE_CHECKING:
@@ -130,6 +131,25 @@ class ResponseRoutes:
             whole = await read_whole(service, answer, [stream], request.receive)
         return Response(status_code=499) if whole is None else _json(whole, stream)
 
+    async def input_tokens(self, request: Request) -> ASGIApp:
+        """POST /v1/responses/input_tokens: how long the prompt of such a response would be."""
+        service = self._service
+        service.admit(request.scope, is_for_later=True)
+        data = await service.bodies.read(request)
+        body = decode_body(data, DECODER, FIELDS)
+        check_model(body.model, service.names)
+        body.params(service.engine.info.generation_defaults)
+        turn = await turn_of(service, request.scope, body, response_id=new_id("resp_"))
+        return _body(encode(InputTokens(len(turn.prompt))))
+
+    async def compact(self, request: Request) -> ASGIApp:
+        """POST /v1/responses/compact: not done here."""
+        raise InvalidRequest(
+            "compaction is not supported by this server: ask for a summary, and begin a new "
+            "conversation with it",
+            code="unsupported_operation",
+        )
+
     async def retrieve(self, request: Request) -> ASGIApp:
         """GET /v1/responses/{id}: the object, or with stream=true what came after a number."""
         _check_query(request)
@@ -203,7 +223,10 @@ class ResponseRoutes:
         self._service.metrics.resumed("finished" if stream.is_finished else "live")
         context = context_of(stream)
         text = self._service.token_text
-        answer = chat.ChatAnswer(context.body, [stream], context.model, text, after)
+        fingerprint = self._service.fingerprint
+        answer = chat.ChatAnswer(
+            context.body, [stream], context.model, text, after, fingerprint=fingerprint
+        )
         return EventStream(
             self._service,
             answer,
@@ -222,9 +245,13 @@ class ResponseRoutes:
 # ---------------------------------------------------------------- queries
 
 
-def _json(body: bytes, stream: TokenStream) -> Response:
-    headers = {"x-content-type-options": "nosniff", "x-request-id": stream.request_id}
+def _body(body: bytes, **headers: str) -> Response:
+    headers["x-content-type-options"] = "nosniff"
     return Response(body, 200, headers, "application/json")
+
+
+def _json(body: bytes, stream: TokenStream) -> Response:
+    return _body(body, **{"x-request-id": stream.request_id})
 
 
 def _is_streamed(request: Request) -> bool:

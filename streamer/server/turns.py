@@ -18,9 +18,9 @@ from streamer.server.openai.events import item_id
 from streamer.tokenizer_chat import Said
 
 if TYPE_CHECKING:
-    from streamer.engine.engine import AsyncEngine
     from streamer.engine.stream import TokenStream
     from streamer.server.openai.responses import ResponseCreate
+    from streamer.server.service import Service
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -39,7 +39,7 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 async def make_turn(
-    engine: AsyncEngine,
+    service: Service,
     body: ResponseCreate,
     items: tuple[TurnItem, ...],
     parent: TokenStream | None,
@@ -58,7 +58,7 @@ async def make_turn(
         text = context.prefix + answer
         if body.fork is not None:
             more = body.fork.text or ""
-            tokens += await _plain_tokens(engine, more) if more else ()
+            tokens += await service.plain_tokens(more, salt)
             text += more
             if not items:
                 return Turn(context.items, parent.prompt + tokens, text, parent.request_id)
@@ -77,19 +77,13 @@ async def make_turn(
         if text:
             earlier = (*earlier, TurnItem(item_id(parent.request_id), "assistant", text))
         items = (*earlier, *items)
-    ids = await engine.encode_chat(
+    ids = await service.engine.encode_chat(
         _messages(body, items),
         add_generation_prompt=body.generate is not False,
         cache_salt=salt,
         said=said,
     )
     return Turn(items, tuple(ids))
-
-
-async def _plain_tokens(engine: AsyncEngine, text: str) -> tuple[int, ...]:
-    """Token ids of a text that means no special tokens."""
-    encode, limit = engine.tokenizer.encode_plain, engine.info.max_model_len
-    return tuple(await engine.in_pool(lambda: encode(text, limit)))
 
 
 def _answer(parent: TokenStream, body: ResponseCreate) -> tuple[tuple[int, ...], str]:

@@ -275,6 +275,72 @@ def echo(asker: Asker, kind: str) -> None:
     assert (answer.text, answer.body["usage"]["completion_tokens"]) == ("go:", 0)
 
 
+def prompt_logprobs(asker: Asker, kind: str) -> None:
+    """As vLLM writes them: nothing of the first token, then each one and the best beside it."""
+    answer = asker.ask(kind, prompt_logprobs=2)
+    holder = answer.body if kind == "chat" else answer.choices[0]
+    first, *rest = holder["prompt_logprobs"]
+    assert first is None
+    assert [int(next(iter(scores))) for scores in rest] == list(answer.stream.prompt[1:])
+    assert all(2 <= len(scores) <= 3 for scores in rest)
+    shown = [next(iter(scores.values())) for scores in rest]
+    assert {s["rank"] for s in shown} == {1}  # the fake model expects what it is told
+    text = fake_tokenizer().decode(answer.stream.prompt[1:], skip_special_tokens=False)
+    assert "".join(s["decoded_token"] for s in shown) == text
+    with pytest.raises(Refused) as caught:
+        asker.ask(kind, prompt_logprobs=1, stream=True)
+    assert caught.value.param == "prompt_logprobs"
+
+
+def truncate_prompt_tokens(asker: Asker, kind: str) -> None:
+    whole = asker.ask(kind).stream.prompt
+    assert asker.ask(kind, truncate_prompt_tokens=4).stream.prompt == whole[-4:]
+    assert asker.ask(kind, truncate_prompt_tokens=-1).stream.prompt == whole
+    context = asker.server.engine.info.max_model_len
+    for wrong in (0, -2, context + 1):
+        with pytest.raises(Refused) as caught:
+            asker.ask(kind, truncate_prompt_tokens=wrong)
+        assert caught.value.param == "truncate_prompt_tokens"
+
+
+def return_tokens_as_token_ids(asker: Asker, kind: str) -> None:
+    logprobs: Any = {"logprobs": 1} if kind == "completions" else {"logprobs": True}
+    answer = asker.ask(kind, return_tokens_as_token_ids=True, **logprobs)
+    found = answer.choices[0]["logprobs"]
+    ids = [f"token_id:{token}" for token in answer.stream.token_ids()]
+    if kind == "completions":
+        assert found["tokens"] == ids
+        assert [list(top) for top in found["top_logprobs"]] == [[each] for each in ids]
+        assert found["text_offset"][:2] == [0, 2]  # of the text, whatever stands for its tokens
+    else:
+        assert [t["token"] for t in found["content"]] == ids
+
+
+def continue_final_message(asker: Asker, kind: str) -> None:
+    """The last message's text is the beginning of the answer, which says only what follows it."""
+    asked = {"role": "user", "content": "count"}
+    messages = [asked, {"role": "assistant", "content": " 7 8"}]
+    for more in ({}, {"add_generation_prompt": False}):
+        answer = asker.ask(kind, messages=messages, continue_final_message=True, **more)
+        tokenizer = fake_tokenizer()
+        opened = tokenizer.encode_chat([asked])
+        assert list(answer.stream.prompt) == opened + tokenizer.encode(" 7 8")
+        assert not answer.text.startswith(" 7")
+    for wrong in ({"messages": [asked]}, {"messages": messages, "add_generation_prompt": True}):
+        with pytest.raises(Refused) as caught:
+            asker.ask(kind, continue_final_message=True, **wrong)
+        assert caught.value.param == "continue_final_message"
+
+
+def chat_template_kwargs(asker: Asker, kind: str) -> None:
+    """They reach the template (tests/test_tokenizer_chat.py), whose own names they can't take."""
+    asker.ask(kind, chat_template_kwargs={"enable_thinking": False})
+    for name in ("messages", "add_generation_prompt"):
+        with pytest.raises(Refused) as caught:
+            asker.ask(kind, chat_template_kwargs={name: []})
+        assert caught.value.param == f"chat_template_kwargs.{name}"
+
+
 def instructions(asker: Asker, kind: str) -> None:
     messages = [
         {"role": "system", "content": "be brief"},

@@ -45,7 +45,6 @@ Row = Honoured | Accepted | Refused
 TOOLS, GRAMMAR, BEAMS = "tools come later", "structured output comes later", "beams come later"
 MEDIA, HOSTED = "text only", "a service of OpenAI's platform, not of an engine"
 NEVER = "nothing from a request is run or rendered as a template"
-LOGPROBS = "log probabilities of prompts come later"
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
 TOOL = {"type": "function", "function": {"name": "f"}}
 
@@ -88,8 +87,8 @@ SAMPLING: dict[str, Row] = {
     "length_penalty": Refused(0.5, BEAMS),
     "include_stop_str_in_output": Refused(True, "the text ends before a stop string"),
     "spaces_between_special_tokens": Refused(False, "special tokens are written as they are"),
-    "truncate_prompt_tokens": Refused(5, "a prompt too long is refused, not cut"),
-    "prompt_logprobs": Refused(1, LOGPROBS),
+    "truncate_prompt_tokens": Refused(5, "a response's prompt is what the next one continues"),
+    "prompt_logprobs": Refused(1, "chats and completions have it"),
     "allowed_token_ids": Refused([5], GRAMMAR),
     "bad_words": Refused(["x"], GRAMMAR),
     "logits_processors": Refused(["x"], NEVER),
@@ -125,8 +124,15 @@ SAMPLING: dict[str, Row] = {
     "rid": Refused("mine", "ids are drawn here, so that nobody can guess one"),
 }
 
+PROMPT: dict[str, Row] = {
+    "prompt_logprobs": Honoured(effects.prompt_logprobs),
+    "truncate_prompt_tokens": Honoured(effects.truncate_prompt_tokens),
+    "return_tokens_as_token_ids": Honoured(effects.return_tokens_as_token_ids),
+}
+
 CHAT: dict[str, Row] = {
     **SAMPLING,
+    **PROMPT,
     **LABELS,
     "messages": Honoured(effects.prompt),
     "model": Honoured(effects.model),
@@ -158,11 +164,11 @@ CHAT: dict[str, Row] = {
     "web_search_options": Refused({"a": 1}, HOSTED),
     "best_of": Refused(2, BEAMS),
     "echo": Refused(True, "of a conversation there is no text to repeat"),
-    "continue_final_message": Refused(True, "forks come later"),
+    "continue_final_message": Honoured(effects.continue_final_message),
     "add_special_tokens": Refused(True, "the chat template writes them"),
     "documents": Refused([{"text": "x"}], TOOLS),
     "chat_template": Refused("x", NEVER),
-    "chat_template_kwargs": Refused({"a": 1}, NEVER),
+    "chat_template_kwargs": Honoured(effects.chat_template_kwargs),
     "mm_processor_kwargs": Refused({"a": 1}, MEDIA),
     "media_io_kwargs": Refused({"a": 1}, MEDIA),
     "include_reasoning": Accepted(False, "there is no reasoning to leave out"),
@@ -171,6 +177,7 @@ CHAT: dict[str, Row] = {
 
 COMPLETIONS: dict[str, Row] = {
     **SAMPLING,
+    **PROMPT,
     **LABELS,
     "prompt": Honoured(effects.prompt),
     "model": Honoured(effects.model),

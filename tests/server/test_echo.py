@@ -125,7 +125,9 @@ PIECES = {0: b"<s>", 1: b" Hello", 2: b"\xe2\x82", 3: b"\xac", 4: b"</s>"}
 
 def offsets(prompt: list[int], echo: str) -> list[int]:
     scores = [TokenLogprob(token, -1.0) for token in prompt[1:]]
-    return prompt_logprobs(prompt, scores, echo, {0, 4}, PIECES.__getitem__).text_offset
+    return prompt_logprobs(
+        prompt, scores, echo, {0, 4}, PIECES.__getitem__, PIECES.__getitem__
+    ).text_offset
 
 
 def test_offsets_follow_the_text_that_is_sent() -> None:
@@ -138,7 +140,7 @@ def test_offsets_follow_the_text_that_is_sent() -> None:
 def test_tokens_that_are_written_alike_show_the_better_one() -> None:
     pieces = {0: b"a", 1: b"a", 2: b"b"}
     found = TokenLogprob(2, -9.0, ((0, -1.0), (1, -2.0)))
-    (top,) = OffsetCounter().build([found], pieces.__getitem__).top_logprobs
+    (top,) = OffsetCounter().build([found], pieces.__getitem__, pieces.__getitem__).top_logprobs
     assert top == {"a": -1.0, "b": -9.0}
 
 

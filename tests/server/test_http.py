@@ -7,7 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.counting import CHAT
+import streamer
+from streamer.bench.fake_tokenizer import FIRST_NUMBER
+from tests.server.counting import CHAT, sse
 from tests.server.running import Running
 
 
@@ -56,6 +58,51 @@ def test_health_ready_and_models(server: Running) -> None:
     (model,) = httpx.get(server.url + "/v1/models").json()["data"]
     assert model["id"] == "fake"
     assert model["max_model_len"] == server.engine.info.max_model_len
+
+
+def test_version(server: Running) -> None:
+    assert httpx.get(server.url + "/version").json() == {"version": streamer.__version__}
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"stop": [" 4"]}, " 4"),
+        ({"stop_token_ids": [FIRST_NUMBER + 2]}, FIRST_NUMBER + 2),
+        ({"max_tokens": 2}, None),
+        ({}, None),  # the model's own end
+    ],
+)
+@pytest.mark.parametrize("kind", ["chat/completions", "completions"])
+def test_a_choice_says_what_stopped_it(
+    server: Running, kind: str, fields: dict[str, Any], reason: str | int | None
+) -> None:
+    asked = {"messages": [{"role": "user", "content": "count to 7"}], "prompt": "count to 7"}
+    body = {**asked, "max_tokens": 20, **fields}
+    whole = httpx.post(f"{server.url}/v1/{kind}", json=body).json()
+    assert whole["choices"][0]["stop_reason"] == reason
+    assert whole["system_fingerprint"].startswith("fp_")
+    with httpx.stream("POST", f"{server.url}/v1/{kind}", json={**body, "stream": True}) as got:
+        *_, last, _ = sse(got)
+    assert last.json["choices"][0]["stop_reason"] == reason
+    assert last.json["system_fingerprint"] == whole["system_fingerprint"]
+
+
+def test_a_prompt_is_cut_to_leave_room_for_the_answer(server_with: Any) -> None:
+    server = server_with(max_model_len=64, num_gpu_blocks_override=64)
+    text = "x" * 50 + "y" * 50
+    for kind, fields in (
+        ("completions", {"prompt": text, "echo": True}),
+        ("chat/completions", {"messages": [{"role": "user", "content": text}]}),
+    ):
+        body = {**fields, "max_tokens": 9, "ignore_eos": True}
+        assert httpx.post(f"{server.url}/v1/{kind}", json=body).status_code == 400
+        body["truncate_prompt_tokens"] = -1
+        answer = httpx.post(f"{server.url}/v1/{kind}", json=body).json()
+        usage = answer["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (55, 9)
+        if "echo" in body:
+            assert answer["choices"][0]["text"].startswith("xxxxx" + "y" * 50)
 
 
 def test_served_names(server_with: Any) -> None:

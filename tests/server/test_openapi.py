@@ -40,7 +40,11 @@ GOOD = {
     "tokens": [104, 105],
     "input": "hi",
 }
-ENOUGH = {"/tokenize": "prompt", "/v1/responses": "input"}  # their schemas demand no one field
+ENOUGH = {
+    "/tokenize": "prompt",
+    "/v1/responses": "input",
+    "/v1/responses/input_tokens": "input",
+}  # their schemas demand no one field
 
 
 @pytest.fixture(scope="module")

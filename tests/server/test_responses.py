@@ -158,6 +158,23 @@ def test_a_reference_is_the_item_it_names(server: Running, client: openai.OpenAI
     assert stream.prompt == streams[0].prompt
 
 
+def test_input_tokens_are_those_of_the_response(client: openai.OpenAI) -> None:
+    parent = client.responses.create(model="fake", input="count to 3")
+    for body in (
+        {"input": "count to 3", "instructions": "be brief"},
+        {"input": "and then?", "previous_response_id": parent.id},
+    ):
+        counted: Any = client.responses.input_tokens.count(model="fake", **body)  # type: ignore[arg-type]
+        answer: Any = client.responses.create(model="fake", **body)  # type: ignore[call-overload]
+        assert counted.object == "response.input_tokens"
+        assert counted.input_tokens == answer.usage.input_tokens
+
+
+def test_compaction_is_refused_with_what_to_do_instead(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="ask for a summary"):
+        client.responses.compact(model="fake", input="x")
+
+
 def test_a_reference_to_nothing_is_named(server: Running) -> None:
     for name in ("msg_" + "0" * 24, "x" * 5000, ""):
         items = [{"role": "user", "content": "x"}, {"type": "item_reference", "id": name}]

@@ -55,7 +55,9 @@ def test_chat_stream_from_role_to_done(server: Running) -> None:
         "delta": {},
         "logprobs": None,
         "finish_reason": "length",
+        "stop_reason": None,
     }
+    assert len({c["system_fingerprint"] for c in chunks}) == 1
     assert [c for c in chunks[:-1] if c["choices"][0]["finish_reason"]] == []
     assert [c for c in chunks if "usage" in c or "token_ids" in c["choices"][0]] == []
     check_counting("".join(c["choices"][0]["delta"].get("content", "") for c in chunks))

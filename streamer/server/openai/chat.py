@@ -6,9 +6,10 @@ Pure: the builder turns Deltas into chunk frames or one whole body; app.py and s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Protocol
 
 import msgspec
+from msgspec import UNSET
 
 from streamer.core.plan import Finish
 from streamer.core.sampling import SamplingParams
@@ -23,7 +24,7 @@ from streamer.server.openai.chat_types import (
     Message,
 )
 from streamer.server.openai.common import (
-    SamplingFields,
+    PromptFields,
     StreamOptions,
     TokenText,
     Usage,
@@ -38,11 +39,15 @@ from streamer.server.openai.common import (
     named,
     only_if,
     sampling_params,
+    scored_prompt,
+    stop_reason,
+    token_id_text,
     usage_of,
 )
 from streamer.server.openai.fields import (
     HONOURED,
     LABELS,
+    PROMPT,
     SAMPLING,
     Table,
     hint,
@@ -59,6 +64,7 @@ NUMBER_HERE, TEXT_HERE = "(number)", "(text)"
 
 FIELDS: Final[Table] = {
     **SAMPLING,
+    **PROMPT,
     **LABELS,
     "messages": HONOURED,
     "model": HONOURED,
@@ -91,11 +97,11 @@ FIELDS: Final[Table] = {
     # vLLM's
     "best_of": refused(1),
     "echo": refused(False),
-    "continue_final_message": refused(False),
+    "continue_final_message": HONOURED,
     "add_special_tokens": refused(False),
     "documents": refused([]),
     "chat_template": refused(),
-    "chat_template_kwargs": refused({}),
+    "chat_template_kwargs": HONOURED,
     "mm_processor_kwargs": refused(),
     "media_io_kwargs": refused(),
     "include_reasoning": refused(True, False),
@@ -148,7 +154,36 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     return [m.plain(f"messages[{i}]") for i, m in enumerate(messages)]
 
 
-class ChatRequest(SamplingFields, kw_only=True):
+# Of the template; no lists, of which a body may hold a million.
+Variables = Annotated[dict[str, bool | int | float | str | None], msgspec.Meta(max_length=32)]
+
+
+class Opening(Protocol):
+    """How a body wants the template used."""
+
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+
+
+def opened(body: Opening, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool, str]:
+    """The messages before the answer, whether it is opened, and the text that it begins with."""
+    if not body.continue_final_message:
+        return messages, body.add_generation_prompt is not False, ""
+    if body.add_generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message does not go with add_generation_prompt: true",
+            param="continue_final_message",
+        )
+    *before, last = messages
+    if last["role"] != "assistant" or not before:
+        raise InvalidRequest(
+            "continue_final_message wants messages of which the last is the assistant's",
+            param="continue_final_message",
+        )
+    return before, True, last["content"]
+
+
+class ChatRequest(PromptFields, kw_only=True):
     """The body of POST /v1/chat/completions, the honoured fields."""
 
     messages: list[ChatMessage]
@@ -158,10 +193,11 @@ class ChatRequest(SamplingFields, kw_only=True):
     n: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     metadata: dict[str, str] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Variables | None = None
 
     def template_messages(self) -> list[dict[str, Any]]:
         """The messages for the chat template."""
@@ -176,6 +212,7 @@ class ChatRequest(SamplingFields, kw_only=True):
                 )
             self.stream_options.check()
         check_metadata(self.metadata)
+        self.check_prompt_logprobs()
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs goes with logprobs: true", param="top_logprobs")
         given = self.max_completion_tokens
@@ -185,6 +222,7 @@ class ChatRequest(SamplingFields, kw_only=True):
                 defaults,
                 max_tokens=self.max_tokens if given is None else given,
                 logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+                prompt_logprobs=self.prompt_logprobs,
                 n=1 if self.n is None else self.n,
             )
 
@@ -218,11 +256,14 @@ class ChatAnswer:
         model: str,
         text: TokenText,
         after: Sequence[int] | None = None,
+        fingerprint: str = "",
     ) -> None:
         (self._stream,) = streams
         self._body = body
         self._model = model
-        self._text = text
+        self._text = token_id_text if body.return_tokens_as_token_ids else text
+        self._token_text = text
+        self._fingerprint = fingerprint
         self._n = self._stream.params.n
         self._numbers = [0] * self._n if after is None else list(after)
         self._created = int(self._stream.created)
@@ -271,7 +312,8 @@ class ChatAnswer:
                 if number > self._numbers[d.choice]:
                     self._numbers[d.choice] = number
                     reason = finish_reason(d.finish.reason)
-                    choice = ChunkChoice(d.choice, ChunkDelta(), None, reason)
+                    why = stop_reason(d.finish, self._stream.params)
+                    choice = ChunkChoice(d.choice, ChunkDelta(), None, reason, stop_reason=why)
                     parts.append(self._frame([choice], usage=self._so_far(d.finish.num_tokens)))
         return b"".join(parts)
 
@@ -306,6 +348,7 @@ class ChatAnswer:
                     finish_reason(finish.reason) if finish is not None else "stop",
                     Logprobs(chat_logprobs(values, self._text)) if self._body.logprobs else None,
                     only_if(bool(self._body.return_token_ids), ids),
+                    stop_reason(finish, self._stream.params) if finish is not None else None,
                 )
             )
         return encode(
@@ -316,10 +359,17 @@ class ChatAnswer:
                 choices,
                 self._usage(),
                 self._stream.seed,
+                self._fingerprint,
                 metadata=only_if(self._body.metadata is not None, self._body.metadata),
                 prompt_token_ids=only_if(bool(self._body.return_token_ids), self._stream.prompt),
+                prompt_logprobs=self._prompt_logprobs(),
             )
         )
+
+    def _prompt_logprobs(self) -> Any:
+        is_asked = self._body.prompt_logprobs is not None
+        values = self._stream.prompt_logprobs
+        return scored_prompt(values, self._token_text) if is_asked else UNSET
 
     def _text_frame(self, d: Delta) -> bytes:
         if self._is_plain:
@@ -362,6 +412,7 @@ class ChatAnswer:
             self._created,
             self._model,
             choices,
+            self._fingerprint,
             usage=only_if(self._include_usage or self._counts_along, usage),
             seed=only_if(is_first, self._stream.seed),
             prompt_token_ids=only_if(

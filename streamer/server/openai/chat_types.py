@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from streamer.server.openai.common import ChatLogprob, Usage
+from streamer.server.openai.common import ChatLogprob, PromptLogprobs, Usage
 
 
 class Logprobs(msgspec.Struct, frozen=True):
@@ -26,13 +26,14 @@ class ChunkDelta(msgspec.Struct, frozen=True):
 
 
 class ChunkChoice(msgspec.Struct, frozen=True):
-    """One choice in a chunk."""
+    """One choice in a chunk; stop_reason (vLLM's) comes with its end."""
 
     index: int
     delta: ChunkDelta
     logprobs: Logprobs | None = None
     finish_reason: str | None = None
     token_ids: tuple[int, ...] | UnsetType = UNSET
+    stop_reason: int | str | UnsetType | None = UNSET
 
 
 class Chunk(msgspec.Struct, frozen=True, tag_field="object", tag="chat.completion.chunk"):
@@ -42,6 +43,7 @@ class Chunk(msgspec.Struct, frozen=True, tag_field="object", tag="chat.completio
     created: int
     model: str
     choices: list[ChunkChoice]
+    system_fingerprint: str
     usage: Usage | UnsetType | None = UNSET
     seed: int | UnsetType = UNSET
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
@@ -63,6 +65,7 @@ class Choice(msgspec.Struct, frozen=True):
     finish_reason: str
     logprobs: Logprobs | None = None
     token_ids: tuple[int, ...] | UnsetType = UNSET
+    stop_reason: int | str | None = None
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, tag_field="object", tag="chat.completion"):
@@ -74,5 +77,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, tag_field="object", tag="chat.
     choices: list[Choice]
     usage: Usage
     seed: int
+    system_fingerprint: str
     metadata: dict[str, str] | UnsetType = UNSET
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET

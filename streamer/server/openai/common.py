@@ -93,6 +93,39 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         return {}
 
 
+class PromptFields(SamplingFields, kw_only=True):
+    """vLLM's fields of chats and completions that are about the prompt and its tokens."""
+
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    return_tokens_as_token_ids: bool | None = None
+    stream: bool | None = None
+
+    def check_prompt_logprobs(self) -> None:
+        """They are part of a whole answer, as vLLM has them."""
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest(
+                "prompt_logprobs does not go with stream: true", param="prompt_logprobs"
+            )
+
+    def cut(self, prompt: tuple[int, ...], context: int, max_tokens: int | None) -> tuple[int, ...]:
+        """The prompt's last `truncate_prompt_tokens` tokens; -1: what leaves room for the answer.
+
+        context  tokens of the model's context;  max_tokens  of the answer; None: one at least
+        """
+        wanted = self.truncate_prompt_tokens
+        if wanted is None:
+            return prompt
+        if wanted != -1 and not 0 < wanted <= context:
+            raise InvalidRequest(
+                f"truncate_prompt_tokens is -1 or from 1 to {context}, got {wanted}",
+                param="truncate_prompt_tokens",
+            )
+        if wanted == -1:
+            wanted = max(1, context - (max_tokens or 1))
+        return prompt[-wanted:]
+
+
 class StreamOptions(msgspec.Struct):
     """`stream_options`: the usage chunk, vLLM's usage on every chunk; no obfuscation.
 
@@ -250,6 +283,12 @@ def finish_reason(reason: FinishReason) -> str:
     return "length" if reason is FinishReason.LENGTH else "stop"
 
 
+def stop_reason(finish: Finish, params: SamplingParams) -> int | str | None:
+    """vLLM's: the stop string, or the one of stop_token_ids, that ended a choice."""
+    stop = finish.stop
+    return stop if isinstance(stop, str) or stop in params.stop_token_ids else None
+
+
 def by_choice(deltas: Sequence[Delta], n: int) -> list[list[Delta]]:
     """The deltas of each of the `n` choices, in one pass."""
     grouped: list[list[Delta]] = [[] for _ in range(n)]
@@ -296,6 +335,37 @@ def chat_logprobs(logprobs: Sequence[TokenLogprob], text: TokenText) -> list[Cha
             top.append(TopLogprob(show(other), list(other), max(value, LOGPROB_FLOOR)))
         out.append(ChatLogprob(show(raw), list(raw), max(lp.logprob, LOGPROB_FLOOR), top))
     return out
+
+
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """vLLM's entry of a prompt's token; `rank` where it is among the best that were asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+
+
+def scored_prompt(logprobs: Sequence[TokenLogprob], text: TokenText) -> PromptLogprobs:
+    """vLLM's `prompt_logprobs`: nothing of the first token, then each with the best beside it."""
+    out: PromptLogprobs = [None]
+    for lp in logprobs:
+        ranks = {token: rank for rank, (token, _) in enumerate(lp.top, 1)}
+        values = {lp.token_id: lp.logprob, **dict(lp.top)}
+        out.append(
+            {
+                token: PromptLogprob(max(value, LOGPROB_FLOOR), ranks.get(token), show(text(token)))
+                for token, value in values.items()
+            }
+        )
+    return out
+
+
+def token_id_text(token_id: int) -> bytes:
+    """What stands for a token's text under `return_tokens_as_token_ids`."""
+    return b"token_id:%d" % token_id
 
 
 def show(raw: bytes) -> str:

@@ -28,9 +28,11 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     tokens: list[str]
     top_logprobs: list[dict[str, float] | None]
 
-    def add(self, offset: int, raw: bytes, logprob: TokenLogprob | None, text: TokenText) -> None:
-        """One more token."""
-        shown = show(raw)
+    def add(
+        self, offset: int, token_id: int, logprob: TokenLogprob | None, names: TokenText
+    ) -> None:
+        """One more token, and its alternatives, as `names` writes them."""
+        shown = show(names(token_id))
         self.text_offset.append(offset)
         self.tokens.append(shown)
         if logprob is None:
@@ -40,7 +42,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
         own = max(logprob.logprob, LOGPROB_FLOOR)
         top: dict[str, float] = {}
         for token_id, value in logprob.top:
-            top.setdefault(show(text(token_id)), max(value, LOGPROB_FLOOR))
+            top.setdefault(show(names(token_id)), max(value, LOGPROB_FLOOR))
         top.setdefault(shown, own)
         self.token_logprobs.append(own)
         self.top_logprobs.append(top)
@@ -71,12 +73,14 @@ class OffsetCounter:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = len(echo)
 
-    def build(self, logprobs: Sequence[TokenLogprob], text: TokenText) -> CompletionLogprobs:
+    def build(
+        self, logprobs: Sequence[TokenLogprob], text: TokenText, names: TokenText
+    ) -> CompletionLogprobs:
         """The legacy form of the next tokens."""
         out = no_logprobs()
         for lp in logprobs:
             raw = text(lp.token_id)
-            out.add(self._offset, raw, lp, text)
+            out.add(self._offset, lp.token_id, lp, names)
             self._offset += len(self._decoder.decode(raw))
         return out
 
@@ -87,6 +91,7 @@ def prompt_logprobs(
     echo: str,
     special: AbstractSet[int],
     text: TokenText,
+    names: TokenText,
 ) -> CompletionLogprobs:
     """The legacy form of a prompt, of all tokens but the first one `logprobs`.
 
@@ -97,7 +102,7 @@ def prompt_logprobs(
     decoder, offset, out = codecs.getincrementaldecoder("utf-8")("replace"), 0, no_logprobs()
     for token, logprob in zip(prompt, (None, *logprobs), strict=True):
         raw = text(token)
-        out.add(offset, raw, logprob, text)
+        out.add(offset, token, logprob, names)
         piece = raw.decode() if token in special else decoder.decode(raw)
         if not echo.startswith(piece, offset):
             if token in special:

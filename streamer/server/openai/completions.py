@@ -17,7 +17,8 @@ from streamer.core.plan import FinishReason, TokenLogprob
 from streamer.core.sampling import SamplingParams
 from streamer.errors import InvalidRequest, StreamerError
 from streamer.server.openai.common import (
-    SamplingFields,
+    PromptFields,
+    PromptLogprobs,
     StreamOptions,
     TokenText,
     Usage,
@@ -29,6 +30,9 @@ from streamer.server.openai.common import (
     first_failure,
     only_if,
     sampling_params,
+    scored_prompt,
+    stop_reason,
+    token_id_text,
     usage_of,
 )
 from streamer.server.openai.completion_logprobs import (
@@ -36,7 +40,7 @@ from streamer.server.openai.completion_logprobs import (
     OffsetCounter,
     prompt_logprobs,
 )
-from streamer.server.openai.fields import HONOURED, LABELS, SAMPLING, Table, refused
+from streamer.server.openai.fields import HONOURED, LABELS, PROMPT, SAMPLING, Table, refused
 from streamer.server.sse import DONE, frame
 
 if TYPE_CHECKING:
@@ -48,6 +52,7 @@ MAX_CHOICES = 256  # prompts times n
 
 FIELDS: Final[Table] = {
     **SAMPLING,
+    **PROMPT,
     **LABELS,
     "model": HONOURED,
     "prompt": HONOURED,
@@ -66,7 +71,7 @@ FIELDS: Final[Table] = {
 }
 
 
-class CompletionRequest(SamplingFields, kw_only=True):
+class CompletionRequest(PromptFields, kw_only=True):
     """The body of POST /v1/completions, the honoured fields."""
 
     prompt: str | list[str | int | tuple[int, ...]]  # a million lists take 0.3 s, tuples 0.03
@@ -74,7 +79,6 @@ class CompletionRequest(SamplingFields, kw_only=True):
     max_tokens: int | None = None
     n: int | None = None
     logprobs: int | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
@@ -128,6 +132,13 @@ class CompletionRequest(SamplingFields, kw_only=True):
                     param="stream_options.include_event_ids",
                     code="unsupported_parameter",
                 )
+        self.check_prompt_logprobs()
+        scores = self.logprobs if self.echo else None
+        if None not in (scores, self.prompt_logprobs) and scores != self.prompt_logprobs:
+            raise InvalidRequest(
+                "prompt_logprobs beside echo and logprobs is the same number, or left out",
+                param="prompt_logprobs",
+            )
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest("max_tokens: 0 goes with echo: true", param="max_tokens")
         params = sampling_params(
@@ -135,7 +146,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
             defaults,
             max_tokens=DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens or 1,
             logprobs=self.logprobs,
-            prompt_logprobs=self.logprobs if self.echo else None,
+            prompt_logprobs=self.prompt_logprobs if scores is None else scores,
             n=1 if self.n is None else self.n,
         )
         return msgspec.structs.replace(params, logprobs=None) if self.is_only_echo else params
@@ -153,7 +164,10 @@ DECODER: Final = msgspec.json.Decoder(CompletionRequest)
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """One choice, in a chunk or a whole answer. seed is here when there are several prompts."""
+    """One choice, in a chunk or a whole answer. seed is here when there are several prompts.
+
+    stop_reason, prompt_logprobs  vLLM's; with its end, and in a whole answer
+    """
 
     index: int
     text: str
@@ -162,6 +176,8 @@ class Choice(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...] | UnsetType = UNSET
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
     seed: int | UnsetType = UNSET
+    stop_reason: int | str | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True, tag_field="object", tag="text_completion"):
@@ -171,6 +187,7 @@ class Completion(msgspec.Struct, frozen=True, tag_field="object", tag="text_comp
     created: int
     model: str
     choices: list[Choice]
+    system_fingerprint: str
     usage: Usage | UnsetType | None = UNSET
     seed: int | UnsetType = UNSET
 
@@ -190,11 +207,14 @@ class CompletionAnswer:
         text: TokenText,
         echoes: Sequence[str] = (),
         special: AbstractSet[int] = frozenset(),
+        fingerprint: str = "",
     ) -> None:
         self._body = body
         self._streams = streams
         self._model = model
         self._text = text
+        self._names = token_id_text if body.return_tokens_as_token_ids else text
+        self._fingerprint = fingerprint
         self._echoes = echoes or [""] * len(streams)
         self._special = special
         self._scores: dict[int, CompletionLogprobs] = {}  # of each prompt
@@ -261,6 +281,7 @@ class CompletionAnswer:
                 self._created,
                 self._model,
                 choices,
+                self._fingerprint,
                 usage=self._usage(),
                 seed=only_if(len(self._streams) == 1, self._streams[0].seed),
             )
@@ -283,6 +304,10 @@ class CompletionAnswer:
             only_if(wants_ids, tuple(t for d in deltas for t in d.token_ids)),
             only_if(wants_ids and is_first, stream.prompt),
             only_if(is_first and len(self._streams) > 1, stream.seed),
+            stop_reason(finish, stream.params) if finish is not None else UNSET,
+            scored_prompt(stream.prompt_logprobs, self._text)
+            if self._body.prompt_logprobs is not None
+            else UNSET,
         )
 
     def _so_far(self, source: int, d: Delta) -> Usage | None:
@@ -306,14 +331,14 @@ class CompletionAnswer:
         self, source: int, index: int, values: Sequence[TokenLogprob], is_first: bool
     ) -> CompletionLogprobs | None:
         """Of the output's next tokens; with the first ones, of the echoed prompt before them."""
-        out = self._offsets[index].build(values, self._text) if values else None
+        out = self._offsets[index].build(values, self._text, self._names) if values else None
         stream = self._streams[source]
-        if not is_first or stream.params.prompt_logprobs is None:
+        if not is_first or not self._body.echo or self._body.logprobs is None:
             return out
         if source not in self._scores:
             self._scores[source] = prompt_logprobs(
                 stream.prompt, stream.prompt_logprobs, self._echoes[source], self._special,
-                self._text,
+                self._text, self._names,
             )  # fmt: skip
         return self._scores[source] if out is None else self._scores[source] + out
 
@@ -333,6 +358,7 @@ class CompletionAnswer:
             self._created,
             self._model,
             choices,
+            self._fingerprint,
             usage=only_if(self._include_usage or self._counts_along, usage),
             seed=only_if(is_first, self._streams[0].seed),
         )

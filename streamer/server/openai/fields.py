@@ -118,6 +118,13 @@ SAMPLING: Final[Table] = {
     "request_id": refused(),
 }
 
+# vLLM's fields of chats and completions, which responses don't have.
+PROMPT: Final[Table] = {
+    "prompt_logprobs": HONOURED,
+    "truncate_prompt_tokens": HONOURED,
+    "return_tokens_as_token_ids": HONOURED,
+}
+
 # Who is asking, and where a cache might be warm: labels, nothing to act on.
 LABELS: Final[Table] = {
     "user": hint(str),

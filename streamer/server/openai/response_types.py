@@ -212,6 +212,12 @@ class Deleted(msgspec.Struct, frozen=True, tag_field="object", tag="response"):
     deleted: bool = True
 
 
+class InputTokens(msgspec.Struct, frozen=True, tag_field="object", tag="response.input_tokens"):
+    """The length of a prompt."""
+
+    input_tokens: int
+
+
 class InputPart(msgspec.Struct, frozen=True):
     """A text of the input: input_text, or output_text of an earlier answer."""
 

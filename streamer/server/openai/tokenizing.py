@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from streamer.errors import InvalidRequest
-from streamer.server.openai.chat import ChatMessage, template_messages
+from streamer.server.openai.chat import ChatMessage, Variables, template_messages
 from streamer.server.openai.common import TokenText, encode, show
 from streamer.server.openai.fields import HONOURED, Table, refused
 
@@ -23,9 +23,9 @@ TOKENIZE_FIELDS: Final[Table] = {
     "add_special_tokens": HONOURED,
     "add_generation_prompt": HONOURED,
     "return_token_strs": HONOURED,
-    "continue_final_message": refused(False),
+    "continue_final_message": HONOURED,
     "chat_template": refused(),
-    "chat_template_kwargs": refused({}),
+    "chat_template_kwargs": HONOURED,
     "media_io_kwargs": refused(),
     "mm_processor_kwargs": refused(),
     "tools": refused([]),
@@ -37,7 +37,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     """The body of POST /tokenize: a prompt or messages.
 
     add_special_tokens     of a prompt; a chat template writes its own
-    add_generation_prompt  of messages
+    add_generation_prompt, continue_final_message, chat_template_kwargs  of messages
     return_token_strs      each token's text as well, as log probabilities write it
     """
 
@@ -46,6 +46,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Variables | None = None
     return_token_strs: bool | None = None
 
     def template_messages(self) -> list[dict[str, Any]] | None:
