@@ -131,6 +131,18 @@ def test_tokens_by_keyboard(page: Page) -> None:
     assert finished(answer).split()[:2] == ["1", "1"]
 
 
+def test_on_a_mac_option_and_a_letter_are_typed(open_page: OpenPage, server: Running) -> None:
+    page = open_page("about:blank")
+    page.add_init_script("Object.defineProperty(navigator, 'platform', {value: 'MacIntel'})")
+    page.goto(server.url)
+    settings = page.get_by_role("dialog", name="Settings")
+    expect(page.get_by_label("Message")).to_be_focused()
+    page.keyboard.press("Alt+s")
+    expect(settings).to_be_hidden()
+    page.keyboard.press("Control+Alt+s")
+    expect(settings).to_be_visible()
+
+
 def test_answers_side_by_side_and_one_to_go_on_with(page: Page) -> None:
     limit(page, 20)
     page.get_by_label("Answers to each question").select_option("3")
@@ -188,7 +200,8 @@ def test_the_bundled_model_forks_at_its_own_alternatives(
     server_with: Any, open_page: OpenPage
 ) -> None:
     page = connected(open_page(server_with(**BUNDLED).url))
-    answer = ask(page, "Tell me a short story about a fox.")
+    page.get_by_role("button", name="Tell me a short story about a fox.").click()  # it can
+    answer = page.locator("article.assistant").last
     first = finished(answer)
     act(answer, "Show tokens")
     expect(page.locator(".token").last).to_have_text("end")

@@ -192,9 +192,9 @@ export class Answer {
     const { stream } = this;
     if (!stream) return;
     this.responseId = stream.id;
-    this.#after = stream.sequence;
+    this.#after = stream.text === "" ? -1 : stream.sequence; // nothing came: what is there is of before
     this.seed = stream.response?.seed ?? this.seed;
-    this.text.value = stream.text || (this.#before?.kept.text ?? "");
+    this.text.value = stream.text || this.text.value;
     this.status.value = stream.status;
     this.progress.value = stream.progress;
     const { inputTokens } = this.figures.value;

@@ -176,7 +176,7 @@ export function goOn(conversation: Conversation, message: Message): void {
   const it = message.answer;
   if (!it?.isUnfinished || it.responseId === null) return;
   const { after, text } = it.keep();
-  it.follow(client.resume({ id: it.responseId, after, text }), listenerFor(conversation, message));
+  it.follow(client.resume({ id: it.responseId, after, text: after < 0 ? "" : text }), listenerFor(conversation, message));
 }
 
 function add(conversation: Conversation, question: Message, origin: Origin): Message {

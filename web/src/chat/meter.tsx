@@ -19,7 +19,9 @@ export function usedTokens(conversation: Conversation): number | null {
   return null;
 }
 
-const short = (count: number): string => count.toLocaleString(undefined, count < 10_000 ? {} : { notation: "compact", maximumFractionDigits: 1 });
+const whole = new Intl.NumberFormat();
+const compact = new Intl.NumberFormat(undefined, { notation: "compact", maximumFractionDigits: 1 });
+const short = (count: number): string => (count < 10_000 ? whole : compact).format(count);
 
 /** Nothing more fits. */
 export function isFull(conversation: Conversation): boolean {

@@ -97,12 +97,17 @@ function Messages({ conversation }: { conversation: Conversation }) {
 /** Keep the end in view while the content grows, as long as the reader is there: [whether not, the way back]. */
 function useFollowing(box: preact.RefObject<HTMLDivElement | null>, conversation: Conversation): [boolean, () => void] {
   const isAtEnd = useRef(true);
+  const top = useRef(0); // where it stood last
   const [isAway, setAway] = useState(false);
   const length = conversation.path.value.length;
+  const follow = (scroller: HTMLDivElement) => {
+    scroller.scrollTop = scroller.scrollHeight;
+    top.current = scroller.scrollTop;
+  };
   const goToEnd = () => {
     isAtEnd.current = true;
     const scroller = box.current;
-    if (scroller) scroller.scrollTop = scroller.scrollHeight;
+    if (scroller) follow(scroller);
     if (document.activeElement?.closest(".latest")) scroller?.focus();
     setAway(false);
   };
@@ -112,11 +117,14 @@ function useFollowing(box: preact.RefObject<HTMLDivElement | null>, conversation
     const content = scroller?.querySelector(".thread");
     if (!scroller || !content) return;
     const onScroll = () => {
-      isAtEnd.current = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < NEAR_PX;
+      const isNear = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < NEAR_PX;
+      // the end may be far because the content grew since it was followed: a reader goes up
+      if (isNear || scroller.scrollTop < top.current) isAtEnd.current = isNear;
+      top.current = scroller.scrollTop;
       setAway(!isAtEnd.current);
     };
     const grown = new ResizeObserver(() => {
-      if (isAtEnd.current) scroller.scrollTop = scroller.scrollHeight;
+      if (isAtEnd.current) follow(scroller);
     });
     scroller.addEventListener("scroll", onScroll, { passive: true });
     grown.observe(content);
