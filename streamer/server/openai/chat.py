@@ -367,9 +367,9 @@ class ChatAnswer:
         )
 
     def _prompt_logprobs(self) -> Any:
-        is_asked = self._body.prompt_logprobs is not None
-        values = self._stream.prompt_logprobs
-        return scored_prompt(values, self._token_text) if is_asked else UNSET
+        if self._body.prompt_logprobs is None:
+            return UNSET
+        return scored_prompt(self._stream.prompt_logprobs, self._token_text)
 
     def _text_frame(self, d: Delta) -> bytes:
         if self._is_plain:
