@@ -75,8 +75,12 @@ class Running:
 
     def metrics(self, samples: Sequence[str]) -> dict[str, float]:
         """The values of samples in /metrics, 0 if they are not there yet."""
-        pairs = (line.rsplit(" ", 1) for line in httpx.get(self.url + "/metrics").text.splitlines())
+        pairs = (line.rsplit(" ", 1) for line in self._get("/metrics").text.splitlines())
         return dict.fromkeys(samples, 0.0) | {n: float(v) for n, v in pairs if n in samples}
+
+    def _get(self, path: str) -> httpx.Response:
+        """A poll's deadline is that of what it waits for: a busy machine may be slow to answer."""
+        return httpx.get(self.url + path, timeout=DEADLINE_S)
 
     def metric(self, sample: str) -> float:
         """The value of one."""
@@ -86,7 +90,7 @@ class Running:
         """Ask the server until this holds; the requests themselves are the pace."""
         end = time.monotonic() + DEADLINE_S
         while not is_so():
-            httpx.get(self.url + "/health")
+            self._get("/health")
             assert time.monotonic() < end, "it never came to hold"
 
     def wait_metric(self, sample: str, value: float) -> None:
