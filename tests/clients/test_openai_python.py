@@ -16,6 +16,7 @@ import pytest
 from websockets.typing import Subprotocol
 
 from streamer.bench.fake import expected_text
+from streamer.engine.refusals import SHUTDOWN
 from tests.server.counting import check_counting
 from tests.server.relay import Relay
 from tests.server.running import Running
@@ -178,7 +179,8 @@ def test_it_finds_the_server_that_took_the_place_of_one_that_stopped() -> None:
     assert [(e.code, e.param) for e in errors] == [
         ("previous_response_not_found", "previous_response_id")
     ]
-    assert [(r.id, r.status) for r in ends[:-1]] == [(lost, "cancelled")]
+    (cut,) = ends[:-1]
+    assert (cut.id, cut.status, cut.incomplete_details.reason) == (lost, "incomplete", SHUTDOWN)
     assert ends[-1].output_text == expected_text(4)
 
 
