@@ -10,9 +10,11 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from streamer import tokenizer_chat
 from streamer.bench.fake_tokenizer import END, fake_tokenizer
 from streamer.errors import ConfigError, InvalidRequest
 from streamer.tokenizer import Said, Tokenizer
+from streamer.tokenizer_chat import ChatTemplate
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -226,3 +228,50 @@ def test_plain_text_has_no_special_tokens() -> None:
     t = fake_tokenizer()
     assert t.encode_plain("a<|end|>b") == [*b"a<|end|>b"]
     assert t.encode("a<|end|>b", False).count(END) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'a' * 10**10 }}",
+        "{{ 10**10 * ['a'] }}",
+        "{% set x = 'a' * 10000000000 %}",
+        "{{ 7 ** 1000000000 }}",
+        "{{ '%10000000000d' % 1 }}",
+        "{{ 'a' | center(10000000000) }}",
+        "{{ '%10000000000d' | format(1) }}",
+        "{{ 'a' | indent(10000000000, true) }}",
+        "{{ 'a'.ljust(10000000000) }}",
+        "{{ '{:10000000000}'.format(1) }}",
+        "{{ [1] | tojson(indent=10000000000) }}",
+        "{% set n = namespace(x='aaaa') %}{% for i in range(40) %}{% set n.x = n.x + n.x %}"
+        "{% endfor %}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{{ 'a' * 9999 }}{% endfor %}"
+        "{% endfor %}",
+    ],
+)
+def test_a_template_can_not_take_the_hosts_memory(source: str) -> None:
+    """Neither when it is compiled, which folds constants, nor when it is rendered."""
+    template = ChatTemplate(source, {})
+    with pytest.raises(InvalidRequest, match=r"too l|more than"):
+        template.render([], add_generation_prompt=True, tools=None)
+
+
+def test_bounds_leave_templates_alone() -> None:
+    """Large numbers that are no widths, and strings with stars."""
+    source = (
+        "{{ '**%s** %05d' % ('a', 7) }} {{ '{:>4} {}'.format(1, 1700000000) }} "
+        "{{ '%d' | format(1700000000) }} {{ 'ab' * 3 + 'c' }} {{ 2 ** 10 * 1.5 }} "
+        "{{ 'a' | center(3) }}"
+    )
+    text = ChatTemplate(source, {}).render([], add_generation_prompt=True, tools=None)
+    assert text == "**a** 00007    1 1700000000 1700000000 abababc 1536.0  a "
+
+
+def test_a_template_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_chat, "MAX_RENDER_S", 0.0)
+    template = ChatTemplate("{% for i in range(9) %}{{ i }}{% endfor %}", {})
+    with pytest.raises(InvalidRequest, match="more than 0 s"):
+        template.render([], add_generation_prompt=True, tools=None)
+    with pytest.raises(ConfigError, match="1048577 characters"):
+        ChatTemplate(" " * ((1 << 20) + 1), {})
