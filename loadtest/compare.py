@@ -201,7 +201,13 @@ def measure(
     total = sum(1 for round in range(plan.rounds) for _ in turns(plan, round))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     # Redrawn between turns only: while an engine computes, the cores are its own.
-    with Progress(*columns, TimeElapsedColumn(), console=console, auto_refresh=False) as progress:
+    with Progress(
+        *columns,
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        auto_refresh=False,
+    ) as progress:
         task = progress.add_task("", total=total)
         for round in range(plan.rounds):
             measure_machine(plan, results, places, round)

@@ -104,7 +104,7 @@ def _looks_like_path(model: str) -> bool:
 
 
 def _fetch(config: Config) -> Path:
-    """A hub id's files, from the cache or the hub, with progress bars if they are wanted.
+    """A hub id's files, from the cache or the hub; progress bars if wanted, on a terminal.
 
     Texts come first: a model that can't be served is refused before its weights travel, and of the
     weights only those that will be read do.
@@ -112,13 +112,15 @@ def _fetch(config: Config) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
+    from rich.console import Console
 
     from streamer.errors import ConfigError
     from streamer.model.checkpoint import read_config, wanted_weights
     from streamer.model.inspect import check_config
 
     model = config.model or ""
-    (enable_progress_bars if config.load_progress else disable_progress_bars)()
+    is_seen = config.load_progress and Console(stderr=True).is_terminal
+    (enable_progress_bars if is_seen else disable_progress_bars)()
 
     def fetch(names: Iterable[str]) -> Path:
         return Path(snapshot_download(model, revision=config.revision, allow_patterns=list(names)))

@@ -112,8 +112,8 @@ class LLM:
         """Answers to all prompts, in their order, batched as the engine sees fit.
 
         A prompt is a text or token ids; `params` are for all or one a prompt, and without them the
-        model's defaults hold. `progress` shows a bar when there are more than a few. Raises the
-        first request's error, if any.
+        model's defaults hold. `progress` shows a bar, on a terminal or in a notebook, when there
+        are more than a few. Raises the first request's error, if any.
         """
         return self._all(self._encode, _as_list(prompts), params, progress)
 
@@ -209,10 +209,13 @@ class LLM:
     ) -> list[Output]:
         if not progress or len(prompts) <= FEW:
             return self._run(self._gather(encode, prompts, params, lambda: None))
+        from rich.console import Console
         from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
         columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns) as bar:
+        console = Console()
+        is_seen = console.is_terminal or console.is_jupyter
+        with Progress(*columns, console=console, disable=not is_seen) as bar:
             task = bar.add_task("Prompts", total=len(prompts))
             return self._run(self._gather(encode, prompts, params, lambda: bar.advance(task)))
 

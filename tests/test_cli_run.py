@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -85,12 +87,14 @@ def server(*words: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
     )
     try:
         assert process.stdout is not None
+        assert process.stderr is not None
+        is_json = "json" in words
         announced = ""
-        for line in process.stdout:  # ends with the process, if it never gets there
+        for line in process.stderr if is_json else process.stdout:  # ends where the process does
             announced += line
-            if "serving on" in line:
+            if ('"started"' if is_json else "serving on") in line:
                 break
-        found = re.search(r"http://\S+", announced)
+        found = re.search(r'http://[^\s"]+', announced)
         assert found, process.communicate(timeout=DEADLINE_S)
         yield process, found[0], announced
     finally:
@@ -116,7 +120,65 @@ def test_serve_says_what_it_serves_streams_and_drains() -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=DEADLINE_S) == 0
         assert process.stderr is not None
-        assert "Traceback" not in process.stderr.read()
+        told = process.stderr.read()
+        assert f"started url={url} model=counter load_s=" in told
+        assert "draining streams=0 timeout_s=10.0" in told
+        assert "stopped exit_code=0" in told
+        assert "Traceback" not in told
+
+
+def test_every_line_of_a_json_server_is_an_object() -> None:
+    """From its start to its end, a refusal included; nothing goes to standard output."""
+    words = ["fake", "--log-format", "json"]
+    with server(*words) as (process, url, announced):
+        request = urllib.request.Request(
+            f"{url}/v1/completions", b'{"prompt": "x", "max_tokens": -1}'
+        )
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request, timeout=DEADLINE_S)
+        refused.value.close()
+        taken = url.rsplit(":", 1)[1]
+        second = subprocess.run(
+            [sys.executable, "-m", "streamer", "serve", *words, "--port", taken],
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+        )
+        process.terminate()
+        out, err = process.communicate(timeout=DEADLINE_S)
+    (started,) = (json.loads(line) for line in announced.splitlines())
+    told = [json.loads(line) for line in err.splitlines()]
+    assert (started["message"], started["url"]) == ("started", url)
+    assert [line["message"] for line in told] == ["refused", "draining", "stopped"]
+    assert (told[0]["status"], told[0]["param"]) == (400, "max_tokens")
+    assert (second.returncode, second.stdout) == (1, "")
+    (line,) = (json.loads(line) for line in second.stderr.splitlines())
+    assert (line["level"], out) == ("critical", "")
+    assert f"cannot listen on 127.0.0.1:{taken}" in line["message"]
+
+
+def test_a_server_whose_announcement_is_not_read_serves_on() -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    words = [sys.executable, "-m", "streamer", "serve", "fake", "--port", "0"]
+    with subprocess.Popen(words, stdout=write_end, stderr=subprocess.PIPE, text=True) as process:
+        os.close(write_end)
+        assert process.stderr is not None
+        try:
+            found = re.search(r"url=(\S+)", process.stderr.readline())
+            assert found
+            with urllib.request.urlopen(f"{found[1]}/health", timeout=DEADLINE_S) as answer:
+                assert answer.status == 200
+        finally:
+            process.terminate()
+        process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0
+
+
+def test_what_is_no_terminal_has_lines_of_any_length(capsys: pytest.CaptureFixture[str]) -> None:
+    model = "./" + "absent " * 30
+    assert main(["generate", "hi", "--model", model]) == 1
+    assert f"there is no folder {model}\n" in capsys.readouterr().err
 
 
 def test_generate_and_serve_meet(

@@ -176,7 +176,9 @@ def run(
     outputs: dict[str, str] = {}
     failures: list[str] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+    with Progress(
+        *columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal
+    ) as progress:
         task = progress.add_task("", total=len(commands))
         for command in commands:
             progress.update(task, description=command.says)

@@ -64,7 +64,13 @@ def run(args: argparse.Namespace, console: Console) -> int:
     parts = _parts(args.only)
     results = Results(date=now(), settings=msgspec.structs.asdict(asked))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=console, refresh_per_second=2) as bar:
+    with Progress(
+        *columns,
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        refresh_per_second=2,
+    ) as bar:
         if plain := tuple(part for part in parts if part != "swap"):
             found = ask(Job(config, asked, plain), bar)
             _about(results, found)

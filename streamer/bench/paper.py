@@ -121,10 +121,11 @@ def _run_all(
     """One after the other, with a bar that says what goes on."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
+    told = TextColumn("{task.description}")
+    columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), told)
     parts: dict[str, Part] = {}
     seconds: dict[str, float] = {}
-    with Progress(*columns, TextColumn("{task.description}"), console=console) as bar:
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=len(names))
         for name in names:
             began = time.perf_counter()

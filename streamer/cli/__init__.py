@@ -89,14 +89,14 @@ def _run(name: str, words: list[str]) -> int:
     module.add_arguments(parser)
     args = parser.parse_args(words)
 
-    from rich.console import Console
+    from streamer.cli.console import new_console
 
     try:
-        return module.run(args, Console(highlight=False))
+        return module.run(args, new_console())
     except UsageError as error:
         parser.error(str(error))
     except StreamerError as error:
-        Console(stderr=True, highlight=False).print(f"[red]error:[/] {_plain(error.message)}")
+        new_console(stderr=True).print(f"[red]error:[/] {_plain(error.message)}")
         return FAILED
 
 

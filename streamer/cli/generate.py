@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from streamer.cli.arguments import UsageError
 from streamer.cli.chat import Measured, stream
+from streamer.cli.console import new_console
 from streamer.cli.loop import new_runner
 from streamer.cli.talk import InProcess, Message, Piece, Talker, add_talker_arguments, talker_from
 
@@ -53,13 +54,11 @@ async def _generate(
     prompt: str,
     console: Console,
 ) -> None:
-    from rich.console import Console as Rich
-
     measured = Measured()
     async with opening as talker:
         await stream(_pieces(args, talker, prompt), measured, console)
         console.out("")
-    Rich(stderr=True, highlight=False).print(measured.summary(), style="dim", markup=False)
+    new_console(stderr=True).print(measured.summary(), style="dim", markup=False)
 
 
 def _pieces(args: argparse.Namespace, talker: Talker, prompt: str) -> AsyncIterator[Piece]:

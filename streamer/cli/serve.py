@@ -7,6 +7,7 @@ says what is served where. Draining and signals are the server's; the exit code 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ipaddress
 import logging
 import os
@@ -15,12 +16,15 @@ from typing import TYPE_CHECKING
 
 from streamer.cli.arguments import UsageError, add_config_flags, config_from
 from streamer.cli.loop import new_runner
+from streamer.errors import StreamerError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from streamer.config import Config
     from streamer.core.model_info import ModelInfo
+
+log = logging.getLogger(__name__)
 
 # How long a thread waits for the GIL in silence before it asks for it. A loop that lets go of it
 # more often than that, for a microsecond each time, keeps it: at 0.5 ms the engine's thread
@@ -34,11 +38,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Serve until stopped; 0 after a drain, 1 when the engine died."""
+    """Serve until stopped; 0 after a drain, 1 when the engine died or never started."""
     config = config_from(args, start_log=_start_log)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    with new_runner() as runner:
-        return runner.run(_serve(config, console))
+    try:
+        with new_runner() as runner:
+            return runner.run(_serve(config, console))
+    except StreamerError as error:
+        if config.log_format == "text":
+            raise  # the command line tells of it
+        log.critical("%s", error.message)
+        return 1
 
 
 def _start_log(config: Config) -> None:
@@ -53,7 +63,12 @@ async def _serve(config: Config, console: Console) -> int:
     from streamer.server.lifecycle import serve
 
     engine = build_engine(config)
-    code = await serve(engine, config, on_ready=lambda url: announce(engine.info, url, console))
+    is_text = config.log_format == "text"  # in JSON the log's own line says it
+    code = await serve(
+        engine,
+        config,
+        on_ready=(lambda url: _tell(engine.info, url, console)) if is_text else None,
+    )
     if engine.is_hung:
         _leave(code)
     return code
@@ -85,6 +100,11 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False  # a name: it may resolve to anything
+
+
+def _tell(info: ModelInfo, url: str, console: Console) -> None:
+    with contextlib.suppress(SystemExit):  # rich's word for a pipe that nobody reads any more
+        announce(info, url, console)
 
 
 def announce(info: ModelInfo, url: str, console: Console) -> None:

@@ -181,7 +181,7 @@ def train(
     losses_of = torch.compile(network.token_losses) if compiled else network.token_losses
     masters = Masters(network)
     began, seen, running = time.monotonic(), 0, 0.0
-    with Progress(console=console) as progress:
+    with Progress(console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task(title, total=phase.num_steps)
         for step, parts in enumerate(steps(stream, phase.num_steps)):
             total = sum(float(weights[:, 1:].sum()) for _, weights in parts)

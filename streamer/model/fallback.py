@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import torch
 import transformers
+from rich.console import Console
 from transformers import CONFIG_MAPPING, AttentionInterface, AttentionMaskInterface
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -443,10 +444,10 @@ class _Packed:
 
 
 def _quiet(show_progress: bool) -> None:
-    """transformers' own bar only where one is wanted, its log only for errors."""
+    """transformers' own bar only where one is wanted and seen, its log only for errors."""
     log: Any = transformers.utils.logging
     log.set_verbosity_error()
-    if show_progress:
+    if show_progress and Console(stderr=True).is_terminal:
         log.enable_progress_bar()
     else:
         log.disable_progress_bar()

@@ -172,20 +172,19 @@ class SafetensorsSource:
 
 @contextmanager
 def progress_bar(name: str, total: int, unit: str, show: bool) -> Iterator[Callable[[], None]]:
-    """A rich bar on stderr over `total` units; where that is no terminal, its end alone."""
-    if not show:
-        yield lambda: None
-        return
+    """A rich bar on stderr over `total` units, where that is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    console = Console(stderr=True)
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn(unit),
         TimeElapsedColumn(),
-        console=Console(stderr=True),
+        console=console,
+        disable=not (show and console.is_terminal),
     ) as progress:
         task = progress.add_task(name, total=total)
         yield lambda: progress.advance(task)

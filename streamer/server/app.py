@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+PROBES = ("/health", "/ready")
+
 
 class Api:
     """The HTTP handlers over one Service."""
@@ -284,7 +286,8 @@ async def on_error(metrics: Metrics, request: Request, error: Exception) -> Resp
     elif not isinstance(error, StreamerError):
         log.error("a handler failed", exc_info=error)
         error = StreamerError("internal error", code="internal")
-    metrics.refused(error)
+    if not (error.status == 503 and request.url.path.endswith(PROBES)):  # no request to be served
+        metrics.refused(error)
     response = json(error_body(error), error.status)
     response.headers.update(headers)
     if isinstance(error, Overloaded):

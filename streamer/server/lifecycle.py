@@ -16,6 +16,7 @@ import os
 import socket
 import stat
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Final
@@ -26,6 +27,7 @@ from streamer.config import Config
 from streamer.engine.refusals import CLOSE_S
 from streamer.errors import ConfigError
 from streamer.server.app import build_service_app
+from streamer.server.logs import Line
 from streamer.server.protocol import MAX_CONNECTIONS, limited
 from streamer.server.service import Service
 from streamer.server.socket_events import MAX_MESSAGE_BYTES
@@ -42,6 +44,27 @@ TICK_S: Final = 0.1  # between uvicorn's ticks, which sleep that long
 FLUSH_S: Final = 2.0  # after the engine is done, for the last frames; and for the last spans
 SEND_BUFFER_BYTES: Final = 64 << 10  # else the kernel hides megabytes of a reader's lag
 BACKLOG: Final = 2048
+
+
+class Started(Line, frozen=True, kw_only=True):
+    """The line of a server that takes requests."""
+
+    url: str
+    model: str
+    load_s: float
+
+
+class Draining(Line, frozen=True, kw_only=True):
+    """The line of a server that stops: what runs now has so long to end."""
+
+    streams: int
+    timeout_s: float
+
+
+class Stopped(Line, frozen=True, kw_only=True):
+    """The last line of a server."""
+
+    exit_code: int
 
 
 class _NoDenials(logging.Filter):
@@ -93,6 +116,8 @@ class Server(uvicorn.Server):
     async def _drain_all(self) -> None:
         try:
             drain_s = self._service.config.drain_timeout
+            num_streams = len(self._service.metrics.live)
+            log.info("draining %s", Draining(streams=num_streams, timeout_s=drain_s))
             self._service.begin_drain(drain_s)
             if self._service.engine.is_ready:
                 await self._service.engine.drain(drain_s)
@@ -137,7 +162,9 @@ async def serve(
             starting.result()
     if engine.is_hung:
         log.error("a thread of the engine hangs and is left behind")
-    return int(engine.is_dead or engine.is_hung)
+    code = int(engine.is_dead or engine.is_hung)
+    log.info("stopped %s", Stopped(exit_code=code))
+    return code
 
 
 async def _close_tracer(tracer: Tracer) -> None:
@@ -161,6 +188,7 @@ async def _close_tracer(tracer: Tracer) -> None:
 async def _start(
     engine: AsyncEngine, server: Server, on_ready: Callable[[str], None] | None, url: str
 ) -> None:
+    began = time.perf_counter()
     try:
         await engine.start()
     except BaseException:
@@ -170,6 +198,8 @@ async def _start(
     # process serves. In other programs the heap is not ours to freeze.
     gc.collect()
     gc.freeze()
+    load_s = time.perf_counter() - began
+    log.info("started %s", Started(url=url, model=engine.info.name, load_s=load_s))
     if on_ready is not None:
         on_ready(url)
 

@@ -1,28 +1,45 @@
 """The lines of the log: text for people, JSON for machines, the same facts in both.
 
-`setup` is called once by the command line; everything else logs through the standard library. Who
-logs never waits for who reads: a terminal stopped by Ctrl-S, or a full pipe, holds up no stream.
+`setup` is called once by the command line; everything else logs through the standard library, and
+in JSON what is printed or raised past it becomes a line too. Logging never waits for the log's
+reader: a terminal stopped by Ctrl-S, or a full pipe, holds up no stream.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import select
 import sys
 import threading
+import warnings
 from collections import deque
 from datetime import UTC, datetime
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
 MAX_WAITING_BYTES: Final = 1 << 20
 LEAVE_S: Final = 1.0  # the process's end waits so long for a reader of the log
+MAX_PRINTED: Final = 64 << 10  # characters of a line that is printed bit by bit
 
 log = logging.getLogger(__name__)
 _ENCODE = msgspec.json.Encoder(enc_hook=str).encode
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Facts of one line: `name=value` pairs in text, fields in JSON; None is left out."""
+
+    def __str__(self) -> str:
+        pairs = ((f, getattr(self, f)) for f in self.__struct_fields__)
+        shown = ((f, f"{v:.4f}" if isinstance(v, float) else v) for f, v in pairs if v is not None)
+        return " ".join(f"{f}={v}" if _is_word(str(v)) else f"{f}={v!r}" for f, v in shown)
+
+
+def _is_word(text: str) -> bool:
+    return text.isprintable() and " " not in text
 
 
 class JsonFormatter(logging.Formatter):
@@ -43,7 +60,47 @@ class JsonFormatter(logging.Formatter):
             body["message"] = record.getMessage()
         if record.exc_info:
             body["exception"] = self.formatException(record.exc_info)
-        return _ENCODE(body).decode()
+        if record.stack_info:
+            body["stack"] = self.formatStack(record.stack_info)
+        try:
+            return _ENCODE(body).decode()
+        except UnicodeEncodeError:  # half a surrogate pair, which no JSON can hold
+            clean = {k: v if v is None else _printable(str(v)) for k, v in body.items()}
+            return _ENCODE(clean).decode()
+
+
+def _printable(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
+
+
+class Printed(io.TextIOBase):
+    """Stands for standard output or error: what is written there becomes lines of the log.
+
+    A text that ends with a newline is one record, whatever newlines are within. Of what a carriage
+    return overwrites only the end is kept.
+    """
+
+    def __init__(self, name: str, level: int, fd: int) -> None:
+        self._log, self._level, self._fd = logging.getLogger(name), level, fd
+        self._text = ""
+        self._lock = threading.RLock()
+
+    def write(self, text: str) -> int:
+        """Keep it until its line ends."""
+        with self._lock:
+            whole = (self._text + text)[-MAX_PRINTED:]
+            self._text = "" if whole.endswith("\n") else whole.rpartition("\r")[2]
+            said = "" if self._text else whole.rstrip().rpartition("\r")[2]
+        if said:
+            self._log.log(self._level, "%s", said)
+        return len(text)
+
+    def fileno(self) -> int:
+        """The descriptor below, for what writes there without Python."""
+        return self._fd
+
+    def writable(self) -> bool:
+        return True
 
 
 class LineHandler(logging.Handler):
@@ -79,6 +136,8 @@ class LineHandler(logging.Handler):
                 thread = threading.Thread(target=self._catch_up, daemon=True)
                 thread.start()
                 self._thread = thread
+        except OSError:
+            pass  # nobody reads any more
         except Exception:  # as every handler of the standard library
             self.handleError(record)
 
@@ -122,16 +181,45 @@ class LineHandler(logging.Handler):
 
 
 def setup(level: str, form: Literal["text", "json"]) -> None:
-    """Log to standard error; the server's own chatter from warnings on.
+    """Log to standard error, Python's warnings too; the server's own chatter from warnings on.
 
     uvicorn writes the heads of WebSocket handshakes at debug level, keys included: never shown.
     """
     handler = LineHandler(sys.stderr.fileno())
     if form == "json":
         handler.setFormatter(JsonFormatter())
+        _log_what_is_printed_or_raised()
     else:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler])
+    warnings.formatwarning = _one_line
+    logging.captureWarnings(True)
     # at info, its "started" and "finished" say what the command line says better
     quiet = logging.WARNING if level == "info" else logging.INFO
     logging.getLogger("uvicorn.error").setLevel(max(quiet, logging.getLogger().level))
+
+
+def _one_line(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    line: str | None = None,
+) -> str:
+    return f"{category.__name__}: {message} ({filename}:{lineno})"
+
+
+def _log_what_is_printed_or_raised() -> None:
+    """Libraries with handlers of their own, prints, and exceptions that reach a thread's end."""
+    uncaught = logging.getLogger("uncaught")
+
+    def told(args: Any) -> None:
+        if args.exc_type is SystemExit:
+            return  # how a thread may end
+        trace = args.exc_type, args.exc_value, args.exc_traceback
+        uncaught.critical("%s", getattr(args, "err_msg", None) or "exception", exc_info=trace)
+
+    sys.excepthook = lambda *trace: uncaught.critical("exception", exc_info=trace)
+    threading.excepthook = sys.unraisablehook = told
+    sys.stdout = Printed("stdout", logging.INFO, sys.stdout.fileno())
+    sys.stderr = Printed("stderr", logging.WARNING, sys.stderr.fileno())

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from streamer.engine.stats import Tally
 from streamer.server.engine_metrics import EngineCollector, histogram
+from streamer.server.records import Refusals
 
 if TYPE_CHECKING:
     from streamer.engine.engine import AsyncEngine
@@ -42,6 +43,7 @@ class Metrics:
         self.gap_s = Tally(GAP_S)
         self.loop_late_s = Tally(LATENCY_S)
         self.ended_tokens = 0
+        self._refusals = Refusals()
         self.registry.register(EngineCollector(engine))
         self.registry.register(_TallyCollector(self))
         self._finished = self._counter(
@@ -106,8 +108,9 @@ class Metrics:
         self._total_s.observe(total_s)
 
     def refused(self, error: StreamerError) -> None:
-        """A request was answered with an error and never ran."""
+        """A request was answered with an error and never ran; it has a line in the log."""
         self._refused.labels(error.code or error.type).inc()
+        self._refusals.told(error)
 
     def resumed(self, status: str) -> None:
         """A reader asked for a response again and found it "live", "finished" or "gone"."""

@@ -130,8 +130,14 @@ def test_an_unknown_dtype() -> None:
         choose_dtype("float64", "F32")
 
 
-def test_the_progress_bar_counts_layers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_progress_bar_counts_layers_on_a_terminal_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It names the model and reaches the total, on stderr."""
+    with progress_bar("Loading tiny", 1, "layers", True) as advance:
+        advance()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # which rich takes for a terminal
     with progress_bar("Loading tiny", 3, "layers", True) as advance:
         for _ in range(3):
             advance()
@@ -143,8 +149,11 @@ def test_the_progress_bar_counts_layers(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err == ""
 
 
-def test_load_shows_one_bar(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_load_shows_one_bar(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """load_decoder advances it once a layer."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
     checkpoint = open_checkpoint(folder)
     config = parse_config(checkpoint.config)
     load_decoder(checkpoint, config, torch.float32, show_progress=True)

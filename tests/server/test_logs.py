@@ -1,9 +1,14 @@
-"""The log's reader may stop reading: nobody who logs waits for it, and what is lost is counted."""
+"""The log's lines: in JSON every one an object, whatever wrote it. A reader that stops reading
+holds up nothing, and what is lost is counted.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -11,7 +16,9 @@ from contextlib import ExitStack
 import httpx
 import pytest
 
+from streamer.errors import NotFound
 from streamer.server.logs import LineHandler
+from streamer.server.records import REFUSALS_A_SECOND, Refusals, Refused
 from tests.server.running import DEADLINE_S
 from tests.test_cli_run import server as serving
 
@@ -98,6 +105,7 @@ def test_a_server_whose_log_is_not_read_serves_on_and_stops() -> None:
     body = {"prompt": ["x" * 900] * 20, "max_tokens": 1}  # more than 18 KB a line, a pipe has 64
     with serving("fake", "--log-prompts") as (process, url, _), httpx.Client() as client:
         assert process.stderr is not None
+        assert "started" in process.stderr.readline()
         url += "/v1/completions"
         asked = [client.post(url, json=body, timeout=DEADLINE_S).json()["id"] for _ in range(5)]
         for name in asked:
@@ -108,3 +116,70 @@ def test_a_server_whose_log_is_not_read_serves_on_and_stops() -> None:
             assert client.post(url, json=body, timeout=DEADLINE_S).status_code == 200
         process.terminate()
         assert process.wait(DEADLINE_S) == 0
+
+
+PAST_THE_LOG = """
+import gc, logging, sys, threading, warnings
+from streamer.server.logs import setup
+
+setup("info", "json")
+print("a banner", "of two words")
+warnings.warn("old\\nway", FutureWarning)
+library = logging.getLogger("library")
+library.propagate = False
+library.addHandler(logging.StreamHandler())
+library.warning("two\\nlines")
+for share in (0, 50, 100):
+    print(f"\\r{share}%", end="", file=sys.stderr)
+print(file=sys.stderr)
+logging.getLogger("a").warning("half of a pair: %s", "\\ud800")
+logging.getLogger("a").warning("%d wrong", "argument")
+try:
+    1 / 0
+except ZeroDivisionError:
+    logging.getLogger("a").exception("caught")
+thread = threading.Thread(target=lambda: [][0])
+thread.start()
+thread.join()
+
+class Broken:
+    def __del__(self):
+        raise KeyError("del")
+
+Broken()
+raise RuntimeError("the end")
+"""
+
+
+def test_what_is_printed_warned_or_raised_past_the_log_is_a_json_line_too() -> None:
+    done = subprocess.run([sys.executable, "-c", PAST_THE_LOG], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    told = [json.loads(line) for line in done.stderr.splitlines()]
+    said = {(line["logger"], line["message"]) for line in told}
+    assert ("stdout", "a banner of two words") in said
+    assert ("py.warnings", "FutureWarning: old\nway (<string>:7)") in said
+    assert ("stderr", "two\nlines") in said
+    assert ("stderr", "100%") in said
+    assert ("a", "half of a pair: \\ud800") in said
+    assert any("wrong" in line["message"] for line in told if line["logger"] == "stderr")
+    raised = [line["exception"] for line in told if "exception" in line]
+    names = ("ZeroDivisionError", "IndexError", "KeyError", "RuntimeError: the end")
+    assert len(raised) == len(names)
+    for text, name in zip(raised, names, strict=True):
+        assert text.startswith("Traceback")
+        assert name in text
+
+
+def test_refusals_are_lines_and_a_flood_of_them_is_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock = iter([*[1.5] * (REFUSALS_A_SECOND + 3), 2.0])
+    refusals = Refusals(lambda: next(clock))
+    with caplog.at_level(logging.INFO, "streamer.refused"):
+        for _ in range(REFUSALS_A_SECOND + 4):
+            refusals.told(NotFound("no model\n'x'" + "y" * 9000, param="model"))
+    lines = [record.args[0] for record in caplog.records if isinstance(record.args, tuple)]
+    assert len(lines) == REFUSALS_A_SECOND + 1
+    assert all(isinstance(line, Refused) and len(line.error) == 500 for line in lines)
+    assert [line.unlogged for line in lines] == [None] * REFUSALS_A_SECOND + [3]
+    assert str(lines[0]).startswith("status=404 code=not_found error=\"no model\\n'x'yyy")
