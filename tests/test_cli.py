@@ -90,7 +90,10 @@ def test_locust_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["bench"], "required: WHAT"),
+        (["bench"], "required: WHAT see `streamer bench --help`"),
+        (["loadtest"], "required: WHAT see"),
+        (["bench", "stream", "--streams", "0,1"], "--streams: wants numbers above 0, got '0,1'"),
+        (["bench", "stream", "--slow-readers", "x"], "--slow-readers: wants whole numbers"),
         (["bench", "x"], "invalid choice: 'x'"),
         (["loadtest", "x"], "invalid choice: 'x'"),
         (["loadtest", "open-loop", "--rate"], "unrecognized arguments: --rate"),

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from streamer.cli import main
+from streamer.errors import StreamerError
 from tests.checkpoints import make_checkpoint
 
 DEADLINE_S = 60.0
@@ -200,9 +201,34 @@ def test_generate_and_serve_meet(
 def test_piped_lines_without_an_answer_are_a_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def fail(*_: object) -> None:
+        raise StreamerError("not now")
+
+    monkeypatch.setattr("streamer.cli.talk.InProcess.answer", fail)
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
+    assert main(["chat", "fake"]) == 1
+    assert "not now" in capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert main(["chat", "fake"]) == 0
+
+
+def test_chat_without_a_server_says_so_before_it_asks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a terminal too: a person has typed nothing in vain."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks"))
     assert main(["chat", "--url", "127.0.0.1:9"]) == 1
-    assert "127.0.0.1:9" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "127.0.0.1:9" in told.err
+    assert told.out == ""
+
+
+def test_answers_that_were_forgotten_were_answers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n/new\n"))
+    assert main(["chat", "fake:length=2"]) == 0
+    assert "forgotten" in capsys.readouterr().out
 
 
 def test_a_taken_port_is_told(capsys: pytest.CaptureFixture[str]) -> None:

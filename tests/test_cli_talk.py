@@ -145,9 +145,10 @@ def test_addresses_as_people_type_them(given: str, url: str) -> None:
     assert socket_url(given) == url
 
 
-def test_an_address_that_is_none() -> None:
+@pytest.mark.parametrize("url", ["file:///x", "http://h:x", "http://[::1", " ", "", "h:99999"])
+def test_an_address_that_is_none(url: str) -> None:
     with pytest.raises(UsageError, match="--url"):
-        socket_url("file:///x")
+        socket_url(url)
 
 
 class Scripted:
@@ -188,8 +189,8 @@ def conversation(
     monkeypatch.setattr("builtins.input", read)
     talker, screen = Scripted(), io.StringIO()
     with asyncio.Runner() as runner:
-        messages = converse(runner, talker, Console(file=screen, width=100), system)
-    return talker, messages, screen.getvalue()
+        said = converse(runner, talker, Console(file=screen, width=100), system)
+    return talker, said.messages, screen.getvalue()
 
 
 def test_a_conversation_remembers(monkeypatch: pytest.MonkeyPatch) -> None:

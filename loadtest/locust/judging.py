@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,16 @@ from .sockets import SocketUser
 MET, MISSED, UNUSABLE = 0, 1, 2
 
 
-def prepare(environment: Environment, **_: Any) -> None:
+def prepare(environment: Environment, web_ui: Any = None, **_: Any) -> None:
     """Listener of `init`: what can be known to be wrong before the load begins ends it here."""
     parsed: Any = environment.parsed_options
     if isinstance(environment.runner, WorkerRunner):
         return
+    if web_ui is not None and (parsed.shape or parsed.user_classes != [options.USUAL]):
+        web_ui.userclass_picker_is_active = False  # the page's choice would undo that of the flags
     try:
+        if parsed.shape and not (parsed.run_time and parsed.num_users):
+            raise ValueError("--shape needs --users, the most there will be, and --run-time")
         flags = options.of(parsed)
         slo.read(Path(parsed.slo), STATISTICS)
         if parsed.headless:
@@ -47,7 +52,7 @@ def prepare(environment: Environment, **_: Any) -> None:
 
 
 def judge(environment: Environment, **_: Any) -> None:
-    """Listener of `quitting`: print the table, set the exit code."""
+    """Listener of `quitting`: set the exit code, and leave the table for the end."""
     parsed: Any = environment.parsed_options
     if isinstance(environment.runner, WorkerRunner):
         return
@@ -56,9 +61,13 @@ def judge(environment: Environment, **_: Any) -> None:
         lambda statistic, user: measure(environment, statistic, user),
     )
     text = table.plain(slo.table_rows(verdicts))
-    Console(soft_wrap=True, emoji=False).print(f"\n{text}\n", markup=False, highlight=False)
+    environment.events.quit.add_listener(partial(_print, text))  # after Locust's own tables
     broke = environment.runner is not None and environment.runner.exceptions  # Locust prints them
     environment.process_exit_code = MET if slo.is_met(verdicts) and not broke else MISSED
+
+
+def _print(text: str, **_: Any) -> None:
+    Console(soft_wrap=True, emoji=False).print(f"\n{text}", markup=False, highlight=False)
 
 
 def measure(environment: Environment, statistic: str, user: str) -> slo.Measured | None:

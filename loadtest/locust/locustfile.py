@@ -1,6 +1,6 @@
 """What `locust -f` is given: every user, the flags, load shapes and objectives.
 
-Choose users by name (`SseChat Flaky`) or tasks by tag (`--tags sse`); without a choice all run.
+Choose users by name (`SseChat Flaky`) or tasks by tag (`--tags sse`); else SseChat runs.
 Needs no server of ours: SseChat and MultiTurn run against anything that speaks OpenAI's API.
 """
 
@@ -28,6 +28,6 @@ __all__ = [
 
 setattr(locust.stats, "bucket_response_time", bucket)  # noqa: B010, Locust's own hook
 events.init_command_line_parser.add_listener(options.add)
-events.init.add_listener(shapes.choose)
 events.init.add_listener(judging.prepare)
+events.init.add_listener(shapes.choose)
 events.quitting.add_listener(judging.judge)

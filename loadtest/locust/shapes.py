@@ -11,6 +11,7 @@ from typing import Any
 
 from locust import LoadTestShape
 from locust.env import Environment
+from locust.runners import WorkerRunner
 
 STEPS = 5
 SPIKE_FROM, SPIKE_TO, SPIKE_BASE = 0.4, 0.6, 0.2
@@ -56,10 +57,8 @@ class Shape(LoadTestShape):
 def choose(environment: Environment, **_: Any) -> None:
     """Listener of `init`: use the shape that was asked for."""
     parsed: Any = environment.parsed_options
-    if not parsed.shape:
+    if not parsed.shape or isinstance(environment.runner, WorkerRunner):
         return
-    if not parsed.run_time or not parsed.num_users:
-        raise SystemExit("--shape needs --users, the most there will be, and --run-time")
     shape = Shape(parsed.shape, int(parsed.num_users), float(parsed.run_time))
     shape.runner = environment.runner
     environment.shape_class = shape

@@ -9,6 +9,7 @@ import csv
 from collections.abc import Mapping
 from pathlib import Path
 
+from ..locust.options import USERS as ALL
 from .parts import Command, Setting, Tool, Verdict
 
 USERS, PLAIN = "locust_users", "locust_plain"
@@ -19,7 +20,7 @@ Row = dict[str, str]
 
 def commands(setting: Setting) -> list[Command]:
     """Both runs."""
-    users = () if setting.is_ours else EVERYWHERE
+    users = ALL if setting.is_ours else EVERYWHERE
     return [
         command(USERS, "users of this repository", setting, ("--slo", "slo.toml", *users)),
         command(PLAIN, "a plain HttpUser", setting, ()),

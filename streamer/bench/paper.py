@@ -98,6 +98,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     out = args.out or (None if args.tiny else OUT)
     if out is OUT and not OUT.parent.is_dir():
         raise ConfigError(f"there is no {OUT.parent} here: name a folder with --out", param="out")
+    if out is not None:
+        _make(out)  # before minutes are spent on what could not be written
     parts, seconds = _run_all(names, console, is_tiny=args.tiny)
     before = paper_report.read(out) if out else Report()
     measured = dict(before.measured)
@@ -113,6 +115,13 @@ def run(args: argparse.Namespace, console: Console) -> int:
         paper_report.write(Report(in_order, failures), out)
         console.print(f"written to {out}", markup=False, highlight=False)
     return 1 if failures else 0
+
+
+def _make(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {error.strerror or error}", param="out") from error
 
 
 def _run_all(

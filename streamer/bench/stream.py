@@ -344,16 +344,16 @@ def _memory_table(memory: list[Memory]) -> Table:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    numbers = tuple(int(part) for part in text.split(","))
+    numbers = tuple(_count(part) for part in text.split(","))
     if min(numbers) < 1:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"wants numbers above 0, got {text!r}")
     return numbers
 
 
 def _count(text: str) -> int:
-    if (number := int(text)) < 0:
-        raise ValueError
-    return number
+    if not text.strip().isdecimal():
+        raise argparse.ArgumentTypeError(f"wants whole numbers, got {text!r}")
+    return int(text)
 
 
 def _transports(text: str) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 import time
 from contextlib import aclosing
 from typing import TYPE_CHECKING
@@ -77,43 +76,51 @@ async def stream(pieces: AsyncIterator[Piece], into: Measured, console: Console)
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Talk until the person leaves; 1 if piped lines got no answer at all."""
+    """Talk until the person leaves; 1 if something was asked and nothing was answered."""
     opening = talker_from(args)
     # The loop stands still while a person types: nothing streams then, and Ctrl-C reaches input().
     with new_runner() as runner:
         talker = runner.run(opening.__aenter__())
         try:
             console.print(f"[bold]{talker.name}[/]  {HELP}")
-            messages = converse(runner, talker, console, args.system)
+            conversation = converse(runner, talker, console, args.system)
         finally:
             runner.run(_close(opening))
-    was_answered = any(message["role"] == "assistant" for message in messages)
-    return 0 if was_answered or sys.stdin.isatty() else 1
+    return 1 if conversation.num_asked and not conversation.num_answered else 0
 
 
 async def _close(opening: AbstractAsyncContextManager[Talker]) -> None:
     await opening.__aexit__(None, None, None)
 
 
+class Conversation(msgspec.Struct):
+    """What was said since it began or was forgotten, and how much was asked in all."""
+
+    messages: list[Message]
+    num_asked: int = 0
+    num_answered: int = 0
+
+
 def converse(
     runner: asyncio.Runner, talker: Talker, console: Console, system: str | None
-) -> list[Message]:
+) -> Conversation:
     """Ask and answer until end of input; returns the conversation as it stood at the end."""
     opening: list[Message] = [{"role": "system", "content": system}] if system else []
-    messages = list(opening)
+    now = Conversation(list(opening))
     while True:
         try:
             line = console.input("[bold green]> [/]").strip()
         except (EOFError, KeyboardInterrupt):
             console.print()
-            return messages
+            return now
         if line == "/new":
-            messages = list(opening)
+            now.messages = list(opening)
             console.print("[dim]forgotten[/]")
         elif line:
-            messages = _turn(
-                runner, talker, console, [*messages, {"role": "user", "content": line}]
-            )
+            asked = [*now.messages, {"role": "user", "content": line}]
+            now.messages = _turn(runner, talker, console, asked)
+            now.num_asked += 1
+            now.num_answered += len(now.messages) > len(asked)
 
 
 def _turn(

@@ -45,7 +45,8 @@ def add_door(parser: argparse.ArgumentParser, commands: Mapping[str, Command]) -
     """The name of one of these; what follows is its own."""
     listed = "; ".join(f"{name}: {command.help}" for name, command in commands.items())
     parser.add_argument("what", metavar="WHAT", choices=commands, help=listed)
-    parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    rest = parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    rest.required = False  # else a missing WHAT is told together with it
     parser.set_defaults(prog=parser.prog)
 
 

@@ -26,6 +26,7 @@ from streamer.cli.arguments import (
 from streamer.errors import StreamerError
 
 if TYPE_CHECKING:
+    from websockets.asyncio.client import ClientConnection
     from websockets.http11 import Response
 
     from streamer.config import Config
@@ -121,14 +122,20 @@ class InProcess:
 
 @asynccontextmanager
 async def _over_socket(url: str, key: str | None, given: dict[str, Any]) -> AsyncIterator[Talker]:
-    yield OverSocket(socket_url(url), key, given)
+    talker = OverSocket(socket_url(url), key, given)
+    await talker.check()
+    yield talker
 
 
 def socket_url(url: str) -> str:
     """The WebSocket address of a server given as a person types it: `localhost:8000` will do."""
-    parts = urlsplit(url if "://" in url else f"http://{url}")
     schemes = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
-    if parts.scheme not in schemes or not parts.netloc:
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        is_address = parts.scheme in schemes and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, half a bracket
+        is_address = False
+    if not is_address or not url.isprintable() or " " in url:
         raise UsageError(f"--url: {url} is no address of a server, such as http://127.0.0.1:8000")
     path = parts.path.rstrip("/").removesuffix("/responses").removesuffix("/v1")
     return urlunsplit((schemes[parts.scheme], parts.netloc, path + "/v1/responses", "", ""))
@@ -145,8 +152,35 @@ class OverSocket:
         if "max_tokens" in self._body:
             self._body["max_output_tokens"] = self._body.pop("max_tokens")
 
+    async def check(self) -> None:
+        """StreamerError if no server lets us in: before a person has typed a question."""
+        async with self._connected():
+            pass
+
     async def answer(self, messages: list[Message]) -> AsyncIterator[Piece]:
         """Pieces of the assistant's next message."""
+        async with self._connected() as socket:
+            create = {"type": "response.create", "input": messages, **self._body}
+            await socket.send(msgspec.json.encode(create).decode())
+            response_id = None
+            try:
+                async for frame in socket:
+                    event = msgspec.json.decode(frame)
+                    response_id = _id_in(event) or response_id
+                    piece = piece_of(event)
+                    if piece is not None:
+                        yield piece
+                        if piece.end is not None:
+                            response_id = None
+                            return
+            finally:
+                if response_id is not None:
+                    cancel = {"type": "response.cancel", "response_id": response_id}
+                    await socket.send(msgspec.json.encode(cancel).decode())
+        raise StreamerError(f"{self._url}: the connection ended before the answer did")
+
+    @asynccontextmanager
+    async def _connected(self) -> AsyncIterator[ClientConnection]:
         from websockets.asyncio.client import connect
         from websockets.exceptions import InvalidStatus, WebSocketException
         from websockets.typing import Subprotocol
@@ -158,28 +192,14 @@ class OverSocket:
                 subprotocols=[Subprotocol(SUBPROTOCOL)],
                 max_size=None,
             ) as socket:
-                create = {"type": "response.create", "input": messages, **self._body}
-                await socket.send(msgspec.json.encode(create).decode())
-                response_id = None
-                try:
-                    async for frame in socket:
-                        event = msgspec.json.decode(frame)
-                        response_id = _id_in(event) or response_id
-                        piece = piece_of(event)
-                        if piece is not None:
-                            yield piece
-                            if piece.end is not None:
-                                response_id = None
-                                return
-                finally:
-                    if response_id is not None:
-                        cancel = {"type": "response.cancel", "response_id": response_id}
-                        await socket.send(msgspec.json.encode(cancel).decode())
+                yield socket
         except InvalidStatus as error:
             raise StreamerError(f"{self._url}: {refusal(error.response)}") from error
-        except (OSError, WebSocketException) as error:
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise StreamerError(f"no server answers at {self._url}: {why}") from error
+        except WebSocketException as error:
             raise StreamerError(f"{self._url}: {error}") from error
-        raise StreamerError(f"{self._url}: the connection ended before the answer did")
 
 
 def refusal(response: Response) -> str:

@@ -24,6 +24,7 @@ class Run(NamedTuple):
 
     code: int
     text: str
+    out: str
     rows: dict[tuple[str, str], dict[str, str]]
 
     def count(self, statistic: str, name: str) -> int:
@@ -51,7 +52,7 @@ def locust(folder: Path, url: str, *flags: str) -> Run:
     if file.exists():
         with file.open(encoding="utf-8") as lines:
             rows = {(row["Type"], row["Name"]): row for row in csv.DictReader(lines)}
-    return Run(done.returncode, done.stdout + done.stderr, rows)
+    return Run(done.returncode, done.stdout + done.stderr, done.stdout, rows)
 
 
 class _Peer(BaseHTTPRequestHandler):

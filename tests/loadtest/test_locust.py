@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
+
+from streamer.loadtest.locust.options import USERS
 from tests.loadtest.locusts import PEER_TOKENS, ROOT, locust, peer
 from tests.server.running import Running
 
@@ -41,7 +46,7 @@ def test_every_user_measures_and_loses_nothing(slow: Running, tmp_path: Path) ->
     slo.write_text(EASY)
     flags = ["-u", "8", "-r", "8", "-t", "4s", "--max-tokens", str(TOKENS), "--counting"]
     flags += ["--reader-tokens-s", "50", "--lanes", "3", "--turns", "2", "--slo", str(slo)]
-    run = locust(tmp_path, slow.url, *flags)
+    run = locust(tmp_path, slow.url, *USERS, *flags)
     assert run.code == 0, run.text
     found = {(kind, name) for kind, name in run.rows if kind}
     assert found == {(kind, name) for name, kinds in MEASURED.items() for kind in kinds}
@@ -67,6 +72,9 @@ def test_a_missed_objective_is_the_exit_code(slow: Running, tmp_path: Path) -> N
     assert re.search(r"TTFT SseChat +p50_ms +<= 0.0001 +\S+ +missed", run.text)
     assert re.search(r"E2E +error_share +<= 0 +0 +met", run.text)
     assert re.search(r"RESUME +p50_ms +<= 60000 +- +did not run", run.text)
+    told = run.out.rstrip().splitlines()
+    assert told[-1].startswith("TTFT SseChat"), "the verdict is printed last"
+    assert {name for kind, name in run.rows if kind} == {"SseChat"}
 
 
 def test_a_refusal_is_a_failure_with_the_servers_words(slow: Running, tmp_path: Path) -> None:
@@ -107,10 +115,43 @@ def test_the_readme_names_every_user() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     rows = readme.split("\n| user |")[1].split("\n\n")[0].splitlines()[2:]
     told = [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])]
-    assert sorted(told) == sorted(ast.literal_eval(names))
+    assert sorted(told) == sorted(ast.literal_eval(names)) == sorted(USERS)
 
 
-def test_what_can_not_work_is_told_at_once(tmp_path: Path) -> None:
-    nobody = locust(tmp_path, "http://127.0.0.1:9", "-t", "1s")
-    assert nobody.code == 2
-    assert "Can't begin" in nobody.text
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "streamer", "loadtest", "locust", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_help_shows_its_own_flags_with_defaults() -> None:
+    done = run("--help")
+    told = " ".join(done.stdout.split())
+    assert done.returncode == 0
+    assert "Usage: streamer loadtest locust" in told
+    for flag in ("--think-s", "--reader-tokens-s", "--shape", "--counting", "--slo", "--lanes"):
+        assert flag in told
+    assert "tokens of an answer (default: 64)" in told
+    assert f"users that run, of {', '.join(USERS)} (default: SseChat)" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["Nobody"], "no user is called 'Nobody'; there are SseChat, "),
+        (["--shape", "soak"], "--shape needs --users"),
+        (["--host", "http://127.0.0.1:9"], "127.0.0.1:9"),
+    ],
+)
+def test_what_can_not_begin_is_2_and_said(words: list[str], says: str) -> None:
+    done = run("--headless", "-t", "1s", *words)
+    assert done.returncode == 2, done.stderr
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_page_listens_on_this_machine_alone() -> None:
+    with peer() as url:
+        flags = ["--web-port", "0", "--autostart", "--autoquit", "0", "-t", "1s", "-u", "1"]
+        done = run("--host", url, *flags)
+    assert "Starting web interface at http://127.0.0.1:0" in done.stderr
+    assert done.returncode == 0, done.stderr
