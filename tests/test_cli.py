@@ -256,7 +256,7 @@ def test_doctor_says_that_a_port_is_in_use_not_missing() -> None:
     assert port_free(Config(port=0)).state == "good"
 
 
-@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
+@pytest.mark.parametrize("closed", [(1,), (0, 1, 2)])
 def test_a_closed_standard_stream_is_no_abort_at_exit(closed: tuple[int, ...]) -> None:
     """uvloop aborts over a socket below 3; `subprocess` can't close these, so a shell does."""
     redirects = " ".join(f"{fd}{'>' if fd else '<'}&-" for fd in closed)

@@ -133,7 +133,7 @@ def config_flags_given(args: argparse.Namespace) -> list[str]:
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """A flag for each sampling parameter that makes sense in a terminal."""
-    group = parser.add_argument_group("sampling")
+    group = parser.add_argument_group("sampling", "what is absent is as the model has it")
     for name, help_text in SAMPLING_HELP.items():
         options: dict[str, Any] = {"dest": f"sampling_{name}", "default": None, "help": help_text}
         if isinstance(_sampling_default(name), bool):
