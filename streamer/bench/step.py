@@ -150,14 +150,13 @@ async def measure(case: Case, is_busy: bool, num_sequences: int, seconds: float)
     runners: list[TimedRunner] = []
     late: list[float] = []  # seconds from each wake-up to the loop's turn
     engine = _build(case, num_sequences, runners, late)
-    async with engine, _writing(is_busy) as frames, _ticking(late):
-        params = SamplingParams(max_tokens=None if case.model else MAX_TOKENS, ignore_eos=True)
-        begun = [asyncio.Event() for _ in range(num_sequences)]
-        readers = [
-            asyncio.create_task(_read(engine, params, i + 1, event))
-            for i, event in enumerate(begun)
-        ]
-        await asyncio.gather(*(event.wait() for event in begun))
+    params = SamplingParams(max_tokens=None if case.model else MAX_TOKENS, ignore_eos=True)
+    async with (
+        engine,
+        _writing(is_busy) as frames,
+        _ticking(late),
+        _reading(engine, params, num_sequences),
+    ):
         first, began, frames_before = len(runners[0].launches), time.perf_counter(), frames[0]
         late.clear()
         await asyncio.sleep(seconds)
@@ -165,9 +164,6 @@ async def measure(case: Case, is_busy: bool, num_sequences: int, seconds: float)
         took_s = time.perf_counter() - began
         launches = runners[0].launches[first:]
         frames_per_s = (frames[0] - frames_before) / took_s
-        for reader in readers:
-            reader.cancel()
-        await asyncio.gather(*readers, return_exceptions=True)
     steps = [(b - a) * 1e3 for a, b in pairwise(launches)] or [math.inf]  # none ended
     if not lags:
         raise ConfigError("too short to measure anything", param="seconds")
@@ -222,6 +218,22 @@ def _build(
         return FolderTokenizer.from_folder(Path(case.model))
 
     return Timed(load, load_tokenizer, config)
+
+
+@contextlib.asynccontextmanager
+async def _reading(engine: AsyncEngine, params: SamplingParams, number: int) -> AsyncIterator[None]:
+    """So many answers under way, each past its first token; Ctrl-C cancels them too."""
+    begun = [asyncio.Event() for _ in range(number)]
+    readers = [
+        asyncio.create_task(_read(engine, params, i + 1, event)) for i, event in enumerate(begun)
+    ]
+    try:
+        await asyncio.gather(*(event.wait() for event in begun))
+        yield
+    finally:
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
 
 
 async def _read(
