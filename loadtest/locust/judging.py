@@ -45,9 +45,9 @@ def prepare(environment: Environment, web_ui: Any = None, **_: Any) -> None:
                 if issubclass(user, SocketUser):
                     Session(target, user.is_ours, user.__name__).close()
     except (Missing, *FAULTS) as error:
-        Console(stderr=True, soft_wrap=True, emoji=False).print(
-            f"Can't begin: {error}", markup=False
-        )
+        is_net = isinstance(error, OSError) and error.filename is None
+        why = f"no server answers at {environment.host}: {error}" if is_net else str(error)
+        Console(stderr=True, soft_wrap=True, emoji=False).print(f"Can't begin: {why}", markup=False)
         sys.exit(UNUSABLE)
 
 

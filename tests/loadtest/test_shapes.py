@@ -36,12 +36,13 @@ print("codes", *codes, environment.process_exit_code)
 import sys
 from streamer.loadtest.locust.judging import prepare
 from streamer.loadtest.locust.options import Options
-from streamer.loadtest.locust.shapes import choose
 flags = dict.fromkeys(Options.__struct_fields__, 1)
-for refuses, more in ((prepare, {"slo": sys.argv[1]}), (choose, {"shape": "spike"})):
-    environment.parsed_options = SimpleNamespace(**flags, **more, run_time=None, num_users=1)
+for slo, shape in ((sys.argv[1], ""), (SLO, "spike")):
+    environment.parsed_options = SimpleNamespace(
+        **flags, slo=slo, shape=shape, run_time=None, num_users=1
+    )
     try:
-        refuses(environment)
+        prepare(environment)
     except SystemExit as error:
         print("refused", error.code)
 """
@@ -55,6 +56,7 @@ def test_shapes_exit_codes_and_refusals(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert "Can't begin" in done.stderr
     assert "no statistic 'TTFF'" in done.stderr
+    assert "--shape needs --users" in done.stderr
     told = ("steps", "spike", "soak", "codes", "refused")
     assert [line for line in done.stdout.splitlines() if line.startswith(told)] == [
         "steps 2 2 4 4 6 6 8 8 10 10 1",
@@ -62,7 +64,7 @@ def test_shapes_exit_codes_and_refusals(tmp_path: Path) -> None:
         "soak 1 10 10 10 10 10 10 10 10 10 1",
         "codes 1 1 1 1 0 1",  # nothing met till all are; and a user's own mistake is none
         "refused 2",
-        "refused --shape needs --users, the most there will be, and --run-time",
+        "refused 2",
     ], done.stderr
 
 

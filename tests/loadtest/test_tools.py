@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from streamer.loadtest.engines import Places
+from streamer.loadtest.locust.options import USERS
 from streamer.loadtest.tools import __main__ as tools
 from streamer.loadtest.tools import kept, with_guidellm, with_lm_eval, with_locust
 from streamer.loadtest.tools.parts import MODEL, Command, Setting, Tool, Verdict
@@ -49,7 +50,8 @@ def test_a_line_can_be_pasted_into_a_shell() -> None:
 
 def test_only_our_server_gets_the_users_that_need_it() -> None:
     ours, other = (with_locust.TOOL.commands(s)[0].flags for s in (OURS, OTHER))
-    assert other == (*ours, "SseChat", "MultiTurn")
+    assert ours[-len(USERS) :] == USERS
+    assert other == (*ours[: -len(USERS)], "SseChat", "MultiTurn")
 
 
 def test_both_runs_of_lm_eval_cut_texts_alike() -> None:

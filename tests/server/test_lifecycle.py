@@ -75,7 +75,7 @@ class SlowEngine(SimpleNamespace):
 
     def __init__(self) -> None:
         super().__init__(is_ready=False, is_dead=False, is_draining=False, death=None, closed=0)
-        self.is_hung = False
+        self.is_hung, self.info = False, SimpleNamespace(name="slow")
         self.loaded = asyncio.Event()
 
     async def start(self) -> None:

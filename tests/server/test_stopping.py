@@ -195,7 +195,7 @@ async def test_a_hung_step_is_told_to_all_and_ends_the_process(
     assert told.count("StepHung: a step took longer than 0.5 s") == 1
     assert 'File "<string>"' in told  # the stack of the thread that hangs
     assert "in launch" in told
-    assert told.count("status=503") == 5
+    assert told.count("reason=failed status=503") == 5
 
 
 async def _until_paused(client: httpx.AsyncClient, url: str) -> None:
