@@ -113,6 +113,6 @@ def test_the_context_has_a_meter_and_a_full_one_says_what_to_do(
     expect(continue_(page)).to_have_count(0)  # nothing more fits
     page.reload()
     expect(note).to_contain_text("edit an earlier question")
-    note.get_by_role("button", name="New chat").click()
+    note.get_by_role("button", name="Begin another").click()
     expect(page.locator("article")).to_have_count(0)
     expect(note).to_have_count(0)

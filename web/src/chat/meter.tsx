@@ -40,10 +40,10 @@ export function Meter({ conversation }: { conversation: Conversation }) {
       {isNearly && (
         <p class="context-note" role="status">
           <span>
-            {used >= length ? "The context is full: nothing more fits into this chat." : "The context is nearly full: answers will be cut short."} Start a new chat, or edit an earlier question to go on from there.
+            {used >= length ? "The context is full: nothing more fits into this chat." : "The context is nearly full: answers will be cut short."} Begin another chat, or edit an earlier question to go on from there.
           </span>
           <button class="button small" type="button" onClick={newChat}>
-            <Plus /> New chat
+            <Plus /> Begin another
           </button>
         </p>
       )}
