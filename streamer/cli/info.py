@@ -63,6 +63,8 @@ def rows(facts: CheckpointFacts, config: Config) -> list[tuple[str, str]]:
     if facts.num_blocks:
         pool = f"{facts.fitting_tokens:,} tokens in {facts.num_blocks:,} blocks"
         found.append(("fits here", f"{pool}; a sequence of {facts.max_model_len:,} tokens at most"))
+    if facts.limited_by:
+        found.append(("limited by", facts.limited_by))
     return found
 
 

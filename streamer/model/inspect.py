@@ -38,6 +38,7 @@ class CheckpointFacts(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes        in the computing dtype; tied embeddings twice, as rows and packed
     kv_bytes_per_token  K and V of all layers, a block's scales shared among its tokens
     fitting_tokens      tokens of KV cache that the pool would hold with the memory free now
+    limited_by          why a sequence can't have the model's whole context here
     """
 
     path: str
@@ -57,6 +58,7 @@ class CheckpointFacts(msgspec.Struct, frozen=True, kw_only=True):
     free_bytes: int = 0
     num_blocks: int = 0
     fitting_tokens: int = 0
+    limited_by: str = ""
 
 
 class Recognized(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,6 +203,7 @@ def inspect_checkpoint(path: str | Path, config: Config | None = None) -> Checkp
         max_model_len=pools.max_model_len,
         num_blocks=pools.num_blocks,
         fitting_tokens=pools.num_blocks * config.block_size,
+        limited_by=pools.limited_by,
     )
 
 

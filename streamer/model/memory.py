@@ -20,19 +20,25 @@ GIB = 1 << 30
 SHARE, GPU_SHARE = 0.5, 0.9  # of the free memory, for the KV pool; a GPU is nobody else's
 MIN_MODEL_LEN = 512  # a context below this is refused rather than chosen for the user
 CGROUP = Path("/sys/fs/cgroup")
+STATUS = Path("/proc/self/status")
 
 
 class PoolSizes(msgspec.Struct, frozen=True):
-    """Blocks of both pools, and the context length that one sequence can reach."""
+    """Blocks of both pools, and the context length that one sequence can reach.
+
+    limited_by  why the context is shorter than the model's, and what changes it; "" where not
+    """
 
     num_blocks: int
     num_host_blocks: int
     max_model_len: int
+    limited_by: str = ""
 
 
 def free_bytes() -> int:
-    """Memory this process can still take: what the system has available, within its cgroups."""
-    limits = [_available_bytes(), *(_cgroup_free_bytes())]
+    """Memory this process can still take: what the system has available, within its cgroups and
+    its own limits (ulimit -v, ulimit -d)."""
+    limits = [_available_bytes(), *_cgroup_free_bytes(), *_process_free_bytes()]
     return max(0, min(limits))
 
 
@@ -82,13 +88,29 @@ def plan_pools(
         raise NotEnoughMemory(
             f"one sequence of {needed * size} tokens needs {needed} KV blocks of {block_bytes:,} "
             f"bytes ({_gib(needed * block_bytes)}); the pool has {num_blocks} "
-            f"({share:.0%} of {_gib(free)} free). Lower --max-model-len, "
+            f"({100 * share:.3g}% of {_gib(free)} free). Lower --max-model-len, "
             "or raise --gpu-memory-utilization or --num-gpu-blocks-override",
             param="max_model_len",
         )
     spare = free - max(budget, num_blocks * block_bytes) if host_free is None else host_free
     host = min(int(config.swap_space * GIB), max(0, spare) // 2) // block_bytes
-    return PoolSizes(num_blocks, host, min(context, holds))
+    return PoolSizes(
+        num_blocks, host, min(context, holds), _limited_by(config, holds, context, share, free)
+    )
+
+
+def _limited_by(config: Config, holds: int, context: int, share: float, free: int) -> str:
+    if holds >= context:
+        return ""
+    if config.num_gpu_blocks_override is not None:
+        return (
+            f"--num-gpu-blocks-override {config.num_gpu_blocks_override} holds no more; raise it "
+            "for a longer one"
+        )
+    return (
+        f"--gpu-memory-utilization {share:g} of {_gib(free)} free holds no more; raise it for a "
+        "longer one"
+    )
 
 
 def check_weights_fit(weight_bytes: int, free: int) -> None:
@@ -127,6 +149,22 @@ def _available_bytes() -> int:
     return 4 * GIB  # no way to ask: what the smallest laptops have free
 
 
+def _process_free_bytes() -> list[int]:
+    """What RLIMIT_AS and RLIMIT_DATA still allow; none where unlimited."""
+    try:
+        import resource
+
+        fields = dict(line.split(":") for line in STATUS.read_text().splitlines() if ":\t" in line)
+        free = []
+        for limit, field in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+            soft, _ = resource.getrlimit(limit)
+            if soft != resource.RLIM_INFINITY:
+                free.append(soft - int(fields[field].split()[0]) * 1024)
+        return free
+    except (ImportError, OSError, ValueError, KeyError):  # no Linux
+        return []
+
+
 def _cgroup_free_bytes() -> list[int]:
     """What each cgroup of this process still allows, versions 1 and 2; none where unlimited."""
     free = []
@@ -148,14 +186,16 @@ def _cgroup_folders() -> list[tuple[Path, str, str]]:
     for line in lines:
         _, controllers, group = line.split(":", 2)
         if controllers == "":
-            root, files = CGROUP, ("memory.max", "memory.current")
+            root, used = CGROUP, "memory.current"
+            limits = ["memory.max", "memory.high"]  # above the second it is slowed down
         elif "memory" in controllers.split(","):
-            root = CGROUP / "memory"
-            files = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            root, used = CGROUP / "memory", "memory.usage_in_bytes"
+            limits = ["memory.limit_in_bytes"]
         else:
             continue
         parts = [p for p in group.split("/") if p not in ("", "..")]
-        found += [(root.joinpath(*parts[:n]), *files) for n in range(len(parts) + 1)]
+        folders = [root.joinpath(*parts[:n]) for n in range(len(parts) + 1)]
+        found += [(folder, limit, used) for folder in folders for limit in limits]
     return found
 
 

@@ -240,11 +240,12 @@ def load_runner(
     peak = 0 if device is None else step_bytes(device, model, config, known.model_limit, kv_dtype)
     left = memory.device_free_bytes(where) if device is None else device.free_bytes()
     pools = plan_pools(left - peak)
-    if config.max_model_len is None and pools.max_model_len < known.model_limit:
+    if pools.limited_by:
         logger.warning(
-            "context limited to %d of the model's %d tokens: the KV pool holds no more",
+            "context limited to %d of the model's %d tokens: %s",
             pools.max_model_len,
             known.model_limit,
+            pools.limited_by,
         )
     sizes = {
         "num_blocks": pools.num_blocks,

@@ -33,7 +33,17 @@ def test_never_more_than_useful() -> None:
 
 def test_the_override_is_exact() -> None:
     """The context shrinks to it."""
-    assert pools(2 * GIB, num_gpu_blocks_override=7) == PoolSizes(7, 256, 112)
+    made = pools(2 * GIB, num_gpu_blocks_override=7)
+    assert (made.num_blocks, made.num_host_blocks, made.max_model_len) == (7, 256, 112)
+
+
+def test_what_shortens_the_context_is_said_with_the_flag_that_helps() -> None:
+    """Also where blocks are left out by choice."""
+    assert pools(2 * GIB).limited_by == ""
+    assert "--num-gpu-blocks-override 7 " in pools(2 * GIB, num_gpu_blocks_override=7).limited_by
+    few = pools(2 * GIB, gpu_memory_utilization=0.05)
+    assert few.max_model_len == 1632
+    assert "--gpu-memory-utilization 0.05 of 2.00 GiB free" in few.limited_by
 
 
 def test_the_host_pool_leaves_room() -> None:
@@ -103,6 +113,7 @@ def test_the_machine_has_memory() -> None:
     ("line", "folder", "limit", "used"),
     [
         ("0::/box/inner", "box", "memory.max", "memory.current"),
+        ("0::/box/inner", "box", "memory.high", "memory.current"),  # slowed down above it
         (
             "4:cpu,memory:/box",
             "memory/box",
@@ -150,3 +161,18 @@ def test_cpu_quota(
     monkeypatch.setattr(memory, "CGROUP", tmp_path)
     monkeypatch.setattr(Path, "read_text", read)
     assert memory.cpu_quota() == cores
+
+
+def test_the_limits_of_the_process_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """ulimit -v and -d: what is left of each, as /proc counts what is used."""
+    import resource
+
+    limits = {resource.RLIMIT_AS: 100 * MIB, resource.RLIMIT_DATA: resource.RLIM_INFINITY}
+    (tmp_path / "status").write_text("Name:\tx\nVmSize:\t   40960 kB\nVmData:\t 20480 kB\n")
+    monkeypatch.setattr(memory, "STATUS", tmp_path / "status")
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limits[which], -1))
+    assert free_bytes() == 60 * MIB
+    limits[resource.RLIMIT_DATA] = 30 * MIB
+    assert free_bytes() == 10 * MIB
+    limits[resource.RLIMIT_AS] = MIB
+    assert free_bytes() == 0
