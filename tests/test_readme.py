@@ -1,9 +1,11 @@
-"""The README's claims that can be checked: commands, flags, defaults, packages, code and files."""
+"""What README and docs/ say and can be checked: links, commands, flags, defaults, code, files."""
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
+import shlex
 import tomllib
 from pathlib import Path
 
@@ -12,13 +14,29 @@ import pytest
 import streamer
 from streamer.build import DEMO_NAME
 from streamer.cli import COMMANDS
+from streamer.cli.commands import load
 from streamer.config import Config, settings
 
 ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-PYTHON = [code for language, code in BLOCKS if language == "python"]
-COMMAND_LINES = [line for language, code in BLOCKS if not language for line in code.splitlines()]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
+README = TEXTS["README.md"]
+FENCED = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+BLOCKS = [(page, *block) for page, text in TEXTS.items() for block in FENCED.findall(text)]
+PYTHON = [(page, code) for page, language, code in BLOCKS if language == "python"]
+SHELL = [
+    (page, line)
+    for page, language, code in BLOCKS
+    if language in ("", "sh")
+    for line in code.replace("\\\n", " ").splitlines()
+]
+COMMAND_LINES = [line for page, line in SHELL if page == "README.md"]
+LINKS = [
+    (page.name, link)
+    for page in PAGES
+    for link in re.findall(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"", TEXTS[page.name])
+]
+OTHERS_FLAGS = {"--headless", "--host", "--web-host", "--csv", "--processes", "--tags"}  # Locust's
 
 
 def section(title: str) -> str:
@@ -30,28 +48,97 @@ def first_column(text: str) -> list[str]:
     return rows[2:]  # without the heading and its line
 
 
-@pytest.mark.parametrize("code", PYTHON)
-def test_python_examples_use_names_that_exist(code: str) -> None:
+@pytest.mark.parametrize(("page", "code"), PYTHON)
+def test_python_examples_use_names_that_exist(page: str, code: str) -> None:
     tree = ast.parse(code)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "streamer":
             for alias in node.names:
                 assert getattr(streamer, alias.name)
-    compile(tree, "README.md", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    compile(tree, page, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
 def test_there_are_examples() -> None:
-    assert len(PYTHON) >= 3
+    assert len([page for page, _ in PYTHON if page == "README.md"]) >= 1
     assert "make serve" in COMMAND_LINES
     assert "make test" in COMMAND_LINES
     assert any(line.startswith("curl") for line in COMMAND_LINES)
 
 
-def test_examples_go_where_the_server_listens() -> None:
-    for port in re.findall(r"127\.0\.0\.1:(\d+)", README):
+@pytest.mark.parametrize("page", TEXTS)
+def test_examples_go_where_the_server_listens(page: str) -> None:
+    for port in re.findall(r"127\.0\.0\.1:(\d+)", TEXTS[page]):
         assert int(port) == Config().port
-    for model in re.findall(r"[\"']?model[\"']?[=:] ?\"([\w-]+)\"", README):
-        assert model == DEMO_NAME
+    for model in re.findall(r"[\"']?model[\"']?[=:] ?\"([\w-]+)\"", TEXTS[page]):
+        assert model in (DEMO_NAME, "fake")
+
+
+def slugs(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub writes them."""
+    titles = re.findall(r"^#+ (.+)$", FENCED.sub("", text), re.MULTILINE)
+    plain = (re.sub(r"[^\w\- ]", "", title.lower()) for title in titles)
+    return {title.replace(" ", "-") for title in plain}
+
+
+@pytest.mark.parametrize(("page", "link"), [(p, a or b) for p, (a, b) in LINKS])
+def test_links_lead_somewhere(page: str, link: str) -> None:
+    if link.startswith(("http://127.0.0.1", "https://", "http://localhost")):
+        return
+    place, _, anchor = link.partition("#")
+    folder = ROOT if page == "README.md" else ROOT / "docs"
+    target = (folder / place).resolve() if place else folder / page
+    assert target.exists(), link
+    if anchor:
+        assert anchor in slugs(target.read_text(encoding="utf-8")), link
+
+
+def parser_of(words: list[str]) -> argparse.ArgumentParser | None:
+    """The parser of `streamer WORDS`; None where the flags are another program's."""
+    command, parser = COMMANDS[words[0]], argparse.ArgumentParser()
+    module = load(command)
+    module.add_arguments(parser)
+    for action in parser._actions:
+        if action.dest == "what" and isinstance(action.choices, dict):
+            command = action.choices[words[1]]
+            if command.is_foreign:
+                return None
+            parser = argparse.ArgumentParser()
+            load(command).add_arguments(parser)
+    return parser
+
+
+@pytest.mark.parametrize(("page", "line"), [s for s in SHELL if s[1].startswith("streamer ")])
+def test_commands_have_the_flags_they_are_given(page: str, line: str) -> None:
+    words = shlex.split(line.partition(" #")[0])[1:]
+    parser = parser_of(words)
+    if parser is None:
+        return
+    known = {flag for action in parser._actions for flag in action.option_strings}
+    given = {w.partition("=")[0] for w in words if w.startswith("--")}
+    assert given <= known, given - known
+
+
+def test_make_has_what_it_is_asked_for() -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    asked = [line.split()[1] for _, line in SHELL if line.startswith("make ")]
+    assert {"serve", "test"} <= {*asked} <= {*targets}
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_flags_in_the_text_exist(page: str) -> None:
+    """Those of the server by name; a flag of another command stands in a command line."""
+    known = {setting.flag for setting in settings()} | {"--config", "--help"} | OTHERS_FLAGS
+    lines = " ".join(line for _, line in SHELL)
+    for flag in re.findall(r"`(--[a-z][a-z-]+)", FENCED.sub("", TEXTS[page])):
+        assert flag in known or f"{flag} " in f"{lines} " or is_a_flag_of_ours(flag), flag
+
+
+def is_a_flag_of_ours(flag: str) -> bool:
+    """Whether some command has it."""
+    quoted = f'"{flag}"'
+    folders = (ROOT / "streamer", ROOT / "loadtest")
+    files = [file for folder in folders for file in folder.rglob("*.py")]
+    return any(quoted in file.read_text(encoding="utf-8") for file in files)
 
 
 def test_every_command_is_told_and_exists() -> None:

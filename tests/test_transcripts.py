@@ -1,0 +1,207 @@
+"""docs/protocol.md is what the server does: its exchanges, its fields and its error codes.
+
+Blocks of `http` and `websocket` are carried out against the fake model: `>` is sent, `<` expected.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from websockets.sync.client import connect
+from websockets.typing import Subprotocol
+
+from streamer.server.openai.common import SamplingFields
+from streamer.server.openai.responses import ResponseCreate
+from tests.server.counting import sse
+from tests.server.running import DEADLINE_S, Running
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(http|websocket) ?(\S*)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+HTTP = [code for kind, _, code in BLOCKS if kind == "http"]
+SOCKETS = [(protocol, code) for kind, protocol, code in BLOCKS if kind == "websocket"]
+IDS = re.compile(r"\b(?:resp|msg|sess|steer|chatcmpl)[-_]\d+\b")
+ANYTHING, SKIP = "...", "..."
+
+
+class Names:
+    """What the server calls what the page calls resp_1."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, str] = {}
+
+    def real(self, text: str) -> str:
+        return IDS.sub(lambda m: self._found.get(m[0], m[0]), text)
+
+    def learn(self, told: str, real: str) -> bool:
+        return self._found.setdefault(told, real) == real
+
+
+def same(told: Any, real: Any, names: Names) -> bool:
+    """Whether what the page shows of a value is in it; objects may have more fields."""
+    if isinstance(told, dict):
+        return isinstance(real, dict) and all(
+            name in real and same(value, real[name], names) for name, value in told.items()
+        )
+    if isinstance(told, list):
+        return (
+            isinstance(real, list)
+            and len(told) == len(real)
+            and all(same(a, b, names) for a, b in zip(told, real, strict=True))
+        )
+    if isinstance(told, str) and IDS.fullmatch(told):
+        return isinstance(real, str) and names.learn(told, real)
+    return bool(told in (ANYTHING, real))
+
+
+def text_of(event: Any) -> str:
+    """The text that an event streams; the server may merge such events."""
+    if not isinstance(event, dict):
+        return ""
+    if event.get("type") == "response.output_text.delta":
+        return str(event.get("delta", ""))
+    return ""
+
+
+def follow(told: Iterator[str], hear: Callable[[], Any], names: Names) -> Iterator[str]:
+    """Compare line by line; yields what is to be sent."""
+    is_skipping, ahead = False, ""
+    for line in told:
+        if line.startswith("> "):
+            yield names.real(line[2:])
+            continue
+        assert line.startswith("< "), line
+        if line[2:] == SKIP:
+            is_skipping = True
+            continue
+        wanted = json.loads(line[2:])
+        if ahead:  # the event before this one has brought its text as well
+            assert ahead.startswith(text_of(wanted)), line
+            ahead = ahead.removeprefix(text_of(wanted))
+            continue
+        real = hear()
+        while is_skipping and not matches(wanted, real, names):
+            real = hear()
+        assert matches(wanted, real, names), f"{line}\n{json.dumps(real)}"
+        is_skipping = False
+        ahead = text_of(real).removeprefix(text_of(wanted)) if text_of(wanted) else ""
+
+
+def matches(wanted: Any, real: Any, names: Names) -> bool:
+    """As `same`; a delta may have the text of those after it too, and their number."""
+    text = text_of(wanted)
+    if text and text_of(real).startswith(text) and text_of(real) != text:
+        wanted = {k: v for k, v in wanted.items() if k not in ("delta", "sequence_number")}
+    return same(wanted, real, names)
+
+
+@pytest.fixture(scope="module")
+def counting() -> Iterator[Running]:
+    """Slow enough that a token is an event, and that an answer can be steered."""
+    running = Running(model="fake:tokens_per_s=40").start()
+    yield running
+    running.stop()
+
+
+@pytest.mark.parametrize(("protocol", "code"), SOCKETS)
+@pytest.mark.parametrize("form", ["json", "msgpack"])
+def test_exchanges_on_sockets(counting: Running, protocol: str, code: str, form: str) -> None:
+    is_packed = form == "msgpack"
+    names = Names()
+    protocol = protocol.replace("json", form)
+    with connect(counting.ws_url, subprotocols=[Subprotocol(protocol)], max_size=None) as socket:
+
+        def hear() -> Any:
+            data = socket.recv(timeout=DEADLINE_S)
+            assert isinstance(data, bytes) == is_packed
+            return (msgspec.msgpack if is_packed else msgspec.json).decode(data)
+
+        for event in follow(iter(code.splitlines()), hear, names):
+            body = json.loads(event)
+            socket.send(msgspec.msgpack.encode(body) if is_packed else json.dumps(body))
+
+
+def test_exchanges_over_http(counting: Running) -> None:
+    """In the order of the page: what one made, another resumes."""
+    names = Names()
+    with ExitStack() as answers:
+        for code in HTTP:
+            asked, *told = code.splitlines()
+            method, target, *body = names.real(asked.removeprefix("> ")).split(" ", 2)
+            url, content = counting.url + target, body[0] if body else None
+            answer = answers.enter_context(
+                httpx.stream(method, url, content=content, timeout=DEADLINE_S)
+            )
+            if "text/event-stream" not in answer.headers["content-type"]:
+                answer.read()
+                heard = iter([answer.status_code, answer.json()])
+                told = told if told[0][2:].isdecimal() else ["< 200", *told]
+                assert not list(follow(iter(told), heard.__next__, names))
+                continue
+            check_stream(told, answer, names)
+
+
+def check_stream(told: list[str], answer: httpx.Response, names: Names) -> None:
+    """Of a stream, each event that is shown; `...` stands for any before the next."""
+    events = sse(answer)
+    groups = re.split(r"^< \.\.\.$", "\n".join(told), flags=re.MULTILINE)
+    for i, group in enumerate(groups):
+        for j, shown in enumerate(shown_events(group)):
+            event = next(events)
+            while i and not j and not is_shown(shown, event, names):
+                event = next(events)
+            assert is_shown(shown, event, names), f"{shown}\n{event.id} {event.data}"
+    assert not list(events)
+
+
+def shown_events(group: str) -> Iterator[dict[str, str]]:
+    """Fields of each event, which its data ends."""
+    fields: dict[str, str] = {}
+    for line in filter(None, group.splitlines()):
+        name, _, value = line.removeprefix("< ").partition(": ")
+        fields[name] = value
+        if name == "data":
+            yield fields
+            fields = {}
+    assert not fields or fields.keys() <= {"id", "event"}
+    if fields:
+        yield fields
+
+
+def is_shown(shown: dict[str, str], event: Any, names: Names) -> bool:
+    if shown.get("id", event.id) != event.id or event.kind != shown.get("event", ""):
+        return False
+    data = shown.get("data")
+    if data is None or event.is_done:
+        return data is None or data == event.data
+    return same(json.loads(data), event.json, names)
+
+
+def test_there_are_exchanges() -> None:
+    assert len(HTTP) >= 7
+    assert len(SOCKETS) >= 5
+
+
+@pytest.mark.parametrize("body", [SamplingFields, ResponseCreate])
+def test_every_field_of_ours_is_told(body: Any) -> None:
+    missing = [name for name in body.__struct_fields__ if f"`{name}`" not in PAGE]
+    assert missing in ([], ["user", "safety_identifier", "prompt_cache_key"])
+
+
+def test_every_error_code_is_told() -> None:
+    """Those that a request can meet: the server's, and the engine's that reach it."""
+    ours = {"bad_config", "model_not_supported", "not_enough_memory", "invariant_violated"}
+    ours |= {"step_hung", "pool_hung", "engine_forked", "engine_closed", "client_left"}
+    found = set()
+    for file in (ROOT / "streamer").rglob("*.py"):
+        found |= set(re.findall(r'\bcode ?= ?"(\w+)"', file.read_text(encoding="utf-8")))
+    assert len(found) > 20
+    assert [code for code in sorted(found - ours) if f"`{code}`" not in PAGE] == []
