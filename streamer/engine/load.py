@@ -7,19 +7,27 @@ Registry, called on the loop with a clock's seconds; decides nothing about the o
 
 from __future__ import annotations
 
+from collections import Counter, deque
+from math import inf
 from typing import Final
 
 import msgspec
 
 RECENT: Final = 0.05  # weight of the newest in the mean
-STUCK_S: Final = 0.5  # a wait beyond it beside idle rows: blocks are what is waited for
+# Who waits on beside idle rows through more steps than its command takes to be heard, and so long,
+# waits for blocks or for the prompts before it. A slow step alone says nothing.
+PASSED: Final = 4
+STUCK_S: Final = 0.5
+WINDOW_S: Final = 4.0  # in which the rate is measured at which the line moves then
 
 
 class Waiter(msgspec.Struct):
     """One request.
 
-    since   when it took its rows; None while it has none (it waits, or is paused)
-    held_s  how long it had them before
+    since    when it took its rows; None while it has none (it waits, or is paused)
+    held_s   how long it had them before
+    is_new   it has never had them
+    is_held  it was paused before it had them: the others go before it
     """
 
     priority: int
@@ -27,6 +35,8 @@ class Waiter(msgspec.Struct):
     n: int
     since: float | None = None
     held_s: float = 0.0
+    is_new: bool = True
+    is_held: bool = False
 
 
 class Load:
@@ -41,28 +51,57 @@ class Load:
         self.num_waiting_rows = 0
         self.num_rows = 0
         self._requests: dict[str, Waiter] = {}
-        self._since: dict[str, float] = {}  # when those that wait arrived, the first of them first
-        self._lines: dict[int, dict[str, int]] = {}  # priority -> tenant -> choices that wait
+        self._waiting: Counter[str] = Counter()  # choices that have never run, by tenant
+        # Of the requests they are of those that are not paused, by arrival: steps before it.
+        self._line: dict[str, int] = {}
+        self._lines: dict[int, dict[str, int]] = {}  # priority -> tenant -> choices in the line
+        self._num_steps = 0
+        self._num_begun = 0
+        self._begun: deque[tuple[float, int]] = deque()  # while the first in line is passed over
         self._mean_s = 0.0
+        self._freed = -inf  # when an end last gave up rows
         self._num_seen = 0
         self._sum_begun = 0.0  # of (since - held_s), a choice each, of those that have a row
 
-    def arrived(self, request_id: str, *, priority: int, tenant: str, n: int, now: float) -> None:
+    def arrived(self, request_id: str, *, priority: int, tenant: str, n: int) -> None:
         """It waits."""
-        self._requests[request_id] = Waiter(priority, tenant, n)
-        self._since[request_id] = now
+        r = self._requests[request_id] = Waiter(priority, tenant, n)
         self.num_waiting += 1
         self.num_waiting_rows += n
-        line = self._lines.setdefault(priority, {})
-        line[tenant] = line.get(tenant, 0) + n
+        self._waiting[tenant] += n
+        self._join_line(request_id, r)
+
+    def hold(self, request_id: str, is_held: bool) -> None:
+        """It is paused before it ever ran, and others go before it, or no longer."""
+        r = self._requests[request_id]
+        if not r.is_new or r.is_held == is_held:
+            return
+        if is_held:
+            self._leave_line(request_id, r)
+        else:
+            self._join_line(request_id, r)
+        r.is_held = is_held
+
+    def stepped(self, now: float) -> None:
+        """A step is over, and those that began in it have moved."""
+        self._num_steps += 1
+        first = next(iter(self._line.values()), self._num_steps)
+        if self._num_steps - first <= PASSED:
+            self._begun.clear()
+            return
+        self._begun.append((now, self._num_begun))
+        while len(self._begun) > 1 and self._begun[1][0] <= now - WINDOW_S:
+            self._begun.popleft()
 
     def moved(self, request_id: str, *, is_scheduled: bool, now: float) -> None:
-        """It has rows now (waits for them to come back, too), or has not."""
+        """It has begun, and has rows now (waits for them to come back, too), or has not."""
         r = self._requests[request_id]
+        if r.is_new:
+            self._begin(request_id, r)
+            self._num_begun += r.n
         if is_scheduled == (r.since is not None):
             return
         if is_scheduled:
-            self._leave_line(request_id, r)
             r.since = now
             self.num_rows += r.n
             self._sum_begun += r.n * (now - r.held_s)
@@ -72,9 +111,11 @@ class Load:
     def ended(self, request_id: str, now: float) -> str:
         """It is over, wherever it was; its tenant."""
         r = self._requests.pop(request_id)
-        self._leave_line(request_id, r)
+        if r.is_new:
+            self._begin(request_id, r)
         if r.since is not None:
             self._give_up(r, now)
+            self._freed = now
         if r.held_s:
             self._num_seen += r.n
             weight = max(1 - (1 - RECENT) ** r.n, r.n / self._num_seen)
@@ -84,14 +125,17 @@ class Load:
     def mean_s(self, now: float) -> float:
         """Seconds that a choice holds its row: of those that ended, or of those that run if longer.
 
-        The latter is what tells of longer answers before the first of them has ended.
+        The latter is what tells of longer answers before the first of them has ended; while others
+        end, it is not more than the time between two ends says, however old a few are.
         """
-        age_s = now - self._sum_begun / self.num_rows if self.num_rows else 0.0
-        return max(self._mean_s, age_s)
+        if not self.num_rows:
+            return self._mean_s
+        age_s = now - self._sum_begun / self.num_rows
+        return max(self._mean_s, min(age_s, self.num_rows * (now - self._freed)))
 
     def waiting_rows(self, tenant: str) -> int:
-        """Choices of one tenant that wait."""
-        return sum(line.get(tenant, 0) for line in self._lines.values())
+        """Choices of one tenant that have never run."""
+        return self._waiting[tenant]
 
     def rows_before(self, priority: int, tenant: str, n: int) -> int:
         """Choices that would run before the last of `n` more: tenants take turns."""
@@ -103,18 +147,41 @@ class Load:
     def wait_s(self, priority: int, tenant: str, n: int, num_idle: int, now: float) -> float:
         """Seconds until `n` more choices would run; `num_idle` rows can be had at once.
 
-        Unless the first in line waits in spite of them.
+        Unless the first in line is passed over in spite of them: then what the line moved at since
+        is a rate, too.
         """
-        if now - next(iter(self._since.values()), now) > STUCK_S:
+        num_begun, over_s = 0, 0.0
+        if self._begun and now - self._begun[0][0] > STUCK_S:
+            since, before = self._begun[0]
+            if num_idle > 0:
+                num_begun, over_s = self._num_begun - before, now - since
             num_idle = 0
         rows = self.rows_before(priority, tenant, n) + n - num_idle
-        return rows * self.mean_s(now) / max(1, self.num_rows) if rows > 0 else 0.0
+        if rows <= 0:
+            return 0.0
+        wait_s = rows * self.mean_s(now) / max(1, self.num_rows)
+        return min(wait_s, rows * over_s / num_begun) if num_begun else wait_s
 
-    def _leave_line(self, request_id: str, r: Waiter) -> None:
-        if self._since.pop(request_id, None) is None:
-            return
+    def _begin(self, request_id: str, r: Waiter) -> None:
+        """It waits no longer."""
+        r.is_new = False
         self.num_waiting -= 1
         self.num_waiting_rows -= r.n
+        self._waiting[r.tenant] -= r.n
+        if not self._waiting[r.tenant]:
+            del self._waiting[r.tenant]
+        if not r.is_held:
+            self._leave_line(request_id, r)
+
+    def _join_line(self, request_id: str, r: Waiter) -> None:
+        self._line[request_id] = self._num_steps
+        line = self._lines.setdefault(r.priority, {})
+        line[r.tenant] = line.get(r.tenant, 0) + r.n
+
+    def _leave_line(self, request_id: str, r: Waiter) -> None:
+        del self._line[request_id]
+        if not self._line:
+            self._begun.clear()
         line = self._lines[r.priority]
         line[r.tenant] -= r.n
         if not line[r.tenant]:

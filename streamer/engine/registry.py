@@ -117,7 +117,6 @@ class Registry:
             priority=asking.priority,
             tenant=asking.tenant,
             n=asking.n,
-            now=time.perf_counter(),
         )
         self._is_quiet.clear()
         return place
@@ -125,8 +124,12 @@ class Registry:
     def hold(self, request_id: str, is_held: bool) -> None:
         """A stream has just been paused, or is no longer: its rows are others' meanwhile."""
         stream = self._live.get(request_id)
-        if stream is not None and stream.is_started:
+        if stream is None:
+            return
+        if stream.is_started:
             self._load.moved(request_id, is_scheduled=not is_held, now=time.perf_counter())
+        else:
+            self._load.hold(request_id, is_held)
 
     async def wait_quiet(self) -> None:
         """Until nothing is live."""
@@ -142,7 +145,9 @@ class Registry:
             if stream is not None:
                 stream.notify(notice)
                 touched.append(stream)
-                self._load.moved(stream.request_id, is_scheduled=stream.is_scheduled, now=now)
+                if stream.is_started:
+                    self._load.moved(stream.request_id, is_scheduled=stream.is_scheduled, now=now)
+        self._load.stepped(now)
         for request_id, found in output.prompt_logprobs.items():
             if (stream := live.get(request_id)) is not None:
                 stream.prompt_logprobs += found

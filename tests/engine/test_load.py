@@ -19,11 +19,17 @@ class Desk:
     def ask(self, tenant: str = "", priority: int = 0, n: int = 1) -> str:
         self._count += 1
         name = f"r{self._count}"
-        self.load.arrived(name, priority=priority, tenant=tenant, n=n, now=self.now)
+        self.load.arrived(name, priority=priority, tenant=tenant, n=n)
         return name
 
     def move(self, name: str, is_scheduled: bool = True) -> None:
         self.load.moved(name, is_scheduled=is_scheduled, now=self.now)
+
+    def step(self, count: int = 1, seconds: float = 0.0) -> None:
+        """So many steps of so many seconds, in which no request begins."""
+        for _ in range(count):
+            self.now += seconds
+            self.load.stepped(self.now)
 
     def end(self, name: str) -> None:
         self.load.ended(name, self.now)
@@ -69,7 +75,7 @@ def test_idle_rows_are_no_wait_and_nothing_is_known_before_anything_ran() -> Non
     assert desk.wait_s() == pytest.approx(0.5)
     desk.num_rows = 100
     assert desk.wait_s() == 0.0
-    desk.now += 0.6  # blocks are what they wait for: the rows that run are all there are
+    desk.step(11, seconds=0.1)  # blocks are what they wait for: rows are those that run
     assert desk.wait_s() == pytest.approx(3 * 0.5)
     new = Desk(1)
     new.move(new.ask())
@@ -86,6 +92,62 @@ def test_answers_that_became_longer_show_before_the_first_has_ended() -> None:
     assert desk.wait_s() == pytest.approx(2.0)
     desk.now += 30.0
     assert desk.wait_s() == pytest.approx(30.0)
+
+
+def test_a_slow_step_beside_idle_rows_is_no_queue() -> None:
+    desk = Desk(4)
+    desk.fill()
+    desk.num_rows = 8
+    desk.ask()
+    desk.step(seconds=60.0)  # it came while a prompt was computed that takes long
+    assert desk.wait_s() == 0.0
+    desk.step(3, seconds=60.0)
+    assert desk.wait_s() == 0.0
+
+
+def test_prompts_one_after_the_other_beside_idle_rows_are_waited_for_at_their_own_rate() -> None:
+    desk = Desk(4)
+    desk.fill()
+    desk.num_rows = 64
+    waiting = [desk.ask() for _ in range(10)]
+    desk.step(5, seconds=0.1)
+    for name in waiting[:6]:  # one begins every 0.1 s, though rows come free every 0.5 s only
+        desk.move(name)
+        desk.step(seconds=0.1)
+    assert desk.wait_s() == pytest.approx(5 * 0.1, rel=0.3)
+
+
+def test_a_few_old_answers_among_short_ones_do_not_count_as_all() -> None:
+    desk = Desk(8)
+    for _ in range(2):
+        desk.move(desk.ask())
+    names = [desk.ask() for _ in range(6)]
+    for _ in range(100):
+        desk.run(*names, seconds=1.0)
+        names = [desk.ask() for _ in range(6)]
+    for name in names:
+        desk.move(name)
+    assert desk.wait_s() == pytest.approx(1 / 8)
+    desk.now += 50.0  # now all are old
+    assert desk.wait_s() == pytest.approx((2 * 150 + 6 * 50) / 8 / 8)
+
+
+def test_who_was_paused_before_it_ran_is_waited_for_by_nobody() -> None:
+    desk = Desk(1)
+    desk.fill()
+    held = desk.ask("a", n=3)
+    desk.load.hold(held, True)
+    desk.step(10, seconds=1.0)
+    assert desk.wait_s("a", n=1) == pytest.approx(10.0)
+    assert (desk.load.num_waiting_rows, desk.load.waiting_rows("a")) == (3, 3)  # it takes a place
+    desk.load.hold(held, False)
+    assert desk.wait_s("a", n=1) == pytest.approx(40.0)
+    desk.load.hold(held, True)
+    desk.move(held, False)  # it began just then
+    assert (desk.load.num_waiting, desk.load.waiting_rows("a"), desk.load.num_rows) == (0, 0, 1)
+    desk.load.hold(held, False)
+    desk.end(held)
+    assert desk.wait_s("a") == pytest.approx(10.0)
 
 
 def test_tenants_take_turns_and_priorities_go_first() -> None:

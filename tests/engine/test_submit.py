@@ -362,3 +362,24 @@ async def test_at_eight_times_capacity_what_is_let_in_is_answered() -> None:
     assert answered >= 0.5 * 20 * seconds
     assert refused == seconds * 160 - answered
     assert over_s < 1.5  # and then the queue is empty
+
+
+async def test_what_was_paused_before_it_ran_refuses_nobody() -> None:
+    """Neither paused in the queue, nor in the moment between its first step and the news of it."""
+    async with asyncio.timeout(DEADLINE_S), GatedEngine(max_num_seqs=1) as gated:
+        engine, gate = gated.engine, gated.gate
+        first = engine.submit(request(max_tokens=4))
+        second = engine.submit(request(max_tokens=4))
+        await asyncio.to_thread(gate.waits.acquire)
+        engine.pause(second.request_id)
+        engine.pause(first.request_id)  # its first step is under way
+        gate.open()
+        third = engine.submit(request(max_tokens=4))
+        await third.wait()
+        assert engine.snapshot().waiting == 1
+        assert engine.snapshot().live_streams == 2
+        for _ in range(20):
+            await engine.submit(request(max_tokens=1, max_wait_s=0.0)).wait()
+        for stream in (first, second):
+            engine.resume(stream.request_id)
+            await stream.wait()
