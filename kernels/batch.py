@@ -1,7 +1,7 @@
 """AttentionBatch: which rows of a step hold which tokens, and where their K and V live.
 
-Made once a step by model/inputs.py, read by every layer of that step; a backend keeps what it
-derives from it in `derived`, so that only the first layer pays. Holds no K or V itself.
+Made once a step by model/runner/inputs.py, read by every layer of that step; a backend keeps what
+it derives from it in `derived`, so that only the first layer pays. Holds no K or V itself.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .markup import Markup, tag
-from .served import percentile
+from .open_loop.served import percentile
 from .table import number
 
 WIDTH, HEIGHT = 360.0, 216.0

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from .engines import ENGINES, OURS
-from .results import STREAM, Results, Verdict, median_machine, verdicts
-from .workload import KV_BYTES, WORKS
+from .compare.engines import ENGINES, OURS
+from .compare.results import STREAM, Results, Verdict, median_machine, verdicts
+from .compare.workload import KV_BYTES, WORKS
 
 MIB = 1 << 20
 Rows = list[list[str]]

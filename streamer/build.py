@@ -22,8 +22,8 @@ HUB_TEXTS = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "spiece.model
 
 def build_engine(config: Config) -> AsyncEngine:
     """The engine of a Config, not started: nothing is loaded or fetched before `start`."""
-    from streamer.bench.fake import is_fake
     from streamer.engine.engine import AsyncEngine
+    from streamer.fake.model import is_fake
 
     if is_fake(config.model):
         return _build_fake(config)
@@ -41,12 +41,12 @@ def build_engine(config: Config) -> AsyncEngine:
         return found[0]
 
     def load() -> tuple[Runner, ModelInfo]:
-        from streamer.model.runner import load_runner
+        from streamer.model.runner.cpu import load_runner
 
         return load_runner(_with_folder(config, folder()))
 
     def load_tokenizer() -> Tokenizer:
-        from streamer.tokenizer import Tokenizer as FolderTokenizer
+        from streamer.tokenizer.tokenizer import Tokenizer as FolderTokenizer
 
         return FolderTokenizer.from_folder(folder(), config.chat_template)
 
@@ -54,10 +54,10 @@ def build_engine(config: Config) -> AsyncEngine:
 
 
 def _build_fake(config: Config) -> AsyncEngine:
-    from streamer.bench.fake import load_fake, parse_name
-    from streamer.bench.fake_tokenizer import load_fake_tokenizer
     from streamer.engine.engine import AsyncEngine
-    from streamer.tokenizer import read_template
+    from streamer.fake.model import load_fake, parse_name
+    from streamer.fake.tokenizer import load_fake_tokenizer
+    from streamer.tokenizer.tokenizer import read_template
 
     options = parse_name(config.model or "fake")  # a bad name is refused at once
 
@@ -73,8 +73,8 @@ def resolve_model(config: Config) -> Path:
 
     Raises ConfigError if there is no such model.
     """
-    from streamer.bench.fake import is_fake
     from streamer.errors import ConfigError
+    from streamer.fake.model import is_fake
 
     if is_fake(config.model):
         raise ConfigError("the fake model has no checkpoint", param="model")

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from streamer import LLM, SamplingParams
-from streamer.bench.fake import expected_text, expected_tokens
 from streamer.errors import ConfigError, EngineDead, InvalidRequest
+from streamer.fake.model import expected_text, expected_tokens
 from tests.engine.helpers import DEADLINE_S
 
 

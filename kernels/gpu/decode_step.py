@@ -3,7 +3,7 @@
 Owns each row slot's latest token, progress and block table on the device. `prepare` turns them
 into a step's inputs, `commit` takes what was drawn: between them no host data is needed, so the
 next step can be launched before this one's tokens are read. All shapes are fixed by `size`, for
-CUDA graphs. Called by model/cuda_runner.py, which writes joins and new blocks into `flat`.
+CUDA graphs. Called by model/runner/cuda.py, which writes joins and new blocks into `flat`.
 """
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs

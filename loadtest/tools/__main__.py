@@ -24,10 +24,10 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..compare import RESULTS, device, num_cores
-from ..engines import ENGINES, OURS, Places, environment
-from ..install import make_environment
-from ..processes import EngineFailed, Process, Server, free_port
+from ..compare.command import RESULTS, device, num_cores
+from ..compare.engines import ENGINES, OURS, Places, environment
+from ..compare.install import make_environment
+from ..compare.processes import EngineFailed, Process, Server, free_port
 from ..sse import BadAnswer
 from ..target import Target
 from . import kept, with_guidellm, with_lm_eval, with_locust
@@ -41,7 +41,7 @@ HERE = Path(__file__).absolute().parent
 ROOT = HERE.parents[2]
 BUNDLED = HERE.parents[1] / "demo" / "checkpoint"
 FILES = {  # what commands find beside them
-    "locust_users.py": HERE.parent / "locust" / "locustfile.py",
+    "locust_users.py": HERE.parent / "users" / "locustfile.py",
     "locust_plain.py": HERE / "locust_plain.py",
     "slo.toml": HERE / "slo.toml",
 }

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..engines import Engine
+from ..compare.engines import Engine
 
 MODEL = "model"
 

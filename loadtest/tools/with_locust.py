@@ -9,7 +9,7 @@ import csv
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..locust.options import USERS as ALL
+from ..users.options import USERS as ALL
 from .parts import Command, Setting, Tool, Verdict
 
 USERS, PLAIN = "locust_users", "locust_plain"

@@ -25,7 +25,9 @@ COMMANDS = {
     "generate": Command("streamer.cli.generate", "answer one prompt"),
     "info": Command("streamer.cli.info", "what a checkpoint is and what it needs"),
     "doctor": Command("streamer.cli.doctor", "check this machine and say how to mend it"),
-    "simulate": Command("streamer.bench.simulate", "the scheduler on paper, without a model"),
+    "simulate": Command(
+        "streamer.loadtest.inside.simulate", "the scheduler on paper, without a model"
+    ),
     "bench": Command("streamer.cli.bench", "measure a part by itself"),
     "loadtest": Command("streamer.cli.loadtest", "put load on a server, this one or another"),
 }

@@ -14,12 +14,20 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 BENCHES = {
-    "step": Command("streamer.bench.step", "host time of a step, beside a quiet and a busy loop"),
-    "stream": Command("streamer.bench.stream", "from a step's output to the sockets, by itself"),
-    "gpu": Command("streamer.bench.gpu", "a GPU's figures, each beside its target"),
-    "offline": Command("streamer.bench.offline", "throughput, latency and swap, without a server"),
-    "page": Command("streamer.bench.page", "the page in a browser, beside its budget"),
-    "paper": Command("streamer.bench.paper", "what the papers published, measured here"),
+    "step": Command(
+        "streamer.loadtest.inside.step", "host time of a step, beside a quiet and a busy loop"
+    ),
+    "stream": Command(
+        "streamer.loadtest.inside.stream.command", "from a step's output to the sockets, by itself"
+    ),
+    "gpu": Command(
+        "streamer.loadtest.inside.gpu.command", "a GPU's figures, each beside its target"
+    ),
+    "offline": Command(
+        "streamer.loadtest.inside.offline.command", "throughput, latency and swap, without a server"
+    ),
+    "page": Command("streamer.loadtest.inside.page", "the page in a browser, beside its budget"),
+    "paper": Command("streamer.loadtest.paper.command", "what the papers published, measured here"),
 }
 
 

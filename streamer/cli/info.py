@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Print the facts; 0 if it can be served here."""
-    from streamer.bench.fake import is_fake
     from streamer.build import resolve_model
+    from streamer.fake.model import is_fake
     from streamer.model.inspect import inspect_checkpoint
 
     config = config_from(args)

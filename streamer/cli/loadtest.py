@@ -15,12 +15,16 @@ if TYPE_CHECKING:
 
 PROGRAMS = {
     "locust": Command(
-        "streamer.loadtest.locust.__main__", "users that wait for answers, by Locust", True
+        "streamer.loadtest.users.__main__", "users that wait for answers, by Locust", True
     ),
-    "open-loop": Command("streamer.loadtest.open_loop", "requests when they are due"),
-    "report": Command("streamer.loadtest.report", "one or two open-loop runs as an HTML page"),
-    "attacks": Command("streamer.loadtest.attacks", "what a neighbour of an attacker keeps"),
-    "compare": Command("streamer.loadtest.compare", "this engine beside installed others"),
+    "open-loop": Command("streamer.loadtest.open_loop.command", "requests when they are due"),
+    "report": Command(
+        "streamer.loadtest.open_loop.report", "one or two open-loop runs as an HTML page"
+    ),
+    "attacks": Command(
+        "streamer.loadtest.attacks.command", "what a neighbour of an attacker keeps"
+    ),
+    "compare": Command("streamer.loadtest.compare.command", "this engine beside installed others"),
 }
 
 

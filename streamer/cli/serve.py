@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 # How long a thread waits for the GIL in silence before it asks for it. A loop that lets go of it
 # more often than that, for a microsecond each time, keeps it: at 0.5 ms the engine's thread
-# starved beside a saturated loop (bench/README.md).
+# starved beside a saturated loop (inside/README.md).
 SWITCH_INTERVAL_S = 0.00005
 
 
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def _start_log(config: Config) -> None:
-    from streamer.server.logs import setup
+    from streamer.server.telemetry.logs import setup
 
     check_bind(config)
     setup(config.log_level, config.log_format)

@@ -1,6 +1,6 @@
 """ModelInfo: what everybody else may know of a loaded model.
 
-Made by whoever loads (model/runner.py, bench/fake.py), read by engine, server and cli; a value
+Made by whoever loads (model/runner/cpu.py, fake/model.py), read by engine, server and cli; a value
 without behaviour or torch types.
 """
 

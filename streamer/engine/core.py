@@ -19,7 +19,7 @@ from streamer.core.plan import Add, Command, Facts, Notice, Plan, StepOutput, St
 from streamer.core.scheduler import Scheduler
 from streamer.core.view import SchedulerView, Wanted
 from streamer.errors import InvariantViolated
-from streamer.tokenizer_chat import Said
+from streamer.tokenizer.chat import Said
 
 __all__ = ["EngineCore", "InFlight", "Inbox", "ModelInfo", "Runner", "Tokenizer"]
 
@@ -36,7 +36,7 @@ class InFlight(Protocol):
 
 
 class Runner(Protocol):
-    """Executes plans: model/runner.py, or bench/fake.py without a model.
+    """Executes plans: model/runner/cpu.py, or fake/model.py without a model.
 
     depth  plans that may be launched before the previous one is collected (0 on the CPU, 1 on CUDA)
     """
@@ -58,7 +58,7 @@ class Runner(Protocol):
 
 
 class Tokenizer(Protocol):
-    """What engine and server need of streamer.tokenizer.Tokenizer.
+    """What engine and server need of streamer.tokenizer.tokenizer.Tokenizer.
 
     special_bytes  special token id -> how it is written, where a request wants to see it
     """

@@ -50,7 +50,7 @@ from streamer.errors import (
     RequestFailed,
     StreamerError,
 )
-from streamer.tokenizer_chat import Said
+from streamer.tokenizer.chat import Said
 
 __all__ = ["AsyncEngine", "Delta", "GenerateRequest", "Timing", "TokenStream"]
 

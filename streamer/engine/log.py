@@ -15,7 +15,7 @@ import msgspec
 
 from streamer.core.plan import Finish, TokenLogprob
 from streamer.core.sampling import SamplingParams
-from streamer.tokenizer_text import TextStream
+from streamer.tokenizer.text import TextStream
 
 PROMPT_TOKEN_BYTES = 36  # an int and its place in a tuple
 # What CPython keeps of a TokenLogprob, and of each alternative: objects, not numbers.

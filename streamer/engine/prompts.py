@@ -16,7 +16,7 @@ from streamer.core.prefix import BlockHasher
 from streamer.engine.core import Tokenizer
 from streamer.engine.pool import Pool
 from streamer.errors import EngineDead, PoolHung
-from streamer.tokenizer_chat import Said
+from streamer.tokenizer.chat import Said
 
 NUM_THREADS = 2
 # Hashing costs about 0.1 us a token: up to here a submit holds the loop for less than 0.5 ms.

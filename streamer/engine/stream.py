@@ -22,7 +22,7 @@ from streamer.engine.reader import Reader
 from streamer.engine.refusals import SHUTDOWN, anew
 from streamer.engine.timing import Timing
 from streamer.errors import InvalidRequest, ReaderTooSlow, StreamerError
-from streamer.tokenizer_text import TextStream
+from streamer.tokenizer.text import TextStream
 
 __all__ = ["Delta", "Reader", "Timing", "TokenStream"]
 

@@ -1,7 +1,7 @@
 """The decoder family: embedding, layers of attention and feed-forward, norm, logits.
 
 Llama, Mistral, Qwen2 and Qwen3 are this one decoder with the DecoderConfig that families.py makes.
-Owns the weights; never sees a Plan, a file or a sampling parameter. Called by runner.py.
+Owns the weights; never sees a Plan, a file or a sampling parameter. Called by runner/cpu.py.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The only module that imports transformers. `examine` answers before any weight is read, on a
 model without memory (meta device), and refuses by name what would be silently wrong;
 `load_fallback` compares the loaded model with its own eager attention before it may serve. Called
-by runner.py and inspect.py.
+by runner/cpu.py and inspect.py.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from streamer.errors import ModelNotSupported
 from streamer.kernels import ops
 from streamer.model.checkpoint import Checkpoint
-from streamer.model.device import CPU
 from streamer.model.families import architecture_of, refuse_quantized
 from streamer.model.fields import MAX_COUNT, MAX_SIZE
 from streamer.model.loader import check_stored_dtypes
+from streamer.model.runner.device import CPU
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """A checkpoint's facts without its weights: what `streamer info MODEL` shows, and how to load it.
 
 Reads headers and config.json, decides decoder or fallback, counts parameters and KV bytes. Called
-by the cli (inspect_checkpoint) and by runner.py (recognize).
+by the cli (inspect_checkpoint) and by runner/cpu.py (recognize).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from streamer.errors import ConfigError, InvalidRequest, ModelNotSupported, Stre
 from streamer.kernels import ops, quantized
 from streamer.model import memory
 from streamer.model.checkpoint import Checkpoint, open_checkpoint
-from streamer.model.device import CPU, choose_device
 from streamer.model.families import FAMILIES, DecoderConfig, architecture_of, parse_config
 from streamer.model.fields import MAX_SIZE
 from streamer.model.loader import DTYPES, check_tensors, choose_dtype
+from streamer.model.runner.device import CPU, choose_device
 
 if TYPE_CHECKING:
     from streamer.model.fallback import Shape

@@ -11,8 +11,8 @@ from functools import lru_cache
 import torch
 
 from streamer.kernels import ops
-from streamer.model.device import CPU
 from streamer.model.rope import RopeConfig, inverse_frequencies
+from streamer.model.runner.device import CPU
 
 Tables = tuple[torch.Tensor, torch.Tensor]  # cos and sin of ops.rope_tables
 

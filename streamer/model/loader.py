@@ -2,7 +2,7 @@
 
 Owns no weights afterwards. `check_tensors` refuses leftovers and gaps by name before anything is
 read; `load_decoder` reads, merges, packs and frees layer by layer, so that the peak is one layer
-above the result. Called by runner.py (on the GPU thread) and inspect.py.
+above the result. Called by runner/cpu.py (on the GPU thread) and inspect.py.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from safetensors import safe_open
 from streamer.errors import ModelNotSupported
 from streamer.model.checkpoint import DTYPE_BYTES, Checkpoint
 from streamer.model.decoder import Decoder
-from streamer.model.device import CPU
 from streamer.model.families import DecoderConfig, expected_tensors
 from streamer.model.layers import has_bf16
+from streamer.model.runner.device import CPU
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 Reads /proc, cgroups and the GPU's driver, allocates nothing; `plan_pools` is plain arithmetic over
 the numbers.
-Called by runner.py (after the weights are in) and by inspect.py.
+Called by runner/cpu.py (after the weights are in) and by inspect.py.
 """
 
 from __future__ import annotations

@@ -27,19 +27,19 @@ from streamer.errors import InvalidRequest, NotFound, Overloaded, StreamerError
 from streamer.server import openapi, tickets
 from streamer.server.admission import LimitHeaders, tenant_of
 from streamer.server.context import Context
-from streamer.server.metrics import Metrics
 from streamer.server.openai import chat, completions, tokenizing
 from streamer.server.openai.common import encode, error_body, new_id
 from streamer.server.openai.fields import decode_body
 from streamer.server.openai.models import check_model, model_body, models_body
 from streamer.server.page import Page
-from streamer.server.records import Transport
+from streamer.server.responses.routes import ResponseRoutes
+from streamer.server.responses.socket import Endpoint
 from streamer.server.security import Guard, deny
 from streamer.server.service import Service, salt_of
-from streamer.server.sse import Answer, EventStream, read_whole
-from streamer.server.stored import ResponseRoutes
+from streamer.server.telemetry.metrics import Metrics
+from streamer.server.telemetry.records import Transport
+from streamer.server.transport.sse import Answer, EventStream, read_whole
 from streamer.server.watching import SnapshotStream, engine_body, owner_of, wants_stream
-from streamer.server.websocket import Endpoint
 
 if TYPE_CHECKING:
     from streamer.engine.engine import AsyncEngine

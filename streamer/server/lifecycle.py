@@ -27,16 +27,16 @@ from streamer.config import Config
 from streamer.engine.refusals import CLOSE_S
 from streamer.errors import ConfigError
 from streamer.server.app import build_service_app
-from streamer.server.logs import Line
-from streamer.server.protocol import MAX_CONNECTIONS, limited
+from streamer.server.responses.socket_events import MAX_MESSAGE_BYTES
 from streamer.server.service import Service
-from streamer.server.socket_events import MAX_MESSAGE_BYTES
-from streamer.server.tracing import make_tracer
-from streamer.server.websocket_protocol import StreamingWebSocket
+from streamer.server.telemetry.logs import Line
+from streamer.server.telemetry.tracing import make_tracer
+from streamer.server.transport.http import MAX_CONNECTIONS, limited
+from streamer.server.transport.websocket import StreamingWebSocket
 
 if TYPE_CHECKING:
     from streamer.engine.engine import AsyncEngine
-    from streamer.server.tracing import Tracer
+    from streamer.server.telemetry.tracing import Tracer
 
 log = logging.getLogger(__name__)
 

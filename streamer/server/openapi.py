@@ -12,17 +12,11 @@ from typing import Any, Final
 
 import msgspec
 
-from streamer.server.openai import (
-    chat,
-    chat_types,
-    completions,
-    models,
-    response_types,
-    responses,
-    tokenizing,
-)
+from streamer.server.openai import chat, chat_types, completions, models, tokenizing
 from streamer.server.openai.common import ApiError, encode
 from streamer.server.openai.fields import Table
+from streamer.server.responses import body as responses
+from streamer.server.responses import types as response_types
 from streamer.server.tickets import TicketAnswer, TicketRequest
 from streamer.server.watching import EngineBody
 

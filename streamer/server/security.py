@@ -191,7 +191,7 @@ class Bodies:
     """The bodies that are on their way in, all together bounded.
 
     Beyond `most` bytes the one that has been coming for longest gives way: whoever sends a body and
-    never ends it holds up no one. protocol.py bounds the time.
+    never ends it holds up no one. transport/http.py bounds the time.
     """
 
     def __init__(self, most: int = MAX_COMING_BYTES) -> None:

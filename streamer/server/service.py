@@ -25,17 +25,17 @@ from streamer.engine.refusals import draining, loading
 from streamer.engine.requests import Asking, GenerateRequest, check_ids
 from streamer.errors import EngineDead
 from streamer.server.admission import Admission, deadline_of, tenant_of
-from streamer.server.metrics import Metrics
 from streamer.server.openai.common import SamplingFields, named
-from streamer.server.records import Operation, Record, Transport
 from streamer.server.security import Bodies
+from streamer.server.telemetry.metrics import Metrics
+from streamer.server.telemetry.records import Operation, Record, Transport
 from streamer.server.tickets import Tickets
 
 if TYPE_CHECKING:
     from streamer.engine.engine import AsyncEngine
     from streamer.engine.stream import TokenStream
     from streamer.server.context import Context
-    from streamer.server.tracing import Tracer
+    from streamer.server.telemetry.tracing import Tracer
 
 MAX_LOGGED_PROMPT = 4096  # tokens, with --log-prompts: decoding them holds the loop up
 

@@ -19,7 +19,7 @@ from streamer.engine.stats import Snapshot
 from streamer.errors import InvalidRequest, StreamerError
 from streamer.server.admission import tenant_of
 from streamer.server.openai.common import clip, encode, error_body
-from streamer.server.sse import HEADERS, KEEP_ALIVE_S, ClientWatch, frame
+from streamer.server.transport.sse import HEADERS, KEEP_ALIVE_S, ClientWatch, frame
 
 if TYPE_CHECKING:
     from streamer.server.service import Service

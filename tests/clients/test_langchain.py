@@ -12,7 +12,7 @@ import pytest
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage
 from langchain_openai import ChatOpenAI
 
-from streamer.bench.fake import expected_text
+from streamer.fake.model import expected_text
 from tests.server.running import Running
 
 USAGE = ("input_tokens", "output_tokens", "total_tokens")

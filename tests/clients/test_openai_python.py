@@ -15,8 +15,8 @@ import openai
 import pytest
 from websockets.typing import Subprotocol
 
-from streamer.bench.fake import expected_text
 from streamer.engine.refusals import SHUTDOWN
+from streamer.fake.model import expected_text
 from tests.server.counting import check_counting
 from tests.server.relay import Relay
 from tests.server.running import Running

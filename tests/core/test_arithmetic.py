@@ -1,6 +1,7 @@
 """The field's arithmetic, by name: what a textbook on paged attention computes by hand.
 
-That of positions is in tests/model/test_inputs.py, that of bytes in tests/model/test_inspect.py.
+That of positions is in tests/model/runner/test_inputs.py, that of bytes in
+tests/model/test_inspect.py.
 """
 
 from __future__ import annotations

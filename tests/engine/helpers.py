@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from streamer.bench.fake import FakeRunner, fake_tokenizer, load_fake
 from streamer.config import Config
 from streamer.core.model_info import ModelInfo
 from streamer.core.plan import Facts, Finish, FinishReason, Plan, StepOutput, StepResult
@@ -18,6 +17,7 @@ from streamer.engine.core import InFlight, Runner
 from streamer.engine.engine import AsyncEngine, GenerateRequest
 from streamer.engine.flow import Limits
 from streamer.engine.stream import Delta, TokenStream
+from streamer.fake.model import FakeRunner, fake_tokenizer, load_fake
 
 DEADLINE_S = 20.0
 PROMPT = tuple(b"count, please")

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from streamer.bench.fake import expected_text
 from streamer.core.plan import FinishReason, Notice, NoticeKind
 from streamer.core.sampling import SamplingParams
 from streamer.engine.engine import AsyncEngine, TokenStream
+from streamer.fake.model import expected_text
 from tests.engine.helpers import (
     DEADLINE_S,
     PROMPT,

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from streamer.bench.fake import fake_tokenizer, load_fake
 from streamer.config import Config
 from streamer.core.plan import (
     Add,
@@ -24,6 +23,7 @@ from streamer.core.scheduler import Scheduler, SchedulerConfig
 from streamer.engine import core
 from streamer.engine.core import EngineCore, Inbox, InFlight
 from streamer.errors import InvariantViolated
+from streamer.fake.model import fake_tokenizer, load_fake
 from tests.engine.helpers import PROMPT
 
 

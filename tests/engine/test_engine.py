@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from streamer.bench.fake import FakeRunner, expected_text, expected_tokens
 from streamer.core.plan import FinishReason, Plan, StepResult
 from streamer.core.sampling import SamplingParams
 from streamer.engine.core import InFlight
 from streamer.engine.engine import AsyncEngine, TokenStream
 from streamer.engine.stream import Delta
 from streamer.errors import EngineDead, Overloaded, RequestFailed
+from streamer.fake.model import FakeRunner, expected_text, expected_tokens
 from tests.engine.helpers import (
     DEADLINE_S,
     PROMPT,

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from streamer.bench.fake import FakeRunner, fake_tokenizer
 from streamer.config import Config
 from streamer.core.plan import Plan
 from streamer.engine.core import InFlight
 from streamer.engine.engine import AsyncEngine, TokenStream
 from streamer.errors import ConfigError, EngineDead, ModelNotSupported, Overloaded
+from streamer.fake.model import FakeRunner, fake_tokenizer
 from tests.engine.helpers import (
     DEADLINE_S,
     GatedEngine,

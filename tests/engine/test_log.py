@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from streamer import tokenizer_text
 from streamer.core.plan import Finish, FinishReason, TokenLogprob
 from streamer.core.sampling import SamplingParams
 from streamer.engine.flow import Limits
 from streamer.engine.stream import TokenStream
+from streamer.tokenizer import text as tokenizer_text
 from tests.engine.helpers import LETTERS, Calls, end, lone_stream
 
 NUM_TOKENS = 3000

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from streamer.bench.fake_tokenizer import VOCAB_SIZE
 from streamer.errors import ContextLengthExceeded, InvalidRequest
+from streamer.fake.tokenizer import VOCAB_SIZE
 from tests.engine.helpers import DEADLINE_S, make_engine, request
 
 CONTEXT = 100

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from streamer.bench.fake import expected_text
 from streamer.core.sampling import SamplingParams
 from streamer.engine.engine import AsyncEngine
 from streamer.engine.prompts import INLINE_TOKENS
@@ -17,6 +16,7 @@ from streamer.errors import (
     InvalidRequest,
     Overloaded,
 )
+from streamer.fake.model import expected_text
 from tests.engine.helpers import DEADLINE_S, PROMPT, GatedEngine, make_engine, request, until
 
 VOCAB = 10**7

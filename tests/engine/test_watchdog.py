@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import pytest
 
-from streamer.bench.fake import FakeRunner, fake_tokenizer
 from streamer.build import build_engine
 from streamer.config import Config
 from streamer.core.model_info import ModelInfo
@@ -18,6 +17,7 @@ from streamer.engine import gpu_thread
 from streamer.engine.core import InFlight, Runner
 from streamer.engine.engine import AsyncEngine
 from streamer.errors import EngineDead, Overloaded, StepHung
+from streamer.fake.model import FakeRunner, fake_tokenizer
 from tests.engine.helpers import DEADLINE_S, Wrapped, make_engine, request
 
 WATCHDOG_S = 0.2

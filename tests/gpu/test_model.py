@@ -18,12 +18,10 @@ from tests.gpu.on_device import require_cuda
 require_cuda()
 
 from streamer.kernels import ops  # noqa: E402
-from streamer.model.device import CudaDevice, CudaStream  # noqa: E402
+from streamer.model.runner.device import CudaDevice, CudaStream  # noqa: E402
 from tests.model import test_parity as parity  # noqa: E402
 from tests.model.conftest import checkpoint, reference  # noqa: E402
-from tests.model.test_cuda_runner import KINDS, SWAP, serve  # noqa: E402
-from tests.model.test_parity import *  # noqa: E402, F403
-from tests.model.test_runner import (  # noqa: E402
+from tests.model.runner.test_cpu import (  # noqa: E402
     test_a_fork_without_its_parents_prompt,
     test_a_nan_row_fails_alone,
     test_a_plan_without_rows,
@@ -34,7 +32,9 @@ from tests.model.test_runner import (  # noqa: E402
     test_swap_out_and_in,
     test_wrong_plans,
 )
-from tests.model.test_seeded import *  # noqa: E402, F403
+from tests.model.runner.test_cuda import KINDS, SWAP, serve  # noqa: E402
+from tests.model.sampling.test_seeded import *  # noqa: E402, F403
+from tests.model.test_parity import *  # noqa: E402, F403
 from tests.model.where import Where  # noqa: E402
 
 __all__ = [

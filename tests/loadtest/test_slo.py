@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from streamer.loadtest import slo
-from streamer.loadtest.locust.options import SLO
+from streamer.loadtest.users.options import SLO
 
 KNOWN = ("TTFT", "E2E", "ITL", "TPOT", "CANCEL", "RESUME")
 FOUND = slo.Measured(10, 5.0, 9.0, 10.0, 0.1, 2.0, 64.0)

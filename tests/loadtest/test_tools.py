@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from streamer.loadtest.engines import Places
-from streamer.loadtest.locust.options import USERS
+from streamer.loadtest.compare.engines import Places
 from streamer.loadtest.tools import __main__ as tools
 from streamer.loadtest.tools import kept, with_guidellm, with_lm_eval, with_locust
 from streamer.loadtest.tools.parts import MODEL, Command, Setting, Tool, Verdict
+from streamer.loadtest.users.options import USERS
 from tests.loadtest.locusts import peer
 from tests.server.running import Running
 

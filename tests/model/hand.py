@@ -17,7 +17,7 @@ from streamer.core.plan import Chunk, Plan, RowJoin, StepResult, TableUpdate
 from streamer.core.sampling import SamplingParams
 from streamer.kernels import ops
 from streamer.kernels.ops import AttentionBatch
-from streamer.model.runner import CausalModel, ModelRunner, load_runner
+from streamer.model.runner.cpu import CausalModel, ModelRunner, load_runner
 from tests.model.where import Where
 
 BLOCK = 16

@@ -92,7 +92,7 @@ class LateStream:
 
 
 class LateDevice:
-    """See streamer.model.device.Device.
+    """See streamer.model.runner.device.Device.
 
     free      what it says is free
     is_still  it gets on only where somebody waits

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from streamer.model.device import Device
+from streamer.model.runner.device import Device
 
 
 class Where:

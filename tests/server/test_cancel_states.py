@@ -22,8 +22,8 @@ from streamer.core.plan import Facts, FinishReason, Plan, StepResult
 from streamer.core.sampling import SamplingParams
 from streamer.engine.core import InFlight, Runner
 from streamer.engine.engine import AsyncEngine, GenerateRequest, TokenStream
+from tests.server.responses.test_socket import dial, hear, say
 from tests.server.running import BUNDLED, DEADLINE_S, Running
-from tests.server.test_websocket import dial, hear, say
 
 PROMPT_TOKENS = 300
 LONG: dict[str, Any] = {"max_tokens": 250, "ignore_eos": True}

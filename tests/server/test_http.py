@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 import streamer
-from streamer.bench.fake_tokenizer import FIRST_NUMBER
+from streamer.fake.tokenizer import FIRST_NUMBER
 from tests.server.counting import CHAT, sse
 from tests.server.running import Running
 

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from streamer.bench.fake import expected_text
+from streamer.fake.model import expected_text
 from tests.server.counting import CHAT, check_counting
 from tests.server.running import Running
 

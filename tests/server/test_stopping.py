@@ -128,7 +128,7 @@ async def test_who_wants_to_hears_of_the_drain() -> None:
 
 HANGING = """
 import sys, time
-import streamer.bench.fake_runner as fake
+import streamer.fake.runner as fake
 from streamer.cli import main
 
 original = fake.FakeRunner.launch
@@ -222,8 +222,8 @@ def test_a_forced_end_does_not_wait_for_the_drain() -> None:
 
 WEDGED = """
 import sys, threading
-import streamer.bench.fake_runner as fake
-import streamer.tokenizer as tokenizer
+import streamer.fake.runner as fake
+import streamer.tokenizer.tokenizer as tokenizer
 import streamer.engine.engine as engine
 import streamer.server.lifecycle as lifecycle
 from streamer.cli import main

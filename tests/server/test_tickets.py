@@ -20,8 +20,8 @@ from streamer.server import service
 from streamer.server.tickets import MAX_PER_KEY, MAX_TICKETS, PREFIX, TICKET_S, Tickets
 from tests.server.counting import CHAT
 from tests.server.greedy import NAME, telling
+from tests.server.responses.test_socket import FINAL, dial, hear, say, until
 from tests.server.running import BUNDLED, Running
-from tests.server.test_websocket import FINAL, dial, hear, say, until
 from tests.test_cli_run import DEADLINE_S
 from tests.test_cli_run import server as serving
 

@@ -1,6 +1,6 @@
 """What the bodies share: sampling fields to SamplingParams, usage, log probabilities, errors.
 
-Pure builders over values of the core; chat.py, completions.py and responses.py call them.
+Pure builders over values of the core; chat.py, completions.py and responses/body.py call them.
 """
 
 from __future__ import annotations

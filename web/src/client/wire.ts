@@ -2,7 +2,7 @@
  * What goes over the wire, by hand: bodies, client events, server events.
  *
  * A test holds every interface here to the server's own types, field by field
- * (tests/server/test_wire_types.py), so a name that is not there or a type that changed fails it.
+ * (tests/server/openai/test_wire_types.py), so a name that is not there or a type that changed fails it.
  * Where the server says `string` this file may list the values.
  */
 

@@ -1,0 +1,1 @@
+"""`streamer loadtest attacks`: what clients that mean harm cost their neighbours."""

@@ -1,0 +1,1 @@
+"""`streamer loadtest compare`: this engine beside installed others, on the same workloads."""

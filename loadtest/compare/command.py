@@ -1,0 +1,280 @@
+"""`streamer loadtest compare`: ours and every installed peer, on the same workloads.
+
+Every round measures the machine, then gives each engine its turn in a process of its own, in an
+order that moves on by one a round. Prints medians, ratios to the best peer and the share of what
+the machine allows; writes everything as JSON after each turn, and draws the chart. Where the
+engines are, and on what terms they run, is engines.py; what they do, workload.py; the machine's
+limit, limit.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from .. import table
+from . import chart
+from .engines import ENGINES, OURS, Engine, Places, environment
+from .install import PACKAGES, install
+from .limit import Machine
+from .processes import EngineFailed
+from .results import Failure, Peak, Results, Sample
+from .turns import Turn
+from .turns import run as take_turn
+from .workload import KV_BYTES, MAX_LEN, MAX_SEQS, MODELS, WORKS, Model
+
+OK, FAILED = 0, 1
+ROUNDS, THREADS = 5, 2
+SLOW = 3.0  # an engine so many times slower than the best in round 1 is not asked again
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+
+
+class Plan(NamedTuple):
+    """What to run."""
+
+    engines: tuple[Engine, ...]
+    models: tuple[str, ...]
+    works: tuple[str, ...]
+    rounds: int
+    threads: int
+    keeps_slow: bool
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags."""
+    add = parser.add_argument
+    add("--engines", nargs="+", choices=ENGINES, help="instead of all that are installed")
+    add("--models", nargs="+", choices=MODELS, default=["small", "half"])
+    add("--work", nargs="+", choices=WORKS, default=list(WORKS))
+    add("--rounds", type=int, default=ROUNDS)
+    add("--threads", type=int, default=THREADS, help="that every engine may compute with")
+    add("--keep-slow", action="store_true", help=f"ask engines again that are {SLOW:.0f}x slower")
+    add("--out", type=Path, help="results as JSON; loadtest/results/DATE.json if absent")
+    add("--svg", type=Path, help="the chart")
+    add("--markdown", type=Path, help="the tables for a page")
+    add("--logs", type=Path, help="keep what the engines wrote in this folder")
+    add("--show", type=Path, metavar="JSON", help="run nothing; show results of an earlier run")
+    add("--install", nargs="+", choices=PACKAGES, metavar="NAME", default=[], help="peers first")
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Run, or show, what the flags say; 1 where nothing could be measured."""
+    if args.show:
+        show(Results.read(args.show), args, console)
+        return OK
+    places = Places.found()
+    for name in args.install:
+        console.out(f"Installed {install(name, places.home)}")
+    engines = choose(args.engines, places, console)
+    make_models([MODELS[name] for name in args.models], engines, places, console)
+    plan = Plan(
+        engines, tuple(args.models), tuple(args.work), args.rounds, args.threads, args.keep_slow
+    )
+    results = new_results(plan)
+    out = args.out or RESULTS / f"{results.date.replace(':', '').replace(' ', '-')}.json"
+    with tempfile.TemporaryDirectory() as temporary:
+        logs = args.logs or Path(temporary)
+        logs.mkdir(parents=True, exist_ok=True)
+        # Asked to end, it ends its engine too.
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            measure(plan, results, places, logs.resolve(), out, console)
+        except KeyboardInterrupt:
+            console.out("Interrupted; what was measured follows.")
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    show(results, args, console)
+    console.out(f"Written to {out}")
+    return OK if results.samples else FAILED
+
+
+def choose(names: Sequence[str] | None, places: Places, console: Console) -> tuple[Engine, ...]:
+    """The engines that are there; says which are not."""
+    wanted = [ENGINES[name] for name in names or ENGINES]
+    missing = [engine for engine in wanted if not places.is_installed(engine)]
+    for engine in missing:
+        console.out(f"Left out, not installed: {engine.name} (--install {engine.home})")
+    return tuple(engine for engine in wanted if engine not in missing)
+
+
+def make_models(
+    models: Sequence[Model], engines: Sequence[Engine], places: Places, console: Console
+) -> None:
+    """Checkpoints that are missing, and their form for llama.cpp, each by a process of its own."""
+    env = environment(ENGINES[OURS], places, THREADS)
+    folder = Path(places.home / "models")
+    for model in models:
+        if model.vocabulary and not Path(places.checkpoint(model)).exists():
+            console.out(f"Making the checkpoint {model.name}")
+            command = [
+                sys.executable,
+                "-m",
+                "streamer.loadtest.compare.models",
+                str(folder),
+                model.name,
+            ]
+            subprocess.run(command, check=True, env=env)
+        llama = next((engine for engine in engines if engine.name == "llamacpp"), None)
+        if model.vocabulary and llama is not None and not places.gguf(model).exists():
+            console.out(f"Making {model.name} for llama.cpp")
+            script = Path(__file__).resolve().parent / "peers" / "to_gguf.py"
+            source, target = places.checkpoint(model), places.gguf(model)
+            subprocess.run(
+                [places.python(llama), script, source, target], check=True, stdout=sys.stderr
+            )
+
+
+def new_results(plan: Plan) -> Results:
+    """Without samples, but with what is known before."""
+    settings: dict[str, str | int] = {"rounds": plan.rounds, "threads": plan.threads}
+    settings |= {"kv_bytes": KV_BYTES, "max_len": MAX_LEN, "max_seqs": MAX_SEQS}
+    date = datetime.datetime.now().strftime("%Y-%m-%d %H:%M")
+    return Results(date, device(), {}, settings)
+
+
+def device() -> dict[str, str | int]:
+    """The processor, its cores that may be used, the memory, Python."""
+    found: dict[str, str | int] = {"cpu": cpu_name(), "cores": f"{num_cores()} cores"}
+    if hasattr(os, "sysconf"):
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        found["memory"] = f"{memory / (1 << 30):.0f} GiB"
+    return found | {"python": f"Python {platform.python_version()}"}
+
+
+def num_cores() -> int:
+    """That this process may use."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+
+
+def cpu_name() -> str:
+    """As Linux has it, else as Python has it."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def turns(plan: Plan, round: int) -> Iterator[Turn]:
+    """A round's, engine by engine for each model; the first engine is another in every round."""
+    works = [WORKS[name] for name in plan.works]
+    offline = tuple(work for work in works if not work.is_stream)
+    streams = tuple(work for work in works if work.is_stream)
+    shift = round % max(1, len(plan.engines))
+    order = plan.engines[shift:] + plan.engines[:shift]
+    for model in plan.models:
+        for engine in order:
+            if offline:
+                yield Turn(engine, MODELS[model], round, offline, False)
+            if streams and engine.serves:
+                yield Turn(engine, MODELS[model], round, streams, True)
+
+
+def without_slow(turn: Turn, results: Results) -> Turn:
+    """The turn without workloads at which the engine was far behind in the first round."""
+    name, model = turn.engine.name, turn.model.name
+
+    def is_kept(work: str) -> bool:
+        mine = results.of(name, model, work)
+        best = max((r for e in results.engines for r in _rates(results, e, model, work)), default=0)
+        return not mine or mine[0].tokens_s * SLOW >= best or name == OURS
+
+    works = tuple(work for work in turn.works if is_kept(work.name))
+    return msgspec.structs.replace(turn, works=works)
+
+
+def _rates(results: Results, engine: str, model: str, work: str) -> list[float]:
+    return [sample.tokens_s for sample in results.of(engine, model, work)]
+
+
+def measure(
+    plan: Plan, results: Results, places: Places, logs: Path, out: Path, console: Console
+) -> None:
+    """All rounds; what they bring goes into `results`, and to disk after each turn."""
+    total = sum(1 for round in range(plan.rounds) for _ in turns(plan, round))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    # Redrawn between turns only: while an engine computes, the cores are its own.
+    with Progress(
+        *columns,
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        auto_refresh=False,
+    ) as progress:
+        task = progress.add_task("", total=total)
+        for round in range(plan.rounds):
+            measure_machine(plan, results, places, round)
+            for planned in turns(plan, round):
+                turn = planned
+                if round and not plan.keeps_slow:
+                    turn = without_slow(planned, results)
+                what = "stream" if turn.is_stream else "offline"
+                says = f"round {round + 1}: {turn.engine.label}, {turn.model.name}, {what}"
+                progress.update(task, description=says, refresh=True)
+                if turn.works and not _has_failed(turn, results):
+                    take(turn, results, places, plan.threads, logs, progress.console)
+                    results.write(out)
+                progress.update(task, advance=1, refresh=True)
+
+
+def _has_failed(turn: Turn, results: Results) -> bool:
+    """Whether the engine failed at this model before, in either kind of turn: not again."""
+    mine = (turn.engine.name, turn.model.name)
+    return any((f.engine, f.model) == mine and f.round < turn.round for f in results.failures)
+
+
+def take(
+    turn: Turn, results: Results, places: Places, threads: int, logs: Path, console: Console
+) -> None:
+    """One turn into `results`; a failure is one of them."""
+    try:
+        for outcome in take_turn(turn, places, threads, logs):
+            if isinstance(outcome, Sample):
+                results.samples.append(outcome)
+                console.out(
+                    f"{turn.model.name} {outcome.work}: {turn.engine.label} "
+                    f"{table.number(outcome.tokens_s)} tokens/s"
+                )
+            elif isinstance(outcome, Peak):
+                results.peaks.append(outcome)
+            else:
+                results.versions[turn.engine.name] = outcome
+    except EngineFailed as error:
+        what = str(error)
+        results.failures.append(Failure(turn.engine.name, turn.model.name, turn.round, what))
+        console.out(f"Failed: {turn.engine.label}, {turn.model.name}: {what}")
+
+
+def measure_machine(plan: Plan, results: Results, places: Places, round: int) -> None:
+    """The machine's rates, by a process of its own; without them there are no limits."""
+    command = [sys.executable, "-m", "streamer.loadtest.compare.machine", str(plan.threads)]
+    env = environment(ENGINES[OURS], places, plan.threads)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        results.failures.append(Failure("machine", "", round, last[0]))
+        return
+    results.machine.append(msgspec.convert(json.loads(done.stdout), Machine, strict=False))
+
+
+def show(results: Results, args: argparse.Namespace, console: Console) -> None:
+    """The tables on the terminal, and the files that were asked for."""
+    console.out(table.report(results), highlight=False)
+    if args.svg:
+        args.svg.write_text(chart.svg(results), encoding="utf-8")
+    if args.markdown:
+        args.markdown.write_text(table.report(results, table.markdown), encoding="utf-8")

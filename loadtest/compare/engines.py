@@ -1,0 +1,201 @@
+"""The engines that compare knows: where each lives, how it is started, and on what terms.
+
+Facts only: nothing here starts an engine. Every engine gets the same threads, the same context, the
+same bytes of KV pool and no prefix cache; whatever else it does is its own default, or what its
+documentation asks for on a CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from .peers.talk import Job
+from .workload import KV_BYTES, MAX_LEN, MAX_SEQS, Model
+
+BLOCK = 16  # tokens, of our own pool
+SERVED = "model"  # the name that clients use
+SLOTS = 32  # of llama.cpp, which divides its pool among them
+PAGE = 256  # tokens, of transformers' pool
+
+
+class Engine(msgspec.Struct, frozen=True):
+    """One column of the comparison.
+
+    home       its virtual environment's folder below the peers' home; "": this interpreter
+    label      for tables and charts
+    runner     the module in peers/ that runs it in process; "": only its server is measured
+    options    for the runner
+    serves     whether it has a server that streams completions
+    is_plain   its server takes prompts as text alone, and no fields that OpenAI does not have
+    has_pool   whether it keeps a KV pool, so that its memory can be compared
+    ready      the path that answers 200 once it serves
+    """
+
+    name: str
+    label: str
+    home: str
+    runner: str = ""
+    options: dict[str, str] = {}
+    serves: bool = False
+    is_plain: bool = False
+    has_pool: bool = True
+    ready: str = "/health"
+
+
+OURS = "streamer"
+ENGINES = {
+    engine.name: engine
+    for engine in (
+        Engine(OURS, "Streamer", "", "run_streamer", serves=True, ready="/ready"),
+        Engine("openvino", "OpenVINO", "openvino", "run_openvino", {"kv": "bf16"}),
+        Engine("openvino-u8", "OpenVINO, u8 KV", "openvino", "run_openvino", {"kv": "u8"}),
+        Engine("vllm", "vLLM CPU", "vllm", "run_vllm", serves=True),
+        Engine("llamacpp", "llama.cpp", "llamacpp", serves=True),
+        Engine(
+            "transformers",
+            "transformers, static",
+            "transformers",
+            "run_transformers",
+            {"mode": "static"},
+            has_pool=False,
+        ),
+        Engine(
+            "transformers-cb",
+            "transformers, continuous",
+            "transformers",
+            "run_transformers",
+            {"mode": "continuous"},
+            serves=True,
+            is_plain=True,
+        ),
+    )
+}
+
+
+class Places(msgspec.Struct, frozen=True):
+    """Where environments and checkpoints are. `checkpoints` may be missing: they are made."""
+
+    home: Path
+
+    @classmethod
+    def found(cls) -> Places:
+        """$PEERS_HOME, or a folder of the user's cache."""
+        given = os.environ.get("PEERS_HOME", "~/.cache/streamer-peers")
+        return cls(Path(given).expanduser())
+
+    def python(self, engine: Engine) -> Path:
+        """The interpreter that runs the engine."""
+        return self.home / engine.home / "bin" / "python" if engine.home else Path(sys.executable)
+
+    def program(self, engine: Engine, name: str) -> Path:
+        """A program of the engine's environment."""
+        return self.python(engine).with_name(name)
+
+    def is_installed(self, engine: Engine) -> bool:
+        """Whether the engine's environment, and what only a server needs, is there."""
+        if engine.name == "llamacpp" and not self.program(engine, "llama-server").exists():
+            return False
+        return self.python(engine).exists()
+
+    def checkpoint(self, model: Model) -> str:
+        """The folder of a model's checkpoint; a model without weights is its own name."""
+        return str(self.home / "models" / f"{model.name}-bf16") if model.vocabulary else model.name
+
+    def gguf(self, model: Model) -> Path:
+        """The checkpoint as llama.cpp reads it."""
+        return self.home / "models" / f"{model.name}-bf16.gguf"
+
+
+def job(engine: Engine, model: Model, places: Places, threads: int) -> Job:
+    """What a runner is told."""
+    return Job(
+        model=places.checkpoint(model),
+        kv_bytes=KV_BYTES,
+        kv_token_bytes=kv_token_bytes(model),
+        threads=threads,
+        max_len=MAX_LEN,
+        max_seqs=MAX_SEQS,
+        options=engine.options,
+    )
+
+
+def kv_token_bytes(model: Model) -> int:
+    """Of a token in the pool; a model without weights takes what the small one would."""
+    return model.kv_token_bytes or 8192
+
+
+def environment(engine: Engine, places: Places, threads: int) -> dict[str, str]:
+    """Variables in which an engine runs: this process's, with its own and without Python's."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTHON", "STREAMER_", "VIRTUAL_ENV"))
+    }
+    kept |= {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "0"}
+    if not engine.home:  # ours is this very package, installed or not
+        return kept | {"PYTHONPATH": str(Path(__file__).absolute().parents[3])}
+    if engine.home == "vllm":
+        kept |= {
+            "VLLM_CPU_KVCACHE_SPACE": str(KV_BYTES >> 30),
+            "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "LD_PRELOAD": ":".join(_preloads(places.home / "vllm")),
+        }
+    return kept
+
+
+def _preloads(home: Path) -> list[str]:
+    """An allocator and an OpenMP that vLLM wants loaded first, where its environment has them."""
+    patterns = ("tcmalloc/usr/lib/*/libtcmalloc_minimal.so.4", "lib/libiomp5.so")
+    return [str(path) for pattern in patterns for path in home.glob(pattern)]
+
+
+def server_command(
+    engine: Engine, model: Model, places: Places, threads: int, port: int
+) -> list[str]:
+    """The command line of an engine's own server on 127.0.0.1."""
+    python, folder = str(places.python(engine)), places.checkpoint(model)
+    token_bytes = kv_token_bytes(model)
+    listen = ["--host", "127.0.0.1", "--port", str(port)]
+    same = ["--dtype", "bfloat16", "--max-model-len", str(MAX_LEN), "--max-num-seqs", str(MAX_SEQS)]
+    same += ["--no-enable-prefix-caching", "--served-model-name", SERVED]
+    if engine.name == OURS:
+        blocks = ["--num-gpu-blocks-override", str(KV_BYTES // (BLOCK * token_bytes))]
+        blocks += ["--block-size", str(BLOCK), "--no-load-progress", "--log-level", "warning"]
+        return [python, "-m", "streamer", "serve", folder, *same, *blocks, *listen]
+    if engine.name == "vllm":
+        module = "vllm.entrypoints.openai.api_server"
+        return [python, "-m", module, "--model", folder, *same, *listen]
+    if engine.name == "llamacpp":
+        program = str(places.program(engine, "llama-server"))
+        context = str(KV_BYTES // token_bytes)
+        flags = ["-m", str(places.gguf(model)), "--alias", SERVED, "-c", context, "-np", str(SLOTS)]
+        flags += ["-t", str(threads), "-tb", str(threads), "--no-kv-unified"]
+        return [program, *flags, "--no-cache-prompt", "-cram", "0", "--no-webui", *listen]
+    pages = str(KV_BYTES // (PAGE * token_bytes))
+    flags = ["--continuous-batching", "--cb-block-size", str(PAGE), "--cb-num-blocks", pages]
+    program = str(places.program(engine, "transformers"))
+    flags += ["--cb-max-batch-tokens", "1024", "--dtype", "bfloat16"]
+    return [program, "serve", folder, *flags, *listen]
+
+
+def version(engine: Engine, places: Places) -> str | None:
+    """Of an engine that has no runner to tell it; None if it does not say."""
+    if engine.runner:
+        return None
+    command = [str(places.program(engine, "llama-server")), "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    found = re.search(r"version: (.+)", done.stdout + done.stderr)
+    return found[1] if found else None
+
+
+def served_name(engine: Engine, model: Model, places: Places) -> str:
+    """What a request calls the model."""
+    return places.checkpoint(model) if engine.name == "transformers-cb" else SERVED

@@ -1,0 +1,118 @@
+"""Measures this machine's memory and GEMM rates: `python -m streamer.loadtest.compare.machine N`.
+
+A process of its own. Prints one line of JSON: the
+rate at which memory is read, and of bfloat16 GEMMs with the rows of a decode step and of a prompt.
+The best of several tries counts, for a limit is what the machine can do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+ROWS = (8, 16, 32, 1024)
+READ_BYTES = 1 << 30  # far beyond any cache
+PIECE_BYTES = 1 << 25  # of one call: short, so that the threads stop nearly together
+GEMM_OUT, GEMM_IN = 3072, 1024  # a weight of 6 MiB stays in cache, so arithmetic is measured
+TRIES, TRY_S = 8, 0.1
+
+
+def total_rate(make: Callable[[], Callable[[], object]], threads: int, work: float) -> float:
+    """`work` units a second of all threads together, each with things of its own: the best try.
+
+    They do not wait for one another: what else runs on the machine then costs its share, not the
+    time that every barrier is late.
+    """
+    runs = [make() for _ in range(threads)]
+    start = threading.Barrier(threads)
+
+    def calls_s(run: Callable[[], object]) -> float:
+        run()
+        start.wait()
+        calls, begin = 0, time.perf_counter()
+        while (took := time.perf_counter() - begin) < TRY_S:
+            run()  # lets go of the GIL
+            calls += 1
+        return calls / took
+
+    with ThreadPoolExecutor(threads) as pool:
+        return max(work * sum(pool.map(calls_s, runs)) for _ in range(TRIES))
+
+
+def read_gb_s(threads: int) -> float:
+    """Memory read by all threads, in 1e9 bytes a second: the best of a few plain reductions."""
+    import torch
+
+    data = [torch.ones(READ_BYTES // 4 // threads) for _ in range(threads)]
+
+    def rate(read: Callable[[torch.Tensor], object]) -> float:
+        mine = iter(data)
+
+        def make() -> Callable[[], object]:
+            pieces = itertools.cycle(torch.split(next(mine), PIECE_BYTES // 4))
+            return lambda: read(next(pieces))
+
+        return total_rate(make, threads, PIECE_BYTES)
+
+    reads: list[Callable[[torch.Tensor], object]] = [
+        torch.sum,
+        torch.amax,
+        lambda x: torch.dot(x, x),
+        lambda x: x.view(torch.int32).amax(),
+    ]
+    return max(map(rate, reads)) / 1e9
+
+
+def gemm_gflops(rows: int, threads: int) -> float:
+    """1e9 operations a second of [rows, in] x [in, out], weights packed where torch can."""
+    import torch
+
+    def plain() -> Callable[[], object]:
+        x, weight = _operands(rows)
+        return lambda: torch.nn.functional.linear(x, weight)
+
+    def packed() -> Callable[[], object]:
+        x, weight = _operands(rows)
+        laid = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+        linear = torch.ops.mkldnn._linear_pointwise
+        return lambda: linear(x, laid, None, "none", [], "")
+
+    operations = 2 * rows * GEMM_OUT * GEMM_IN
+    rates = [total_rate(plain, threads, operations)]
+    with contextlib.suppress(AttributeError, RuntimeError):  # not in every build of torch
+        rates.append(total_rate(packed, threads, operations))
+    return max(rates) / 1e9
+
+
+def _operands(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    import torch
+
+    x = torch.randn(rows, GEMM_IN).to(torch.bfloat16)
+    return x, torch.randn(GEMM_OUT, GEMM_IN).to(torch.bfloat16)
+
+
+def main() -> None:
+    """One line for compare."""
+    import torch
+
+    threads = int(sys.argv[1]) if len(sys.argv) > 1 else 2
+    torch.set_num_threads(1)  # of each thread here
+    torch.set_grad_enabled(False)
+    gflops = {rows: gemm_gflops(rows, threads) for rows in ROWS}
+    found = {"read_gb_s": read_gb_s(threads), "gflops": gflops}
+    with open(1, "w", encoding="utf-8", closefd=False) as out:
+        out.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""One turn of one engine: start it, warm it, give it the round's workloads, end it.
+
+In process through a runner where the engine has one, else over HTTP through its own server; streams
+always over HTTP. Yields samples as they come, so that what was measured before a failure stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import cast
+
+import msgspec
+
+from ..sse import BadAnswer
+from .clients import Ask, Measured
+from .clients import run as run_clients
+from .engines import Engine, Places, environment, job, served_name, server_command, version
+from .processes import LOAD_S, EngineFailed, Runner, Server, free_port
+from .results import Peak, Sample, percentile
+from .workload import Model, Work, prompts
+
+WARM_PROMPTS, WARM_TOKENS = 32, 8
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """An engine, a model, a round, and workloads that go through one process."""
+
+    engine: Engine
+    model: Model
+    round: int
+    works: tuple[Work, ...]
+    is_stream: bool
+
+    @property
+    def is_served(self) -> bool:
+        """Whether it goes over HTTP."""
+        return self.is_stream or not self.engine.runner
+
+    def prompts(self, work: Work) -> list[list[int]]:
+        """Of this round, the same for every engine."""
+        return prompts(self.model, work.num_prompts, f"{work.name} {self.round}")
+
+    @property
+    def warm_prompts(self) -> list[list[int]]:
+        return prompts(self.model, WARM_PROMPTS, f"warm {self.round}")
+
+
+Outcome = Sample | Peak | str  # a str: the engine's version
+
+
+def run(turn: Turn, places: Places, threads: int, logs: Path) -> Iterator[Outcome]:
+    """The turn's outcomes; EngineFailed or BadAnswer where it can't go on."""
+    log = logs / f"{turn.engine.name}-{turn.model.name}-{turn.round}-{turn.is_stream:d}.log"
+    if turn.is_served:
+        yield from _served(turn, places, threads, log)
+    else:
+        yield from _in_process(turn, places, threads, log)
+
+
+def _in_process(turn: Turn, places: Places, threads: int, log: Path) -> Iterator[Outcome]:
+    engine = turn.engine
+    env = environment(engine, places, threads)
+    with Runner(places.python(engine), engine.runner, env, log) as runner:
+        loaded = runner.ask(job(engine, turn.model, places, threads)._asdict(), LOAD_S)
+        yield str(loaded["version"])
+        warm = turn.warm_prompts
+        runner.ask({"prompts": warm, "lengths": [WARM_TOKENS] * len(warm)})
+        for work in turn.works:
+            asked = {"prompts": turn.prompts(work), "lengths": list(work.lengths)}
+            answer = runner.ask(asked)
+            _check(answer["tokens"], work)
+            yield _sample(turn, work, answer["tokens"] / answer["seconds"])
+        yield _peak(turn, runner.peak_bytes())
+
+
+def _served(turn: Turn, places: Places, threads: int, log: Path) -> Iterator[Outcome]:
+    engine, port = turn.engine, free_port()
+    command = server_command(engine, turn.model, places, threads, port)
+    with Server(command, port, environment(engine, places, threads), log) as server:
+        server.wait(engine.ready)
+        if told := version(engine, places):
+            yield told
+        try:
+            run_clients(port, _warm_asks(turn, places))
+            for work in turn.works:
+                measured = run_clients(port, asks_of(turn, work, places))
+                _check(measured.tokens, work)
+                yield _stream_sample(turn, work, measured)
+        except (BadAnswer, OSError, ValueError) as error:  # msgspec's and int's are ValueErrors
+            raise server.failure(f"{type(error).__name__}: {error}") from None
+        yield _peak(turn, server.peak_bytes())
+
+
+def _warm_asks(turn: Turn, places: Places) -> list[list[Ask]]:
+    asks = [_ask(turn, prompt, WARM_TOKENS, True, places) for prompt in turn.warm_prompts]
+    return [asks[i::16] for i in range(16)]
+
+
+def asks_of(turn: Turn, work: Work, places: Places) -> list[list[Ask]]:
+    """What each client asks, one after the other."""
+    texts, num_clients = turn.prompts(work), len(work.lengths)
+    return [
+        [_ask(turn, text, length, work.is_stream, places) for text in texts[i::num_clients]]
+        for i, length in enumerate(work.lengths)
+    ]
+
+
+def _ask(turn: Turn, prompt: list[int], length: int, stream: bool, places: Places) -> Ask:
+    name = served_name(turn.engine, turn.model, places)
+    if turn.engine.is_plain:
+        text = as_text(places.checkpoint(turn.model), prompt)
+        return Ask(name, text, length, stream, ignore_eos=msgspec.UNSET)
+    return Ask(name, prompt, length, stream)
+
+
+def as_text(checkpoint: str, prompt: Sequence[int]) -> str:
+    """A prompt for a server that takes text alone; it finds about as many tokens in it."""
+    return _decoder(checkpoint)(list(prompt))
+
+
+@cache
+def _decoder(checkpoint: str) -> Callable[[list[int]], str]:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(Path(checkpoint) / "tokenizer.json"))
+    return cast("Callable[[list[int]], str]", tokenizer.decode)
+
+
+def _check(tokens: int, work: Work) -> None:
+    if tokens != work.num_tokens:
+        raise EngineFailed(f"{work.name}: {tokens} tokens instead of {work.num_tokens}")
+
+
+def _sample(turn: Turn, work: Work, tokens_s: float) -> Sample:
+    return Sample(turn.engine.name, turn.model.name, work.name, turn.round, tokens_s)
+
+
+def _stream_sample(turn: Turn, work: Work, measured: Measured) -> Sample:
+    sample = _sample(turn, work, measured.tokens / measured.seconds)
+    if not work.is_stream:
+        return sample
+    times = {"first": measured.first_s, "gap": measured.gaps_s}
+    found = {
+        f"{name}_p{share}_ms": value * 1e3
+        for name, values in times.items()
+        for share in (50, 99)
+        if (value := percentile(values, share / 100)) is not None
+    }
+    return msgspec.structs.replace(sample, **found)
+
+
+def _peak(turn: Turn, peak_bytes: int) -> Peak:
+    name, model = turn.engine.name, turn.model.name
+    return Peak(name, model, turn.round, turn.is_stream, peak_bytes)

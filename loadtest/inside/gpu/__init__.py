@@ -1,0 +1,1 @@
+"""`streamer bench gpu`: a GPU's figures, each beside its target."""

@@ -1,0 +1,183 @@
+"""`streamer bench gpu`: a GPU's figures, each beside its target, in one command under ten minutes.
+
+Runs sections one after the other, each in a process of its own, since what goes wrong on a GPU
+takes its process along: one that fails, hangs or dies is reported, what it found until then is
+kept, and the others run. Models have known shapes and random weights, made on the device. With
+--tiny every section runs on any machine, and its figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from streamer.errors import ConfigError
+from streamer.loadtest.inside.apart import run_apart
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from streamer.loadtest.inside.gpu.models import Where
+    from streamer.loadtest.inside.gpu.report import Part, Report
+
+
+class Section(NamedTuple):
+    """A part of the bench: the seconds that it may take, and what it measures."""
+
+    budget_s: float
+    help: str
+
+
+SECTIONS = {
+    "bandwidth": Section(10, "memory's rate"),
+    "single": Section(110, "one stream, three models"),
+    "batch": Section(100, "nano-vllm's 256 requests"),
+    "transformers": Section(100, "the same with transformers' continuous batching"),
+    "step": Section(40, "a step's time on host and device"),
+    "swap": Section(20, "beside a plain pinned copy"),
+    "attention": Section(100, "beside torch's SDPA on contiguous K and V"),
+}
+GRACE_S = 15.0  # to start a process, and to end by itself when the section's seconds are over
+
+
+def _function(name: str) -> Callable[[Where, Report], None]:
+    """What does a section."""
+    from streamer.loadtest.inside.gpu import engine as gpu_engine
+    from streamer.loadtest.inside.gpu import kernels as gpu_kernels
+    from streamer.loadtest.inside.gpu import peer as gpu_peer
+
+    return {
+        "bandwidth": gpu_kernels.bandwidth,
+        "single": gpu_engine.single,
+        "batch": gpu_engine.batch,
+        "transformers": gpu_peer.transformers,
+        "step": gpu_engine.step,
+        "swap": gpu_kernels.swap,
+        "attention": gpu_kernels.attention,
+    }[name]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to measure, where, and where to write it."""
+    listed = "; ".join(f"{name}: {section.help}" for name, section in SECTIONS.items())
+    parser.add_argument("--only", metavar="NAMES", help=f"some sections, by commas: {listed}")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the code")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="JSON file (loadtest/results/gpu-<device>.json; with --tiny none if absent)",
+    )
+    parser.add_argument("--here", action="store_true", help="all in one process, for debuggers")
+    parser.add_argument("--part", type=Path, help=argparse.SUPPRESS)
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Every section asked for; 1 if one of them failed."""
+    from streamer.loadtest.inside.gpu import report as gpu_report
+
+    names = _sections(args.only)
+    where = _where(args.device, is_tiny=args.tiny)
+    for logger in ("transformers", "ContinuousBatchingLogger"):
+        logging.getLogger(logger).setLevel(logging.CRITICAL)  # a failure is raised, and reported
+    if args.part is not None:
+        return 1 if _run_here(names[0], where, console, args.part).failure else 0
+    parts: dict[str, Part] = {}
+    seconds: dict[str, float] = {}
+    for name in names:
+        began = time.perf_counter()
+        if args.here:
+            parts[name] = _run_here(name, where, console, None)
+        else:
+            parts[name] = _run_apart(name, where)
+        seconds[name] = round(time.perf_counter() - began, 2)
+        if parts[name].failure:
+            console.print(f"[red]{name} failed:[/red] {parts[name].failure}", highlight=False)
+    figures = [figure for part in parts.values() for figure in part.figures]
+    failures = {name: part.failure for name, part in parts.items() if part.failure}
+    found = gpu_report.results(where.device, figures, failures, seconds, is_tiny=where.is_tiny)
+    gpu_report.print_table(console, found)
+    out = args.out or (None if where.is_tiny else gpu_report.default_out(where.device))
+    if out is not None:
+        gpu_report.write(found, out)
+        console.print(f"written to {out}", highlight=False)
+    return 1 if failures else 0
+
+
+def _run_apart(name: str, where: Where) -> Part:
+    """A section in a process of its own, which shares this one's terminal."""
+    from streamer.loadtest.inside.gpu.report import Part
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "part.json"
+        limit_s = SECTIONS[name].budget_s + GRACE_S
+        failure = run_apart(_command(name, where, file), limit_s)
+        part = msgspec.json.decode(file.read_bytes(), type=Part) if file.exists() else Part([])
+    return Part(part.figures, part.failure or failure)
+
+
+def _command(name: str, where: Where, file: Path) -> list[str]:
+    """What runs a section and writes its part to a file."""
+    command = [sys.executable, "-m", "streamer", "bench", "gpu", "--only", name]
+    command += ["--device", where.device.type, "--part", str(file)]
+    return command + (["--tiny"] if where.is_tiny else [])
+
+
+def _run_here(name: str, where: Where, console: Console, file: Path | None) -> Part:
+    """A section in this process; its figures are written to `file` as they come."""
+    from streamer.loadtest.inside.gpu import report as gpu_report
+
+    section = SECTIONS[name]
+    status = console.status(name) if console.is_terminal else nullcontext()
+    with status as shown:
+        say = shown.update if shown is not None else _unseen
+        report = gpu_report.Report(
+            name, section.budget_s, say, console, has_targets=not where.is_tiny, file=file
+        )
+        try:
+            _function(name)(where, report)
+        except Exception as error:  # of any kind: the other sections are still to be run
+            report.fail(gpu_report.describe(error))
+    return report.part
+
+
+def _unseen(what: str) -> None:
+    """Where there is no terminal nobody sees what goes on; figures are printed as they come."""
+
+
+def _sections(only: str | None) -> list[str]:
+    """The names asked for, in the bench's order; ConfigError names an unknown one."""
+    wanted = [name.strip() for name in only.split(",")] if only else list(SECTIONS)
+    for name in wanted:
+        if name not in SECTIONS:
+            raise ConfigError(f"--only: {name!r} is none of {', '.join(SECTIONS)}", param="only")
+    return [name for name in SECTIONS if name in wanted]
+
+
+def _where(device: str, *, is_tiny: bool) -> Where:
+    """The device; ConfigError where it is not there, or can only be tried with tiny shapes."""
+    import torch
+
+    from streamer.loadtest.inside.gpu.models import Where
+
+    has_cuda = torch.cuda.is_available()
+    if device == "cuda" and not has_cuda:
+        raise ConfigError("torch.cuda.is_available() is false: no GPU here", param="device")
+    if device == "auto":
+        device = "cuda" if has_cuda else "cpu"
+    if device == "cpu" and not is_tiny:
+        raise ConfigError(
+            "there is no GPU to measure; --device cpu --tiny only tries the code", param="device"
+        )
+    if device == "cuda":
+        return Where(torch.device("cuda", torch.cuda.current_device()), is_tiny)
+    return Where(torch.device("cpu"), is_tiny)

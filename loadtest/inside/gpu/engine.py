@@ -1,0 +1,251 @@
+"""The sections of `streamer bench gpu` with whole models: one stream, 256 requests, a step's parts.
+
+Requests go through the real scheduler and runner on this thread (gpu_models.Bed); no event loop and
+no sockets, which `bench step` and `bench stream` measure.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from streamer.loadtest.inside.gpu.kernels import GB, memory_rate
+from streamer.loadtest.inside.gpu.models import SHAPES, Bed, Model, Where, blocks_for, make_model
+from streamer.loadtest.inside.gpu.report import Report
+
+if TYPE_CHECKING:
+    from streamer.core.plan import StepTimes
+
+SMALLEST = "Qwen3-0.6B"
+SINGLE_PROMPT, SINGLE_OUTPUT = 32, 512
+SINGLE_SHARES = {"Llama-3.1-8B": 0.75, "Llama-3.2-1B": 0.5}  # of what memory allows
+SINGLE_SPEED = 500.0  # tokens/s of the smallest
+BATCH_SPEED = 20_000.0
+BATCH_TOKENS = 16_384  # computed in a step
+STEP_ROWS, STEP_PROMPT, STEPS = 256, 128, 200
+HOST_MS = 0.3
+
+
+class Request(NamedTuple):
+    """Token ids, and how many to answer with."""
+
+    prompt: list[int]
+    num_output: int
+
+
+def nano_vllm_requests(*, is_tiny: bool) -> list[Request]:
+    """The requests of nano-vllm's bench.py: its seed, and its order of drawing from it.
+
+    256, with 142,827 tokens of prompts and 133,966 of output; the tiny stand-in has 4.
+    """
+    source = random.Random(0)
+    count, least, most, last = (4, 4, 12, 500) if is_tiny else (256, 100, 1024, 10_000)
+    prompts = [
+        [source.randint(0, last) for _ in range(source.randint(least, most))] for _ in range(count)
+    ]
+    return [Request(prompt, source.randint(least, most)) for prompt in prompts]
+
+
+def single(where: Where, report: Report) -> None:
+    """Tokens a second of one stream, beside how often memory could be read for its weights."""
+    output = 16 if where.is_tiny else SINGLE_OUTPUT
+    rate = memory_rate(where, report)
+    for name in SHAPES:
+        report.doing(f"making {name}")
+        model = make_model(name, where)
+        bed = Bed(
+            model,
+            where,
+            max_num_seqs=1,
+            num_blocks=2 * blocks_for(SINGLE_PROMPT + SINGLE_OUTPUT),
+            max_model_len=1024,
+            max_num_batched_tokens=256,
+        )
+        try:
+            prompt = list(range(SINGLE_PROMPT))
+            _run_to_end(bed, where, report, name, [Request(prompt, output)])  # compiles, records
+            prompt.reverse()
+            speed = output / _run_to_end(bed, where, report, name, [Request(prompt, output)])
+        finally:
+            bed.close()
+        limit = rate / model.step_bytes
+        note = f"{model.step_bytes / GB:.2f} GB of weights a token; memory allows {limit:,.0f}/s"
+        target = SINGLE_SPEED if name == SMALLEST else None
+        report.add(name, "one stream", speed, "tokens/s", note, target=target)
+        share = SINGLE_SHARES.get(name)
+        report.add(name, "share", speed / limit, "x", "of what memory allows", target=share)
+        del model, bed
+        free(where)
+
+
+def batch(where: Where, report: Report) -> None:
+    """The requests of nano-vllm's bench, all at once, with each kind of KV cache."""
+    requests = nano_vllm_requests(is_tiny=where.is_tiny)
+    report.doing(f"making {SMALLEST}")
+    model = make_model(SMALLEST, where)
+    for kind in (None, torch.int8, torch.float8_e4m3fn):
+        if kind is not None and not _has_quantized_cache(where):
+            continue
+        name = {None: SMALLEST, torch.int8: f"{SMALLEST}, int8 KV"}.get(kind, f"{SMALLEST}, fp8 KV")
+        speed, took_s = _run_requests(model, where, report, name, requests, kind)
+        note = f"{sum(r.num_output for r in requests):,} tokens of output in {took_s:.1f} s"
+        target = BATCH_SPEED if kind is None else None
+        measure = f"{len(requests)} requests"
+        report.add(name, measure, speed, "tokens/s", note, target=target)
+
+
+def _run_requests(
+    model: Model,
+    where: Where,
+    report: Report,
+    name: str,
+    requests: list[Request],
+    kind: torch.dtype | None,
+) -> tuple[float, float]:
+    """Tokens of output a second, and the seconds."""
+    longest = max(len(r.prompt) + r.num_output for r in requests)
+    blocks = sum(blocks_for(len(r.prompt) + r.num_output) for r in requests)
+    bed = Bed(
+        model,
+        where,
+        max_num_seqs=len(requests),
+        num_blocks=blocks + blocks // 16,  # above the watermark: nobody is preempted
+        max_model_len=longest,
+        max_num_batched_tokens=BATCH_TOKENS,
+        kv_dtype=kind,
+    )
+    try:
+        _run_to_end(bed, where, report, name, [Request([7] * 8, 4)])  # compiles, records
+        took_s = _run_to_end(bed, where, report, name, requests, temperature=0.6)
+    finally:
+        bed.close()
+        free(where)
+    return sum(r.num_output for r in requests) / took_s, took_s
+
+
+def step(where: Where, report: Report) -> None:
+    """A steady decode step of 256 rows: what the host does, and what the device takes."""
+    rows, count = (8, 10) if where.is_tiny else (STEP_ROWS, STEPS)
+    report.doing(f"making {SMALLEST}")
+    bed = Bed(
+        make_model(SMALLEST, where),
+        where,
+        max_num_seqs=rows,
+        num_blocks=rows * blocks_for(1024) * 17 // 16,
+        max_model_len=1024,
+        max_num_batched_tokens=BATCH_TOKENS,
+    )
+    try:
+        for i in range(rows):
+            bed.add([i + 1, *range(STEP_PROMPT - 1)], 1024 - STEP_PROMPT, 0.6)
+        report.doing("prefill")
+        _until(bed, report, lambda tokens: tokens == rows)
+        for _ in range(count // 4):
+            bed.step()
+        report.doing(f"{count} steps of {rows} rows")
+        times, wall_s = _timed_steps(bed, count)
+        what = f"{SMALLEST}, {rows} rows"
+        _report_step(report, what, times, wall_s, where)
+        if where.device.type == "cuda":
+            report.doing("the device's own time")
+            report.add(
+                what, "device", _device_s(bed, count // 10) * 1e3, "ms", "kernels, by the profiler"
+            )
+    finally:
+        bed.close()
+        free(where)
+
+
+def _report_step(
+    report: Report, what: str, times: list[StepTimes], wall_s: float, where: Where
+) -> None:
+    """A step whole, and its parts on the host: medians."""
+    on_host = [t.schedule_s + t.launch_s + t.apply_s for t in times]
+    waits = [t.collect_s for t in times]
+    parts = ("schedule", "launch", "apply")
+    each = [statistics.median(getattr(t, f"{part}_s") for t in times) * 1e3 for part in parts]
+    note = ", ".join(f"{part} {ms:.3f}" for part, ms in zip(parts, each, strict=True))
+    if where.device.type == "cpu":
+        note += "; on a CPU launch is the model"
+    report.add(what, "step", wall_s * 1e3, "ms", "from one to the next")
+    host_ms = statistics.median(on_host) * 1e3
+    report.add(what, "host", host_ms, "ms", note, target=HOST_MS, is_ceiling=True)
+    wait_ms = statistics.median(waits) * 1e3
+    report.add(what, "waiting for the device", wait_ms, "ms", "of the host's thread")
+
+
+def _timed_steps(bed: Bed, count: int) -> tuple[list[StepTimes], float]:
+    """Each step's times, and the mean seconds from one step to the next."""
+    times = []
+    began = time.perf_counter()
+    for _ in range(count):
+        output = bed.step()
+        if output is None:
+            raise RuntimeError("the requests ended before the steps did")
+        times.append(output.times)
+    return times, (time.perf_counter() - began) / count
+
+
+def _device_s(bed: Bed, count: int) -> float:
+    """Seconds of kernels and copies on the device a step."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(count):
+            bed.step()
+        torch.cuda.synchronize()
+    total_us: float = sum(event.self_device_time_total for event in profile.key_averages())
+    return total_us / 1e6 / count
+
+
+def _run_to_end(
+    bed: Bed,
+    where: Where,
+    report: Report,
+    name: str,
+    requests: list[Request],
+    temperature: float = 0.0,
+) -> float:
+    """Seconds of all requests, from the first plan to the last token."""
+    wanted, drawn, told = sum(r.num_output for r in requests), 0, 0.0
+    where.synchronize()
+    began = time.perf_counter()
+    for request in requests:
+        bed.add(request.prompt, request.num_output, temperature)
+    while (output := bed.step()) is not None:
+        drawn += len(output.tokens)
+        if (now := time.perf_counter()) - told > 1.0:
+            told = now
+            report.doing(f"{name}: {drawn:,} of {wanted:,} tokens")
+    took_s = time.perf_counter() - began
+    if drawn != wanted:
+        raise RuntimeError(f"{drawn} tokens were drawn of {wanted}")
+    return took_s
+
+
+def _until(bed: Bed, report: Report, is_there: Callable[[int], bool]) -> None:
+    """Step until a step's number of tokens is as wanted."""
+    while (output := bed.step()) is not None:
+        report.check()
+        if is_there(len(output.tokens)):
+            return
+    raise RuntimeError("the requests ended before all of them ran")
+
+
+def _has_quantized_cache(where: Where) -> bool:
+    from streamer.kernels import ops
+
+    return where.device.type != "cpu" or ops.backend != "native"
+
+
+def free(where: Where) -> None:
+    """Give the device's unused memory back, for the next model."""
+    import gc
+
+    gc.collect()
+    if where.device.type == "cuda":
+        torch.cuda.empty_cache()

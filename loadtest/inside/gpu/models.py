@@ -1,0 +1,255 @@
+"""Models for `streamer bench gpu`: known shapes with random weights, made where they run.
+
+No file and no checkpoint: RandomWeights is a WeightSource of model/decoder.py. Bed is such a model
+behind the real scheduler and runner, stepped by this thread.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from streamer.core.plan import Add, StepOutput
+from streamer.core.prefix import BlockHasher
+from streamer.core.sampling import SamplingParams
+from streamer.core.scheduler import Scheduler, SchedulerConfig
+
+if TYPE_CHECKING:
+    from streamer.model.decoder import Decoder
+    from streamer.model.families import DecoderConfig
+    from streamer.model.runner.cpu import ModelRunner
+    from streamer.model.runner.cuda import CudaRunner
+    from streamer.model.runner.device import Device
+
+BLOCK_SIZE = 16
+SPREAD = 0.02  # standard deviation of the weights
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+# config.json of the checkpoints of that name, as far as it gives the model its shape.
+SHAPES: dict[str, dict[str, Any]] = {
+    "Qwen3-0.6B": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": 151_936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40_960,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "tie_word_embeddings": True,
+    },
+    "Llama-3.2-1B": {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 128_256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {**LLAMA3, "factor": 32.0},
+        "tie_word_embeddings": True,
+    },
+    "Llama-3.1-8B": {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 128_256,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {**LLAMA3, "factor": 8.0},
+        "tie_word_embeddings": False,
+    },
+}
+TINY = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+}
+
+
+class Where(msgspec.Struct, frozen=True):
+    """Where models run, and whether they are tiny stand-ins of their names."""
+
+    device: torch.device
+    is_tiny: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """bfloat16; for tiny ones on a CPU float32, whose sums do not depend on the machine."""
+        return torch.float32 if self.device.type == "cpu" else torch.bfloat16
+
+    def config_of(self, name: str) -> dict[str, Any]:
+        """config.json of a shape."""
+        return {**SHAPES[name], **(TINY if self.is_tiny else {})}
+
+    def new_device(self) -> Device | None:
+        """The device as a runner wants it; None: the CPU."""
+        from streamer.model.runner.device import CudaDevice
+
+        return None if self.device.type == "cpu" else CudaDevice(self.device)
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+class RandomWeights:
+    """A WeightSource of normal numbers, norms of one. Drawn on the device, in its dtype."""
+
+    def __init__(self, config: DecoderConfig, where: Where) -> None:
+        from streamer.model.families import expected_tensors
+
+        self.dtype = where.dtype
+        self.device = where.device
+        self._shapes = dict(expected_tensors(config))
+        self._random = torch.Generator(where.device).manual_seed(0)
+
+    def take(self, name: str) -> torch.Tensor:
+        """See decoder.WeightSource."""
+        shape = self._shapes[name]
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=self.dtype, device=self.device)
+        weight = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return weight.normal_(0.0, SPREAD, generator=self._random)
+
+    def merge(self, *names: str) -> torch.Tensor:
+        """See decoder.WeightSource."""
+        return torch.cat([self.take(name) for name in names])
+
+    def layer_done(self) -> None:
+        """See decoder.WeightSource."""
+
+
+class Model(msgspec.Struct, frozen=True):
+    """A decoder, and the bytes of weights that one of its decode steps reads."""
+
+    name: str
+    decoder: Any  # Decoder: msgspec looks types up when the class is made
+    step_bytes: int
+
+
+def make_model(name: str, where: Where) -> Model:
+    """The random model of a shape."""
+    from streamer.kernels import ops
+    from streamer.model.decoder import Decoder
+    from streamer.model.families import parse_config
+
+    config = parse_config(where.config_of(name))
+    ops.use(where.device)
+    if where.device.type == "cpu":
+        ops.set_threads(1)
+    with torch.inference_mode():
+        decoder = Decoder(config, RandomWeights(config, where))
+    where.synchronize()  # a runner computes in a stream of its own
+    return Model(name, decoder, read_elements(config) * where.dtype.itemsize)
+
+
+def read_elements(config: DecoderConfig) -> int:
+    """Elements of the weights that a decode step reads: all but an embedding that is no head."""
+    from streamer.model.families import expected_tensors
+
+    sizes = {name: math.prod(shape) for name, shape in expected_tensors(config)}
+    unread = 0 if config.tied else sizes["model.embed_tokens.weight"]
+    return sum(sizes.values()) - unread
+
+
+class Bed:
+    """A model behind the real scheduler and runner, for requests of which all sizes are known."""
+
+    def __init__(
+        self,
+        model: Model,
+        where: Where,
+        *,
+        max_num_seqs: int,
+        num_blocks: int,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
+        from streamer.engine.core import EngineCore, Inbox
+
+        sizes = {
+            "num_blocks": num_blocks,
+            "num_host_blocks": 0,
+            "block_size": BLOCK_SIZE,
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "max_model_len": max_model_len,
+        }
+        runner = new_runner(model.decoder, where, sizes, kv_dtype)
+        self._inbox = Inbox()
+        config = SchedulerConfig(
+            block_size=BLOCK_SIZE,
+            num_blocks=num_blocks,
+            num_host_blocks=0,
+            block_bytes=runner.block_bytes,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+        )
+        scheduler = Scheduler(config, BlockHasher(BLOCK_SIZE, b"b" * 32))
+        self._core = EngineCore(runner, scheduler, self._inbox)
+        self._num_added = 0
+
+    def add(self, prompt: Sequence[int], max_tokens: int, temperature: float) -> None:
+        """One more request, that only its length ends."""
+        self._num_added += 1
+        params = SamplingParams(
+            temperature=temperature, seed=self._num_added, max_tokens=max_tokens, ignore_eos=True
+        )
+        self._inbox.put(Add(str(self._num_added), tuple(prompt), params))
+
+    def step(self) -> StepOutput | None:
+        """One step; None when all is done."""
+        return self._core.step()
+
+    def close(self) -> None:
+        """Free the pools."""
+        self._core.close()
+
+
+def new_runner(
+    decoder: Decoder, where: Where, sizes: dict[str, int], kv_dtype: torch.dtype | None
+) -> ModelRunner | CudaRunner:
+    """The runner of this device for a decoder that is there already; on a GPU decodes recorded."""
+    from streamer.model.runner.cpu import ModelRunner
+    from streamer.model.runner.cuda import CudaRunner
+
+    device = where.new_device()
+    if device is None:
+        return ModelRunner(decoder, **sizes, kv_dtype=kv_dtype)
+    runner = CudaRunner(device, decoder, **sizes, kv_dtype=kv_dtype)
+    # The pools were made for what will run, so the rest of the memory is free for other steps.
+    runner.record(0, show_progress=False)
+    return runner
+
+
+def blocks_for(num_tokens: int) -> int:
+    """Blocks that hold so many tokens of one sequence."""
+    return -(-num_tokens // BLOCK_SIZE)

@@ -1,0 +1,230 @@
+"""Host time of a step: schedule, launch and apply of the real scheduler and runner, no forward.
+
+One thread steps the scheduler and a ModelRunner whose model fills the inputs that the kernels
+would read and computes nothing; its greedy rows are drawn from logits of two tokens. Part of
+`streamer bench step`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from streamer.core.plan import Add
+from streamer.core.prefix import BlockHasher
+from streamer.core.sampling import SamplingParams
+from streamer.core.scheduler import Scheduler, SchedulerConfig
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+    from streamer.kernels import ops
+    from streamer.model.runner.cpu import ModelRunner
+
+SIZES = (1, 16, 256, 1024, 4096)
+MIXED = 256
+BLOCK_SIZE = 16
+NUM_SHARED = 256  # tokens that every prompt begins with, and the cache holds
+MAX_MODEL_LEN = 1024
+CHUNK_TOKENS = 512  # of prefill in a step of the mixed case, beside its decodes
+MIXED_OUTPUT = 64  # tokens a sequence draws there: four of 256 leave and join a step
+ROUNDS = 3  # of each case, the best of which is shown
+
+
+class HostTime(msgspec.Struct, frozen=True):
+    """One case: the median of its steps, microseconds.
+
+    inputs  from the plan to the kernels' buffers;  draw  from the logits to the StepResult
+    """
+
+    case: str  # decode, or mixed
+    num_sequences: int
+    num_steps: int
+    schedule_us: float
+    inputs_us: float
+    draw_us: float
+    apply_us: float
+    step_us: float
+
+
+def report_host(console: Console, num_steps: int, sizes: tuple[int, ...] = SIZES) -> None:
+    """The table: every size decoding, then the mixed case."""
+    from rich.table import Table
+
+    table = Table(title=f"host time of a step without a forward, us, p50 of {num_steps} steps")
+    columns = ("case", "sequences", "schedule", "inputs", "draw", "apply", "step", "a sequence")
+    for name in columns:
+        table.add_column(name, justify="left" if name == "case" else "right")
+    for num_sequences, is_mixed in (*((n, False) for n in sizes), (MIXED, True)):
+        rounds = [measure_host(num_sequences, num_steps, is_mixed=is_mixed) for _ in range(ROUNDS)]
+        m = min(rounds, key=lambda m: m.step_us)
+        phases = (m.schedule_us, m.inputs_us, m.draw_us, m.apply_us, m.step_us)
+        cells = [f"{us:,.1f}" for us in phases]
+        table.add_row(m.case, f"{num_sequences:,}", *cells, f"{m.step_us / num_sequences:.2f}")
+    console.print(table)
+
+
+class NoModel:
+    """A model's place in ModelRunner: fills what kernels would read, and computes nothing.
+
+    filled  when the latest step's buffers were full, seconds of perf_counter
+    """
+
+    vocab_size = 2
+    num_layers = 1
+    num_kv_heads = 1
+    head_dim = 16
+    is_recordable = False
+
+    def __init__(self) -> None:
+        import torch
+
+        self.dtype = torch.float32
+        self.filled = 0.0
+        self._logits = torch.zeros(0)
+        self._inputs: _Inputs | None = None
+
+    def prepare(self, limits: ops.Limits) -> None:
+        """See decoder.Decoder.prepare."""
+        import torch
+
+        from streamer.kernels import ops
+
+        self._logits = torch.zeros(limits.max_tokens, self.vocab_size)
+        if ops.backend == "native":
+            self._inputs = _Inputs(limits, self.head_dim)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        batch: ops.AttentionBatch,
+        pool: torch.Tensor,
+        last: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See decoder.Decoder.forward."""
+        if self._inputs is not None:
+            self._inputs.fill(tokens, positions, batch, last)
+        logits = self._logits[: len(tokens) if last is None else len(last)]
+        self.filled = time.perf_counter()
+        return logits
+
+
+class _Inputs:
+    """A recorded graph of the native kernels that is filled and never run."""
+
+    def __init__(self, limits: ops.Limits, head_dim: int) -> None:
+        import torch
+
+        from streamer.kernels import ops
+        from streamer.kernels.cpu.native import Graph
+
+        table, pool = torch.zeros(1, head_dim), torch.zeros(1, 2, 1, limits.block_size, head_dim)
+
+        def compute(
+            tokens: torch.Tensor,
+            positions: torch.Tensor,
+            batch: ops.AttentionBatch,
+            last: torch.Tensor | None,
+        ) -> torch.Tensor:
+            q = ops.embedding(tokens, table).view(-1, 1, head_dim)
+            out = ops.paged_attention(q, pool, batch, 1.0)
+            return ops.rms_norm(out.view(-1, head_dim), table[0], 1e-6, rows=last)
+
+        self.fill = Graph(compute, limits).fill
+
+
+def measure_host(num_sequences: int, num_steps: int, *, is_mixed: bool = False) -> HostTime:
+    """One case, on this thread; `is_mixed`: some prefill, join and leave in every step."""
+    bench = _Bench(num_sequences, is_mixed=is_mixed)
+    while bench.num_drawing < num_sequences:
+        bench.step()
+    for _ in range(MIXED_OUTPUT if is_mixed else BLOCK_SIZE):  # to its steady state
+        bench.step()
+    times = [bench.step() for _ in range(num_steps)]
+    schedule, inputs, draw, apply = (statistics.median(t) * 1e6 for t in zip(*times, strict=True))
+    return HostTime(
+        case="mixed" if is_mixed else "decode",
+        num_sequences=num_sequences,
+        num_steps=num_steps,
+        schedule_us=schedule,
+        inputs_us=inputs,
+        draw_us=draw,
+        apply_us=apply,
+        step_us=statistics.median(map(sum, times)) * 1e6,
+    )
+
+
+class _Bench:
+    """One scheduler over one runner, and the requests that keep it busy."""
+
+    def __init__(self, num_sequences: int, *, is_mixed: bool) -> None:
+        self._is_mixed = is_mixed
+        self._num_added = 0
+        self.num_drawing = 0
+        budget = num_sequences + CHUNK_TOKENS
+        num_blocks = (num_sequences + 1) * (MAX_MODEL_LEN // BLOCK_SIZE)
+        self._model = NoModel()
+        self._runner = self._new_runner(num_sequences, budget, num_blocks)
+        config = SchedulerConfig(
+            block_size=BLOCK_SIZE,
+            num_blocks=num_blocks,
+            num_host_blocks=0,
+            block_bytes=self._runner.block_bytes,
+            max_num_seqs=num_sequences,
+            max_num_batched_tokens=budget,
+            max_model_len=MAX_MODEL_LEN,
+            enable_prefix_caching=True,
+        )
+        self._scheduler = Scheduler(config, BlockHasher(BLOCK_SIZE, b"h" * 32))
+        for _ in range(num_sequences):
+            self._add()
+
+    def _new_runner(self, num_sequences: int, budget: int, num_blocks: int) -> ModelRunner:
+        from streamer.model.runner.cpu import ModelRunner
+
+        return ModelRunner(
+            self._model,
+            num_blocks=num_blocks,
+            num_host_blocks=0,
+            block_size=BLOCK_SIZE,
+            max_num_seqs=num_sequences,
+            max_num_batched_tokens=budget,
+            max_model_len=MAX_MODEL_LEN,
+        )
+
+    def _add(self) -> None:
+        """One more request, whose blocks fill in another step than its neighbours'."""
+        number = self._num_added
+        self._num_added += 1
+        own = [number, *range(number % BLOCK_SIZE)]
+        max_tokens = MAX_MODEL_LEN // 2
+        if self._is_mixed:
+            own = [number] * (CHUNK_TOKENS // 4)
+            # The first ones end one after the other, as if they had begun so.
+            max_tokens = MIXED_OUTPUT + number % MIXED_OUTPUT if number < MIXED else MIXED_OUTPUT
+        params = SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens)
+        prompt = (*[7] * NUM_SHARED, *own)
+        self._scheduler.command(Add(str(number), prompt, params))
+
+    def step(self) -> tuple[float, float, float, float]:
+        """Seconds of schedule, inputs, draw and apply."""
+        facts = self._runner.facts()
+        began = time.perf_counter()
+        plan = self._scheduler.schedule(facts)
+        if plan is None:
+            raise RuntimeError(f"nothing to do after {self._num_added} requests")
+        scheduled = time.perf_counter()
+        result = self._runner.launch(plan).collect()
+        drawn = time.perf_counter()
+        output = self._scheduler.apply(plan, result)
+        applied = time.perf_counter()
+        self.num_drawing = plan.num_samples
+        for _ in output.finishes:
+            self._add()
+        filled = self._model.filled
+        return scheduled - began, filled - scheduled, drawn - filled, applied - drawn

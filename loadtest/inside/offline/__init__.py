@@ -1,0 +1,1 @@
+"""`streamer bench offline`: throughput, latency of a batch and swap, without a server."""

@@ -1,0 +1,146 @@
+"""`streamer bench offline`: the engine without a server: throughput, latency of a batch, swap.
+
+`swap` runs the same requests with a pool that holds them all and with one that does not, and
+compares the answers: what was set aside must come back unchanged. Each engine has a process of its
+own, offline/engine.py; what is found is said by offline/report.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from streamer.errors import ConfigError, StreamerError
+from streamer.loadtest.inside.offline.engine import Asked, Doing, Failed, Found, Job, Line, Step
+from streamer.loadtest.inside.offline.report import Pool, Results, Swap, now, report
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from streamer.config import Config
+
+PARTS = ("throughput", "latency", "swap")
+HEADROOM = 1.125  # of a pool that holds everything: admission keeps a watermark free
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to ask, in the names of `vllm bench`, and the engine's settings."""
+    from streamer.cli.arguments import add_config_flags
+
+    add, asked = parser.add_argument, Asked()
+    add("--only", metavar="NAMES", help=f"some parts, by commas: {', '.join(PARTS)}")
+    for flag, says in (
+        ("input_len", "tokens of a prompt"),
+        ("output_len", "tokens of an answer"),
+        ("num_prompts", "requests at once, of throughput and swap"),
+        ("batch_size", "requests of an iteration of latency"),
+        ("num_iters", "iterations of latency"),
+        ("num_iters_warmup", "iterations before them that do not count"),
+    ):
+        default = getattr(asked, flag)
+        add(f"--{flag.replace('_', '-')}", type=int, default=default, help=f"{says} ({default})")
+    says = "of the blocks that all need at their ends: swap's small pool (0.5)"
+    add("--pool-share", type=float, default=asked.pool_share, help=says)
+    add("--json", type=Path, metavar="FILE", help="write every figure there too")
+    add_config_flags(parser, sections=("model", "scheduling and memory"), model=False)
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Every part that is asked for; 1 if answers differ between the pools."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from streamer.cli.arguments import config_from
+
+    config = config_from(args)
+    names = [name for name in Asked.__struct_fields__ if name != "seed"]
+    asked = Asked(**{name: getattr(args, name) for name in names}, seed=config.seed or 0)
+    parts = _parts(args.only)
+    results = Results(date=now(), settings=msgspec.structs.asdict(asked))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(
+        *columns,
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        refresh_per_second=2,
+    ) as bar:
+        if plain := tuple(part for part in parts if part != "swap"):
+            found = ask(Job(config, asked, plain), bar)
+            _about(results, found)
+            results.throughput, results.latency = found.throughput, found.latency
+        if "swap" in parts:
+            results.swap = swap(config, asked, results, bar)
+    console.out(report(results))
+    if args.json is not None:
+        args.json.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
+    return 1 if results.swap is not None and results.swap.num_equal < asked.num_prompts else 0
+
+
+def _parts(only: str | None) -> list[str]:
+    """The parts asked for, in their order; ConfigError names an unknown one."""
+    wanted = [name.strip() for name in only.split(",")] if only else list(PARTS)
+    for name in wanted:
+        if name not in PARTS:
+            raise ConfigError(f"--only: {name!r} is none of {', '.join(PARTS)}", param="only")
+    return [part for part in PARTS if part in wanted]
+
+
+def swap(config: Config, asked: Asked, results: Results, bar: Progress) -> Swap:
+    """The same requests with both pools."""
+    rows = min(asked.num_prompts, config.max_num_seqs)
+    each = asked.blocks(config.block_size)
+    large = math.ceil(HEADROOM * rows * each)
+    small = max(each + 1, round(asked.pool_share * rows * each))
+    pools: list[Pool] = []
+    said = []
+    for num_blocks in (large, small):
+        sized = msgspec.structs.replace(config, num_gpu_blocks_override=num_blocks)
+        found = ask(Job(sized, asked, ("pool",)), bar)
+        _about(results, found)
+        if found.pool is not None:
+            pools.append(found.pool)
+        said.append(found.tokens)
+    num_equal = sum(one == other for one, other in zip(*said, strict=True))
+    return Swap(large=pools[0], small=pools[1], num_equal=num_equal)
+
+
+def _about(results: Results, found: Found) -> None:
+    """Take down what was loaded."""
+    results.model, results.dtype, results.device = found.model, found.dtype, found.device
+    results.block_size = found.block_size
+
+
+def ask(job: Job, bar: Progress) -> Found:
+    """What a process finds that runs the job; StreamerError says why it found nothing."""
+    decoder = msgspec.json.Decoder(Line)
+    command = [sys.executable, "-m", "streamer.loadtest.inside.offline.engine"]
+    pipe, found, task = subprocess.PIPE, None, bar.add_task("loading", total=1)
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as process:
+        try:
+            if process.stdin is None or process.stdout is None:
+                raise StreamerError("the engine's process has no pipes")
+            process.stdin.write(msgspec.json.encode(job))
+            process.stdin.close()
+            for said in process.stdout:
+                match decoder.decode(said):
+                    case Doing(what, total):
+                        task = bar.add_task(what, total=total)
+                    case Step():
+                        bar.advance(task)
+                    case Failed(message):
+                        raise StreamerError(message)
+                    case Found() as result:
+                        found = result
+        except BaseException:
+            process.kill()
+            raise
+    if found is None:
+        raise StreamerError(f"the engine's process ended with {process.returncode}")
+    return found

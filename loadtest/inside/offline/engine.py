@@ -1,0 +1,249 @@
+"""One engine of `streamer bench offline`, in a process of its own: a Job on standard input, and on
+standard output a line for everything that happens, the last of which is what was found.
+
+Of its own, because a second engine in a process is slower than the first (see the README of this
+folder). Prompts are random tokens, none of which comes twice; answers are greedy and as long as
+asked. Every part warms up before it measures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from streamer.config import Config
+from streamer.core.sampling import SamplingParams
+from streamer.errors import ConfigError, RequestFailed, StreamerError
+from streamer.loadtest.inside.offline.report import Latency, Pool, Throughput
+
+if TYPE_CHECKING:
+    from streamer.engine.engine import AsyncEngine, TokenStream
+
+WARM_TOKENS = 8  # of an answer while throughput warms up
+Prompt = tuple[int, ...]
+Tokens = tuple[int, ...]
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """Lengths in tokens. pool_share: of what all sequences need at their ends, for `swap`."""
+
+    input_len: int = 128
+    output_len: int = 128
+    num_prompts: int = 64
+    batch_size: int = 8
+    num_iters: int = 10
+    num_iters_warmup: int = 2
+    pool_share: float = 0.5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("input_len", "output_len", "num_prompts", "batch_size", "num_iters"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} is at least 1", param=name)
+        if self.num_iters_warmup < 0:
+            raise ConfigError("--num-iters-warmup is at least 0", param="num_iters_warmup")
+        if not 0 < self.pool_share <= 1:
+            raise ConfigError("--pool-share is above 0 and at most 1", param="pool_share")
+
+    def blocks(self, block_size: int) -> int:
+        """Of one sequence at its end."""
+        return -(-(self.input_len + self.output_len) // block_size)
+
+
+class Job(msgspec.Struct, frozen=True):
+    """What an engine is to measure: some of "throughput", "latency" and "pool"."""
+
+    config: Config
+    asked: Asked
+    parts: tuple[str, ...]
+
+
+class Doing(msgspec.Struct, frozen=True, tag=True):
+    """What begins, and of how many Steps."""
+
+    what: str
+    total: int
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    """One of them is done; the first of all: the model is loaded."""
+
+
+class Found(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The model as it was loaded, and the parts. tokens: of each answer, of `pool`."""
+
+    model: str
+    dtype: str
+    device: str
+    block_size: int
+    throughput: Throughput | None = None
+    latency: Latency | None = None
+    pool: Pool | None = None
+    tokens: tuple[Tokens, ...] = ()
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """It can't be done, and why."""
+
+    message: str
+
+
+Line = Doing | Step | Found | Failed
+
+
+def main() -> None:
+    """The job that standard input has."""
+    from streamer.cli.loop import new_runner
+    from streamer.cli.serve import SWITCH_INTERVAL_S
+
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
+    try:
+        with new_runner() as runner:
+            say(runner.run(measure(job)))
+    except StreamerError as error:
+        say(Failed(error.message))
+
+
+def say(line: Line) -> None:
+    """To the process that asked."""
+    sys.stdout.buffer.write(msgspec.json.encode(line) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def begin(what: str, total: int) -> Callable[[], None]:
+    """Say what begins; the function says that a step of it is done."""
+    say(Doing(what, total))
+    return lambda: say(Step())
+
+
+async def measure(job: Job) -> Found:
+    """All parts of a job, on one engine that takes all requests at once."""
+    from streamer.build import build_engine
+
+    asked, throughput, latency, pool = job.asked, None, None, None
+    tokens: tuple[Tokens, ...] = ()
+    queue = max(job.config.max_queue, asked.num_prompts, asked.batch_size)
+    config = msgspec.structs.replace(job.config, max_queue=queue, load_progress=False)
+    async with build_engine(config) as engine:
+        say(Step())  # of loading
+        prompts, info = drawn(engine, asked), engine.info
+        if "throughput" in job.parts:
+            throughput = await measure_throughput(engine, asked, prompts)
+        if "latency" in job.parts:
+            latency = await measure_latency(engine, asked, prompts)
+        if "pool" in job.parts:
+            pool, tokens = await measure_pool(engine, asked, prompts)
+    return Found(
+        model=info.name,
+        dtype=info.dtype,
+        device=info.device,
+        block_size=info.block_size,
+        throughput=throughput,
+        latency=latency,
+        pool=pool,
+        tokens=tokens,
+    )
+
+
+async def measure_throughput(
+    engine: AsyncEngine, asked: Asked, prompts: Iterator[Prompt]
+) -> Throughput:
+    """All prompts at once, from the first one's submission to the last one's end."""
+    count = asked.num_prompts
+    await answers(engine, take(prompts, count), WARM_TOKENS, begin("warm-up", count))
+    done = begin("throughput", count)
+    took_s, _ = await answers(engine, take(prompts, count), asked.output_len, done)
+    return Throughput.of(took_s, count, asked.input_len, asked.output_len)
+
+
+async def measure_latency(engine: AsyncEngine, asked: Asked, prompts: Iterator[Prompt]) -> Latency:
+    """Seconds of each iteration: a batch from its submission to the end of its last answer."""
+    found = []
+    done = begin("latency", asked.num_iters_warmup + asked.num_iters)
+    for iteration in range(asked.num_iters_warmup + asked.num_iters):
+        took_s, _ = await answers(engine, take(prompts, asked.batch_size), asked.output_len)
+        if iteration >= asked.num_iters_warmup:
+            found.append(took_s)
+        done()
+    return Latency.of(found, asked.batch_size)
+
+
+async def measure_pool(
+    engine: AsyncEngine, asked: Asked, prompts: Iterator[Prompt]
+) -> tuple[Pool, tuple[Tokens, ...]]:
+    """All prompts at once. The warm-up is a whole run: it touches the host pool too."""
+    count, num_blocks = asked.num_prompts, engine.info.num_blocks
+    for what in (f"{num_blocks} blocks, warm-up", f"{num_blocks} blocks"):
+        before, done = engine.snapshot().step, begin(what, count)
+        took_s, tokens = await answers(engine, take(prompts, count), asked.output_len, done)
+    after = engine.snapshot().step
+    moved = after.swapped_out_blocks + after.swapped_in_blocks
+    moved -= before.swapped_out_blocks + before.swapped_in_blocks
+    pool = Pool(
+        num_blocks=num_blocks,
+        elapsed_time=took_s,
+        output_tokens_per_second=count * asked.output_len / took_s,
+        preemptions_swap=after.preemptions_swap - before.preemptions_swap,
+        preemptions_recompute=after.preemptions_recompute - before.preemptions_recompute,
+        swapped_blocks=moved,
+        swapped_bytes=moved * engine.info.block_bytes,
+        swap_time=after.swap_s - before.swap_s,
+    )
+    return pool, tokens
+
+
+def drawn(engine: AsyncEngine, asked: Asked) -> Iterator[Prompt]:
+    """Random prompts without end, the same for the same seed and model; no special tokens."""
+    special = engine.tokenizer.special_ids
+    vocabulary = min(engine.info.vocab_size, engine.tokenizer.vocab_size)
+    ids = [token for token in range(vocabulary) if token not in special]
+    source = random.Random(asked.seed)
+    while True:
+        yield tuple(source.choices(ids, k=asked.input_len))
+
+
+def take(prompts: Iterator[Prompt], count: int) -> list[Prompt]:
+    """The next ones."""
+    return [next(prompts) for _ in range(count)]
+
+
+async def answers(
+    engine: AsyncEngine,
+    prompts: list[Prompt],
+    output_len: int,
+    done: Callable[[], None] | None = None,
+) -> tuple[float, tuple[Tokens, ...]]:
+    """Seconds of all together, and each one's tokens: so many, greedily, past the model's end."""
+    from streamer.engine.engine import GenerateRequest
+
+    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
+
+    async def answer(stream: TokenStream) -> None:
+        await stream.wait()
+        if done is not None:
+            done()
+
+    began = time.perf_counter()
+    streams = [engine.submit(GenerateRequest(prompt=prompt, params=params)) for prompt in prompts]
+    try:
+        async with asyncio.TaskGroup() as group:
+            for stream in streams:
+                group.create_task(answer(stream))
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    took_s = time.perf_counter() - began
+    tokens = tuple(stream.token_ids() for stream in streams)
+    if short := sum(len(each) != output_len for each in tokens):
+        raise RequestFailed(f"{short} of {len(tokens)} answers do not have {output_len} tokens")
+    return took_s, tokens
+
+
+if __name__ == "__main__":
+    main()

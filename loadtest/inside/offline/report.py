@@ -1,0 +1,165 @@
+"""What `streamer bench offline` has found: values, their JSON and their Markdown. No clock but now.
+
+Fields have the names of `vllm bench throughput` and `vllm bench latency` where those have one;
+times are in seconds.
+"""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import statistics
+
+import msgspec
+
+PERCENTAGES = (10, 25, 50, 75, 90, 99)
+SHOWN = (50, 90, 99)
+GB = 1e9
+
+
+class Throughput(msgspec.Struct, frozen=True):
+    """All requests at once."""
+
+    elapsed_time: float
+    num_requests: int
+    total_num_tokens: int
+    requests_per_second: float
+    tokens_per_second: float
+    input_tokens_per_second: float
+    output_tokens_per_second: float
+
+    @classmethod
+    def of(cls, took_s: float, count: int, num_in: int, num_out: int) -> Throughput:
+        """From the seconds and what was asked, tokens of one request."""
+        rate = count / took_s
+        total = num_in + num_out
+        return cls(took_s, count, count * total, rate, rate * total, rate * num_in, rate * num_out)
+
+
+class Latency(msgspec.Struct, frozen=True):
+    """Of a batch, whole. percentiles: percentage -> seconds, interpolated."""
+
+    batch_size: int
+    avg_latency: float
+    latencies: list[float]
+    percentiles: dict[int, float]
+
+    @classmethod
+    def of(cls, latencies: list[float], batch_size: int) -> Latency:
+        """From an iteration's seconds each."""
+        from streamer.loadtest.open_loop.served import percentile
+
+        found = {percent: percentile(latencies, percent) for percent in PERCENTAGES}
+        return cls(batch_size, statistics.fmean(latencies), latencies, found)
+
+
+class Pool(msgspec.Struct, frozen=True):
+    """All requests at once with so many blocks. swap_time: of the copies, both ways."""
+
+    num_blocks: int
+    elapsed_time: float
+    output_tokens_per_second: float
+    preemptions_swap: int
+    preemptions_recompute: int
+    swapped_blocks: int
+    swapped_bytes: int
+    swap_time: float
+
+    @property
+    def gb_s(self) -> float | None:
+        """Of the copies; None where none took any time."""
+        return self.swapped_bytes / GB / self.swap_time if self.swap_time > 0 else None
+
+
+class Swap(msgspec.Struct, frozen=True):
+    """A pool that holds everything beside one that does not. num_equal: answers that agree."""
+
+    large: Pool
+    small: Pool
+    num_equal: int
+
+
+class Results(msgspec.Struct):
+    """A whole run, as its JSON has it; a part that was not asked for is None."""
+
+    date: str
+    settings: dict[str, float]
+    model: str = ""
+    dtype: str = ""
+    device: str = ""
+    block_size: int = 0
+    machine: str = f"{platform.machine()}, Python {platform.python_version()}"
+    throughput: Throughput | None = None
+    latency: Latency | None = None
+    swap: Swap | None = None
+
+
+def now() -> str:
+    """The date as results have it."""
+    return datetime.datetime.now().strftime("%Y-%m-%d %H:%M")
+
+
+def report(results: Results) -> str:
+    """Everything as Markdown."""
+    settings = results.settings
+    parts = [
+        f"{results.date}, {results.model} in {results.dtype} on {results.device}; "
+        f"prompts of {settings['input_len']:g} tokens, answers of {settings['output_len']:g}"
+    ]
+    if results.throughput is not None:
+        parts.append(_throughput(results.throughput))
+    if results.latency is not None:
+        parts.append(_latency(results.latency))
+    if results.swap is not None:
+        parts.append(_swap(results.swap, results))
+    return "\n\n".join(parts)
+
+
+def _throughput(found: Throughput) -> str:
+    from streamer.loadtest.table import markdown, number
+
+    heading = ["throughput", "seconds", "requests/s", "tokens/s in", "out", "total"]
+    values = (
+        found.elapsed_time,
+        found.requests_per_second,
+        found.input_tokens_per_second,
+        found.output_tokens_per_second,
+        found.tokens_per_second,
+    )
+    return markdown([heading, [f"{found.num_requests} requests", *map(number, values)]])
+
+
+def _latency(found: Latency) -> str:
+    from streamer.loadtest.table import markdown, number
+
+    heading = ["latency, ms", "mean", *(f"p{percent}" for percent in SHOWN)]
+    values = (found.avg_latency, *(found.percentiles[percent] for percent in SHOWN))
+    title = f"batch of {found.batch_size}, {len(found.latencies)} iterations"
+    return markdown([heading, [title, *(number(1e3 * value) for value in values)]])
+
+
+def _swap(found: Swap, results: Results) -> str:
+    from streamer.loadtest.table import markdown, number
+
+    heading = ["swap", "tokens/s out", "of the large", "swaps", "recomputes", "GB moved", "GB/s"]
+    rows = [heading]
+    for name, pool in (("large", found.large), ("small", found.small)):
+        share = pool.output_tokens_per_second / found.large.output_tokens_per_second
+        rows.append(
+            [
+                f"{name} pool, {pool.num_blocks} blocks of {results.block_size}",
+                number(pool.output_tokens_per_second),
+                f"{share:.2f}",
+                str(pool.preemptions_swap),
+                str(pool.preemptions_recompute),
+                number(pool.swapped_bytes / GB),
+                number(pool.gb_s),
+            ]
+        )
+    asked = int(results.settings["num_prompts"])
+    says = f"Answers that are equal with both: {found.num_equal} of {asked}."
+    if found.small.preemptions_recompute and not found.small.preemptions_swap:
+        says += " Nothing was swapped: by the costs it measured, the engine recomputed instead."
+    elif not found.small.preemptions_swap:
+        says += " Nobody had to give way: try a smaller --pool-share, or longer answers."
+    return f"{markdown(rows)}\n\n{says}"

@@ -1,0 +1,267 @@
+"""`streamer simulate`: the real scheduler over a fake model, beside what it replaced.
+
+Runs the requests that the flags describe through core.Scheduler, step by step, and prints the same
+work under static batching and contiguous allocation. No torch, no clock: a run repeats exactly.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from streamer.core.plan import Facts, Plan
+    from streamer.core.scheduler import Scheduler, SchedulerConfig
+
+MAX_REQUESTS = 4096
+MAX_LENGTH = 1 << 20
+
+
+class Workload(msgspec.Struct, frozen=True):
+    """What is simulated: lengths in tokens, pools in blocks; 0 rows or blocks: enough for all."""
+
+    lengths: tuple[int, ...]
+    prompt: int = 16
+    shared_prefix: int = 0
+    n: int = 1
+    rows: int = 0
+    pool: int = 0
+    host_pool: int = 0
+    block_size: int = 16
+    budget: int = 2048
+
+    @property
+    def num_choices(self) -> int:
+        """Sequences in all."""
+        return len(self.lengths) * self.n
+
+    @property
+    def max_rows(self) -> int:
+        """Sequences that may run at once."""
+        return self.rows or self.num_choices
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    @property
+    def worst_blocks(self) -> int:
+        """Blocks of the longest sequence."""
+        return self.blocks_for(self.prompt + self.shared_prefix + max(self.lengths))
+
+
+class Step(msgspec.Struct, frozen=True):
+    """What one step looked like.
+
+    states  request -> "prefill", "decode", "swapped", "preempted" or "waiting"
+    held    distinct blocks in block tables; listed: entries of all tables
+    tokens  tokens whose KV is in those blocks, shared ones counted once
+    rows    rows the batch occupies; samples: tokens it draws
+    """
+
+    states: dict[int, str]
+    held: int
+    listed: int
+    tokens: int
+    rows: int
+    samples: int
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """A whole run."""
+
+    steps: tuple[Step, ...]
+    pool: int
+    preemptions_swap: int
+    preemptions_recompute: int
+    swapped_blocks: int
+    copied_blocks: int
+    prefix_hit_tokens: int
+    computed_tokens: int
+
+    @property
+    def samples(self) -> int:
+        """Tokens drawn."""
+        return sum(s.samples for s in self.steps)
+
+    @property
+    def slot_efficiency(self) -> float:
+        """Tokens drawn for each row-step the batch occupied, prefill steps included."""
+        return self.samples / max(sum(s.rows for s in self.steps), 1)
+
+    @property
+    def peak_held(self) -> int:
+        """Most blocks in use at once."""
+        return max((s.held for s in self.steps), default=0)
+
+    @property
+    def saved(self) -> int:
+        """Most blocks that sharing saved at once."""
+        return max((s.listed - s.held for s in self.steps), default=0)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The workload and the sizes."""
+    parser.add_argument(
+        "--lengths", required=True, metavar="N,N,...", help="output tokens of each request"
+    )
+    parser.add_argument("--prompt", type=int, default=16, help="own prompt tokens of each [16]")
+    parser.add_argument(
+        "--shared-prefix", type=int, default=0, help="prompt tokens that all requests share [0]"
+    )
+    parser.add_argument("--n", type=int, default=1, help="choices a request [1]")
+    parser.add_argument("--rows", type=int, default=0, help="max_num_seqs [all at once]")
+    parser.add_argument("--pool", type=int, default=0, help="device blocks [enough for all]")
+    parser.add_argument("--host-pool", type=int, default=0, help="host blocks [as the pool]")
+    parser.add_argument("--block-size", type=int, default=16, help="tokens a block [16]")
+    parser.add_argument("--budget", type=int, default=2048, help="tokens a step [2048]")
+    parser.add_argument("--block-mib", type=float, default=2.0, help="size of a block [2.0]")
+    parser.add_argument("--prefill-us", type=float, default=30.0, help="of one token [30]")
+    parser.add_argument("--swap-gbps", type=float, default=45.0, help="bandwidth in GB/s [45]")
+    parser.add_argument("--plot", metavar="FILE.svg", help="draw slots and blocks over time")
+
+
+def workload_from(args: argparse.Namespace) -> Workload:
+    """The flags as a Workload; UsageError names a flag that can't be simulated."""
+    from streamer.cli.arguments import UsageError
+
+    try:
+        lengths = tuple(int(word) for word in args.lengths.split(","))
+    except ValueError:
+        raise UsageError(f"--lengths wants numbers and commas, got {args.lengths!r}") from None
+    if not 0 < len(lengths) <= MAX_REQUESTS or not all(0 < n <= MAX_LENGTH for n in lengths):
+        raise UsageError(f"--lengths wants 1 to {MAX_REQUESTS} numbers from 1 to {MAX_LENGTH}")
+    lowest = {"prompt": 1, "n": 1, "block_size": 1, "budget": 1}
+    for name in (
+        "prompt",
+        "shared_prefix",
+        "n",
+        "rows",
+        "pool",
+        "host_pool",
+        "block_size",
+        "budget",
+    ):
+        value, low = getattr(args, name), lowest.get(name, 0)
+        if not low <= value <= MAX_LENGTH:
+            flag = name.replace("_", "-")
+            raise UsageError(f"--{flag} must be from {low} to {MAX_LENGTH}, got {value}")
+    names = [f.name for f in msgspec.structs.fields(Workload) if f.name != "lengths"]
+    work = Workload(lengths=lengths, **{name: getattr(args, name) for name in names})
+    if work.budget < work.max_rows:
+        raise UsageError(
+            f"--budget {work.budget} is below the {work.max_rows} rows that decode at once; "
+            "raise it, or lower --rows"
+        )
+    return work
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Simulate, print the comparison, draw the plot."""
+    from streamer.cli.arguments import UsageError
+    from streamer.core.plan import Facts
+
+    if min(args.block_mib, args.prefill_us, args.swap_gbps) <= 0:
+        raise UsageError("--block-mib, --prefill-us and --swap-gbps must be above 0")
+    work = workload_from(args)
+    costs = Facts(prefill_s=args.prefill_us * 1e-6, swap_bytes_per_s=args.swap_gbps * 1e9)
+    outcome = simulate(work, costs, block_bytes=int(args.block_mib * (1 << 20)))
+    from streamer.loadtest.inside.simulate_report import print_report, svg
+
+    print_report(work, outcome, console)
+    if args.plot:
+        try:
+            Path(args.plot).write_text(svg(work, outcome), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--plot {args.plot}: {error.strerror}") from error
+        console.print(f"drawn to {args.plot}", markup=False)
+    return 0
+
+
+def scheduler_config(work: Workload, block_bytes: int) -> SchedulerConfig:
+    """The real scheduler's sizes for this workload."""
+    from streamer.core.scheduler import SchedulerConfig
+
+    pool = work.pool or work.worst_blocks * work.num_choices + max(1, work.num_choices // 16)
+    return SchedulerConfig(
+        block_size=work.block_size,
+        num_blocks=pool,
+        num_host_blocks=work.host_pool or pool,
+        block_bytes=block_bytes,
+        max_num_seqs=work.max_rows,
+        max_num_batched_tokens=work.budget,
+        max_model_len=work.prompt + work.shared_prefix + max(work.lengths),
+    )
+
+
+def simulate(work: Workload, costs: Facts, block_bytes: int) -> Outcome:
+    """Run every request to its length."""
+    from streamer.core.plan import Add
+    from streamer.core.prefix import BlockHasher
+    from streamer.core.sampling import SamplingParams
+    from streamer.core.scheduler import Scheduler
+    from streamer.fake.runner import FakeRunner
+
+    config = scheduler_config(work, block_bytes)
+    scheduler = Scheduler(config, BlockHasher(work.block_size, b"simulate" * 4))
+    runner = FakeRunner(
+        block_size=work.block_size,
+        num_blocks=config.num_blocks,
+        num_host_blocks=config.num_host_blocks,
+    )
+    for i, length in enumerate(work.lengths):
+        # A token of its own keeps requests apart; the fake model reads no meaning into ids.
+        prompt = (300,) * work.shared_prefix + (301 + i,) * work.prompt
+        params = SamplingParams(max_tokens=length, n=work.n, seed=0, ignore_eos=True)
+        scheduler.command(Add(str(i), prompt, params))
+    steps: list[Step] = []
+    while True:
+        facts = msgspec.structs.replace(costs, copies_done=runner.facts().copies_done)
+        plan = scheduler.schedule(facts)
+        if plan is None:
+            break
+        steps.append(_look(scheduler, plan))
+        scheduler.apply(plan, runner.launch(plan).collect())
+    stats = scheduler.stats()
+    return Outcome(
+        steps=tuple(steps),
+        pool=config.num_blocks,
+        preemptions_swap=stats.preemptions_swap,
+        preemptions_recompute=stats.preemptions_recompute,
+        swapped_blocks=stats.swapped_out_blocks,
+        copied_blocks=stats.copied_blocks,
+        prefix_hit_tokens=stats.prefix_hit_tokens,
+        computed_tokens=stats.computed_tokens,
+    )
+
+
+def _look(scheduler: Scheduler, plan: Plan) -> Step:
+    """The step just planned."""
+    from streamer.core.request import Status
+
+    names: dict[Any, str] = {
+        Status.SWAPPING_OUT: "swapped",
+        Status.SWAPPED: "swapped",
+        Status.SWAPPING_IN: "swapped",
+        Status.PREEMPTED: "preempted",
+        Status.WAITING: "waiting",
+    }
+    size = scheduler.config.block_size
+    states: dict[int, str] = {}
+    fill: dict[int, int] = {}
+    listed = 0
+    for request in scheduler.state.requests.values():
+        is_drawing = any(s.num_pending for s in request.sequences)
+        running = "decode" if is_drawing else "prefill"
+        states[int(request.request_id)] = names.get(request.status, running)
+        for seq in request.sequences:
+            listed += len(seq.blocks)
+            for i, block in enumerate(seq.blocks):
+                used = min(max(seq.num_computed - i * size, 0), size)
+                fill[block] = max(fill.get(block, 0), used)
+    return Step(states, len(fill), listed, sum(fill.values()), plan.num_rows, plan.num_samples)

@@ -1,0 +1,1 @@
+"""`streamer bench stream`: server and client of the streaming layer's benchmark."""

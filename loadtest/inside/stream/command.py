@@ -1,0 +1,364 @@
+"""`streamer bench stream`: the streaming layer by itself, from the step's output to the socket.
+
+The real server over the fake model in one process, a client that only counts bytes in another, each
+on a core of its own where there are two. Every case runs twice: as fast as it goes, and with the
+tokens at a set rate a little below that. README.md beside this file says how each figure is taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from streamer.errors import StreamerError
+from streamer.loadtest.inside.stream import client as stream_client
+from streamer.loadtest.inside.stream import server as stream_server
+from streamer.loadtest.inside.stream.client import TRANSPORTS, Counted, Opened
+from streamer.loadtest.inside.stream.server import Mark, Ready, Steps
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+MAX_TOKENS = 99_000  # of a stream: one number, one token, so far
+STEADY_S = 30.0  # at most so long until every stream has a token a step
+SETTLE_S = 0.5  # after that
+ANSWER_S = 120.0  # a process that says nothing for so long is killed
+IDLE_RATE = 0.005  # tokens a second: nothing comes while the memory is read
+ACTIVE_RATE = 20.0
+T = TypeVar("T")
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """One case; a delta is an event of its own with the text of one token, or more if it is late.
+
+    rate            tokens a second asked of each stream; 0: as fast as it goes
+    tokens_per_s    of all streams, from the engine;  events_per_s  that arrived at the client
+    loop_cpu_us, process_cpu_us   of the loop's thread and of the whole server, an event
+    deliver_*_ms    from the step's end on the GPU thread to the client, of single tokens; None if
+                    none was sampled while every stream had one a step
+    lag_*_ms        from the step's end until the loop takes its output
+    client_load     share of one core that the client used
+    """
+
+    transport: str
+    num_streams: int
+    rate: float
+    tokens_per_s: float
+    events_per_s: float
+    loop_cpu_us: float
+    process_cpu_us: float
+    deliver_p50_ms: float | None
+    deliver_p99_ms: float | None
+    lag_p50_ms: float | None
+    lag_p99_ms: float | None
+    client_load: float
+    num_samples: int
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """Resident KiB a stream: waiting for its first token, and after `num_tokens` of them."""
+
+    transport: str
+    num_streams: int
+    idle_kib: float
+    active_kib: float
+    num_tokens: int
+
+
+class Report(msgspec.Struct, frozen=True):
+    """All that was measured.
+
+    is_pinned  server and client had a core each
+    num_stuck  clients that never read, beside the streams of every case
+    """
+
+    is_pinned: bool
+    seconds: float
+    cases: list[Measured]
+    memory: list[Memory]
+    num_stuck: int = 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which cases, for how long."""
+    parser.add_argument(
+        "--streams", type=_numbers, default=(1, 16, 256, 1024), help="at once (1,16,256,1024)"
+    )
+    parser.add_argument(
+        "--transports",
+        type=_transports,
+        default=tuple(TRANSPORTS),
+        help="sse; ws: a socket a stream; ws16: 16 lanes a socket (all three)",
+    )
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each run (3)")
+    parser.add_argument(
+        "--load", type=float, default=0.9, help="the set rate, as a share of the fastest (0.9)"
+    )
+    parser.add_argument(
+        "--rate", type=float, help="the set rate in tokens a second of all streams, instead"
+    )
+    parser.add_argument(
+        "--slow-readers", type=_count, default=0, help="clients beside them that never read (0)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there too")
+    parser.add_argument("--no-memory", action="store_true", help="leave the memory out")
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Measure every case, a row as soon as it is there."""
+    from rich.live import Live
+
+    table = _new_table(args.seconds)
+    cases: list[Measured] = []
+    memory: list[Memory] = []
+    with Live(table, console=console, auto_refresh=False) as live:
+        for transport in args.transports:
+            for num_streams in args.streams:
+                if num_streams % TRANSPORTS[transport]:
+                    continue  # too few to fill a socket
+                for rate in (0.0, None):
+                    if rate is None:
+                        below = cases[-1].events_per_s * args.load
+                        rate = (below if args.rate is None else args.rate) / num_streams
+                    stuck = args.slow_readers
+                    cases.append(measure(transport, num_streams, rate, args.seconds, stuck))
+                    table.add_row(*_cells(cases[-1]))
+                    live.refresh()
+    if not args.no_memory:
+        most = max(args.streams)
+        memory = [measure_memory(t, most) for t in args.transports if not most % TRANSPORTS[t]]
+        console.print("\n", _memory_table(memory))
+    if args.json is not None:
+        is_pinned = cores()[0] is not None
+        report = Report(is_pinned, args.seconds, cases, memory, args.slow_readers)
+        args.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    return 0
+
+
+def cores() -> tuple[int | None, int | None]:
+    """A core for the server and one for the client, where there are two to choose from."""
+    if sys.platform != "linux":
+        return None, None
+    allowed = sorted(os.sched_getaffinity(0))
+    return (allowed[0], allowed[1]) if len(allowed) > 1 else (None, None)
+
+
+def measure(
+    transport: str, num_streams: int, rate: float, seconds: float, num_stuck: int = 0
+) -> Measured:
+    """One run of one case, beside `num_stuck` clients that never read."""
+    with (
+        _server(num_streams, rate, num_stuck) as (server, port),
+        _client(port, transport, num_streams, num_stuck) as client,
+    ):
+        before = _settled(server)
+        client.tell("begin")
+        time.sleep(seconds)
+        after = server.ask("mark", Mark)
+        counted = client.ask("end", Counted)  # while it works that out, it reads nothing
+        steps = server.ask("steps", Steps)
+    took_s = after.at - before.at
+    events_per_s = counted.events / counted.took_s
+    delays = sorted(_delays(steps, counted))
+    lags = sorted(steps.lag_s[before.num_steps : after.num_steps])
+    return Measured(
+        transport=transport,
+        num_streams=num_streams,
+        rate=rate,
+        tokens_per_s=(after.num_tokens - before.num_tokens) / took_s,
+        events_per_s=events_per_s,
+        loop_cpu_us=(after.loop_cpu_s - before.loop_cpu_s) / took_s / events_per_s * 1e6,
+        process_cpu_us=(after.process_cpu_s - before.process_cpu_s) / took_s / events_per_s * 1e6,
+        deliver_p50_ms=_share_ms(delays, 0.5),
+        deliver_p99_ms=_share_ms(delays, 0.99),
+        lag_p50_ms=_share_ms(lags, 0.5),
+        lag_p99_ms=_share_ms(lags, 0.99),
+        client_load=counted.cpu_s / counted.took_s,
+        num_samples=len(delays),
+    )
+
+
+def _settled(server: Process) -> Mark:
+    """Counts, once the streams run evenly."""
+    end = time.monotonic() + STEADY_S
+    while not server.ask("mark", Mark).is_steady and time.monotonic() < end:
+        time.sleep(SETTLE_S / 10)
+    time.sleep(SETTLE_S)
+    return server.ask("mark", Mark)
+
+
+def measure_memory(transport: str, num_streams: int) -> Memory:
+    """What a stream adds to the server's resident memory, idle and active."""
+    grown, num_tokens = [], 0
+    for rate in (IDLE_RATE, ACTIVE_RATE):
+        with _server(num_streams, rate) as (server, port):
+            with _client(port, transport, 1):
+                pass  # what the first request loads and builds is not a stream's
+            before = server.ask("mark", Mark)
+            with _client(port, transport, num_streams):
+                time.sleep(2 * SETTLE_S)
+                after = server.ask("mark", Mark)
+        grown.append((after.rss_bytes - before.rss_bytes) / num_streams / 1024)
+        num_tokens = (after.num_tokens - before.num_tokens) // num_streams
+    return Memory(transport, num_streams, grown[0], grown[1], num_tokens)
+
+
+def _delays(steps: Steps, counted: Counted) -> Iterator[float]:
+    """Seconds from the step that drew a sampled token to its arrival.
+
+    Only of tokens drawn since every stream has one a step: there the step follows from the index.
+    """
+    if steps.steady_from < 0:
+        return
+    before = {_digits(name): count for name, count in steps.before.items()}
+    for name, token, arrived in counted.samples:
+        since = token - before[name]
+        if since >= 0:
+            yield arrived - steps.sent[steps.steady_from + since]
+
+
+def _digits(request_id: str) -> str:
+    """The id without its prefix, which each transport writes in its own way."""
+    return request_id.replace("_", "-").rpartition("-")[2]
+
+
+def _share_ms(ordered: list[float], share: float) -> float | None:
+    return ordered[int(share * (len(ordered) - 1))] * 1e3 if ordered else None
+
+
+# ---------------------------------------------------------------- the two processes
+
+
+class Process:
+    """A process that answers in lines of JSON."""
+
+    def __init__(self, module: str, order: msgspec.Struct) -> None:
+        self._name = module.rpartition(".")[2]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, msgspec.json.encode(order).decode()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+
+    def tell(self, command: str) -> None:
+        """Send a command that has no answer."""
+        stdin = self._process.stdin
+        if stdin is not None:
+            stdin.write(command.encode() + b"\n")
+            stdin.flush()
+
+    def ask(self, command: str, answer: type[T]) -> T:
+        """Send a command and wait for what it answers."""
+        self.tell(command)
+        return self.wait(answer)
+
+    def wait(self, answer: type[T]) -> T:
+        """The next line; StreamerError if the process ended or hangs instead."""
+        stdout = self._process.stdout
+        timer = threading.Timer(ANSWER_S, self._process.kill)
+        timer.start()
+        line = b"" if stdout is None else stdout.readline()
+        timer.cancel()
+        if not line:
+            raise StreamerError(f"{self._name} ended; what it wrote above says why")
+        return msgspec.json.decode(line, type=answer)
+
+    def close(self) -> None:
+        """Kill it: what it holds is of no more use."""
+        self._process.kill()
+        self._process.communicate()
+
+
+@contextlib.contextmanager
+def _server(num_streams: int, rate: float, num_stuck: int = 0) -> Iterator[tuple[Process, int]]:
+    """The server and its port."""
+    order = stream_server.Order(num_streams, MAX_TOKENS, rate, cores()[0], num_stuck)
+    with contextlib.closing(Process(stream_server.__name__, order)) as process:
+        yield process, process.wait(Ready).port
+
+
+@contextlib.contextmanager
+def _client(port: int, transport: str, num_streams: int, num_stuck: int = 0) -> Iterator[Process]:
+    """The client, all streams open."""
+    core = cores()[1]
+    order = stream_client.Order(port, transport, num_streams, MAX_TOKENS, core, num_stuck)
+    with contextlib.closing(Process(stream_client.__name__, order)) as process:
+        process.wait(Opened)
+        yield process
+
+
+# ---------------------------------------------------------------- what is shown
+
+
+def _new_table(seconds: float) -> Table:
+    from rich.table import Table
+
+    title = f"{seconds:g} s a run; CPU in us an event; delivery and lag in ms, p50 and p99"
+    table = Table(title=title, box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("over")
+    names = ("streams", "asked", "tokens/s", "events/s", "loop", "all")
+    for name in (*names, "deliver", "", "lag", "", "client"):
+        table.add_column(name, justify="right")
+    return table
+
+
+def _cells(m: Measured) -> tuple[str, ...]:
+    times = (m.deliver_p50_ms, m.deliver_p99_ms, m.lag_p50_ms, m.lag_p99_ms)
+    return (
+        m.transport,
+        f"{m.num_streams:,}",
+        f"{m.rate * m.num_streams:,.0f}" if m.rate else "fastest",
+        f"{m.tokens_per_s:,.0f}",
+        f"{m.events_per_s:,.0f}",
+        f"{m.loop_cpu_us:.1f}",
+        f"{m.process_cpu_us:.1f}",
+        *("-" if t is None else f"{t:.2f}" for t in times),
+        f"{m.client_load:.0%}",
+    )
+
+
+def _memory_table(memory: list[Memory]) -> Table:
+    from rich.table import Table
+
+    table = Table(title="resident KiB a stream")
+    table.add_column("transport")
+    for name in ("streams", "idle", "active", "after tokens"):
+        table.add_column(name, justify="right")
+    for m in memory:
+        idle, active = f"{m.idle_kib:.1f}", f"{m.active_kib:.1f}"
+        table.add_row(m.transport, f"{m.num_streams:,}", idle, active, f"{m.num_tokens:,}")
+    return table
+
+
+# ---------------------------------------------------------------- flags
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    numbers = tuple(_count(part) for part in text.split(","))
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"wants numbers above 0, got {text!r}")
+    return numbers
+
+
+def _count(text: str) -> int:
+    if not text.strip().isdecimal():
+        raise argparse.ArgumentTypeError(f"wants whole numbers, got {text!r}")
+    return int(text)
+
+
+def _transports(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if not set(names) <= set(TRANSPORTS):
+        raise argparse.ArgumentTypeError(f"{text} is not of {', '.join(TRANSPORTS)}")
+    return names

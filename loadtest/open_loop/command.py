@@ -1,0 +1,413 @@
+"""`streamer loadtest open-loop`: requests come when they come, whatever the server does.
+
+At given rates, or at rising ones until too few requests meet the objectives or fewer finish than
+come (`--sweep`), or as a trace says, or so many at once (`--max-concurrency`: a closed loop).
+Prints a table; writes a file a rate in the field names of `vllm bench serve`, the table as Markdown
+and CSV and the curves as SVG. Any OpenAI-compatible server that reports usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import math
+import random
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from .. import slo, table
+from ..sse import BadAnswer
+from ..target import Target
+from . import sweep
+from .arrivals import knee, next_rate, offsets
+from .driving import Bounds, Driver, Ways, measured_scale
+from .fitting import Cut, Scale, fitted
+from .jobs import WORKLOADS, Asked, Job, jobs, reworded
+from .prompts import words
+from .served import METRICS, OBJECTIVES, Conditions, Outcome, Values, percentile, summary
+
+OK, FAILED, UNUSABLE = 0, 1, 2
+NAMED_ERRORS = 3  # that are shown of a rate
+DURATION_S, WARMUP_S = 30.0, 5.0
+TRACE_REQUESTS = 100
+DRAIN_S = 10.0  # at least, for answers that were asked for in time
+POOL = 1000  # jobs that are made at once where their number is not known
+RECENT = 100  # requests of the live figures
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags."""
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    add = parser.add_argument
+    add("--url", default="http://127.0.0.1:8000", help="of the server, with or without /v1")
+    add("--api-key", metavar="KEY", default=argparse.SUPPRESS, help="bearer token")
+    add("--model", metavar="NAME", default=argparse.SUPPRESS, help="the server's first, if absent")
+    says = "lengths like those of a data set (sharegpt, alpaca), sharegpt behind shared prefixes "
+    says += "(prefix), conversations (multiturn), nano-vllm's 256 requests (nano), or --trace"
+    add("--workload", choices=WORKLOADS, default="sharegpt", help=says)
+    says = "for --workload trace: JSON lines of timestamp, input_length, output_length, hash_ids"
+    add("--trace", type=Path, metavar="FILE", default=argparse.SUPPRESS, help=says)
+    add("--time-scale", type=float, default=1.0, metavar="X", help="stretches a trace's times")
+    says = f"that requests come for at each rate; {DURATION_S:g} if --requests does not say"
+    add("--duration", type=float, metavar="S", default=argparse.SUPPRESS, help=says)
+    says = "before that, of requests that are not counted; 0 with --requests"
+    add("--warmup", type=float, metavar="S", default=WARMUP_S, help=says)
+    says = f"at each rate, at most; of a trace {TRACE_REQUESTS}"
+    add("--requests", type=int, metavar="N", default=argparse.SUPPRESS, help=says)
+    says = "requests a second, one rate after the other; 1 if absent; inf: all at once"
+    add("--rates", type=float, nargs="+", metavar="R", default=argparse.SUPPRESS, help=says)
+    says = "requests under way at most: a closed loop, at --rates inf if none is given"
+    add("--max-concurrency", type=int, metavar="N", default=argparse.SUPPRESS, help=says)
+    says = "from the first rate on to the highest that is held: good, and as many finish as come"
+    add("--sweep", action="store_true", default=argparse.SUPPRESS, help=says)
+    says = "of the gaps: 1: Poisson; less: bursts; inf: evenly"
+    add("--burstiness", type=float, metavar="X", default=1.0, help=says)
+    add("--seed", type=int, default=0, help="of lengths, words and arrivals")
+    says = "what a good request takes at most, in ms: " + ", ".join(OBJECTIVES)
+    add("--goodput", nargs="+", metavar="NAME:MS", default=argparse.SUPPRESS, help=says)
+    says = (
+        "objectives in TOML, of TTFT, TPOT, ITL and E2EL; one missed ends it with 1: by any rate, "
+    )
+    says += "with --sweep by the highest that was held"
+    add("--slo", type=Path, metavar="FILE", default=argparse.SUPPRESS, help=says)
+    says = "for servers that do not know ignore_eos"
+    add("--stop-at-eos", action="store_true", default=argparse.SUPPRESS, help=says)
+    says = "for a JSON file a rate, report.md, rates.csv and rates.svg"
+    add("--out", type=Path, metavar="FOLDER", default=argparse.SUPPRESS, help=says)
+
+
+class Options(msgspec.Struct, frozen=True):
+    """The flags, those that were not given filled in.
+
+    requests    None: as many as come in `duration`
+    duration_s  None: until `requests` have come
+    """
+
+    url: str
+    api_key: str
+    model: str
+    workload: str
+    trace: Path | None
+    time_scale: float
+    duration_s: float | None
+    warmup_s: float
+    requests: int | None
+    rates: list[float]
+    at_once: int | None
+    is_sweep: bool
+    burstiness: float
+    seed: int
+    goals: dict[str, float]
+    slos: list[slo.Objective]
+    is_ignoring_eos: bool
+    out: Path | None
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Options:
+        """ValueError names what can't be."""
+        given = vars(args)
+        is_trace = args.workload == "trace"
+        requests, duration_s = given.get("requests"), given.get("duration")
+        if is_trace and requests is None:
+            requests = TRACE_REQUESTS
+        if requests is None and duration_s is None:
+            duration_s = DURATION_S
+        at_once = given.get("max_concurrency")
+        rates = given.get("rates") or [1.0 if at_once is None else math.inf]
+        file = given.get("slo")
+        found = cls(
+            args.url,
+            given.get("api_key", ""),
+            given.get("model", ""),
+            args.workload,
+            given.get("trace"),
+            args.time_scale,
+            duration_s,
+            0.0 if duration_s is None else args.warmup,
+            requests,
+            rates,
+            at_once,
+            "sweep" in given,
+            args.burstiness,
+            args.seed,
+            objectives(given.get("goodput", [])),
+            [] if file is None else slo.read(file, map(str.upper, METRICS)),
+            "stop_at_eos" not in given,
+            given.get("out"),
+        )
+        found.check()
+        return found
+
+    def check(self) -> None:
+        """ValueError names the flag."""
+        if self.is_sweep and not math.isfinite(self.rates[0]):
+            raise ValueError("--sweep needs a finite rate to begin with")
+        above: dict[str, float | None] = {
+            "--rates": min(self.rates),
+            "--burstiness": self.burstiness,
+            "--time-scale": self.time_scale,
+            "--requests": self.requests,
+            "--duration": self.duration_s,
+            "--max-concurrency": self.at_once,
+        }
+        for flag, value in above.items():
+            if value is not None and not value > 0:
+                raise ValueError(f"{flag} is above 0, got {value:g}")
+        if math.isinf(max(self.rates)) and self.requests is None and self.at_once is None:
+            raise ValueError("--rates inf needs --requests or --max-concurrency")
+        if self.warmup_s < 0:
+            raise ValueError(f"--warmup is 0 or more, got {self.warmup_s:g}")
+
+    @property
+    def end_s(self) -> float:
+        """When the last request may come."""
+        return math.inf if self.duration_s is None else self.warmup_s + self.duration_s
+
+    @property
+    def bounds(self) -> Bounds:
+        """Of one rate's run."""
+        if self.duration_s is None:
+            return Bounds(self.at_once)
+        return Bounds(self.at_once, self.end_s, max(DRAIN_S, self.duration_s))
+
+    def count(self, rate: float) -> int | None:
+        """Requests that come at a rate; None: as many as there is time for."""
+        if math.isinf(self.end_s) or math.isinf(rate):
+            return self.requests
+        found = max(1, math.ceil(rate * self.end_s))
+        return found if self.requests is None else min(found, self.requests)
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Run what the flags say.
+
+    1 where a request failed or an objective of --slo is missed, 2 where nothing could be asked.
+    """
+    try:
+        options = Options.of(args)
+        target = Target.of(options.url, options.api_key)
+        ways = Ways(target, options.model or target.first_model(), options.is_ignoring_eos)
+        work, cut = make(options, ways)
+        if not work:
+            raise ValueError(f"{options.trace} has no requests")
+        if says := cut.says(ways.model):
+            console.out(says)
+    except (BadAnswer, OSError, ValueError, LookupError) as error:
+        console.out(f"Can't begin: {error}", highlight=False)
+        return UNUSABLE
+    results: list[Values] = []
+    try:
+        for result in measure(options, ways, work, cut, console):
+            results.append(result)
+            write(options.out, results)
+    except KeyboardInterrupt:
+        console.out("Interrupted; what was measured follows.")
+    if not results:
+        return FAILED
+    console.out(sweep.report(results), highlight=False)
+    are_met = judged(options, results, console)
+    return OK if are_met and not any(result["failed"] for result in results) else FAILED
+
+
+def judged(options: Options, results: Sequence[Values], console: Console) -> bool:
+    """Whether the objectives of --slo are met; says which are not."""
+    if not options.slos:
+        return True
+    rates = sweep.ordered(results)
+    if options.is_sweep:
+        held = knee(sweep.tried(rates))
+        rates = [result for result in rates if result["request_rate"] == held]
+        if not rates:
+            console.out("No rate was held, so no objective of --slo is met.")
+    are_met = bool(rates)
+    for result in rates:
+        verdicts = slo.judge(options.slos, lambda name, user: measured(result, name, user))  # noqa: B023
+        are_met &= slo.is_met(verdicts)
+        console.out(f"\nObjectives at {result['request_rate']} requests/s", highlight=False)
+        console.out(table.plain(slo.table_rows(verdicts)), highlight=False)
+    return are_met
+
+
+def measured(result: Values, statistic: str, user: str) -> slo.Measured | None:
+    """What a rate's file says of a statistic; it knows no users."""
+    if user:
+        return None
+    found = {name: float(str(value)) for name, value in result.items() if _is_number(value)}
+    name = statistic.lower()
+    p50, p95, p99 = (found[f"p{percent}_{name}_ms"] for percent in (50, 95, 99))
+    num_prompts, num_good = int(found["num_prompts"]), int(found["completed"])
+    share = 1 - num_good / max(1, num_prompts)
+    rates = found["request_throughput"], found["output_throughput"]
+    return slo.Measured(num_good, p50, p95, p99, share, *rates)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def objectives(said: Sequence[str]) -> dict[str, float]:
+    """From NAME:MS; ValueError names one that is none."""
+    found = {}
+    for pair in said:
+        name, _, number = pair.partition(":")
+        try:
+            found[name] = float(number)
+        except ValueError:
+            found[name] = math.nan
+        if name not in OBJECTIVES or not found[name] > 0:
+            raise ValueError(f"--goodput {pair}: NAME:MS with one of {', '.join(OBJECTIVES)}")
+    return found
+
+
+def make(options: Options, ways: Ways) -> tuple[list[Job], Cut]:
+    """The workload, its text as long as this server's tokens make it, within its context."""
+    most = [options.count(rate) or POOL for rate in options.rates]
+    asked = Asked(min(POOL, max(most)), options.seed, trace=options.trace)
+    if options.requests is not None:
+        asked = msgspec.structs.replace(asked, count=options.requests)
+    scale = Scale(1.0)
+    if options.workload != "nano":
+        source = random.Random(options.seed)
+        scale = measured_scale(ways, lambda count: words(source, count))
+        asked = msgspec.structs.replace(asked, words_per_token=scale.words_per_token)
+    work = jobs(options.workload, asked)
+    return fitted(work, scale, ways.target.max_model_len(ways.model))
+
+
+def supply(work: Sequence[Job], seed: int) -> Iterator[Job]:
+    """These, and then the same in other words, for ever."""
+    while True:
+        yield from work
+        work = reworded(work, seed)
+
+
+def measure(
+    options: Options, ways: Ways, work: list[Job], cut: Cut, console: Console
+) -> Iterator[Values]:
+    """A result a rate. Each rate asks anew, or the second would find the first's prompts cached."""
+    tried: list[Values] = []
+    is_trace = options.workload == "trace"
+    waiting = list(options.rates[:1] if options.is_sweep else options.rates)
+    times = [options.time_scale * (job.at_s or 0.0) for job in work]
+    if is_trace:
+        waiting = [len(work) / times[-1] if times[-1] else math.inf]
+    endless = supply(work, options.seed)
+    figures = Figures()
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), figures)
+    with Progress(*columns, console=console, refresh_per_second=2) as shown:
+        while waiting:
+            rate = waiting.pop(0)
+            count = options.count(rate)
+            due: Iterable[float] = times
+            if not is_trace and count is None:
+                due = itertools.repeat(0.0)
+            elif not is_trace and count is not None:
+                due = offsets(rate, options.burstiness, count, options.seed)
+            date = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+            conditions = Conditions(
+                date,
+                options.workload,
+                ways.model,
+                rate,
+                options.burstiness,
+                options.goals,
+                options.seed,
+                cut,
+                options.at_once,
+                options.warmup_s,
+                options.duration_s,
+            )
+            if options.requests is None:
+                source: Iterable[Job] = endless
+            else:
+                source, work = work, reworded(work, options.seed)
+            tried.append(one_rate(ways, source, due, conditions, options.bounds, shown, figures))
+            yield tried[-1]
+            if options.is_sweep and not is_trace:
+                then = next_rate(sweep.tried(tried))
+                waiting += [] if then is None else [then]
+
+
+class Figures(ProgressColumn):
+    """What a run has shown so far, beside its bar: drawn twice a second."""
+
+    max_refresh = 0.5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.driver: Driver | None = None
+        self.outcomes: list[Outcome] = []
+        self.num_failed = 0
+        self.began = time.monotonic()
+
+    def start(self, driver: Driver) -> None:
+        """Another run."""
+        self.driver, self.outcomes, self.num_failed = driver, [], 0
+        self.began = time.monotonic()
+
+    def render(self, task: Task) -> Text:
+        """Of the task under way."""
+        if self.driver is None or task.finished:
+            return Text("")
+        seconds = max(1e-3, time.monotonic() - self.began)
+        num_tokens = sum(outcome.num_output for outcome in self.outcomes)
+        ttft_ms = 1e3 * percentile([o.ttft_s for o in self.outcomes[-RECENT:]], 50)
+        failed = f", {self.num_failed} failed" if self.num_failed else ""
+        return Text(
+            f"{self.driver.num_open} open, {len(self.outcomes) / seconds:.1f} done/s, "
+            f"{num_tokens / seconds:.0f} tokens/s, TTFT p50 {ttft_ms:.0f} ms{failed}"
+        )
+
+
+def one_rate(
+    ways: Ways,
+    work: Iterable[Job],
+    times: Iterable[float],
+    conditions: Conditions,
+    bounds: Bounds,
+    shown: Progress,
+    figures: Figures,
+) -> Values:
+    """Run it, with a line that moves."""
+    rate = conditions.request_rate
+    at_once = "all" if bounds.max_at_once is None else str(bounds.max_at_once)
+    says = f"{rate:.3g} requests/s" if math.isfinite(rate) else f"{at_once} at once"
+    task = shown.add_task(says, total=bounds.end_s if math.isfinite(bounds.end_s) else None)
+    errors: list[str] = []
+
+    def done(outcome: Outcome) -> None:
+        if outcome.error:
+            errors.append(outcome.error)
+            figures.num_failed += 1
+        else:
+            figures.outcomes.append(outcome)
+        shown.update(task, completed=time.monotonic() - figures.began)
+
+    driver = Driver(ways, done)
+    figures.start(driver)
+    outcomes, run_s = driver.run(work, times, bounds)
+    shown.update(task, total=1, completed=1)
+    for error in sorted(set(errors))[:NAMED_ERRORS]:
+        shown.console.out(f"Failed: {error}", highlight=False)
+    return summary(outcomes, conditions, run_s)
+
+
+def write(folder: Path | None, results: Sequence[Values]) -> None:
+    """The latest rate's file, and everything so far as a page and a picture."""
+    if folder is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    rate = results[-1]["request_rate"]
+    name = rate if isinstance(rate, str) else f"{rate:.4g}"
+    data = msgspec.json.format(msgspec.json.encode(results[-1]), indent=1)
+    (folder / f"{name}qps.json").write_bytes(data + b"\n")
+    (folder / "report.md").write_text(sweep.report(results, True), encoding="utf-8")
+    (folder / "rates.csv").write_text(sweep.rows_csv(results), encoding="utf-8")
+    (folder / "rates.svg").write_text(sweep.svg(results), encoding="utf-8")

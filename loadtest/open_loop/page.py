@@ -1,0 +1,280 @@
+"""One or two runs as a page: settings, throughput, latencies, distributions, curves, errors.
+
+A single file that asks for nothing: its style is inside, it has no script, and its policy forbids
+both. Follows the reader's light or dark theme. Values in, text out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from .. import plots
+from ..markup import Markup, document, join, style, tag
+from ..table import number
+from .page_style import STYLE
+from .runs import Pair, Result, Run, pairs, rate_words, settings
+from .served import METRICS, PERCENTILES, percentile
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+NAMES = {
+    "ttft": "Time to first token (TTFT)",
+    "tpot": "Time per output token (TPOT)",
+    "itl": "Between pieces of text (ITL)",
+    "e2el": "End to end (E2E)",
+}
+SAME = 0.05  # ratios nearer to 1 are nobody's win
+
+
+class Row(NamedTuple):
+    """A line of the table of rates; `more_is_better` None: neither is."""
+
+    title: str
+    value: Callable[[Result], float | None]
+    more_is_better: bool | None = True
+
+
+ROWS = (
+    Row("Requests done a second", lambda r: r.request_throughput),
+    Row("Good requests a second (goodput)", lambda r: r.request_goodput),
+    Row("Good requests, % of all", lambda r: 100 * r.goodput_share if r.goodput else None),
+    Row("Output tokens a second", lambda r: r.output_throughput),
+    Row("All tokens a second", lambda r: r.total_token_throughput),
+    Row("Input tokens", lambda r: r.total_input_tokens, None),
+    Row("of which cached", lambda r: r.total_cached_tokens, None),
+    Row("Output tokens", lambda r: r.total_output_tokens, None),
+    Row("Most requests at once", lambda r: r.max_concurrent_requests, None),
+    Row("Seconds in all", lambda r: r.duration, False),
+    Row("Requests that failed", lambda r: r.failed, False),
+    Row("Sent late, 99th percentile, ms", lambda r: r.p99_start_lag_ms, None),
+)
+
+
+class Curve(NamedTuple):
+    """A picture over the rate."""
+
+    title: str
+    value: Callable[[Result], float | None]
+    unit: str = ""
+
+
+CURVES = (
+    Curve("Output tokens a second", lambda r: r.output_throughput),
+    Curve("Requests done a second", lambda r: r.request_throughput),
+    Curve("Goodput: good requests a second", lambda r: r.request_goodput),
+    Curve(
+        "Requests that meet every objective",
+        lambda r: 100 * r.goodput_share if r.goodput else None,
+        "%",
+    ),
+    Curve("TTFT, 99th percentile, ms", lambda r: percentile(r.times_ms()["ttft"], 99)),
+    Curve("TPOT, 99th percentile, ms", lambda r: percentile(r.times_ms()["tpot"], 99)),
+)
+
+
+def page(runs: Sequence[Run]) -> str:
+    """The whole file, of one run or of two."""
+    title = " beside ".join(run.name for run in runs)
+    shown = pairs(runs)
+    parts = [tag("h1", "Load test: ", title), _legend(runs), _settings(runs)]
+    if any(len(run.results) > 1 for run in runs):
+        parts.append(_sweep(runs))
+    for index, pair in enumerate(shown):
+        parts.append(_pair(f"p{index}", pair, runs, is_open=index == len(shown) - 1))
+    parts.append(_definitions(len(runs) > 1))
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("title", "Load test: ", title),
+        style(STYLE),
+    )
+    return document(head, tag("body", tag("main", *parts)))
+
+
+def _legend(runs: Sequence[Run]) -> Markup:
+    """Which line is whose."""
+    items = [
+        tag(
+            "li",
+            tag(
+                "svg",
+                tag("path", d="M1 6H35", class_=f"line {kind}"),
+                viewBox="0 0 36 12",
+                aria_hidden="true",
+            ),
+            f"{run.name}, {run.results[-1].date}",
+        )
+        for run, kind in zip(runs, plots.CLASSES, strict=False)
+    ]
+    return tag("ul", *items, class_="legend")
+
+
+def _settings(runs: Sequence[Run]) -> Markup:
+    """What was asked of each; what differs is marked."""
+    asked = [_asked(run) for run in runs]
+    rows = []
+    for name in asked[0]:
+        values = [each[name] for each in asked]
+        differs = len(set(values)) > 1
+        cells = [tag("td", value) for value in values]
+        if len(runs) > 1:
+            says = tag("mark", "differs") if differs else "same"
+            cells.append(tag("td", says, class_="word"))
+        rows.append(
+            tag("tr", tag("th", name, scope="row"), *cells, class_="differs" if differs else None)
+        )
+    names = [run.name for run in runs]
+    heading = ["Setting", *names, *(["Compared"] if len(runs) > 1 else [])]
+    table = _table("What was asked", heading, [tag("tbody", *rows)], kind="word")
+    return _section("Settings", table)
+
+
+def _asked(run: Run) -> dict[str, str]:
+    """A run's settings; its rates together."""
+    found = settings(run.results[-1])
+    if len(run.results) > 1:
+        rates = [f"{r.rate:.4g}" for r in run.results if math.isfinite(r.rate)]
+        at_once = [] if len(rates) == len(run.results) else ["all at once"]
+        found["Rate"] = ", ".join([f"{' / '.join(rates)} requests/s", *at_once])
+    return found
+
+
+def _sweep(runs: Sequence[Run]) -> Markup:
+    """Curves over the rate; all at once has no place on them."""
+    pictures = []
+    for index, curve in enumerate(CURVES):
+        series = []
+        for run in runs:
+            found = [(r.rate, curve.value(r)) for r in run.results if math.isfinite(r.rate)]
+            series.append((run.name, [(rate, v) for rate, v in found if v is not None]))
+        if any(points for _, points in series):
+            pictures.append(plots.curves(f"c{index}", curve.title, series, curve.unit))
+    return _section("Over the rate", tag("div", *pictures, class_="plots"))
+
+
+def _pair(name: str, pair: Pair, runs: Sequence[Run], is_open: bool) -> Markup:
+    """One rate: folded, but for the last."""
+    results = [result for result in pair if result is not None]
+    titles = [rate_words(result.rate) for result in results]
+    title = titles[0] if len(set(titles)) == 1 else " beside ".join(titles)
+    names = [run.name for run in runs]
+    times = [result.times_ms() for result in results]
+    drawn = [
+        (metric, f"{NAMES[metric]}: share within", "ms", [each[metric] for each in times])
+        for metric in METRICS
+    ]
+    for kind in ("input", "output"):
+        lengths = [result.lengths(kind) for result in results]
+        drawn.append((kind, f"{kind.title()} tokens: share up to", "tokens", lengths))
+    pictures = [
+        plots.distribution(f"{name}-{key}", says, unit, list(zip(names, values, strict=True)))
+        for key, says, unit, values in drawn
+    ]
+    return tag(
+        "details",
+        tag("summary", tag("h2", title)),
+        _table("Throughput", _heading("", names), [tag("tbody", *_throughput(results))], title),
+        _table("Latency, ms", _heading("", names), list(_latencies(times)), title),
+        tag("div", *pictures, class_="plots"),
+        _errors(names, results, title),
+        open="" if is_open else None,
+    )
+
+
+def _heading(first: str, names: Sequence[str]) -> list[str]:
+    return [first, *names, *([f"{names[1]} / {names[0]}"] if len(names) > 1 else [])]
+
+
+def _throughput(results: Sequence[Result]) -> Iterator[Markup]:
+    for row in ROWS:
+        values = [row.value(result) for result in results]
+        if any(value is not None for value in values):
+            yield _row(row.title, values, row.more_is_better)
+
+
+def _latencies(times: Sequence[dict[str, list[float]]]) -> Iterator[Markup]:
+    """A body a metric, under its name."""
+    width = len(times) + 1 + (len(times) > 1)
+    for metric in METRICS:
+        rows = [tag("tr", tag("th", NAMES[metric], scope="rowgroup", colspan=width, class_="of"))]
+        for percent in PERCENTILES:
+            values = [percentile(each[metric], percent) if each[metric] else None for each in times]
+            rows.append(_row(f"p{percent}", values, False))
+        yield tag("tbody", *rows)
+
+
+def _row(title: str, values: Sequence[float | None], more_is_better: bool | None) -> Markup:
+    """Values, and what the second is of the first."""
+    cells = [tag("td", number(value), class_="number") for value in values]
+    if len(values) > 1:
+        cells.append(_ratio(values[0], values[1], more_is_better))
+    return tag("tr", tag("th", title, scope="row"), *cells)
+
+
+def _ratio(first: float | None, second: float | None, more_is_better: bool | None) -> Markup:
+    """In colours and in words, where it is far enough from 1 to mean something."""
+    if not first or second is None:
+        return tag("td", "-", class_="number")
+    ratio = second / first
+    says = f"{ratio:.2f}" if ratio < 10 else number(ratio)
+    if more_is_better is None or abs(ratio - 1) < SAME:
+        return tag("td", says, class_="number")
+    kind = "better" if (ratio > 1) == more_is_better else "worse"
+    return tag("td", f"{says} ", tag("span", kind, class_=kind), class_="number")
+
+
+def _errors(names: Sequence[str], results: Sequence[Result], title: str) -> Markup:
+    """Each message with how often it came, of each run."""
+    counted = [result.failures() for result in results]
+    messages = sorted({message for found in counted for message in found})
+    if not messages:
+        return tag("p", "No request failed.")
+    rows = [
+        tag(
+            "tr",
+            tag("th", message, scope="row", class_="message"),
+            *(tag("td", str(found[message]), class_="number") for found in counted),
+        )
+        for message in messages
+    ]
+    return _table("Errors", ["What was said", *names], [tag("tbody", *rows)], title)
+
+
+def _table(
+    caption: str,
+    heading: Sequence[str],
+    bodies: Sequence[Markup],
+    where: str = "",
+    kind: str = "number",
+) -> Markup:
+    """In a frame that scrolls by itself, by keys too, where it is wider than the page.
+
+    where  tells tables with one caption apart, for who can't see what they stand under
+    kind   of what stands below the other headings: "number", or "word"
+    """
+    first, *others = heading
+    corner = tag("th", first, scope="col") if first else tag("td")
+    head = tag("tr", corner, *(tag("th", name, scope="col", class_=kind) for name in others))
+    table = tag("table", tag("caption", caption), tag("thead", head), *bodies)
+    label = f"{caption}, {where}" if where else caption
+    return tag("div", table, class_="frame", role="region", tabindex="0", aria_label=label)
+
+
+def _section(title: str, *inside: Markup) -> Markup:
+    return tag("section", tag("h2", title), *inside)
+
+
+def _definitions(has_two: bool) -> Markup:
+    """What the words mean."""
+    says = (
+        "TTFT runs from sending to the first text; ITL between pieces of text, whatever their "
+        "size; TPOT is the rest of the answer divided by its other tokens; E2E ends with the "
+        "answer. Tokens are counted by the server's usage; requests that failed have no times. "
+        "A request is good if it was answered within every objective."
+    )
+    more = f" Ratios within {SAME:.0%} of 1 are not judged; single runs differ by as much."
+    return tag("footer", tag("p", join(says, more if has_two else "")))

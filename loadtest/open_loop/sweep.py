@@ -1,0 +1,143 @@
+"""Results of an open-loop sweep as a table, a page, rows and a picture. Values in, text out.
+
+Each result is a file of served.summary: one rate.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from .. import table
+from ..compare import chart
+from .arrivals import GOOD_SHARE, keeps_up, knee
+
+# field, heading, factor
+COLUMNS = (
+    ("request_throughput", "done/s", 1.0),
+    ("goodput_share", "good, %", 100.0),
+    ("output_throughput", "tokens/s", 1.0),
+    ("median_ttft_ms", "TTFT p50", 1.0),
+    ("p99_ttft_ms", "p99", 1.0),
+    ("median_tpot_ms", "TPOT p50", 1.0),
+    ("p99_tpot_ms", "p99", 1.0),
+    ("p99_itl_ms", "ITL p99", 1.0),
+    ("p99_e2el_ms", "E2EL p99, ms", 1.0),
+    ("failed", "failed", 1.0),
+    ("unfinished", "unfinished", 1.0),
+    ("p99_start_lag_ms", "sent late p99", 1.0),
+)
+PANELS = (
+    ("output_throughput", "output tokens/s", 1.0),
+    ("goodput_share", "requests that meet every objective, %", 100.0),
+    ("p99_ttft_ms", "time to first token p99, ms", 1.0),
+    ("p99_tpot_ms", "time per output token p99, ms", 1.0),
+)
+PLOT_WIDTH, PLOT_HEIGHT, LEFT = 360, 120, 56
+Result = dict[str, Any]
+
+
+def tried(results: Sequence[Result]) -> list[tuple[float, float]]:
+    """(rate, share of good requests) of each; 0 good ones where fewer finished than came."""
+    return [
+        (
+            float(result["request_rate"]),
+            result["goodput_share"]
+            if keeps_up(result["later_arrived"], result["later_finished"])
+            else 0.0,
+        )
+        for result in results
+    ]
+
+
+def rows_csv(results: Sequence[Result]) -> str:
+    """A rate a line, every number by its name in the result file."""
+    text = io.StringIO()
+    names = [name for name, value in results[0].items() if not isinstance(value, list | dict)]
+    writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(ordered(results))
+    return text.getvalue()
+
+
+def rows(results: Sequence[Result]) -> table.Rows:
+    """A rate a row, from the lowest to the highest."""
+    lines = [["requests/s", *(heading for _, heading, _ in COLUMNS)]]
+    for result in ordered(results):
+        values = [table.number(float(result[name]) * factor) for name, _, factor in COLUMNS]
+        lines.append([table.number(float(result["request_rate"])), *values])
+    return lines
+
+
+def ordered(results: Sequence[Result]) -> list[Result]:
+    """By rate."""
+    return sorted(results, key=lambda result: float(result["request_rate"]))
+
+
+def conditions(results: Sequence[Result]) -> str:
+    """What was asked, of what, and where the knee is."""
+    first = results[0]
+    goals = ", ".join(f"{name} {ms:g} ms" for name, ms in first["goodput"].items())
+    at_once = first["max_concurrency"]
+    closed = "" if at_once is None else f", at most {at_once} at once"
+    lines = [
+        f"{first['date']}, {first['model_id']}, workload {first['label']}, seed {first['seed']}, "
+        f"{first['num_prompts']} requests in {first['duration']:.3g} s after "
+        f"{first['warmup_s']:g} s of warm-up{closed}, burstiness {first['burstiness']:g}."
+    ]
+    finite = [pair for pair in tried(results) if math.isfinite(pair[0])]
+    if finite:
+        found = knee(finite)
+        held = "no rate held" if found is None else f"held up to {found:.3g} requests/s"
+        if found == max(rate for rate, _ in finite):
+            held += ", the highest that was tried"
+        good = f"{GOOD_SHARE:.0%} of requests " + ("meet them" if goals else "are answered")
+        says = f"Objectives: {goals}; {held}" if goals else held[0].upper() + held[1:]
+        lines.append(f"{says} ({good}, and as many finish as come).")
+    return "\n".join(lines)
+
+
+def report(results: Sequence[Result], is_markdown: bool = False) -> str:
+    """Everything as text."""
+    draw = table.markdown if is_markdown else table.plain
+    return f"{conditions(results)}\n\n{draw(rows(results))}\n"
+
+
+def svg(results: Sequence[Result]) -> str:
+    """Curves over the rate; rates without a number (all at once) are left out."""
+    finite = [result for result in ordered(results) if result["request_rate"] != "inf"]
+    parts: list[str] = []
+    column, row = PLOT_WIDTH + LEFT + chart.GAP, PLOT_HEIGHT + chart.HEADING + chart.GAP
+    for i, (name, title, factor) in enumerate(PANELS):
+        x, y = chart.MARGIN + i % 2 * column, chart.MARGIN + i // 2 * row
+        points = [(float(r["request_rate"]), float(r[name]) * factor) for r in finite]
+        parts.append(f'<g transform="translate({x:.0f} {y:.0f})">')
+        parts += [*panel(title, points), "</g>"]
+    height = 2 * chart.MARGIN + 2 * row + chart.ROW
+    note = conditions(results).splitlines()[0]
+    parts.append(chart.text(chart.MARGIN, height - chart.MARGIN, note, "note"))
+    return chart.document("What becomes of requests at rising rates", height, parts)
+
+
+def panel(title: str, points: Sequence[tuple[float, float]]) -> list[str]:
+    """One curve, from 0 on both axes, at (0, 0)."""
+    most_x = max((x for x, _ in points), default=0.0) or 1.0
+    most_y = max((y for _, y in points), default=0.0) or 1.0
+    top, bottom = 24, 24 + PLOT_HEIGHT
+    places = [
+        (LEFT + PLOT_WIDTH * x / most_x, bottom - PLOT_HEIGHT * y / most_y) for x, y in points
+    ]
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    end = LEFT + PLOT_WIDTH
+    return [
+        chart.text(0, 14, title, "title"),
+        f'<path class="axis" fill="none" d="M{LEFT} {top}V{bottom}H{end}"/>',
+        chart.text(LEFT - 6, top + 8, table.number(most_y), "note", "end"),
+        chart.text(LEFT - 6, bottom, "0", "note", "end"),
+        chart.text(end, bottom + 15, f"{most_x:.3g} requests/s", "note", "end"),
+        f'<polyline class="line" points="{path}"/>',
+        *(f'<circle class="ours" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in places),
+    ]

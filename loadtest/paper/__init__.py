@@ -1,0 +1,1 @@
+"""`make paper`: what the papers on batching and paging published, measured here."""

@@ -1,0 +1,158 @@
+"""Steps: a checkpoint behind the real scheduler and runner, stepped by the caller's thread.
+
+What comparisons stand on that need no event loop and no sockets, and the synthetic checkpoint that
+they measure with, made anew in a temporary folder. Called by the modules of `streamer bench paper`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from streamer.config import Config
+from streamer.core.plan import Add, Facts, Plan, StepOutput, StepStats
+from streamer.core.prefix import BlockHasher
+from streamer.core.sampling import SamplingParams
+from streamer.core.scheduler import Scheduler
+from streamer.core.sizes import sizes_of
+from streamer.core.view import SchedulerView, Wanted
+
+if TYPE_CHECKING:
+    from streamer.core.model_info import ModelInfo
+    from streamer.engine.core import InFlight, Runner
+
+MODEL = "small"  # of loadtest/compare/workload.py: 8 layers, 25 million parameters in its layers
+FIRST_ID, LAST_ID = 100, 4000
+EVERYTHING = Wanted((b"",))
+
+
+@contextlib.contextmanager
+def checkpoint(*, tiny: bool) -> Iterator[Path]:
+    """A folder with MODEL, gone afterwards; with `tiny` the bundled model."""
+    if tiny:
+        from streamer.demo import CHECKPOINT
+
+        yield CHECKPOINT
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        # By another process: torch at work on this thread first would slow the runner's later.
+        command = [sys.executable, "-m", "streamer.loadtest.compare.models", folder, MODEL]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        yield Path(folder) / f"{MODEL}-bf16"
+
+
+class Priced:
+    """A runner whose measured costs are replaced by those given, fields of Facts by name."""
+
+    def __init__(self, inner: Runner, costs: Mapping[str, float]) -> None:
+        self._inner = inner
+        self._costs = dict(costs)
+
+    @property
+    def depth(self) -> int:
+        return self._inner.depth
+
+    def launch(self, plan: Plan) -> InFlight:
+        return self._inner.launch(plan)
+
+    def facts(self) -> Facts:
+        """What was measured, but for the given costs."""
+        return msgspec.structs.replace(self._inner.facts(), **self._costs)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def settings(**given: Any) -> Config:
+    """A Config on the CPU, quiet."""
+    return Config(device="cpu", load_progress=False, **given)
+
+
+def load(folder: Path, config: Config) -> tuple[Runner, ModelInfo]:
+    """The checkpoint's runner, and what is known of the model."""
+    from streamer.model.runner.cpu import load_runner
+
+    return load_runner(msgspec.structs.replace(config, model=str(folder)))
+
+
+class Steps:
+    """Requests of one checkpoint, as long as asked for, one step at a time. To be closed.
+
+    answers  request id -> its tokens so far, of all its choices;  stats  as of the last step
+    """
+
+    def __init__(
+        self, folder: Path, config: Config, costs: Mapping[str, float] | None = None
+    ) -> None:
+        from streamer.engine.core import EngineCore, Inbox
+
+        runner, info = load(folder, config)
+        self._scheduler = Scheduler(
+            sizes_of(config, info, ()), BlockHasher(info.block_size, b"paper" * 4)
+        )
+        self._inbox = Inbox()
+        self._core = EngineCore(Priced(runner, costs or {}), self._scheduler, self._inbox)
+        self.answers: dict[str, list[int]] = {}
+        self.stats = StepStats()
+
+    def add(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        max_tokens: int,
+        *,
+        temperature: float = 0.0,
+        n: int = 1,
+    ) -> None:
+        """One more request; the noise of its draws is its own."""
+        self.answers[name] = []
+        params = SamplingParams(
+            temperature=temperature,
+            seed=len(self.answers),
+            max_tokens=max_tokens,
+            n=n,
+            ignore_eos=True,
+        )
+        self._inbox.put(Add(name, tuple(prompt), params))
+
+    def step(self) -> StepOutput | None:
+        """One step of the engine; None when all is done."""
+        output = self._core.step()
+        if output is not None:
+            self.stats = output.stats
+            for name, token in zip(output.request_ids, output.tokens, strict=True):
+                self.answers[name].append(token)
+        return output
+
+    def run(self) -> None:
+        """To the end of every request."""
+        while self.step() is not None:
+            pass
+
+    def look(self) -> SchedulerView:
+        """Pools and page tables now."""
+        return self._scheduler.snapshot(EVERYTHING)
+
+    def close(self) -> None:
+        """Free pools and weights."""
+        self._core.close()
+
+    def __enter__(self) -> Steps:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def prompt(length: int, seed: str, last: int = LAST_ID) -> list[int]:
+    """Random token ids from FIRST_ID to before `last`, none of them special in these models."""
+    source = random.Random(seed)
+    return [source.randrange(FIRST_ID, last) for _ in range(length)]

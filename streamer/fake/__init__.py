@@ -1,0 +1,1 @@
+"""The fake model: no torch, unbounded context, counting tokens that prove themselves."""

@@ -1,0 +1,81 @@
+"""Costs: what prefill and swaps cost here, measured as they happen.
+
+Owns the running figures of core.plan.Facts. Called by runner/cpu.py, and by runner/cuda.py, whose
+seconds are the device's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from streamer.core.plan import Facts
+
+WEIGHT = 0.2  # of the newest measurement in the running mean
+FORGET = 0.01  # of what swaps seemed to cost, at a prefill: who never swaps again would never learn
+PROBE_BYTES = 4 << 20
+
+
+class Costs:
+    """Running means, in seconds a token and seconds a byte."""
+
+    def __init__(self, block_bytes: int, probe: Callable[[], tuple[float, float]]) -> None:
+        """`probe` measures (fixed seconds, seconds a byte) of a copy between the pools."""
+        self._block_bytes = block_bytes
+        self._prefill_s: float | None = None
+        self._decode_s: float | None = None
+        self._swap_s = 0.0
+        self._swap_fixed_s, self._probed = probe()
+        self._swap_s_per_byte = self._probed
+
+    def saw_step(self, seconds: float, num_tokens: int, num_chunk_tokens: int) -> None:
+        """A forward took so long: of decodes alone, or for prefill where half of it was chunks."""
+        if num_tokens and not num_chunk_tokens:
+            self._decode_s = _mean(self._decode_s, seconds)
+        elif num_chunk_tokens * 2 >= num_tokens > 0:
+            self._prefill_s = _mean(self._prefill_s, seconds / num_tokens)
+            self._swap_s_per_byte += FORGET * (self._probed - self._swap_s_per_byte)
+
+    def saw_swap(self, seconds: float, num_blocks: int, *, is_first: bool = False) -> None:
+        """So many blocks were copied, one way; `is_first`: into memory that had to be made, which
+        is no cost of later copies."""
+        self._swap_s += seconds
+        if is_first:
+            return
+        moving = max(seconds - self._swap_fixed_s, 0.1 * seconds, 1e-9)
+        cost = moving / (num_blocks * self._block_bytes)
+        self._swap_s_per_byte = _mean(self._swap_s_per_byte, cost)
+
+    def facts(self, copies_done: int) -> Facts:
+        """The figures so far; before the first prefill, Facts' own guess."""
+        prefill_s = Facts().prefill_s if self._prefill_s is None else self._prefill_s
+        return Facts(
+            copies_done=copies_done,
+            prefill_s=prefill_s,
+            decode_s=self._decode_s or 0.0,
+            swap_bytes_per_s=1 / self._swap_s_per_byte,
+            swap_fixed_s=self._swap_fixed_s,
+            swap_s=self._swap_s,
+        )
+
+
+def _mean(before: float | None, now: float) -> float:
+    return now if before is None else (1 - WEIGHT) * before + WEIGHT * now
+
+
+def probe_copy() -> tuple[float, float]:
+    """(fixed seconds, seconds a byte) of a copy in memory: a tiny one and one of PROBE_BYTES."""
+    source = torch.ones(PROBE_BYTES, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    fixed, large = (
+        min(_copy_s(source[:n], target[:n]) for _ in range(3)) for n in (64, PROBE_BYTES)
+    )
+    return fixed, max(large - fixed, 1e-6) / PROBE_BYTES
+
+
+def _copy_s(source: torch.Tensor, target: torch.Tensor) -> float:
+    began = time.perf_counter()
+    target.copy_(source)
+    return time.perf_counter() - began

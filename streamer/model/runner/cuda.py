@@ -1,0 +1,352 @@
+"""CudaRunner: ModelRunner's work on a GPU, one plan ahead of what the host has read.
+
+Owns both KV pools, the rows and what a launched plan still needs. Nothing in `launch` waits for
+the device: a drawn token stays there for the next step, and reaches the host in one copy that
+`collect` waits for. Called only from the engine's GPU thread, made by runner.load_runner.
+
+The host counts every row's progress, since that does not depend on what is drawn. A steady decode
+sends nothing but new blocks; all that a plan sends goes in one copy.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from streamer.config import Config
+from streamer.core.plan import Facts, Plan, RowJoin, StepResult
+from streamer.core.sizes import MAX_SCORED, batched_tokens
+from streamer.errors import InvariantViolated
+from streamer.kernels import ops
+from streamer.model import memory
+from streamer.model.loader import progress_bar
+from streamer.model.runner.costs import Costs
+from streamer.model.runner.decode_steps import DecodeSteps
+from streamer.model.runner.device import Device, Event
+from streamer.model.runner.inputs import Ints, Rows, StepInputs, step_result
+from streamer.model.runner.swaps import Swaps
+from streamer.model.sampling.device import DeviceSampler, Draw
+
+if TYPE_CHECKING:
+    from streamer.kernels.gpu.decode_step import DecodeStep
+    from streamer.model.runner.cpu import CausalModel
+
+logger = logging.getLogger(__name__)
+
+ALIGNED = 2  # int64 in 16 bytes: a kernel is compiled anew for pointers that are not multiples
+
+
+class CudaInFlight:
+    """A launched plan. `result` is a copy on its way to the host, None where nobody draws;
+    `scores` likewise, of Scored.compute."""
+
+    __slots__ = ("_collect", "began", "done", "draw", "inputs", "plan", "result", "scores")
+
+    def __init__(
+        self, plan: Plan, inputs: StepInputs, draw: Draw | None, began: Event,
+        collect: Callable[[CudaInFlight], StepResult],
+    ) -> None:  # fmt: skip
+        self.plan = plan
+        self.inputs = inputs
+        self.draw = draw
+        self.began = began
+        self.done = began
+        self.result: torch.Tensor | None = None
+        self.scores: torch.Tensor | None = None
+        self._collect = collect
+
+    def collect(self) -> StepResult:
+        """Wait for what the plan drew; called once."""
+        return self._collect(self)
+
+
+class CudaRunner:
+    """See core.plan.Plan for the order of effects; raises InvariantViolated on a plan's mistake."""
+
+    depth = 1
+
+    def __init__(
+        self,
+        device: Device,
+        model: CausalModel,
+        *,
+        num_blocks: int,
+        num_host_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
+        """kv_dtype: of both pools; the model's if None."""
+        from streamer.kernels.gpu.decode_step import RowState
+
+        heads = (model.num_kv_heads, model.head_dim)
+        shape = (model.num_layers, block_size, *heads, kv_dtype or model.dtype)
+        self._device = device
+        self._model = model
+        self._pool = ops.new_pool(num_blocks, *shape, device.where)
+        host_pool = ops.new_pool(num_host_blocks, *shape)
+        width = -(-max_model_len // block_size)
+        self._rows = Rows(max_num_seqs, width, num_blocks, block_size, is_ahead=True)
+        self._state = RowState(max_num_seqs, width, block_size, device.where)
+        model.prepare(
+            ops.Limits(
+                max_tokens=max_num_batched_tokens,
+                max_rows=max_num_seqs,
+                block_size=block_size,
+            )
+        )
+        self._sampler = DeviceSampler(device, model.vocab_size, max_num_seqs)
+        self._decodes = DecodeSteps(
+            self._state, self._sampler, self._decode_logits, model.vocab_size, model.dtype
+        )
+        self._block_bytes = self._pool[:1].numel() * self._pool.element_size()
+        self._costs = Costs(self._block_bytes, device.probe_copy)
+        self._swaps = Swaps(device, self._pool, host_pool, self._costs)
+        self._launched = 0
+        self._fresh: dict[int, int] = {}  # row -> logical block from which its table is to be sent
+        self._joined: list[int] = []  # rows whose progress and token are to be sent
+        self._latest: list[int] = []  # those tokens
+        self._chosen: tuple[int, ...] = ()  # the rows that the device decodes
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one KV block, all layers."""
+        return self._block_bytes
+
+    @torch.inference_mode()
+    def record(self, reserved_bytes: int, show_progress: bool) -> None:
+        """Record the pure decodes, before the first plan, with a progress bar.
+
+        They may take half of the memory that is left beyond reserved_bytes, which other steps need.
+        """
+        budget = max(0, self._device.free_bytes() - reserved_bytes) // 2
+        sizes = self._decodes.sizes
+        with progress_bar("Recording decodes", len(sizes), "sizes", show_progress) as advance:
+            self._decodes.record(self._device, budget, advance)
+        if self._decodes.num_recorded < len(sizes):
+            logger.warning(
+                "%d of %d decode sizes recorded: %.2f GiB are too little for all",
+                self._decodes.num_recorded,
+                len(sizes),
+                budget / memory.GIB,
+            )
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> CudaInFlight:
+        """Queue the plan; an exception in here is the end of the engine."""
+        main = self._device.main
+        self._update_rows(plan)
+        self._swaps.start(plan)
+        self._swaps.need(b for join in plan.joins for b in join.blocks)
+        self._swaps.need(b for update in plan.tables for b in update.blocks)
+        inputs = self._rows.inputs(plan)
+        draw = self._sampler.prepare(inputs.rows, inputs.draw_at) if inputs.rows else None
+        began = main.record()
+        flight = CudaInFlight(plan, inputs, draw, began, self._collect)
+        if inputs.is_steady:
+            self._decode(flight)
+        else:
+            self._mixed(flight)
+        flight.done = main.record()
+        self._launched = plan.number
+        return flight
+
+    def facts(self) -> Facts:
+        """Costs by the device's own clock, and which copies are done."""
+        return self._costs.facts(self._swaps.copies_done(self._launched))
+
+    def close(self) -> None:
+        """Free pools, graphs and weights, after all that was queued."""
+        self._device.synchronize()
+        for name in ("_decodes", "_swaps", "_pool", "_state", "_model", "_sampler"):
+            self.__dict__.pop(name, None)
+
+    @torch.inference_mode()
+    def _collect(self, flight: CudaInFlight) -> StepResult:
+        plan, inputs = flight.plan, flight.inputs
+        if not (plan.num_tokens or plan.num_samples):
+            self._swaps.wait()  # nothing else is under way: the core waits for a copy
+        flight.done.wait()
+        if inputs.scored is None:  # what scoring takes is no cost of a prefill
+            took_s = flight.done.since(flight.began)
+            self._costs.saw_step(took_s, inputs.num_tokens, inputs.num_chunk_tokens)
+        scores = {}
+        if inputs.scored is not None and flight.scores is not None:
+            scores = inputs.scored.by_row(flight.scores)
+        if len(scores) < (inputs.scored is not None) or (flight.draw and flight.result is None):
+            raise InvariantViolated(f"plan {plan.number} is done, and its results did not come")
+        if flight.draw is None or flight.result is None:
+            return StepResult(plan.number, prompt_logprobs=scores)
+        drawn = self._sampler.finish(flight.draw, inputs.rows, flight.result)
+        return step_result(plan.number, inputs, drawn.tokens, drawn.logprobs, drawn.failed, scores)
+
+    # ------------------------------------------------------------ what the device has to know
+
+    def _update_rows(self, plan: Plan) -> None:
+        for row in plan.leaves:
+            self._rows.leave(row)
+            self._sampler.leave(row)
+        for join in plan.joins:
+            self._join(join)
+        for update in plan.tables:
+            self._rows.update_table(update)
+            self._fresh[update.row] = min(update.start, self._fresh.get(update.row, update.start))
+
+    def _join(self, join: RowJoin) -> None:
+        self._rows.join(join)
+        self._sampler.join(join)
+        self._fresh[join.row] = 0
+        self._joined.append(join.row)
+        self._latest.append(join.tokens[-1])
+
+    def _changes(self, inputs: StepInputs) -> tuple[Ints, Ints]:
+        """Where RowState.flat changes, each place once, and to what."""
+        state, size = self._state, len(self._state.latest)
+        latest, computed, chosen, tables = (
+            int(part.storage_offset())
+            for part in (state.latest, state.computed, state.chosen, state.tables)
+        )
+        width = state.tables.shape[1]
+        at: list[Ints] = []
+        to: list[Ints] = []
+        for row, start in self._fresh.items():
+            blocks = self._rows.table(row, start)
+            first = tables + row * width + start
+            at.append(np.arange(first, first + len(blocks)))
+            to.append(blocks)
+        joined = np.array(self._joined, np.int64)
+        at.append(latest + joined)
+        to.append(np.array(self._latest, np.int64))
+        # A steady step counts its rows on by itself; for others the host says where they will be.
+        moved = joined if inputs.is_steady else np.union1d(joined, inputs.computing)
+        at.append(computed + moved)
+        done = self._rows.computed(moved)
+        to.append(done - np.isin(moved, inputs.computing) if inputs.is_steady else done)
+        if inputs.is_steady and inputs.rows is not self._chosen:
+            self._chosen = inputs.rows
+            at.append(np.arange(chosen, chosen + size))
+            to.append(np.append(inputs.at, np.full(size - len(inputs.at), -1)))
+        self._fresh, self._joined, self._latest = {}, [], []
+        return np.concatenate(at), np.concatenate(to)
+
+    def _send(self, parts: Sequence[Ints]) -> list[torch.Tensor]:
+        """The parts on the device, after one copy."""
+        starts, end = [], 0
+        for part in parts:
+            starts.append(end)
+            end += -(-len(part) // ALIGNED) * ALIGNED
+        packed = np.zeros(end, np.int64)
+        for start, part in zip(starts, parts, strict=True):
+            packed[start : start + len(part)] = part
+        there = self._device.upload(packed)
+        return [there[s : s + len(part)] for s, part in zip(starts, parts, strict=True)]
+
+    # ------------------------------------------------------------ steps
+
+    def _decode(self, flight: CudaInFlight) -> None:
+        """Every row decodes, from what the device has."""
+        main, changes = self._device.main, self._changes(flight.inputs)
+        if len(changes[0]):
+            main.run(partial(self._state.flat.index_copy_, 0, *self._send(changes)))  # type: ignore[arg-type]
+        draw = flight.draw
+        if draw is None:
+            return
+
+        def work() -> None:
+            logits, tokens = self._decodes.run(len(flight.inputs.rows), draw)
+            flight.result = self._device.download(self._sampler.result(draw, logits, tokens))
+
+        main.run(work)
+
+    def _decode_logits(self, step: DecodeStep) -> torch.Tensor:
+        return self._model.forward(step.tokens, step.positions, step.batch, self._pool, None)
+
+    def _mixed(self, flight: CudaInFlight) -> None:
+        """Chunks, forks and decodes: op by op, from inputs that the host packed."""
+        inputs, none = flight.inputs, np.zeros(0, np.int64)
+        host, owner = inputs.batch, none
+        if host is not None:
+            owner = np.repeat(inputs.computing, host.query_lens)
+        sent = self._send(
+            [
+                *self._changes(inputs),
+                *(none if t is None else t.numpy() for t in (inputs.tokens, inputs.positions)),
+                none if host is None else host.slots.numpy(),
+                owner,
+                inputs.computing,
+                none if inputs.last is None else inputs.last.numpy(),
+                inputs.at,
+                inputs.draw_at,
+                np.array(inputs.parents, np.int64),
+                none if inputs.scored is None else inputs.scored.targets,
+            ]
+        )
+        self._device.main.run(partial(self._compute_mixed, flight, sent))
+
+    def _compute_mixed(self, flight: CudaInFlight, sent: list[torch.Tensor]) -> None:
+        where, to, tokens, positions, slots, owner, computing, last, *drawing, targets = sent
+        inputs, state, draw = flight.inputs, self._state, flight.draw
+        at, draw_at, parents = drawing
+        state.flat.index_copy_(0, where, to)
+        logits = None
+        if inputs.batch is not None:
+            width = inputs.batch.block_tables.shape[1]
+            batch = ops.AttentionBatch(
+                query_lens=inputs.batch.query_lens,
+                context_lens=inputs.batch.context_lens,
+                block_tables=state.tables[:, :width].index_select(0, computing),
+                slots=slots,
+                block_size=inputs.batch.block_size,
+            )
+            tokens = torch.where(tokens < 0, state.latest[owner], tokens)
+            logits = self._model.forward(
+                tokens, positions, batch, self._pool, None if inputs.last is None else last
+            )
+        if logits is not None and inputs.scored is not None:
+            logits, before = inputs.scored.split(logits)
+            found = inputs.scored.compute(before[:, : self._model.vocab_size], targets)
+            flight.scores = self._device.download(found)
+        if logits is None or draw is None:
+            return
+        if inputs.parents:
+            logits = torch.cat([logits, logits[parents]])
+        drawn = self._sampler.draw(draw, logits, at, draw_at)
+        state.latest.index_copy_(0, at, drawn.clamp(min=0))
+        flight.result = self._device.download(self._sampler.result(draw, logits, drawn))
+
+
+def step_bytes(
+    device: Device, model: CausalModel, config: Config, model_limit: int, kv_dtype: torch.dtype
+) -> int:
+    """Memory that the largest step takes beside weights and pools, by running one."""
+    size, count = config.block_size, batched_tokens(config, "cuda")
+    longest = min(count, model_limit)
+    lens = [longest] * (count // longest) + [count % longest] * (count % longest > 0)
+    blocks = -(-longest // size)
+
+    @torch.inference_mode()
+    def work() -> None:
+        there = torch.cat([torch.arange(n, device=device.where) for n in lens])
+        batch = ops.AttentionBatch(
+            query_lens=lens,
+            context_lens=lens,
+            block_tables=torch.arange(blocks, device=device.where).repeat(len(lens), 1),
+            slots=there,  # rows store over each other: nobody reads it
+            block_size=size,
+        )
+        last = there[: min(count, config.max_num_seqs + MAX_SCORED)]
+        logits = model.forward(there % model.vocab_size, there, batch, pool, last)
+        logits[: config.max_num_seqs].float().log_softmax(-1)
+
+    pool = ops.new_pool(
+        blocks, model.num_layers, size, model.num_kv_heads, model.head_dim, kv_dtype,
+        device.where,
+    )  # fmt: skip
+    return device.peak_bytes(work)

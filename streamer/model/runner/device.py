@@ -1,0 +1,237 @@
+"""The device layer: streams, events, copies and recorded graphs, as the CUDA runner uses them.
+
+Owns the three streams of a runner and what was recorded; knows no plan, no model and no pool. The
+protocols are all that runner/cuda.py sees of a device; CudaDevice is what `--device cuda` makes,
+and tests have one that runs on the CPU, as late and as disordered as the protocols allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+import torch
+from numpy.typing import NDArray
+
+from streamer.errors import ConfigError
+
+CPU = torch.device("cpu")
+PROBE_BYTES = 64 << 20
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+    def is_done(self) -> bool:
+        """Whether the stream has come so far; asks, never waits."""
+        ...
+
+    def wait(self) -> None:
+        """Keep this thread until the stream has come so far."""
+        ...
+
+    def since(self, earlier: Event) -> float:
+        """Seconds of the device between two points that are done."""
+        ...
+
+
+class Stream(Protocol):
+    """Work of the device in order; two streams know nothing of each other's order."""
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Queue what `work` launches. It must not read host memory that changes later."""
+        ...
+
+    def record(self) -> Event:
+        """The point behind what was queued so far."""
+        ...
+
+    def wait(self, event: Event) -> None:
+        """What is queued from now on starts after the event; the host goes on."""
+        ...
+
+
+class Device(Protocol):
+    """Where tensors live, and how to get things there and back.
+
+    where      for torch
+    main       computes;  out, into: copies between the pools, so that none waits for a step
+    """
+
+    @property
+    def where(self) -> torch.device: ...
+    @property
+    def main(self) -> Stream: ...
+    @property
+    def out(self) -> Stream: ...
+    @property
+    def into(self) -> Stream: ...
+
+    def upload(self, values: NDArray[Any]) -> torch.Tensor:
+        """A copy on the device, queued in `main`; the argument may be changed at once."""
+        ...
+
+    def download(self, values: torch.Tensor) -> torch.Tensor:
+        """A copy on the host, queued in `main`, to be read after an event recorded behind it."""
+        ...
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Run `work`, then make of it one launch that does the same on the same tensors."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Memory of the device that is free, or kept by torch and unused."""
+        ...
+
+    def peak_bytes(self, work: Callable[[], None]) -> int:
+        """Run `work`; memory of the device that it took beside what was taken before."""
+        ...
+
+    def probe_copy(self) -> tuple[float, float]:
+        """(fixed seconds, seconds a byte) of a copy between host and device."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for everything queued, in all streams."""
+        ...
+
+
+def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
+    """The device that a Config names: `auto` is CUDA where torch sees one.
+
+    ConfigError where `cuda` is asked for and can't be had.
+    """
+    is_there = wanted != "cpu" and torch.cuda.is_available()
+    if wanted == "cuda" and not is_there:
+        raise ConfigError(
+            "device cuda: torch.cuda.is_available() is false (no GPU, no driver, or a torch built "
+            "without CUDA)",
+            param="device",
+        )
+    return torch.device("cuda", torch.cuda.current_device()) if is_there else CPU
+
+
+class CudaEvent:
+    """An Event of CUDA, with its time."""
+
+    __slots__ = ("event",)
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self.event.record(stream)
+
+    def is_done(self) -> bool:
+        """See Event."""
+        return bool(self.event.query())
+
+    def wait(self) -> None:
+        """See Event; releases the GIL."""
+        self.event.synchronize()
+
+    def since(self, earlier: Event) -> float:
+        """See Event."""
+        return float(_own(earlier).event.elapsed_time(self.event)) / 1e3
+
+
+class CudaStream:
+    """A Stream of CUDA. The main one is the thread's current one, and needs no switching."""
+
+    def __init__(self, stream: torch.cuda.Stream, is_current: bool) -> None:
+        self.stream = stream
+        self._is_current = is_current
+
+    def run(self, work: Callable[[], None]) -> None:
+        """See Stream: CUDA queues, so this calls `work` at once."""
+        if self._is_current:
+            work()
+            return
+        with torch.cuda.stream(self.stream):
+            work()
+
+    def record(self) -> CudaEvent:
+        """See Stream."""
+        return CudaEvent(self.stream)
+
+    def wait(self, event: Event) -> None:
+        """See Stream."""
+        self.stream.wait_event(_own(event).event)
+
+
+class CudaDevice:
+    """One GPU, for one runner, on one thread, whose current stream it sets."""
+
+    def __init__(self, where: torch.device) -> None:
+        self.where = where
+        torch.cuda.set_device(where)
+        # The default stream waits for all others, and others for it: not for a runner.
+        streams = [torch.cuda.Stream(where) for _ in range(3)]  # type: ignore[no-untyped-call]
+        torch.cuda.set_stream(streams[0])
+        self.main = CudaStream(streams[0], True)
+        self.out, self.into = (CudaStream(stream, False) for stream in streams[1:])
+        self._graphs_pool: Any = None
+
+    def upload(self, values: NDArray[Any]) -> torch.Tensor:
+        """See Device. torch keeps the pinned source until the copy is done, then uses it again."""
+        return torch.from_numpy(values).pin_memory().to(self.where, non_blocking=True)
+
+    def download(self, values: torch.Tensor) -> torch.Tensor:
+        """See Device."""
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        return host.copy_(values, non_blocking=True)
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """See Device. All graphs share one pool of memory: they never run at the same time, and
+        nothing in it is read after the graph that wrote it."""
+        work()  # compiles, and lets libraries take their workspaces outside of the graph
+        torch.cuda.synchronize()
+        if self._graphs_pool is None:
+            self._graphs_pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # "thread_local": the event loop's thread may use CUDA meanwhile; this one does not.
+        with torch.cuda.graph(
+            graph,
+            pool=self._graphs_pool,
+            stream=self.main.stream,  # whose workspaces are there already
+            capture_error_mode="thread_local",
+        ):
+            work()
+        return graph.replay
+
+    def free_bytes(self) -> int:
+        """See Device."""
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self.where)[0]
+
+    def peak_bytes(self, work: Callable[[], None]) -> int:
+        """See Device."""
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated(self.where)
+        torch.cuda.reset_peak_memory_stats(self.where)
+        work()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated(self.where) - before
+
+    def probe_copy(self) -> tuple[float, float]:
+        """See Device: a tiny pinned copy, and one of PROBE_BYTES, each the best of three."""
+        host = torch.empty(PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
+        there = torch.empty_like(host, device=self.where)
+
+        def seconds(num_bytes: int) -> float:
+            began = self.main.record()
+            there[:num_bytes].copy_(host[:num_bytes], non_blocking=True)
+            ended = self.main.record()
+            ended.wait()
+            return ended.since(began)
+
+        fixed, large = (min(seconds(n) for _ in range(3)) for n in (64, PROBE_BYTES))
+        return fixed, max(large - fixed, 1e-6) / PROBE_BYTES
+
+    def synchronize(self) -> None:
+        """See Device."""
+        torch.cuda.synchronize(self.where)
+
+
+def _own(event: Event) -> CudaEvent:
+    if not isinstance(event, CudaEvent):
+        raise TypeError(f"{event!r} is no event of CUDA")
+    return event

@@ -1,0 +1,382 @@
+"""Rows: the resident sequences as arrays, and a Plan turned into packed inputs.
+
+Owns each row's tokens, block table and progress on the host; checks every plan against them and
+raises InvariantViolated where a sum does not hold. Computes nothing; called by runner/cpu.py and
+runner/cuda.py. A steady decode step touches only arrays, never a row by itself.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from streamer.core.plan import Chunk, Plan, RowJoin, StepResult, TableUpdate, TokenLogprob
+from streamer.errors import InvariantViolated
+from streamer.kernels.ops import AttentionBatch
+from streamer.model.runner.scoring import Scored
+
+Ints = npt.NDArray[np.int64]
+
+UNKNOWN = -1  # in place of a token that was drawn and did not come back yet
+
+
+class StepInputs(msgspec.Struct, frozen=True):
+    """One plan's forward. T packed tokens, S of them drawn from, F forks that only draw.
+
+    tokens, positions  [T]; None with batch where nothing is computed; a token that only the device
+               knows is UNKNOWN
+    computing          [R] the rows that compute, in the batch's order
+    last               [S] packed index of each drawing row's last token, then [P] those of prompt
+               tokens that are scored; None: S = T, in order, and no P
+    rows               the S drawing rows, then the F forks; one object as long as nothing changes
+    at                 [S + F] the same
+    draw_at            [S + F] position of the token each of `rows` draws
+    parents            F indices into the S rows: whose logits the forks draw from
+    """
+
+    tokens: torch.Tensor | None
+    positions: torch.Tensor | None
+    batch: AttentionBatch | None
+    computing: Ints
+    last: torch.Tensor | None
+    rows: tuple[int, ...]
+    at: Ints
+    draw_at: Ints
+    parents: list[int]
+    num_tokens: int
+    num_chunk_tokens: int
+    scored: Scored | None = None
+
+    @property
+    def is_steady(self) -> bool:
+        """Every row decodes: `rows` ascend."""
+        return self.last is None and not self.parents
+
+
+class Rows:
+    """Up to `max_rows` resident rows with tables of up to `width` blocks out of `num_blocks`.
+
+    is_ahead  plans come before the last one's tokens are known: those stay on the device, and so
+              do the inputs of a steady step, which then has neither tokens nor batch here
+    """
+
+    def __init__(
+        self, max_rows: int, width: int, num_blocks: int, block_size: int, *, is_ahead: bool = False
+    ) -> None:
+        self._is_ahead = is_ahead
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._joined: dict[int, tuple[int, ...]] = {}  # row -> the tokens it joined with
+        self._scoring: dict[int, tuple[int, int]] = {}  # row -> best tokens wanted, its prompt's
+        self._tables: Ints = np.zeros((max_rows, width), np.int64)
+        self._table_lens: Ints = np.zeros(max_rows, np.int64)
+        self._capacity: Ints = np.zeros(max_rows, np.int64)  # tokens that the table has room for
+        self._known: Ints = np.zeros(max_rows, np.int64)  # tokens known
+        self._computed: Ints = np.zeros(max_rows, np.int64)  # of them with KV
+        self._latest: Ints = np.zeros(max_rows, np.int64)  # the last known token
+        self._ones: Ints = np.ones(max_rows, np.int64)
+        # The resident rows, ascending, as of the latest step: as an array and by name.
+        self._resident: Ints = np.zeros(0, np.int64)
+        self._names: tuple[int, ...] = ()
+        self._has_moved = False  # somebody joined or left since
+
+    def leave(self, row: int) -> None:
+        """The row is empty again."""
+        if self._joined.pop(row, None) is None:
+            raise InvariantViolated(f"row {row} leaves, but nobody is there")
+        self._scoring.pop(row, None)
+        self._has_moved = True
+
+    def join(self, join: RowJoin) -> None:
+        """The row holds this sequence from now on."""
+        row, known = join.row, len(join.tokens)
+        if not 0 <= row < len(self._known):
+            raise InvariantViolated(f"row {row} is beyond the {len(self._known)} row slots")
+        if row in self._joined:
+            raise InvariantViolated(f"row {row} is taken, {join.request_id} can't join it")
+        if not 0 < join.num_prompt <= known or not 0 <= join.num_computed <= known:
+            raise InvariantViolated(
+                f"row {row} joins with {known} tokens, {join.num_prompt} of them prompt, "
+                f"{join.num_computed} computed"
+            )
+        self._joined[row] = join.tokens
+        if join.params.prompt_logprobs is not None:
+            self._scoring[row] = join.params.prompt_logprobs, join.num_prompt
+        self._has_moved = True
+        self._known[row] = known
+        self._computed[row] = join.num_computed
+        self._latest[row] = join.tokens[-1]
+        self._table_lens[row] = self._capacity[row] = 0
+        self.update_table(TableUpdate(row, 0, join.blocks))
+        if join.num_computed > len(join.blocks) * self._block_size:
+            raise InvariantViolated(
+                f"row {row} joins with {join.num_computed} computed tokens in "
+                f"{len(join.blocks)} blocks of {self._block_size}"
+            )
+
+    def update_table(self, update: TableUpdate) -> None:
+        """Write blocks into a row's table."""
+        row, start, blocks = update.row, update.start, update.blocks
+        if row not in self._joined:
+            raise InvariantViolated(f"table of row {row}: nobody is there")
+        held, end = int(self._table_lens[row]), start + len(blocks)
+        if not 0 <= start <= held or end > self._tables.shape[1]:
+            raise InvariantViolated(
+                f"table of row {row}: blocks {start} to {end}, it has {held} of "
+                f"at most {self._tables.shape[1]}"
+            )
+        if blocks and not (min(blocks) >= 0 and max(blocks) < self._num_blocks):
+            raise InvariantViolated(
+                f"table of row {row}: a block of {blocks} is not below {self._num_blocks}"
+            )
+        if len(blocks) == 1:
+            self._tables[row, start] = blocks[0]
+        else:
+            self._tables[row, start:end] = blocks
+        if end > held:
+            self._table_lens[row], self._capacity[row] = end, end * self._block_size
+
+    def table(self, row: int, start: int) -> Ints:
+        """The row's blocks from logical block `start` on; a view."""
+        return self._tables[row, start : self._table_lens[row]]
+
+    def computed(self, rows: Ints) -> Ints:
+        """Tokens of these rows that have K and V, after the latest step."""
+        return self._computed[rows]
+
+    def inputs(self, plan: Plan) -> StepInputs:
+        """The forward of this plan, after its leaves, joins and tables; advances `computed`."""
+        if self._has_moved:
+            self._names = tuple(sorted(self._joined))
+            self._resident = np.array(self._names, np.int64)
+            self._has_moved = False
+        forks = [(j.row, j.logits_of) for j in plan.joins if j.logits_of >= 0]
+        if plan.chunks or forks:
+            return self._mixed(plan, forks)
+        return self._steady(plan)
+
+    def _steady(self, plan: Plan) -> StepInputs:
+        """Every row decodes: nothing here looks at a row by itself."""
+        rows, count = self._resident, len(self._resident)
+        self._check_decoding(rows)
+        self._check_sums(plan, count, count)
+        tokens = positions = batch = None
+        starts = self._computed.take(rows)
+        contexts = starts + 1
+        self._check_room(rows, contexts)
+        if count and not self._is_ahead:
+            slots, tables = self._place(rows, rows, starts, contexts)
+            batch = self._batch(self._ones[:count], contexts, tables, slots)
+            tokens = torch.from_numpy(self._latest.take(rows))
+            positions = torch.from_numpy(starts)
+        self._computed[rows] = contexts
+        self._known[rows] = contexts + 1
+        if self._is_ahead:
+            self._latest[rows] = UNKNOWN
+        return StepInputs(
+            tokens=tokens,
+            positions=positions,
+            batch=batch,
+            computing=rows,
+            last=None,
+            rows=self._names,
+            at=rows,
+            draw_at=contexts,
+            parents=[],
+            num_tokens=count,
+            num_chunk_tokens=0,
+        )
+
+    def _mixed(self, plan: Plan, forks: list[tuple[int, int]]) -> StepInputs:
+        """Decoding rows first, then chunks; forks only draw."""
+        busy = {row for row, _ in forks}
+        for chunk in plan.chunks:
+            self._check_chunk(chunk, busy)
+            busy.add(chunk.row)
+        decoding = self._resident[~np.isin(self._resident, list(busy))]
+        chunks = [c for c in plan.chunks if c.count]
+        counts = np.array([c.count for c in chunks], np.int64)
+        rows = np.concatenate([decoding, np.array([c.row for c in chunks], np.int64)])
+        counts = np.concatenate([self._ones[: len(decoding)], counts])
+        self._check_decoding(decoding)
+        drawing = decoding.tolist() + [c.row for c in chunks if c.sample]
+        num_tokens = int(counts.sum())
+        self._check_sums(plan, num_tokens, len(drawing) + len(forks))
+        tokens = positions = batch = None
+        if len(rows):
+            tokens, positions, batch = self._pack(decoding, chunks, rows, counts)
+        last = scored = None
+        if chunks:
+            draws = np.array([True] * len(decoding) + [c.sample for c in chunks], bool)
+            ends = np.cumsum(counts)
+            at_last = (ends - 1)[draws]
+            if any(c.score for c in chunks):
+                scored, where = self._score(chunks, ends[len(decoding) :])
+                at_last = np.concatenate([at_last, where])
+            last = torch.from_numpy(at_last)
+        parents = [_index_of(drawing, parent) for _, parent in forks]
+        self._computed[rows] += counts
+        drawing += [row for row, _ in forks]
+        at = np.array(drawing, np.int64)
+        draw_at = self._known[at]
+        self._known[at] += 1
+        if self._is_ahead:
+            self._latest[at] = UNKNOWN
+        return StepInputs(
+            tokens=tokens,
+            positions=positions,
+            batch=batch,
+            computing=rows,
+            last=last,
+            rows=tuple(drawing),
+            at=at,
+            draw_at=draw_at,
+            parents=parents,
+            num_tokens=num_tokens,
+            num_chunk_tokens=num_tokens - len(decoding),
+            scored=scored,
+        )
+
+    def _score(self, chunks: list[Chunk], ends: Ints) -> tuple[Scored, Ints]:
+        """What the chunks score, and its packed indices; `ends` are behind each chunk's tokens."""
+        rows: list[tuple[int, int]] = []
+        targets: list[int] = []
+        num_top, where = [], []
+        for chunk, end in zip(chunks, ends.tolist(), strict=True):
+            if not chunk.score:
+                continue
+            top, num_prompt = self._scoring.get(chunk.row, (0, 0))
+            upto = chunk.start + chunk.count - chunk.sample  # the token behind its last scored one
+            if not 0 < chunk.score <= chunk.count - chunk.sample or upto >= num_prompt:
+                raise InvariantViolated(
+                    f"chunk of row {chunk.row}: {chunk.score} tokens up to {upto} are scored, of "
+                    f"{chunk.count} from {chunk.start} and {num_prompt} of a prompt that asked"
+                )
+            rows.append((chunk.row, chunk.score))
+            num_top.append(top)
+            targets += self._joined[chunk.row][upto - chunk.score + 1 : upto + 1]
+            end -= chunk.sample
+            where.append(np.arange(end - chunk.score, end))
+        scored = Scored(tuple(rows), tuple(num_top), np.array(targets, np.int64))
+        return scored, np.concatenate(where)
+
+    def append(self, rows: Ints, tokens: list[int] | Ints) -> None:
+        """These rows drew these tokens (or failed: what they have then is nobody's)."""
+        self._latest[rows] = tokens
+
+    def _pack(
+        self, decoding: Ints, chunks: list[Chunk], rows: Ints, counts: Ints
+    ) -> tuple[torch.Tensor, torch.Tensor, AttentionBatch]:
+        starts = self._computed[rows]
+        contexts = starts + counts
+        self._check_room(rows, contexts)
+        if chunks:
+            tokens = np.concatenate([self._latest[decoding], *map(self._chunk_tokens, chunks)])
+            first = np.cumsum(counts) - counts
+            positions = np.arange(len(tokens)) + np.repeat(starts - first, counts)
+            owner = np.repeat(rows, counts)
+        else:
+            tokens, positions, owner = self._latest[rows], starts, rows
+        slots, tables = self._place(rows, owner, positions, contexts)
+        batch = self._batch(counts, contexts, tables, slots)
+        return torch.from_numpy(tokens), torch.from_numpy(positions), batch
+
+    def _place(self, rows: Ints, owner: Ints, positions: Ints, contexts: Ints) -> tuple[Ints, Ints]:
+        """The slot of each token, at a position of the row that owns it, and the rows' tables."""
+        block = self._block_size
+        index, offset = np.divmod(positions, block)
+        slots = self._tables[owner, index] * block + offset
+        width = -(-int(contexts.max()) // block)
+        is_whole = rows is self._resident and int(rows[-1]) == len(rows) - 1
+        # Without holes among the rows their tables lie there already: nothing to copy.
+        tables = self._tables[: len(rows), :width] if is_whole else self._tables[rows, :width]
+        return slots, tables
+
+    def _batch(self, counts: Ints, contexts: Ints, tables: Ints, slots: Ints) -> AttentionBatch:
+        return AttentionBatch(
+            query_lens=counts,
+            context_lens=contexts,
+            block_tables=torch.from_numpy(tables),
+            slots=torch.from_numpy(slots),
+            block_size=self._block_size,
+        )
+
+    def _chunk_tokens(self, chunk: Chunk) -> Ints:
+        """Tokens it joined with; or the one it drew last, since all before that are computed."""
+        joined = self._joined[chunk.row]
+        if chunk.start >= len(joined):
+            return self._latest[chunk.row : chunk.row + 1]
+        return np.array(joined[chunk.start : chunk.start + chunk.count], np.int64)
+
+    def _check_chunk(self, chunk: Chunk, busy: set[int]) -> None:
+        row = chunk.row
+        if row not in self._joined or row in busy:
+            raise InvariantViolated(f"chunk of row {row}: nobody is there, or it is named twice")
+        known, computed = int(self._known[row]), int(self._computed[row])
+        end = chunk.start + chunk.count
+        is_right = chunk.count >= 0 and chunk.start == computed and end <= known
+        if chunk.count == 0:
+            is_right = not chunk.sample
+        elif chunk.sample:
+            is_right = is_right and end == known
+        if not is_right:
+            raise InvariantViolated(
+                f"chunk of row {row}: {chunk.count} tokens from {chunk.start}, sample "
+                f"{chunk.sample}; {computed} of {known} known tokens are computed"
+            )
+
+    def _check_room(self, rows: Ints, contexts: Ints) -> None:
+        short = contexts > self._capacity.take(rows)
+        if short.any():
+            row, need = int(rows[short][0]), int(contexts[short][0])
+            raise InvariantViolated(
+                f"row {row} computes up to {need} tokens, its {self._table_lens[row]} blocks of "
+                f"{self._block_size} do not cover them"
+            )
+
+    def _check_decoding(self, decoding: Ints) -> None:
+        wrong = self._known.take(decoding) - self._computed.take(decoding) != 1
+        if wrong.any():
+            row = int(decoding[wrong][0])
+            raise InvariantViolated(
+                f"row {row} is to decode, but {self._computed[row]} of its {self._known[row]} "
+                "tokens are computed"
+            )
+
+    def _check_sums(self, plan: Plan, num_tokens: int, num_samples: int) -> None:
+        for name, ours, theirs in (
+            ("num_rows", len(self._joined), plan.num_rows),
+            ("num_tokens", num_tokens, plan.num_tokens),
+            ("num_samples", num_samples, plan.num_samples),
+        ):
+            if ours != theirs:
+                raise InvariantViolated(
+                    f"plan {plan.number}: {name} is {theirs}, the rows say {ours}"
+                )
+
+
+def step_result(
+    number: int,
+    inputs: StepInputs,
+    tokens: list[int],
+    logprobs: dict[int, TokenLogprob],
+    failed: dict[int, str],
+    prompt_logprobs: dict[int, tuple[TokenLogprob, ...]],
+) -> StepResult:
+    """The result of `tokens`, parallel to inputs.rows: rows ascending, without those below 0."""
+    if inputs.is_steady and not failed:
+        return StepResult(number, inputs.rows, tuple(tokens), logprobs)
+    drawn = np.array(tokens, np.int64)
+    order = inputs.at.argsort()
+    order = order[drawn[order] >= 0]  # those that did not fail
+    rows = tuple(inputs.at[order].tolist())
+    tokens = drawn[order].tolist()
+    return StepResult(number, rows, tuple(tokens), logprobs, failed, prompt_logprobs)
+
+
+def _index_of(drawing: list[int], parent: int) -> int:
+    if parent not in drawing:
+        raise InvariantViolated(f"a fork of row {parent}, which draws nothing in this plan")
+    return drawing.index(parent)

@@ -1,0 +1,219 @@
+"""Sampler: logits and each row's parameters -> token ids, log probabilities, failed rows.
+
+Owns the per-row state that sampling needs (parameters, token history for penalties); the runner
+tells it who joins and leaves and calls `sample` once a step. Never sees a Plan, a block or a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from streamer.core.plan import NOT_FINITE, TokenLogprob
+from streamer.core.sampling import SamplingParams
+from streamer.kernels import ops
+from streamer.kernels.philox import USE_SAMPLE
+from streamer.model.sampling.rows import Layout, RowState, RowTable
+
+
+class SampleOutput(msgspec.Struct, frozen=True):
+    """What one step drew.
+
+    tokens    parallel to the rows asked for; -1 where the row failed
+    logprobs  row -> TokenLogprob, for rows that asked and did not fail
+    failed    row -> why: its logits have a NaN, a +inf or nothing finite (-inf is a ban)
+    """
+
+    tokens: list[int]
+    logprobs: dict[int, TokenLogprob]
+    failed: dict[int, str]
+
+
+class Sampler:
+    """Samples for up to max_rows resident rows; one instance a runner, on its thread.
+
+    Order of processing, as vLLM: logit_bias and the min_tokens mask; repetition, then frequency
+    and presence penalties; temperature; min_p, top_k, top_p; Gumbel-max over what is left. Log
+    probabilities are of the logits as the model gave them.
+    """
+
+    def __init__(self, vocab_size: int, max_rows: int) -> None:
+        self.vocab_size = vocab_size
+        self._table = RowTable(max_rows, USE_SAMPLE)
+        self._rows: tuple[int, ...] = ()
+        self._layout: Layout | None = None
+        self._draws = ops.Draws((), (), (), self._table.origin[:0])
+
+    def join(
+        self,
+        row: int,
+        params: SamplingParams,
+        tokens: Sequence[int],
+        num_prompt: int,
+        choice: int,
+        stop_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """Row slot `row` (0 to max_rows - 1) now holds this sequence; fields as in RowJoin."""
+        state = RowState(params, tokens, num_prompt, choice, stop_ids, self.vocab_size)
+        self._table.put(row, state)
+        self._layout = None
+
+    def leave(self, row: int) -> None:
+        """Forget the row."""
+        self._table.states[row] = None
+        self._layout = None
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[int],
+        positions: Sequence[int] | NDArray[np.int64],
+    ) -> SampleOutput:
+        """Draw one token for each of `rows` (distinct) and append it to the row's history.
+
+        logits     [S, V] fp32 or bf16, one row of it for each of `rows`; may be overwritten
+        positions  absolute position of the token to be drawn: how many tokens come before it
+        """
+        layout = self._layout_of(rows)
+        if logits.shape[1] != self.vocab_size:
+            logits = logits[:, : self.vocab_size]
+        best, best_ids = ops.best(logits)
+        is_finite = np.isfinite(best.numpy())
+        bad: list[int] = [] if is_finite.all() else np.flatnonzero(~is_finite).tolist()
+        tokens: list[int] = best_ids.tolist()
+        raw = logits[layout.logprobs].float() if layout.logprobs else None
+        if not layout.is_plain_greedy:
+            tokens = self._draw(logits, layout, positions, bad, tokens)
+        for i in bad:
+            tokens[i] = -1
+        for i in layout.edited:
+            history = layout.states[i].history
+            if history is not None and tokens[i] >= 0:
+                history.append(tokens[i])
+        logprobs: dict[int, TokenLogprob] = {}
+        if raw is not None:
+            drawn = torch.tensor([tokens[i] for i in layout.logprobs])
+            own, values, ids = (t.tolist() for t in top_logprobs(raw, drawn, layout.num_top))
+            logprobs = logprobs_by_row(layout, rows, tokens, own, values, ids)
+        return SampleOutput(
+            tokens=tokens,
+            logprobs=logprobs,
+            failed={rows[i]: NOT_FINITE for i in bad},
+        )
+
+    def _layout_of(self, rows: Sequence[int]) -> Layout:
+        wanted = tuple(rows)  # itself, where it is one: most often the very one of last time
+        if self._layout is None or (wanted is not self._rows and wanted != self._rows):
+            layout, table = Layout(self._table, wanted), self._table
+            slots = layout.slots[layout.drawn]
+            self._draws = ops.Draws(
+                layout.drawn, table.top_k[slots], table.settings[slots], table.origin[slots]
+            )
+            self._layout, self._rows = layout, wanted
+        return self._layout
+
+    def _draw(
+        self,
+        logits: torch.Tensor,
+        layout: Layout,
+        positions: Sequence[int] | NDArray[np.int64],
+        bad: list[int],
+        tokens: list[int],
+    ) -> list[int]:
+        """`tokens` holds every row's bare argmax already; rows without a choice join `bad`."""
+        x = logits
+        if layout.edited or layout.floors:
+            x = logits.float().contiguous()
+            if bad:
+                x[bad] = 0.0
+            touched = self._edit(x, layout, positions)
+            if touched:
+                for i, token in zip(touched, x[touched].argmax(-1).tolist(), strict=True):
+                    tokens[i] = token
+            bad += self._masked_out(x, layout, positions)
+        if layout.drawn:
+            self._draws.origin.numpy()[:, 2] = np.asarray(positions)[layout.drawn]
+            for i, token in zip(layout.drawn, ops.draw(x, self._draws).tolist(), strict=True):
+                tokens[i] = token
+        return tokens
+
+    def _masked_out(
+        self, x: torch.Tensor, layout: Layout, positions: Sequence[int] | NDArray[np.int64]
+    ) -> list[int]:
+        """Rows in which min_tokens bans every token the model would allow: nothing to draw."""
+        below = layout.below_floor(positions)
+        if not below:
+            return []
+        is_open = x[below].amax(-1).isfinite().tolist()
+        closed = [i for i, has_token in zip(below, is_open, strict=True) if not has_token]
+        if closed:
+            x[closed] = 0.0
+        return closed
+
+    def _edit(
+        self, x: torch.Tensor, layout: Layout, positions: Sequence[int] | NDArray[np.int64]
+    ) -> list[int]:
+        """Bias, min_tokens mask and penalties, in place in x [S, V]; the greedy rows it touched."""
+        flat, vocab = x.view(-1), x.shape[1]
+        below = layout.below_floor(positions)
+        if biases := layout.biases(vocab):
+            ids, values = map(torch.from_numpy, biases)
+            flat.index_add_(0, ids, values)
+        if below:
+            flat.index_fill_(0, torch.from_numpy(layout.masked(below, vocab)), -torch.inf)
+        _penalise(flat, vocab, layout)
+        edited = {*below, *layout.edited}
+        return [i for i in layout.greedy if i in edited]
+
+
+def _penalise(flat: torch.Tensor, vocab: int, layout: Layout) -> None:
+    """Repetition, then frequency and presence, on the tokens of each row's history alone."""
+    held = [(i, h) for i in layout.edited if (h := layout.states[i].history) is not None]
+    if not held:
+        return
+    sizes = [len(history.ids) for _, history in held]
+    settings = np.array([layout.states[i].penalties for i, _ in held], np.float32).repeat(sizes, 0)
+    at = torch.from_numpy(np.concatenate([history.ids + i * vocab for i, history in held]))
+    counts = torch.from_numpy(np.concatenate([history.counts for _, history in held]))
+    values = penalised(flat.index_select(0, at), counts, torch.from_numpy(settings))
+    flat.index_copy_(0, at, values)
+
+
+def penalised(values: torch.Tensor, counts: torch.Tensor, settings: torch.Tensor) -> torch.Tensor:
+    """Logits of tokens that a row has seen, after its penalties; shapes broadcast.
+
+    counts    how often each was output, fp32; 0: it is in the prompt alone
+    settings  [..., 3]: repetition, frequency and presence penalty
+    """
+    repetition, frequency, presence = settings.unbind(-1)
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    return values - (frequency * counts + presence * (counts > 0))
+
+
+def top_logprobs(
+    raw: torch.Tensor, drawn: torch.Tensor, num_top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-softmax of logits [L, V] fp32: of tokens `drawn` [L], and the num_top best of each row
+    with their ids -> [L], [L, num_top], [L, num_top]. A failed row's -1 gets anything."""
+    logs = torch.log_softmax(raw, -1)
+    own = logs.gather(1, drawn.clamp(min=0).unsqueeze(1))[:, 0]
+    values, ids = torch.topk(logs, min(num_top, logs.shape[1]))
+    return own, values, ids
+
+
+def logprobs_by_row(
+    layout: Layout, rows: Sequence[int], tokens: list[int],
+    own: list[float], values: list[list[float]], ids: list[list[int]],
+) -> dict[int, TokenLogprob]:  # fmt: skip
+    """What top_logprobs found, as lists, for the rows of layout.logprobs that did not fail."""
+    out: dict[int, TokenLogprob] = {}
+    for n, i in enumerate(layout.logprobs):
+        if tokens[i] < 0:
+            continue
+        top = list(zip(ids[n], values[n], strict=True))[: layout.states[i].params.logprobs]
+        out[rows[i]] = TokenLogprob(token_id=tokens[i], logprob=own[n], top=tuple(top))
+    return out

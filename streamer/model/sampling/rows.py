@@ -1,0 +1,198 @@
+"""What sampling remembers of each resident row: parameters, bounded ids, token history.
+
+Owns RowTable, RowState, Layout and History; holds no logits and draws nothing. Called by
+sampling/host.py and sampling/device.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streamer.core.sampling import SamplingParams
+from streamer.kernels.philox import seed_key
+
+
+class History:
+    """The distinct tokens of a row and how often each is output, growing token by token.
+
+    Sparse, because a vocabulary-wide count per row would be 0.6 MB at 150,000 tokens and have to
+    be read whole every step.
+    """
+
+    __slots__ = ("_counts", "_ids", "_size", "_slots")
+
+    def __init__(self, tokens: Sequence[int], num_prompt: int) -> None:
+        """`tokens` are the prompt's, then the output's; prompt tokens get a count of 0."""
+        ids, inverse = np.unique(np.asarray(tokens, dtype=np.int64), return_inverse=True)
+        self._size = ids.shape[0]
+        room = max(16, 2 * self._size)
+        self._ids = np.zeros(room, dtype=np.int64)
+        self._counts = np.zeros(room, dtype=np.float32)
+        self._ids[: self._size] = ids
+        outputs = np.bincount(inverse[num_prompt:], minlength=self._size)
+        self._counts[: self._size] = outputs[: self._size]
+        self._slots = {int(token): slot for slot, token in enumerate(ids)}
+
+    def append(self, token: int) -> None:
+        """One more output token."""
+        slot = self._slots.get(token)
+        if slot is None:
+            if self._size == self._ids.shape[0]:
+                self._ids = np.concatenate((self._ids, np.zeros_like(self._ids)))
+                self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
+            slot = self._slots[token] = self._size
+            self._ids[slot] = token
+            self._size += 1
+        self._counts[slot] += 1
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        """Distinct tokens, in no order."""
+        return self._ids[: self._size]
+
+    @property
+    def counts(self) -> NDArray[np.float32]:
+        """Output occurrences of each of `ids`; 0 for a token of the prompt alone."""
+        return self._counts[: self._size]
+
+
+class RowState:
+    """One resident sequence. Ids outside the vocabulary are dropped here: no row can be touched
+    through another one's bias."""
+
+    __slots__ = (
+        "bias_ids",
+        "bias_values",
+        "choice",
+        "history",
+        "key",
+        "min_position",
+        "params",
+        "stop_ids",
+    )
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        tokens: Sequence[int],
+        num_prompt: int,
+        choice: int,
+        stop_ids: Iterable[int],
+        vocab_size: int,
+    ) -> None:
+        self.params = params
+        self.choice = choice
+        self.key = seed_key(params.seed or 0)
+        bias = {t: b for t, b in params.logit_bias.items() if 0 <= t < vocab_size}
+        self.bias_ids = np.fromiter(bias, dtype=np.int64, count=len(bias))
+        self.bias_values = np.fromiter(bias.values(), dtype=np.float32, count=len(bias))
+        ends = sorted(t for t in stop_ids if 0 <= t < vocab_size)
+        self.stop_ids = np.array(ends, dtype=np.int64)
+        self.min_position = num_prompt + params.min_tokens if ends and params.min_tokens else 0
+        self.history: History | None = None
+        if params.has_penalties:
+            # Only the repetition penalty looks at the prompt.
+            skip = num_prompt if params.repetition_penalty == 1.0 else 0
+            prompt = [t for t in tokens[skip:num_prompt] if 0 <= t < vocab_size]
+            output = [t for t in tokens[num_prompt:] if 0 <= t < vocab_size]
+            self.history = History(prompt + output, len(prompt))
+
+    @property
+    def penalties(self) -> tuple[float, float, float]:
+        """Repetition, frequency and presence."""
+        params = self.params
+        return params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether anything but the temperature changes this row's logits (min_tokens apart)."""
+        return bool(self.bias_ids.size) or self.history is not None
+
+
+class RowTable:
+    """The row slots: a state each, and what every new list of rows is looked through for, as
+    arrays over the slots (256 rows are looked through in 25 us; one by one it took 250).
+
+    top_k, settings, origin  as in ops.Draws, of rows that are not greedy
+    floor                    first position without the min_tokens mask, 0: there is none
+    num_top                  alternatives wanted beside the drawn token's log probability, or -1
+    """
+
+    def __init__(self, max_rows: int, use: int) -> None:
+        self.states: list[RowState | None] = [None] * max_rows
+        self.is_greedy = np.zeros(max_rows, bool)
+        self.is_edited = np.zeros(max_rows, bool)
+        self.top_k = np.zeros(max_rows, np.int64)
+        self.settings = np.zeros((max_rows, 3), np.float32)
+        self.floor = np.zeros(max_rows, np.int64)
+        self.num_top = np.zeros(max_rows, np.int64)
+        self.origin = np.zeros((max_rows, 5), np.uint32)
+        self.origin[:, 4] = use
+
+    def put(self, row: int, state: RowState) -> None:
+        """The slot holds this row now."""
+        params = state.params
+        self.states[row] = state
+        self.is_greedy[row] = params.is_greedy
+        self.is_edited[row] = state.is_edited
+        self.top_k[row] = max(0, params.top_k)
+        log_min_p = math.log(params.min_p) if params.min_p > 0.0 else -math.inf
+        self.settings[row] = (params.temperature, params.top_p, log_min_p)
+        self.floor[row] = state.min_position
+        self.num_top[row] = -1 if params.logprobs is None else params.logprobs
+        self.origin[row, :2] = state.key
+        self.origin[row, 3] = state.choice
+
+    def states_of(self, rows: Sequence[int]) -> list[RowState]:
+        """The states of rows that joined."""
+        found = [self.states[row] for row in rows]
+        if absent := [row for row, state in zip(rows, found, strict=True) if state is None]:
+            raise ValueError(f"rows {absent} did not join")
+        return found  # type: ignore[return-value]  # none is absent
+
+
+class Layout:
+    """What a fixed list of rows needs, worked out when the list changes; indices are into it.
+
+    slots        [rows] int64: the rows themselves
+    edited       rows with bias or history
+    floors       (index, first position without the min_tokens mask)
+    greedy       indices of rows that take the best;  drawn: of the others
+    logprobs     indices of rows that asked, num_top how many at most
+    """
+
+    def __init__(self, table: RowTable, rows: Sequence[int]) -> None:
+        self.states = table.states_of(rows)
+        at = self.slots = np.array(rows, np.int64)
+        is_greedy, floor, num_top = table.is_greedy[at], table.floor[at], table.num_top[at]
+        self.edited = _where(table.is_edited[at])
+        self.floors = [(i, int(floor[i])) for i in _where(floor > 0)]
+        self.logprobs = _where(num_top >= 0)
+        self.num_top = max(0, int(num_top.max(initial=0)))
+        self.greedy = _where(is_greedy)
+        self.drawn = _where(~is_greedy)
+        self.is_plain_greedy = not (self.drawn or self.edited or self.floors)
+
+    def below_floor(self, positions: Sequence[int] | NDArray[np.int64]) -> list[int]:
+        """Rows whose stop ids are masked at these positions."""
+        return [i for i, floor in self.floors if positions[i] < floor]
+
+    def biases(self, width: int) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
+        """Bias of all rows: where in their flattened logits [rows * width], and how much."""
+        biased = [i for i in self.edited if self.states[i].bias_ids.size]
+        if not biased:
+            return None
+        ids = np.concatenate([self.states[i].bias_ids + i * width for i in biased])
+        return ids, np.concatenate([self.states[i].bias_values for i in biased])
+
+    def masked(self, below: Sequence[int], width: int) -> NDArray[np.int64]:
+        """Where in the flattened logits the stop ids of these rows are; `below` is not empty."""
+        return np.concatenate([self.states[i].stop_ids + i * width for i in below])
+
+
+def _where(is_so: NDArray[np.bool_]) -> list[int]:
+    return np.flatnonzero(is_so).tolist()

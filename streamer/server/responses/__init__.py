@@ -1,0 +1,1 @@
+"""OpenAI's Responses, in one place: bodies, events, routes, lanes on sockets, steering."""

@@ -1,0 +1,381 @@
+"""Lanes: the responses of one socket, those that run on it, wait on it, or were resumed on it.
+
+A lane is a task that runs its responses in order and sends their events itself, so a socket that
+takes nothing holds up only its own lanes, whose cursors then merge what they missed. websocket.py
+makes one Lanes a socket and hands it events that are decoded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakSet
+
+import msgspec
+from msgspec import UNSET
+from starlette.types import Scope
+
+from streamer.core.plan import Notice
+from streamer.engine.stream import Delta, TokenStream
+from streamer.errors import InvalidRequest, NotFound, RateLimited, StreamerError
+from streamer.server.context import context_of
+from streamer.server.openai.common import new_id
+from streamer.server.openai.fields import Decoder, decode_body
+from streamer.server.openai.models import check_model
+from streamer.server.responses import steering
+from streamer.server.responses.body import FIELDS, ResponseCreate
+from streamer.server.responses.events import ResponseEvents
+from streamer.server.responses.jobs import Attached, Job, Resuming, cancelled
+from streamer.server.responses.respond import find, respond
+from streamer.server.responses.socket_events import Resume, Resumed, Settings, error_event
+from streamer.server.responses.steering import SteerEvent
+from streamer.server.responses.types import StateEvent
+from streamer.server.transport.follow import follow
+from streamer.server.transport.sse import portions
+
+if TYPE_CHECKING:
+    from streamer.server.service import Service
+    from streamer.server.telemetry.metrics import Meter
+
+log = logging.getLogger(__name__)
+
+MAX_LANES: Final = 64
+MAX_QUEUED: Final = 256  # creates that wait for their lane
+MAX_RESPONSES: Final = 320  # not ended, those that lost their reader here for its lag among them
+MAX_QUEUED_BYTES: Final = 4 << 20  # of creates whose response has not begun
+
+Send = Callable[[msgspec.Struct], Coroutine[Any, Any, None]]
+Reply = Callable[[msgspec.Struct], None]
+
+
+class Lanes:
+    """See the module.
+
+    send   sends an event, when the socket takes it
+    reply  queues an event to be sent soon
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        scope: Scope,
+        session: str,
+        *,
+        send: Send,
+        reply: Reply,
+        is_extended: bool,
+    ) -> None:
+        self._service = service
+        self._scope = scope
+        self._session = session
+        self._send = send
+        self._reply = reply
+        self._is_extended = is_extended
+        self._lanes: dict[str | None, deque[Job | Resuming]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._attached: list[Attached] = []
+        self._starting: dict[str, bool] = {}  # ids of creates on their way: are they cancelled?
+        self._made: WeakSet[TokenStream] = WeakSet()  # here; they are the engine's to keep
+        self._queued_bytes = 0
+
+    # ------------------------------------------------------------ what the client asks for
+
+    def create(self, data: bytes, settings: Settings, decoder: Decoder[ResponseCreate]) -> None:
+        """response.create: checked and given its id now, run when its lane is free."""
+        service = self._service
+        service.admit(self._scope, is_for_later=True)  # its lane may be taken
+        body = decode_body(data, decoder, FIELDS)
+        for name, value in (("background", body.background), ("stream", body.stream is False)):
+            if value:
+                raise InvalidRequest(
+                    f"{name} goes with HTTP: a socket streams, and its responses outlive it",
+                    param=name,
+                    code="unsupported_parameter",
+                )
+        model = check_model(body.model, service.names)
+        params = body.params(service.engine.info.generation_defaults)
+        body.items()
+        self._require_room()
+        if self._queued_bytes + len(data) > MAX_QUEUED_BYTES:
+            raise RateLimited(
+                f"{self._queued_bytes} bytes of responses wait on this socket and this one has "
+                f"{len(data)}; the limit is {MAX_QUEUED_BYTES}"
+            )
+        job = Job(new_id("resp_"), len(data), body, model, params, settings)
+        if body.stream_id in self._lanes:
+            self._wait_for_lane(job)
+        else:
+            self._open_lane(body.stream_id, job)
+        self._queued_bytes += job.size
+
+    def resume(self, event: Resume, settings: Settings) -> None:
+        """response.resume: on its lane if that is free, so that creates wait for it."""
+        event.check()
+        job = Resuming(event, settings)
+        if event.stream_id not in self._lanes:
+            self._open_lane(event.stream_id, job)
+        elif len(self._tasks) >= MAX_LANES:
+            raise RateLimited(f"{MAX_LANES} lanes are running on this socket")
+        else:
+            self._spawn(self._run_beside(job))
+
+    def cancel(self, response_id: str | None) -> None:
+        """response.cancel: idempotent; a response that waits for its lane is taken out of it."""
+        if response_id is None:
+            raise InvalidRequest("response.cancel wants a response_id", param="response_id")
+        if response_id in self._starting:
+            self._starting[response_id] = True
+            return
+        for lane in self._lanes.values():
+            for job in lane:
+                if isinstance(job, Job) and job.response_id == response_id:
+                    lane.remove(job)
+                    self._queued_bytes -= job.size
+                    self._reply(cancelled(job))
+                    return
+        stream = find(self._service, response_id, self._scope, self._session, "response_id")
+        self._service.cancel([stream])
+
+    def acknowledge(self, response_id: str, number: int) -> None:
+        """response.ack: consumed up to this number; what is not attached here is ignored."""
+        for a in self._attached:
+            if a.stream.request_id == response_id:
+                a.stream.acknowledge(a.reader, a.events.tokens_at(number))
+
+    def steer(self, event: SteerEvent, size: int, decode: steering.Decode) -> None:
+        """response.steer: end the response at the next token; what it said is followed by this."""
+        on_it = [a for a in self._attached if a.stream.request_id == event.previous_response_id]
+        if not on_it:
+            text = "this response does not stream on this socket"
+            self._reply(steering.refused(event, "response_not_found", text))
+            return
+        a, code = on_it[0], ""
+        if a.stream.is_finished:
+            code, text = "response_already_completed", "this response has ended"
+        elif context_of(a.stream).body.generate is False:
+            code, text = "steering_not_supported", "this response says nothing"
+        elif len(a.steers) >= steering.MAX_STEERS or self._queued_bytes + size > MAX_QUEUED_BYTES:
+            code, text = "too_many_pending_steers", "too much input waits on this socket"
+        else:
+            try:
+                steer = steering.read_steer(event, size, decode)
+                self._service.admit(self._scope, is_for_later=True)
+            except InvalidRequest as e:
+                code, text = "invalid_input", e.message
+            except StreamerError as e:
+                code, text = e.code or e.type, e.message
+        if code:
+            self._reply(steering.refused(event, code, text, a.events.number))
+            return
+        a.steers.append(steer)
+        self._queued_bytes += size
+        self._reply(steering.accepted(steer, a.events.number, a.lane))
+        context_of(a.stream).is_steered = True
+        self._service.cancel([a.stream])
+
+    def drop(self) -> None:
+        """The socket takes nothing: its responses wait for another reader."""
+        for a in self._attached:
+            a.stream.drop(a.reader)
+
+    async def close(self) -> None:
+        """End every task; readers detach."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ------------------------------------------------------------ lanes
+
+    def _require_room(self) -> None:
+        for stream in [s for s in self._made if s.is_finished]:
+            self._made.discard(stream)
+        waiting = len(self._starting) + sum(map(len, self._lanes.values()))
+        if len(self._made) + waiting >= MAX_RESPONSES:
+            raise RateLimited(
+                f"{len(self._made) + waiting} responses of this socket have not ended; the limit "
+                f"is {MAX_RESPONSES}"
+            )
+
+    def _open_lane(self, name: str | None, job: Job | Resuming) -> None:
+        if len(self._lanes) >= MAX_LANES:
+            raise RateLimited(f"{MAX_LANES} lanes are running on this socket")
+        self._lanes[name] = deque([job])
+        self._spawn(self._run_lane(name))
+
+    def _wait_for_lane(self, job: Job) -> None:
+        if sum(map(len, self._lanes.values())) >= MAX_QUEUED:
+            raise RateLimited(f"{MAX_QUEUED} responses wait for their lanes on this socket")
+        lane = self._lanes[job.body.stream_id]
+        lane.append(job)
+        if self._is_extended:
+            stream_id = UNSET if job.body.stream_id is None else job.body.stream_id
+            waiting = StateEvent("response.waiting", job.response_id, stream_id=stream_id)
+            self._reply(msgspec.structs.replace(waiting, position=len(lane)))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _guard(self, job: Job | Resuming, lane: str | None) -> None:
+        """Do what there is to do: a bug costs one response, not those that wait behind it."""
+        try:
+            await (self._run(job) if isinstance(job, Job) else self._resume(job))
+        except OSError:
+            raise
+        except Exception:
+            log.exception("a response on a socket failed")
+            await self._send(error_event(StreamerError("internal error", code="internal"), lane))
+
+    async def _run_lane(self, name: str | None) -> None:
+        lane = self._lanes[name]
+        try:
+            with contextlib.suppress(OSError):  # the client is gone; the reader sees it too
+                while lane:
+                    await self._guard(lane.popleft(), name)
+        finally:
+            del self._lanes[name]
+
+    async def _run_beside(self, job: Resuming) -> None:
+        with contextlib.suppress(OSError):
+            await self._guard(job, job.event.stream_id)
+
+    async def _run(self, job: Job) -> None:
+        service, body = self._service, job.body
+        with service.working():
+            self._starting[job.response_id] = False
+            try:
+                stream = await respond(
+                    service,
+                    self._scope,
+                    body,
+                    model=job.model,
+                    params=job.params,
+                    body_bytes=job.size,
+                    response_id=job.response_id,
+                    detach_s=job.settings.detach_s,
+                    transport="websocket",
+                    session=self._session,
+                    window=job.settings.window,
+                    is_told=self._is_extended,
+                )
+            except StreamerError as e:
+                service.metrics.refused(e)
+                for steer in job.steers:
+                    await self._send(steering.failed(steer, e.message, 0, body.stream_id))
+                if not job.steers:
+                    await self._send(error_event(e, body.stream_id))
+                return
+            finally:
+                self._queued_bytes -= job.size
+                is_cancelled = self._starting.pop(job.response_id)
+            self._made.add(stream)
+            if is_cancelled:
+                service.cancel([stream])
+            await self._follow(stream, -1, body.stream_id, job.settings)
+
+    async def _resume(self, job: Resuming) -> None:
+        event = job.event
+        after = -1 if event.starting_after is None else event.starting_after
+        lane = UNSET if event.stream_id is None else event.stream_id
+        try:
+            stream = find(self._service, event.response_id, self._scope, self._session)
+        except NotFound:
+            self._service.metrics.resumed("gone")
+            await self._send(Resumed(event.response_id, after, "gone", lane))
+            return
+        status = "finished" if stream.is_finished else "live"
+        self._service.metrics.resumed(status)
+        await self._send(Resumed(event.response_id, after, status, lane))
+        is_split = event.starting_after is None
+        with self._service.working():
+            await self._follow(stream, after, event.stream_id, job.settings, is_split=is_split)
+
+    # ------------------------------------------------------------ following
+
+    async def _follow(
+        self,
+        stream: TokenStream,
+        after: int,
+        lane: str | None,
+        settings: Settings,
+        *,
+        is_split: bool = False,
+    ) -> None:
+        """Send a response's events, those after a number, to the last one."""
+        service = self._service
+        events = ResponseEvents(
+            context_of(stream),
+            stream,
+            service.token_text,
+            after=after,
+            lane=lane,
+            is_extended=self._is_extended,
+            wanted=settings.wanted,
+        )
+        attached = Attached(stream, stream.new_reader(), events, lane, settings)
+        self._attached.append(attached)
+        is_reading = False
+        try:
+            for event in events.opening():
+                await self._send(event)
+            is_reading = True
+            write = partial(self._send_news, attached, service.metrics.meter(), is_split)
+            cursor = events.tokens_at(after)
+            await follow([stream], write, readers=[attached.reader], after=cursor)
+        except StreamerError as e:
+            if stream.error is None:
+                await self._send(error_event(e, lane))
+            for event in events.failed(e) if stream.error is not None else ():
+                await self._send(event)
+        finally:
+            self._attached.remove(attached)
+            if not is_reading:  # nobody ever read, so nobody's leaving would end it
+                stream.miss()
+        if attached.steers:
+            await self._succeed(attached)
+
+    async def _succeed(self, attached: Attached) -> None:
+        """What was steered goes on, before the creates that wait on its lane."""
+        steers, stream, lane = tuple(attached.steers), attached.stream, attached.lane
+        if not stream.is_finished:  # its reader was too slow, and the successor's would be as well
+            self._queued_bytes -= sum(s.size for s in steers)
+            for steer in steers:
+                text = "this socket no longer follows the response"
+                await self._send(steering.failed(steer, text, attached.events.number, lane))
+            return
+        context = context_of(stream)
+        body = steering.successor(context.body, steers, lane)
+        params = body.params(self._service.engine.info.generation_defaults)
+        size = sum(s.size for s in steers)
+        settings = attached.settings
+        job = Job(new_id("resp_"), size, body, context.model, params, settings, steers)
+        if lane in self._lanes:
+            self._lanes[lane].appendleft(job)
+        else:
+            self._open_lane(lane, job)
+
+    async def _send_news(
+        self,
+        attached: Attached,
+        meter: Meter,
+        is_split: bool,
+        source: int,
+        items: Sequence[Delta | Notice],
+    ) -> None:
+        events, stream = attached.events, attached.stream
+        deltas = [d for d in items if isinstance(d, Delta)]
+        meter.deltas(source, deltas)
+        if self._is_extended and len(items) > len(deltas):
+            for notice in items:
+                if isinstance(notice, Notice):
+                    await self._send(events.state(notice))
+        for some in portions(stream, deltas, is_split):
+            for event in events.deltas(some):
+                await self._send(event)

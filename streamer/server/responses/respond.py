@@ -1,0 +1,162 @@
+"""Responses by their ids: made from a body that is checked, and found again by whom they belong to.
+
+A response is found in the engine, live or retained, and is nobody's but the key's that made it:
+to every other key it is not there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from streamer.errors import NotFound
+from streamer.server.admission import tenant_of
+from streamer.server.context import Context, TurnItem, context_of
+from streamer.server.openai.common import clip, named
+from streamer.server.responses.events import item_id
+from streamer.server.responses.turns import Turn, make_turn
+from streamer.server.service import salt_of
+
+if TYPE_CHECKING:
+    from starlette.types import Scope
+
+    from streamer.core.sampling import SamplingParams
+    from streamer.engine.stream import TokenStream
+    from streamer.server.responses.body import ResponseCreate
+    from streamer.server.service import Service
+    from streamer.server.telemetry.records import Transport
+
+
+async def respond(
+    service: Service,
+    scope: Scope,
+    body: ResponseCreate,
+    *,
+    model: str,
+    params: SamplingParams,
+    body_bytes: int,
+    response_id: str,
+    detach_s: float,
+    transport: Transport,
+    session: str = "",
+    window: int | None = None,
+    is_told: bool = False,
+) -> TokenStream:
+    """The stream of a response whose body is checked, and whose caller `admit` let in.
+
+    session  the socket's name
+    is_told  its reader is told of its place in the queue
+    """
+    service.require_room(scope)  # before its prompt is made
+    salt, tenant = salt_of(scope, body), tenant_of(scope)
+    turn = await turn_of(service, scope, body, response_id=response_id, session=session)
+    service.admission.accept(tenant, [turn.prompt])
+    if body.generate is False:
+        params = msgspec.structs.replace(params, max_tokens=1, min_tokens=0, stop=())
+    context = Context(
+        kind="response",
+        tenant=tenant,
+        body=body,
+        model=model,
+        items=turn.items,
+        prefix=turn.prefix,
+        session=session,
+    )
+    stream = service.submit(
+        turn.prompt,
+        params,
+        body,
+        scope=scope,
+        salt=salt,
+        request_id=response_id,
+        detach_s=detach_s,
+        context=context,
+        body_bytes=body_bytes,
+        share_with=turn.share_with,
+        window=window,
+        is_told=is_told,
+    )
+    service.record("responses", transport, scope, [stream], model)
+    return stream
+
+
+async def turn_of(
+    service: Service, scope: Scope, body: ResponseCreate, *, response_id: str, session: str = ""
+) -> Turn:
+    """What a response would be asked, with all that its body refers to."""
+    parent = None
+    if body.previous_response_id is not None:
+        parent = find(service, body.previous_response_id, scope, session, "previous_response_id")
+    items = _items(service, body, scope, session, response_id)
+    with named(body.names):
+        return await make_turn(service, body, items, parent, salt=salt_of(scope, body))
+
+
+def _items(
+    service: Service, body: ResponseCreate, scope: Scope, session: str, response_id: str
+) -> tuple[TurnItem, ...]:
+    """The input as items; a reference is the item that it names."""
+    base = item_id(response_id)
+    return tuple(
+        _referenced(service, item.id or "", scope, session, f"input[{i}].id")
+        if item.is_reference
+        else TurnItem(f"{base}_{i}", item.role or "user", item.text)
+        for i, item in enumerate(body.items())
+    )
+
+
+def _referenced(service: Service, name: str, scope: Scope, session: str, param: str) -> TurnItem:
+    """An item of a response that `find` finds: its answer, or one of its input."""
+    made_by = "resp_" + name.removeprefix("msg_").partition("_")[0]
+    try:
+        stream = find(service, made_by, scope, session)
+    except NotFound:
+        stream = None
+    if stream is not None:
+        context = context_of(stream)
+        if name == item_id(made_by) and stream.is_finished:
+            return TurnItem(name, "assistant", context.prefix + stream.text(0))
+        for item in context.items:
+            if item.id == name:
+                return item
+    raise NotFound(f"there is no item {clip(name)!r} here", param=param)
+
+
+def find(
+    service: Service, response_id: str, scope: Scope, session: str = "", param: str | None = None
+) -> TokenStream:
+    """A response that is live, or finished and stored, or was made on this socket.
+
+    Raises NotFound for anything else, another key's included; `param` is the field that named it.
+    """
+    stream = _look_up(service, response_id, scope, "response")
+    if stream is not None:
+        context = context_of(stream)
+        is_mine = bool(session) and context.session == session
+        if not stream.is_finished or context.is_stored or is_mine:
+            return stream
+    raise NotFound(
+        f"there is no response {clip(response_id)!r} here",
+        param=param,
+        code="previous_response_not_found" if param == "previous_response_id" else None,
+    )
+
+
+def find_chat(service: Service, request_id: str, scope: Scope) -> TokenStream:
+    """The stream of a chat completion, likewise."""
+    stream = _look_up(service, request_id, scope, "chat")
+    if stream is None:
+        raise NotFound(f"there is no chat completion {clip(request_id)!r} here")
+    return stream
+
+
+def _look_up(service: Service, request_id: str, scope: Scope, kind: str) -> TokenStream | None:
+    if not service.engine.is_ready and not service.engine.is_dead:
+        service.require_ready()
+    stream = service.engine.get(request_id)
+    context = None if stream is None else stream.context
+    if stream is None or not isinstance(context, Context) or not stream.is_kept:
+        return None
+    is_theirs = context.kind == kind and context.tenant == tenant_of(scope)
+    return stream if is_theirs else None

@@ -1,0 +1,329 @@
+"""The HTTP routes of responses: create, and everything by id; and the resume of chat streams.
+
+A response is found by its id in the engine, live or retained; service.py says whose it is. A cursor
+comes as `starting_after`, or as Last-Event-ID, which is newer where a browser sends both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, get_args
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from streamer.core.plan import FinishReason
+from streamer.errors import InvalidRequest, NotFound, StreamerError
+from streamer.server.context import TurnItem, context_of
+from streamer.server.openai import chat
+from streamer.server.openai.common import api_error, encode, new_id
+from streamer.server.openai.fields import decode_body
+from streamer.server.openai.models import check_model
+from streamer.server.responses.body import DECODER, FIELDS, Includable
+from streamer.server.responses.events import ResponseEvents
+from streamer.server.responses.respond import find, find_chat, respond, turn_of
+from streamer.server.responses.types import (
+    Deleted,
+    Event,
+    InputItem,
+    InputPage,
+    InputPart,
+    InputTokens,
+    type_of,
+)
+from streamer.server.transport.sse import EventStream, frame, read_whole
+
+if TYPE_CHECKING:
+    from streamer.engine.stream import Delta, TokenStream
+    from streamer.server.service import Service
+
+CANCEL_S = 10.0  # a cancel takes a step; a step that hangs must not hang this as well
+MAX_DIGITS = 16
+MAX_PAGE, DEFAULT_PAGE = 100, 20
+
+
+class ResponseAnswer:
+    """What EventStream and read_whole need of a response's events."""
+
+    def __init__(self, events: ResponseEvents, stream: TokenStream) -> None:
+        self._events = events
+        self._stream = stream
+
+    @property
+    def request_id(self) -> str:
+        """The id on the wire."""
+        return self._stream.request_id
+
+    @property
+    def has_ids(self) -> bool:
+        """Always: OpenAI's clients read a response's events by the standard."""
+        return True
+
+    def opening(self) -> bytes:
+        """The events before the first token."""
+        return _frames(self._events.opening())
+
+    def deltas(self, source: int, deltas: Sequence[Delta]) -> bytes:
+        """What a step brought, and what closes the response after its end."""
+        return _frames(self._events.deltas(deltas))
+
+    def failure(self, deltas: Sequence[Delta]) -> StreamerError | None:
+        """None: how a response ends is an event."""
+        return None
+
+    def closing(self) -> bytes:
+        """Nothing: the terminal event is the end."""
+        return b""
+
+    def error(self, error: StreamerError) -> bytes:
+        """response.failed where the response is over; else what went wrong with this stream."""
+        if self._stream.error is not None:
+            return _frames(self._events.failed(error))
+        body = msgspec.structs.asdict(api_error(error)) | {"type": "error"}
+        return frame("", encode(body), "error")
+
+    def whole(self, results: Sequence[Sequence[Delta]]) -> bytes:
+        """The response object."""
+        return encode(self._events.response())
+
+
+def _frames(events: Sequence[Event]) -> bytes:
+    return b"".join(frame(str(e.sequence_number), encode(e), type_of(e)) for e in events)
+
+
+class ResponseRoutes:
+    """The handlers over one Service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def create(self, request: Request) -> ASGIApp:
+        """POST /v1/responses."""
+        service = self._service
+        service.admit(request.scope)
+        data = await service.bodies.read(request)
+        body = decode_body(data, DECODER, FIELDS)
+        if body.background and body.store is False:
+            raise InvalidRequest("background wants store: its answer is read later", param="store")
+        model = check_model(body.model, service.names)
+        params = body.params(service.engine.info.generation_defaults)
+        stream = await respond(
+            service,
+            request.scope,
+            body,
+            model=model,
+            params=params,
+            body_bytes=len(data),
+            response_id=new_id("resp_"),
+            detach_s=0.0,
+            transport="sse" if body.stream else "http",
+        )
+        answer = ResponseAnswer(self._events(stream), stream)
+        if body.stream:
+            return EventStream(service, answer, [stream])
+        if body.background:
+            return _json(answer.whole(()), stream)
+        with service.working():
+            whole = await read_whole(service, answer, [stream], request.receive)
+        return Response(status_code=499) if whole is None else _json(whole, stream)
+
+    async def input_tokens(self, request: Request) -> ASGIApp:
+        """POST /v1/responses/input_tokens: how long the prompt of such a response would be."""
+        service = self._service
+        service.admit(request.scope, is_for_later=True)
+        data = await service.bodies.read(request)
+        body = decode_body(data, DECODER, FIELDS)
+        check_model(body.model, service.names)
+        body.params(service.engine.info.generation_defaults)
+        turn = await turn_of(service, request.scope, body, response_id=new_id("resp_"))
+        return _body(encode(InputTokens(len(turn.prompt))))
+
+    async def compact(self, request: Request) -> ASGIApp:
+        """POST /v1/responses/compact: not done here."""
+        raise InvalidRequest(
+            "compaction is not supported by this server: ask for a summary, and begin a new "
+            "conversation with it",
+            code="unsupported_operation",
+        )
+
+    async def retrieve(self, request: Request) -> ASGIApp:
+        """GET /v1/responses/{id}: the object, or with stream=true what came after a number."""
+        _check_query(request)
+        stream = self._find(request)
+        if not _is_streamed(request):
+            return _json(encode(self._events(stream).response()), stream)
+        self._service.metrics.resumed("finished" if stream.is_finished else "live")
+        cursor = _cursor(request)
+        after = -1 if cursor is None else _number(cursor)
+        events = self._events(stream, after)
+        return EventStream(
+            self._service,
+            ResponseAnswer(events, stream),
+            [stream],
+            after=events.tokens_at(after),
+            is_split=cursor is None,
+        )
+
+    async def cancel(self, request: Request) -> ASGIApp:
+        """POST /v1/responses/{id}/cancel: idempotent; the object as it ended.
+
+        A response that came to its end is cancelled no more; where it ran in the background its
+        client could not have known.
+        """
+        stream = self._find(request)
+        reasons = {f.reason for f in stream.finishes if f is not None}
+        is_late = stream.is_finished and FinishReason.CANCELLED not in reasons
+        if is_late and not context_of(stream).is_background:
+            raise InvalidRequest(
+                f"response {stream.request_id} has ended: only one made with background may be "
+                f"cancelled then",
+                code="response_already_completed",
+            )
+        if not stream.is_finished:
+            self._service.cancel([stream])
+            with contextlib.suppress(TimeoutError, StreamerError):
+                async with asyncio.timeout(CANCEL_S):
+                    await stream.wait()
+        return _json(encode(self._events(stream).response()), stream)
+
+    async def delete(self, request: Request) -> ASGIApp:
+        """DELETE /v1/responses/{id}: a live one is cancelled first."""
+        stream = self._find(request)
+        self._service.engine.forget(stream.request_id)
+        return _json(encode(Deleted(stream.request_id)), stream)
+
+    async def input_items(self, request: Request) -> ASGIApp:
+        """GET /v1/responses/{id}/input_items: the conversation it answers, in pages."""
+        stream = self._find(request)
+        items = [_item(i) for i in context_of(stream).items]
+        return _json(encode(_page(items, request)), stream)
+
+    async def resume_chat(self, request: Request) -> ASGIApp:
+        """GET /v1/chat/completions/{id}?stream=true: what came after a number."""
+        stream = find_chat(self._service, request.path_params["id"], request.scope)
+        if not _is_streamed(request):
+            raise InvalidRequest(
+                "chat completions are not stored; with stream=true this route resumes one",
+                param="stream",
+            )
+        cursor = _cursor(request)
+        after = [0] * stream.params.n
+        if cursor is not None:
+            after = [_number(part) for part in cursor.split(".")]
+        if len(after) != stream.params.n:
+            raise InvalidRequest(
+                f"{len(after)} numbers were given for {stream.params.n} choices; with several the "
+                f"number is like 3.5",
+                param="starting_after",
+            )
+        self._service.metrics.resumed("finished" if stream.is_finished else "live")
+        context = context_of(stream)
+        text = self._service.token_text
+        fingerprint = self._service.fingerprint
+        answer = chat.ChatAnswer(
+            context.body, [stream], context.model, text, after, fingerprint=fingerprint
+        )
+        return EventStream(
+            self._service,
+            answer,
+            [stream],
+            after=[max(0, n - 1) for n in after],
+            is_split=cursor is None,
+        )
+
+    def _find(self, request: Request) -> TokenStream:
+        return find(self._service, request.path_params["id"], request.scope)
+
+    def _events(self, stream: TokenStream, after: int = -1) -> ResponseEvents:
+        return ResponseEvents(context_of(stream), stream, self._service.token_text, after=after)
+
+
+# ---------------------------------------------------------------- queries
+
+
+def _body(body: bytes, **headers: str) -> Response:
+    headers["x-content-type-options"] = "nosniff"
+    return Response(body, 200, headers, "application/json")
+
+
+def _json(body: bytes, stream: TokenStream) -> Response:
+    return _body(body, **{"x-request-id": stream.request_id})
+
+
+def _is_streamed(request: Request) -> bool:
+    """`stream` of the query; a HEAD asks for nothing that streams."""
+    given = request.query_params.get("stream", "false").lower()
+    if given not in ("true", "1", "false", "0"):
+        raise InvalidRequest(f"stream is true or false, got {given[:20]!r}", param="stream")
+    return given in ("true", "1") and request.method != "HEAD"
+
+
+def _cursor(request: Request) -> str | None:
+    header = request.headers.get("last-event-id")
+    return header or request.query_params.get("starting_after")
+
+
+def _is_number(text: str) -> bool:
+    """Python refuses to convert 5,000 digits, and slowly those before that."""
+    return text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS
+
+
+def _number(text: str) -> int:
+    if not _is_number(text):
+        raise InvalidRequest(
+            f"starting_after is the number of an event, got {text[:40]!r}", param="starting_after"
+        )
+    return int(text)
+
+
+def _check_query(request: Request) -> None:
+    """Refuse by name what is known and not done."""
+    query = request.query_params
+    if query.get("include_obfuscation", "false").lower() not in ("false", "0"):
+        raise InvalidRequest(
+            "include_obfuscation is not supported by this server",
+            param="include_obfuscation",
+            code="unsupported_parameter",
+        )
+    for name in ("include", "include[]"):
+        for value in query.getlist(name):
+            if value not in get_args(Includable):
+                raise InvalidRequest(
+                    f"include: {value[:80]!r}; accepted: {', '.join(get_args(Includable))}",
+                    param="include",
+                )
+
+
+def _item(item: TurnItem) -> InputItem:
+    if item.role == "assistant":
+        part = InputPart("output_text", item.text, [])
+    else:
+        part = InputPart("input_text", item.text)
+    return InputItem(item.id, item.role, [part])
+
+
+def _page(items: list[InputItem], request: Request) -> InputPage:
+    """One page of a list, as `order`, `after` and `limit` ask."""
+    query = request.query_params
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest(f"order is asc or desc, got {order[:20]!r}", param="order")
+    given = query.get("limit", str(DEFAULT_PAGE))
+    limit = int(given) if _is_number(given) else 0
+    if not 0 < limit <= MAX_PAGE:
+        raise InvalidRequest(f"limit is from 1 to {MAX_PAGE}, got {given[:20]!r}", param="limit")
+    if order == "desc":
+        items = items[::-1]
+    after = query.get("after")
+    if after is not None:
+        ids = [item.id for item in items]
+        if after not in ids:
+            raise NotFound(f"there is no item {after[:80]!r} here", param="after")
+        items = items[ids.index(after) + 1 :]
+    page = items[:limit]
+    first, last = (page[0].id, page[-1].id) if page else (None, None)
+    return InputPage(page, first, last, len(items) > len(page))

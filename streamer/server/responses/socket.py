@@ -1,0 +1,265 @@
+"""GET /v1/responses as a WebSocket: OpenAI's mode, and our subprotocols on top of it.
+
+One Session a socket. Its reader always sits in `receive()`; lanes.py runs the responses and sends
+their events; replies to events go by a small queue. JSON and MessagePack carry the same Structs.
+How much may come is counted below, where frames are taken apart (transport/websocket.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import Coroutine
+from typing import Any, Final, TypeVar
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from streamer.errors import InvalidRequest, StreamerError
+from streamer.server.admission import tenant_of
+from streamer.server.openai.common import clip, encode
+from streamer.server.openai.fields import located
+from streamer.server.responses.body import DECODER
+from streamer.server.responses.flood import EVENT_BURST, EVENTS_PER_S
+from streamer.server.responses.lanes import MAX_LANES, MAX_QUEUED, MAX_RESPONSES, Lanes
+from streamer.server.responses.socket_events import (
+    Ack,
+    Cancel,
+    ClientEvent,
+    GoAway,
+    Ping,
+    Pong,
+    Resume,
+    SessionCreated,
+    SessionLimits,
+    Settings,
+    Update,
+    error_event,
+)
+from streamer.server.responses.steering import Decode, SteerEvent
+from streamer.server.service import Service
+from streamer.server.transport.stuck import StuckWatch
+
+log = logging.getLogger(__name__)
+
+JSON, MSGPACK = "streamer.v1.json", "streamer.v1.msgpack"
+MAX_REPLIES: Final = 256
+MAX_REPLY_BYTES: Final = 4 << 20
+
+T = TypeVar("T")
+
+_PACKED_CREATE = msgspec.msgpack.Decoder(DECODER.type)
+_pack = msgspec.msgpack.Encoder().encode
+
+
+class Endpoint:
+    """The ASGI endpoint: a Session a connection."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one socket to its end."""
+        await Session(self._service, scope, receive, send).run()
+
+
+class Session:
+    """One socket."""
+
+    def __init__(self, service: Service, scope: Scope, receive: Receive, send: Send) -> None:
+        self._service = service
+        self._offered: list[str] = list(scope.get("subprotocols") or ())
+        self._receive = receive
+        self._asgi_send = send
+        self._protocol = next((p for p in self._offered if p in (JSON, MSGPACK)), None)
+        self._is_packed = self._protocol == MSGPACK
+        self._encode = _pack if self._is_packed else encode
+        self._decode: Decode = msgspec.msgpack.decode if self._is_packed else msgspec.json.decode
+        self._id = "sess_" + secrets.token_hex(12)
+        config = service.config
+        self._settings = Settings(config.stream_window, config.detach_timeout)
+        self._lanes = Lanes(
+            service,
+            scope,
+            self._id,
+            send=self._send,
+            reply=self._reply,
+            is_extended=self._is_extended,
+        )
+        self._scope = scope
+        self._stuck: StuckWatch
+        self._replies: asyncio.Queue[bytes] = asyncio.Queue(MAX_REPLIES)
+        self._reply_bytes = 0
+        self._is_flooded = False
+
+    @property
+    def _is_extended(self) -> bool:
+        return self._protocol is not None
+
+    async def run(self) -> None:
+        """Handshake, then read until the socket is closed."""
+        await self._receive()  # websocket.connect
+        limit_s = self._service.config.pause_timeout
+        self._stuck = StuckWatch(self._scope, limit_s, self._lanes.drop)
+        with self._stuck, contextlib.ExitStack() as open_socket:
+            if not await self._open(open_socket):
+                return
+            writer = asyncio.create_task(self._write_replies())
+            forget = self._service.on_drain(self._go_away)
+            try:
+                await self._read()
+            except OSError:
+                pass  # the client is gone
+            finally:
+                forget()
+                writer.cancel()
+                await asyncio.gather(writer, return_exceptions=True)
+                await self._lanes.close()
+
+    async def _open(self, stack: contextlib.ExitStack) -> bool:
+        """Accept, and count it until `stack` is left; False if it was closed at once."""
+        tenant = tenant_of(self._scope)
+        unknown = [p for p in self._offered if p.startswith("streamer.")]
+        await self._asgi_send({"type": "websocket.accept", "subprotocol": self._protocol})
+        if unknown and not self._is_extended:
+            reason = f"unknown subprotocol {unknown[0]}; there are {JSON} and {MSGPACK}"
+            await self._close(4406, reason)
+            return False
+        try:
+            self._service.require_ready()
+            stack.enter_context(self._service.admission.socket(tenant))
+        except StreamerError as e:
+            self._service.metrics.refused(e)
+            await self._close(1011 if self._service.engine.is_dead else 1013, e.message)
+            return False
+        if self._is_extended:
+            event = SessionCreated(
+                self._id,
+                self._service.names[0],
+                self._service.engine.info.max_model_len,
+                self._service.epoch,
+                self._settings.window,
+                self._settings.detach_s,
+                SessionLimits(
+                    lanes=MAX_LANES,
+                    responses=MAX_RESPONSES,
+                    queued=MAX_QUEUED,
+                    events_per_s=EVENTS_PER_S,
+                    event_burst=EVENT_BURST,
+                    sockets=self._service.admission.max_sockets(tenant),
+                ),
+            )
+            await self._send(event)
+        return True
+
+    # ------------------------------------------------------------ reader
+
+    async def _read(self) -> None:
+        while True:
+            message = await self._receive()
+            if message["type"] == "websocket.disconnect":
+                return
+            try:
+                data = self._bytes_of(message)
+                event = self._decode(data, type=ClientEvent)
+            except msgspec.ValidationError as e:
+                self._refuse(located(str(e), code="invalid_event"), None)
+            except (msgspec.DecodeError, UnicodeError, RecursionError, TypeError):
+                form = "MessagePack in binary" if self._is_packed else "JSON in text"
+                text = f"events are {form} frames, and this one is not"
+                self._refuse(InvalidRequest(text, code="invalid_event"), None)
+            else:
+                try:
+                    self._handle(event, data)
+                except StreamerError as e:
+                    self._refuse(e, event.stream_id)
+                except Exception:  # a bug of ours costs one event, not everybody on this socket
+                    log.exception("an event failed")
+                    error = StreamerError("internal error", code="internal")
+                    self._refuse(error, event.stream_id)
+            if self._is_flooded:
+                await self._close(4429, "flood: too many replies are waiting to be read")
+                return
+
+    def _bytes_of(self, message: Any) -> bytes:
+        """The event as it came; TypeError for the other kind of frame."""
+        data: bytes | str | None = message.get("bytes" if self._is_packed else "text")
+        if data is None:
+            raise TypeError("a frame of the other kind")
+        return data.encode() if isinstance(data, str) else data
+
+    def _handle(self, event: ClientEvent, data: bytes) -> None:
+        lanes = self._lanes
+        match event.type:
+            case "response.create":
+                lanes.create(data, self._settings, _PACKED_CREATE if self._is_packed else DECODER)
+            case "response.cancel":
+                lanes.cancel(self._fields(data, Cancel).response_id)
+            case "response.steer":
+                lanes.steer(self._fields(data, SteerEvent), len(data), self._decode)
+            case "response.resume" if self._is_extended:
+                lanes.resume(self._fields(data, Resume), self._settings)
+            case "response.ack" if self._is_extended:
+                ack = self._fields(data, Ack)
+                lanes.acknowledge(ack.response_id, ack.sequence_number)
+            case "session.update" if self._is_extended:
+                self._settings = self._fields(data, Update).apply(self._settings)
+            case "session.ping" if self._is_extended:
+                self._reply(Pong(self._fields(data, Ping).t))
+            case _:
+                raise InvalidRequest(
+                    f"there is no event {clip(event.type)!r} here",
+                    param="type",
+                    code="unknown_event",
+                )
+
+    def _fields(self, data: bytes, kind: type[T]) -> T:
+        """The fields of one kind of event; InvalidRequest says which is wrong."""
+        try:
+            fields: T = self._decode(data, type=kind)
+        except msgspec.ValidationError as e:
+            raise located(str(e), kind, b"" if self._is_packed else data) from None
+        return fields
+
+    def _go_away(self, deadline_s: float) -> None:
+        if self._is_extended:
+            self._reply(GoAway(int(1000 * deadline_s)))
+
+    # ------------------------------------------------------------ writing
+
+    def _refuse(self, error: StreamerError, stream_id: str | None) -> None:
+        self._service.metrics.refused(error)
+        self._reply(error_event(error, stream_id))
+
+    def _reply(self, event: msgspec.Struct) -> None:
+        data = self._encode(event)
+        self._reply_bytes += len(data)
+        if self._replies.full() or self._reply_bytes > MAX_REPLY_BYTES:
+            self._is_flooded = True
+        else:
+            self._replies.put_nowait(data)
+
+    async def _write_replies(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                data = await self._replies.get()
+                await self._send_bytes(data)
+                self._reply_bytes -= len(data)
+
+    def _send(self, event: msgspec.Struct) -> Coroutine[Any, Any, None]:
+        return self._send_bytes(self._encode(event))  # no coroutine of its own: one a token
+
+    async def _send_bytes(self, data: bytes) -> None:
+        self._stuck.began()
+        if self._is_packed:
+            await self._asgi_send({"type": "websocket.send", "bytes": data})
+        else:
+            await self._asgi_send({"type": "websocket.send", "text": data.decode()})
+        self._stuck.ended()
+
+    async def _close(self, code: int, reason: str) -> None:
+        # a close frame holds 125 bytes: the code and 123 of the reason
+        reason = reason.encode()[:123].decode(errors="ignore")
+        await self._asgi_send({"type": "websocket.close", "code": code, "reason": reason})

@@ -1,0 +1,185 @@
+"""What goes over a socket besides the events of responses: client events, session events, errors.
+
+Values alone: websocket.py decodes and encodes them, as JSON or MessagePack.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from streamer.core.sampling import MAX_TOKENS
+from streamer.errors import InvalidRequest, StreamerError
+from streamer.server.openai.common import MAX_DETACH_S, MAX_ECHO, ApiError, api_error, clip
+from streamer.server.responses.body import check_stream_id
+from streamer.server.responses.events import EVERYTHING
+
+MAX_MESSAGE_BYTES: Final = 1 << 20
+MAX_WINDOW: Final = 1 << 24
+
+# What a ping may carry: a time or a short name, of whatever kind the client keeps.
+Stamp = (
+    Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+    | float
+    | Annotated[str, Meta(max_length=MAX_ECHO)]
+    | None
+)
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """What `session.update` changes: it holds for what is asked for afterwards.
+
+    window    output tokens that a reader may lag
+    detach_s  seconds that a response outlives its last reader
+    wanted    what of a body's wishes is sent on this socket
+    """
+
+    window: int
+    detach_s: float
+    wanted: frozenset[str] = EVERYTHING
+
+
+# ---------------------------------------------------------------- client events
+
+
+class ClientEvent(msgspec.Struct):
+    """What every event has."""
+
+    type: str
+    stream_id: str | None = None
+
+
+class Cancel(msgspec.Struct):
+    """response.cancel."""
+
+    response_id: str | None = None
+
+
+class Resume(msgspec.Struct):
+    """response.resume; without starting_after everything comes again, a token an event."""
+
+    response_id: str
+    starting_after: int | None = None
+    stream_id: str | None = None
+
+    def check(self) -> None:
+        """Refuse what is out of bounds."""
+        if self.starting_after is not None and self.starting_after < -1:
+            raise InvalidRequest("starting_after is the number of an event", param="starting_after")
+        check_stream_id(self.stream_id)
+
+
+class Ack(msgspec.Struct):
+    """response.ack: consumed up to this number."""
+
+    response_id: str
+    sequence_number: int
+
+
+class Ping(msgspec.Struct):
+    """session.ping."""
+
+    t: Stamp = None
+
+
+class Update(msgspec.Struct):
+    """session.update."""
+
+    window: int | None = None
+    detach_s: float | None = None
+    include: list[str] | None = None
+
+    def apply(self, settings: Settings) -> Settings:
+        """The settings with these changes."""
+        if self.window is not None and not 0 <= self.window <= MAX_WINDOW:
+            raise InvalidRequest(
+                f"window must be from 0 to {MAX_WINDOW}, got {self.window}", param="window"
+            )
+        if self.detach_s is not None and not 0 <= self.detach_s <= MAX_DETACH_S:
+            raise InvalidRequest(
+                f"detach_s must be from 0 to {MAX_DETACH_S}, got {self.detach_s}", param="detach_s"
+            )
+        for i, name in enumerate(self.include or ()):
+            if name not in EVERYTHING:
+                known = ", ".join(sorted(EVERYTHING))
+                raise InvalidRequest(
+                    f"include has {known}, got {clip(name)!r}", param=f"include[{i}]"
+                )
+        return Settings(
+            settings.window if self.window is None else self.window,
+            settings.detach_s if self.detach_s is None else self.detach_s,
+            settings.wanted if self.include is None else frozenset(self.include),
+        )
+
+
+# ---------------------------------------------------------------- server events
+
+
+class SessionLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What one socket may do.
+
+    responses     made on it that have not ended; queued of them may wait for their lanes
+    events_per_s  in the long run; event_burst at once, after a silence
+    sockets       that its key may have open; 0: any number
+    """
+
+    lanes: int
+    responses: int
+    queued: int
+    events_per_s: int
+    event_burst: int
+    sockets: int
+    message_bytes: int = MAX_MESSAGE_BYTES
+    output_tokens: int = MAX_TOKENS
+
+
+class SessionCreated(msgspec.Struct, frozen=True, tag="session.created"):
+    """The first event to a client of our subprotocol."""
+
+    session_id: str
+    model: str
+    context_length: int
+    epoch: str
+    window: int
+    detach_s: float
+    limits: SessionLimits
+
+
+class GoAway(msgspec.Struct, frozen=True, tag="session.goaway"):
+    """A planned stop: what runs may finish until then; reconnect and resume."""
+
+    deadline_ms: int
+
+
+class Pong(msgspec.Struct, frozen=True, tag="session.pong"):
+    """Echoes what the ping carried."""
+
+    t: Stamp = None
+
+
+class Resumed(msgspec.Struct, frozen=True, tag="response.resumed", rename={"after": "from"}):
+    """Before a replay: the number it goes on from, -1 for the beginning, and what there is.
+
+    status  live, finished, or gone: never was, not kept, or another key's
+    """
+
+    response_id: str
+    after: int
+    status: str
+    stream_id: str | UnsetType = UNSET
+
+
+class ErrorEvent(msgspec.Struct, frozen=True, tag="error"):
+    """A refused event; the socket stays open."""
+
+    status: int
+    error: ApiError
+    stream_id: str | UnsetType = UNSET
+
+
+def error_event(error: StreamerError, stream_id: str | None) -> ErrorEvent:
+    """An error as an event."""
+    lane: str | UnsetType = UNSET if stream_id is None else clip(stream_id)
+    return ErrorEvent(error.status, api_error(error), stream_id=lane)

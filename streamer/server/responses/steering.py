@@ -1,0 +1,130 @@
+"""Steering: input for a response that is being streamed, which ends it early and follows it.
+
+Values and checks: OpenAI's client event, our copy of what it says, the events that answer it, and
+the body of the successor. lanes.py does what is to be done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from streamer.errors import InvalidRequest
+from streamer.server.openai.common import clip, new_id
+from streamer.server.openai.fields import located
+from streamer.server.responses.body import InputItem, InputText, ResponseCreate
+
+MAX_STEERS: Final = 16  # that wait for one response to end
+
+
+Decode = Callable[..., Any]  # msgspec's, of JSON or MessagePack
+
+
+class SteerEvent(msgspec.Struct):
+    """response.steer, its input still unread."""
+
+    previous_response_id: str
+    input: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+
+
+class _Message(msgspec.Struct, forbid_unknown_fields=True):
+    role: Literal["user"]
+    content: str | list[InputText]
+    type: Literal["message"] = "message"
+
+
+class Steer(msgspec.Struct, frozen=True):
+    """Accepted input; `given` is as the client wrote it, `size` in bytes."""
+
+    id: str
+    previous_response_id: str
+    given: msgspec.Raw
+    items: list[InputItem]
+    size: int
+
+
+def read_steer(event: SteerEvent, size: int, decode: Decode) -> Steer:
+    """The input checked: a text, or messages of the user; InvalidRequest otherwise."""
+    if not event.input:
+        raise InvalidRequest("response.steer wants input", param="input")
+    given = event.input.copy()  # alone, without the event around it
+    try:
+        found: str | list[_Message] = decode(given, type=str | list[_Message])
+    except msgspec.ValidationError as e:
+        raise located(str(e), list[_Message]) from None
+    if isinstance(found, str):
+        items = [InputItem("user", found)]
+    else:
+        items = [
+            InputItem(m.role, m.content if isinstance(m.content, str) else [*m.content])
+            for m in found
+        ]
+    if not items:
+        raise InvalidRequest("input has no items", param="input")
+    return Steer(new_id("steer_"), event.previous_response_id, given, items, size)
+
+
+def successor(body: ResponseCreate, steers: Sequence[Steer], lane: str | None) -> ResponseCreate:
+    """The body of the response that follows: the same settings, the input of the steers."""
+    return msgspec.structs.replace(
+        body,
+        input=[item for steer in steers for item in steer.items],
+        previous_response_id=steers[0].previous_response_id,
+        fork=None,
+        background=None,
+        stream_id=lane,
+    )
+
+
+# ---------------------------------------------------------------- server events
+
+
+class _Named(msgspec.Struct, frozen=True):
+    previous_response_id: str
+    id: str | UnsetType = UNSET
+    input: Any = UNSET
+
+
+class _Error(msgspec.Struct, frozen=True):
+    code: str
+    message: str
+    type: str = "invalid_request_error"
+
+
+class SteerAccepted(msgspec.Struct, frozen=True, tag="response.steer.accepted"):
+    """The input is the server's now; the successor's response.created says that it is used."""
+
+    sequence_number: int
+    steer: _Named
+    stream_id: str | UnsetType = UNSET
+
+
+class SteerFailed(msgspec.Struct, frozen=True, tag="response.steer.failed"):
+    """The input goes back to the client."""
+
+    sequence_number: int
+    steer: _Named
+    error: _Error
+    stream_id: str | UnsetType = UNSET
+
+
+def accepted(steer: Steer, number: int, lane: str | None) -> SteerAccepted:
+    """response.steer.accepted."""
+    named = _Named(steer.previous_response_id, steer.id)
+    return SteerAccepted(max(0, number), named, UNSET if lane is None else lane)
+
+
+def refused(event: SteerEvent, code: str, message: str, number: int = 0) -> SteerFailed:
+    """response.steer.failed, for input that was never accepted."""
+    named = _Named(clip(event.previous_response_id), input=event.input or UNSET)
+    return SteerFailed(max(0, number), named, _Error(code, message))
+
+
+def failed(steer: Steer, message: str, number: int, lane: str | None) -> SteerFailed:
+    """response.steer.failed, for accepted input that no successor could take."""
+    named = _Named(steer.previous_response_id, steer.id, steer.given)
+    error = _Error("successor_creation_failed", message)
+    return SteerFailed(max(0, number), named, error, UNSET if lane is None else lane)

@@ -1,0 +1,132 @@
+"""Turns: from a response's body, and the answer it follows, to the conversation and its prompt.
+
+A next turn is its parent's ids and the ids of what the template adds, so that what was computed is
+found again; where the rendered text does not extend the parent's, it is rendered whole. Called by
+responses/respond.py before it submits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from streamer.errors import InvalidRequest
+from streamer.server.context import TurnItem, context_of
+from streamer.server.responses.events import item_id
+from streamer.tokenizer.chat import Said
+
+if TYPE_CHECKING:
+    from streamer.engine.stream import TokenStream
+    from streamer.server.responses.body import ResponseCreate
+    from streamer.server.service import Service
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """What one response is asked.
+
+    items       the conversation, this input last; instructions apart
+    prompt      token ids
+    prefix      text that its answer begins with
+    share_with  id of the response it was forked from
+    """
+
+    items: tuple[TurnItem, ...]
+    prompt: tuple[int, ...]
+    prefix: str = ""
+    share_with: str | None = None
+
+
+async def make_turn(
+    service: Service,
+    body: ResponseCreate,
+    items: tuple[TurnItem, ...],
+    parent: TokenStream | None,
+    *,
+    salt: str,
+) -> Turn:
+    """The turn of a checked body whose input is `items`.
+
+    Raises InvalidRequest for a parent that still runs, a fork beyond its end, and what the chat
+    template refuses.
+    """
+    said: Said | None = None
+    if parent is not None:
+        context = context_of(parent)
+        tokens, answer = _answer(parent, body)
+        text = context.prefix + answer
+        if body.fork is not None:
+            more = body.fork.text or ""
+            tokens += await service.plain_tokens(more, salt)
+            text += more
+            if not items:
+                return Turn(context.items, parent.prompt + tokens, text, parent.request_id)
+        is_cut = _is_cut(parent) and body.fork is None
+        said = (
+            None
+            if is_cut
+            else Said(
+                _messages(context.body, context.items),
+                context.body.generate is not False,
+                text,
+                parent.prompt + tokens,
+            )
+        )
+        earlier = context.items
+        if text:
+            earlier = (*earlier, TurnItem(item_id(parent.request_id), "assistant", text))
+        items = (*earlier, *items)
+    ids = await service.engine.encode_chat(
+        _messages(body, items),
+        add_generation_prompt=body.generate is not False,
+        cache_salt=salt,
+        said=said,
+    )
+    return Turn(items, tuple(ids))
+
+
+def _answer(parent: TokenStream, body: ResponseCreate) -> tuple[tuple[int, ...], str]:
+    """Tokens and text of the parent's answer, or of what a fork keeps of it."""
+    if context_of(parent).body.generate is False:
+        if body.fork is not None and body.fork.at:
+            raise _beyond(body.fork.at, 0)
+        return (), ""
+    tokens = parent.token_ids(0)
+    finish = parent.finishes[0]
+    if body.fork is not None and body.fork.at > len(tokens):
+        raise _beyond(body.fork.at, len(tokens))
+    if finish is not None and finish.text_bytes is not None and not isinstance(finish.stop, str):
+        tokens = tokens[:-1]  # what ended it by its id is the template's to write
+    if body.fork is not None:
+        return tokens[: body.fork.at], parent.text_before(body.fork.at)
+    if not parent.is_finished:
+        raise InvalidRequest(
+            f"response {parent.request_id} still runs: continue it on its own lane, or fork it",
+            param="previous_response_id",
+            code="previous_response_running",
+        )
+    return tokens, parent.text(0)
+
+
+def _is_cut(parent: TokenStream) -> bool:
+    """Whether its text ends before its tokens do: at a stop string."""
+    finish = parent.finishes[0]
+    return finish is not None and isinstance(finish.stop, str)
+
+
+def _beyond(at: int, num_tokens: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"fork.at is {at}, but the response has {num_tokens} tokens so far", param="fork.at"
+    )
+
+
+def _messages(body: ResponseCreate, items: Sequence[TurnItem]) -> list[dict[str, Any]]:
+    """The conversation for the chat template, instructions first."""
+    messages: list[dict[str, Any]] = []
+    if body.instructions:
+        messages.append({"role": "system", "content": body.instructions})
+    for item in items:
+        role = "system" if item.role == "developer" else item.role
+        messages.append({"role": role, "content": item.text})
+    return messages

@@ -1,0 +1,210 @@
+"""Record: one request from its submission to its end, whoever reads it and however often.
+
+Hears from its streams and tells the metrics, the log (one line a finished request, logger
+streamer.request) and, where traces are on, the tracer. Made by Service.record; never raises into
+the engine. Requests that never ran are logged by Refusals (logger streamer.refused).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final, Literal, Protocol
+
+from streamer.core.plan import FinishReason
+from streamer.engine.refusals import SHUTDOWN
+from streamer.server.telemetry.logs import Line
+
+if TYPE_CHECKING:
+    from streamer.engine.stream import TokenStream
+    from streamer.errors import StreamerError
+    from streamer.server.telemetry.metrics import Metrics
+    from streamer.server.telemetry.tracing import Tracer
+
+log = logging.getLogger("streamer.request")
+refusals_log = logging.getLogger("streamer.refused")
+
+REFUSALS_A_SECOND: Final = 10
+MAX_ERROR: Final = 500  # characters: some errors repeat what they were sent
+KEY_DIGITS: Final = 12  # of the key's digest: enough to tell keys apart
+STATUS: Final = {"left": 499, "cancelled": 499, "failed": 500, SHUTDOWN: 503}
+WORST_FIRST: Final = ("failed", SHUTDOWN, "cancelled", "left", "length", "stop")
+
+Operation = Literal["chat", "completions", "responses"]
+Transport = Literal["http", "sse", "websocket"]
+
+
+class Finished(Line, frozen=True, kw_only=True, omit_defaults=True):
+    """The line of a finished request; None where it never came so far.
+
+    key     digits of the key's digest, absent where no key was asked for
+    reason  of its worst choice: stop, length; left: its last reader had gone; cancelled;
+            server_shutdown: cut off by it; failed
+    status  what that is in HTTP (499: left or cancelled), also where a stream had begun with 200
+    prompt  only with --log-prompts
+    """
+
+    id: str
+    operation: Operation
+    transport: Transport
+    model: str
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    total_s: float
+    reason: str
+    status: int
+    key: str | None = None
+    queue_s: float | None = None
+    first_token_s: float | None = None
+    error: str | None = None
+    prompt: tuple[str, ...] | None = None
+
+
+class Refused(Line, frozen=True, kw_only=True, omit_defaults=True):
+    """The line of a request that was answered with an error and never ran.
+
+    unlogged  as many before it have no line: more came in a second than the log takes
+    """
+
+    status: int
+    code: str
+    error: str
+    param: str | None = None
+    unlogged: int | None = None
+
+
+class Refusals:
+    """Logs what was refused, some lines a second: a client that knocks all day fills no disk."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._second, self._num_lines, self._num_unlogged = -1, 0, 0
+
+    def told(self, error: StreamerError) -> None:
+        """A line, or one more that the next line counts."""
+        second = int(self._clock())
+        if second != self._second:
+            self._second, self._num_lines = second, 0
+        if self._num_lines == REFUSALS_A_SECOND:
+            self._num_unlogged += 1
+            return
+        line = Refused(
+            status=error.status,
+            code=error.code or error.type,
+            error=error.message[:MAX_ERROR],
+            param=error.param,
+            unlogged=self._num_unlogged or None,
+        )
+        self._num_lines, self._num_unlogged = self._num_lines + 1, 0
+        refusals_log.info("%s", line)
+
+
+class Prompts(Protocol):
+    """What shows a prompt's token ids as text."""
+
+    def __call__(self, ids: Sequence[int]) -> str: ...
+
+
+class Record:
+    """Observes the streams of one request: called when one starts, has a token, or ends.
+
+    began        unix seconds
+    traceparent  the caller's trace, as it came
+    """
+
+    def __init__(
+        self,
+        streams: Sequence[TokenStream],
+        *,
+        metrics: Metrics,
+        operation: Operation,
+        transport: Transport,
+        model: str,
+        tenant: str,
+        traceparent: str | None = None,
+        tracer: Tracer | None = None,
+        prompts: Prompts | None = None,
+    ) -> None:
+        self.streams = tuple(streams)
+        self.began = time.time()
+        self.traceparent = traceparent
+        self._metrics = metrics
+        self._operation = operation
+        self._transport = transport
+        self._model = model
+        self._key = tenant[:KEY_DIGITS] or None
+        self._tracer = tracer
+        self._prompts = prompts
+        self._queue_s: float | None = None
+        self._first_token_s: float | None = None
+        metrics.live.update(streams)
+        for stream in streams:
+            stream.observers.append(self)
+
+    def __call__(self, stream: TokenStream) -> None:
+        """Note what is new; with its last stream the request is finished."""
+        try:
+            self._look(stream)
+        except Exception:  # the engine goes on without this line
+            log.exception("a request could not be reported")
+
+    def _look(self, stream: TokenStream) -> None:
+        timing = stream.timing
+        if self._queue_s is None and timing.queue_s is not None:
+            self._queue_s = timing.queue_s
+            self._metrics.queued(timing.queue_s)
+        if self._first_token_s is None and timing.first_token_s is not None:
+            self._first_token_s = timing.first_token_s
+            self._metrics.first_token(timing.first_token_s)
+        if stream.is_finished:
+            self._metrics.ended(stream)
+            if all(s.is_finished for s in self.streams):
+                self._finish()
+
+    def _finish(self) -> None:
+        line = self._line()
+        self._metrics.finished(
+            line.reason, line.transport, line.prompt_tokens, line.cached_tokens, line.total_s
+        )
+        log.info("%s", line)
+        if self._tracer is not None:
+            self._tracer.finished(self, line)
+
+    def _line(self) -> Finished:
+        streams = self.streams
+        error = next((s.error for s in streams if s.error is not None), None)
+        reason = min((_reason(s) for s in streams), key=WORST_FIRST.index)
+        status = error.status if error is not None else STATUS.get(reason, 200)
+        detail = next((f.detail for s in streams for f in s.finishes if f and f.detail), None)
+        show = self._prompts
+        return Finished(
+            id=streams[0].request_id,
+            operation=self._operation,
+            transport=self._transport,
+            model=self._model,
+            prompt_tokens=sum(s.num_prompt_tokens for s in streams),
+            output_tokens=sum(s.num_output_tokens for s in streams),
+            cached_tokens=sum(s.cached_tokens for s in streams),
+            total_s=max(s.timing.total_s or 0.0 for s in streams),
+            reason=reason,
+            status=status,
+            key=self._key,
+            queue_s=self._queue_s,
+            first_token_s=self._first_token_s,
+            error=error.message if error is not None else detail,
+            prompt=tuple(show(s.prompt) for s in streams) if show is not None else None,
+        )
+
+
+def _reason(stream: TokenStream) -> str:
+    """Why its worst choice ended."""
+    if stream.error is not None:
+        return SHUTDOWN if stream.error.code == SHUTDOWN else "failed"
+    if any(f.detail == SHUTDOWN for f in stream.finishes if f is not None):
+        return SHUTDOWN
+    reasons = {f.reason for f in stream.finishes if f is not None}
+    if FinishReason.CANCELLED in reasons and not stream.num_readers:
+        return "left"
+    return min((r.value for r in reasons), key=WORST_FIRST.index)

@@ -1,0 +1,1 @@
+"""Bytes of one connection: uvicorn's protocols, SSE, back pressure and stuck readers."""

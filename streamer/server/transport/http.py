@@ -1,0 +1,316 @@
+"""LimitedHttpProtocol: uvicorn's, with bounds on what a connection may hold and for how long.
+
+Nothing of ours sees a request until its head is complete, and uvicorn keeps heads of any size for
+any time; the same holds for trailers, and for requests that wait for the answer to an earlier one.
+lifecycle.py names what `limited` makes to uvicorn. Every connection begins here, and reads and
+writes through a TurnTransport (loop_turn.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, cast
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from streamer.errors import InvalidRequest, Overloaded, StreamerError, TooLarge
+from streamer.server.openai.common import error_body
+from streamer.server.transport.loop_turn import WRITE_PART, TurnTransport
+from streamer.server.transport.stuck import ABORT
+
+MAX_HEAD_BYTES: Final = 64 << 10
+MAX_TARGET_BYTES: Final = 8 << 10  # a query of 64 KiB takes 30 ms to take apart
+MAX_HEADERS: Final = 100  # trailers included; websockets takes 128
+HEAD_TIMEOUT_S: Final = 30.0
+BODY_TIMEOUT_S: Final = 60.0  # from the head's end to the body's
+MAX_CONNECTIONS: Final = 16_384  # or what file descriptors allow
+SPARE_FILES: Final = 64  # descriptors left for all else: without one, nothing can be opened or read
+MAX_WAITING: Final = 8  # requests behind one that is being answered, on the same connection
+
+
+class Addresses:
+    """How many connections each client address has open; IPv6 by /64, as one client has that many.
+
+    most  that one may have; 0: any number. Unix sockets have no address and are not counted.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._counts: dict[str, int] = {}
+
+    def enter(self, peer: Any) -> Callable[[], None] | None:
+        """Count one more; the result takes it back. None: this address has enough."""
+        if not self._most or not isinstance(peer, tuple):
+            return lambda: None
+        address = _network(str(peer[0]))
+        num_open = self._counts.get(address, 0)
+        if num_open >= self._most:
+            return None
+        self._counts[address] = num_open + 1
+        return partial(self._leave, address)
+
+    def _leave(self, address: str) -> None:
+        self._counts[address] -= 1
+        if not self._counts[address]:
+            del self._counts[address]
+
+
+def _network(address: str) -> str:
+    if ":" not in address:
+        return address
+    whole = ipaddress.ip_address(address.partition("%")[0])
+    return whole.exploded[:19]
+
+
+class _Stop(Exception):
+    """Raised into the parser, which then stops."""
+
+
+class LimitedHttpProtocol(HttpToolsProtocol):
+    """Refuses heads over the limits, and connections beyond those of `addresses`.
+
+    Closes what does not send its head or body in time, and what sends many requests ahead.
+
+    Two counts of bytes: what the parser has handed out of this request, and what it has swallowed
+    since it last handed out anything that leads on (a header that never ends is in no callback).
+    """
+
+    addresses = Addresses(0)
+    most = MAX_CONNECTIONS
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._num_kept = 0
+        self._num_headers = 0
+        self._num_hosts = 0
+        self._num_swallowed = 0
+        self._has_advanced = False
+        self._refusal: tuple[bytes, StreamerError] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._running: RequestResponseCycle | None = None  # its answer is on its way
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A new connection: its first head has to come in time."""
+        leave = self.addresses.enter(transport.get_extra_info("peername"))
+        on_lost = leave if leave is not None else lambda: None
+        super().connection_made(TurnTransport(transport, self.loop, on_lost))
+        if leave is None or len(self.connections) > self.most:
+            whose = "your address" if leave is None else "all clients"
+            self._answer(
+                b"503 Service Unavailable", Overloaded(f"{whose} have too many open connections")
+            )
+            self.transport.close()
+        else:
+            self._start_timer(HEAD_TIMEOUT_S, self._on_slow_head)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The end, also of what was answered while a later request waited."""
+        self._stop_timer()
+        self._connection.lost()
+        for cycle in (self._running, *(cycle for cycle, _ in self.pipeline)):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Feed the parser, part by part."""
+        self._connection.receive(data, self._parse)
+
+    @property
+    def _connection(self) -> TurnTransport:
+        return cast("TurnTransport", self.transport)
+
+    def _parse(self, data: bytes) -> None:
+        """Feed the parser, then see whether that has led anywhere."""
+        self._has_advanced = False
+        super().data_received(data)
+        self._num_swallowed = 0 if self._has_advanced else self._num_swallowed + len(data)
+        if self._num_swallowed > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._refusal = too_large(f"more than {MAX_HEAD_BYTES} bytes")
+            self._refuse()
+
+    def on_message_begin(self) -> None:
+        """The first byte of a head."""
+        self._num_kept = self._num_headers = self._num_hosts = 0
+        self._start_timer(HEAD_TIMEOUT_S, self._on_slow_head)
+        super().on_message_begin()
+        self.scope["extensions"] = {ABORT: self.transport.abort}  # type: ignore[dict-item]
+
+    def on_url(self, url: bytes) -> None:
+        """A piece of the target."""
+        self._keep(len(url))
+        super().on_url(url)
+        if len(self.url) > MAX_TARGET_BYTES:
+            says = f"the request's target has more than {MAX_TARGET_BYTES} bytes"
+            self._stop(b"414 URI Too Long", TooLarge(says))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header, or a trailer."""
+        self._keep(len(name) + len(value))
+        self._num_headers += 1
+        if self._num_headers > MAX_HEADERS:
+            self._stop(*too_large(f"more than {MAX_HEADERS} headers"))
+        self._num_hosts += name.lower() == b"host"
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """The head is here."""
+        self._has_advanced = True
+        if self._num_hosts > 1:  # RFC 9112, 3.2
+            error = InvalidRequest("a request has one Host header", code="invalid_http")
+            self._stop(b"400 Bad Request", error)
+        if len(self.pipeline) >= MAX_WAITING:
+            self.transport.abort()
+            raise _Stop
+        self._start_timer(BODY_TIMEOUT_S, self._on_slow_body)
+        super().on_headers_complete()
+        if self.cycle is not None and self.cycle.scope is self.scope:  # it is no upgrade
+            short = partial(write_part, self.cycle)
+            self.scope["extensions"][WRITE_PART] = short  # type: ignore[assignment]
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body; security.py counts these."""
+        self._has_advanced = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The request is complete."""
+        self._has_advanced = True
+        self._stop_timer()
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """What the parser's errors end in, ours among them."""
+        if self.transport.is_closing():
+            return
+        if self._refusal is None:
+            self._refusal = b"400 Bad Request", InvalidRequest(msg, code="invalid_http")
+        self._refuse()
+
+    def _should_upgrade(self) -> bool:
+        """Not while an answer is on its way, and not for HTTP/1.0 (RFC 9110, 7.8)."""
+        is_busy = self.cycle is not None and not self.cycle.response_complete
+        is_old = self.scope["http_version"] == "1.0"
+        return not (is_busy or is_old) and super()._should_upgrade()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """An upgrade that is not made is answered as a request (RFC 9110, 7.8): nothing to say."""
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        if cycle.scope["http_version"] == "1.0":
+            app = without_chunks(app, cycle)
+        super()._start_asgi_task(cycle, app)
+
+    def _keep(self, size: int) -> None:
+        self._num_kept += size
+        if self._num_kept > MAX_HEAD_BYTES:
+            self._stop(*too_large(f"more than {MAX_HEAD_BYTES} bytes"))
+
+    def _stop(self, status: bytes, error: StreamerError) -> None:
+        self._refusal = status, error
+        raise _Stop
+
+    def _refuse(self) -> None:
+        is_free = self._running is None or self._running.response_complete
+        if is_free and self._refusal is not None:
+            self._answer(*self._refusal)
+        self.transport.close()
+
+    def _answer(self, status: bytes, error: StreamerError) -> None:
+        body = error_body(error)
+        self.transport.write(
+            b"HTTP/1.1 %s\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            b"content-length: %d\r\n\r\n%s" % (status, len(body), body)
+        )
+
+    def _start_timer(self, delay_s: float, on_time: Callable[[], None]) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(delay_s, on_time)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _on_slow_head(self) -> None:
+        if self._running is None or self._running.response_complete:
+            self.transport.close()
+        else:  # a next head has begun while an answer still goes out
+            self._start_timer(HEAD_TIMEOUT_S, self._on_slow_head)
+
+    def _on_slow_body(self) -> None:
+        cycle = self.cycle  # whose body it is; one that waits for its turn is not read
+        if cycle is not self._running:
+            self._start_timer(BODY_TIMEOUT_S, self._on_slow_body)
+            return
+        if not cycle.response_started:
+            says = f"the body did not come within {BODY_TIMEOUT_S:.0f} s"
+            self._answer(b"408 Request Timeout", InvalidRequest(says, code="request_timeout"))
+        cycle.disconnected = True
+        cycle.message_event.set()
+        self.transport.close()
+
+
+def limited(connections_per_address: int) -> type[LimitedHttpProtocol]:
+    """The protocol of one server, whose connections count their addresses together."""
+
+    class Limited(LimitedHttpProtocol):
+        addresses = Addresses(connections_per_address)
+        most = most_connections()
+
+    return Limited
+
+
+def most_connections() -> int:
+    """How many connections all clients together may have open."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return MAX_CONNECTIONS
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    is_bounded = most != resource.RLIM_INFINITY
+    return min(MAX_CONNECTIONS, max(1, most - SPARE_FILES)) if is_bounded else MAX_CONNECTIONS
+
+
+def too_large(what: str) -> tuple[bytes, StreamerError]:
+    """The answer to a head that has `what`."""
+    return b"431 Request Header Fields Too Large", TooLarge(f"the head of a request has {what}")
+
+
+def without_chunks(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
+    """`app` for an HTTP/1.0 client: a body without a length ends with the connection."""
+
+    async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
+        is_open = False
+
+        async def send_plain(message: Message) -> None:
+            nonlocal is_open
+            if message["type"] == "http.response.start":
+                names = {name.lower() for name, _ in message.get("headers", ())}
+                if is_open := b"content-length" not in names:
+                    cycle.chunked_encoding = False  # left alone, uvicorn chooses chunks
+            elif is_open:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_plain)
+
+    return wrapped
+
+
+def write_part(cycle: RequestResponseCycle, body: bytes) -> bool:
+    """Write a piece of a chunked body (RFC 9112, 7.1), not empty, if that is all there is to do.
+
+    False: nothing was done, and it is the business of uvicorn's `send`.
+    """
+    is_open = cycle.chunked_encoding and not (cycle.response_complete or cycle.disconnected)
+    if not is_open or cycle.flow.write_paused:
+        return False
+    cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+    return True

@@ -1,0 +1,288 @@
+"""SSE: the frame, the response that follows token streams, and the watch over the client.
+
+EventStream is a plain ASGI callable: a cursor-writer that takes everything new in each step and
+sends it as one body part, a sign of life while nothing comes, and a watch that ends it all as
+soon as the client is gone. app.py makes one per streamed request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from itertools import islice
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Protocol
+
+from starlette.types import Receive, Scope, Send
+
+from streamer.engine.stream import Delta
+from streamer.errors import StreamerError
+from streamer.server.transport.follow import Work, follow
+from streamer.server.transport.loop_turn import WRITE_PART
+from streamer.server.transport.stuck import StuckWatch
+
+if TYPE_CHECKING:
+    from streamer.core.plan import Notice
+    from streamer.engine.stream import TokenStream
+    from streamer.server.service import Service
+
+log = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 15.0
+# Readers of streams without ids know `data: ` and blank lines alone (SGLang's benchmark and llmperf
+# parse a comment as JSON). A reader of ids may not see a blank line for itself: openai 3.54 takes
+# one after an id for an event without data, and fails.
+KEEP_ALIVE: Final = b": keep-alive\n"
+KEEP_ALIVE_PLAIN: Final = b"\n"
+DONE: Final = b"data: [DONE]\n\n"
+SPLIT = 256  # events of an unmerged replay that are sent together
+
+
+def frame(number: str, data: bytes, event: str = "") -> bytes:
+    """One event; `data` is one line. Without a number it has no `id:` line."""
+    head = (f"id: {number}\n" if number else "") + (f"event: {event}\n" if event else "")
+    return b"%sdata: %s\n\n" % (head.encode(), data)
+
+
+class Answer(Protocol):
+    """What a body's builder offers to a transport."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def has_ids(self) -> bool: ...
+    def opening(self) -> bytes: ...
+    def deltas(self, source: int, deltas: Sequence[Delta]) -> bytes: ...
+    def failure(self, deltas: Sequence[Delta]) -> StreamerError | None: ...
+    def closing(self) -> bytes: ...
+    def error(self, error: StreamerError) -> bytes: ...
+    def whole(self, results: Sequence[Sequence[Delta]]) -> bytes: ...
+
+
+class ClientWatch:
+    """Cancels the body of its `async with` when the client is gone, and absorbs that cancel.
+
+    `idle` is called after `idle_s` seconds and says after how many to call it again: the one task
+    that waits for the client to go is also the clock of the keep-alive.
+    """
+
+    def __init__(
+        self,
+        receive: Receive,
+        idle: Callable[[], Awaitable[float]] | None = None,
+        idle_s: float | None = None,
+    ) -> None:
+        self._receive = receive
+        self._idle = idle
+        self._idle_s = idle_s
+        self.is_gone = False
+
+    async def __aenter__(self) -> ClientWatch:
+        owner = asyncio.current_task()
+        if owner is None:
+            raise RuntimeError("ClientWatch is for code that runs in a task")
+        self._owner = owner
+        self._cancels = owner.cancelling()
+        self._task = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> bool:
+        self._task.cancel()
+        if not self.is_gone:
+            return False
+        is_ours_alone = self._owner.uncancel() <= self._cancels
+        return is_ours_alone and kind is asyncio.CancelledError
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(self._idle_s):
+                    message = await self._receive()
+            except TimeoutError:
+                if self._idle is not None:
+                    self._idle_s = await self._idle()
+                continue
+            if message["type"] == "http.disconnect":
+                self.is_gone = True
+                self._owner.cancel()
+                return
+
+
+def portions(
+    stream: TokenStream, deltas: Sequence[Delta], is_split: bool
+) -> Iterator[Sequence[Delta]]:
+    """What to send together: all of it, or, token by token, SPLIT deltas at a time."""
+    if not is_split:
+        return iter((deltas,))
+    pieces = (piece for delta in deltas for piece in stream.split(delta))
+    return iter(lambda: list(islice(pieces, SPLIT)), [])
+
+
+HEADERS: Final = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache, no-transform"),
+    (b"x-accel-buffering", b"no"),
+)
+
+
+class EventStream:
+    """The ASGI response of one streamed request, which is submitted already, or resumed.
+
+    after     the cursor in each stream, as `answer` has it
+    is_split  deltas are not merged: one a token
+
+    Raises InvalidRequest for a cursor that a stream refuses, before anything is sent.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        answer: Answer,
+        streams: Sequence[TokenStream],
+        keep_alive_s: float | None = None,
+        *,
+        after: int | Sequence[int] = 0,
+        is_split: bool = False,
+    ) -> None:
+        self._service = service
+        self._answer = answer
+        self._streams = streams
+        self._keep_alive_s = KEEP_ALIVE_S if keep_alive_s is None else keep_alive_s
+        self._after = after
+        for stream in streams:
+            stream.cursors_at(after)
+        self._is_split = is_split
+        self._meter = service.metrics.meter()
+        self._readers = [s.new_reader() for s in streams]
+        self._send: Send
+        self._write_part: Callable[[bytes], bool]  # without waiting; False: it is for `send`
+        self._stuck: StuckWatch
+        self._last_sent = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the head and every event; return when all is sent or the client is gone."""
+        self._send = send
+        self._write_part = scope.get("extensions", {}).get(WRITE_PART, lambda _: False)
+        self._stuck = StuckWatch(scope, self._service.config.pause_timeout, self._drop)
+        with self._service.working(), self._stuck:
+            async with ClientWatch(receive, self._keep_alive, self._keep_alive_s):
+                await self._write()
+
+    async def _write(self) -> None:
+        request_id = (b"x-request-id", self._answer.request_id.encode())
+        is_reading = False
+        try:
+            self._stuck.began()
+            await self._send(
+                {"type": "http.response.start", "status": 200, "headers": [*HEADERS, request_id]}
+            )
+            self._stuck.ended()
+            await self._put(self._answer.opening())
+            is_reading = True
+            await self._put(await self._follow())
+        finally:
+            if not is_reading:  # nobody ever read, so nobody's leaving would end it
+                for stream in self._streams:
+                    stream.miss()
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _follow(self) -> bytes:
+        """Send the events as they come; the return value is the end of the body."""
+        try:
+            await follow(self._streams, self._put_news, readers=self._readers, after=self._after)
+        except StreamerError as e:
+            return self._answer.error(e)
+        except Exception:
+            log.exception("a stream failed")
+            return self._answer.error(StreamerError("internal error", code="internal"))
+        return self._answer.closing()
+
+    def _put_news(self, source: int, items: list[Delta | Notice]) -> Work | None:
+        """Write it here and now, without a coroutine, as far as the connection takes it."""
+        deltas = [d for d in items if isinstance(d, Delta)]
+        self._meter.deltas(source, deltas)
+        parts = portions(self._streams[source], deltas, self._is_split)
+        for some in parts:
+            body = self._answer.deltas(source, some)
+            if body and not self._put_now(body):
+                return self._put_rest(source, deltas, body, parts)
+        self._raise_failure(deltas)
+        return None
+
+    async def _put_rest(
+        self, source: int, deltas: list[Delta], body: bytes, parts: Iterator[Sequence[Delta]]
+    ) -> None:
+        await self._put(body)
+        for some in parts:
+            await self._put(self._answer.deltas(source, some))
+        self._raise_failure(deltas)
+
+    def _raise_failure(self, deltas: list[Delta]) -> None:
+        failure = self._answer.failure(deltas)
+        if failure is not None:
+            self._service.cancel(self._streams)
+            raise failure
+
+    async def _put(self, body: bytes) -> None:
+        if body and not self._put_now(body):
+            self._stuck.began()
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
+            self._stuck.ended()
+            self._last_sent = time.monotonic()
+
+    def _put_now(self, body: bytes) -> bool:
+        if not self._write_part(body):
+            return False
+        self._last_sent = time.monotonic()  # asking for the loop is a system call
+        return True
+
+    async def _keep_alive(self) -> float:
+        now = time.monotonic()
+        rest_s = self._last_sent + self._keep_alive_s - now
+        if rest_s > 0:
+            return rest_s
+        if not self._stuck.is_sending:  # else the client is not even taking what it has
+            self._last_sent = now
+            body = KEEP_ALIVE if self._answer.has_ids else KEEP_ALIVE_PLAIN
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
+        return self._keep_alive_s
+
+    def _drop(self) -> None:
+        """The client takes nothing: the streams wait for another reader, not for this one."""
+        for stream, reader in zip(self._streams, self._readers, strict=True):
+            stream.drop(reader)
+
+
+async def read_whole(
+    service: Service, answer: Answer, streams: Sequence[TokenStream], receive: Receive
+) -> bytes | None:
+    """Wait for all streams, then the body of the answer; None: the client left.
+
+    Raises what the first failed stream failed with, and leaves the others to their last reader.
+    """
+    results: list[list[Delta]] = [[] for _ in streams]
+    meter = service.metrics.meter()
+
+    def keep(source: int, items: list[Delta | Notice]) -> None:
+        deltas = [d for d in items if isinstance(d, Delta)]
+        meter.deltas(source, deltas)
+        failure = answer.failure(deltas)
+        if failure is not None:
+            raise failure
+        results[source].extend(deltas)
+
+    async with ClientWatch(receive) as watch:
+        await follow(streams, keep)
+    if watch.is_gone:
+        return None
+    if any(stream.prompt_logprobs for stream in streams):
+        # A batch of scored prompts may have hundreds of thousands of tokens: not on the loop.
+        return await service.engine.in_pool(lambda: answer.whole(results))
+    return answer.whole(results)

@@ -1,0 +1,183 @@
+"""StreamingWebSocket: uvicorn's WebSocket protocol, for many small messages and hostile clients.
+
+Every frame is charged where it is taken apart. lifecycle.py names this class to uvicorn, and
+transport/http.py's connections become one when they are upgraded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import Any, Final, cast
+
+from uvicorn.protocols.utils import ClientDisconnected
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.exceptions import ProtocolError
+from websockets.frames import Close, Frame, Opcode
+from websockets.http11 import Request, Response
+from websockets.protocol import OPEN
+from websockets.server import ServerProtocol
+
+from streamer.server.responses.flood import EVENTS_PER_S, FrameBudget
+from streamer.server.transport.loop_turn import TurnTransport
+from streamer.server.transport.stuck import ABORT
+
+TEXT, BINARY = b"\x81", b"\x82"  # opcode, and FIN: no message is cut in pieces
+VERSION: Final = "13"
+FLOOD: Final = 4429
+INVALID_DATA: Final = 1007
+LINGER_S: Final = 2.0
+
+
+class Frames(ServerProtocol):
+    """websockets' protocol, with a budget of frames.
+
+    A handshake of another version is told ours (RFC 6455, 4.4), and a close may come inside a
+    fragmented message (5.4).
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._clock = loop.time
+        self._budget = FrameBudget(loop.time())
+
+    def accept(self, request: Request) -> Response:
+        """The answer to a handshake."""
+        response = super().accept(request)
+        if response.status_code != HTTPStatus.SWITCHING_PROTOCOLS and request.headers.get_all(
+            "Sec-WebSocket-Version"
+        ) != [VERSION]:
+            says = f"this server speaks version {VERSION} of the WebSocket protocol\n"
+            response = self.reject(HTTPStatus.UPGRADE_REQUIRED, says)
+            response.headers["Upgrade"] = "websocket"
+            response.headers["Sec-WebSocket-Version"] = VERSION
+        return response
+
+    def recv_frame(self, frame: Frame) -> None:
+        """Charge a frame, then let websockets see it; ProtocolError ends the parser."""
+        is_event = frame.fin and frame.opcode in (Opcode.TEXT, Opcode.BINARY)
+        if not self._budget.take(self._clock(), len(frame.data), is_event=is_event):
+            self.fail(FLOOD, f"flood: more than {EVENTS_PER_S} events a second")
+            raise ProtocolError("flood")
+        if frame.opcode is Opcode.CLOSE:
+            self.cur_size = None
+        super().recv_frame(frame)
+
+
+class StreamingWebSocket(WebSocketsSansIOProtocol):
+    """uvicorn's protocol, with a short way for messages to an open socket.
+
+    The application may abort the connection. Pings are answered while the peer takes what it gets.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.conn = Frames(self.loop, max_size=self.config.ws_max_size, logger=self.conn.logger)
+        self._pong = b""  # for when the peer takes something again
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The end."""
+        cast("TurnTransport", self.transport).lost()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Feed the parser, part by part."""
+        cast("TurnTransport", self.transport).receive(data, self._parse)
+
+    def _parse(self, data: bytes) -> None:
+        if self.conn.parser_exc is not None:
+            return  # what follows a failure is not looked at (RFC 6455, 7.1.7)
+        super().data_received(data)
+        if self.conn.handshake_exc is not None and not self.handshake_initiated:
+            # websockets reads shorter heads than transport/http.py lets in, and says nothing of it
+            self.handshake_initiated = self.handshake_complete = self.close_sent = True
+            says = "a header of the handshake is too long for a WebSocket\n"
+            response = self.conn.reject(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, says)
+            self.transport.write(response.serialize())
+            self.transport.close()
+
+    def handle_connect(self, event: Request) -> None:
+        """The handshake, which makes the scope unless it is refused."""
+        super().handle_connect(event)
+        if self.response.status_code == 101:
+            self.scope["extensions"][ABORT] = self.transport.abort  # type: ignore[assignment]
+
+    def handle_ping(self) -> None:
+        """Pong; for a peer that takes nothing the last is enough (RFC 6455, 5.5.3)."""
+        pongs = b"".join(self.conn.data_to_send())
+        if pongs and self.writable.is_set():
+            self.transport.write(pongs)
+        elif pongs:
+            self._pong = pongs
+
+    def resume_writing(self) -> None:
+        """The peer has taken what it had to."""
+        super().resume_writing()
+        if self._pong and self.conn.state is OPEN:
+            self.transport.write(self._pong)
+        self._pong = b""
+
+    def keepalive_timeout(self) -> None:
+        """No pong came: close, and where the close can't go out, abort."""
+        super().keepalive_timeout()
+        if not self.writable.is_set():
+            self.transport.abort()
+
+    def handle_parser_exception(self) -> None:
+        """What the peer sent ends the socket; it has a moment to read why.
+
+        Closing at once, with more of it unread in the kernel, would reset the connection.
+        """
+        closed = cast("Close", self.conn.close_sent)
+        self.queue.put_nowait(
+            {"type": "websocket.disconnect", "code": closed.code, "reason": closed.reason}
+        )
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        self.close_sent = True
+        self.close_timer = self.loop.call_later(LINGER_S, self.transport.close)
+
+    def send_receive_event_to_app(self) -> None:
+        """A whole message; text that is not UTF-8 ends the socket."""
+        if self.curr_msg_data_type == "text" and not self.close_sent:
+            try:
+                b"".join(self.frames).decode()
+            except UnicodeDecodeError as e:  # uvicorn would log a traceback
+                self.conn.fail(INVALID_DATA, f"{e.reason} at position {e.start}")
+                self.handle_parser_exception()
+                return
+        super().send_receive_event_to_app()
+
+    async def receive(self) -> Any:
+        """An ASGI message; a turn of the loop for each."""
+        if not self.queue.empty():
+            await asyncio.sleep(0)  # the queue alone would let nothing else run
+        return await super().receive()
+
+    async def send(self, message: Any) -> None:
+        """An ASGI message. Whatever is not for an open socket is uvicorn's business."""
+        is_over = self.handshake_complete and (self.close_sent or self.disconnected)
+        if message["type"] == "websocket.close" and is_over:
+            return  # by the peer, or for what it sent
+        if message["type"] == "websocket.send":
+            if not self.writable.is_set():
+                await self.writable.wait()
+            if self.conn.state is OPEN and not (self.close_sent or self.disconnected):
+                text = message.get("text")
+                if text is not None:
+                    self.transport.write(frame(TEXT, text.encode()))
+                else:
+                    self.transport.write(frame(BINARY, message["bytes"]))
+                return
+            if self.handshake_complete:  # a lane may not have heard of it yet
+                raise ClientDisconnected
+        await super().send(message)
+
+
+def frame(kind: bytes, data: bytes) -> bytes:
+    """A whole message as one frame without a mask (RFC 6455, 5.2), as servers send them."""
+    length = len(data)
+    if length < 126:
+        return b"%b%c%b" % (kind, length, data)
+    if length < 1 << 16:
+        return b"%b\x7e%b%b" % (kind, length.to_bytes(2, "big"), data)
+    return b"%b\x7f%b%b" % (kind, length.to_bytes(8, "big"), data)

@@ -1,0 +1,194 @@
+"""compare itself: which turns there are, what a failure does, and one whole small run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from streamer.cli import main
+from streamer.loadtest.compare import command as compare
+from streamer.loadtest.compare import machine
+from streamer.loadtest.compare.engines import (
+    ENGINES,
+    Engine,
+    Places,
+    environment,
+    job,
+    server_command,
+)
+from streamer.loadtest.compare.limit import Machine
+from streamer.loadtest.compare.peers.to_gguf import gguf_name, rotated, tensors
+from streamer.loadtest.compare.processes import EngineFailed, Process, Runner, family
+from streamer.loadtest.compare.results import Failure, Results, Sample
+from streamer.loadtest.compare.workload import KV_BYTES, MODELS, WORKS
+
+SMALL = MODELS["small"]
+OURS, VLLM, STATIC = ENGINES["streamer"], ENGINES["vllm"], ENGINES["transformers"]
+
+
+def plan(*engines: Engine, rounds: int = 2) -> compare.Plan:
+    return compare.Plan(engines, ("small",), tuple(WORKS), rounds, 2, False)
+
+
+def test_engines_take_turns_and_the_first_changes() -> None:
+    wanted = plan(OURS, VLLM, STATIC)
+    kinds = [(t.engine.name, t.is_stream) for t in compare.turns(wanted, 0)]
+    assert kinds == [
+        ("streamer", False),
+        ("streamer", True),
+        ("vllm", False),
+        ("vllm", True),
+        ("transformers", False),  # its static batch has no server
+    ]
+    assert next(compare.turns(wanted, 1)).engine is VLLM
+    assert next(compare.turns(wanted, 3)).engine is OURS
+
+
+def test_who_is_far_behind_is_not_asked_again() -> None:
+    results = Results("", {}, {}, {})
+    for engine, rate in (("streamer", 10.0), ("vllm", 100.0), ("transformers", 20.0)):
+        results.samples += [Sample(engine, "small", work, 0, rate) for work in ("eq", "mix")]
+    results.samples.append(Sample("transformers", "small", "one", 0, 20.0))
+    kept = {
+        turn.engine.name: [work.name for work in compare.without_slow(turn, results).works]
+        for turn in compare.turns(plan(OURS, VLLM, STATIC), 1)
+        if not turn.is_stream
+    }
+    everything = ["eq", "mix", "one"]
+    assert kept == {"streamer": everything, "vllm": everything, "transformers": ["one"]}
+
+
+def test_missing_engines_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = compare.choose(["streamer", "vllm"], Places(tmp_path), Console(soft_wrap=True))
+    assert found == (OURS,)
+    assert "vllm" in capsys.readouterr().out
+
+
+def test_pools_have_the_same_bytes(tmp_path: Path) -> None:
+    places = Places(tmp_path)
+    half = MODELS["half"]
+    assert job(OURS, half, places, 2).kv_bytes == KV_BYTES
+    ours = server_command(OURS, half, places, 2, 1)
+    blocks = int(ours[ours.index("--num-gpu-blocks-override") + 1])
+    llama = server_command(ENGINES["llamacpp"], half, places, 2, 1)
+    context = int(llama[llama.index("-c") + 1])
+    pages = server_command(ENGINES["transformers-cb"], half, places, 2, 1)
+    tokens = 256 * int(pages[pages.index("--cb-num-blocks") + 1])
+    for pool_tokens in (16 * blocks, context, tokens):
+        size = pool_tokens * half.kv_token_bytes
+        assert KV_BYTES * 0.98 < size <= KV_BYTES
+    assert environment(VLLM, places, 2)["VLLM_CPU_KVCACHE_SPACE"] == "2"
+
+
+def test_peers_do_not_see_our_modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    monkeypatch.setenv("STREAMER_PORT", "1")
+    assert "PYTHONPATH" not in environment(VLLM, Places(tmp_path), 2)
+    ours = environment(OURS, Places(tmp_path), 2)
+    assert "STREAMER_PORT" not in ours
+    assert (Path(ours["PYTHONPATH"]) / "streamer" / "__init__.py").exists()
+
+
+def test_an_engine_that_ends_says_why(tmp_path: Path) -> None:
+    """The interpreter here has no vLLM, which is what its runner then tells."""
+    places = Places(tmp_path)
+    env = environment(VLLM, places, 1)
+    with (
+        Runner(Path(sys.executable), "run_vllm", env, tmp_path / "log") as runner,
+        pytest.raises(EngineFailed, match="No module named 'vllm'"),
+    ):
+        runner.ask(job(VLLM, SMALL, places, 1)._asdict(), 60)
+
+
+def test_a_failure_is_a_result_and_the_engine_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*_: object) -> None:
+        raise EngineFailed("no")
+
+    monkeypatch.setattr(compare, "take_turn", fail)
+    results = Results("", {}, {}, {})
+    first, *_ = compare.turns(plan(VLLM), 0)
+    later, *_ = compare.turns(plan(VLLM), 1)
+    compare.take(first, results, Places(tmp_path), 2, tmp_path, Console(quiet=True))
+    assert results.failures == [Failure("vllm", "small", 0, "no")]
+    assert compare._has_failed(later, results)
+    assert not compare._has_failed(first, results)
+
+
+def test_memory_of_a_process_and_its_children(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys, time\n"
+        "data = bytearray(50 << 20)\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; print(1, flush=True); "
+        "time.sleep(60)'], stdout=sys.stdout)\n"
+        "time.sleep(60)\n"
+    )
+    log = tmp_path / "log"
+    with Process([sys.executable, "-c", code], environment(OURS, Places(tmp_path), 1), log) as p:
+        follower = subprocess.run(  # waits until the child has spoken
+            ["sh", "-c", f"for i in $(seq 300); do grep -q 1 {log} && exit; sleep 0.05; done"],
+            check=False,
+        )
+        assert follower.returncode == 0
+        pids = family(p._process.pid)
+        assert len(pids) == 2
+        assert 55 << 20 < p.peak_bytes() < 200 << 20
+    assert not p.is_running
+
+
+def test_names_and_rotation_for_llama_cpp() -> None:
+    assert gguf_name("model.layers.11.self_attn.q_proj.weight") == "blk.11.attn_q.weight"
+    assert gguf_name("model.embed_tokens.weight") == "token_embd.weight"
+    rows = np.arange(8).reshape(8, 1)  # two heads of four: halves become pairs
+    assert rotated(rows, 2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+def test_tensors_of_a_safetensors_file(tmp_path: Path) -> None:
+    header = b'{"__metadata__":{},"a":{"dtype":"BF16","shape":[2,1],"data_offsets":[0,4]}}'
+    file = tmp_path / "x"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + b"\1\0\2\0")
+    ((name, bits),) = tensors(file)
+    assert (name, bits.tolist()) == ("a", [[1], [2]])
+
+
+def test_rates_of_threads_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "TRY_S", 0.02)
+    one, two = (machine.total_rate(lambda: lambda: time.sleep(0.001), n, 3.0) for n in (1, 2))
+    assert 0 < one < 3000
+    assert two > 1.2 * one  # sleeping threads do not share a core
+
+
+def test_a_whole_run_with_the_fake_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(_plan: object, results: Results, *_: object) -> None:
+        results.machine.append(Machine(40.0, {32: 600.0}))
+
+    monkeypatch.setattr(compare, "measure_machine", measured)
+    monkeypatch.setenv("PEERS_HOME", str(tmp_path / "peers"))
+    out, svg, page = tmp_path / "r.json", tmp_path / "c.svg", tmp_path / "t.md"
+    flags = ["--engines", "streamer", "vllm", "--models", "fake", "--work", "mix", "stream"]
+    files = ["--out", str(out), "--svg", str(svg), "--markdown", str(page)]
+    assert main(["loadtest", "compare", *flags, "--rounds", "1", *files]) == 0
+    results = Results.read(out)
+    assert [(s.engine, s.work) for s in results.samples] == [
+        ("streamer", "mix"),
+        ("streamer", "stream"),
+    ]
+    stream = results.samples[1]
+    assert stream.first_p50_ms is not None
+    assert 0 < stream.first_p50_ms < 10_000
+    assert all(peak.bytes > 10 << 20 for peak in results.peaks)
+    assert not results.failures
+    assert "| Streamer |" in page.read_text(encoding="utf-8")
+    assert svg.read_text(encoding="utf-8").startswith("<svg")
+    assert "Left out, not installed: vllm" in capsys.readouterr().out
+    assert main(["loadtest", "compare", "--show", str(out)]) == 0
+    assert "Streamer" in capsys.readouterr().out

@@ -1,0 +1,172 @@
+"""Medians, ratios, goals, tables and the chart of made-up results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from streamer.loadtest import table
+from streamer.loadtest.compare import chart
+from streamer.loadtest.compare.limit import Machine
+from streamer.loadtest.compare.results import (
+    Failure,
+    Peak,
+    Results,
+    Sample,
+    Verdict,
+    median_machine,
+    percentile,
+    verdicts,
+)
+
+MIB = 1 << 20
+RATES = {  # small: eq, mix, one, stream; three rounds around these
+    "streamer": (4000, 2500, 500, 2600),
+    "openvino": (3000, 2400, 460, None),
+    "vllm": (2300, 1900, 300, 1800),
+    "transformers": (1000, 400, 150, None),
+}
+
+
+def results() -> Results:
+    found = Results(
+        "2026-11-21 10:00",
+        {"cpu": "A <CPU>", "cores": "2 cores"},
+        {"streamer": "1.0"},
+        {"rounds": 3, "threads": 2},
+        machine=[Machine(rate, {8: 660.0, 32: 660.0, 1024: 1000.0}) for rate in (40.0, 44.0, 80.0)],
+    )
+    for round, factor in enumerate((1.0, 0.9, 1.2)):
+        for engine, rates in RATES.items():
+            for work, rate in zip(("eq", "mix", "one", "stream"), rates, strict=True):
+                if rate is None or (engine == "transformers" and round):
+                    continue
+                sample = Sample(engine, "small", work, round, rate * factor)
+                if work == "stream":
+                    first = 150.0 if engine == "vllm" else 140.0
+                    sample = Sample(
+                        engine, "small", work, round, rate * factor, first, 2 * first, 7.0, 11.0
+                    )
+                found.samples.append(sample)
+    found.peaks += [
+        Peak("streamer", "small", 0, False, 700 * MIB),
+        Peak("streamer", "small", 0, True, 9000 * MIB),  # the server's is another matter
+        Peak("openvino", "small", 0, False, 500 * MIB),
+        Peak("transformers", "small", 0, False, 100 * MIB),  # has no pool
+    ]
+    return found
+
+
+def test_a_median_is_over_rounds() -> None:
+    assert results().median("streamer", "small", "eq") == 4000
+    assert results().median("openvino", "small", "stream") is None
+    assert median_machine(results().machine).read_gb_s == 44.0
+
+
+@pytest.mark.parametrize(
+    ("values", "share", "wanted"),
+    [([], 0.5, None), ([3.0], 0.99, 3.0), ([1, 2, 3, 4], 0.5, 2), (list(range(100)), 0.99, 98)],
+)
+def test_percentiles(values: list[float], share: float, wanted: float | None) -> None:
+    assert percentile(values, share) == wanted
+
+
+def test_the_best_peer_is_not_ours() -> None:
+    assert results().best_peer("small", "eq") == ("openvino", 3000)
+    assert results().best_peer("small", "stream") == ("vllm", 1800)
+    assert results().leanest_peer("small") == ("openvino", 500 * MIB)
+    assert Results("", {}, {}, {}).best_peer("small", "eq") is None
+
+
+def test_goals() -> None:
+    found = {verdict.what: verdict for verdict in verdicts(results())}
+    assert {what: verdict.is_met for what, verdict in found.items()} == {
+        "eq": True,
+        "mix": False,
+        "one": True,
+        "stream": True,
+        "first token, ms": True,
+        "peak, MiB": True,
+    }
+    assert found["eq"].wanted == pytest.approx(3900)
+    assert found["eq"].ratio == pytest.approx(4 / 3)
+    assert found["one"].wanted == 460
+    assert found["peak, MiB"].wanted == 750
+
+
+def test_the_machines_limit_can_be_the_lower_goal() -> None:
+    found = results()
+    found.machine = [Machine(20.0, {1024: 500.0})]
+    verdict = next(v for v in verdicts(found) if v.what == "eq")
+    limit = found.limit("small", "eq")
+    assert limit is not None
+    assert limit * 0.85 < 3900
+    assert verdict.wanted == pytest.approx(0.85 * limit)
+
+
+def test_less_can_be_better() -> None:
+    assert Verdict("m", "w", 1.0, 2.0, "vllm", 0.5, is_less_better=True).is_met
+    assert not Verdict("m", "w", 1.0, 2.0, "vllm", 0.5).is_met
+
+
+def test_results_survive_the_disk(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "r.json"
+    results().write(file)
+    assert Results.read(file) == results()
+    assert [path.name for path in file.parent.iterdir()] == ["r.json"]
+
+
+def test_the_table() -> None:
+    rows = table.model_rows(results(), "small")
+    assert {len(row) for row in rows} == {len(rows[0])}
+    text = table.markdown(rows)
+    assert "| OpenVINO | 3000 | 2400 | 460 | - | - | - | 500 |" in text
+    assert "| transformers, static | 1000* | 400* | 150* | - | - | - | 100 (no pool) |" in text
+    assert "| ours / best peer | 1.33 | 1.04 | 1.09 | 1.44 |" in text
+    ours = next(row for row in rows if row[0] == "Streamer")
+    assert ours[5:] == ["140 / 280", "7 / 11", "700"]
+
+
+def test_plain_columns_line_up() -> None:
+    lines = table.plain([["a", "bb"], ["ccc", "1"]]).splitlines()
+    assert lines == ["a    bb", "ccc   1"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(None, "-"), (1234.5, "1234"), (99.54, "99.5"), (0.123456, "0.123")]
+)
+def test_numbers(value: float | None, text: str) -> None:
+    assert table.number(value) == text
+
+
+def test_the_report_says_what_failed_and_what_is_met() -> None:
+    found = results()
+    found.failures.append(Failure("vllm", "half", 0, "it ended: out of memory"))
+    text = table.report(found)
+    assert "vllm, half, round 1: it ended: out of memory" in text
+    assert "not met" in text
+    assert "44.0 GB/s" in text
+    assert table.report(Results("", {}, {}, {"threads": 2, "rounds": 1}))
+
+
+def test_the_chart_is_an_svg_with_a_bar_for_every_median() -> None:
+    found = results()
+    root = ElementTree.fromstring(chart.svg(found))
+    name = "{http://www.w3.org/2000/svg}"
+    bars = [bar.get("class") for bar in root.iter(f"{name}rect")]
+    assert bars.count("ours") == 4
+    assert len(bars) == sum(rate is not None for rates in RATES.values() for rate in rates)
+    assert len(list(root.iter(f"{name}line"))) == 4  # the limits
+    texts = [text.text or "" for text in root.iter(f"{name}text")]
+    assert any("A <CPU>" in text for text in texts)
+
+
+def test_a_longer_bar_is_a_higher_rate() -> None:
+    name = "{http://www.w3.org/2000/svg}"
+    parts = chart.panel(results(), "small", "eq", 400)
+    root = ElementTree.fromstring(f'<svg xmlns="{name[1:-1]}">{"".join(parts)}</svg>')
+    widths = [float(bar.get("width") or 0) for bar in root.iter(f"{name}rect")]
+    assert widths == sorted(widths, reverse=True)
+    assert widths[0] / widths[1] == pytest.approx(4 / 3, rel=0.01)

@@ -1,0 +1,270 @@
+"""bench gpu: every section's code, on tiny shapes; what it says, writes and survives."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from streamer.errors import ConfigError
+from streamer.kernels import ops, reference
+from streamer.loadtest.inside.gpu import command as gpu
+from streamer.loadtest.inside.gpu import engine as gpu_engine
+from streamer.loadtest.inside.gpu import kernels as gpu_kernels
+from streamer.loadtest.inside.gpu import models as gpu_models
+from streamer.loadtest.inside.gpu import report as gpu_report
+from streamer.loadtest.inside.gpu.report import Figure, Report, Results
+from tests.kernels.conftest import skip_without_interpreter
+from tests.model.late_device import LateDevice
+from tests.model.late_doors import LateDoors
+
+CPU = gpu_models.Where(torch.device("cpu"), is_tiny=True)
+
+
+def run(*flags: str) -> tuple[int, str]:
+    """Exit code and what was printed."""
+    parser = argparse.ArgumentParser()
+    gpu.add_arguments(parser)
+    text = io.StringIO()
+    args = parser.parse_args(["--device", "cpu", "--tiny", "--here", *flags])
+    return gpu.run(args, Console(file=text, width=200)), text.getvalue()
+
+
+@pytest.fixture
+def quantizing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that have INT8 and FP8 caches, so that those cases run too."""
+    monkeypatch.setattr(ops, "_backend", reference)
+    monkeypatch.setattr(ops, "backend", "torch")
+
+
+def new_report(budget_s: float = 60.0, **settings: Any) -> Report:
+    return Report("x", budget_s, lambda what: None, Console(file=io.StringIO()), **settings)
+
+
+@pytest.mark.usefixtures("quantizing")
+def test_every_section_runs_and_is_written(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    code, text = run("--out", str(out))
+    assert code == 0, text
+    found = msgspec.json.decode(out.read_bytes(), type=Results)
+    assert found.failures == {}
+    assert list(found.seconds) == list(gpu.SECTIONS)
+    assert {f.section for f in found.figures} == set(gpu.SECTIONS)
+    assert all(f.value > 0 for f in found.figures)
+    assert found.is_tiny
+    assert "say nothing about speed" in found.note
+    assert found.met == {}, "tiny shapes have no targets"
+    assert set(found.versions) >= {"python", "torch", "transformers"}
+    measured = {(f.what, f.measure) for f in found.figures}
+    for name in gpu_models.SHAPES:
+        assert {(name, "one stream"), (name, "share")} <= measured
+    for kind in ("", ", int8 KV", ", fp8 KV"):
+        assert (f"Qwen3-0.6B{kind}", "4 requests") in measured
+        for shape in gpu_kernels.TINY_SHAPES:
+            assert (shape.name, f"paged{kind}") in measured
+    assert ("transformers, Qwen3-0.6B", "4 requests") in measured
+    assert all(word in text for word in ("section", "attention", "say nothing about speed"))
+
+
+@pytest.mark.parametrize("section", ["single", "batch", "step"])
+def test_sections_with_models_on_the_gpus_runner(
+    monkeypatch: pytest.MonkeyPatch, section: str
+) -> None:
+    """That runner, one plan ahead and with recorded decodes, on a device that does all late."""
+    skip_without_interpreter()
+    from streamer.kernels.gpu import sample
+
+    devices: list[LateDevice] = []
+
+    def new_device(where: gpu_models.Where) -> LateDevice:
+        devices.append(LateDevice(len(devices)))
+        return devices[-1]
+
+    monkeypatch.setattr(gpu_models.Where, "new_device", new_device)
+    monkeypatch.setattr(ops, "_backend", LateDoors())
+    monkeypatch.setattr(ops, "backend", "torch")
+    monkeypatch.setattr(sample, "best", reference.best)
+    with np.errstate(all="ignore"):
+        code, text = run("--only", section)
+    assert code == 0, text
+    assert len(devices) == {"single": 3, "batch": 3, "step": 1}[section]
+    assert all(device.num_replays > 0 for device in devices)
+
+
+def test_sections_by_name_in_the_benchs_order(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    code, _ = run("--only", "swap, bandwidth", "--out", str(out))
+    found = msgspec.json.decode(out.read_bytes(), type=Results)
+    assert (code, list(found.seconds)) == (0, ["bandwidth", "swap"])
+    with pytest.raises(ConfigError, match="'swaps' is none of bandwidth, single"):
+        run("--only", "swaps")
+
+
+def test_a_section_that_fails_does_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(where: gpu_models.Where, report: Report) -> None:
+        report.add("half", "done", 1.0, "x")
+        raise ValueError("no such\nkernel")
+
+    monkeypatch.setattr(gpu_engine, "step", broken)
+    out = tmp_path / "gpu.json"
+    code, text = run("--only", "bandwidth,step,swap", "--out", str(out))
+    assert code == 1
+    assert "step failed: ValueError: no such" in text
+    found = msgspec.json.decode(out.read_bytes(), type=Results)
+    assert found.failures == {"step": "ValueError: no such"}
+    assert {f.section for f in found.figures} == {"bandwidth", "step", "swap"}
+
+
+def test_a_section_that_takes_too_long_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    section = gpu.SECTIONS["batch"]
+    monkeypatch.setitem(gpu.SECTIONS, "batch", section._replace(budget_s=0.0))
+    code, text = run("--only", "batch")
+    assert code == 1
+    assert "batch failed: not done within its 0 s" in text
+
+
+def test_a_process_for_each_section(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    args = argparse.Namespace(
+        only="bandwidth,swap", device="cpu", tiny=True, out=tmp_path / "gpu.json", here=False,
+        part=None,
+    )  # fmt: skip
+    text = io.StringIO()
+    assert gpu.run(args, Console(file=text, width=200)) == 0
+    found = msgspec.json.decode((tmp_path / "gpu.json").read_bytes(), type=Results)
+    assert {f.section for f in found.figures} == {"bandwidth", "swap"}
+    shown = capfd.readouterr().out
+    assert "bandwidth: memory, rate:" in shown, "as it comes, by the process that found it"
+    assert "│" not in shown, "but one table"
+
+
+@pytest.mark.parametrize(
+    ("script", "grace_s", "failure"),
+    [
+        ("os.abort()", 300.0, "its process ended with -6"),
+        ("time.sleep(600)", 3.0, "killed after 3 s"),
+        ("sys.exit(3)", 300.0, "its process ended with 3"),
+    ],
+)
+def test_a_process_that_dies_or_hangs_leaves_what_it_found(
+    monkeypatch: pytest.MonkeyPatch, script: str, grace_s: float, failure: str
+) -> None:
+    part = '{"figures": [{"section": "s", "what": "w", "measure": "m", "value": 2, "unit": "x"}]}'
+
+    def command(name: str, where: gpu_models.Where, file: Path) -> list[str]:
+        wrote = f"import os, pathlib, sys, time; pathlib.Path({str(file)!r}).write_text({part!r})"
+        return [sys.executable, "-c", f"{wrote}; {script}"]
+
+    monkeypatch.setattr(gpu, "_command", command)
+    monkeypatch.setattr(gpu, "GRACE_S", grace_s)
+    monkeypatch.setitem(gpu.SECTIONS, "swap", gpu.Section(0, ""))
+    found = gpu._run_apart("swap", CPU)
+    assert found.failure == failure
+    assert found.figures == [Figure("s", "w", "m", 2.0, "x")]
+
+
+def test_every_section_has_a_function() -> None:
+    for name in gpu.SECTIONS:
+        assert gpu._function(name).__doc__
+
+
+def test_all_sections_together_keep_below_ten_minutes() -> None:
+    assert sum(section.budget_s + gpu.GRACE_S for section in gpu.SECTIONS.values()) < 600
+
+
+def test_without_a_gpu_only_tiny_shapes_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for device, message in (("auto", "--device cpu --tiny"), ("cuda", "no GPU here")):
+        args = argparse.Namespace(
+            only=None, device=device, tiny=False, out=None, here=True, part=None
+        )
+        with pytest.raises(ConfigError, match=message) as error:
+            gpu.run(args, Console(file=io.StringIO()))
+        assert error.value.param == "device"
+
+
+@pytest.mark.parametrize(
+    ("value", "target", "is_ceiling", "is_met"),
+    [
+        (0.9, 0.9, False, True),
+        (0.89, 0.9, False, False),
+        (0.3, 0.3, True, True),
+        (0.31, 0.3, True, False),
+        (5.0, None, False, None),
+    ],
+)
+def test_targets(value: float, target: float | None, is_ceiling: bool, is_met: bool | None) -> None:
+    figure = Figure("a", "b", "c", value, "x", "", target, is_ceiling)
+    assert figure.is_met is is_met
+    found = gpu_report.results(CPU.device, [figure], {}, {}, is_tiny=False)
+    assert found.met == ({} if is_met is None else {"a: b, c": is_met})
+    text = io.StringIO()
+    gpu_report.print_table(Console(file=text, width=200), found)
+    row = next(line for line in text.getvalue().splitlines() if " c " in line)
+    cells = [cell.strip() for cell in row.split("│")[1:-1]]
+    assert cells[5] == {True: "yes", False: "no", None: ""}[is_met]
+    assert cells[4] == ("" if target is None else f"{'<=' if is_ceiling else '>='} {target:g}")
+
+
+def test_figures_without_targets_where_none_are_kept() -> None:
+    report = new_report(has_targets=False)
+    report.add("a", "b", 1.0, "x", target=2.0)
+    assert report.part.figures[0].is_met is None
+
+
+def test_the_requests_are_nano_vllms() -> None:
+    """Its bench prints 133,966 tokens of output; its prompts have 142,827."""
+    requests = gpu_engine.nano_vllm_requests(is_tiny=False)
+    assert len(requests) == 256
+    assert sum(r.num_output for r in requests) == 133_966
+    assert sum(len(r.prompt) for r in requests) == 142_827
+    assert {len(r.prompt) >= 100 for r in requests} == {True}
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "read"),
+    [
+        ("Qwen3-0.6B", 596_049_920, 596_049_920),
+        ("Llama-3.2-1B", 1_235_814_400, 1_235_814_400),
+        ("Llama-3.1-8B", 8_030_261_248, 8_030_261_248 - 128_256 * 4096),
+    ],
+)
+def test_shapes_have_as_many_parameters_as_the_models(
+    name: str, parameters: int, read: int
+) -> None:
+    """As their model cards and safetensors indices say."""
+    from streamer.model.families import expected_tensors, parse_config
+
+    config = parse_config(gpu_models.SHAPES[name])
+    assert sum(torch.Size(s).numel() for _, s in expected_tensors(config)) == parameters
+    assert gpu_models.read_elements(config) == read
+
+
+def test_random_weights_are_the_same_in_every_run() -> None:
+    first, second = (gpu_models.make_model("Llama-3.1-8B", CPU) for _ in range(2))
+    tokens = torch.tensor([5, 6, 7])
+    batch = ops.AttentionBatch(
+        query_lens=[3],
+        context_lens=[3],
+        block_tables=torch.zeros(1, 1, dtype=torch.int64),
+        slots=torch.arange(3),
+        block_size=16,
+    )
+    logits = [
+        model.decoder.forward(
+            tokens, tokens, batch, ops.new_pool(1, 2, 16, 2, 16, torch.float32), None
+        ).clone()
+        for model in (first, second)
+    ]
+    assert torch.equal(*logits)
+    assert logits[0].std() > 0.01
+    assert first.step_bytes == 4 * (512 * 64 + 64 + 2 * (64 * 64 * 3 + 128 * 64 * 3 + 128))

@@ -1,0 +1,111 @@
+"""bench stream: a small run of every transport, and the parts that its figures rest on."""
+
+from __future__ import annotations
+
+import io
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from streamer.cli import main
+from streamer.core.plan import StepOutput, StepStats
+from streamer.errors import StreamerError
+from streamer.loadtest.inside.stream import command as stream
+from streamer.loadtest.inside.stream.client import EVENT, TRANSPORTS, Connection, Counted
+from streamer.loadtest.inside.stream.command import Measured, Report
+from streamer.loadtest.inside.stream.server import Record, Steps
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_transport_has_its_figures(transport: str) -> None:
+    m = stream.measure(transport, 16, 50.0, 1.0)
+    assert isinstance(m, Measured)
+    assert m.tokens_per_s > 0
+    assert m.events_per_s > 0
+    assert m.num_samples > 0
+    assert m.deliver_p50_ms is not None
+    assert m.deliver_p99_ms is not None
+    assert 0 < m.deliver_p50_ms <= m.deliver_p99_ms
+    assert 0 < m.loop_cpu_us <= m.process_cpu_us
+
+
+def test_clients_that_never_read_are_not_counted() -> None:
+    m = stream.measure("sse", 4, 0.0, 0.3, num_stuck=2)
+    assert m.events_per_s > 0
+
+
+def test_the_command_prints_and_writes_every_case(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    words = ["--streams", "1,16", "--transports", "ws16", "--seconds", "0.2", "--rate", "100"]
+    assert main(["bench", "stream", *words, "--json", str(file)]) == 0
+    report = msgspec.json.decode(file.read_bytes(), type=Report)
+    assert [(m.transport, m.num_streams, m.rate) for m in report.cases] == [
+        ("ws16", 16, 0.0),  # one stream does not fill a socket
+        ("ws16", 16, 100 / 16),
+    ]
+    assert [(m.transport, m.num_streams) for m in report.memory] == [("ws16", 16)]
+
+
+@pytest.mark.parametrize(
+    "words", [["--streams", "0"], ["--slow-readers", "-1"], ["--transports", "tcp"]]
+)
+def test_a_wrong_flag_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "stream", *words]) == 2
+    assert words[0] in capsys.readouterr().err
+
+
+def test_an_event_cut_between_two_reads_is_counted_once() -> None:
+    with socket.socket() as sock:
+        mark = EVENT["ws"]
+        data = b"x" + mark + b'1"}' + mark + b'2"}'
+        for cut in range(1, len(data)):
+            connection = Connection(sock, mark)
+            assert connection.count(data[:cut]) + connection.count(data[cut:]) == 2
+        connection = Connection(sock, mark)
+        assert sum(connection.count(data[i : i + 1]) for i in range(len(data))) == 2
+
+
+def test_a_token_is_timed_from_its_own_step() -> None:
+    record = Record(2)
+    for number, ids in enumerate(["a", "ab", "ab", "b", "ab", "ab"]):
+        record.step(_output(number, tuple(f"chatcmpl-{name}" for name in ids)), float(number))
+    assert record.steady_from == 4
+    assert record.before == {"chatcmpl-a": 3, "chatcmpl-b": 3}
+    steps = Steps(list(record.sent), [], record.steady_from, dict(record.before))
+    samples = [("a", 3, 4.5), ("b", 4, 5.25), ("a", 2, 9.0)]  # the last from before
+    assert list(stream._delays(steps, Counted(0, 0, 0, 1.0, 0.0, samples))) == [0.5, 0.25]
+
+
+def test_a_process_that_ends_is_told() -> None:
+    process = stream.Process(
+        "streamer.loadtest.inside.stream.client", stream.stream_client.Opened(0)
+    )
+    with pytest.raises(StreamerError, match="client ended"):
+        process.wait(Counted)
+    process.close()
+
+
+def test_the_table_has_a_row_a_case() -> None:
+    text = io.StringIO()
+    m = Measured("ws16", 1024, 90.0, 1e5, 1e5, 9.5, 12.0, 10.1, 120.5, 0.01, 0.1, 0.2, 100)
+    table = stream._new_table(1.0)
+    table.add_row(*stream._cells(m))
+    Console(file=text, width=80).print(table)
+    assert "…" not in text.getvalue()
+    assert "92,160" in text.getvalue()
+
+
+def _output(number: int, ids: tuple[str, ...]) -> StepOutput:
+    return StepOutput(
+        number=number,
+        request_ids=ids,
+        choices=(0,) * len(ids),
+        tokens=(1,) * len(ids),
+        logprobs={},
+        finishes=(),
+        notices=(),
+        stats=StepStats(),
+    )

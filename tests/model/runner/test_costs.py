@@ -1,0 +1,49 @@
+"""Costs: measured figures move towards what is measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from streamer.core.plan import Facts
+from streamer.model.runner.costs import Costs, probe_copy
+
+
+def test_prefill_is_learned_from_prefill_steps() -> None:
+    """Steps that only decode have a figure of their own; later ones weigh a fifth."""
+    costs = Costs(1000, probe_copy)
+    assert costs.facts(0).decode_s == 0.0
+    costs.saw_step(9.0, 4, 0)
+    costs.saw_step(7.0, 0, 0)  # computed nothing
+    assert costs.facts(0).prefill_s == Facts().prefill_s
+    costs.saw_step(4.0, 9, 0)
+    assert costs.facts(0).decode_s == pytest.approx(0.8 * 9.0 + 0.2 * 4.0)
+    costs.saw_step(2.0, 100, 90)
+    assert costs.facts(0).prefill_s == pytest.approx(0.02)
+    costs.saw_step(3.0, 100, 100)
+    assert costs.facts(7).prefill_s == pytest.approx(0.8 * 0.02 + 0.2 * 0.03)
+    assert costs.facts(7).copies_done == 7
+
+
+def test_swaps_move_the_bandwidth() -> None:
+    """Slow copies lower it, and it stays positive however short one seems."""
+    costs = Costs(1000, probe_copy)
+    before = costs.facts(0)
+    assert before.swap_bytes_per_s > 1e6
+    costs.saw_swap(1.0, 10, is_first=True)
+    assert costs.facts(0).swap_bytes_per_s == before.swap_bytes_per_s
+    assert costs.facts(0).swap_s == 1.0
+    for _ in range(50):
+        costs.saw_swap(1.0, 10)
+    assert costs.facts(0).swap_bytes_per_s == pytest.approx(1e4, rel=0.1)
+    costs.saw_swap(0.0, 1)
+    assert 0 < costs.facts(0).swap_bytes_per_s < float("inf")
+
+
+def test_what_swaps_cost_once_is_forgotten() -> None:
+    """Or who recomputes for it would never try again."""
+    costs = Costs(1000, lambda: (0.0, 1e-9))
+    for _ in range(50):
+        costs.saw_swap(1.0, 10)
+    for _ in range(2000):
+        costs.saw_step(1.0, 100, 100)
+    assert costs.facts(0).swap_bytes_per_s == pytest.approx(1e9, rel=0.3)

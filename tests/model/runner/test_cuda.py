@@ -1,0 +1,356 @@
+"""The CUDA runner against transformers and the CPU's runner, on a device that does all late.
+
+tests/model/late_device.py is the device; doors are plain torch where a test needs many steps, and
+Triton's interpreter where it is about the kernels. tests/gpu runs the same on a GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from streamer.core.plan import Plan
+from streamer.core.sampling import SamplingParams
+from streamer.kernels import ops, reference
+from streamer.model.decoder import Decoder
+from streamer.model.runner.costs import Costs
+from streamer.model.runner.swaps import Swaps
+from tests.kernels.conftest import skip_without_interpreter
+from tests.model.greedy_oracle import Ask, GreedyOracle, mixed_asks
+from tests.model.hand import make_runner
+from tests.model.late_device import LateDevice
+from tests.model.late_doors import LateDoors
+from tests.model.runner.test_cpu import (  # the same Plans by hand, on late devices
+    test_a_fork_without_its_parents_prompt,
+    test_a_nan_row_fails_alone,
+    test_a_plan_without_rows,
+    test_forks_of_one_prefill,
+    test_recompute,
+    test_results_are_ascending_and_numbered,
+    test_swap_needs_its_copies,
+    test_swap_out_and_in,
+    test_wrong_plans,
+)
+from tests.model.runner.test_scoring import check as check_scores
+from tests.model.sync_engine import GREEDY, SyncEngine
+from tests.model.test_parity import MIXED, RECOMPUTE, SWAP
+from tests.model.where import Where
+
+pytestmark = pytest.mark.usefixtures("late")
+__all__ = [
+    "test_a_fork_without_its_parents_prompt",
+    "test_a_nan_row_fails_alone",
+    "test_a_plan_without_rows",
+    "test_forks_of_one_prefill",
+    "test_recompute",
+    "test_results_are_ascending_and_numbered",
+    "test_swap_needs_its_copies",
+    "test_swap_out_and_in",
+    "test_wrong_plans",
+]
+
+TINY = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
+TINY |= {"num_key_value_heads": 1, "intermediate_size": 32}
+TIGHT = {"num_gpu_blocks_override": 14, "max_num_seqs": 6, "max_num_batched_tokens": 24}
+TIGHT |= {"block_size": 8, "max_model_len": 48}
+
+
+Late = Callable[..., LateDevice]
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
+    """Runners are made on late devices; `late(seed)` says on which. Doors are plain torch, but for
+    sampling and the making of decodes."""
+    skip_without_interpreter()
+    from streamer.kernels.gpu import sample
+
+    def put(seed: int = 0) -> LateDevice:
+        device = LateDevice(seed)
+        monkeypatch.setattr(Where, "make", lambda: device)
+        return device
+
+    monkeypatch.setattr(Where, "make", LateDevice)
+    monkeypatch.setattr(ops, "_backend", LateDoors())
+    monkeypatch.setattr(sample, "best", reference.best)
+    with np.errstate(all="ignore"):
+        yield put
+
+
+@pytest.fixture(scope="module")
+def oracle(reference: Any) -> Callable[[Path], GreedyOracle]:
+    """transformers' answers for a checkpoint."""
+    return lambda folder: GreedyOracle(reference(folder))
+
+
+def serve(
+    folder: Path, asks: list[Ask], params: list[SamplingParams], **settings: Any
+) -> SyncEngine:
+    """An engine that has answered all of them."""
+    engine = SyncEngine(folder, **settings)
+    for i, (prompt, count) in enumerate(asks):
+        engine.add(f"r{i}", prompt, count, params[i % len(params)])
+    engine.run()
+    return engine
+
+
+def tokens_of(engine: SyncEngine, asks: list[Ask]) -> list[list[int]]:
+    """What each of them was answered."""
+    return [engine.tokens[f"r{i}", 0] for i in range(len(asks))]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_greedy_equals_transformers(
+    checkpoint: Any, oracle: Any, record_property: Any, monkeypatch: pytest.MonkeyPatch,
+    late: Late, family: str,
+) -> None:  # fmt: skip
+    """Chunks, late joins and recorded decodes by the GPU's own kernels; gpt2 is not recorded."""
+    from streamer.kernels.gpu import attention, backend, sample
+
+    monkeypatch.setattr(ops, "_backend", backend)
+    monkeypatch.setattr(sample, "best", backend.best)
+    monkeypatch.setattr(attention, "MAX_SPLITS", 2)  # programs of a decode: 16 take their time
+    small = TINY if family == "llama" else {"n_layer": 1, "n_embd": 32, "n_head": 2}
+    folder = checkpoint(family, 0, **small)
+    asks = mixed_asks(1, 4, longest=20, output=(4, 6))
+    device = late()
+    engine = serve(
+        folder, asks, [GREEDY],
+        max_num_seqs=3, max_num_batched_tokens=16, block_size=8, max_model_len=48,
+    )  # fmt: skip
+    assert device.num_recorded == (2 * 3 if family == "llama" else 0)
+    assert (device.num_replays > 0) == (family == "llama")
+    oracle(folder).compare(tokens_of(engine, asks), asks, record_property)
+
+
+@pytest.mark.parametrize(
+    ("costs", "seed"),
+    [*((SWAP, seed) for seed in range(5)), (MIXED, 1), (MIXED, 2), (RECOMPUTE, 0)],
+    ids=lambda v: (
+        {id(SWAP): "swap", id(MIXED): "mixed"}.get(id(v), "recompute")
+        if isinstance(v, dict)
+        else None
+    ),
+)
+def test_preemption_changes_no_token(
+    checkpoint: Any, oracle: Any, record_property: Any, late: Late,
+    costs: dict[str, float], seed: int,
+) -> None:  # fmt: skip
+    """Swaps under replayed decodes, in whatever order the streams come to them."""
+    folder = checkpoint("llama", 1, **TINY)
+    asks = mixed_asks(seed, 16, longest=16, output=(10, 30))
+    late(seed)
+    engine = serve(folder, asks, [GREEDY], costs=costs, **TIGHT)
+    swaps, recomputes = engine.preemptions
+    assert swaps + recomputes >= 4
+    assert (swaps > 0) or costs is not SWAP
+    assert (recomputes > 0) or costs is not RECOMPUTE
+    oracle(folder).compare(tokens_of(engine, asks), asks, record_property)
+
+
+@pytest.mark.parametrize("costs", [SWAP, RECOMPUTE], ids=["swap", "recompute"])
+def test_prompts_are_scored_as_by_transformers(
+    checkpoint: Any, reference: Any, record_property: Any, late: Late, costs: dict[str, float]
+) -> None:
+    """Before the tokens of the plan before are known, with decodes between and preemptions."""
+    folder = checkpoint("llama", 1, **TINY)
+    late(3)
+    engine = SyncEngine(folder, costs=costs, max_scored_tokens=5, **TIGHT)
+    asks = mixed_asks(5, 14, longest=24, output=(10, 20))
+    check_scores(engine, asks, reference(folder), record_property)
+    assert sum(engine.preemptions) >= 4
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_step_waits_for_the_blocks_that_it_reads(
+    checkpoint: Any, reference: Any, late: Late, seed: int
+) -> None:
+    """A plan whose rows read what it swaps in; it is spoilt until the copy is done."""
+    late(seed)
+    test_swap_out_and_in(checkpoint, reference)
+
+
+def test_blocks_are_the_copies_until_they_are_done(late: Late) -> None:
+    """Facts tell of a plan only when the copies of all up to it are done, on both streams."""
+    device = late()
+    device.is_still = True
+    pool, host = (torch.arange(8.0).view(8, 1).clone() + base for base in (0, 100))
+    swaps = Swaps(device, pool, host, Costs(4, device.probe_copy))
+    swaps.start(Plan(number=1, swap_out=((1, 2), (3, 4))))
+    swaps.start(Plan(number=2, swap_in=((7, 6),)))
+    swaps.start(Plan(number=3, swap_in=((2, 5),)))  # what the first plan copies out
+    device.into.go_on()
+    device.into.go_on()
+    device.into.go_on()
+    assert (swaps.copies_done(3), pool[6].item()) == (0, 107.0), "the second is done, not the first"
+    assert not device.into.can_go_on
+    swaps.need([6, 0])
+    assert device.main.can_go_on, "nobody waits for a copy that is done"
+    swaps.need([5])
+    swaps.wait()
+    assert swaps.copies_done(3) >= 2
+    device.synchronize()
+    assert swaps.copies_done(3) == 3
+    assert (host[2].item(), host[4].item(), pool[5].item()) == (1.0, 3.0, 1.0)
+
+
+def test_closing_lets_the_device_finish(checkpoint: Any, late: Late) -> None:
+    """A plan that nobody collects is carried out before its memory goes."""
+    device = late()
+    runner = make_runner(checkpoint("llama", 1, **TINY))
+    runner.launch(Plan(number=1, copies=((3, 4),), swap_out=((1, 0),)))
+    runner.close()
+    assert not any(stream.queue for stream in (device.main, device.out, device.into))
+    assert not hasattr(runner, "_pool")
+
+
+def test_closing_frees_what_was_recorded(
+    checkpoint: Any, monkeypatch: pytest.MonkeyPatch, late: Late
+) -> None:
+    """At once: the engine's thread has frozen the collector, which would never find it."""
+    device = late()
+    monkeypatch.setattr(device, "record", lambda work: list)  # a graph knows no Python
+    runner: Any = make_runner(checkpoint("llama", 1, **TINY))
+    parts = [weakref.ref(part) for part in (runner._decodes, runner._model, runner._state.flat)]
+    gc.disable()
+    try:
+        runner.close()
+        assert [part() for part in parts] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_the_largest_step_is_tried_for_its_memory(
+    checkpoint: Any, monkeypatch: pytest.MonkeyPatch, late: Late
+) -> None:
+    """As many tokens as a step may have, in contexts as long as the model has."""
+    device, seen = late(), list[tuple[Any, ...]]()
+
+    def peak_bytes(work: Callable[[], None]) -> int:
+        work()
+        return 0
+
+    def forward(
+        self: Decoder, tokens: torch.Tensor, positions: Any, batch: Any, pool: Any, last: Any
+    ) -> torch.Tensor:
+        if last is not None:  # no recorded decode
+            seen.append((len(tokens), batch.context_lens.tolist(), len(last)))
+        return compute(self, tokens, positions, batch, pool, last)
+
+    compute = Decoder.forward
+    monkeypatch.setattr(Decoder, "forward", forward)
+    monkeypatch.setattr(device, "peak_bytes", peak_bytes)
+    folder = checkpoint("llama", 1, **TINY, max_position_embeddings=40)
+    make_runner(folder, max_num_batched_tokens=100, max_num_seqs=7)
+    assert seen == [(100, [40, 40, 20], 100)]  # all of them may be scored
+
+
+KINDS = [
+    SamplingParams(temperature=0.8, logprobs=2),
+    SamplingParams(temperature=1.2, top_k=20, n=2),
+    SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.3),
+    SamplingParams(temperature=0.0, presence_penalty=0.9, frequency_penalty=0.7, logprobs=0),
+    SamplingParams(temperature=0.9, min_p=0.05, logit_bias={5: 4.0, 9: -100.0, 11: 3.0}),
+    SamplingParams(temperature=0.0),
+]
+
+
+def test_every_kind_of_row_is_sampled_as_on_the_cpu(
+    checkpoint: Any, monkeypatch: pytest.MonkeyPatch, late: Late
+) -> None:
+    """Draws, filters, bias, penalties, forks, log probabilities, through swaps and recomputation:
+    the CPU runner's tokens; log probabilities to rounding."""
+    folder = checkpoint("llama", 1, **TINY)
+    asks = mixed_asks(4, 8, longest=14, output=(12, 16))
+    late(3)
+    got = serve(folder, asks, KINDS, costs=SWAP, **TIGHT)
+    assert got.preemptions[0] >= 1
+    monkeypatch.undo()
+    expected = serve(folder, asks, KINDS, max_num_seqs=16)
+    assert got.tokens == expected.tokens
+    assert got.logprobs.keys() == expected.logprobs.keys()
+    for key, values in expected.logprobs.items():
+        assert got.logprobs[key] == pytest.approx(values, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_quantized_blocks_survive_swaps_under_replay(
+    checkpoint: Any, monkeypatch: pytest.MonkeyPatch, late: Late, kind: str
+) -> None:
+    """The CPU runner's tokens with such a cache, through swaps: scales go with their blocks."""
+    folder = checkpoint("llama", 1, **TINY)
+    asks = mixed_asks(4, 12, longest=14, output=(14, 20))
+    monkeypatch.setattr(ops, "backend", "torch")  # what the CPU's runner wants for these
+    device = late(3)
+    got = serve(folder, asks, [GREEDY], costs=SWAP, kv_cache_dtype=kind, **TIGHT)
+    assert got.preemptions[0] >= 1
+    assert device.num_replays > 0
+    monkeypatch.setattr(Where, "make", lambda: None)
+    monkeypatch.setattr(ops, "_backend", reference)
+    expected = serve(folder, asks, [GREEDY], max_num_seqs=16, kv_cache_dtype=kind)
+    assert got.tokens == expected.tokens
+    exact = serve(folder, asks, [GREEDY], max_num_seqs=16)
+    assert got.tokens != exact.tokens, "nothing was quantized"
+
+
+def test_min_tokens_masks_stop_ids_until_then(checkpoint: Any, oracle: Any, late: Late) -> None:
+    """Masked while the output is short, free afterwards; positions are known without the tokens."""
+    folder = checkpoint("llama", 1, **TINY)
+    ask = ([5, 6, 7], 12)
+    (free,) = oracle(folder).answers([ask])
+    stop = free.tokens[2]
+    late(1)
+    engine = SyncEngine(folder, max_num_seqs=2, max_model_len=48)
+    params = SamplingParams(temperature=0.0, min_tokens=8)
+    engine.add("r", *ask, params, stop_ids=frozenset([stop]))
+    engine.run()
+    got = engine.tokens["r", 0]
+    assert got[:2] == free.tokens[:2]
+    assert stop not in got[:8]
+
+
+def test_a_row_that_is_not_finite_fails_alone(checkpoint: Any, oracle: Any, late: Late) -> None:
+    """One token's embedding is NaN: who draws it fails one step later, its neighbours go on."""
+    folder = checkpoint("llama", 1, **TINY)
+    asks: list[Ask] = [([5, 6, 7], 12), ([200, 8, 9, 10], 12)]
+    good, bad = oracle(folder).answers(asks)
+    poison = next(t for t in bad.tokens if t not in good.tokens and t not in (5, 6, 7))
+    late(2)
+    engine = SyncEngine(folder, max_num_seqs=2, max_model_len=48)
+    with torch.inference_mode():
+        engine.runner._model._embedding[poison] = torch.nan  # type: ignore[attr-defined]
+    for i, (prompt, count) in enumerate(asks):
+        engine.add(f"r{i}", prompt, count)
+    engine.run()
+    assert engine.tokens["r0", 0] == good.tokens
+    upto = bad.tokens.index(poison) + 1
+    assert engine.tokens["r1", 0] == bad.tokens[:upto]
+    assert engine.finishes["r1", 0].detail == "the model's logits are not finite"
+
+
+def test_decodes_beyond_the_memory_for_graphs_run_op_by_op(
+    checkpoint: Any, oracle: Any, record_property: Any, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture, late: Late,
+) -> None:  # fmt: skip
+    """Recording ends with the budget, largest first, and says so; the answers are the same."""
+    folder = checkpoint("llama", 1, **TINY)
+    device = late()
+    record = device.record
+
+    def costly(work: Callable[[], None]) -> Callable[[], None]:
+        device.free -= 100 << 20
+        return record(work)
+
+    monkeypatch.setattr(device, "record", costly)
+    asks = mixed_asks(2, 4, longest=9, output=(4, 6))
+    engine = serve(folder, asks, [GREEDY], max_num_seqs=4, max_model_len=48)
+    assert device.num_recorded == 2 * 3  # of them the third was one too many
+    assert "2 of 3 decode sizes recorded" in caplog.text
+    oracle(folder).compare(tokens_of(engine, asks), asks, record_property)

@@ -1,0 +1,64 @@
+"""The device layer without a GPU: which device a Config gets, and what the stand-in promises."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from streamer.errors import ConfigError
+from streamer.model.runner.decode_steps import ladder
+from streamer.model.runner.device import choose_device
+from tests.model.late_device import LateDevice
+
+
+def test_auto_takes_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And `cpu` never; `cuda` without one is refused before anything is loaded."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto").type == choose_device("cpu").type == "cpu"
+    with pytest.raises(ConfigError, match="is_available") as refused:
+        choose_device("cuda")
+    assert refused.value.param == "device"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert choose_device("auto") == choose_device("cuda") == torch.device("cuda", 0)
+    assert choose_device("cpu").type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "sizes"),
+    [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (20, [1, 2, 4, 8, 16, 20])],
+)
+def test_the_ladder_ends_with_the_most_rows(max_rows: int, sizes: list[int]) -> None:
+    """1, 2, 4, then every eighth."""
+    assert ladder(max_rows) == sizes
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_late_devices_keep_the_order_that_events_give(seed: int) -> None:
+    """In a stream always; between streams only where one waits."""
+    device, done = LateDevice(seed), list[str]()
+    device.main.run(partial(done.append, "main 1"))
+    device.out.wait(device.main.record())
+    device.out.run(partial(done.append, "out"))
+    device.main.run(partial(done.append, "main 2"))
+    event = device.out.record()
+    event.wait()
+    assert done.index("main 1") < done.index("out")
+    device.synchronize()
+    assert done.index("main 1") < done.index("main 2")
+    assert len(done) == 3
+
+
+def test_an_upload_is_what_was_there_when_it_was_asked_for() -> None:
+    """The host may change its array at once; the device has it when its stream comes to it."""
+    device = LateDevice()
+    device.is_still = True
+    values = np.arange(4)
+    there = device.upload(values)
+    values[:] = 9
+    assert there.tolist() != [0, 1, 2, 3]
+    device.synchronize()
+    assert there.tolist() == [0, 1, 2, 3]

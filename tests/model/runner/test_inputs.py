@@ -1,0 +1,240 @@
+"""Rows: plans become packed tensors; what a plan gets wrong is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from streamer.core.plan import Chunk, Plan, RowJoin, TableUpdate
+from streamer.core.sampling import SamplingParams
+from streamer.errors import InvariantViolated
+from streamer.model.runner.inputs import Rows, StepInputs
+
+PARAMS = SamplingParams(temperature=0.0, seed=0)
+
+
+def join(row: int, tokens: tuple[int, ...], blocks: tuple[int, ...], **fields: Any) -> RowJoin:
+    """A join with everything uncomputed, all of it prompt."""
+    defaults: dict[str, Any] = {"num_prompt": len(tokens), "num_computed": 0, "params": PARAMS}
+    return RowJoin(
+        row=row, request_id=f"r{row}", choice=0, tokens=tokens, blocks=blocks,
+        **{**defaults, **fields},
+    )  # fmt: skip
+
+
+def make(*joins: RowJoin) -> Rows:
+    """4 row slots, tables of 3 out of 10 blocks of 4 tokens."""
+    rows = Rows(4, 3, 10, 4)
+    for one in joins:
+        rows.join(one)
+    return rows
+
+
+def step(rows: Rows, *chunks: Chunk, num: tuple[int, int, int], **fields: Any) -> StepInputs:
+    """Inputs of a plan with these sums: rows, tokens, samples."""
+    return rows.inputs(
+        Plan(
+            number=1, chunks=chunks, num_rows=num[0], num_tokens=num[1], num_samples=num[2],
+            **fields,
+        )
+    )  # fmt: skip
+
+
+def test_chunks_and_decodes_are_packed() -> None:
+    """Decoding rows first, then chunks; slots follow the tables."""
+    rows = make(
+        join(2, (7, 8, 9, 10, 11, 12), (5, 1)),
+        join(0, (20, 21, 22), (9,), num_prompt=2, num_computed=2),
+    )
+    got = step(rows, Chunk(2, 0, 5, False), num=(2, 6, 1))
+    assert got.tokens is not None
+    assert got.positions is not None
+    assert got.batch is not None
+    assert got.tokens.tolist() == [22, 7, 8, 9, 10, 11]
+    assert got.positions.tolist() == [2, 0, 1, 2, 3, 4]
+    assert got.batch.slots.tolist() == [9 * 4 + 2, 20, 21, 22, 23, 4]
+    assert got.batch.query_lens.tolist() == [1, 5]
+    assert got.batch.context_lens.tolist() == [3, 5]
+    assert got.batch.block_tables.tolist()[1] == [5, 1]
+    assert got.last is not None
+    assert got.last.tolist() == [0]
+    assert (got.rows, got.draw_at.tolist(), got.num_chunk_tokens) == ((0,), [3], 5)
+
+
+def test_position_37_with_block_size_16_is_logical_block_2_offset_5() -> None:
+    """The cell that K and V of the token at position 37 are written to: block 9 comes third."""
+    rows = Rows(4, 3, 10, 16)
+    rows.join(join(0, tuple(range(38)), (7, 4, 9), num_computed=37))
+    got = step(rows, num=(1, 1, 1))
+    assert got.positions is not None
+    assert got.batch is not None
+    assert got.positions.tolist() == [37]
+    assert divmod(got.batch.slots.item(), 16) == (9, 5)
+
+
+def test_a_steady_step_takes_all_rows() -> None:
+    """No chunk: every token draws, `last` is None; progress advances by itself."""
+    rows = make(join(1, (3,), (4,)), join(3, (5, 6), (0, 2), num_computed=1, num_prompt=1))
+    for position in (0, 1):
+        got = step(rows, num=(2, 2, 2))
+        assert got.last is None
+        assert got.positions is not None
+        assert got.positions.tolist() == [position, 1 + position]
+        assert (got.rows, got.draw_at.tolist()) == ((1, 3), [position + 1, position + 2])
+        rows.append(np.array([1, 3]), [40, 41])
+    assert got.tokens is not None
+    assert got.tokens.tolist() == [40, 41]
+
+
+def test_rows_without_holes_lend_their_tables() -> None:
+    """Nothing is copied where row r of the batch is row slot r; else the batch has its own."""
+    rows = make(join(0, (3,), (4,)), join(1, (5,), (2,)))
+    first = step(rows, num=(2, 2, 2))
+    rows.leave(0)
+    rows.append(np.array([1]), [6])
+    second = step(rows, num=(1, 1, 1))
+    assert first.batch is not None
+    assert second.batch is not None
+    assert second.batch.block_tables.tolist() == [[2]]
+    rows.update_table(TableUpdate(1, 0, (7,)))
+    assert first.batch.block_tables.tolist() == [[4], [7]]
+    assert second.batch.block_tables.tolist() == [[2]]
+
+
+def test_a_resumed_row_prefills_its_own_output() -> None:
+    """Drawn tokens are known tokens: a chunk after a failed sample step may name them."""
+    rows = make(join(0, (1, 2), (3,)))
+    step(rows, Chunk(0, 0, 2, True), num=(1, 2, 1))
+    rows.append(np.array([0]), [9])
+    got = step(rows, Chunk(0, 2, 1, True), num=(1, 1, 1))
+    assert got.tokens is not None
+    assert got.tokens.tolist() == [9]
+
+
+def test_forks_draw_last() -> None:
+    """They compute nothing and come after the rows that do."""
+    forked = SamplingParams(temperature=0.0, seed=0, n=2)
+    rows = make(join(1, (1, 2, 3), (3,), params=forked))
+    child = join(0, (1, 2, 3), (3,), num_computed=3, logits_of=1)
+    rows.join(child)
+    got = step(rows, Chunk(1, 0, 3, True), num=(2, 3, 2), joins=(child,))
+    assert (got.rows, got.parents) == ((1, 0), [0])
+    assert got.draw_at.tolist() == [3, 3]
+
+
+def test_a_row_slot_is_used_again() -> None:
+    """Nothing of the old row is left."""
+    rows = make(join(0, (1, 2, 3, 4, 5), (3, 4), num_computed=4))
+    rows.leave(0)
+    rows.join(join(0, (6,), (1,)))
+    got = step(rows, num=(1, 1, 1))
+    assert got.batch is not None
+    assert (got.batch.slots.tolist(), got.draw_at.tolist()) == ([4], [1])
+
+
+def test_tables_grow_and_change() -> None:
+    """From the end, or a block in the middle (copy-on-write)."""
+    rows = make(join(0, (1, 2, 3, 4, 5), (3,)))
+    rows.update_table(TableUpdate(0, 1, (7,)))
+    rows.update_table(TableUpdate(0, 0, (8,)))
+    got = step(rows, Chunk(0, 0, 5, True), num=(1, 5, 1))
+    assert got.batch is not None
+    assert got.batch.slots.tolist() == [32, 33, 34, 35, 28]
+
+
+@pytest.mark.parametrize(
+    ("joins", "says"),
+    [
+        ([join(4, (1,), ())], "beyond the 4 row slots"),
+        ([join(-1, (1,), ())], "beyond the 4 row slots"),
+        ([join(0, (1,), ()), join(0, (1,), ())], "row 0 is taken, r0"),
+        ([join(0, (), ())], "0 tokens"),
+        ([join(0, (1, 2), (1,), num_prompt=3)], "3 of them prompt"),
+        ([join(0, (1, 2), (1,), num_computed=3)], "3 computed"),
+        ([join(0, (1,) * 9, (1, 2), num_computed=9)], "9 computed tokens in 2 blocks"),
+        ([join(0, (1,), (1, 2, 3, 4))], "blocks 0 to 4"),
+        ([join(0, (1,), (10,))], "not below 10"),
+    ],
+)
+def test_wrong_joins(joins: list[RowJoin], says: str) -> None:
+    """Named with row and numbers."""
+    with pytest.raises(InvariantViolated, match=says):
+        make(*joins)
+
+
+@pytest.mark.parametrize(
+    ("update", "says"),
+    [
+        (TableUpdate(1, 0, (1,)), "nobody is there"),
+        (TableUpdate(0, 2, (1,)), "blocks 2 to 3, it has 1"),
+        (TableUpdate(0, 1, (1, 2, 3)), "at most 3"),
+        (TableUpdate(0, 1, (-1,)), "not below 10"),
+    ],
+)
+def test_wrong_tables(update: TableUpdate, says: str) -> None:
+    """No holes, no strangers."""
+    with pytest.raises(InvariantViolated, match=says):
+        make(join(0, (1,), (2,))).update_table(update)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "num", "says"),
+    [
+        ([Chunk(1, 0, 1, True)], (1, 1, 1), "chunk of row 1"),
+        ([Chunk(0, 0, 2, False), Chunk(0, 2, 1, False)], (1, 3, 0), "named twice"),
+        ([Chunk(0, 1, 2, False)], (1, 2, 0), "2 tokens from 1"),
+        ([Chunk(0, 0, 7, False)], (1, 7, 0), "7 tokens from 0"),
+        ([Chunk(0, 0, 5, True)], (1, 5, 1), "sample True; 0 of 6"),
+        ([Chunk(0, 0, 0, True)], (1, 0, 1), "0 tokens from 0"),
+        ([Chunk(0, 0, -1, False)], (1, -1, 0), "-1 tokens"),
+        ([Chunk(0, 0, 5, False)], (1, 5, 0), "its 1 blocks of 4 do not cover"),
+        ([], (1, 1, 1), "row 0 is to decode, but 0 of its 6"),
+        ([Chunk(0, 0, 4, False)], (2, 4, 0), "num_rows is 2, the rows say 1"),
+        ([Chunk(0, 0, 4, False)], (1, 5, 0), "num_tokens is 5, the rows say 4"),
+        ([Chunk(0, 0, 4, False)], (1, 4, 1), "num_samples is 1, the rows say 0"),
+    ],
+)
+def test_wrong_steps(chunks: list[Chunk], num: tuple[int, int, int], says: str) -> None:
+    """A chunk continues its row, samples only at its end, and is covered by blocks."""
+    rows = make(join(0, (1, 2, 3, 4, 5, 6), (2,)))
+    with pytest.raises(InvariantViolated, match=says):
+        step(rows, *chunks, num=num)
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        Chunk(0, 0, 5, True, 5),  # the last token is for drawing
+        Chunk(0, 0, 4, False, 4),  # the token behind it is no prompt's
+        Chunk(0, 0, 2, False, 3),
+        Chunk(0, 0, 2, False, -1),
+        Chunk(1, 0, 2, False, 1),  # did not ask
+    ],
+)
+def test_scores_that_a_plan_can_not_have(chunk: Chunk) -> None:
+    asked = msgspec.structs.replace(PARAMS, prompt_logprobs=0)
+    rows = make(
+        msgspec.structs.replace(join(0, (1, 2, 3, 4, 5), (3, 5), num_prompt=4), params=asked),
+        join(1, (1, 2, 3), (4,), num_prompt=3),
+    )
+    others = [Chunk(1 - chunk.row, 0, 0, False)]
+    with pytest.raises(InvariantViolated, match="are scored"):
+        step(rows, chunk, *others, num=(2, chunk.count, int(chunk.sample)))
+
+
+def test_scored_tokens_come_after_those_that_draw() -> None:
+    asked = msgspec.structs.replace(PARAMS, prompt_logprobs=2)
+    rows = make(
+        join(0, (9,), (0,)),
+        msgspec.structs.replace(join(1, (1, 2, 3, 4, 5), (3, 1)), params=asked),
+        msgspec.structs.replace(join(2, (6, 7, 8), (2,)), params=asked),
+    )
+    got = step(rows, Chunk(1, 0, 4, False, 3), Chunk(2, 0, 3, True, 2), num=(3, 8, 2))
+    assert got.last is not None
+    assert got.last.tolist() == [0, 7, 2, 3, 4, 5, 6]
+    assert got.scored is not None
+    assert got.scored.targets.tolist() == [3, 4, 5, 7, 8]
+    assert (got.scored.rows, got.scored.num_top) == (((1, 3), (2, 2)), (2, 2))

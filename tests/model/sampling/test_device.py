@@ -1,0 +1,153 @@
+"""DeviceSampler against the CPU's Sampler, on the same logits, token for token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from streamer.core.plan import RowJoin
+from streamer.core.sampling import SamplingParams
+from streamer.kernels import ops
+from streamer.model.sampling.device import DeviceSampler
+from streamer.model.sampling.host import SampleOutput, Sampler
+from tests.kernels.conftest import skip_without_interpreter
+from tests.model.late_device import LateDevice
+from tests.model.late_doors import LateDoors
+
+VOCAB = 40
+ENDS = frozenset([3, 8])
+PARAMS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.1, seed=5, logprobs=3),
+    SamplingParams(temperature=0.0, min_tokens=4, logit_bias={8: 50.0, 99: 1.0}),
+    SamplingParams(temperature=0.7, seed=6, repetition_penalty=1.5, top_k=9, logprobs=0),
+    SamplingParams(temperature=0.0, frequency_penalty=1.5, presence_penalty=0.5),
+    SamplingParams(temperature=0.0, min_tokens=2, logprobs=1),
+]
+
+
+@pytest.fixture(autouse=True)
+def _doors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    skip_without_interpreter()
+    monkeypatch.setattr(ops, "_backend", LateDoors())
+    with np.errstate(all="ignore"):
+        yield
+
+
+class Both:
+    """The two samplers, asked the same."""
+
+    def __init__(self, max_rows: int) -> None:
+        self.device = LateDevice(1)
+        self.there = DeviceSampler(self.device, VOCAB, max_rows)
+        self.here = Sampler(VOCAB, max_rows)
+
+    def join(self, row: int, params: SamplingParams, tokens: tuple[int, ...], prompt: int) -> None:
+        """The same sequence in both."""
+        self.there.join(RowJoin(row, f"r{row}", 0, tokens, prompt, 0, (), params, ENDS))
+        self.here.join(row, params, tokens, prompt, 0, ENDS)
+
+    def leave(self, row: int) -> None:
+        """From both."""
+        self.there.leave(row)
+        self.here.leave(row)
+
+    def sample(
+        self, logits: torch.Tensor, rows: tuple[int, ...], at: list[int]
+    ) -> tuple[SampleOutput, SampleOutput]:
+        """(the device's, the CPU's)."""
+        positions = np.array(at)
+        draw = self.there.prepare(rows, positions)
+        slots, where = self.device.upload(np.array(rows)), self.device.upload(positions)
+        results: list[torch.Tensor] = []
+
+        def work() -> None:
+            tokens = self.there.draw(draw, logits, slots, where)
+            results.append(self.there.result(draw, logits, tokens).clone())
+
+        self.device.main.run(work)
+        expected = self.here.sample(logits.clone(), rows, at)
+        self.device.synchronize()
+        return self.there.finish(draw, rows, results[0]), expected
+
+
+def same(got: SampleOutput, expected: SampleOutput) -> None:
+    """Tokens and failures to the bit, log probabilities to rounding."""
+    assert (got.tokens, got.failed) == (expected.tokens, expected.failed)
+    assert got.logprobs.keys() == expected.logprobs.keys()
+    for row, one in expected.logprobs.items():
+        assert got.logprobs[row].token_id == one.token_id
+        assert got.logprobs[row].logprob == pytest.approx(one.logprob, abs=1e-5)
+        assert [t for t, _ in got.logprobs[row].top] == [t for t, _ in one.top]
+
+
+@pytest.mark.parametrize("extra", [0, 5], ids=["exact", "padded"])
+def test_rows_come_and_go(extra: int) -> None:
+    """Eight steps in which tokens are counted, masks end, rows leave and others take their slots;
+    the model's logits may be wider than the vocabulary."""
+    both, rng = Both(8), torch.Generator().manual_seed(0)
+    known = {row: 3 + row for row in range(6)}
+    for row, params in enumerate(PARAMS):
+        both.join(row, params, tuple(range(known[row])), 2)
+    rows = tuple(range(6))
+    for step in range(8):
+        if step == 4:
+            both.leave(3)
+            both.leave(0)
+            both.join(0, PARAMS[4], (1, 1, 2), 1)
+            both.join(7, PARAMS[3], (4, 5, 6, 6), 2)
+            known |= {0: 3, 7: 4}
+            rows = (1, 2, 4, 5, 0, 7)
+        logits = torch.randn(len(rows), VOCAB + extra, generator=rng) * 2
+        same(*both.sample(logits, rows, [known[row] for row in rows]))
+        for row in rows:
+            known[row] += 1
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [((0, 5), torch.nan), ((2, 3), torch.nan), ((2, 8), torch.inf), ((4, 1), torch.inf)],
+    ids=["greedy", "under the mask", "inf under the mask", "penalised"],
+)
+def test_rows_that_are_not_finite_fail_alone(where: Any, value: float) -> None:
+    """Also where a mask would hide it; neighbours draw what they would draw without it."""
+    both = Both(6)
+    for row, params in enumerate(PARAMS):
+        both.join(row, params, (1, 2, 3), 2)
+    logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(1))
+    logits[where] = value
+    got, expected = both.sample(logits, tuple(range(6)), [3] * 6)
+    assert list(got.failed) == [where[0]]
+    same(got, expected)
+
+
+def test_a_mask_that_leaves_nothing_fails_the_row() -> None:
+    """The model allows but the end tokens, and min_tokens bans those."""
+    both = Both(2)
+    both.join(0, PARAMS[5], (1, 2), 2)
+    both.join(1, PARAMS[0], (1, 2), 2)
+    logits = torch.full((2, VOCAB), -torch.inf)
+    logits[:, [3, 8]] = 1.0
+    got, expected = both.sample(logits, (0, 1), [2, 2])
+    assert list(got.failed) == [0]
+    same(got, expected)
+
+
+def test_counts_grow_while_steps_are_queued() -> None:
+    """Places are taken, given back and added in the order of the stream, however late it is."""
+    device = LateDevice(1)
+    counts = DeviceSampler(device, VOCAB, 16)._counts
+    for row in range(5):
+        counts.join(row, np.array([row, 30]), np.array([1, 2], np.float32))
+    counts.leave(1)
+    counts.join(9, np.array([7]), np.array([0], np.float32))
+    places = torch.from_numpy(counts.places([0, 4, 9]))
+    device.main.run(partial(counts.add, places, torch.tensor([30, 4, -1])))
+    device.synchronize()
+    seen = [{t: c for t, c in enumerate(row) if c >= 0} for row in counts._counts[places].tolist()]
+    assert seen == [{0: 1, 30: 3}, {4: 2, 30: 2}, {0: 1, 7: 0}]

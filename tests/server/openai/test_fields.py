@@ -1,0 +1,346 @@
+"""How bodies are decoded: rules of known fields, errors that say where, bounds, prompt forms."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from typing import Any
+
+import msgspec
+import pytest
+
+from streamer.errors import InvalidRequest
+from streamer.server.openai import chat, completions
+from streamer.server.openai.common import SamplingFields, sampling_params
+from streamer.server.openai.fields import Table, decode_body
+from streamer.server.responses import body as responses
+
+BODIES: dict[str, tuple[Table, msgspec.json.Decoder[Any], dict[str, Any]]] = {
+    "chat": (
+        chat.FIELDS,
+        chat.DECODER,
+        {"messages": [{"role": "user", "content": "hello"}]},
+    ),
+    "completions": (completions.FIELDS, completions.DECODER, {"prompt": "hello"}),
+    "responses": (responses.FIELDS, responses.DECODER, {"input": "hello"}),
+}
+
+
+def decode(kind: str, **fields: Any) -> Any:
+    table, decoder, base = BODIES[kind]
+    return decode_body(json.dumps({**base, **fields}).encode(), decoder, table)
+
+
+ALL = [(kind, name) for kind, (table, _, _) in BODIES.items() for name in table]
+
+
+@pytest.mark.parametrize(("kind", "name"), ALL)
+def test_a_field_is_honoured_or_a_hint_or_refused_by_name(kind: str, name: str) -> None:
+    rule = BODIES[kind][0][name]
+    strange = {"surely": "nothing anybody means"}
+    if rule.harmless is None:
+        assert not hasattr(decode(kind, **{name: None}), name)
+    if rule.is_honoured:
+        required = name in BODIES[kind][2]
+        if not required:
+            assert getattr(decode(kind, **{name: None}), name) is None
+        if name in ("metadata", "chat_template_kwargs"):
+            return
+        if name in ("stream_options",):
+            strange = {"include_usage": "yes", "include_obfuscation": "yes"}
+    with pytest.raises(InvalidRequest) as caught:
+        decode(kind, **{name: strange})
+    assert caught.value.param is not None
+    assert caught.value.param.split(".")[0] == name
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(("kind", "name"), ALL)
+def test_harmless_values_are_accepted(kind: str, name: str) -> None:
+    rule = BODIES[kind][0][name]
+    if rule.is_honoured:
+        return
+    for value in (None, *(rule.harmless or ())):
+        decode(kind, **{name: value})
+
+
+def test_every_refused_field_is_named_at_once() -> None:
+    body = b'{"messages": [], "tools": [], "store": true, "n": 1, "modalities": ["audio"]}'
+    with pytest.raises(InvalidRequest, match="modalities, store are not supported") as refusal:
+        decode_body(body, chat.DECODER, chat.FIELDS)
+    assert refusal.value.param == "modalities"
+
+
+def test_a_number_is_not_a_truth_value() -> None:
+    with pytest.raises(InvalidRequest, match="use_beam_search"):
+        decode("chat", use_beam_search=0)
+    decode("chat", length_penalty=1)
+
+
+def test_unknown_fields_are_ignored() -> None:
+    assert decode("chat", nobody_knows_this=[1, 2]).messages[0].content == "hello"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b'{"messages":[{"role":"bot","content":"x"}]}', "messages[0].role"),
+        (
+            b'{"messages":[{"role":"user","content":[{"type":"image_url"}]}]}',
+            "messages[0].content[0].type",
+        ),
+        (b'{"messages":[{"role":"user"}]}', "messages[0].content"),
+        (b'{"messages":[],"temperature":"hot"}', "temperature"),
+        (b'{"messages":[],"top_k":1.5}', "top_k"),
+        (b'{"messages":[],"ignore_eos":1}', "ignore_eos"),
+        (b'{"messages":[],"logit_bias":{"7":1,"x":1}}', "logit_bias.x"),
+        (b'{"messages":[],"logit_bias":{"7":1,"8":"a"}}', "logit_bias.8"),
+        (b'{"messages":[],"metadata":{"a":1}}', "metadata.a"),
+        (b'{"messages":[],"top_k":Infinity}', "top_k"),
+        (b'{"messages":[],"top_k":1e400}', "top_k"),
+        (b'{"messages":[],"stop":["a",5]}', "stop[1]"),
+        (b'{"messages":[],"user":5}', "user"),
+        (b"{}", "messages"),
+        (b"[]", None),
+        (b"{", None),
+        (b"", None),
+        (b"\xff", None),
+        (b'{"model":"\xff"}', None),
+        (b'{"messages":[],"temperature":NaN}', "temperature"),
+        (b'{"messages":[{"role":"user","content":-Infinity}]}', "messages[0].content"),
+        (b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}", None),
+    ],
+)
+def test_a_body_at_fault_says_where(body: bytes, param: str | None) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        decode_body(body, chat.DECODER, chat.FIELDS)
+    assert caught.value.param == param
+    assert len(caught.value.message) < 300
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": 2.5}, "temperature"),
+        ({"n": 0}, "n"),
+        ({"n": 65}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 0, "max_tokens": 5}, "max_completion_tokens"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"stop": ["a", ""]}, "stop[1]"),
+        ({"seed": 1 << 64}, "seed"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+        ({"detach_s": -1}, "detach_s"),
+        ({"priority": 1 << 40}, "priority"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"),
+        ({"metadata": {"k": "x" * 513}}, "metadata.k"),
+        ({"metadata": {"k" * 65: "x"}}, "metadata." + "k" * 64),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        (
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation",
+        ),
+    ],
+)
+def test_bounds_name_the_field_as_the_body_has_it(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        decode("chat", **fields).params({})
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("field", ["tool_calls", "tool_call_id", "function_call", "audio"])
+def test_message_fields_that_are_not_done_are_refused_by_path(field: str) -> None:
+    message = {"role": "assistant", "content": "x", field: [{"id": "1"}]}
+    body = decode("chat", messages=[{"role": "user", "content": "x"}, message])
+    with pytest.raises(InvalidRequest) as caught:
+        body.template_messages()
+    assert caught.value.param == f"messages[1].{field}"
+
+
+def test_defaults_come_from_the_model_and_the_body_wins() -> None:
+    defaults = {"temperature": 0.6, "top_k": 20.0, "something_else": 3.0}
+    params = sampling_params(SamplingFields(top_k=5), defaults, max_tokens=7, logprobs=None)
+    assert (params.temperature, params.top_k, params.max_tokens) == (0.6, 5, 7)
+    assert sampling_params(SamplingFields(), defaults, max_tokens=None, logprobs=None).top_k == 20
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("ab", ["ab"]),
+        ([1, 2], [(1, 2)]),
+        (["a", "b"], ["a", "b"]),
+        ([[1], [2, 3]], [(1,), (2, 3)]),
+        (["a", [2]], ["a", (2,)]),
+    ],
+)
+def test_prompt_forms(prompt: Any, expected: list[Any]) -> None:
+    assert decode("completions", prompt=prompt).prompts() == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [([], "prompt"), ([[]], "prompt[0]"), (["a", ""], "prompt[1]"), (["a", 3], "prompt[1]")],
+)
+def test_prompts_at_fault(prompt: Any, param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        decode("completions", prompt=prompt).prompts()
+    assert caught.value.param == param
+
+
+def test_a_batch_has_a_limited_number_of_choices() -> None:
+    assert len(decode("completions", prompt=["x"] * 64, n=4).prompts()) == 64
+    assert len(decode("completions", prompt=["x"] * 256).prompts()) == 256
+    with pytest.raises(InvalidRequest, match="260 choices") as caught:
+        decode("completions", prompt=["x"] * 65, n=4).prompts()
+    assert caught.value.param == "n"
+
+
+def test_metadata_is_bounded_on_sockets_too() -> None:
+    decode("responses", metadata={"k" * 64: "x" * 512}).params({})
+    with pytest.raises(InvalidRequest) as caught:
+        decode("responses", metadata={str(i): "x" for i in range(17)}).params({})
+    assert caught.value.param == "metadata"
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "came", "accepted"),
+    [
+        ("chat", {"messages": [{"role": "tool"}]}, "tool", "assistant developer system user"),
+        ("chat", {"messages": [{"role": 5}]}, "int", "assistant developer system user"),
+        (
+            "chat",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "image_url",
+            "text",
+        ),
+        (
+            "responses",
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input_image",
+            "input_text output_text",
+        ),
+        ("responses", {"input": [{"type": "reasoning"}]}, "reasoning", "item_reference message"),
+    ],
+)
+def test_a_value_that_is_not_accepted_is_answered_with_those_that_are(
+    kind: str, fields: dict[str, Any], came: str, accepted: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        decode(kind, **fields)
+    start, _, end = caught.value.message.partition("; accepted: ")
+    assert came in start
+    assert end == ", ".join(map(repr, accepted.split()))
+
+
+def test_a_refused_field_says_what_to_do_instead() -> None:
+    with pytest.raises(InvalidRequest, match="fill-in tokens"):
+        decode("completions", suffix="end")
+
+
+def test_input_items_have_a_role_and_a_text() -> None:
+    items = [
+        {"role": "developer", "content": "be brief"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        {
+            "type": "message",
+            "id": "msg_1",
+            "status": "completed",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "hello", "annotations": []}],
+        },
+        {"role": "user", "content": [{"type": "input_text", "text": t} for t in ("a", "b")]},
+    ]
+    assert [(i.role, i.text) for i in decode("responses", input=items).items()] == [
+        ("developer", "be brief"),
+        ("user", "hi"),
+        ("assistant", "hello"),
+        ("user", "a\nb"),
+    ]
+    (only,) = decode("responses", input="hi").items()
+    assert (only.role, only.text) == ("user", "hi")
+
+
+@pytest.mark.parametrize(
+    ("items", "param"),
+    [
+        ([{"type": "function_call_output", "call_id": "1", "output": "x"}], "input[0].type"),
+        ([{"role": "user", "content": [{"type": "input_image"}]}], "input[0].content[0].type"),
+        ([{"role": "user"}], "input[0].content"),
+        ([{"content": "x"}], "input[0].role"),
+        ([{"type": "item_reference"}], "input[0].id"),
+    ],
+)
+def test_input_items_that_are_not_done_are_refused_by_path(items: Any, param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        decode("responses", input=items).items()
+    assert caught.value.param == param
+
+
+# ---------------------------------------------------------------- many small elements
+
+BOMB = [[]] * 300_000
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "fields", "param"),
+    [
+        ("chat", {"tools": BOMB}, "tools"),
+        ("chat", {"messages": BOMB}, "messages[0]"),
+        ("chat", {"stop": BOMB}, "stop[0]"),
+        ("responses", {"text": {"format": BOMB}}, "text"),
+        ("responses", {"metadata": {"x": BOMB}}, "metadata"),
+    ],
+)
+def test_what_is_refused_is_not_built_first(
+    kind: str, fields: dict[str, Any], param: str, is_packed: bool
+) -> None:
+    table, decoder, base = BODIES[kind]
+    pack = msgspec.msgpack if is_packed else msgspec.json
+    data = pack.encode({**base, **fields})
+    given = msgspec.msgpack.Decoder(decoder.type) if is_packed else decoder
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest) as caught:
+            decode_body(data, given, table)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert caught.value.param == param
+    assert peak_bytes < 4 * len(data)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_fields_that_nobody_knows_are_not_built(is_packed: bool) -> None:
+    table, decoder, base = BODIES["responses"]
+    many = dict.fromkeys(map(str, range(100_000)), 1)
+    pack = msgspec.msgpack if is_packed else msgspec.json
+    data = pack.encode({**many, **base, "logit_bias": {"7": 1.0}})
+    given = msgspec.msgpack.Decoder(decoder.type) if is_packed else decoder
+    tracemalloc.start()
+    try:
+        body = decode_body(data, given, table)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert body.logit_bias == {7: 1.0}
+    assert peak_bytes < len(data)
+
+
+def test_calls_of_a_message_are_refused_by_name_and_not_built() -> None:
+    message = {"role": "assistant", "content": "x", "tool_calls": BOMB}
+    tracemalloc.start()
+    try:
+        body = decode("chat", messages=[message])
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    with pytest.raises(InvalidRequest) as caught:
+        body.template_messages()
+    assert caught.value.param == "messages[0].tool_calls"
+    assert peak_bytes < 12 << 20  # the JSON that this test writes is 1.2 MB of it
+    harmless = {**message, "tool_calls": [], "audio": None, "tool_call_id": ""}
+    assert decode("chat", messages=[harmless]).template_messages()

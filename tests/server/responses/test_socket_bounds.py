@@ -1,0 +1,217 @@
+"""What one socket may ask of the server: bytes it holds, responses, events a second; and how many
+sockets a key may open."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
+
+from streamer.config import Config
+from streamer.server.responses import flood, lanes
+from streamer.server.responses import socket as websocket
+from streamer.server.responses.flood import FrameBudget
+from streamer.server.responses.socket import Session
+from streamer.server.responses.socket_events import Pong
+from tests.server.responses.test_socket import ENDLESS, FINAL, dial, hear, say, until, until_lane
+from tests.server.running import Running
+
+LONG = "y" * (1 << 19)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"type": LONG},
+        {"type": "response.cancel", "response_id": LONG},
+        {"type": "response.cancel", "stream_id": LONG},
+        {"type": "response.create", "input": "x", "model": LONG},
+        {"type": "response.create", "input": "x", "include": [LONG]},
+        {"type": "response.create", "input": [{"role": LONG, "content": "x"}]},
+        {"type": "response.create", "input": "x", "logit_bias": {LONG: 1}},
+    ],
+)
+def test_a_refusal_is_shorter_than_what_it_refuses(server: Running, event: dict[str, Any]) -> None:
+    with dial(server) as socket:
+        socket.send(json.dumps(event))
+        answer = hear(socket)
+    assert answer["type"] == "error"
+    assert len(json.dumps(answer)) < 2000
+
+
+def test_the_bytes_of_waiting_creates_are_bounded(server: Running) -> None:
+    with dial(server) as socket:
+        say(socket, "response.create", input="x", **ENDLESS, detach_s=0)
+        until(socket, "response.output_text.delta")
+        for _ in range(9):  # half a MiB each, in the same lane
+            say(socket, "response.create", input=LONG, max_output_tokens=1, detach_s=0)
+        error = until(socket, "error")[-1]
+    assert error["status"] == 429
+    assert str(4 << 20) in error["error"]["message"]
+    server.wait_idle()
+
+
+def test_what_has_run_no_longer_counts(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "MAX_QUEUED_BYTES", 5000)
+    with dial(server) as socket:
+        for _ in range(4):
+            say(socket, "response.create", input="y" * 3000, max_output_tokens=1)
+            assert until(socket, *FINAL, "error")[-1]["type"] != "error"
+        say(socket, "response.create", input="x", model="not this one")
+        assert hear(socket)["status"] == 404
+        for _ in range(4):  # what the engine refuses is given back too
+            say(socket, "response.create", input="y" * 3000, max_output_tokens=1 << 24)
+            assert hear(socket)["error"]["code"] == "context_length_exceeded"
+
+
+def test_the_bytes_of_waiting_replies_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def nothing(*_: Any) -> Any: ...
+
+    service: Any = SimpleNamespace(config=Config(model="fake"))
+    monkeypatch.setattr(websocket, "MAX_REPLY_BYTES", 1000)
+    session = Session(service, {}, nothing, nothing)
+    for _ in range(10):
+        session._reply(Pong("x" * 60))
+    assert not session._is_flooded
+    session._reply(Pong("x" * 150))
+    assert session._is_flooded
+
+
+# ---------------------------------------------------------------- responses
+
+
+def test_responses_that_have_not_ended_are_bounded(
+    slow: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanes, "MAX_RESPONSES", 3)
+    with dial(slow, "streamer.v1.json") as socket:
+        assert hear(socket)["limits"]["responses"] == websocket.MAX_RESPONSES == 320
+        for lane in ("a", "a", "b"):  # one of them waits
+            say(socket, "response.create", input="x", stream_id=lane, detach_s=0, **ENDLESS)
+        say(socket, "response.create", input="x", stream_id="c")
+        error = until(socket, "error")[-1]
+        assert (error["status"], error["stream_id"]) == (429, "c")
+        assert error["error"]["type"] == "rate_limit_error"
+        assert "limit is 3" in error["error"]["message"]
+        say(socket, "response.steer", previous_response_id="nobody", input="x")
+        until(socket, "response.steer.failed")  # the socket is open
+        created = until(socket, "response.output_text.delta")[-1]["item_id"]
+        say(socket, "response.cancel", response_id=created.replace("msg_", "resp_"))
+        until(socket, *FINAL)
+        say(socket, "response.create", input="x", stream_id="d", max_output_tokens=1)
+        assert "error" not in {e["type"] for e in until_lane(socket, "d")}
+    slow.wait_idle()
+
+
+def test_a_response_that_lost_its_reader_still_counts(
+    server_with: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanes, "MAX_RESPONSES", 1)
+    server = server_with(pause_timeout=0.1)
+    with dial(server, "streamer.v1.json") as socket:
+        hear(socket)
+        say(socket, "session.update", window=50)
+        say(socket, "response.create", input="x", **ENDLESS)
+        response_id = until(socket, "response.created")[-1]["response"]["id"]
+        say(socket, "response.ack", response_id=response_id, sequence_number=3)
+        assert until(socket, "error")[-1]["error"]["code"] == "reader_too_slow"
+        say(socket, "response.create", input="x", max_output_tokens=1)
+        assert until(socket, "error")[-1]["error"]["code"] == "rate_limit_exceeded"
+        say(socket, "response.cancel", response_id=response_id)
+        server.wait_idle()
+        say(socket, "response.create", input="x", max_output_tokens=1)
+        until(socket, *FINAL)
+
+
+# ---------------------------------------------------------------- events a second
+
+
+def test_a_budget_refills_evenly_and_saves_no_more_than_a_burst() -> None:
+    budget = FrameBudget(100.0)
+    assert all(budget.take(100.0) for _ in range(flood.EVENT_BURST))
+    assert not budget.take(100.0)
+    budget = FrameBudget(0.0)
+    for i in range(1, 5 * flood.EVENT_BURST):  # at the rate, for ever
+        assert budget.take(i / flood.EVENTS_PER_S)
+    now = 1e6
+    assert sum(budget.take(now, is_event=False) for _ in range(flood.EVENT_BURST)) * 10 == 10_000
+    now = 2e6
+    assert sum(budget.take(now, 1 << 20) for _ in range(100)) == flood.EVENT_BURST // 257
+    now = 3e6
+    assert sum(budget.take(now) for _ in range(2 * flood.EVENT_BURST)) == flood.EVENT_BURST
+
+
+def test_a_flood_of_good_events_is_cut_and_names_the_limit(server: Running) -> None:
+    ack = json.dumps({"type": "response.ack", "response_id": "resp_x", "sequence_number": 1})
+    with dial(server, "streamer.v1.json") as socket:
+        limits = hear(socket)["limits"]
+        with pytest.raises(ConnectionClosed) as caught:  # noqa: PT012
+            while True:
+                socket.send(ack)
+    assert limits["events_per_s"] == flood.EVENTS_PER_S
+    assert limits["event_burst"] == flood.EVENT_BURST
+    assert caught.value.rcvd is not None
+    assert caught.value.rcvd.code == 4429
+    assert "2000 events a second" in caught.value.rcvd.reason
+
+
+def test_a_burst_of_acks_after_a_silence_is_no_flood(server: Running) -> None:
+    with dial(server, "streamer.v1.json") as socket:
+        hear(socket)
+        for i in range(flood.EVENT_BURST - 10):
+            say(socket, "response.ack", response_id="resp_x", sequence_number=i)
+        say(socket, "session.ping", t=1)
+        assert hear(socket) == {"type": "session.pong", "t": 1}
+
+
+# ---------------------------------------------------------------- sockets of a key
+
+
+def test_sockets_of_a_key_are_bounded_and_one_too_many_is_told_to_come_back(
+    server_with: Any,
+) -> None:
+    keys = {"mine": {"authorization": "Bearer mine"}, "theirs": {"authorization": "Bearer theirs"}}
+    server = server_with(
+        api_key=("mine", "theirs"),
+        max_sockets_per_key=2,
+        key_limits={"theirs": {"max_sockets_per_key": 1}},
+    )
+
+    def dial_as(key: str) -> Any:
+        return connect(
+            server.ws_url, additional_headers=keys[key], subprotocols=["streamer.v1.json"]
+        )
+
+    def refusal(key: str) -> str | None:
+        """Why a new socket is closed, if it is."""
+        with dial_as(key) as socket:
+            try:
+                hear(socket)
+            except ConnectionClosed as closed:
+                return f"{closed.rcvd and closed.rcvd.code} {closed.rcvd and closed.rcvd.reason}"
+        return None
+
+    with dial_as("mine") as first, dial_as("theirs") as other:
+        assert hear(first)["limits"]["sockets"] == 2
+        assert hear(other)["limits"]["sockets"] == 1
+        with dial_as("mine") as second:
+            hear(second)
+            full = "1013 the limit is {} open sockets, and as many are open"
+            assert refusal("mine") == full.format(2)
+            assert refusal("theirs") == full.format(1)
+            say(first, "session.ping", t=1)  # who is in stays in
+            assert hear(first)["type"] == "session.pong"
+        server.wait_until(lambda: refusal("mine") is None)
+
+
+def test_without_a_limit_any_number_may_be_open(server: Running) -> None:
+    sockets = [dial(server, "streamer.v1.json") for _ in range(40)]
+    try:
+        assert {hear(s)["limits"]["sockets"] for s in sockets} == {0}
+    finally:
+        for each in sockets:
+            each.close()

@@ -1,0 +1,315 @@
+"""Bounds on a request's head and trailers, on bare sockets; and that ordinary ones pass."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from streamer.server.transport import http as protocol
+from tests.server.running import Running
+
+START = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+LIMIT = protocol.MAX_HEAD_BYTES
+
+
+def dial(server: Running) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=10.0)
+
+
+def read_to_end(raw: socket.socket) -> bytes:
+    parts = []
+    while part := raw.recv(1 << 16):
+        parts.append(part)
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        pytest.param(lambda i: START if i == 0 else b"x-a: %s\r\n" % (b"y" * 990), id="headers"),
+        pytest.param(lambda i: START + b"x: " if i == 0 else b"y" * 1000, id="one header"),
+        pytest.param(lambda i: b"\r\n" * 500, id="blank lines"),
+    ],
+)
+def test_a_head_that_never_ends_is_refused(server: Running, head: Callable[[int], bytes]) -> None:
+    sent, i = 0, 0
+    with dial(server) as raw:
+        while sent <= LIMIT:  # and not a byte that the server would not read
+            sent += raw.send(head(i))
+            i += 1
+        answer = read_to_end(raw)
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert b"request_too_large" in answer
+
+
+def answer_to(server: Running, request: bytes) -> bytes:
+    """Everything that comes of it, to the connection's end."""
+    with dial(server) as raw:
+        raw.sendall(request)
+        return read_to_end(raw)
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (START + b"a: b\r\n" * 200 + b"\r\n", b"431"),
+        (b"GET /?" + b"a&" * 5000 + b" HTTP/1.1\r\n", b"414"),
+        (START + b"Host: evil.example\r\n\r\n", b"400"),
+    ],
+    ids=["headers", "target", "hosts"],
+)
+def test_many_headers_a_long_target_and_two_hosts_are_refused(
+    server: Running, request_: bytes, status: bytes
+) -> None:
+    head, _, body = answer_to(server, request_).partition(b"\r\n\r\n")
+    assert head.split()[1] == status
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+# ---------------------------------------------------------------- requests ahead
+
+
+STREAM = json.dumps({"prompt": "x", "max_tokens": 20_000, "ignore_eos": True, "stream": True})
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\ncontent-length: %d\r\n\r\n"
+STREAMED = POST % len(STREAM) + STREAM.encode()
+
+
+def test_requests_sent_ahead_are_bounded(slow: Running) -> None:
+    with dial(slow) as raw:
+        raw.sendall(STREAMED + (START + b"\r\n") * (protocol.MAX_WAITING + 1))
+        got = b""
+        with contextlib.suppress(ConnectionError):
+            got = read_to_end(raw)
+    assert not got.endswith(b"0\r\n\r\n")  # nor did any other request get an answer
+    slow.wait_idle()
+
+
+def test_an_answer_ends_with_its_client_although_a_request_waits_behind_it(slow: Running) -> None:
+    with dial(slow) as raw:
+        raw.sendall(STREAMED + START + b"\r\n")
+        raw.recv(100)
+        slow.wait_metric('streamer_requests{state="running"}', 1)
+    slow.wait_idle()  # 20,000 tokens would take 50 s
+
+
+# ---------------------------------------------------------------- bodies
+
+
+@pytest.mark.parametrize("key", ["mine", "nobody's"])
+def test_a_body_that_never_ends_is_cut(
+    server_with: Any, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setattr(protocol, "BODY_TIMEOUT_S", 0.3)
+    server = server_with(api_key=("mine",))
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\ncontent-length: 1000\r\n"
+    answer = answer_to(server, head + b"authorization: Bearer %s\r\n\r\n{" % key.encode())
+    assert answer.split()[1] == (b"408" if key == "mine" else b"401")
+    assert (b"request_timeout" in answer) == (key == "mine")
+
+
+# ---------------------------------------------------------------- connections
+
+
+def test_connections_of_an_address_are_bounded(server_with: Any) -> None:
+    server = server_with(max_connections_per_address=3)
+    with contextlib.ExitStack() as stack:
+        first, *_ = [stack.enter_context(dial(server)) for _ in range(3)]
+        with dial(server) as raw:
+            answer = read_to_end(raw)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"your address" in answer
+        first.sendall(START + b"\r\n")  # who is in stays in
+        assert first.recv(100).startswith(b"HTTP/1.1 200 ")
+        first.close()
+        server.wait_until(lambda: True)  # there is room again
+
+
+@pytest.mark.parametrize(
+    ("files", "most"), [(1024, 1024 - 64), (1 << 20, 16_384), (-1, 16_384), (10, 1)]
+)
+def test_connections_in_all_leave_some_file_descriptors(
+    monkeypatch: pytest.MonkeyPatch, files: int, most: int
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (files, files))
+    assert protocol.limited(0).most == most
+
+
+def test_connections_in_all_are_bounded(server_with: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "most_connections", lambda: 2)
+    server = server_with()
+    with dial(server) as first, dial(server) as second:
+        for raw in (first, second):
+            raw.sendall(START + b"\r\n")
+            assert raw.recv(100).startswith(b"HTTP/1.1 200 ")
+        with dial(server) as raw:
+            assert b"all clients have too many" in read_to_end(raw)
+
+
+def test_a_network_of_ipv6_is_one_client_and_a_unix_socket_none() -> None:
+    addresses = protocol.Addresses(1)
+    leave = addresses.enter(("2001:db8:0:1::5", 1, 0, 0))
+    assert leave is not None
+    assert addresses.enter(("2001:db8:0:1::6", 2, 0, 0)) is None
+    assert addresses.enter(("2001:db8:0:2::5", 3, 0, 0)) is not None
+    assert all(addresses.enter("") is not None for _ in range(5))
+    leave()
+    assert addresses.enter(("2001:db8:0:1::6%eth0", 4, 0, 0)) is not None
+
+
+# ---------------------------------------------------------------- HTTP/1.0
+
+
+def test_an_old_client_gets_no_chunks(server: Running) -> None:
+    body = json.dumps({"prompt": "x", "max_tokens": 3, "ignore_eos": True, "stream": True})
+    head = b"POST /v1/completions HTTP/1.0\r\ncontent-length: %d\r\nHost: localhost\r\n\r\n"
+    answer = answer_to(server, head % len(body) + body.encode())
+    head, _, events = answer.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert events.startswith(b"data: {")
+    assert events.endswith(b"data: [DONE]\n\n")
+    whole = answer_to(server, b"GET /health HTTP/1.0\r\n\r\n")
+    assert b"content-length: 18" in whole
+    assert whole.endswith(b'{"status":"alive"}')
+
+
+UPGRADE = (
+    b"GET /v1/responses HTTP/%s\r\nHost: localhost\r\nConnection: Upgrade\r\n"
+    b"Upgrade: websocket\r\nSec-WebSocket-Version: %s\r\n"
+    b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
+)
+
+
+def test_an_old_client_is_not_upgraded(server: Running) -> None:
+    assert answer_to(server, UPGRADE % (b"1.0", b"13") + b"\r\n").split()[1] == b"405"
+
+
+def test_a_socket_is_not_opened_over_an_answer(slow: Running) -> None:
+    with dial(slow) as raw:
+        raw.sendall(STREAMED + UPGRADE % (b"1.1", b"13") + b"\r\n")
+        got = b"".join(raw.recv(1 << 16) for _ in range(20))
+    assert b" 101 " not in got
+    slow.wait_idle()
+
+
+def test_another_version_of_websocket_is_told_ours(server: Running) -> None:
+    head = answer_to(server, UPGRADE % (b"1.1", b"8") + b"\r\n").lower().split(b"\r\n")
+    assert head[0].split()[1] == b"426"
+    assert b"sec-websocket-version: 13" in head
+
+
+def test_a_handshake_with_a_header_too_long_for_websockets_is_answered(server: Running) -> None:
+    head = UPGRADE % (b"1.1", b"13") + b"x-long: %s\r\n\r\n" % (b"y" * 10_000)
+    assert answer_to(server, head).split()[1] == b"431"
+
+
+def test_a_whole_head_over_the_limit_is_refused_and_one_below_passes(server: Running) -> None:
+    url = server.url + "/health"
+    assert httpx.get(url, headers={"x-long": "y" * (LIMIT - 4096)}).status_code == 200
+    assert httpx.get(url, headers={"x-long": "y" * (LIMIT - 60)}).status_code == 431
+
+
+def test_trailers_are_bounded_too(server: Running) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked"
+    with dial(server) as raw:
+        raw.sendall(head + b"\r\n\r\n1\r\n{\r\n0\r\nx: ")
+        with contextlib.suppress(ConnectionError):  # it may be closed before all is sent
+            for _ in range(20):
+                raw.sendall(b"y" * (LIMIT // 2))
+            assert read_to_end(raw) == b""  # there is no answer to half a request
+
+
+def test_a_slow_head_is_closed(server_with: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.2)
+    server = server_with()
+    for head in (b"", START):
+        with dial(server) as raw:
+            raw.sendall(head)
+            assert read_to_end(raw) == b""
+
+
+def test_a_long_answer_is_no_slow_head(server_with: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.1)
+    server = server_with(model="fake:tokens_per_s=50")
+    body = {"prompt": "x", "max_tokens": 20, "ignore_eos": True}
+    with httpx.Client() as client:  # the same connection twice
+        for _ in range(2):
+            answer = client.post(server.url + "/v1/completions", json=body)
+            assert answer.json()["usage"]["completion_tokens"] == 20
+
+
+@pytest.mark.parametrize("sent", [b"NONSENSE\r\n\r\n", b"GET / HTTP/1.1\r\nbad header\r\n\r\n"])
+def test_what_is_not_http_gets_the_error_object(server: Running, sent: bytes) -> None:
+    with dial(server) as raw:
+        raw.sendall(sent)
+        head, _, body = read_to_end(raw).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(body)["error"]["code"] == "invalid_http"
+
+
+def test_streams_on_one_connection_are_each_answered_whole(server: Running) -> None:
+    fields = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "stream": True}
+    body = json.dumps(fields | {"ignore_eos": True}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\ncontent-length: %d\r\n"
+    request = head % len(body) + b"content-type: application/json\r\n"
+    with dial(server) as raw:  # the second waits in uvicorn's pipeline while the first streams
+        raw.sendall(request + b"\r\n" + body + request + b"connection: close\r\n\r\n" + body)
+        answers = read_to_end(raw).split(b"HTTP/1.1 200 OK\r\n")
+    assert answers[0] == b""
+    assert len(answers) == 3
+    for answer in answers[1:]:
+        text = unchunked(answer.partition(b"\r\n\r\n")[2])
+        assert text.count(b'"content":" ') == 5
+        assert text.endswith(b"data: [DONE]\n\n")
+
+
+def unchunked(data: bytes) -> bytes:
+    """A whole chunked body (RFC 9112, 7.1), with nothing after it."""
+    text, size = b"", 1
+    while size:
+        line, _, data = data.partition(b"\r\n")
+        size = int(line, 16)
+        text += data[:size]
+        assert data[size : size + 2] == b"\r\n"
+        data = data[size + 2 :]
+    assert data == b""
+    return text
+
+
+def cycle_that(**changes: bool) -> Any:
+    written: list[bytes] = []
+    open_ = {"chunked_encoding": True, "response_complete": False, "disconnected": False}
+    return SimpleNamespace(
+        **open_ | {k: v for k, v in changes.items() if k in open_},
+        flow=SimpleNamespace(write_paused=changes.get("write_paused", False)),
+        transport=SimpleNamespace(write=written.append),
+        written=written,
+    )
+
+
+def test_a_part_is_one_chunk() -> None:
+    cycle = cycle_that()
+    assert protocol.write_part(cycle, b"x" * 26)
+    assert cycle.written == [b"1a\r\n" + b"x" * 26 + b"\r\n"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"chunked_encoding": False},  # a HEAD, a body of a known length, or no head so far
+        {"response_complete": True},
+        {"disconnected": True},
+        {"write_paused": True},
+    ],
+)
+def test_whatever_is_not_just_a_part_is_left_to_send(change: dict[str, bool]) -> None:
+    cycle = cycle_that(**change)
+    assert not protocol.write_part(cycle, b"x")
+    assert cycle.written == []

@@ -1,0 +1,191 @@
+"""The frames: those that websockets would write, and what a hostile client may send of them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import socket
+import struct
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+from websockets.frames import Frame, Opcode
+from websockets.protocol import State
+
+from streamer.loadtest.attacks.attackers import frame as client_frame
+from streamer.server.responses import flood
+from streamer.server.transport import websocket as websocket_protocol
+from streamer.server.transport.websocket import BINARY, TEXT, Frames, StreamingWebSocket, frame
+from tests.server.responses.test_socket import ENDLESS
+from tests.server.running import Running
+
+HANDSHAKE = (
+    b"GET /v1/responses HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\n"
+    b"Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+    b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+)
+
+
+def opened(server: Running) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    raw = socket.create_connection((host, int(port)), timeout=20)
+    raw.sendall(HANDSHAKE)
+    got = b""
+    while not got.endswith(b"\r\n\r\n"):
+        got += raw.recv(1)
+    assert b" 101 " in got
+    return raw
+
+
+def frames_to_end(raw: socket.socket) -> list[tuple[int, bytes]]:
+    """(opcode, payload) of everything that comes."""
+    data, found = b"", []
+    while part := raw.recv(1 << 16):
+        data += part
+    while data:
+        size, begin = data[1], 2
+        if size == 126:
+            size, begin = struct.unpack("!H", data[2:4])[0], 4
+        found.append((data[0] & 15, data[begin : begin + size]))
+        data = data[begin + size :]
+    return found
+
+
+def close_code(frames: list[tuple[int, bytes]]) -> int:
+    assert frames[-1][0] == Opcode.CLOSE
+    return int.from_bytes(frames[-1][1][:2], "big")
+
+
+@pytest.mark.parametrize("length", [0, 1, 125, 126, 127, 65_535, 65_536, 70_000])
+@pytest.mark.parametrize(("kind", "opcode"), [(TEXT, Opcode.TEXT), (BINARY, Opcode.BINARY)])
+def test_frames_are_those_of_websockets(kind: bytes, opcode: Opcode, length: int) -> None:
+    data = bytes(length)
+    assert frame(kind, data) == Frame(opcode, data).serialize(mask=False)
+
+
+# ---------------------------------------------------------------- floods
+
+
+@pytest.mark.parametrize(
+    ("begin", "sent", "burst"),
+    [
+        (b"", client_frame(9), flood.EVENT_BURST // flood.BARE_COST),
+        (b"", client_frame(10), flood.EVENT_BURST // flood.BARE_COST),
+        (client_frame(1, is_last=False), client_frame(0, is_last=False), 1000),
+        (b"", client_frame(1, b"{"), flood.EVENT_BURST),
+        (b"", client_frame(1, b" " * (1 << 20)), flood.EVENT_BURST // 257),
+    ],
+    ids=["pings", "pongs", "fragments", "one-byte", "large"],
+)
+def test_every_frame_is_charged_where_it_is_taken_apart(
+    server: Running, monkeypatch: pytest.MonkeyPatch, begin: bytes, sent: bytes, burst: int
+) -> None:
+    seen = []
+    take = flood.FrameBudget.take
+
+    def counted(*args: Any, **kwargs: Any) -> bool:
+        seen.append(1)
+        return take(*args, **kwargs)
+
+    monkeypatch.setattr(flood.FrameBudget, "take", counted)
+    monkeypatch.setattr(websocket_protocol, "LINGER_S", 0.2)
+    monkeypatch.setattr(flood, "EVENTS_PER_S", 1)
+    with opened(server) as raw:
+        raw.sendall(begin + sent * (burst + (2 if begin else 1)))
+        assert close_code(frames_to_end(raw)) == 4429
+    assert burst <= len(seen) <= burst + 2
+
+
+async def protocol_with(written: list[bytes]) -> StreamingWebSocket:
+    config = uvicorn.Config("x:y", interface="asgi3", ws_max_size=1 << 20, log_config=None)
+    config.loaded_app, config.loaded = None, True  # type: ignore[assignment]
+    made = StreamingWebSocket(config=config, server_state=ServerState(), app_state={})
+    made.transport = SimpleNamespace(write=written.append)  # type: ignore[assignment]
+    made.conn = Frames(made.loop, state=State.OPEN, max_size=1 << 20)
+    return made
+
+
+async def test_pings_of_a_peer_that_reads_nothing_are_not_hoarded() -> None:
+    written: list[bytes] = []
+    protocol = await protocol_with(written)
+    protocol.pause_writing()
+    for i in range(500):
+        protocol._parse(client_frame(9, b"%d" % i))
+    assert written == []
+    protocol.resume_writing()
+    assert written == [Frame(Opcode.PONG, b"499").serialize(mask=False)]
+
+
+@pytest.mark.parametrize("takes", [True, False])
+async def test_a_peer_that_answers_no_ping_and_takes_nothing_is_dropped(takes: bool) -> None:
+    """Closing politely would wait for what it does not take."""
+    done: list[str] = []
+    protocol = await protocol_with([])
+    protocol.transport = SimpleNamespace(  # type: ignore[assignment]
+        write=lambda data: None,
+        is_closing=lambda: False,
+        close=lambda: done.append("close"),
+        abort=lambda: done.append("abort"),
+    )
+    if not takes:
+        protocol.pause_writing()
+    protocol.keepalive_timeout()
+    assert done == (["close"] if takes else ["close", "abort"])
+
+
+async def test_other_work_goes_on_between_two_events_of_a_socket() -> None:
+    protocol = await protocol_with([])
+    for _ in range(100):
+        protocol.queue.put_nowait({"type": "websocket.receive", "text": "x"})
+    turns = 0
+
+    async def work() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    beside = asyncio.create_task(work())
+    for _ in range(100):
+        await protocol.receive()
+    beside.cancel()
+    assert turns >= 100
+
+
+# ---------------------------------------------------------------- ends
+
+
+def test_a_close_inside_a_fragmented_message_is_a_close(server: Running) -> None:
+    with opened(server) as raw:
+        raw.sendall(client_frame(1, b"{", is_last=False) + client_frame(8, b"\x03\xe8"))
+        assert close_code(frames_to_end(raw)) == 1000
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [(client_frame(1, b"\xff"), 1007), (client_frame(3), 1002), (client_frame(0), 1002)],
+    ids=["text that is none", "an unknown opcode", "a fragment of nothing"],
+)
+def test_a_protocol_error_with_lanes_running_logs_nothing(
+    slow: Running,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    sent: bytes,
+    code: int,
+) -> None:
+    monkeypatch.setattr(websocket_protocol, "LINGER_S", 0.2)
+    caplog.set_level(logging.WARNING)
+    create = b'{"type": "response.create", "input": "x", "stream_id": "%d", "detach_s": 0, '
+    create += b'"max_output_tokens": %d, "ignore_eos": true}' % ENDLESS["max_output_tokens"]
+    with opened(slow) as raw:
+        raw.sendall(b"".join(client_frame(1, create % lane) for lane in range(3)))
+        slow.wait_metric('streamer_requests{state="running"}', 3)
+        raw.sendall(sent)
+        assert close_code(frames_to_end(raw)) == code
+    slow.wait_idle()
+    gc.collect()
+    assert not caplog.records, caplog.text
