@@ -41,7 +41,7 @@ def build_engine(config: Config) -> AsyncEngine:
         return found[0]
 
     def load() -> tuple[Runner, ModelInfo]:
-        from streamer.model.runner.cpu import load_runner
+        from streamer.model.runner.load import load_runner
 
         return load_runner(_with_folder(config, folder()))
 

@@ -308,7 +308,7 @@ BAD_IMPORTS = [
     ("streamer.engine.core", "from streamer.build import build_engine"),
     (
         "streamer.engine.core",
-        "if TYPE_CHECKING:\n    from streamer.model.runner.cpu import ModelRunner",
+        "if TYPE_CHECKING:\n    from streamer.model.runner.cpu import CpuRunner",
     ),
     ("streamer.server.app", "from streamer.core.scheduler import Scheduler"),
     ("streamer.server.app", "from streamer.core import kv"),

@@ -1,6 +1,6 @@
 """Host time of a step: schedule, launch and apply of the real scheduler and runner, no forward.
 
-One thread steps the scheduler and a ModelRunner whose model fills the inputs that the kernels
+One thread steps the scheduler and a CpuRunner whose model fills the inputs that the kernels
 would read and computes nothing; its greedy rows are drawn from logits of two tokens. Part of
 `streamer bench step`.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from streamer.kernels import ops
-    from streamer.model.runner.cpu import ModelRunner
+    from streamer.model.runner.cpu import CpuRunner
 
 SIZES = (1, 16, 256, 1024, 4096)
 MIXED = 256
@@ -69,7 +69,7 @@ def report_host(console: Console, num_steps: int, sizes: tuple[int, ...] = SIZES
 
 
 class NoModel:
-    """A model's place in ModelRunner: fills what kernels would read, and computes nothing.
+    """A model's place in CpuRunner: fills what kernels would read, and computes nothing.
 
     filled  when the latest step's buffers were full, seconds of perf_counter
     """
@@ -184,11 +184,11 @@ class _Bench:
         for _ in range(num_sequences):
             self._add()
 
-    def _new_runner(self, num_sequences: int, budget: int, num_blocks: int) -> ModelRunner:
-        from streamer.model.runner.cpu import ModelRunner
+    def _new_runner(self, num_sequences: int, budget: int, num_blocks: int) -> CpuRunner:
+        from streamer.model.runner.cpu import CpuRunner
+        from streamer.model.runner.interface import RunnerSizes
 
-        return ModelRunner(
-            self._model,
+        sizes = RunnerSizes(
             num_blocks=num_blocks,
             num_host_blocks=0,
             block_size=BLOCK_SIZE,
@@ -196,6 +196,7 @@ class _Bench:
             max_num_batched_tokens=budget,
             max_model_len=MAX_MODEL_LEN,
         )
+        return CpuRunner(self._model, sizes)
 
     def _add(self) -> None:
         """One more request, whose blocks fill in another step than its neighbours'."""

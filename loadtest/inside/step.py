@@ -204,7 +204,7 @@ def _build(
         )
 
     def load() -> tuple[Runner, ModelInfo]:
-        from streamer.model.runner.cpu import load_runner
+        from streamer.model.runner.load import load_runner
 
         inner, info = load_fake(config) if case.model is None else load_runner(config)
         runners.append(TimedRunner(inner, case.num_calls))

@@ -78,7 +78,7 @@ def settings(**given: Any) -> Config:
 
 def load(folder: Path, config: Config) -> tuple[Runner, ModelInfo]:
     """The checkpoint's runner, and what is known of the model."""
-    from streamer.model.runner.cpu import load_runner
+    from streamer.model.runner.load import load_runner
 
     return load_runner(msgspec.structs.replace(config, model=str(folder)))
 

@@ -1,4 +1,4 @@
-"""Hand: Plans written by hand, step by step, for a ModelRunner; a scheduler without any policy.
+"""Hand: Plans written by hand, step by step, for a CpuRunner; a scheduler without any policy.
 
 Blocks come from a shuffled list, so that no table is in order. Every step says what each row does;
 rows that are not named decode.
@@ -17,7 +17,9 @@ from streamer.core.plan import Chunk, Plan, RowJoin, StepResult, TableUpdate
 from streamer.core.sampling import SamplingParams
 from streamer.kernels import ops
 from streamer.kernels.ops import AttentionBatch
-from streamer.model.runner.cpu import CausalModel, ModelRunner, load_runner
+from streamer.model.runner.cpu import CpuRunner
+from streamer.model.runner.interface import CausalModel
+from streamer.model.runner.load import load_runner
 from tests.model.where import Where
 
 BLOCK = 16
@@ -65,7 +67,7 @@ class _Join(NamedTuple):
 class Hand:
     """Drives one runner; `rows` holds what is resident."""
 
-    def __init__(self, runner: ModelRunner, num_blocks: int, seed: int = 0) -> None:
+    def __init__(self, runner: CpuRunner, num_blocks: int, seed: int = 0) -> None:
         self.runner = runner
         self.rows: dict[int, Row] = {}
         self.free = list(range(num_blocks))
@@ -161,7 +163,7 @@ class Hand:
             self.step()
 
 
-def make_runner(folder: Any, **settings: Any) -> ModelRunner:
+def make_runner(folder: Any, **settings: Any) -> CpuRunner:
     """A small runner of the checkpoint, in its own dtype."""
     defaults = {
         "num_gpu_blocks_override": 64,

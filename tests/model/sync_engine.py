@@ -20,7 +20,7 @@ from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler, SchedulerConfig
 from streamer.core.sizes import MAX_SCORED, batched_tokens
 from streamer.engine.core import InFlight
-from streamer.model.runner.cpu import load_runner
+from streamer.model.runner.load import load_runner
 from tests.model.where import Where
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -132,7 +132,7 @@ def test_own_families_do_not_import_transformers(folder: Path) -> None:
     recognize(open_checkpoint(folder), "auto")
     code = (
         "import sys; from streamer.config import Config; "
-        "from streamer.model.runner.cpu import load_runner; "
+        "from streamer.model.runner.load import load_runner; "
         f"load_runner(Config(model={str(folder)!r}, load_progress=False)); "
         "sys.exit('transformers' in sys.modules)"
     )

@@ -19,7 +19,7 @@ from streamer.errors import ConfigError
 from streamer.kernels import ops, reference
 from streamer.model.decoder import Decoder
 from streamer.model.inspect import KV_DTYPES, inspect_checkpoint
-from streamer.model.runner.cpu import load_runner
+from streamer.model.runner.load import load_runner
 from streamer.tokenizer.tokenizer import Tokenizer
 from tests.model.greedy_oracle import mixed_asks
 from tests.model.hand import Hand, make_runner, paged_logits

@@ -21,9 +21,10 @@ from streamer.core.scheduler import Scheduler, SchedulerConfig
 if TYPE_CHECKING:
     from streamer.model.decoder import Decoder
     from streamer.model.families import DecoderConfig
-    from streamer.model.runner.cpu import ModelRunner
+    from streamer.model.runner.cpu import CpuRunner
     from streamer.model.runner.cuda import CudaRunner
     from streamer.model.runner.device import Device
+    from streamer.model.runner.interface import RunnerSizes
 
 BLOCK_SIZE = 16
 SPREAD = 0.02  # standard deviation of the weights
@@ -193,16 +194,18 @@ class Bed:
         kv_dtype: torch.dtype | None = None,
     ) -> None:
         from streamer.engine.core import EngineCore, Inbox
+        from streamer.model.runner.interface import RunnerSizes
 
-        sizes = {
-            "num_blocks": num_blocks,
-            "num_host_blocks": 0,
-            "block_size": BLOCK_SIZE,
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max_num_batched_tokens,
-            "max_model_len": max_model_len,
-        }
-        runner = new_runner(model.decoder, where, sizes, kv_dtype)
+        sizes = RunnerSizes(
+            num_blocks=num_blocks,
+            num_host_blocks=0,
+            block_size=BLOCK_SIZE,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            kv_dtype=kv_dtype,
+        )
+        runner = new_runner(model.decoder, where, sizes)
         self._inbox = Inbox()
         config = SchedulerConfig(
             block_size=BLOCK_SIZE,
@@ -234,17 +237,15 @@ class Bed:
         self._core.close()
 
 
-def new_runner(
-    decoder: Decoder, where: Where, sizes: dict[str, int], kv_dtype: torch.dtype | None
-) -> ModelRunner | CudaRunner:
+def new_runner(decoder: Decoder, where: Where, sizes: RunnerSizes) -> CpuRunner | CudaRunner:
     """The runner of this device for a decoder that is there already; on a GPU decodes recorded."""
-    from streamer.model.runner.cpu import ModelRunner
+    from streamer.model.runner.cpu import CpuRunner
     from streamer.model.runner.cuda import CudaRunner
 
     device = where.new_device()
     if device is None:
-        return ModelRunner(decoder, **sizes, kv_dtype=kv_dtype)
-    runner = CudaRunner(device, decoder, **sizes, kv_dtype=kv_dtype)
+        return CpuRunner(decoder, sizes)
+    runner = CudaRunner(device, decoder, sizes)
     # The pools were made for what will run, so the rest of the memory is free for other steps.
     runner.record(0, show_progress=False)
     return runner

@@ -1,8 +1,8 @@
-"""CudaRunner: ModelRunner's work on a GPU, one plan ahead of what the host has read.
+"""CudaRunner: the same work on a GPU, one plan ahead of what the host has read.
 
 Owns both KV pools, the rows and what a launched plan still needs. Nothing in `launch` waits for
 the device: a drawn token stays there for the next step, and reaches the host in one copy that
-`collect` waits for. Called only from the engine's GPU thread, made by runner.load_runner.
+`collect` waits for. Called only from the engine's GPU thread, made by load.py.
 
 The host counts every row's progress, since that does not depend on what is drawn. A steady decode
 sends nothing but new blocks; all that a plan sends goes in one copy.
@@ -29,12 +29,12 @@ from streamer.model.runner.costs import Costs
 from streamer.model.runner.decode_steps import DecodeSteps
 from streamer.model.runner.device import Device, Event
 from streamer.model.runner.inputs import Ints, Rows, StepInputs, step_result
+from streamer.model.runner.interface import CausalModel, RunnerSizes
 from streamer.model.runner.swaps import Swaps
 from streamer.model.sampling.device import DeviceSampler, Draw
 
 if TYPE_CHECKING:
     from streamer.kernels.gpu.decode_step import DecodeStep
-    from streamer.model.runner.cpu import CausalModel
 
 logger = logging.getLogger(__name__)
 
@@ -70,39 +70,19 @@ class CudaRunner:
 
     depth = 1
 
-    def __init__(
-        self,
-        device: Device,
-        model: CausalModel,
-        *,
-        num_blocks: int,
-        num_host_blocks: int,
-        block_size: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-        kv_dtype: torch.dtype | None = None,
-    ) -> None:
-        """kv_dtype: of both pools; the model's if None."""
+    def __init__(self, device: Device, model: CausalModel, sizes: RunnerSizes) -> None:
         from streamer.kernels.gpu.decode_step import RowState
 
-        heads = (model.num_kv_heads, model.head_dim)
-        shape = (model.num_layers, block_size, *heads, kv_dtype or model.dtype)
+        shape, width, where = sizes.pool_shape(model), sizes.table_width, device.where
+        rows, block_size = sizes.max_num_seqs, sizes.block_size
         self._device = device
         self._model = model
-        self._pool = ops.new_pool(num_blocks, *shape, device.where)
-        host_pool = ops.new_pool(num_host_blocks, *shape)
-        width = -(-max_model_len // block_size)
-        self._rows = Rows(max_num_seqs, width, num_blocks, block_size, is_ahead=True)
-        self._state = RowState(max_num_seqs, width, block_size, device.where)
-        model.prepare(
-            ops.Limits(
-                max_tokens=max_num_batched_tokens,
-                max_rows=max_num_seqs,
-                block_size=block_size,
-            )
-        )
-        self._sampler = DeviceSampler(device, model.vocab_size, max_num_seqs)
+        self._pool = ops.new_pool(sizes.num_blocks, *shape, where)
+        host_pool = ops.new_pool(sizes.num_host_blocks, *shape)
+        self._rows = Rows(rows, width, sizes.num_blocks, block_size, is_ahead=True)
+        self._state = RowState(rows, width, block_size, where)
+        model.prepare(sizes.limits)
+        self._sampler = DeviceSampler(device, model.vocab_size, rows)
         self._decodes = DecodeSteps(
             self._state, self._sampler, self._decode_logits, model.vocab_size, model.dtype
         )

@@ -124,9 +124,7 @@ class DeviceSampler:
 
     def join(self, join: RowJoin) -> None:
         """The row slot holds this sequence now."""
-        state = RowState(
-            join.params, join.tokens, join.num_prompt, join.choice, join.stop_ids, self._vocab_size
-        )
+        state = RowState(join, self._vocab_size)
         self._table.put(join.row, state)
         if state.history is not None:
             self._counts.join(join.row, state.history.ids, state.history.counts)

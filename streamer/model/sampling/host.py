@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from streamer.core.plan import NOT_FINITE, TokenLogprob
-from streamer.core.sampling import SamplingParams
+from streamer.core.plan import NOT_FINITE, RowJoin, TokenLogprob
 from streamer.kernels import ops
 from streamer.kernels.philox import USE_SAMPLE
 from streamer.model.sampling.rows import Layout, RowState, RowTable
@@ -48,18 +47,9 @@ class Sampler:
         self._layout: Layout | None = None
         self._draws = ops.Draws((), (), (), self._table.origin[:0])
 
-    def join(
-        self,
-        row: int,
-        params: SamplingParams,
-        tokens: Sequence[int],
-        num_prompt: int,
-        choice: int,
-        stop_ids: frozenset[int] = frozenset(),
-    ) -> None:
-        """Row slot `row` (0 to max_rows - 1) now holds this sequence; fields as in RowJoin."""
-        state = RowState(params, tokens, num_prompt, choice, stop_ids, self.vocab_size)
-        self._table.put(row, state)
+    def join(self, join: RowJoin) -> None:
+        """The row slot holds this sequence now."""
+        self._table.put(join.row, RowState(join, self.vocab_size))
         self._layout = None
 
     def leave(self, row: int) -> None:

@@ -7,12 +7,12 @@ sampling/host.py and sampling/device.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streamer.core.sampling import SamplingParams
+from streamer.core.plan import RowJoin
 from streamer.kernels.philox import seed_key
 
 
@@ -75,22 +75,15 @@ class RowState:
         "stop_ids",
     )
 
-    def __init__(
-        self,
-        params: SamplingParams,
-        tokens: Sequence[int],
-        num_prompt: int,
-        choice: int,
-        stop_ids: Iterable[int],
-        vocab_size: int,
-    ) -> None:
+    def __init__(self, join: RowJoin, vocab_size: int) -> None:
+        params, tokens, num_prompt = join.params, join.tokens, join.num_prompt
         self.params = params
-        self.choice = choice
+        self.choice = join.choice
         self.key = seed_key(params.seed or 0)
         bias = {t: b for t, b in params.logit_bias.items() if 0 <= t < vocab_size}
         self.bias_ids = np.fromiter(bias, dtype=np.int64, count=len(bias))
         self.bias_values = np.fromiter(bias.values(), dtype=np.float32, count=len(bias))
-        ends = sorted(t for t in stop_ids if 0 <= t < vocab_size)
+        ends = sorted(t for t in join.stop_ids if 0 <= t < vocab_size)
         self.stop_ids = np.array(ends, dtype=np.int64)
         self.min_position = num_prompt + params.min_tokens if ends and params.min_tokens else 0
         self.history: History | None = None

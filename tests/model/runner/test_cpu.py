@@ -1,4 +1,4 @@
-"""ModelRunner driven by hand-written Plans: greedy tokens equal transformers' whatever happens."""
+"""CpuRunner driven by hand-written Plans: greedy tokens equal transformers' whatever happens."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ def test_a_second_engine_in_a_process_gets_as_many_threads_as_the_first(
 def test_model_info(checkpoint: Any) -> None:
     """What load_runner says of the model."""
     from streamer.config import Config
-    from streamer.model.runner.cpu import load_runner
+    from streamer.model.runner.load import load_runner
 
     folder = checkpoint("llama", 1, dtype=torch.bfloat16)
     config = Config(model=str(folder), load_progress=False, served_model_name="tiny")

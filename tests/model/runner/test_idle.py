@@ -13,7 +13,7 @@ from streamer.fake.model import load_fake_tokenizer
 from streamer.config import Config
 from streamer.core.sampling import SamplingParams
 from streamer.engine.engine import AsyncEngine
-from streamer.model.runner.cpu import load_runner
+from streamer.model.runner.load import load_runner
 
 async def main():
     config = Config(model=sys.argv[1], load_progress=False, num_gpu_blocks_override=16)

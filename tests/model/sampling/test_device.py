@@ -49,8 +49,9 @@ class Both:
 
     def join(self, row: int, params: SamplingParams, tokens: tuple[int, ...], prompt: int) -> None:
         """The same sequence in both."""
-        self.there.join(RowJoin(row, f"r{row}", 0, tokens, prompt, 0, (), params, ENDS))
-        self.here.join(row, params, tokens, prompt, 0, ENDS)
+        join = RowJoin(row, f"r{row}", 0, tokens, prompt, 0, (), params, ENDS)
+        self.there.join(join)
+        self.here.join(join)
 
     def leave(self, row: int) -> None:
         """From both."""

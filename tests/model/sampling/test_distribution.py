@@ -13,6 +13,7 @@ from streamer.core.sampling import SamplingParams
 from streamer.kernels import reference_sampling
 from streamer.model.sampling.host import Sampler
 from tests.kernels.sampling_oracle import distribution
+from tests.model.sampling.joins import join
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -55,7 +56,7 @@ def draw(params: SamplingParams, seed: int) -> NDArray[np.int64]:
     for first in range(0, DRAWS, BATCH):
         for row in range(BATCH):
             one = msgspec.structs.replace(params, seed=seed + row)
-            sampler.join(row, one, PROMPT + OUTPUT, len(PROMPT), choice=row % 3)
+            join(sampler, row, one, PROMPT + OUTPUT, len(PROMPT), choice=row % 3)
         logits = torch.from_numpy(np.tile(the_logits(), (BATCH, 1)))
         output = sampler.sample(logits, range(BATCH), [11 + first + row for row in range(BATCH)])
         assert output.failed == {}
@@ -121,7 +122,7 @@ def test_the_test_notices_another_distribution(
 def test_positions_alone_make_draws_independent(params: SamplingParams) -> None:
     """One row, one seed, many positions: the marginal fits, and so do pairs of neighbours."""
     sampler = Sampler(VOCAB, 1)
-    sampler.join(0, params, PROMPT + OUTPUT, len(PROMPT), choice=0)
+    join(sampler, 0, params, PROMPT + OUTPUT, len(PROMPT), choice=0)
     tokens = [
         sampler.sample(torch.from_numpy(the_logits()[None].copy()), [0], [position]).tokens[0]
         for position in range(3000)

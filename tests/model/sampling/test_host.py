@@ -14,6 +14,7 @@ from streamer.kernels import reference_sampling
 from streamer.model.sampling.host import Sampler
 from streamer.model.sampling.rows import History
 from tests.kernels.sampling_oracle import edited, noise
+from tests.model.sampling.joins import join
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -53,7 +54,7 @@ def sampler_of(kinds: list[SamplingParams], tokens: list[int] | None = None) -> 
     sampler = Sampler(VOCAB, len(kinds))
     for row, params in enumerate(kinds):
         known = tokens if tokens is not None else [row, row + 1, row]
-        sampler.join(row, params, known, 2, choice=row % 2, stop_ids=frozenset({row}))
+        join(sampler, row, params, known, 2, choice=row % 2, stop_ids=frozenset({row}))
     return sampler
 
 
@@ -77,7 +78,7 @@ def test_seed_position_and_choice_each_change_the_draw() -> None:
 
     def draws(seed: int, choice: int, start: int) -> list[int]:
         sampler = Sampler(VOCAB, 1)
-        sampler.join(0, SamplingParams(seed=seed), [1], 1, choice)
+        join(sampler, 0, SamplingParams(seed=seed), [1], 1, choice)
         return [sampler.sample(logits.clone(), [0], [start + i]).tokens[0] for i in range(20)]
 
     base = draws(1, 0, 100)
@@ -93,7 +94,7 @@ def test_noise_is_keyed_by_seed_position_choice_and_token(filters: dict[str, Any
     sampler = Sampler(VOCAB, len(rows))
     for row, (seed, _, choice) in enumerate(rows):
         params = SamplingParams(seed=seed, temperature=1.5, **filters)
-        sampler.join(row, params, [1], 1, choice)
+        join(sampler, row, params, [1], 1, choice)
     for step in range(4):
         logits = logits_of(len(rows), seed=step)
         got = sampler.sample(logits.clone(), range(len(rows)), [p + step for _, p, _ in rows])
@@ -149,7 +150,7 @@ def test_min_tokens_masks_ends_until_so_many_are_out() -> None:
     ):
         sampler = Sampler(VOCAB, 1)
         ends = frozenset({9, VOCAB, -3, 10**9})
-        sampler.join(0, params, [5, 6, 7], 3, 0, stop_ids=ends)
+        join(sampler, 0, params, [5, 6, 7], 3, 0, stop_ids=ends)
         logits = torch.zeros(1, VOCAB)
         logits[0, 9] = 80.0
         drawn = [sampler.sample(logits.clone(), [0], [3 + i]).tokens[0] for i in range(4)]
@@ -161,8 +162,8 @@ def test_min_tokens_masks_ends_until_so_many_are_out() -> None:
 def test_a_row_whose_every_token_is_banned_fails_alone(params: dict[str, Any]) -> None:
     """min_tokens masks the only tokens the model allows: nothing is left to draw."""
     sampler = Sampler(VOCAB, 2)
-    sampler.join(0, SamplingParams(min_tokens=2, **params), [5], 1, 0, stop_ids=frozenset({9}))
-    sampler.join(1, SamplingParams(**params), [5], 1, 0, stop_ids=frozenset())
+    join(sampler, 0, SamplingParams(min_tokens=2, **params), [5], 1, 0, stop_ids=frozenset({9}))
+    join(sampler, 1, SamplingParams(**params), [5], 1, 0, stop_ids=frozenset())
     logits = torch.full((2, VOCAB), -torch.inf)
     logits[:, 9] = 1.0
     out = sampler.sample(logits, [0, 1], [1, 1])
@@ -196,7 +197,7 @@ def test_penalties_follow_the_tokens_it_draws() -> None:
     )
     prompt, output = [3, 4, 3], [8, 3]
     sampler = Sampler(VOCAB, 1)
-    sampler.join(0, params, prompt + output, len(prompt), 0)
+    join(sampler, 0, params, prompt + output, len(prompt), 0)
     logits = 0.5 * logits_of(1)
     for step in range(60):
         expected = edited(logits[0].numpy().astype(np.float64), params, prompt, output)
@@ -211,12 +212,12 @@ def test_a_row_that_leaves_takes_its_history_along() -> None:
     sampler = Sampler(VOCAB, 1)
     logits = torch.zeros(1, VOCAB)
     logits[0, 7] = 1.0
-    sampler.join(0, params, [1, 7], 1, 0)
+    join(sampler, 0, params, [1, 7], 1, 0)
     assert sampler.sample(logits.clone(), [0], [2]).tokens != [7]
     sampler.leave(0)
     with pytest.raises(ValueError, match=r"rows \[0\] did not join"):
         sampler.sample(logits.clone(), [0], [2])
-    sampler.join(0, params, [7, 1], 1, 0)
+    join(sampler, 0, params, [7, 1], 1, 0)
     assert sampler.sample(logits.clone(), [0], [2]).tokens == [7]
 
 
@@ -269,7 +270,7 @@ def test_filters_that_keep_all_draw_as_no_filter() -> None:
         logits = logits_of(1, seed=step).repeat(2, 1)
         sampler = Sampler(VOCAB, 2)
         for row, params in enumerate(kinds):
-            sampler.join(row, params, [1], 1, choice=0)
+            join(sampler, row, params, [1], 1, choice=0)
         first, second = sampler.sample(logits, [0, 1], [step, step]).tokens
         assert first == second
 
@@ -280,7 +281,7 @@ def test_ties_at_the_cut_stay() -> None:
     drawn = set()
     for params in (SamplingParams(seed=1, top_k=1), SamplingParams(seed=1, top_p=0.01)):
         sampler = Sampler(VOCAB, 1)
-        sampler.join(0, params, [1], 1, 0)
+        join(sampler, 0, params, [1], 1, 0)
         tokens = [sampler.sample(logits.clone(), [0], [p]).tokens[0] for p in range(100)]
         assert all(100 <= t < 300 for t in tokens)
         drawn.add(len(set(tokens)))

@@ -21,6 +21,7 @@ from streamer.fake.model import expected_text, fake_tokenizer
 from streamer.fake.tokenizer import FIRST_NUMBER
 from streamer.model.sampling.host import Sampler
 from tests.engine.helpers import Calls
+from tests.model.sampling.joins import join
 from tests.server.asking import LIMIT, PATHS, Asker, Refused
 from tests.server.counting import sse
 
@@ -41,7 +42,7 @@ def draw(params: SamplingParams, best: float, *tokens: int, num_prompt: int = 1)
     drawn = set()
     for position in range(len(tokens), len(tokens) + 40):
         sampler = Sampler(VOCAB, 1)
-        sampler.join(0, params, list(tokens), num_prompt, choice=0)
+        join(sampler, 0, params, list(tokens), num_prompt, choice=0)
         drawn.add(sampler.sample(logits.clone(), [0], [position]).tokens[0])
     return drawn
 

@@ -1,0 +1,74 @@
+"""What a runner is made of: the model it computes with, and the sizes it is built for.
+
+Values and a protocol alone. cpu.py and cuda.py take both, load.py makes them; what a runner does
+for the engine is engine.core.Runner.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+import torch
+
+from streamer.kernels import ops
+
+
+class RunnerSizes(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes of a runner's pools, rows and steps.
+
+    kv_dtype  of both pools; the model's if None
+    """
+
+    num_blocks: int
+    num_host_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    kv_dtype: torch.dtype | None = None
+
+    @property
+    def table_width(self) -> int:
+        """Blocks of the longest sequence."""
+        return -(-self.max_model_len // self.block_size)
+
+    @property
+    def limits(self) -> ops.Limits:
+        """Of the largest step, as the kernels have to know it."""
+        return ops.Limits(
+            max_tokens=self.max_num_batched_tokens,
+            max_rows=self.max_num_seqs,
+            block_size=self.block_size,
+        )
+
+    def pool_shape(self, model: CausalModel) -> tuple[int, int, int, int, torch.dtype]:
+        """Of a pool's blocks, as ops.new_pool takes it after their number."""
+        dtype = self.kv_dtype or model.dtype
+        return model.num_layers, self.block_size, model.num_kv_heads, model.head_dim, dtype
+
+
+class CausalModel(Protocol):
+    """What the runner needs of a model: decoder.Decoder and fallback.FallbackModel."""
+
+    dtype: torch.dtype
+    vocab_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    is_recordable: bool  # whether a GPU may replay its forward
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        batch: ops.AttentionBatch,
+        pool: torch.Tensor,
+        last: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Logits [S, V] of the packed tokens named by `last` (None: all), as Decoder.forward."""
+        ...
+
+    def prepare(self, limits: ops.Limits) -> None:
+        """No step will be larger than this."""
+        ...

@@ -1,0 +1,142 @@
+"""load_runner: from a Config with a checkpoint folder to the runner of its device, ready to step.
+
+The one place that decides device, threads and pool sizes. Called on the engine's GPU thread, which
+is the one that runs it later; what can be refused is refused before the weights are read.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+from streamer.config import Config
+from streamer.core.model_info import ModelInfo
+from streamer.core.sizes import batched_tokens
+from streamer.errors import ConfigError, InvariantViolated
+from streamer.kernels import ops
+from streamer.model import memory
+from streamer.model.checkpoint import open_checkpoint
+from streamer.model.inspect import Recognized, model_info, recognize
+from streamer.model.loader import DTYPES, load_decoder
+from streamer.model.runner.cpu import CpuRunner
+from streamer.model.runner.cuda import CudaRunner, step_bytes
+from streamer.model.runner.device import CudaDevice, Device, choose_device
+from streamer.model.runner.interface import CausalModel, RunnerSizes
+
+logger = logging.getLogger(__name__)
+
+SINGLE_THREAD_BYTES = 32 << 20  # weights below this are computed by one of torch's threads
+
+
+def load_runner(
+    config: Config, device: Device | None = None
+) -> tuple[CpuRunner | CudaRunner, ModelInfo]:
+    """Load config.model (a folder) on this thread, which is the one that runs it later.
+
+    ModelNotSupported, NotEnoughMemory and ConfigError come before the weights are read, where they
+    can be known by then. A `device` takes the place of the GPU that the config names.
+    """
+    if config.model is None:
+        raise ConfigError("no checkpoint folder to load", param="model")
+    where = choose_device(config.device) if device is None else device.where
+    if device is None and where.type == "cuda":
+        device = CudaDevice(where)
+    ops.use(where)
+    known = recognize(open_checkpoint(Path(config.model)), config.dtype, where)
+    free = memory.device_free_bytes(where)
+    memory.check_weights_fit(known.weight_bytes, free)
+    kv_dtype = known.kv_dtype(config.kv_cache_dtype, where)
+    block_bytes = known.block_bytes(config, where)
+
+    def plan_pools(free: int) -> memory.PoolSizes:
+        return memory.plan_pools(
+            config,
+            block_bytes=block_bytes,
+            model_limit=known.model_limit,
+            free=free,
+            host_free=None if device is None else memory.free_bytes(),
+        )
+
+    plan_pools(free - known.weight_bytes)  # refused now, not after minutes
+    if device is None:
+        _set_threads(known)
+    model = _load_model(known, where, config.load_progress)
+    peak = 0 if device is None else step_bytes(device, model, config, known.model_limit, kv_dtype)
+    left = memory.device_free_bytes(where) if device is None else device.free_bytes()
+    pools = plan_pools(left - peak)
+    if pools.limited_by:
+        logger.warning(
+            "context limited to %d of the model's %d tokens: %s",
+            pools.max_model_len,
+            known.model_limit,
+            pools.limited_by,
+        )
+    sizes = RunnerSizes(
+        num_blocks=pools.num_blocks,
+        num_host_blocks=pools.num_host_blocks,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=batched_tokens(config, where.type),
+        max_model_len=pools.max_model_len,
+        kv_dtype=kv_dtype,
+    )
+    info = model_info(known, config, pools, block_bytes, where)
+    if device is None:
+        return CpuRunner(model, sizes), info
+    runner = CudaRunner(device, model, sizes)
+    if model.is_recordable:
+        runner.record(peak, config.load_progress)
+    return runner, info
+
+
+def _load_model(known: Recognized, device: torch.device, show_progress: bool) -> CausalModel:
+    dtype = DTYPES[known.dtype]
+    if known.decoder is not None:
+        return load_decoder(
+            known.checkpoint, known.decoder, dtype, device, show_progress=show_progress
+        )
+    from streamer.model.fallback import load_fallback  # transformers' modelling code
+
+    if known.fallback is None:
+        raise InvariantViolated("a recognized checkpoint has neither decoder nor fallback")
+    return load_fallback(
+        known.checkpoint, known.fallback, dtype, device, show_progress=show_progress
+    )
+
+
+def _set_threads(known: Recognized) -> None:
+    """Beside the native kernels torch only samples, or runs what transformers' code has of its own;
+    two pools of threads that spin would be in each other's way.
+
+    Where torch computes a small model it gets one thread: its many short parallel regions gain
+    nothing from a second one and lose everything when another process wants that core (the bundled
+    model's step on 2 cores, 2026-11-20: 3.1 ms with one thread, 4.1 with two, 55 to 400 with two
+    beside a busy process). The native team gains a third, and beside a busy process loses a tenth
+    at most (inside/README.md).
+    """
+    is_by_torch = known.decoder is None or ops.backend == "torch"
+    is_small = known.weight_bytes < SINGLE_THREAD_BYTES
+    threads = 1 if is_by_torch and is_small else _num_cores()
+    torch.set_num_threads(threads if known.decoder is None else 1)
+    ops.set_threads(threads)
+
+
+@functools.cache
+def _torch_threads() -> int:
+    """torch's own count, before an engine set it: the next one in this process wants it too.
+
+    The second got one thread, so it was a quarter slower (2 cores, 2026-11-22).
+    """
+    return torch.get_num_threads()
+
+
+def _num_cores() -> int:
+    """Cores this process may use: torch's own count, within affinity and the cgroup's quota."""
+    count = _torch_threads()
+    if hasattr(os, "sched_getaffinity"):
+        count = min(count, len(os.sched_getaffinity(0)))
+    return max(1, min(count, memory.cpu_quota() or count))
