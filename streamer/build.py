@@ -1,32 +1,34 @@
-"""build: the only place where rooms are wired into an engine.
+"""build: the only place where rooms are wired together.
 
-Finds the model that a Config names and gives the engine what loads it. Imported lazily by cli,
-AsyncEngine.from_config and LLM; imports every room inside functions.
+Finds the model that a Config names and makes what loads it, for AsyncEngine.from_config. Imported
+lazily, and imports every room inside functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from streamer.config import Config
     from streamer.engine.core import ModelInfo, Runner, Tokenizer
-    from streamer.engine.engine import AsyncEngine
 
 DEMO_NAME = "streamer-demo"
 # Nothing is pickled and no code runs: weights in any other form are not even fetched.
 HUB_TEXTS = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "spiece.model")
 
 
-def build_engine(config: Config) -> AsyncEngine:
-    """The engine of a Config, not started: nothing is loaded or fetched before `start`."""
-    from streamer.engine.engine import AsyncEngine
+LoadRunner: TypeAlias = "Callable[[], tuple[Runner, ModelInfo]]"
+LoadTokenizer: TypeAlias = "Callable[[], Tokenizer]"
+
+
+def loaders(config: Config) -> tuple[LoadRunner, LoadTokenizer]:
+    """What loads the runner and the tokenizer of a Config; nothing is loaded or fetched here."""
     from streamer.fake.model import is_fake
 
     if is_fake(config.model):
-        return _build_fake(config)
+        return _fake_loaders(config)
 
     # Runner and tokenizer of one start share the folder, which a hub id is fetched for once.
     found: list[Path] = []
@@ -50,11 +52,10 @@ def build_engine(config: Config) -> AsyncEngine:
 
         return FolderTokenizer.from_folder(folder(), config.chat_template)
 
-    return AsyncEngine(load, load_tokenizer, config)
+    return load, load_tokenizer
 
 
-def _build_fake(config: Config) -> AsyncEngine:
-    from streamer.engine.engine import AsyncEngine
+def _fake_loaders(config: Config) -> tuple[LoadRunner, LoadTokenizer]:
     from streamer.fake.model import load_fake, parse_name
     from streamer.fake.tokenizer import load_fake_tokenizer
     from streamer.tokenizer.tokenizer import read_template
@@ -65,7 +66,7 @@ def _build_fake(config: Config) -> AsyncEngine:
         given = config.chat_template
         return load_fake_tokenizer(read_template(given) if given is not None else None)
 
-    return AsyncEngine(lambda: load_fake(config, options), load_tokenizer, config)
+    return lambda: load_fake(config, options), load_tokenizer
 
 
 def resolve_model(config: Config) -> Path:

@@ -153,9 +153,9 @@ class LLM:
     # ------------------------------------------------------------ on the loop's thread
 
     async def _open(self) -> AsyncEngine:
-        from streamer.build import build_engine
+        from streamer.engine.engine import AsyncEngine
 
-        return await build_engine(self.config).__aenter__()
+        return await AsyncEngine.from_config(self.config).__aenter__()
 
     async def _encode(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
         if isinstance(prompt, str):

@@ -305,7 +305,7 @@ BAD_IMPORTS = [
     ("streamer.model.runner.cpu", "def f():\n    import asyncio"),
     ("streamer.model.runner.cpu", "from streamer.server import app"),
     ("streamer.engine.core", "def f():\n    import torch"),
-    ("streamer.engine.core", "from streamer.build import build_engine"),
+    ("streamer.engine.core", "from streamer.build import loaders"),
     (
         "streamer.engine.core",
         "if TYPE_CHECKING:\n    from streamer.model.runner.cpu import CpuRunner",
@@ -329,7 +329,7 @@ GOOD_IMPORTS = [
         "import heapq\nimport msgspec\nfrom streamer.core.blocks import BlockPool",
     ),
     ("streamer.tokenizer.tokenizer", "def f():\n    from transformers import AutoTokenizer"),
-    ("streamer.engine.engine", "def f():\n    from streamer.build import build_engine"),
+    ("streamer.engine.engine", "def f():\n    from streamer.build import loaders"),
     ("streamer.server.app", "from starlette.routing import Route\nfrom ..engine import engine"),
     ("streamer.cli.serve", "async def f():\n    from streamer.server.lifecycle import serve"),
     ("streamer.cli.serve", "if TYPE_CHECKING:\n    from rich.console import Console"),

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 import streamer.demo
-from streamer.build import build_engine, resolve_model
+from streamer.build import resolve_model
 from streamer.config import Config
+from streamer.engine.engine import AsyncEngine
 from streamer.errors import ConfigError, ModelNotSupported
 
 DEADLINE_S = 30.0
@@ -112,21 +113,21 @@ def test_the_fake_model_has_no_folder() -> None:
 @pytest.mark.parametrize("model", ["fake:speed=1", "fake:depth=2", "fake:tokens_per_s=x"])
 def test_a_wrong_fake_is_refused_before_anything_starts(model: str) -> None:
     with pytest.raises(ConfigError, match="fake"):
-        build_engine(Config(model=model))
+        AsyncEngine.from_config(Config(model=model))
 
 
 async def test_the_fakes_chat_template_can_be_replaced(tmp_path: Path) -> None:
     file = tmp_path / "template.jinja"
     file.write_text("{{ messages[0].content }}!")
     config = Config(model="fake", chat_template=str(file))
-    async with asyncio.timeout(DEADLINE_S), build_engine(config) as engine:
+    async with asyncio.timeout(DEADLINE_S), AsyncEngine.from_config(config) as engine:
         assert await engine.encode_chat([{"content": "hi"}]) == list(b"hi!")
 
 
 def test_nothing_heavy_is_imported_to_build_the_fake() -> None:
     script = (
-        "import sys; from streamer.build import build_engine; from streamer.config import Config;"
-        "build_engine(Config(model='fake'));"
+        "import sys; from streamer import AsyncEngine; from streamer.config import Config;"
+        "AsyncEngine.from_config(Config(model='fake'));"
         "sys.exit(bool({'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -59,10 +59,10 @@ def _start_log(config: Config) -> None:
 
 
 async def _serve(config: Config, console: Console) -> int:
-    from streamer.build import build_engine
+    from streamer.engine.engine import AsyncEngine
     from streamer.server.lifecycle import serve
 
-    engine = build_engine(config)
+    engine = AsyncEngine.from_config(config)
     is_text = config.log_format == "text"  # in JSON the log's own line says it
     code = await serve(
         engine,

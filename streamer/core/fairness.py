@@ -12,35 +12,11 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
-from typing import TYPE_CHECKING, Final
 
+from streamer.core.request import Request, Share
 from streamer.errors import InvariantViolated
 
-if TYPE_CHECKING:
-    from streamer.core.request import Request
-
-# The weights of the paper, and about how providers price the two: the tokens of a prompt share one
-# pass over the weights, an output token takes a row in a pass of its own.
-PROMPT_COST: Final = 1
-OUTPUT_COST: Final = 2
-
 _arrival = attrgetter("arrival")
-
-
-class Share:
-    """One tenant at one priority.
-
-    time      virtual time: what it was served, in weighted tokens
-    waiting   its new requests that may be admitted, by arrival
-    num_live  its requests that have not ended
-    """
-
-    __slots__ = ("num_live", "time", "waiting")
-
-    def __init__(self) -> None:
-        self.time = 0
-        self.waiting: list[Request] = []
-        self.num_live = 0
 
 
 class _Level:

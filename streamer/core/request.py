@@ -7,8 +7,8 @@ author of `status`. Owned by the scheduler on the GPU thread; nobody else sees t
 from __future__ import annotations
 
 import enum
+from typing import Final
 
-from streamer.core.fairness import PROMPT_COST, Share
 from streamer.core.plan import Add, FinishReason
 from streamer.errors import InvariantViolated
 
@@ -117,6 +117,28 @@ class Sequence:
     def num_output(self) -> int:
         """Output tokens known."""
         return len(self.tokens) - len(self.request.add.prompt)
+
+
+# The weights of the paper, and about how providers price the two: the tokens of a prompt share one
+# pass over the weights, an output token takes a row in a pass of its own.
+PROMPT_COST: Final = 1
+OUTPUT_COST: Final = 2
+
+
+class Share:
+    """One tenant at one priority.
+
+    time      virtual time: what it was served, in weighted tokens
+    waiting   its new requests that may be admitted, by arrival
+    num_live  its requests that have not ended
+    """
+
+    __slots__ = ("num_live", "time", "waiting")
+
+    def __init__(self) -> None:
+        self.time = 0
+        self.waiting: list[Request] = []
+        self.num_live = 0
 
 
 class Request:

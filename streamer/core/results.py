@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 
-from streamer.core.fairness import OUTPUT_COST
 from streamer.core.plan import NOT_FINITE, FinishReason, StepOutput, StepResult, TokenLogprob
-from streamer.core.request import Request, Sequence
+from streamer.core.request import OUTPUT_COST, Request, Sequence
 from streamer.core.state import State
 from streamer.core.stops import find_stop, next_tail
 from streamer.errors import InvariantViolated

@@ -108,9 +108,9 @@ class AsyncEngine:
     @classmethod
     def from_config(cls, config: Config) -> AsyncEngine:
         """The engine of a Config, to be entered with `async with`."""
-        from streamer.build import build_engine
+        from streamer.build import loaders
 
-        return build_engine(config)
+        return cls(*loaders(config), config)
 
     async def __aenter__(self) -> AsyncEngine:
         try:

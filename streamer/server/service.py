@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from streamer.engine.engine import AsyncEngine
     from streamer.engine.stream import TokenStream
     from streamer.server.context import Context
-    from streamer.server.telemetry.tracing import Tracer
+    from streamer.server.telemetry.records import Tracer
 
 MAX_LOGGED_PROMPT = 4096  # tokens, with --log-prompts: decoding them holds the loop up
 

@@ -6,10 +6,9 @@ import random
 
 import pytest
 
-from streamer.core.fairness import OUTPUT_COST, PROMPT_COST
 from streamer.core.plan import Add
 from streamer.core.prefix import BlockHasher
-from streamer.core.request import Request, Status
+from streamer.core.request import OUTPUT_COST, PROMPT_COST, Request, Status
 from streamer.core.sampling import SamplingParams
 from streamer.core.state import State
 from streamer.errors import InvariantViolated

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import pytest
 
-from streamer.build import build_engine
 from streamer.config import Config
 from streamer.core.model_info import ModelInfo
 from streamer.core.plan import Plan, StepResult
@@ -178,7 +177,7 @@ async def test_no_timer_is_left_when_nothing_runs(watchdog_s: float) -> None:
 
 async def test_bundled_a_hung_step_is_death_and_what_was_said_stays() -> None:
     made: list[Stuck] = []
-    engine = build_engine(Config(model=None, num_gpu_blocks_override=64, watchdog_s=1.0))
+    engine = AsyncEngine.from_config(Config(model=None, num_gpu_blocks_override=64, watchdog_s=1.0))
     load = engine._load
 
     def load_stuck() -> tuple[Runner, ModelInfo]:

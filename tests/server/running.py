@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import httpx
 
-from streamer.build import build_engine
 from streamer.config import Config
 from streamer.engine.engine import AsyncEngine
 from streamer.server.lifecycle import serve
@@ -63,7 +62,7 @@ class Running:
 
     def build(self) -> AsyncEngine:
         """The engine it serves."""
-        return build_engine(self.config)
+        return AsyncEngine.from_config(self.config)
 
     def on_loop(self, work: Coroutine[Any, Any, T]) -> T:
         """Run this on the server's loop."""

@@ -17,7 +17,6 @@ from typing import Any
 import httpx
 import pytest
 
-from streamer.build import build_engine
 from streamer.config import Config
 from streamer.core.model_info import ModelInfo
 from streamer.core.plan import Plan
@@ -30,12 +29,12 @@ from tests.server.running import BUNDLED, Running
 
 SCRIPT = """
 import asyncio, sys
-from streamer.build import build_engine
+from streamer.engine.engine import AsyncEngine
 from streamer.config import Config
 from streamer.server.lifecycle import serve
 config = Config(model="fake", port=0, load_progress=False, drain_timeout=5.0)
 ready = lambda url: print(url, flush=True)
-sys.exit(asyncio.run(serve(build_engine(config), config, on_ready=ready)))
+sys.exit(asyncio.run(serve(AsyncEngine.from_config(config), config, on_ready=ready)))
 """
 
 
@@ -181,7 +180,7 @@ async def test_tls_that_cannot_be_set_up_is_refused(
 ) -> None:
     config = Config(model="fake", port=0, load_progress=False, **settings)
     with pytest.raises(ConfigError, match=text) as refusal:
-        await serve(build_engine(config), config)
+        await serve(AsyncEngine.from_config(config), config)
     assert refusal.value.param == param
 
 

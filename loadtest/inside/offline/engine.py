@@ -125,13 +125,13 @@ def begin(what: str, total: int) -> Callable[[], None]:
 
 async def measure(job: Job) -> Found:
     """All parts of a job, on one engine that takes all requests at once."""
-    from streamer.build import build_engine
+    from streamer.engine.engine import AsyncEngine
 
     asked, throughput, latency, pool = job.asked, None, None, None
     tokens: tuple[Tokens, ...] = ()
     queue = max(job.config.max_queue, asked.num_prompts, asked.batch_size)
     config = msgspec.structs.replace(job.config, max_queue=queue, load_progress=False)
-    async with build_engine(config) as engine:
+    async with AsyncEngine.from_config(config) as engine:
         say(Step())  # of loading
         prompts, info = drawn(engine, asked), engine.info
         if "throughput" in job.parts:

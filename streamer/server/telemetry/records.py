@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from streamer.engine.stream import TokenStream
     from streamer.errors import StreamerError
     from streamer.server.telemetry.metrics import Metrics
-    from streamer.server.telemetry.tracing import Tracer
 
 log = logging.getLogger("streamer.request")
 refusals_log = logging.getLogger("streamer.refused")
@@ -105,6 +104,13 @@ class Prompts(Protocol):
     """What shows a prompt's token ids as text."""
 
     def __call__(self, ids: Sequence[int]) -> str: ...
+
+
+class Tracer(Protocol):
+    """Makes a span of every finished request: tracing.py's, where traces are on."""
+
+    def finished(self, record: Record, line: Finished) -> None: ...
+    def close(self) -> None: ...
 
 
 class Record:

@@ -7,7 +7,7 @@ them. Spans leave in batches on a thread of the SDK's own. lifecycle.py makes an
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from streamer.errors import ConfigError
@@ -15,19 +15,12 @@ from streamer.errors import ConfigError
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
-    from streamer.server.telemetry.records import Finished, Record
+    from streamer.server.telemetry.records import Finished, Record, Tracer
 
 TRACES_PATH: Final = "/v1/traces"
 OPERATIONS: Final = {"chat": "chat", "completions": "text_completion", "responses": "chat"}
 NANO: Final = 1_000_000_000
 EXPORT_S: Final = 3.0  # with retries; the last batch holds up the exit for so long at most
-
-
-class Tracer(Protocol):
-    """Makes the spans."""
-
-    def finished(self, record: Record, line: Finished) -> None: ...
-    def close(self) -> None: ...
 
 
 def make_tracer(endpoint: str | None) -> Tracer | None:

@@ -12,8 +12,16 @@ from rich.console import Console
 from streamer.cli.arguments import UsageError
 from streamer.core.plan import Facts
 from streamer.errors import ContextLengthExceeded
-from streamer.loadtest.inside.simulate import Workload, add_arguments, run, simulate, workload_from
-from streamer.loadtest.inside.simulate_report import contiguous, paged_waste, static_batching
+from streamer.loadtest.inside.simulate import (
+    Workload,
+    add_arguments,
+    contiguous,
+    paged_waste,
+    run,
+    simulate,
+    static_batching,
+    workload_from,
+)
 
 SWAP = Facts(prefill_s=1.0, swap_bytes_per_s=1e12, swap_fixed_s=0.0)
 RECOMPUTE = Facts(prefill_s=1e-12, swap_bytes_per_s=1.0)
