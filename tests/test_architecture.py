@@ -7,6 +7,7 @@ what stands at the top of the repository. Every rule is first tried on small bad
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -270,6 +271,21 @@ def test_the_rooms_are_there() -> None:
     rooms = {room_of(module_of(path)) for path in PRODUCT}
     assert {"core", "model", "engine", "server", "kernels", "cli", "fake", "demo"} <= rooms
     assert any("core" in path.parts for path in TESTS)
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """No circles: imports inside functions and under TYPE_CHECKING count too."""
+    names = {module_of(path).removesuffix(".__init__"): path for path in PRODUCT}
+    graph = {
+        name: {
+            found
+            for one in imports_of(ast.parse(path.read_text(encoding="utf-8")), module_of(path))
+            if (found := one.name if one.name in names else one.name.rpartition(".")[0]) in names
+            and found != name
+        }
+        for name, path in names.items()
+    }
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, with the circle
 
 
 def test_top_of_the_repository() -> None:

@@ -93,7 +93,12 @@ def test_the_first_error_is_raised_and_the_rest_is_given_up(llm: LLM) -> None:
     assert llm.generate("count to 2")[0].text == expected_text(2)
 
 
-def test_a_bar_for_more_than_a_few(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bar_for_more_than_a_few_and_on_a_terminal_alone(
+    llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm.generate(["count to 2"] * 9)
+    assert capsys.readouterr().out == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes what follows for a terminal
     llm.generate(["count to 2"] * 3)
     assert capsys.readouterr().out == ""
     llm.generate(["count to 2"] * 9)

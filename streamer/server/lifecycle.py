@@ -36,7 +36,7 @@ from streamer.server.transport.websocket import StreamingWebSocket
 
 if TYPE_CHECKING:
     from streamer.engine.engine import AsyncEngine
-    from streamer.server.telemetry.tracing import Tracer
+    from streamer.server.telemetry.records import Tracer
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from streamer.engine.stats import Tally
 from streamer.server.telemetry.engine_metrics import EngineCollector, histogram
-from streamer.server.telemetry.records import Refusals
+from streamer.server.telemetry.refusals import Refusals
 
 if TYPE_CHECKING:
     from streamer.engine.engine import AsyncEngine

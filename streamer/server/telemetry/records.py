@@ -2,14 +2,14 @@
 
 Hears from its streams and tells the metrics, the log (one line a finished request, logger
 streamer.request) and, where traces are on, the tracer. Made by Service.record; never raises into
-the engine. Requests that never ran are logged by Refusals (logger streamer.refused).
+the engine. Requests that never ran are refusals.py's.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from streamer.core.plan import FinishReason
@@ -18,14 +18,10 @@ from streamer.server.telemetry.logs import Line
 
 if TYPE_CHECKING:
     from streamer.engine.stream import TokenStream
-    from streamer.errors import StreamerError
     from streamer.server.telemetry.metrics import Metrics
 
 log = logging.getLogger("streamer.request")
-refusals_log = logging.getLogger("streamer.refused")
 
-REFUSALS_A_SECOND: Final = 10
-MAX_ERROR: Final = 500  # characters: some errors repeat what they were sent
 KEY_DIGITS: Final = 12  # of the key's digest: enough to tell keys apart
 STATUS: Final = {"left": 499, "cancelled": 499, "failed": 500, SHUTDOWN: 503}
 WORST_FIRST: Final = ("failed", SHUTDOWN, "cancelled", "left", "length", "stop")
@@ -59,45 +55,6 @@ class Finished(Line, frozen=True, kw_only=True, omit_defaults=True):
     first_token_s: float | None = None
     error: str | None = None
     prompt: tuple[str, ...] | None = None
-
-
-class Refused(Line, frozen=True, kw_only=True, omit_defaults=True):
-    """The line of a request that was answered with an error and never ran.
-
-    unlogged  as many before it have no line: more came in a second than the log takes
-    """
-
-    status: int
-    code: str
-    error: str
-    param: str | None = None
-    unlogged: int | None = None
-
-
-class Refusals:
-    """Logs what was refused, some lines a second: a client that knocks all day fills no disk."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._second, self._num_lines, self._num_unlogged = -1, 0, 0
-
-    def told(self, error: StreamerError) -> None:
-        """A line, or one more that the next line counts."""
-        second = int(self._clock())
-        if second != self._second:
-            self._second, self._num_lines = second, 0
-        if self._num_lines == REFUSALS_A_SECOND:
-            self._num_unlogged += 1
-            return
-        line = Refused(
-            status=error.status,
-            code=error.code or error.type,
-            error=error.message[:MAX_ERROR],
-            param=error.param,
-            unlogged=self._num_unlogged or None,
-        )
-        self._num_lines, self._num_unlogged = self._num_lines + 1, 0
-        refusals_log.info("%s", line)
 
 
 class Prompts(Protocol):

@@ -16,7 +16,7 @@ from streamer.core.sampling import SamplingParams
 from streamer.errors import ConfigError, InvariantViolated, NotEnoughMemory
 from streamer.model.checkpoint import open_checkpoint
 from streamer.model.inspect import recognize
-from streamer.model.runner import cpu as model_runner
+from streamer.model.runner import load as model_load
 from tests.checkpoints import reference_greedy, reference_logits
 from tests.kernels.sampling_oracle import noise
 from tests.model.hand import BLOCK, GREEDY, Hand, make_runner
@@ -273,17 +273,17 @@ def test_a_second_engine_in_a_process_gets_as_many_threads_as_the_first(
     before = torch.get_num_threads()
     given: list[int] = []
     known = recognize(open_checkpoint(checkpoint("llama", 1)), "float32")
-    monkeypatch.setattr(model_runner.ops, "backend", "native")
-    monkeypatch.setattr(model_runner.ops, "set_threads", given.append)
-    monkeypatch.setattr(model_runner.memory, "cpu_quota", lambda: None)
+    monkeypatch.setattr(model_load.ops, "backend", "native")
+    monkeypatch.setattr(model_load.ops, "set_threads", given.append)
+    monkeypatch.setattr(model_load.memory, "cpu_quota", lambda: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
-    model_runner._torch_threads.cache_clear()
+    model_load._torch_threads.cache_clear()
     torch.set_num_threads(3)
     try:
-        model_runner._set_threads(known)
-        model_runner._set_threads(known)
+        model_load._set_threads(known)
+        model_load._set_threads(known)
     finally:
-        model_runner._torch_threads.cache_clear()
+        model_load._torch_threads.cache_clear()
         torch.set_num_threads(before)
     assert given == [3, 3]
 
