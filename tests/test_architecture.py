@@ -331,7 +331,7 @@ BAD_IMPORTS = [
     ("streamer.server.app", "import rich"),
     ("streamer.cli.serve", "from streamer.server.app import build_app"),
     ("streamer.cli.serve", "import rich"),
-    ("streamer.server.app", "from streamer.bench import fake"),
+    ("streamer.server.app", "from streamer.loadtest.inside import step"),
     ("streamer.kernels.ops", "from streamer.core.plan import Plan"),
     ("streamer.kernels.ops", "from streamer.kernels.gpu import attention"),
     ("streamer.model.runner.cpu", "import kernels"),

@@ -19,7 +19,7 @@ from websockets.sync.client import connect
 from websockets.typing import Subprotocol
 
 from streamer.server.openai.common import SamplingFields
-from streamer.server.openai.responses import ResponseCreate
+from streamer.server.responses.body import ResponseCreate
 from tests.server.counting import sse
 from tests.server.running import DEADLINE_S, Running
 
