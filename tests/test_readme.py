@@ -15,7 +15,7 @@ import streamer
 from streamer.build import DEMO_NAME
 from streamer.cli import COMMANDS
 from streamer.cli.commands import load
-from streamer.config import Config, settings
+from streamer.config import Config, load_config, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -39,8 +39,8 @@ LINKS = [
 OTHERS_FLAGS = {"--headless", "--host", "--web-host", "--csv", "--processes", "--tags"}  # Locust's
 
 
-def section(title: str) -> str:
-    return README.split(f"\n## {title}\n")[1].split("\n## ")[0]
+def section(title: str, page: str = "README.md") -> str:
+    return TEXTS[page].split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
 def first_column(text: str) -> list[str]:
@@ -146,14 +146,26 @@ def test_every_command_is_told_and_exists() -> None:
     assert told == set(COMMANDS)
 
 
-def test_flags_and_defaults_are_right() -> None:
+def test_every_setting_is_told_with_its_default() -> None:
     known = {setting.flag: setting for setting in settings()}
-    for line in section("Settings").splitlines():
+    found = set()
+    for line in section("Settings", "operations.md").splitlines():
         flags = re.findall(r"`(--[a-z-]+)`", line.split("|")[1]) if line.startswith("|") else []
+        found |= {*flags}
         defaults = [d.strip() for d in line.split("|")[2].split(",")] if flags else []
         for flag, told in zip(flags, defaults * len(flags), strict=False):
             default = known[flag].default
-            assert told == str(default) or default in (None, ()), f"{flag}: {told}, is {default}"
+            assert told == str(default) or default in (None, (), "", {}), f"{flag}: {told}"
+    assert found == known.keys()
+
+
+def test_a_settings_file_can_be_read(tmp_path: Path) -> None:
+    files = [code for _, language, code in BLOCKS if language == "toml"]
+    assert files
+    for code in files:
+        path = tmp_path / "streamer.toml"
+        path.write_text(code, encoding="utf-8")
+        load_config({}, {}, path)
 
 
 def test_every_dependency_is_explained() -> None:

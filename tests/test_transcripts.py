@@ -196,6 +196,15 @@ def test_every_field_of_ours_is_told(body: Any) -> None:
     assert missing in ([], ["user", "safety_identifier", "prompt_cache_key"])
 
 
+def test_every_metric_is_told(counting: Running) -> None:
+    exposed = httpx.get(counting.url + "/metrics").text
+    names = re.findall(r"^# TYPE (streamer_\w+?)(?:_total)? ", exposed, re.MULTILINE)
+    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    told = set(re.findall(r"`(streamer_\w+)`", page.split("## Metrics")[1].split("Worth an")[0]))
+    assert len(names) > 15
+    assert {n for n in names if not n.endswith("_created")} == told
+
+
 def test_every_error_code_is_told() -> None:
     """Those that a request can meet: the server's, and the engine's that reach it."""
     ours = {"bad_config", "model_not_supported", "not_enough_memory", "invariant_violated"}
