@@ -226,7 +226,7 @@ class AsyncEngine:
         if self.is_draining:
             raise draining()
         request_id = request.request_id or secrets.token_hex(12)
-        if self._streams.get(request_id) is not None:
+        if self._streams.is_taken(request_id):
             raise InvalidRequest(f"request {request_id} exists", param="request_id")
         params = accept(request, info, sizes, self._random.getrandbits(SEED_BITS))
         self._streams.require_room(request.asking, self.config.max_queue, sizes.max_num_seqs)
@@ -396,7 +396,9 @@ class AsyncEngine:
     # ------------------------------------------------------------ told by the GPU thread
 
     def on_ready(self) -> None:
-        """Loading is done."""
+        """Loading is done; too late where it was given up."""
+        if self._state != "loading":
+            return
         self.stats = self._first_stats
         self._state = "ready"
         self._is_started.set()

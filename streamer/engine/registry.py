@@ -28,6 +28,8 @@ class Registry:
 
     def __init__(self, retain_s: float, retain_bytes: int) -> None:
         self._live: dict[str, TokenStream] = {}
+        # Ended here before the scheduler ended them: choices whose finishes are still to come.
+        self._leaving: dict[str, int] = {}
         self._retained = Retention(retain_s, retain_bytes)
         self._is_quiet = asyncio.Event()
         self._is_quiet.set()
@@ -68,6 +70,10 @@ class Registry:
             self._retained.expire(time.monotonic())
             stream = self._retained.get(request_id)
         return stream
+
+    def is_taken(self, request_id: str) -> bool:
+        """Whether a request has this id, or the news of one that had it may still come."""
+        return request_id in self._leaving or self.get(request_id) is not None
 
     def forget(self, request_id: str) -> None:
         """Retain this one no longer, or not at all if it is live; unknown ids are ignored."""
@@ -174,9 +180,14 @@ class Registry:
             stream = live.get(finish.request_id)
             if stream is not None and stream.is_finished:
                 self._retire(stream, finish.reason)
+            elif stream is None and finish.request_id in self._leaving:
+                self._leaving[finish.request_id] -= 1
+                if not self._leaving[finish.request_id]:
+                    del self._leaving[finish.request_id]
 
     def fail(self, stream: TokenStream, error: StreamerError) -> None:
-        """End a live stream with an error."""
+        """End a live stream with an error, sooner than the scheduler does."""
+        self._leaving[stream.request_id] = stream.finishes.count(None)
         stream.fail(error)
         self._retire(stream, FinishReason.FAILED)
 

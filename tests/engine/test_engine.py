@@ -245,3 +245,15 @@ async def test_drain_of_an_idle_or_dead_engine_returns() -> None:
             await dead.start()
         await dead.drain(5.0)
         await dead.aclose()
+
+
+async def test_a_load_that_ends_when_it_was_given_up_opens_nothing() -> None:
+    """The news of it may be on its way to the loop when the engine is closed."""
+    async with asyncio.timeout(DEADLINE_S):
+        engine = make_engine()
+        await engine.start()
+        await engine.aclose()
+        engine.on_ready()
+        assert not engine.is_ready
+        with pytest.raises(EngineDead):
+            engine.submit(request())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 
 from streamer.core.sampling import SamplingParams
@@ -36,6 +37,7 @@ VOCAB = 10**7
         ({"priority": 1.5}, "priority"),
         ({"prompt": (1, 2.5)}, "prompt[1]"),
         ({"prompt": "text"}, "prompt"),
+        ({"prompt": np.array(PROMPT)}, "prompt"),
         ({"request_id": 7}, "request_id"),
         ({"cache_salt": "\ud800"}, "cache_salt"),
         ({"tenant": None}, "tenant"),
@@ -43,6 +45,7 @@ VOCAB = 10**7
         ({"window": 0.5}, "window"),
         ({"detach_s": float("nan")}, "detach_s"),
         ({"deadline_s": "1"}, "deadline_s"),
+        ({"deadline_s": 10**400}, "deadline_s"),  # no timer takes it
         ({"is_told": 1}, "is_told"),
         ({"max_tokens": None, "min_tokens": 10**6}, "min_tokens"),
     ],
@@ -383,3 +386,34 @@ async def test_what_was_paused_before_it_ran_refuses_nobody() -> None:
         for stream in (first, second):
             engine.resume(stream.request_id)
             await stream.wait()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_an_id_is_taken_until_the_scheduler_has_ended_what_met_its_deadline(n: int) -> None:
+    """A finish that comes late would end another request of that id, whose Add then kills."""
+    settings = {"max_num_seqs": 2, "retain_s": 0.0}
+    async with asyncio.timeout(DEADLINE_S), GatedEngine(**settings) as gated:
+        engine, gate = gated.engine, gated.gate
+        first = engine.submit(request(n=n, request_id="mine", deadline_s=0.01))
+        await asyncio.to_thread(gate.waits.acquire)  # a step of it is under way, its finish far
+        with pytest.raises(DeadlineExceeded):
+            await first.wait()
+        assert engine.get("mine") is None
+        with pytest.raises(InvalidRequest, match="exists"):
+            engine.submit(request(request_id="mine"))
+        gate.open()
+        await engine.submit(request()).wait()  # steps after it
+        again = engine.submit(request(n=n, request_id="mine"))
+        await again.wait()
+        assert again.text() == expected_text(8)
+
+
+async def test_numbers_of_numpy_become_pythons_own_in_a_prompt() -> None:
+    async with asyncio.timeout(DEADLINE_S), make_engine() as engine:
+        for kind in (np.uint8, np.int64):
+            given: Any = [kind(token) for token in PROMPT]
+            stream = engine.submit(request(prompt=given))
+            assert stream.prompt == PROMPT
+            assert {type(token) for token in stream.prompt} == {int}
+            await stream.wait()
+            assert stream.text() == expected_text(8)
