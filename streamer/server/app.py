@@ -61,19 +61,22 @@ class Api:
         service = self._service
         tenant = service.admit(request.scope)
         data = await service.bodies.read(request)
+        num_bytes = len(data)
         body = decode_body(data, chat.DECODER, chat.FIELDS)
+        del data  # of which the answer may use little, and wait for long
         model = check_model(body.model, service.names)
         params = body.params(service.engine.info.generation_defaults)
         messages = body.template_messages()
         salt = salt_of(request.scope, body)
         before, is_open, prefill = chat.opened(body, messages)
-        prompt = await service.encode_messages(
-            before,
-            salt=salt,
-            add_generation_prompt=is_open,
-            prefill=prefill,
-            variables=body.chat_template_kwargs,
-        )
+        with service.bodies.used(tenant, num_bytes):
+            prompt = await service.encode_messages(
+                before,
+                salt=salt,
+                add_generation_prompt=is_open,
+                prefill=prefill,
+                variables=body.chat_template_kwargs,
+            )
         prompt = body.cut(prompt, service.engine.info.max_model_len, params.max_tokens)
         service.admission.accept(tenant, [prompt])
         stream = service.submit(
@@ -85,7 +88,7 @@ class Api:
             request_id=new_id("chatcmpl-"),
             detach_s=0.0,
             context=Context(kind="chat", tenant=tenant, body=body, model=model),
-            body_bytes=len(data),
+            body_bytes=num_bytes,
             window=None if body.stream else 0,
         )
         answer = chat.ChatAnswer(
@@ -99,18 +102,21 @@ class Api:
         service = self._service
         tenant = service.admit(request.scope)
         data = await service.bodies.read(request)
+        num_bytes = len(data)
         body = decode_body(data, completions.DECODER, completions.FIELDS)
+        del data
         model = check_model(body.model, service.names)
         params = body.params(service.engine.info.generation_defaults)
         salt = salt_of(request.scope, body)
         is_special = body.add_special_tokens is not False
         given = body.prompts()
-        prompts = [
-            await service.engine.encode(p, add_special_tokens=is_special, cache_salt=salt)
-            if isinstance(p, str)
-            else p
-            for p in given
-        ]
+        with service.bodies.used(tenant, num_bytes):
+            prompts = [
+                await service.engine.encode(p, add_special_tokens=is_special, cache_salt=salt)
+                if isinstance(p, str)
+                else p
+                for p in given
+            ]
         if body.truncate_prompt_tokens is not None:
             limit = service.engine.info.max_model_len
             cut = [body.cut(tuple(p), limit, params.max_tokens) for p in prompts]
@@ -147,7 +153,7 @@ class Api:
     async def tokenize(self, request: Request) -> ASGIApp:
         """POST /tokenize."""
         service = self._service
-        service.admit(request.scope, is_for_later=True)
+        tenant = service.admit(request.scope, is_for_later=True)
         data = await service.bodies.read(request)
         body = decode_body(data, tokenizing.TOKENIZE, tokenizing.TOKENIZE_FIELDS)
         check_model(body.model, service.names)
@@ -170,17 +176,19 @@ class Api:
                 tokens += tokenizer.encode_plain(prefill, limit - 1) if prefill else []
             return tokenizing.tokenized(tokens, limit, text)
 
-        return json(await engine.in_pool(work, len(data), owner_of(request.scope)))
+        with service.bodies.used(tenant, len(data)):
+            return json(await engine.in_pool(work, len(data), owner_of(request.scope)))
 
     async def detokenize(self, request: Request) -> ASGIApp:
         """POST /detokenize."""
         service = self._service
-        service.admit(request.scope, is_for_later=True)
+        tenant = service.admit(request.scope, is_for_later=True)
         data = await service.bodies.read(request)
         body = decode_body(data, tokenizing.DETOKENIZE, tokenizing.DETOKENIZE_FIELDS)
         check_model(body.model, service.names)
         salt = owner_of(request.scope)
-        (text,) = await service.texts_of([body.tokens], False, "tokens", salt=salt)
+        with service.bodies.used(tenant, len(data)):
+            (text,) = await service.texts_of([body.tokens], False, "tokens", salt=salt)
         return json(tokenizing.detokenized(text))
 
     async def _respond(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import tracemalloc
 from typing import Any
 
 import httpx
@@ -319,3 +320,44 @@ def test_metrics_may_have_a_key_of_their_own(server_with: Any) -> None:
     without = server_with(metrics_key="scraper")
     found = {key: [status(without, path, key) for path in paths] for key in ("scraper", "")}
     assert found == {"scraper": [200, 200], "": [401, 200]}
+
+
+def test_large_bodies_of_which_prompts_are_made_are_bounded_by_key() -> None:
+    bodies, size = Bodies(), security.MAX_USED_BYTES // 2
+    with bodies.used("many", size), bodies.used("many", size):
+        with pytest.raises(Overloaded), bodies.used("many", security.FREE_BYTES + 1):
+            pass
+        with bodies.used("many", security.FREE_BYTES), bodies.used("few", size):
+            pass
+    with bodies.used("many", 2 * size):  # all of it is there again
+        pass
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/chat/completions", {**CHAT, "max_tokens": 1000}),
+        ("/v1/completions", {"prompt": "hello", "max_tokens": 1000}),
+        ("/v1/responses", {"input": "hello", "max_output_tokens": 1000}),
+    ],
+)
+async def test_a_request_that_waits_does_not_hold_the_bytes_of_its_body(
+    server_with: Any, path: str, asked: dict[str, Any]
+) -> None:
+    server = server_with(model="fake:tokens_per_s=20", max_num_seqs=1, max_wait_s=0)
+    many, padding = 12, 1 << 20
+    body = json.dumps({**asked, "ignore_eos": True, "padding": "x" * padding}).encode()
+    async with httpx.AsyncClient(timeout=60.0) as client:
+        tracemalloc.start()
+        before, _ = tracemalloc.get_traced_memory()
+        asking = [
+            asyncio.create_task(client.post(server.url + path, content=body)) for _ in range(many)
+        ]
+        waiting = 'streamer_requests{state="waiting"}'
+        await asyncio.to_thread(server.wait_metric, waiting, many - 1)
+        after, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+    assert after - before < many * padding / 2

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from streamer.engine.stream import Delta, TokenStream
 
 MAX_MESSAGES = 4096
+MAX_NAME, MAX_VARIABLE = 512, 1 << 14  # characters: neither is counted as part of the prompt
 NUMBER_HERE, TEXT_HERE = "(number)", "(text)"
 
 FIELDS: Final[Table] = {
@@ -120,7 +121,7 @@ class ChatMessage(msgspec.Struct):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
-    name: str | None = None
+    name: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] | None = None
     tool_calls: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     tool_call_id: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     function_call: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
@@ -155,7 +156,8 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 
 
 # Of the template; no lists, of which a body may hold a million.
-Variables = Annotated[dict[str, bool | int | float | str | None], msgspec.Meta(max_length=32)]
+Variable = bool | int | float | Annotated[str, msgspec.Meta(max_length=MAX_VARIABLE)] | None
+Variables = Annotated[dict[str, Variable], msgspec.Meta(max_length=32)]
 
 
 class Opening(Protocol):

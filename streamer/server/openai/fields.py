@@ -311,7 +311,9 @@ def _alternatives(kinds: Iterable[inspect.Type]) -> Iterator[inspect.Type]:
 def _with_key(kind: Any, name: str, data: bytes | str) -> str:
     """`name.key` for the first key of an object, a field of the body, that its type refuses."""
     hint = get_type_hints(kind).get(name)
-    for key, value in _ANY.decode(data)[name].items() if hint is not None else ():
+    found = _ANY.decode(data)[name] if hint is not None else None
+    # of a name that is there twice this is the last, which may be no object
+    for key, value in found.items() if isinstance(found, dict) else ():
         try:
             msgspec.convert({key: value}, hint, str_keys=True)
         except msgspec.ValidationError:

@@ -99,7 +99,7 @@ class InputItem(msgspec.Struct):
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: str | list[InputText | OutputText] | None = None
     type: Literal["message", "item_reference"] | None = None
-    id: str | None = None
+    id: Annotated[str, Meta(max_length=MAX_ID)] | None = None
 
     def check(self, path: str) -> None:
         """Refuse what is neither."""

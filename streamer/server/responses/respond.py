@@ -50,7 +50,8 @@ async def respond(
     """
     service.require_room(scope)  # before its prompt is made
     salt, tenant = salt_of(scope, body), tenant_of(scope)
-    turn = await turn_of(service, scope, body, response_id=response_id, session=session)
+    with service.bodies.used(tenant, body_bytes):
+        turn = await turn_of(service, scope, body, response_id=response_id, session=session)
     service.admission.accept(tenant, [turn.prompt])
     if body.generate is False:
         params = msgspec.structs.replace(params, max_tokens=1, min_tokens=0, stop=())

@@ -106,7 +106,9 @@ class ResponseRoutes:
         service = self._service
         service.admit(request.scope)
         data = await service.bodies.read(request)
+        num_bytes = len(data)
         body = decode_body(data, DECODER, FIELDS)
+        del data
         if body.background and body.store is False:
             raise InvalidRequest("background wants store: its answer is read later", param="store")
         model = check_model(body.model, service.names)
@@ -117,7 +119,7 @@ class ResponseRoutes:
             body,
             model=model,
             params=params,
-            body_bytes=len(data),
+            body_bytes=num_bytes,
             response_id=new_id("resp_"),
             detach_s=0.0,
             transport="sse" if body.stream else "http",
@@ -134,12 +136,13 @@ class ResponseRoutes:
     async def input_tokens(self, request: Request) -> ASGIApp:
         """POST /v1/responses/input_tokens: how long the prompt of such a response would be."""
         service = self._service
-        service.admit(request.scope, is_for_later=True)
+        tenant = service.admit(request.scope, is_for_later=True)
         data = await service.bodies.read(request)
         body = decode_body(data, DECODER, FIELDS)
         check_model(body.model, service.names)
         body.params(service.engine.info.generation_defaults)
-        turn = await turn_of(service, request.scope, body, response_id=new_id("resp_"))
+        with service.bodies.used(tenant, len(data)):
+            turn = await turn_of(service, request.scope, body, response_id=new_id("resp_"))
         return _body(encode(InputTokens(len(turn.prompt))))
 
     async def compact(self, request: Request) -> ASGIApp:

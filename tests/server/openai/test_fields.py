@@ -344,3 +344,35 @@ def test_calls_of_a_message_are_refused_by_name_and_not_built() -> None:
     assert peak_bytes < 12 << 20  # the JSON that this test writes is 1.2 MB of it
     harmless = {**message, "tool_calls": [], "audio": None, "tool_call_id": ""}
     assert decode("chat", messages=[harmless]).template_messages()
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("completions", b'"prompt":"a","logit_bias":{"x":1},"logit_bias":5'),
+        ("chat", b'"messages":[{"role":"user","content":"a"}],"metadata":{"a":5},"metadata":"x"'),
+    ],
+)
+def test_a_key_at_fault_in_a_field_that_is_there_twice_is_a_wrong_type(
+    kind: str, fields: bytes
+) -> None:
+    table, decoder, _ = BODIES[kind]
+    with pytest.raises(InvalidRequest) as refused:
+        decode_body(b"{%b}" % fields, decoder, table)
+    assert refused.value.param in ("logit_bias", "metadata")
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "param"),
+    [
+        ("chat", {"messages": [{"role": "user", "content": "a", "name": "x" * 4096}]}, "name"),
+        ("chat", {"chat_template_kwargs": {"x": "y" * (1 << 15)}}, "chat_template_kwargs"),
+        ("responses", {"input": [{"role": "user", "content": "a", "id": "x" * 4096}]}, "id"),
+    ],
+)
+def test_what_is_kept_of_a_body_beside_its_prompt_is_bounded(
+    kind: str, fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        decode(kind, **fields)
+    assert param in str(refused.value.param)
