@@ -14,6 +14,7 @@ import litellm
 import pytest
 
 from streamer.fake.model import expected_text
+from tests.clients.test_pages import EXAMPLES, run_example
 from tests.server.counting import check_counting
 from tests.server.running import Running
 
@@ -144,3 +145,8 @@ def test_bundled_streams_what_it_answers_whole(bundled: Running) -> None:
     usage = {"include_usage": True}
     chunks = list(litellm.completion(**chat, stream=True, stream_options=usage))
     assert joined(chunks)[::2] == (text, whole.usage.completion_tokens)
+
+
+def test_the_example_of_the_pages(server: Running) -> None:
+    (example,) = (each for each in EXAMPLES if "litellm" in each[1])
+    assert run_example(server, *example).strip() == expected_text(9).strip()
