@@ -85,6 +85,12 @@ ROOMS = {
     "llm": _room("core", "", lazy_rooms="build engine", lazy_packages="rich"),
     "package": _room("", "", lazy_rooms=ANY),
 }
+# What a folder of the server may import of the rest of the server, at any level.
+SERVER_FOLDERS = {
+    "openai": frozenset(["transport.frames"]),  # pure: bodies and events, no connection
+    "transport": frozenset(["openai.common", "service"]),  # of the first the body of an error
+    "telemetry": frozenset[str](),
+}
 OPEN_ROOMS = frozenset(["errors", "config", "package"])
 # Programs of their own, which use the public names as any user's program would.
 USERS = frozenset(["streamer.loadtest.compare.peers.run_streamer"])
@@ -164,6 +170,18 @@ def import_faults(tree: ast.Module, module: str) -> Iterator[str]:
             allowed = rule.packages | (rule.lazy_packages if is_lazy else set())
             if top not in allowed and "*" not in allowed:
                 yield f"{module}:{line}: {here} imports {top}"
+
+
+def folder_faults(tree: ast.Module, module: str) -> Iterator[str]:
+    """Imports of one folder of the server from the rest of it."""
+    server = "streamer.server."
+    here = module.removeprefix(server).split(".")[0]
+    if not module.startswith(server) or here not in SERVER_FOLDERS:
+        return
+    allowed = frozenset(server + name for name in (here, *SERVER_FOLDERS[here]))
+    for name, line, _ in imports_of(tree, module):
+        if name.startswith(server) and not _begins(name, allowed):
+            yield f"{module}:{line}: server/{here} imports {name}"
 
 
 def size_faults(source: str, tree: ast.Module, module: str) -> Iterator[str]:
@@ -250,6 +268,7 @@ def test_product_module(path: Path) -> None:
     tree = ast.parse(source)
     faults = [
         *import_faults(tree, module),
+        *folder_faults(tree, module),
         *size_faults(source, tree, module),
         *contract_faults(tree, module),
         *habit_faults(tree, module),
@@ -363,6 +382,25 @@ def test_a_bad_import_is_found(module: str, source: str) -> None:
 @pytest.mark.parametrize(("module", "source"), GOOD_IMPORTS)
 def test_a_good_import_passes(module: str, source: str) -> None:
     assert list(import_faults(ast.parse(source), module)) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "is_fault"),
+    [
+        ("openai.chat", "transport.frames", False),
+        ("openai.chat", "transport.sse", True),
+        ("openai.chat", "responses.body", True),
+        ("transport.websocket", "transport.stuck", False),
+        ("transport.websocket", "responses.lanes", True),
+        ("transport.http", "openai.common", False),
+        ("transport.http", "openai.chat", True),
+        ("telemetry.logs", "transport.sse", True),
+        ("responses.lanes", "transport.follow", False),
+    ],
+)
+def test_folders_of_the_server(module: str, name: str, is_fault: bool) -> None:
+    tree = ast.parse(f"def f():\n    from streamer.server.{name} import x")
+    assert bool(list(folder_faults(tree, f"streamer.server.{module}"))) is is_fault
 
 
 @pytest.mark.parametrize(

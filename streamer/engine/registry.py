@@ -8,16 +8,82 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
+from typing import NamedTuple
 
 from streamer.core.plan import FinishReason, Notice, NoticeKind, StepOutput
 from streamer.engine.load import Load
 from streamer.engine.requests import Asking
-from streamer.engine.retention import Retention
 from streamer.engine.stream import TokenStream
 from streamer.errors import Overloaded, StreamerError
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
+
+
+class Kept(NamedTuple):
+    """One finished stream, and since when."""
+
+    since: float
+    num_bytes: int
+    tenant: str
+    stream: TokenStream
+
+
+class Retention:
+    """Finished streams for late readers: `max_s` seconds, within `max_bytes`.
+
+    Beyond the bytes the tenant that holds most loses its oldest, so that no tenant pushes out
+    what others come back for.
+    """
+
+    def __init__(self, max_s: float, max_bytes: int) -> None:
+        self._max_s, self._max_bytes = max_s, max_bytes
+        self._kept: OrderedDict[str, Kept] = OrderedDict()
+        self._by_tenant: dict[str, OrderedDict[str, None]] = {}
+        self._bytes: Counter[str] = Counter()  # by tenant
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all that are kept."""
+        return self._bytes.total()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, stream: TokenStream, tenant: str, now: float) -> None:
+        """One more."""
+        kept = Kept(now, stream.num_bytes, tenant, stream)
+        self._kept[stream.request_id] = kept
+        self._by_tenant.setdefault(tenant, OrderedDict())[stream.request_id] = None
+        self._bytes[tenant] += kept.num_bytes
+
+    def get(self, request_id: str) -> TokenStream | None:
+        """A stream that is still here."""
+        kept = self._kept.get(request_id)
+        return None if kept is None else kept.stream
+
+    def drop(self, request_id: str) -> TokenStream | None:
+        """Keep it no longer; the stream, if it was here."""
+        kept = self._kept.pop(request_id, None)
+        if kept is None:
+            return None
+        names = self._by_tenant[kept.tenant]
+        del names[request_id]
+        self._bytes[kept.tenant] -= kept.num_bytes
+        if not names:
+            del self._by_tenant[kept.tenant], self._bytes[kept.tenant]
+        return kept.stream
+
+    def expire(self, now: float) -> None:
+        """Forget what is too old, and what is too much."""
+        while self._kept:
+            name, oldest = next(iter(self._kept.items()))
+            if oldest.since > now - self._max_s:
+                break
+            self.drop(name)
+        while self._kept and self.num_bytes > self._max_bytes:
+            ((most, _),) = self._bytes.most_common(1)
+            self.drop(next(iter(self._by_tenant[most])))
 
 
 class Registry:

@@ -12,21 +12,94 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 
+import msgspec
 from msgspec.structs import replace
 
 from streamer.core.plan import Finish, FinishReason, Notice, NoticeKind, TokenLogprob
 from streamer.core.sampling import SamplingParams
 from streamer.engine.flow import Control, Flow, Limits
 from streamer.engine.log import PROMPT_TOKEN_BYTES, ChoiceLog, Delta, bytes_of, bytes_of_params
-from streamer.engine.reader import Reader
 from streamer.engine.refusals import SHUTDOWN, anew
-from streamer.engine.timing import Timing
 from streamer.errors import InvalidRequest, ReaderTooSlow, StreamerError
 from streamer.tokenizer.text import TextStream
 
 __all__ = ["Delta", "Reader", "Timing", "TokenStream"]
 
 STREAM_BYTES = 1300  # of a stream without its choices
+
+
+class Timing(msgspec.Struct, frozen=True):
+    """Seconds of one request's life; None: it has not come so far.
+
+    queue_s        from submission until it first ran;  prefill_s from then to the first token
+    first_token_s  from submission to the first token
+    per_token_s    mean gap between tokens of the whole request after the first
+    total_s        from submission to the last finish
+    """
+
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    first_token_s: float | None = None
+    per_token_s: float | None = None
+    total_s: float | None = None
+
+    @classmethod
+    def of(
+        cls,
+        submitted: float,
+        started: float | None,
+        first: float | None,
+        last: float | None,
+        ended: float | None,
+        num_tokens: int,
+    ) -> Timing:
+        """From five marks of one clock and the output tokens of all choices."""
+        per_token_s = None
+        if first is not None and last is not None and num_tokens > 1:
+            per_token_s = (last - first) / (num_tokens - 1)
+        return cls(
+            queue_s=None if started is None else started - submitted,
+            prefill_s=None if first is None or started is None else first - started,
+            first_token_s=None if first is None else first - submitted,
+            per_token_s=per_token_s,
+            total_s=None if ended is None else ended - submitted,
+        )
+
+
+class Reader:
+    """One cursor into a stream: what it has been given, and what waits for it.
+
+    Made by TokenStream.attach, which owns every field; the caller keeps it to take and detach.
+
+    on_news     called when there is something to take, and when nothing more will come
+    is_dropped  it was sent away for its lag, and is detached
+    """
+
+    __slots__ = (
+        "acknowledged",
+        "cursors",
+        "finished",
+        "is_dropped",
+        "notices",
+        "number",
+        "on_news",
+        "taken",
+    )
+
+    def __init__(self, number: int, cursors: list[int], on_news: Callable[[], None]) -> None:
+        self.number = number
+        self.on_news = on_news
+        self.cursors = cursors
+        self.finished = [False] * len(cursors)
+        self.notices: dict[NoticeKind, Notice] = {}
+        self.taken = sum(cursors)
+        self.acknowledged: int | None = None
+        self.is_dropped = False
+
+    @property
+    def position(self) -> int:
+        """Output tokens it has consumed."""
+        return self.taken if self.acknowledged is None else self.acknowledged
 
 
 class TokenStream:

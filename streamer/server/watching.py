@@ -19,7 +19,8 @@ from streamer.engine.stats import Snapshot
 from streamer.errors import InvalidRequest, StreamerError
 from streamer.server.admission import tenant_of
 from streamer.server.openai.common import clip, encode, error_body
-from streamer.server.transport.sse import HEADERS, KEEP_ALIVE_S, ClientWatch, frame
+from streamer.server.transport.frames import frame
+from streamer.server.transport.sse import HEADERS, KEEP_ALIVE_S, ClientWatch
 
 if TYPE_CHECKING:
     from streamer.server.service import Service

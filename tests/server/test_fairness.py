@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from streamer.server.transport.sse import DONE
+from streamer.server.transport.frames import DONE
 from tests.server.counting import CHAT
 from tests.server.running import BUNDLED, Running
 

@@ -54,7 +54,7 @@ from streamer.server.openai.fields import (
     refused,
     small,
 )
-from streamer.server.transport.sse import DONE, frame
+from streamer.server.transport.frames import DONE, frame
 
 if TYPE_CHECKING:
     from streamer.engine.stream import Delta, TokenStream

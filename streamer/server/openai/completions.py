@@ -41,7 +41,7 @@ from streamer.server.openai.completion_logprobs import (
     prompt_logprobs,
 )
 from streamer.server.openai.fields import HONOURED, LABELS, PROMPT, SAMPLING, Table, refused
-from streamer.server.transport.sse import DONE, frame
+from streamer.server.transport.frames import DONE, frame
 
 if TYPE_CHECKING:
     from streamer.engine.stream import Delta, TokenStream

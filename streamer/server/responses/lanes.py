@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
@@ -21,22 +22,22 @@ from msgspec import UNSET
 from starlette.types import Scope
 
 from streamer.core.plan import Notice
+from streamer.core.sampling import SamplingParams
 from streamer.engine.stream import Delta, TokenStream
 from streamer.errors import InvalidRequest, NotFound, RateLimited, StreamerError
-from streamer.server.context import context_of
+from streamer.server.context import Context, context_of
 from streamer.server.openai.common import new_id
 from streamer.server.openai.fields import Decoder, decode_body
 from streamer.server.openai.models import check_model
 from streamer.server.responses import steering
 from streamer.server.responses.body import FIELDS, ResponseCreate
-from streamer.server.responses.events import ResponseEvents
-from streamer.server.responses.jobs import Attached, Job, Resuming, cancelled
+from streamer.server.responses.events import ResponseEvents, blank_response
 from streamer.server.responses.respond import find, respond
 from streamer.server.responses.socket_events import Resume, Resumed, Settings, error_event
-from streamer.server.responses.steering import SteerEvent
-from streamer.server.responses.types import StateEvent
+from streamer.server.responses.steering import Steer, SteerEvent
+from streamer.server.responses.types import ResponseEvent, StateEvent
 from streamer.server.transport.follow import follow
-from streamer.server.transport.sse import portions
+from streamer.server.transport.frames import portions
 
 if TYPE_CHECKING:
     from streamer.server.service import Service
@@ -51,6 +52,47 @@ MAX_QUEUED_BYTES: Final = 4 << 20  # of creates whose response has not begun
 
 Send = Callable[[msgspec.Struct], Coroutine[Any, Any, None]]
 Reply = Callable[[msgspec.Struct], None]
+
+
+class Job(msgspec.Struct, frozen=True):
+    """A create that was read and checked, waiting for its lane; `size` in bytes of JSON."""
+
+    response_id: str
+    size: int
+    body: ResponseCreate
+    model: str
+    params: SamplingParams
+    settings: Settings
+    steers: tuple[Steer, ...] = ()
+
+
+class Resuming(msgspec.Struct, frozen=True):
+    """A resume that was read."""
+
+    event: Resume
+    settings: Settings
+
+
+class Attached(msgspec.Struct, eq=False):
+    """A response whose events go out on this socket, and the number its reader has there.
+
+    steers  input that follows it when it has ended
+    """
+
+    stream: TokenStream
+    reader: int
+    events: ResponseEvents
+    lane: str | None
+    settings: Settings
+    steers: list[Steer] = []
+
+
+def cancelled(job: Job) -> ResponseEvent:
+    """The terminal event of a response that never began."""
+    context = Context(kind="response", tenant="", body=job.body, model=job.model)
+    response = blank_response(context, job.response_id, time.time(), job.params, "cancelled")
+    lane = UNSET if job.body.stream_id is None else job.body.stream_id
+    return ResponseEvent("response.incomplete", 0, response, lane)
 
 
 class Lanes:

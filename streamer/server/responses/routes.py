@@ -35,7 +35,8 @@ from streamer.server.responses.types import (
     InputTokens,
     type_of,
 )
-from streamer.server.transport.sse import EventStream, frame, read_whole
+from streamer.server.transport.frames import frame
+from streamer.server.transport.sse import EventStream, read_whole
 
 if TYPE_CHECKING:
     from streamer.engine.stream import Delta, TokenStream

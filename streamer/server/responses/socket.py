@@ -22,7 +22,6 @@ from streamer.server.admission import tenant_of
 from streamer.server.openai.common import clip, encode
 from streamer.server.openai.fields import located
 from streamer.server.responses.body import DECODER
-from streamer.server.responses.flood import EVENT_BURST, EVENTS_PER_S
 from streamer.server.responses.lanes import MAX_LANES, MAX_QUEUED, MAX_RESPONSES, Lanes
 from streamer.server.responses.socket_events import (
     Ack,
@@ -41,6 +40,7 @@ from streamer.server.responses.socket_events import (
 from streamer.server.responses.steering import Decode, SteerEvent
 from streamer.server.service import Service
 from streamer.server.transport.stuck import StuckWatch
+from streamer.server.transport.websocket import EVENT_BURST, EVENTS_PER_S
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from streamer.engine.timing import Timing
+from streamer.engine.stream import Timing
 from streamer.server.openai.common import ChatLogprob
 
 

@@ -1,4 +1,4 @@
-"""SSE: the frame, the response that follows token streams, and the watch over the client.
+"""SSE: the response that follows token streams, and the watch over the client.
 
 EventStream is a plain ASGI callable: a cursor-writer that takes everything new in each step and
 sends it as one body part, a sign of life while nothing comes, and a watch that ends it all as
@@ -11,7 +11,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -20,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from streamer.engine.stream import Delta
 from streamer.errors import StreamerError
 from streamer.server.transport.follow import Work, follow
+from streamer.server.transport.frames import portions
 from streamer.server.transport.loop_turn import WRITE_PART
 from streamer.server.transport.stuck import StuckWatch
 
@@ -36,14 +36,6 @@ KEEP_ALIVE_S = 15.0
 # one after an id for an event without data, and fails.
 KEEP_ALIVE: Final = b": keep-alive\n"
 KEEP_ALIVE_PLAIN: Final = b"\n"
-DONE: Final = b"data: [DONE]\n\n"
-SPLIT = 256  # events of an unmerged replay that are sent together
-
-
-def frame(number: str, data: bytes, event: str = "") -> bytes:
-    """One event; `data` is one line. Without a number it has no `id:` line."""
-    head = (f"id: {number}\n" if number else "") + (f"event: {event}\n" if event else "")
-    return b"%sdata: %s\n\n" % (head.encode(), data)
 
 
 class Answer(Protocol):
@@ -113,16 +105,6 @@ class ClientWatch:
                 self.is_gone = True
                 self._owner.cancel()
                 return
-
-
-def portions(
-    stream: TokenStream, deltas: Sequence[Delta], is_split: bool
-) -> Iterator[Sequence[Delta]]:
-    """What to send together: all of it, or, token by token, SPLIT deltas at a time."""
-    if not is_split:
-        return iter((deltas,))
-    pieces = (piece for delta in deltas for piece in stream.split(delta))
-    return iter(lambda: list(islice(pieces, SPLIT)), [])
 
 
 HEADERS: Final = (

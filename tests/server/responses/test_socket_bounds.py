@@ -12,11 +12,11 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 from streamer.config import Config
-from streamer.server.responses import flood, lanes
+from streamer.server.responses import lanes
 from streamer.server.responses import socket as websocket
-from streamer.server.responses.flood import FrameBudget
 from streamer.server.responses.socket import Session
 from streamer.server.responses.socket_events import Pong
+from streamer.server.transport.websocket import EVENT_BURST, EVENTS_PER_S, FrameBudget
 from tests.server.responses.test_socket import ENDLESS, FINAL, dial, hear, say, until, until_lane
 from tests.server.running import Running
 
@@ -132,17 +132,17 @@ def test_a_response_that_lost_its_reader_still_counts(
 
 def test_a_budget_refills_evenly_and_saves_no_more_than_a_burst() -> None:
     budget = FrameBudget(100.0)
-    assert all(budget.take(100.0) for _ in range(flood.EVENT_BURST))
+    assert all(budget.take(100.0) for _ in range(EVENT_BURST))
     assert not budget.take(100.0)
     budget = FrameBudget(0.0)
-    for i in range(1, 5 * flood.EVENT_BURST):  # at the rate, for ever
-        assert budget.take(i / flood.EVENTS_PER_S)
+    for i in range(1, 5 * EVENT_BURST):  # at the rate, for ever
+        assert budget.take(i / EVENTS_PER_S)
     now = 1e6
-    assert sum(budget.take(now, is_event=False) for _ in range(flood.EVENT_BURST)) * 10 == 10_000
+    assert sum(budget.take(now, is_event=False) for _ in range(EVENT_BURST)) * 10 == 10_000
     now = 2e6
-    assert sum(budget.take(now, 1 << 20) for _ in range(100)) == flood.EVENT_BURST // 257
+    assert sum(budget.take(now, 1 << 20) for _ in range(100)) == EVENT_BURST // 257
     now = 3e6
-    assert sum(budget.take(now) for _ in range(2 * flood.EVENT_BURST)) == flood.EVENT_BURST
+    assert sum(budget.take(now) for _ in range(2 * EVENT_BURST)) == EVENT_BURST
 
 
 def test_a_flood_of_good_events_is_cut_and_names_the_limit(server: Running) -> None:
@@ -152,8 +152,8 @@ def test_a_flood_of_good_events_is_cut_and_names_the_limit(server: Running) -> N
         with pytest.raises(ConnectionClosed) as caught:  # noqa: PT012
             while True:
                 socket.send(ack)
-    assert limits["events_per_s"] == flood.EVENTS_PER_S
-    assert limits["event_burst"] == flood.EVENT_BURST
+    assert limits["events_per_s"] == EVENTS_PER_S
+    assert limits["event_burst"] == EVENT_BURST
     assert caught.value.rcvd is not None
     assert caught.value.rcvd.code == 4429
     assert "2000 events a second" in caught.value.rcvd.reason
@@ -162,7 +162,7 @@ def test_a_flood_of_good_events_is_cut_and_names_the_limit(server: Running) -> N
 def test_a_burst_of_acks_after_a_silence_is_no_flood(server: Running) -> None:
     with dial(server, "streamer.v1.json") as socket:
         hear(socket)
-        for i in range(flood.EVENT_BURST - 10):
+        for i in range(EVENT_BURST - 10):
             say(socket, "response.ack", response_id="resp_x", sequence_number=i)
         say(socket, "session.ping", t=1)
         assert hear(socket) == {"type": "session.pong", "t": 1}

@@ -11,7 +11,8 @@ import httpx
 import openai
 import pytest
 
-from streamer.server.transport.sse import KEEP_ALIVE, frame
+from streamer.server.transport.frames import frame
+from streamer.server.transport.sse import KEEP_ALIVE
 from tests.server.counting import CHAT, ENDLESS, Event, check_counting, sse
 from tests.server.running import Running
 

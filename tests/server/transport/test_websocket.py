@@ -17,7 +17,6 @@ from websockets.frames import Frame, Opcode
 from websockets.protocol import State
 
 from streamer.loadtest.attacks.attackers import frame as client_frame
-from streamer.server.responses import flood
 from streamer.server.transport import websocket as websocket_protocol
 from streamer.server.transport.websocket import BINARY, TEXT, Frames, StreamingWebSocket, frame
 from tests.server.responses.test_socket import ENDLESS
@@ -73,11 +72,11 @@ def test_frames_are_those_of_websockets(kind: bytes, opcode: Opcode, length: int
 @pytest.mark.parametrize(
     ("begin", "sent", "burst"),
     [
-        (b"", client_frame(9), flood.EVENT_BURST // flood.BARE_COST),
-        (b"", client_frame(10), flood.EVENT_BURST // flood.BARE_COST),
+        (b"", client_frame(9), websocket_protocol.EVENT_BURST // websocket_protocol.BARE_COST),
+        (b"", client_frame(10), websocket_protocol.EVENT_BURST // websocket_protocol.BARE_COST),
         (client_frame(1, is_last=False), client_frame(0, is_last=False), 1000),
-        (b"", client_frame(1, b"{"), flood.EVENT_BURST),
-        (b"", client_frame(1, b" " * (1 << 20)), flood.EVENT_BURST // 257),
+        (b"", client_frame(1, b"{"), websocket_protocol.EVENT_BURST),
+        (b"", client_frame(1, b" " * (1 << 20)), websocket_protocol.EVENT_BURST // 257),
     ],
     ids=["pings", "pongs", "fragments", "one-byte", "large"],
 )
@@ -85,15 +84,15 @@ def test_every_frame_is_charged_where_it_is_taken_apart(
     server: Running, monkeypatch: pytest.MonkeyPatch, begin: bytes, sent: bytes, burst: int
 ) -> None:
     seen = []
-    take = flood.FrameBudget.take
+    take = websocket_protocol.FrameBudget.take
 
     def counted(*args: Any, **kwargs: Any) -> bool:
         seen.append(1)
         return take(*args, **kwargs)
 
-    monkeypatch.setattr(flood.FrameBudget, "take", counted)
+    monkeypatch.setattr(websocket_protocol.FrameBudget, "take", counted)
     monkeypatch.setattr(websocket_protocol, "LINGER_S", 0.2)
-    monkeypatch.setattr(flood, "EVENTS_PER_S", 1)
+    monkeypatch.setattr(websocket_protocol, "EVENTS_PER_S", 1)
     with opened(server) as raw:
         raw.sendall(begin + sent * (burst + (2 if begin else 1)))
         assert close_code(frames_to_end(raw)) == 4429
