@@ -179,8 +179,8 @@ class Pool:
         if num_hung == self._num_threads and not self.is_hung:
             self.is_hung = True
             self._on_hung(PoolHung(f"every thread for prompts hangs for {self._limit_s:g} s"))
-        elif any(job is not None for _, job in jobs) or not self._jobs.empty():
-            self._watch_later()
+        elif self._waiting or any(job is not None for _, job in jobs):
+            self._watch_later()  # of a job that a thread has just taken, its future alone tells
 
     def _give_up(self, job: _Job) -> None:
         job.is_given_up = True

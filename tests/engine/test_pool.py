@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -198,3 +199,33 @@ def test_work_that_hangs_does_not_keep_a_program_from_ending() -> None:
         text=True,
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+class SlowToSay(SimpleQueue[Any]):
+    """Of a thread that another one interrupts between taking a job and saying so."""
+
+    def __init__(self) -> None:
+        self.is_looked_at = threading.Event()
+
+    def get(self, *args: Any, **kwargs: Any) -> Any:
+        job = super().get(*args, **kwargs)
+        self.is_looked_at.wait(DEADLINE_S)
+        return job
+
+
+async def test_a_job_that_was_just_taken_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, hung = pool_of(1)
+    jobs = SlowToSay()
+    monkeypatch.setattr(pool, "_jobs", jobs)
+    watch = pool._watch
+
+    def look() -> None:
+        watch()
+        jobs.is_looked_at.set()
+
+    monkeypatch.setattr(pool, "_watch", look)
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(RequestFailed):
+            await pool.run(spin)
+    pool.close(EngineDead("closed"))
+    assert not hung
