@@ -184,3 +184,30 @@ def test_the_rooms_are_where_it_says() -> None:
         for place in re.findall(r"`([^`]+)`", row):
             beside = (ROOT / place, ROOT / "streamer" / place)
             assert any(path.exists() for path in beside), place
+
+
+ARCHITECTURE = TEXTS["architecture.md"]
+
+
+def test_files_of_the_architecture_exist() -> None:
+    named = set(re.findall(r"`([\w/]+(?:\.(?:py|c|md)|/))`", FENCED.sub("", ARCHITECTURE)))
+    assert len(named) > 40
+    missing = [p for p in named if not any((r / p).exists() for r in (ROOT / "streamer", ROOT))]
+    assert missing == []
+
+
+def test_what_is_looked_for_is_there() -> None:
+    rows = [r.split("|") for r in section("Where things are", "architecture.md").splitlines()]
+    found = [(r[2].strip(" `"), r[3].strip(" `")) for r in rows if len(r) == 5 and "`" in r[2]]
+    assert len(found) > 20
+    for file, name in found:
+        source = (ROOT / "streamer" / file).read_text(encoding="utf-8")
+        assert re.search(
+            rf"^\s*(?:async )?(?:def|class) {name}\b|^{name}\b|raise {name}\(", source, re.MULTILINE
+        ), f"{file}: {name}"
+
+
+def test_functions_of_the_architecture_exist() -> None:
+    for file, name in re.findall(r"`([\w/]+\.py)` \(`(\w+)`", ARCHITECTURE):
+        source = (ROOT / "streamer" / file).read_text(encoding="utf-8")
+        assert re.search(rf"(?:def|class) {name}\b", source), f"{file}: {name}"
