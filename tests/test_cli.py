@@ -28,8 +28,8 @@ from streamer.cli.doctor import port_free
 from streamer.cli.loadtest import PROGRAMS
 from streamer.cli.serve import announce, check_bind
 from streamer.config import Config, settings
-from streamer.core.model_info import ModelInfo
 from streamer.core.sampling import SamplingParams
+from streamer.core.sizes import ModelInfo
 from streamer.errors import StreamerError
 
 HEAVY = ("torch", "transformers", "starlette", "uvicorn", "rich", "numpy", "websockets", "jinja2")

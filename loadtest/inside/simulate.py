@@ -200,8 +200,8 @@ def scheduler_config(work: Workload, block_bytes: int) -> SchedulerConfig:
 
 def simulate(work: Workload, costs: Facts, block_bytes: int) -> Outcome:
     """Run every request to its length."""
+    from streamer.core.blocks import BlockHasher
     from streamer.core.plan import Add
-    from streamer.core.prefix import BlockHasher
     from streamer.core.sampling import SamplingParams
     from streamer.core.scheduler import Scheduler
     from streamer.fake.runner import FakeRunner

@@ -33,7 +33,7 @@ from streamer.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from streamer.core.model_info import ModelInfo
+    from streamer.core.sizes import ModelInfo
     from streamer.engine.core import InFlight, Runner, Tokenizer
     from streamer.engine.engine import AsyncEngine
 

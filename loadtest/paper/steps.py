@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from streamer.config import Config
+from streamer.core.blocks import BlockHasher
 from streamer.core.plan import Add, Facts, Plan, StepOutput, StepStats
-from streamer.core.prefix import BlockHasher
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler
 from streamer.core.sizes import sizes_of
 from streamer.core.view import SchedulerView, Wanted
 
 if TYPE_CHECKING:
-    from streamer.core.model_info import ModelInfo
+    from streamer.core.sizes import ModelInfo
     from streamer.engine.core import InFlight, Runner
 
 MODEL = "small"  # of loadtest/compare/workload.py: 8 layers, 25 million parameters in its layers

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from streamer.config import Config
-    from streamer.core.model_info import ModelInfo
+    from streamer.core.sizes import ModelInfo
 
 log = logging.getLogger(__name__)
 

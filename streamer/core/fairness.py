@@ -4,7 +4,8 @@ Order: priority, preempted before new, virtual time of the tenant, arrival. Virt
 in weighted tokens. A tenant that begins to wait is lifted to the least virtual time of those who
 wait already, so that idling earns nothing. This is the virtual token counter of Sheng et al. 2024,
 "Fairness in Serving Large Language Models", with counters for each priority of its own: what is
-parked at a low priority earns no claim on a higher one. Owned by State; deterministic, no clock.
+parked at a low priority earns no claim on a higher one. Also knows the place of each request in the
+queue, for readers that wait. Owned by State; deterministic, no clock.
 """
 
 from __future__ import annotations
@@ -12,11 +13,18 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
+from typing import Final
 
+from streamer.core.plan import Notice, NoticeKind
 from streamer.core.request import Request, Share
 from streamer.errors import InvariantViolated
 
 _arrival = attrgetter("arrival")
+
+# A walk over places sorts the queue: 0.5 us a request (one EPYC core, 2026-11-21). A longer queue
+# is not walked; a request far behind in it has news of its place again when it comes nearer.
+MAX_WALKED: Final = 4096
+MAX_TOLD: Final = 512
 
 
 class _Level:
@@ -135,6 +143,21 @@ class FairQueue:
                 level.last = share
         if level.is_empty:
             self._priorities.remove(priority)
+
+    def changed_places(self, num_waiting: int) -> tuple[Notice, ...]:
+        """A notice for each request whose place is another than its reader knows.
+
+        A walk over the queue, made when EngineCore's clock says so and a reader wants it, never
+        otherwise. `num_waiting` new requests wait, held ones too.
+        """
+        if num_waiting > MAX_WALKED:
+            return ()
+        news = []
+        for place, request in enumerate(self.in_order()[:MAX_TOLD]):
+            if request.is_new and request.place not in (None, place):
+                request.place = place
+                news.append(Notice(request.request_id, NoticeKind.WAITING, position=place))
+        return tuple(news)
 
     def check(self, requests: Iterable[Request]) -> None:
         """Prove that the shares count these live requests and that the head is who it must be."""

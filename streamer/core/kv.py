@@ -11,8 +11,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-from streamer.core.blocks import BlockPool
-from streamer.core.prefix import BlockHasher
+from streamer.core.blocks import BlockHasher, BlockPool
 from streamer.core.request import Request, Sequence
 from streamer.errors import InvariantViolated
 

@@ -1,7 +1,9 @@
 """The frozen values that cross every boundary between loop, scheduler and runner.
 
 Commands and Facts go into the scheduler, a Plan comes out; the runner turns it into a StepResult;
-`apply` turns that into a StepOutput for the loop. Nothing here has behaviour or a torch type.
+`apply` turns that into a StepOutput for the loop. Nothing here has a torch type, or behaviour but
+`check_moves`: every runner calls it before it copies anything, so that a scheduler's mistake ends
+the engine there, sooner than one request reads another's KV.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import enum
 import msgspec
 
 from streamer.core.sampling import SamplingParams
+from streamer.errors import InvariantViolated
 
 
 class FinishReason(enum.Enum):
@@ -32,7 +35,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     stop_ids      tokens that end a choice: the model's end tokens (unless ignore_eos) and
                   stop_token_ids
     stop          stop strings as bytes
-    block_hashes  chained hashes of the prompt's full blocks (core.prefix), may be empty
+    block_hashes  chained hashes of the prompt's full blocks (core.blocks), may be empty
     salt          the tenant's salt for blocks that fill later
     priority      lower runs first
     tenant        whose request it is; requests of one priority share fairly between tenants
@@ -152,7 +155,7 @@ class Plan(msgspec.Struct, frozen=True):
     token that is not computed yet (the one it drew last) and draws the next. All K and V of a
     plan are stored, layer by layer, before any attention of that layer reads: a row may read
     blocks that another row fills in the same plan. The copies of a plan run in any order and
-    beside its swaps, so none writes a block that another reads or writes (moves.py).
+    beside its swaps, so none writes a block that another reads or writes (check_moves).
 
     copies    (source, destination) device blocks, copy-on-write
     swap_out  (device, host) blocks;  swap_in  (host, device) blocks
@@ -171,6 +174,38 @@ class Plan(msgspec.Struct, frozen=True):
     num_rows: int = 0
     num_tokens: int = 0
     num_samples: int = 0
+
+
+def check_moves(plan: Plan, num_blocks: int, num_host_blocks: int) -> None:
+    """Raise InvariantViolated for a block beyond its pool, or one copied into beside another copy.
+
+    A plan's copies run in any order and beside its swaps: none may write what another reads or
+    writes.
+    """
+    for name, pairs, sources, destinations in (
+        ("swap_out", plan.swap_out, num_blocks, num_host_blocks),
+        ("copies", plan.copies, num_blocks, num_blocks),
+        ("swap_in", plan.swap_in, num_host_blocks, num_blocks),
+    ):
+        for source, destination in pairs:
+            if not (0 <= source < sources and 0 <= destination < destinations):
+                raise InvariantViolated(
+                    f"plan {plan.number}: {name} {source} to {destination} is beyond the pools "
+                    f"of {sources} and {destinations} blocks"
+                )
+    for name, outgoing, incoming in (
+        ("device", (*plan.copies, *plan.swap_out), (*plan.copies, *plan.swap_in)),
+        ("host", plan.swap_in, plan.swap_out),
+    ):
+        read, written = {pair[0] for pair in outgoing}, {pair[1] for pair in incoming}
+        if len(written) < len(incoming) or read & written:
+            raise InvariantViolated(
+                f"plan {plan.number} copies into a block of the {name} beside another copy of it: "
+                f"copies {plan.copies}, swap_out {plan.swap_out}, swap_in {plan.swap_in}"
+            )
+
+
+# ---------------------------------------------------------------- result: runner -> scheduler
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):

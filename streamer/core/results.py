@@ -1,17 +1,18 @@
 """apply: what a step drew becomes tokens, ends and news. The only author of a finish by content.
 
 Pure; called by Scheduler.apply with the plans in order. Results of rows that were cancelled or
-finished meanwhile are dropped; those of paused, swapped and preempted ones are kept.
+finished meanwhile are dropped; those of paused, swapped and preempted ones are kept. Stop strings
+are matched on bytes, by the tokenizer's token-to-bytes table; only sequences that have some pay.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence as Seq
 
 from streamer.core.plan import NOT_FINITE, FinishReason, StepOutput, StepResult, TokenLogprob
 from streamer.core.request import OUTPUT_COST, Request, Sequence
 from streamer.core.state import State
-from streamer.core.stops import find_stop, next_tail
 from streamer.errors import InvariantViolated
 
 
@@ -143,3 +144,29 @@ def _num_bytes(state: State, seq: Sequence, num_output: int) -> int:
     first = len(seq.request.add.prompt)
     known = len(table)
     return sum(len(table[t]) for t in seq.tokens[first : first + num_output] if t < known)
+
+
+# ---------------------------------------------------------------- stop strings
+
+
+def find_stop(tail: bytes, piece: bytes, stops: Seq[bytes]) -> tuple[int, int] | None:
+    """(offset, index) of the earliest stop string that ends in `piece`, or None.
+
+    tail   the output's last bytes before `piece`; longest stop string less one byte are enough
+    offset counts from the start of `tail + piece`; of two that start together the first listed wins
+    """
+    text = tail + piece
+    best: tuple[int, int] | None = None
+    for index, stop in enumerate(stops):
+        # A match that ended before `piece` would have ended the sequence then.
+        offset = text.find(stop, max(0, len(tail) - len(stop) + 1))
+        if offset >= 0 and (best is None or offset < best[0]):
+            best = (offset, index)
+    return best
+
+
+def next_tail(tail: bytes, piece: bytes, stops: Seq[bytes]) -> bytes:
+    """What of `tail + piece` a later match may still begin in."""
+    keep = max(len(stop) for stop in stops) - 1
+    text = tail + piece
+    return text[len(text) - keep :] if keep and len(text) > keep else text if keep else b""

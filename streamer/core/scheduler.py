@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from streamer.core.admission import admit, blocks_needed, make_way
-from streamer.core.places import news_of_places
+from streamer.core.blocks import BlockHasher
 from streamer.core.plan import (
     Add,
     Cancel,
@@ -30,14 +30,12 @@ from streamer.core.plan import (
     TableUpdate,
 )
 from streamer.core.preemption import choose_victim
-from streamer.core.prefix import BlockHasher
 from streamer.core.request import MAY_BE_ADMITTED, Request, Sequence, Status
 from streamer.core.results import apply_result
 from streamer.core.sizes import SchedulerConfig, check_fits
 from streamer.core.state import Draft, State
 from streamer.core.tokens import continue_running
-from streamer.core.view import SchedulerView, Wanted
-from streamer.core.watching import Recorder, look
+from streamer.core.view import Recorder, SchedulerView, Wanted, look
 from streamer.errors import InvalidRequest, InvariantViolated
 
 __all__ = ["Scheduler", "SchedulerConfig", "check_fits"]
@@ -148,7 +146,8 @@ class Scheduler:
 
     def news_of_places(self) -> tuple[Notice, ...]:
         """Who waits at another place than it was told; O(waiting), so not in every step."""
-        return news_of_places(self.state)
+        waiting = self.state.counts[Status.WAITING]
+        return self.state.queue.changed_places(waiting)
 
     def stats(self) -> StepStats:
         """Counts now, for an engine that has not stepped yet."""

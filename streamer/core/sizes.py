@@ -1,6 +1,7 @@
-"""SchedulerConfig and check_fits: the sizes the scheduler works within, and what can ever run.
+"""ModelInfo, SchedulerConfig, check_fits: a loaded model's sizes, the scheduler's, and what fits.
 
-Frozen values and pure functions, used by the loop before anything is queued and by scheduler.py.
+Frozen values and pure functions. The loader makes a ModelInfo, which engine, server and cli read;
+the loop checks what fits before anything is queued, and the scheduler again.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import msgspec
 
 from streamer.config import Config
-from streamer.core.model_info import ModelInfo
 from streamer.errors import ConfigError, ContextLengthExceeded
 
 # Each scored token is a row of logits beside those of the rows that draw: so many are 128 MiB in
@@ -19,6 +19,30 @@ MAX_SCORED = 256
 # 2026-11-22) had gaps in streams of 495 ms (p99) with prompts whole, of 149 ms at 512 and 75 ms at
 # 256, at the same tokens a second. A GPU takes larger bites.
 BATCHED_TOKENS, CPU_BATCHED_TOKENS = 2048, 512
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known once a model is loaded.
+
+    name                 the served name
+    dtype                "float32" or "bfloat16", as computed
+    eos_token_ids        tokens that end an answer
+    block_bytes          bytes of one KV block, all layers, K and V
+    generation_defaults  sampling settings of the checkpoint's generation_config.json
+    """
+
+    name: str
+    dtype: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    num_blocks: int
+    num_host_blocks: int
+    block_size: int
+    block_bytes: int
+    num_parameters: int
+    generation_defaults: dict[str, float]
+    device: str
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):

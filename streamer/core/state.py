@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from streamer.core.blocks import BlockPool
+from streamer.core.blocks import BlockHasher, BlockPool
 from streamer.core.fairness import FairQueue
 from streamer.core.kv import KVManager
 from streamer.core.plan import (
@@ -22,7 +22,6 @@ from streamer.core.plan import (
     StepStats,
 )
 from streamer.core.preemption import is_swap_cheaper
-from streamer.core.prefix import BlockHasher
 from streamer.core.request import MAY_BE_ADMITTED, Event, Request, Sequence, Status
 from streamer.core.rows import RowSlots
 from streamer.core.sizes import SchedulerConfig

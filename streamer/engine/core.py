@@ -14,9 +14,9 @@ from typing import Any, Final, Protocol
 
 from msgspec.structs import replace
 
-from streamer.core.model_info import ModelInfo
 from streamer.core.plan import Add, Command, Facts, Notice, Plan, StepOutput, StepResult, StepTimes
 from streamer.core.scheduler import Scheduler
+from streamer.core.sizes import ModelInfo
 from streamer.core.view import SchedulerView, Wanted
 from streamer.errors import InvariantViolated
 from streamer.tokenizer.chat import Said

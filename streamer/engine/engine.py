@@ -19,12 +19,11 @@ from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from streamer.config import Config
-from streamer.core.model_info import ModelInfo
+from streamer.core.blocks import BlockHasher
 from streamer.core.plan import Cancel, Command, FinishReason, Pause, Resume, StepOutput, StepStats
-from streamer.core.prefix import BlockHasher
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler
-from streamer.core.sizes import SchedulerConfig, sizes_of
+from streamer.core.sizes import ModelInfo, SchedulerConfig, sizes_of
 from streamer.core.view import SchedulerView, Wanted
 from streamer.engine.core import EngineCore, Inbox, Runner, Tokenizer
 from streamer.engine.gpu_thread import GpuThread

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
-from streamer.core.prefix import BlockHasher
+from streamer.core.blocks import BlockHasher
 from streamer.engine.core import Tokenizer
 from streamer.engine.pool import Pool
 from streamer.errors import EngineDead, PoolHung

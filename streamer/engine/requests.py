@@ -13,10 +13,10 @@ import msgspec
 
 from streamer.config import Config
 from streamer.core.checks import entries, flag, integer, number, text, token_ids
-from streamer.core.model_info import ModelInfo
 from streamer.core.plan import Add
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import SchedulerConfig, check_fits
+from streamer.core.sizes import ModelInfo
 from streamer.engine.flow import Control, Limits
 from streamer.engine.stream import TokenStream
 from streamer.errors import InvalidRequest

@@ -13,7 +13,7 @@ import math
 import msgspec
 
 from streamer.config import Config
-from streamer.core.model_info import ModelInfo
+from streamer.core.sizes import ModelInfo
 from streamer.errors import ConfigError
 from streamer.fake.runner import FakeRunner
 from streamer.fake.tokenizer import (

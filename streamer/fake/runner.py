@@ -11,8 +11,7 @@ import re
 import time
 from collections.abc import Sequence
 
-from streamer.core.moves import check_moves
-from streamer.core.plan import Chunk, Facts, Plan, RowJoin, StepResult, TokenLogprob
+from streamer.core.plan import Chunk, Facts, Plan, RowJoin, StepResult, TokenLogprob, check_moves
 from streamer.errors import InvariantViolated
 from streamer.fake.tokenizer import (
     END,

@@ -13,8 +13,8 @@ import msgspec
 import torch
 
 from streamer.config import Config
-from streamer.core.model_info import ModelInfo
 from streamer.core.sampling import SamplingParams
+from streamer.core.sizes import ModelInfo
 from streamer.errors import ConfigError, InvalidRequest, ModelNotSupported, StreamerError
 from streamer.kernels import ops, quantized
 from streamer.model import memory

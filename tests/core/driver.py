@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 
 from streamer.core.admission import blocks_needed, rows_needed
+from streamer.core.blocks import BlockHasher
 from streamer.core.plan import (
     Add,
     Cancel,
@@ -23,7 +24,6 @@ from streamer.core.plan import (
     StepResult,
     TokenLogprob,
 )
-from streamer.core.prefix import BlockHasher
 from streamer.core.request import Status
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler, SchedulerConfig

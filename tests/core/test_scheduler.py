@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from streamer.core.blocks import BlockHasher
 from streamer.core.plan import Add, FinishReason, NoticeKind, StepResult
-from streamer.core.prefix import BlockHasher
 from streamer.core.request import Status
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler, check_fits

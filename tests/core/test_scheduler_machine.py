@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 
-from streamer.core.blocks import BlockPool
+from streamer.core.blocks import BlockHasher, BlockPool
 from streamer.core.kv import KVManager
 from streamer.core.plan import Facts, Plan, StepOutput
-from streamer.core.prefix import BlockHasher
 from streamer.core.request import Sequence as Row
 from streamer.core.request import Status
 from streamer.core.scheduler import Scheduler

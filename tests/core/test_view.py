@@ -10,10 +10,8 @@ import msgspec
 import pytest
 
 from streamer.core import view as views
-from streamer.core import watching
-from streamer.core.blocks import COOLING, FREE, PRIVATE, SHARED, BlockPool
+from streamer.core.blocks import COOLING, FREE, PRIVATE, SHARED, BlockHasher, BlockPool
 from streamer.core.plan import Add, Pause
-from streamer.core.prefix import BlockHasher
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler
 from streamer.core.view import SchedulerView, StepView, Wanted, pool_view, seen_by
@@ -152,7 +150,7 @@ def test_looking_changes_no_plan() -> None:
 
 def test_without_a_follower_a_step_makes_nothing_for_one() -> None:
     """Not one allocation in the files of the looks; with a follower there are some."""
-    files = [tracemalloc.Filter(True, m.__file__) for m in (watching, views)]
+    files = [tracemalloc.Filter(True, views.__file__)]
 
     def allocated(driver: Driver) -> int:
         driver.step()
@@ -189,7 +187,7 @@ def test_a_recorder_that_nobody_empties_is_full() -> None:
 
 
 def test_entries_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "MAX_ENTRIES", 10)
+    monkeypatch.setattr(views, "MAX_ENTRIES", 10)
     driver = crowded()
     driver.scheduler.snapshot(ALL)
     driver.run()

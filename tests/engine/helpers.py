@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from streamer.config import Config
-from streamer.core.model_info import ModelInfo
 from streamer.core.plan import Facts, Finish, FinishReason, Plan, StepOutput, StepResult
 from streamer.core.sampling import SamplingParams
+from streamer.core.sizes import ModelInfo
 from streamer.engine.core import InFlight, Runner
 from streamer.engine.engine import AsyncEngine, GenerateRequest
 from streamer.engine.flow import Limits

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from streamer.config import Config
+from streamer.core.blocks import BlockHasher
 from streamer.core.plan import (
     Add,
     Cancel,
@@ -17,7 +18,6 @@ from streamer.core.plan import (
     StepOutput,
     StepResult,
 )
-from streamer.core.prefix import BlockHasher
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler, SchedulerConfig
 from streamer.engine import core

@@ -240,7 +240,7 @@ async def test_a_long_prompts_hashes_are_made_in_the_pool(monkeypatch: pytest.Mo
     """encode hashes it off the loop; submit finds that, and hashes only what it does not know."""
     import threading
 
-    from streamer.core.prefix import BlockHasher
+    from streamer.core.blocks import BlockHasher
 
     hashed: list[tuple[str, int]] = []
     original = BlockHasher.hash_blocks

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from streamer.config import Config
-from streamer.core.model_info import ModelInfo
 from streamer.core.plan import Plan, StepResult
+from streamer.core.sizes import ModelInfo
 from streamer.engine import engine as engines
 from streamer.engine import gpu_thread
 from streamer.engine.core import InFlight, Runner

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamer.config import Config
+from streamer.core.blocks import BlockHasher
 from streamer.core.plan import Add, Cancel, Finish, FinishReason, Pause, Plan, Resume
-from streamer.core.prefix import BlockHasher
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler
 from streamer.core.sizes import sizes_of

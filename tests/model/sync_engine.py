@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 from streamer.config import Config
+from streamer.core.blocks import BlockHasher
 from streamer.core.plan import Add, Finish, Plan, StepStats, TokenLogprob
-from streamer.core.prefix import BlockHasher
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler, SchedulerConfig
 from streamer.core.sizes import MAX_SCORED, batched_tokens

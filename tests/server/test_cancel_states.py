@@ -17,9 +17,9 @@ import httpx
 import msgspec
 import pytest
 
-from streamer.core.model_info import ModelInfo
 from streamer.core.plan import Facts, FinishReason, Plan, StepResult
 from streamer.core.sampling import SamplingParams
+from streamer.core.sizes import ModelInfo
 from streamer.engine.core import InFlight, Runner
 from streamer.engine.engine import AsyncEngine, GenerateRequest, TokenStream
 from tests.server.responses.test_socket import dial, hear, say

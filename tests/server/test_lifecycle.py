@@ -18,8 +18,8 @@ import httpx
 import pytest
 
 from streamer.config import Config
-from streamer.core.model_info import ModelInfo
 from streamer.core.plan import Plan
+from streamer.core.sizes import ModelInfo
 from streamer.engine.core import InFlight, Runner
 from streamer.engine.engine import AsyncEngine
 from streamer.errors import ConfigError, EngineDead

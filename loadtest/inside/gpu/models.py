@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from streamer.core.blocks import BlockHasher
 from streamer.core.plan import Add, StepOutput
-from streamer.core.prefix import BlockHasher
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler, SchedulerConfig
 

@@ -10,8 +10,7 @@ import time
 
 import torch
 
-from streamer.core.moves import check_moves
-from streamer.core.plan import Facts, Plan, StepResult
+from streamer.core.plan import Facts, Plan, StepResult, check_moves
 from streamer.kernels import ops
 from streamer.model.runner.costs import Costs, probe_copy
 from streamer.model.runner.inputs import Rows, StepInputs, step_result

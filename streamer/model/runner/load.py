@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 
 from streamer.config import Config
-from streamer.core.model_info import ModelInfo
-from streamer.core.sizes import batched_tokens
+from streamer.core.sizes import ModelInfo, batched_tokens
 from streamer.errors import ConfigError, InvariantViolated
 from streamer.kernels import ops
 from streamer.model import memory

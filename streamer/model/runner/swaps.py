@@ -14,8 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from streamer.core.moves import check_moves
-from streamer.core.plan import Plan
+from streamer.core.plan import Plan, check_moves
 from streamer.kernels import ops
 from streamer.model.runner.costs import Costs
 from streamer.model.runner.device import Device, Event, Stream

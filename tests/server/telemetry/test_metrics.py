@@ -13,8 +13,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from streamer.core.blocks import BlockHasher
 from streamer.core.plan import Facts
-from streamer.core.prefix import BlockHasher
 from streamer.core.scheduler import Scheduler, SchedulerConfig
 from streamer.engine.stats import PHASES
 from streamer.server.telemetry.metrics import Metrics

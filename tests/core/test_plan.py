@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from streamer.core.moves import check_moves
-from streamer.core.plan import Plan
+from streamer.core.plan import Plan, check_moves
 from streamer.errors import InvariantViolated
 
 
