@@ -45,7 +45,7 @@ test("what a shutdown cut off was stopped, and has reached no limit", async () =
   await tick();
   FakeSocket.last.say(created(stream.lane, "r1"));
   const response = { ...responseOf("r1", "incomplete"), incomplete_details: { reason: "server_shutdown" } };
-  FakeSocket.last.say({ ...completed(stream.lane, "r1", 5), type: "response.incomplete", response });
+  FakeSocket.last.say({ type: "response.incomplete", response, sequence_number: 5, stream_id: stream.lane });
   await stream.done;
   expect(stream.status).toBe("cancelled");
 });
