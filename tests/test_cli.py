@@ -14,7 +14,6 @@ from rich.console import Console
 
 from streamer.cli import COMMANDS, doctor, main
 from streamer.cli.arguments import (
-    SAMPLING_HELP,
     Parser,
     UsageError,
     add_config_flags,
@@ -28,7 +27,6 @@ from streamer.cli.doctor import port_free
 from streamer.cli.loadtest import PROGRAMS
 from streamer.cli.serve import announce, check_bind
 from streamer.config import Config, settings
-from streamer.core.sampling import SamplingParams
 from streamer.core.sizes import ModelInfo
 from streamer.errors import StreamerError
 
@@ -184,10 +182,6 @@ def test_sampling_flags_become_parameters() -> None:
     given = sampling_from(parser.parse_args(words))
     assert given == {"temperature": 0.0, "stop": ("a,b", "c"), "seed": 7, "ignore_eos": True}
     assert sampling_from(parser.parse_args([])) == {}
-
-
-def test_sampling_help_names_real_parameters() -> None:
-    assert set(SAMPLING_HELP) <= set(SamplingParams.__struct_fields__)
 
 
 @pytest.mark.parametrize(

@@ -16,25 +16,12 @@ from typing import Any, NoReturn
 import msgspec
 
 from streamer.config import Config, Setting, load_config, settings, strangers
-from streamer.core.sampling import SamplingParams
+from streamer.core.sampling import PARAMETERS, SamplingParams
 from streamer.errors import ConfigError, InvalidRequest
 
 log = logging.getLogger(__name__)
 
-SAMPLING_HELP = {
-    "temperature": "0 always takes the best token",
-    "top_p": "keep the smallest set of tokens with this probability",
-    "top_k": "keep this many of the best tokens; 0 keeps all",
-    "min_p": "drop tokens below this share of the best one's probability",
-    "repetition_penalty": "above 1: what was said is less likely",
-    "presence_penalty": "taken from tokens already in the answer",
-    "frequency_penalty": "the same, for each time they occur",
-    "seed": "the same seed gives the same answer",
-    "stop": "text that ends the answer; may be repeated",
-    "max_tokens": "the longest answer, in tokens",
-    "min_tokens": "no end before so many tokens",
-    "ignore_eos": "go on after the model's own end",
-}
+FLAGGED = tuple(p for p in PARAMETERS.values() if p.field.is_flag)
 
 
 class UsageError(Exception):
@@ -134,31 +121,28 @@ def config_flags_given(args: argparse.Namespace) -> list[str]:
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """A flag for each sampling parameter that makes sense in a terminal."""
     group = parser.add_argument_group("sampling", "what is absent is as the model has it")
-    for name, help_text in SAMPLING_HELP.items():
-        options: dict[str, Any] = {"dest": f"sampling_{name}", "default": None, "help": help_text}
-        if isinstance(_sampling_default(name), bool):
+    for parameter in FLAGGED:
+        options: dict[str, Any] = {"dest": f"sampling_{parameter.name}", "default": None}
+        options["help"] = parameter.field.help
+        if parameter.kind is bool:
             options["action"] = argparse.BooleanOptionalAction
         else:
             options["metavar"] = "VALUE"
-            if isinstance(_sampling_default(name), tuple):
+            if parameter.field.max_entries:
                 options["action"] = "append"
-        group.add_argument("--" + name.replace("_", "-"), **options)
-
-
-def _sampling_default(name: str) -> Any:
-    return next(f.default for f in msgspec.structs.fields(SamplingParams) if f.name == name)
+                options["help"] += "; may be repeated"
+        group.add_argument("--" + parameter.name.replace("_", "-"), **options)
 
 
 def sampling_from(args: argparse.Namespace) -> dict[str, Any]:
     """The sampling parameters that were given, by name and checked; UsageError names the flag."""
-    types = {f.name: f.type for f in msgspec.structs.fields(SamplingParams)}
     given: dict[str, Any] = {}
-    for name in SAMPLING_HELP:
+    for name, kind in ((p.name, p.kind) for p in FLAGGED):
         raw = getattr(args, f"sampling_{name}", None)
         if raw is None:
             continue
         try:
-            given[name] = msgspec.convert(raw, types[name], strict=False)
+            given[name] = msgspec.convert(raw, kind, strict=False)
         except msgspec.ValidationError as error:
             wanted = str(error).partition(", got ")[0].lower()
             flag = "--" + name.replace("_", "-")

@@ -3,10 +3,16 @@
 A frozen value, its types and ranges checked once where it is made; the runner and the scheduler
 trust it afterwards. What a caller may write otherwise (a list, numpy's integers, one stop string by
 itself) becomes what the fields say.
+Each parameter is written here once: its checks, the fields of bodies, the flags, their help and
+what generation_config.json may say derive from it through PARAMETERS.
 Names and meanings follow the OpenAI API and vLLM's extras.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import NoneType
+from typing import Annotated, Any, get_args, get_type_hints
 
 import msgspec
 
@@ -15,124 +21,134 @@ from streamer.errors import InvalidRequest
 
 MAX_N = 64
 MAX_LOGPROBS = 20
-MAX_STOP = 16
 MAX_STOP_BYTES = 1024
-MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_TOKENS = 1 << 24
 
-_NUMBERS = {
-    "temperature": (0.0, 2.0),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.01, 10.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-}
-_INTEGERS = {
-    "top_k": (-1, 1 << 31),
-    "seed": (-(1 << 63), (1 << 64) - 1),
-    "max_tokens": (1, MAX_TOKENS),
-    "min_tokens": (0, MAX_TOKENS),
-    "logprobs": (0, MAX_LOGPROBS),
-    "prompt_logprobs": (0, MAX_LOGPROBS),
-    "n": (1, MAX_N),
-}
-_MAY_BE_ABSENT = frozenset(("seed", "max_tokens", "logprobs", "prompt_logprobs"))
+
+class Field(msgspec.Struct, frozen=True):
+    """What is known of a parameter besides its name, type and default.
+
+    help           for `--help` and /openapi.json
+    bounds         least and greatest value of a number, of each number in a list or mapping
+    is_above       the least value is itself out of bounds
+    max_entries    of a list or mapping
+    is_in_bodies   every body has it, by this name; the others are said otherwise by each endpoint
+    is_flag        commands in a terminal take it
+    is_of_model    generation_config.json may say what requests start from
+    """
+
+    help: str
+    bounds: tuple[float, float] = (-MAX_ID, MAX_ID)
+    is_above: bool = False
+    max_entries: int = 0
+    is_in_bodies: bool = True
+    is_flag: bool = True
+    is_of_model: bool = False
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling settings of one request.
+    """Sampling settings of one request."""
 
-    temperature  0 is greedy; else logits are divided by it (0 to 2)
-    top_k        keep the k best tokens; 0 or -1 keeps all
-    top_p        keep the smallest set whose probability reaches p (0 exclusive to 1)
-    min_p        drop tokens below min_p times the best one's probability (0 to 1)
-    repetition_penalty  divides positive and multiplies negative logits of tokens seen in prompt or
-                 output (Keskar et al. 2019); 1 is off
-    presence_penalty, frequency_penalty  subtracted from the logits of output tokens, once or per
-                 occurrence (-2 to 2)
-    logit_bias   token id -> added to its logit (-100 to 100)
-    seed         64-bit key of the noise; None lets the engine draw one and report it
-    stop         strings that end the text (not part of it); stop_token_ids likewise, as tokens
-    max_tokens   output tokens a choice; None means as many as the context and the pool allow
-    min_tokens   no end before so many output tokens
-    ignore_eos   the model's own end tokens are ordinary tokens
-    logprobs     None: none; k: the drawn token's log probability and the k best ones' (0 to 20)
-    prompt_logprobs  the same of every token of the prompt but the first: a prompt that is not
-                 taken from the prefix cache
-    n            independent choices from one prompt
-    skip_special_tokens  leave special tokens out of the text (they stay in the token ids)
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    n: int = 1
-    skip_special_tokens: bool = True
+    # logits are divided by it
+    temperature: Annotated[
+        float, Field("0 always takes the best token", (0.0, 2.0), is_of_model=True)
+    ] = 1.0
+    top_p: Annotated[
+        float,
+        Field(
+            "keep the smallest set of tokens with this probability",
+            (0.0, 1.0),
+            is_above=True,
+            is_of_model=True,
+        ),
+    ] = 1.0
+    top_k: Annotated[
+        int,
+        Field("keep this many of the best tokens; 0 keeps all", (-1, 1 << 31), is_of_model=True),
+    ] = 0  # -1 keeps all, too
+    min_p: Annotated[
+        float,
+        Field(
+            "drop tokens below this share of the best one's probability",
+            (0.0, 1.0),
+            is_of_model=True,
+        ),
+    ] = 0.0
+    # divides positive and multiplies negative logits of tokens in prompt or output (Keskar 2019)
+    repetition_penalty: Annotated[
+        float, Field("above 1: what was said is less likely", (0.01, 10.0), is_of_model=True)
+    ] = 1.0
+    # these two are subtracted from the logits of output tokens
+    presence_penalty: Annotated[
+        float, Field("taken from tokens already in the answer", (-2.0, 2.0))
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, Field("the same, for each time they occur", (-2.0, 2.0))
+    ] = 0.0
+    logit_bias: Annotated[
+        dict[int, float],
+        Field(
+            "token id: what is added to its logit",
+            (-100.0, 100.0),
+            max_entries=MAX_LOGIT_BIAS,
+            is_flag=False,
+        ),
+    ] = {}
+    # 64-bit key of the noise; None lets the engine draw one and report it
+    seed: Annotated[
+        int | None, Field("the same seed gives the same answer", (-(1 << 63), (1 << 64) - 1))
+    ] = None
+    # not part of the text itself
+    stop: Annotated[tuple[str, ...], Field("text that ends the answer", max_entries=16)] = ()
+    stop_token_ids: Annotated[
+        tuple[int, ...], Field("tokens that end the answer", max_entries=128, is_flag=False)
+    ] = ()
+    # of a choice; None means as many as the context and the pool allow
+    max_tokens: Annotated[
+        int | None, Field("the longest answer, in tokens", (1, MAX_TOKENS), is_in_bodies=False)
+    ] = None
+    min_tokens: Annotated[int, Field("no end before so many tokens", (0, MAX_TOKENS))] = 0
+    ignore_eos: Annotated[bool, Field("go on after the model's own end")] = False
+    # None: none; k: the drawn token's log probability and the k best ones'
+    logprobs: Annotated[
+        int | None,
+        Field(
+            "log probabilities of this many of the best tokens",
+            (0, MAX_LOGPROBS),
+            is_in_bodies=False,
+            is_flag=False,
+        ),
+    ] = None
+    # of every token of the prompt but the first: a prompt that is not taken from the prefix cache
+    prompt_logprobs: Annotated[
+        int | None,
+        Field(
+            "the same of the prompt's tokens", (0, MAX_LOGPROBS), is_in_bodies=False, is_flag=False
+        ),
+    ] = None
+    n: Annotated[
+        int,
+        Field("independent choices from one prompt", (1, MAX_N), is_in_bodies=False, is_flag=False),
+    ] = 1
+    # they stay in the token ids
+    skip_special_tokens: Annotated[
+        bool, Field("leave special tokens out of the text", is_flag=False)
+    ] = True
 
     def __post_init__(self) -> None:
-        for name, (low, high) in _NUMBERS.items():
-            self._set(name, number(name, getattr(self, name), low, high))
-        if self.top_p == 0.0:
-            raise InvalidRequest("top_p must be above 0", param="top_p")
-        for name, (least, most) in _INTEGERS.items():
-            value = getattr(self, name)
-            if value is not None or name not in _MAY_BE_ABSENT:
-                self._set(name, integer(name, value, least, most))
+        for parameter, check in _CHECKS:
+            given = getattr(self, parameter.name)
+            if given is parameter.default:
+                continue
+            checked = check(parameter, given)
+            if checked is not given:
+                msgspec.structs.force_setattr(self, parameter.name, checked)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})",
                 param="min_tokens",
             )
-        flag("ignore_eos", self.ignore_eos)
-        flag("skip_special_tokens", self.skip_special_tokens)
-        self._check_lists()
-
-    def _check_lists(self) -> None:
-        given: object = self.stop
-        stop = (given,) if isinstance(given, str) else entries("stop", given)
-        _at_most("stop", len(stop), MAX_STOP)
-        for i, each in enumerate(stop):
-            if not 0 < len(text(f"stop[{i}]", each).encode()) <= MAX_STOP_BYTES:
-                raise InvalidRequest(
-                    f"a stop string has 1 to {MAX_STOP_BYTES} bytes", param=f"stop[{i}]"
-                )
-        self._set("stop", tuple(stop))
-        _at_most(
-            "stop_token_ids",
-            len(entries("stop_token_ids", self.stop_token_ids)),
-            MAX_STOP_TOKEN_IDS,
-        )
-        self._set("stop_token_ids", token_ids("stop_token_ids", self.stop_token_ids))
-        if not isinstance(self.logit_bias, dict):
-            raise InvalidRequest("logit_bias must map token ids to numbers", param="logit_bias")
-        if not self.logit_bias:
-            return
-        _at_most("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
-        bias = {}
-        for token, value in self.logit_bias.items():
-            name = f"logit_bias.{token!s:.20}"
-            token_id = integer(name, token, -MAX_ID, MAX_ID)
-            bias[token_id] = number(name, value, -100.0, 100.0)
-        self._set("logit_bias", bias)  # its own: the caller's may change
-
-    def _set(self, name: str, value: object) -> None:
-        if getattr(self, name) is not value:
-            msgspec.structs.force_setattr(self, name, value)
 
     @property
     def is_greedy(self) -> bool:
@@ -149,6 +165,104 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def _at_most(name: str, length: int, limit: int) -> None:
+class Parameter(msgspec.Struct, frozen=True):
+    """One of SamplingParams' fields.
+
+    kind  its type without None, which `default` is where the parameter may be absent
+    """
+
+    name: str
+    kind: Any
+    default: Any
+    field: Field
+
+
+def _parameters() -> dict[str, Parameter]:
+    hints = get_type_hints(SamplingParams, include_extras=True)
+    found = {}
+    for each in msgspec.structs.fields(SamplingParams):
+        written, field = get_args(hints[each.name])
+        # int of `int | None`; `dict[int, float]` has arguments as well, and no None among them
+        kinds = [k for k in get_args(written) if k is not NoneType]
+        kind = kinds[0] if NoneType in get_args(written) else written
+        found[each.name] = Parameter(each.name, kind, each.default, field)
+    return found
+
+
+# ---------------------------------------------------------------- checks, by type
+
+
+def _number(parameter: Parameter, value: object) -> float:
+    name, (low, high) = parameter.name, parameter.field.bounds
+    checked = number(name, value, low, high)
+    if parameter.field.is_above and checked == low:
+        raise InvalidRequest(f"{name} must be above {low:g}", param=name)
+    return checked
+
+
+def _integer(parameter: Parameter, value: object) -> int:
+    low, high = parameter.field.bounds
+    return integer(parameter.name, value, int(low), int(high))
+
+
+def _flag(parameter: Parameter, value: object) -> bool:
+    return flag(parameter.name, value)
+
+
+def _strings(parameter: Parameter, value: object) -> tuple[str, ...]:
+    name = parameter.name
+    given = (value,) if isinstance(value, str) else entries(name, value)
+    _check_length(parameter, len(given))
+    found = tuple(text(f"{name}[{i}]", each) for i, each in enumerate(given))
+    for i, each in enumerate(found):
+        if not 0 < len(each.encode()) <= MAX_STOP_BYTES:
+            raise InvalidRequest(
+                f"a {name} string has 1 to {MAX_STOP_BYTES} bytes", param=f"{name}[{i}]"
+            )
+    return found
+
+
+def _token_ids(parameter: Parameter, value: object) -> tuple[int, ...]:
+    _check_length(parameter, len(entries(parameter.name, value)))
+    return token_ids(parameter.name, value)
+
+
+def _numbers_of_ids(parameter: Parameter, value: object) -> dict[int, float]:
+    name, (low, high) = parameter.name, parameter.field.bounds
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{name} must map token ids to numbers", param=name)
+    _check_length(parameter, len(value))
+    found = {}  # its own: the caller's may change
+    for token, each in value.items():
+        entry = f"{name}.{token!s:.20}"
+        found[integer(entry, token, -MAX_ID, MAX_ID)] = number(entry, each, low, high)
+    return found
+
+
+def _check_length(parameter: Parameter, length: int) -> None:
+    name, limit = parameter.name, parameter.field.max_entries
     if length > limit:
         raise InvalidRequest(f"{name} has {length} entries, the limit is {limit}", param=name)
+
+
+_CHECK_OF: Mapping[Any, Callable[[Parameter, object], object]] = {
+    float: _number,
+    int: _integer,
+    bool: _flag,
+    tuple[str, ...]: _strings,
+    tuple[int, ...]: _token_ids,
+    dict[int, float]: _numbers_of_ids,
+}
+
+PARAMETERS: Mapping[str, Parameter] = _parameters()
+_CHECKS = tuple((parameter, _CHECK_OF[parameter.kind]) for parameter in PARAMETERS.values())
+
+
+def params_over(defaults: Mapping[str, float], given: Mapping[str, Any]) -> SamplingParams:
+    """SamplingParams of a model's own defaults, with `given` fields before them."""
+    values = {
+        name: msgspec.convert(value, PARAMETERS[name].kind, strict=False)
+        for name, value in defaults.items()
+        if name in PARAMETERS and name not in given
+    }
+    return SamplingParams(**values, **given)

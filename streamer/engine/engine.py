@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 from streamer.config import Config
 from streamer.core.blocks import BlockHasher
 from streamer.core.plan import Cancel, Command, FinishReason, Pause, Resume, StepOutput, StepStats
-from streamer.core.sampling import SamplingParams
+from streamer.core.sampling import SamplingParams, params_over
 from streamer.core.scheduler import Scheduler
 from streamer.core.sizes import ModelInfo, SchedulerConfig, sizes_of
 from streamer.core.view import SchedulerView, Wanted
@@ -35,7 +35,6 @@ from streamer.engine.requests import (
     GenerateRequest,
     accept,
     build_add,
-    default_params,
     open_stream,
     with_end,
 )
@@ -291,7 +290,7 @@ class AsyncEngine:
 
     def default_params(self, **given: Any) -> SamplingParams:
         """SamplingParams that start from the model's generation_config.json."""
-        return default_params(self.info, given)
+        return params_over(self.info.generation_defaults, given)
 
     def cancel(self, request_id: str) -> None:
         """End a request, wherever it is; unknown and finished ids are ignored."""

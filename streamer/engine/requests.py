@@ -7,7 +7,6 @@ refused here, so that the scheduler never sees a request it can't serve.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 
@@ -154,17 +153,6 @@ def open_stream(
         context=request.context,
         context_bytes=request.context_bytes,
     )
-
-
-def default_params(info: ModelInfo, given: dict[str, Any]) -> SamplingParams:
-    """SamplingParams of the model's own defaults, with `given` fields before them."""
-    types = {f.name: f.type for f in msgspec.structs.fields(SamplingParams)}
-    defaults = {
-        name: msgspec.convert(value, types[name], strict=False)
-        for name, value in info.generation_defaults.items()
-        if name in types
-    }
-    return SamplingParams(**{**defaults, **given})
 
 
 def with_end(info: ModelInfo, token: int | None) -> ModelInfo:

@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from streamer.config import Config
-from streamer.core.sampling import SamplingParams
+from streamer.core.sampling import PARAMETERS, SamplingParams
 from streamer.core.sizes import ModelInfo
 from streamer.errors import ConfigError, InvalidRequest, ModelNotSupported, StreamerError
 from streamer.kernels import ops, quantized
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from streamer.model.fallback import Shape
 
 KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class CheckpointFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -225,11 +224,11 @@ def generation_defaults(checkpoint: Checkpoint) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     checked: Any = SamplingParams
-    for name in GENERATION_FIELDS:
-        value: Any = checkpoint.generation.get(name)
+    for name, parameter in PARAMETERS.items():
+        value: Any = checkpoint.generation.get(name) if parameter.field.is_of_model else None
         if value is None:
             continue
-        if isinstance(value, float) and value.is_integer() and name == "top_k":
+        if isinstance(value, float) and value.is_integer() and parameter.kind is int:
             value = int(value)
         try:
             checked(**{name: value})

@@ -123,7 +123,9 @@ class Api:
             given, prompts = [*cut], [*cut]
         service.admission.accept(tenant, prompts)
         echoes = (
-            await service.texts_of(given, body.skip_special_tokens, salt=salt) if body.echo else []
+            await service.texts_of(given, params.skip_special_tokens, salt=salt)
+            if body.echo
+            else []
         )
         base = new_id("cmpl-")
         streams: list[TokenStream] = []

@@ -300,7 +300,7 @@ def _parameter(name: str, where: str, schema: dict[str, Any] | None = None) -> d
 
 
 def _refusals(fields: Table) -> str:
-    names = sorted(n for n, r in fields.items() if not r.is_honoured and r.harmless is not None)
+    names = sorted(n for n, r in fields.items() if r.harmless is not None)
     if not names:
         return "Unknown fields are ignored."
     return f"Refused unless they ask for nothing: {', '.join(names)}. Unknown fields are ignored."

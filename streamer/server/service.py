@@ -180,20 +180,17 @@ class Service:
     async def texts_of(
         self,
         prompts: Sequence[str | Sequence[int]],
-        skip_special_tokens: bool | None,
+        skip_special_tokens: bool,
         param: str = "prompt",
         *,
         salt: str,
     ) -> list[str]:
-        """Each prompt's text, token ids decoded in the pool; `param` names them in errors.
-
-        skip_special_tokens  None: yes
-        """
+        """Each prompt's text, token ids decoded in the pool; `param` names them in errors."""
         engine = self.engine
         ids = [p for p in prompts if not isinstance(p, str)]
         for each in ids:
             check_ids(param, each, engine.info.vocab_size)
-        decode, skips = engine.tokenizer.decode, skip_special_tokens is not False
+        decode, skips = engine.tokenizer.decode, skip_special_tokens
         size = sum(map(len, ids))
         found = await engine.in_pool(lambda: [decode(i, skips) for i in ids], size, salt)
         texts = iter(found)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamer.core.sampling import MAX_LOGIT_BIAS, MAX_N, SamplingParams
+from streamer.core.sampling import MAX_LOGIT_BIAS, MAX_N, PARAMETERS, SamplingParams
 from streamer.errors import InvalidRequest
 
 
@@ -104,6 +104,19 @@ def test_an_entry_of_a_list_is_named() -> None:
     with pytest.raises(InvalidRequest) as caught:
         SamplingParams(logit_bias={7: 101.0})
     assert caught.value.param == "logit_bias.7"
+
+
+def test_every_parameter_has_bounds_that_are_checked() -> None:
+    for parameter in PARAMETERS.values():
+        for value in (object(), 1 if parameter.kind == tuple[str, ...] else "1"):
+            with pytest.raises(InvalidRequest) as caught:
+                SamplingParams(**{parameter.name: value})
+            assert caught.value.param == parameter.name
+        if parameter.kind in (int, float):
+            low, high = parameter.field.bounds
+            for number in (low - 1, high * 2 + 1):
+                with pytest.raises(InvalidRequest, match=f"{parameter.name} must be from"):
+                    SamplingParams(**{parameter.name: parameter.kind(number)})
 
 
 def test_min_tokens_may_not_exceed_max_tokens() -> None:

@@ -45,9 +45,7 @@ from streamer.server.openai.common import (
     usage_of,
 )
 from streamer.server.openai.fields import (
-    HONOURED,
     LABELS,
-    PROMPT,
     SAMPLING,
     Table,
     hint,
@@ -65,19 +63,7 @@ NUMBER_HERE, TEXT_HERE = "(number)", "(text)"
 
 FIELDS: Final[Table] = {
     **SAMPLING,
-    **PROMPT,
     **LABELS,
-    "messages": HONOURED,
-    "model": HONOURED,
-    "max_tokens": HONOURED,
-    "max_completion_tokens": HONOURED,
-    "n": HONOURED,
-    "logprobs": HONOURED,
-    "top_logprobs": HONOURED,
-    "stream": HONOURED,
-    "stream_options": HONOURED,
-    "metadata": HONOURED,
-    "add_generation_prompt": HONOURED,
     "parallel_tool_calls": hint(bool),  # without tools there are no calls
     "audio": refused(),
     "function_call": refused("none", "auto"),
@@ -98,11 +84,9 @@ FIELDS: Final[Table] = {
     # vLLM's
     "best_of": refused(1),
     "echo": refused(False),
-    "continue_final_message": HONOURED,
     "add_special_tokens": refused(False),
     "documents": refused([]),
     "chat_template": refused(),
-    "chat_template_kwargs": HONOURED,
     "mm_processor_kwargs": refused(),
     "media_io_kwargs": refused(),
     "include_reasoning": refused(True, False),

@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, Meta
 
 from streamer.core.plan import Finish, FinishReason, TokenLogprob
-from streamer.core.sampling import SamplingParams
+from streamer.core.sampling import PARAMETERS, Parameter, SamplingParams, params_over
 from streamer.engine.refusals import SHUTDOWN, cut_off
 from streamer.engine.requests import MAX_PRIORITY
 from streamer.errors import InvalidRequest, RequestFailed, StreamerError
@@ -65,23 +65,30 @@ def new_id(prefix: str) -> str:
 # ---------------------------------------------------------------- request side
 
 
-class SamplingFields(msgspec.Struct, kw_only=True):
+def _field_of(parameter: Parameter) -> tuple[str, Any, None]:
+    """A parameter as bodies have it: null means absent, and one stop string needs no list."""
+    about: dict[str, Any] = {"description": parameter.field.help}
+    if parameter.kind in (int, float):
+        about["exclusiveMinimum" if parameter.field.is_above else "minimum"], about["maximum"] = (
+            parameter.field.bounds
+        )
+    lists = {tuple[str, ...]: str | list[str], tuple[int, ...]: list[int]}
+    kind = lists.get(parameter.kind, parameter.kind)
+    # The bounds are said, not checked: SamplingParams does that, for every caller.
+    return parameter.name, Annotated[kind | None, Meta(extra_json_schema=about)], None
+
+
+IN_BODIES = tuple(p for p in PARAMETERS.values() if p.field.is_in_bodies)
+
+if TYPE_CHECKING:  # what it has is read by name, from IN_BODIES alone
+    Sampled = msgspec.Struct
+else:
+    Sampled = msgspec.defstruct("Sampled", map(_field_of, IN_BODIES), kw_only=True)
+
+
+class SamplingFields(Sampled, kw_only=True):
     """The sampling fields at top level of every body. None: the model's default."""
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
@@ -160,22 +167,6 @@ def named(names: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
-_PLAIN = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "seed",
-    "min_tokens",
-    "ignore_eos",
-    "skip_special_tokens",
-)
-
-
 def sampling_params(
     body: SamplingFields,
     defaults: Mapping[str, float],
@@ -186,19 +177,11 @@ def sampling_params(
     n: int = 1,
 ) -> SamplingParams:
     """The request's SamplingParams, checked; to be called under `named`."""
-    values: dict[str, Any] = {k: v for k, v in defaults.items() if k in _PLAIN}
-    if "top_k" in values:
-        values["top_k"] = int(values["top_k"])
-    for name in _PLAIN:
-        given = getattr(body, name)
-        if given is not None:
-            values[name] = given
-    values["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    values["stop_token_ids"] = tuple(body.stop_token_ids or ())
+    given = ((p.name, getattr(body, p.name)) for p in IN_BODIES)
+    values = {name: value for name, value in given if value is not None}
+    values |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
     _check_extras(body)
-    return SamplingParams(
-        max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, n=n, **values
-    )
+    return params_over(defaults, {**values, "n": n})
 
 
 def check_metadata(metadata: Mapping[str, str] | None) -> None:

@@ -40,7 +40,7 @@ from streamer.server.openai.completion_logprobs import (
     OffsetCounter,
     prompt_logprobs,
 )
-from streamer.server.openai.fields import HONOURED, LABELS, PROMPT, SAMPLING, Table, refused
+from streamer.server.openai.fields import LABELS, SAMPLING, Table, refused
 from streamer.server.transport.frames import DONE, frame
 
 if TYPE_CHECKING:
@@ -52,17 +52,7 @@ MAX_CHOICES = 256  # prompts times n
 
 FIELDS: Final[Table] = {
     **SAMPLING,
-    **PROMPT,
     **LABELS,
-    "model": HONOURED,
-    "prompt": HONOURED,
-    "max_tokens": HONOURED,
-    "n": HONOURED,
-    "logprobs": HONOURED,
-    "stream": HONOURED,
-    "stream_options": HONOURED,
-    "echo": HONOURED,
-    "add_special_tokens": HONOURED,
     "best_of": refused(1),
     "suffix": refused("", instead="a prompt with the model's own fill-in tokens does the same"),
     # vLLM's

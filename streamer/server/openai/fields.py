@@ -1,8 +1,9 @@
 """Known fields: which ones a body honours, which it refuses, and how a body is decoded.
 
-Every body has one table over all fields that OpenAI's types and vLLM's extras know. A field is
-honoured, a hint (accepted: it asks for nothing this server could do otherwise), or refused with a
-400 that names it, unless its value is one that changes nothing. Unknown fields are ignored.
+What a body's Struct has is honoured. Of the other fields that OpenAI's types and vLLM's extras
+know, every body has one table: a field is a hint (accepted: it asks for nothing this server could
+do otherwise), or refused with a 400 that names it, unless its value is one that changes nothing.
+Unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -17,29 +18,26 @@ from typing import Any, Final, TypeVar, get_type_hints
 import msgspec
 from msgspec import inspect
 
+from streamer.core.sampling import PARAMETERS
 from streamer.errors import InvalidRequest
 
 T = TypeVar("T")
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """What happens to a known field.
+    """What happens to a known field that is not honoured.
 
-    is_honoured  the body's Struct has it
     harmless     values (besides null) that ask for nothing; None: every value of `kind` is harmless
     kind         the type of a hint
     instead      what to do instead of a refused field
     """
 
-    is_honoured: bool = False
     harmless: tuple[Any, ...] | None = ()
     kind: Any = None
     instead: str = ""
 
 
 Table = dict[str, Rule]
-
-HONOURED: Final = Rule(is_honoured=True)
 
 
 def hint(kind: Any) -> Rule:
@@ -55,33 +53,13 @@ def refused(*harmless: Any, instead: str = "") -> Rule:
 STOP: Final = "stop takes strings, stop_token_ids tokens"
 SESSION: Final = "previous_response_id of /v1/responses continues a conversation"
 
-# Sampling fields of every body, at top level: OpenAI's, vLLM's, and our own detach_s.
+# Fields of the prompt and of sampling, beside those of SamplingFields.
 SAMPLING: Final[Table] = {
-    "temperature": HONOURED,
-    "top_p": HONOURED,
-    "top_k": HONOURED,
-    "min_p": HONOURED,
-    "repetition_penalty": HONOURED,
-    "presence_penalty": HONOURED,
-    "frequency_penalty": HONOURED,
-    "logit_bias": HONOURED,
-    "seed": HONOURED,
-    "stop": HONOURED,
-    "stop_token_ids": HONOURED,
-    "min_tokens": HONOURED,
-    "ignore_eos": HONOURED,
-    "skip_special_tokens": HONOURED,
-    "return_token_ids": HONOURED,
-    "priority": HONOURED,
-    "cache_salt": HONOURED,
-    "detach_s": HONOURED,
-    # vLLM's, not (yet) ours
+    # vLLM's
     "use_beam_search": refused(False),
     "length_penalty": refused(1.0),
     "include_stop_str_in_output": refused(False),
     "spaces_between_special_tokens": refused(True),
-    "truncate_prompt_tokens": refused(),
-    "prompt_logprobs": refused(),
     "allowed_token_ids": refused([]),
     "bad_words": refused([]),
     "logits_processors": refused([]),
@@ -111,18 +89,10 @@ SAMPLING: Final[Table] = {
     "return_hidden_states": refused(False),
     "input_ids": refused(instead="prompt of /v1/completions takes token ids"),
     "rid": refused(),
-    "return_tokens_as_token_ids": refused(False),
     "kv_transfer_params": refused(),
     "vllm_xargs": refused(),
     "repetition_detection": refused(),
     "request_id": refused(),
-}
-
-# vLLM's fields of chats and completions, which responses don't have.
-PROMPT: Final[Table] = {
-    "prompt_logprobs": HONOURED,
-    "truncate_prompt_tokens": HONOURED,
-    "return_tokens_as_token_ids": HONOURED,
 }
 
 # Who is asking, and where a cache might be warm: labels, nothing to act on.
@@ -135,7 +105,9 @@ LABELS: Final[Table] = {
 MAX_EXPLAINED_BYTES: Final = 64 << 10  # of a body that is built once more to say what is wrong
 MAX_HARMLESS_BYTES: Final = 1024  # a million `[],` take 0.4 s to build, to be refused then
 # What JSON must write as text is a number's own in MessagePack, where clients give either.
-_NUMBERED: Final[Mapping[str, Any]] = {"logit_bias": dict[int, float] | None}
+_NUMBERED: Final[Mapping[str, Any]] = {
+    p.name: p.kind | None for p in PARAMETERS.values() if p.kind == dict[int, float]
+}
 
 LARGE: Final = object()  # equal to nothing, and true
 Decoder = msgspec.json.Decoder[T] | msgspec.msgpack.Decoder[T]
@@ -173,7 +145,7 @@ def _fields_of(
     data: bytes | str, decoder: Decoder[Any], table: Table, *, is_packed: bool
 ) -> dict[str, msgspec.Raw]:
     """The values of known fields as they came, in MessagePack the honoured ones as well."""
-    names = [name for name, rule in table.items() if not rule.is_honoured]
+    names = [*table]
     names += decoder.type.__struct_encode_fields__ if is_packed else ()
     found = _raw_decoder(tuple(names), is_packed).decode(data)  # type: ignore[arg-type]
     values = ((name, getattr(found, name)) for name in names)
@@ -193,8 +165,8 @@ def _check_known(body: Mapping[str, msgspec.Raw], table: Table, *, is_packed: bo
     decode = msgspec.msgpack.decode if is_packed else msgspec.json.decode
     faults: dict[str, Rule] = {}
     for name, raw in body.items():
-        rule = table.get(name, HONOURED)
-        if rule.is_honoured:
+        rule = table.get(name)
+        if rule is None:
             continue
         if rule.harmless is None:
             try:

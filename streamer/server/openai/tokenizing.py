@@ -14,23 +14,15 @@ import msgspec
 from streamer.errors import InvalidRequest
 from streamer.server.openai.chat import ChatMessage, Variables, template_messages
 from streamer.server.openai.common import TokenText, encode, show
-from streamer.server.openai.fields import HONOURED, Table, refused
+from streamer.server.openai.fields import Table, refused
 
 TOKENIZE_FIELDS: Final[Table] = {
-    "model": HONOURED,
-    "prompt": HONOURED,
-    "messages": HONOURED,
-    "add_special_tokens": HONOURED,
-    "add_generation_prompt": HONOURED,
-    "return_token_strs": HONOURED,
-    "continue_final_message": HONOURED,
     "chat_template": refused(),
-    "chat_template_kwargs": HONOURED,
     "media_io_kwargs": refused(),
     "mm_processor_kwargs": refused(),
     "tools": refused([]),
 }
-DETOKENIZE_FIELDS: Final[Table] = {"model": HONOURED, "tokens": HONOURED}
+DETOKENIZE_FIELDS: Final[Table] = {}
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

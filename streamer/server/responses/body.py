@@ -19,7 +19,7 @@ from streamer.server.openai.common import (
     named,
     sampling_params,
 )
-from streamer.server.openai.fields import HONOURED, LABELS, SAMPLING, Table, refused
+from streamer.server.openai.fields import SAMPLING, Table, refused
 
 MAX_ITEMS = 4096
 MAX_STREAM_ID = 128
@@ -40,35 +40,20 @@ Label = Annotated[str, Meta(max_length=MAX_METADATA_VALUE)]
 
 FIELDS: Final[Table] = {
     **SAMPLING,
-    **dict.fromkeys(LABELS, HONOURED),  # the response says them again
-    "model": HONOURED,
-    "input": HONOURED,
-    "instructions": HONOURED,
-    "max_output_tokens": HONOURED,
-    "top_logprobs": HONOURED,
-    "include": HONOURED,
-    "metadata": HONOURED,
-    "stream_id": HONOURED,
-    "stream_options": HONOURED,
-    "fork": HONOURED,  # ours
+    "truncate_prompt_tokens": refused(),
+    "prompt_logprobs": refused(),
+    "return_tokens_as_token_ids": refused(False),
     "access_programs": refused(),
-    "background": HONOURED,
     "background_options": refused(),
     "context_management": refused([]),
     "conversation": refused(),
-    "generate": HONOURED,
     "image": refused(),
-    "max_tool_calls": HONOURED,
     "moderation": refused(),
-    "parallel_tool_calls": HONOURED,
-    "previous_response_id": HONOURED,
     "prompt": refused(),
     "prompt_cache_options": refused(),
     "prompt_cache_retention": refused("in_memory"),
     "reasoning": refused({}, {"effort": None}, {"effort": "none"}),
     "service_tier": refused("auto", "default"),
-    "store": HONOURED,
-    "stream": HONOURED,
     "text": refused(
         {},
         {"format": {"type": "text"}},

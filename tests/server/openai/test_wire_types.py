@@ -68,6 +68,8 @@ def typescript(kind: inspect.Type) -> str:
             return "unknown"
         case inspect.LiteralType(values):
             return union(f'"{value}"' for value in values)
+        case inspect.Metadata(inner):
+            return typescript(inner)
         case inspect.ListType(item) | inspect.VarTupleType(item):
             inner = typescript(item)
             return f"({inner})[]" if " | " in inner else f"{inner}[]"
