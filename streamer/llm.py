@@ -86,13 +86,15 @@ class LLM:
 
     def __init__(self, model: str | None = None, **config: Any) -> None:
         self.config = Config(model=model, **config)
+        self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
+        self._lock = threading.Lock()  # of _is_open: what is asked for before it closes is ended
+        self._is_open = True
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="streamer-llm", daemon=True
         )
         self._thread.start()
         self._engine: AsyncEngine | None = None
-        self._pid = os.getpid()
         # As many as can run, and some that wait: never more choices than the queue takes.
         waiting = min(self.config.max_num_seqs, self.config.max_queue)
         self._room = _Room(self.config.max_num_seqs + waiting)
@@ -131,12 +133,19 @@ class LLM:
         )
 
     def close(self) -> None:
-        """Free the model; twice is harmless, and so is a forked child's: nothing of it is there."""
-        if not self._loop.is_closed() and os.getpid() == self._pid:
-            if self._engine is not None:
-                self._run(self._engine.aclose())
+        """Free the model; what other threads wait for ends with EngineDead.
+
+        Twice is harmless, and so is a forked child's: nothing of it is there.
+        """
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            is_first, self._is_open = self._is_open, False
+        if is_first:
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+        self._thread.join()
+        if is_first:
             self._loop.close()
 
     def __enter__(self) -> LLM:
@@ -156,6 +165,13 @@ class LLM:
         from streamer.engine.engine import AsyncEngine
 
         return await AsyncEngine.from_config(self.config).__aenter__()
+
+    async def _end(self) -> None:
+        if self._engine is not None:
+            await self._engine.aclose()
+        # Without its loop a call would wait for ever: those under way end with the engine.
+        if calls := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(calls)
 
     async def _encode(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
         if isinstance(prompt, str):
@@ -220,15 +236,16 @@ class LLM:
             return self._run(self._gather(encode, prompts, params, lambda: bar.advance(task)))
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._loop.is_closed():
-            work.close()
-            raise EngineDead("the LLM is closed", code="engine_closed")
         if os.getpid() != self._pid:
             from streamer.engine.refusals import forked
 
             work.close()
             raise forked(self._pid)
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._lock:
+            if not self._is_open:
+                work.close()
+                raise EngineDead("the LLM is closed", code="engine_closed")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
         except BaseException:  # Ctrl-C too: what runs is cancelled, and gives its memory back

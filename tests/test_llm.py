@@ -9,11 +9,12 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
 
 import pytest
 
 from streamer import LLM, SamplingParams
-from streamer.errors import ConfigError, EngineDead, InvalidRequest
+from streamer.errors import ConfigError, EngineDead, InvalidRequest, Overloaded, StreamerError
 from streamer.fake.model import expected_text, expected_tokens
 from tests.engine.helpers import DEADLINE_S
 
@@ -183,6 +184,33 @@ def test_closing_ends_its_threads_and_refuses_what_follows() -> None:
         llm.generate("hello")
     with pytest.raises(EngineDead, match="closed"):
         llm.generate(["hello"] * 9)
+
+
+def test_what_other_threads_wait_for_ends_when_it_is_closed() -> None:
+    """Whether it runs, waits its turn or comes just then; and one thread may close it, or two."""
+    for _ in range(5):
+        llm = LLM("fake", max_num_seqs=2, max_queue=1)
+        ends: Queue[StreamerError] = Queue()
+
+        def ask(llm: LLM = llm, ends: Queue[StreamerError] = ends) -> None:
+            try:
+                while True:
+                    llm.generate(["One", "Two", "Three"], SamplingParams(max_tokens=40))
+            except StreamerError as e:
+                ends.put(e)
+
+        threads = [threading.Thread(target=ask, daemon=True) for _ in range(4)]
+        closing = [threading.Thread(target=llm.close, daemon=True) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        llm.generate("Four", SamplingParams(max_tokens=4))
+        for thread in closing:
+            thread.start()
+        for _ in threads:
+            assert isinstance(ends.get(timeout=DEADLINE_S), EngineDead | Overloaded)
+        for thread in closing:
+            thread.join(DEADLINE_S)
+            assert not thread.is_alive()
 
 
 def test_a_model_that_is_not_there_is_raised_and_leaves_no_thread() -> None:
