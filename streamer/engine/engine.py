@@ -332,11 +332,18 @@ class AsyncEngine:
     # ------------------------------------------------------------ prompts
 
     async def encode(
-        self, text: str, add_special_tokens: bool = True, cache_salt: str = ""
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        cache_salt: str = "",
+        keep: int | None = None,
     ) -> list[int]:
-        """Token ids of a text, in a thread pool; `cache_salt` as the request will have it."""
+        """Token ids of a text, in a thread pool; `cache_salt` as the request will have it.
+
+        keep  only this many, the last ones; the text may then be longer than the context
+        """
         return await self._prompts.encode(
-            self.tokenizer, text, add_special_tokens, cache_salt.encode()
+            self.tokenizer, text, add_special_tokens, cache_salt.encode(), keep
         )
 
     async def encode_chat(
@@ -348,6 +355,7 @@ class AsyncEngine:
         cache_salt: str = "",
         said: Said | None = None,
         variables: Mapping[str, Any] | None = None,
+        keep: int | None = None,
     ) -> list[int]:
         """Token ids of a conversation through the chat template, likewise; after `said`.
 
@@ -355,7 +363,7 @@ class AsyncEngine:
         """
         salt = cache_salt.encode()
         return await self._prompts.encode_chat(
-            self.tokenizer, messages, add_generation_prompt, tools, salt, said, variables
+            self.tokenizer, messages, add_generation_prompt, tools, salt, said, variables, keep
         )
 
     async def in_pool(self, work: Callable[[], T], size: int = 0, cache_salt: str = "") -> T:

@@ -53,11 +53,13 @@ class Prompts:
         text: str,
         add_special_tokens: bool,
         salt: bytes = b"",
+        keep: int | None = None,
     ) -> list[int]:
-        """Token ids of a text."""
+        """Token ids of a text; with `keep` the last ones, also of a text that is too long."""
 
         def work() -> tuple[list[int], tuple[bytes, ...]]:
-            ids = tokenizer.encode(text, add_special_tokens, self.max_tokens)
+            limit = self.max_tokens if keep is None else None
+            ids = _last(tokenizer.encode(text, add_special_tokens, limit), keep)
             return ids, self._hash(ids, salt)
 
         return self._remember(*await self.run(work, len(text), salt), salt)
@@ -71,6 +73,7 @@ class Prompts:
         salt: bytes = b"",
         said: Said | None = None,
         variables: Mapping[str, Any] | None = None,
+        keep: int | None = None,
     ) -> list[int]:
         """Token ids of a conversation, through the chat template, after what was `said`."""
 
@@ -79,10 +82,11 @@ class Prompts:
                 messages,
                 add_generation_prompt=add_generation_prompt,
                 tools=tools,
-                max_tokens=self.max_tokens,
+                max_tokens=self.max_tokens if keep is None else None,
                 said=said,
                 variables=variables,
             )
+            ids = _last(ids, keep)
             return ids, self._hash(ids, salt)
 
         size = sum(len(m.get("content") or "") for m in messages)
@@ -130,3 +134,7 @@ class Prompts:
             if len(self._hashed) > REMEMBERED:
                 self._hashed.popitem(last=False)
         return ids
+
+
+def _last(ids: list[int], keep: int | None) -> list[int]:
+    return ids if keep is None else ids[-keep:]

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route, WebSocketRoute
+from starlette.routing import Match, Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from streamer import __version__
@@ -69,6 +69,7 @@ class Api:
         messages = body.template_messages()
         salt = salt_of(request.scope, body)
         before, is_open, prefill = chat.opened(body, messages)
+        keep = body.kept(service.engine.info.max_model_len, params.max_tokens)
         with service.bodies.used(tenant, num_bytes):
             prompt = await service.encode_messages(
                 before,
@@ -76,8 +77,8 @@ class Api:
                 add_generation_prompt=is_open,
                 prefill=prefill,
                 variables=body.chat_template_kwargs,
+                keep=keep,
             )
-        prompt = body.cut(prompt, service.engine.info.max_model_len, params.max_tokens)
         service.admission.accept(tenant, [prompt])
         stream = service.submit(
             prompt,
@@ -110,17 +111,19 @@ class Api:
         salt = salt_of(request.scope, body)
         is_special = body.add_special_tokens is not False
         given = body.prompts()
+        keep = body.kept(service.engine.info.max_model_len, params.max_tokens)
         with service.bodies.used(tenant, num_bytes):
             prompts = [
-                await service.engine.encode(p, add_special_tokens=is_special, cache_salt=salt)
+                await service.engine.encode(
+                    p, add_special_tokens=is_special, cache_salt=salt, keep=keep
+                )
                 if isinstance(p, str)
                 else p
                 for p in given
             ]
-        if body.truncate_prompt_tokens is not None:
-            limit = service.engine.info.max_model_len
-            cut = [body.cut(tuple(p), limit, params.max_tokens) for p in prompts]
-            given, prompts = [*cut], [*cut]
+        if keep is not None:
+            prompts = [p[-keep:] for p in prompts]
+            given = [tuple(p) for p in prompts]
         service.admission.accept(tenant, prompts)
         echoes = (
             await service.texts_of(given, params.skip_special_tokens, salt=salt)
@@ -287,6 +290,8 @@ async def on_error(metrics: Metrics, request: Request, error: Exception) -> Resp
     headers: Mapping[str, str] = {}
     if isinstance(error, HTTPException):
         headers = error.headers or headers
+        if error.status_code == 405:
+            headers = {"allow": _allowed(request)}
         where = f"{request.method} {request.url.path}"
         if error.status_code == 404:
             error = NotFound(f"there is nothing at {where}")
@@ -305,6 +310,13 @@ async def on_error(metrics: Metrics, request: Request, error: Exception) -> Resp
     if error.status == 413:
         response.headers["connection"] = "close"
     return response
+
+
+def _allowed(request: Request) -> str:
+    """The methods of a path: Starlette names those of its first route alone."""
+    routes = (r for r in request.app.routes if isinstance(r, Route))
+    there = (r.methods or () for r in routes if r.matches(request.scope)[0] is not Match.NONE)
+    return ", ".join(sorted({method for methods in there for method in methods}))
 
 
 def build_app(engine: AsyncEngine, config: Config) -> ASGIApp:

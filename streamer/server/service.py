@@ -149,25 +149,29 @@ class Service:
         add_generation_prompt: bool = True,
         prefill: str = "",
         variables: Mapping[str, Any] | None = None,
+        keep: int | None = None,
     ) -> tuple[int, ...]:
         """A conversation through the chat template, as token ids.
 
         prefill  text with which the answer begins;  variables  of the template's own
+        keep     tokens to take at most, the last ones, of a conversation of any length
         """
         ids = await self.engine.encode_chat(
             [dict(m) for m in messages],
             add_generation_prompt=add_generation_prompt,
             cache_salt=salt,
             variables=variables,
+            keep=keep,
         )
-        return tuple(ids) + await self.plain_tokens(prefill, salt)
+        prompt = (*ids, *await self.plain_tokens(prefill, salt))
+        return prompt if keep is None else prompt[-keep:]
 
     async def plain_tokens(self, text: str, salt: str) -> tuple[int, ...]:
         """Token ids of a text that means no special tokens."""
         if not text:
             return ()
         engine = self.engine
-        encode, limit = engine.tokenizer.encode_plain, engine.info.max_model_len
+        encode, limit = engine.tokenizer.encode_plain, engine.info.max_model_len - 1
         return tuple(await engine.in_pool(lambda: encode(text, limit), len(text), salt))
 
     @property

@@ -50,6 +50,8 @@ def test_unknown_paths_and_methods(server: Running) -> None:
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
     wrong = httpx.get(server.url + "/v1/completions")
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    several = httpx.options(server.url + "/v1/responses/resp_x")
+    assert (several.status_code, several.headers["allow"]) == (405, "DELETE, GET, HEAD")
 
 
 def test_health_ready_and_models(server: Running) -> None:
@@ -90,7 +92,7 @@ def test_a_choice_says_what_stopped_it(
 
 def test_a_prompt_is_cut_to_leave_room_for_the_answer(server_with: Any) -> None:
     server = server_with(max_model_len=64, num_gpu_blocks_override=64)
-    text = "x" * 50 + "y" * 50
+    text = "x" * 5000 + "y" * 50  # sure to be too long, even before it is encoded
     for kind, fields in (
         ("completions", {"prompt": text, "echo": True}),
         ("chat/completions", {"messages": [{"role": "user", "content": text}]}),

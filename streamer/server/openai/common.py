@@ -115,22 +115,24 @@ class PromptFields(SamplingFields, kw_only=True):
                 "prompt_logprobs does not go with stream: true", param="prompt_logprobs"
             )
 
-    def cut(self, prompt: tuple[int, ...], context: int, max_tokens: int | None) -> tuple[int, ...]:
-        """The prompt's last `truncate_prompt_tokens` tokens; -1: what leaves room for the answer.
+    def kept(self, context: int, max_tokens: int | None) -> int | None:
+        """How many of the prompt's last tokens to take; None: all.
+
+        -1 in the body: what leaves room for the answer.
 
         context  tokens of the model's context;  max_tokens  of the answer; None: one at least
         """
         wanted = self.truncate_prompt_tokens
         if wanted is None:
-            return prompt
+            return None
         if wanted != -1 and not 0 < wanted <= context:
             raise InvalidRequest(
                 f"truncate_prompt_tokens is -1 or from 1 to {context}, got {wanted}",
                 param="truncate_prompt_tokens",
             )
         if wanted == -1:
-            wanted = max(1, context - (max_tokens or 1))
-        return prompt[-wanted:]
+            return max(1, context - (max_tokens or 1))
+        return wanted
 
 
 class StreamOptions(msgspec.Struct):
