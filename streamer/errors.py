@@ -34,6 +34,15 @@ class ContextLengthExceeded(InvalidRequest):
 
     code = "context_length_exceeded"
 
+    @classmethod
+    def of_prompt(cls, context: int, what: str, param: str = "prompt") -> ContextLengthExceeded:
+        """A prompt that alone is too long, in words by which client libraries know this error.
+
+        LiteLLM looks for the first half, LangChain for the second; not all of them read the code.
+        """
+        text = f"This model's maximum context length is {context} tokens, and the prompt is too "
+        return cls(f"{text}long: {what}", param=param)
+
 
 class NotAuthenticated(InvalidRequest):
     """No key, or one that is not known."""

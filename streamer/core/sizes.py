@@ -103,17 +103,16 @@ def check_fits(num_prompt: int, n: int, max_tokens: int | None, config: Schedule
     Raises ContextLengthExceeded with the numbers if the request can never run.
     """
     by_context = config.max_model_len - num_prompt
-    # OpenAI's words, by which client libraries know this error
-    limit = f"This model's maximum context length is {config.max_model_len} tokens"
+    context = config.max_model_len
     if by_context < 1:
-        raise ContextLengthExceeded(
-            f"{limit}, but the prompt alone has {num_prompt}: no room is left for an answer",
-            param="prompt",
-        )
+        what = f"it has {num_prompt}, which leaves no room for an answer"
+        raise ContextLengthExceeded.of_prompt(context, what)
     if max_tokens is not None and max_tokens > by_context:
+        # OpenAI's words here too
         raise ContextLengthExceeded(
-            f"{limit}, but {num_prompt + max_tokens} were asked for: {num_prompt} of the prompt "
-            f"and {max_tokens} of output",
+            f"This model's maximum context length is {context} tokens, but "
+            f"{num_prompt + max_tokens} were asked for: {num_prompt} of the prompt and "
+            f"{max_tokens} of output",
             param="max_tokens",
         )
     by_pool = config.num_blocks // n * config.block_size - num_prompt

@@ -93,7 +93,8 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a text; InvalidRequest if it is no Unicode text (a lone surrogate).
 
-        max_tokens  ContextLengthExceeded, without encoding it, for a text that must have more
+        max_tokens  of a prompt, one less than the context: ContextLengthExceeded, without encoding
+                    it, for a text that must have more
         """
         self._require_short(text, max_tokens, "prompt")
         with _library():
@@ -204,10 +205,8 @@ class Tokenizer:
         num_bytes = len(text.encode(errors="replace"))
         least = -(-num_bytes // self._most_bytes)
         if least > max_tokens:
-            raise ContextLengthExceeded(
-                f"a text of {num_bytes} bytes has at least {least} tokens; the context has room "
-                f"for {max_tokens}",
-                param=param,
+            raise ContextLengthExceeded.of_prompt(
+                max_tokens + 1, f"a text of {num_bytes} bytes has at least {least} tokens", param
             )
 
     @cached_property

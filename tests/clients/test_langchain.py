@@ -9,6 +9,7 @@ from typing import Any
 
 import openai
 import pytest
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage
 from langchain_openai import ChatOpenAI
 
@@ -111,13 +112,16 @@ async def test_leaving_a_stream_frees_its_place(
     await asyncio.to_thread(slow.wait_idle)  # this loop closes what LangChain left open
 
 
-def test_refusals_are_openais_errors(server: Running) -> None:
+def test_refusals_are_openais_errors(server: Running, bundled: Running) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         chat(server, model="other").invoke("x")
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as tools:
         chat(server).bind_tools([{"type": "function", "function": {"name": "f"}}]).invoke("x")
     assert tools.value.param == "tools"
+    for text in ("x " * 1100, "x" * 20_000):
+        with pytest.raises(ContextOverflowError):
+            chat(bundled, model="streamer-demo").invoke(text)
 
 
 def test_bundled_streams_what_it_answers_whole(bundled: Running) -> None:

@@ -132,8 +132,9 @@ def test_refusals_are_its_exceptions(server: Running, bundled: Running) -> None:
         litellm.completion(**asking(server, "x", model="openai/other"))
     with pytest.raises(litellm.BadRequestError, match="temperature must be from"):
         litellm.completion(**asking(server, "x", temperature=9))
-    with pytest.raises(litellm.ContextWindowExceededError, match="maximum context length is"):
-        litellm.completion(**asking(bundled, "x", model=BUNDLED, max_tokens=10_000_000))
+    for text, max_tokens in (("x", 10_000_000), ("x " * 1100, 1), ("x" * 20_000, 1)):
+        with pytest.raises(litellm.ContextWindowExceededError, match="maximum context length is"):
+            litellm.completion(**asking(bundled, text, model=BUNDLED, max_tokens=max_tokens))
 
 
 def test_bundled_streams_what_it_answers_whole(bundled: Running) -> None:

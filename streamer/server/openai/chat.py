@@ -94,9 +94,13 @@ FIELDS: Final[Table] = {
 }
 
 
-class TextPart(msgspec.Struct, tag="text", tag_field="type"):
-    """The one kind of content part this server reads."""
+class TextPart(msgspec.Struct):
+    """The one kind of content part this server reads.
 
+    type  a field, not a tag: msgspec takes an object without the tag where no other is expected
+    """
+
+    type: Literal["text"]
     text: str
 
 

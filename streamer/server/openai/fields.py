@@ -196,9 +196,17 @@ def _numbered(fields: dict[str, msgspec.Raw]) -> bytes:
 
 
 def _is_harmless(value: Any, harmless: tuple[Any, ...]) -> bool:
+    value = _without_nulls(value)
     return value is None or any(
         value == h and isinstance(value, bool) == isinstance(h, bool) for h in harmless
     )
+
+
+def _without_nulls(value: Any) -> Any:
+    """A null in an object asks for nothing: answers have them, and clients send answers back."""
+    if not isinstance(value, dict):
+        return value
+    return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
 
 
 def _refuse(faults: Mapping[str, Rule]) -> None:

@@ -52,7 +52,7 @@ FIELDS: Final[Table] = {
     "prompt": refused(),
     "prompt_cache_options": refused(),
     "prompt_cache_retention": refused("in_memory"),
-    "reasoning": refused({}, {"effort": None}, {"effort": "none"}),
+    "reasoning": refused({}, {"effort": "none"}),
     "service_tier": refused("auto", "default"),
     "text": refused(
         {},

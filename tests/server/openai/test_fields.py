@@ -62,6 +62,15 @@ def test_harmless_values_are_accepted(kind: str, name: str) -> None:
         decode(kind, **{name: value})
 
 
+def test_nulls_in_an_object_ask_for_nothing() -> None:
+    decode("responses", reasoning={"effort": None, "summary": None})
+    decode("responses", reasoning={"effort": "none", "summary": None})
+    decode("responses", text={"format": {"type": "text", "strict": None}, "verbosity": None})
+    for fields in ({"reasoning": {"effort": "low", "summary": None}}, {"text": {"format": {}}}):
+        with pytest.raises(InvalidRequest):
+            decode("responses", **fields)
+
+
 def test_every_refused_field_is_named_at_once() -> None:
     body = b'{"messages": [], "tools": [], "store": true, "n": 1, "modalities": ["audio"]}'
     with pytest.raises(InvalidRequest, match="modalities, store are not supported") as refusal:
@@ -85,6 +94,10 @@ def test_unknown_fields_are_ignored() -> None:
         (b'{"messages":[{"role":"bot","content":"x"}]}', "messages[0].role"),
         (
             b'{"messages":[{"role":"user","content":[{"type":"image_url"}]}]}',
+            "messages[0].content[0].type",
+        ),
+        (
+            b'{"messages":[{"role":"user","content":[{"text":"x"}]}]}',
             "messages[0].content[0].type",
         ),
         (b'{"messages":[{"role":"user"}]}', "messages[0].content"),
