@@ -39,7 +39,7 @@ format: $(VENV)/.ready-dev ## rewrite the code in its layout
 	$(BIN)/ruff check --fix .
 
 demo-model: $(VENV)/.ready-dev ## train the bundled model anew (about an hour on two cores)
-	$(BIN)/python -m streamer.demo.train --out streamer/demo --held-out tests/demo/held_out.txt
+	$(BIN)/python -m streamer.demo.training.train --out streamer/demo --held-out tests/demo/held_out.txt
 
 clean: ## remove the virtual environment and every cache
 	rm -rf $(VENV) build web/dist web/node_modules *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import os
 import re
 import shutil
@@ -17,6 +19,7 @@ import pytest
 
 import streamer
 from streamer.cli.doctor import DISTRIBUTION
+from tests.test_architecture import imports_of
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 240
@@ -64,11 +67,19 @@ def unpacked(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """The names in the wheel that the sdist makes on a machine that has no Node."""
+def installed(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the wheel that the sdist makes on a machine that has no Node."""
     path = call(unpacked, "build_wheel", tmp_path_factory.mktemp("wheel"), PATH="/nowhere")
+    folder = tmp_path_factory.mktemp("installed")
     with zipfile.ZipFile(path) as file:
-        return set(file.namelist())
+        file.extractall(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(installed: Path) -> set[str]:
+    """The names in that wheel."""
+    return {p.relative_to(installed).as_posix() for p in installed.rglob("*") if p.is_file()}
 
 
 def page_in(names: set[str]) -> set[str]:
@@ -92,31 +103,90 @@ def test_a_wheel_has_the_page_and_everything_that_index_names(wheel: set[str]) -
             assert [name for name in page if re.fullmatch(pattern, name)], (kind, suffix)
 
 
-def test_a_wheel_has_each_module_kernel_and_weight_and_nothing_beside(
-    wheel: set[str], unpacked: Path
-) -> None:
-    tops = {name.split("/")[0] for name in wheel}
-    assert {top for top in tops if not top.endswith(".dist-info")} == {"streamer"}
+# What is used in a checkout alone.
+LEFT_OUT = (
+    "streamer/demo/draft/",
+    "streamer/demo/training",  # the folder, and what the training noted in a file
+    "streamer/loadtest/compare/",
+    "streamer/loadtest/inside/page/",
+    "streamer/loadtest/inside/README.md",
+    "streamer/loadtest/paper/",
+    "streamer/loadtest/results/",
+    "streamer/loadtest/tools/",
+)
+COMMANDS_LEFT_OUT = {"bench": {"page", "paper"}, "loadtest": {"compare"}}
+
+
+def test_a_wheel_has_what_runs_and_nothing_beside(wheel: set[str]) -> None:
     listed = subprocess.run(
-        ["git", "ls-files", "streamer", "kernels"],
+        ["git", "ls-files", "streamer", "kernels", "loadtest"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     ).stdout.splitlines()
-    wanted = {
+    files = {
         name if name.startswith("streamer/") else f"streamer/{name}"
         for name in listed
-        if (ROOT / name).is_file() and Path(name).suffix in (".py", ".c", ".h", ".safetensors")
+        if (ROOT / name).is_file()
     }
-    assert wanted <= wheel
-    assert any(name.endswith(".safetensors") for name in wanted)
-    assert any(name.startswith("streamer/kernels/cpu/") and name.endswith(".c") for name in wheel)
+    for part in LEFT_OUT:
+        assert any(name.startswith(part) for name in files), part
+    wanted = {name for name in files if not name.startswith(LEFT_OUT)}
+    found = {name for name in wheel - page_in(wheel) if ".dist-info/" not in name}
+    assert found == wanted
+    assert "streamer/demo/checkpoint/model.safetensors" in wanted
+
+
+def test_an_sdist_s_page_is_the_wheel_s(wheel: set[str], unpacked: Path) -> None:
     assert page_in(wheel) == {
         f"streamer/web/{p.relative_to(unpacked / 'streamer' / 'web')}"
         for p in (unpacked / "streamer" / "web").rglob("*")
         if p.is_file()
     }
+
+
+def test_what_a_wheel_has_imports_nothing_that_it_has_not(installed: Path) -> None:
+    """Imports inside functions too."""
+    sources = list((installed / "streamer").rglob("*.py"))
+    names = {".".join(path.relative_to(installed).with_suffix("").parts) for path in sources}
+    modules = names | {name.removesuffix(".__init__") for name in names}
+    missing = []
+    for path in sources:
+        module = ".".join(path.relative_to(installed).with_suffix("").parts)
+        for one in imports_of(ast.parse(path.read_text(encoding="utf-8")), module):
+            if one.name.startswith("streamer.loadtest.") or one.name.startswith("streamer.demo."):
+                home = one.name if one.name in modules else one.name.rpartition(".")[0]
+                missing += [f"{module}: {one.name}"] if home not in modules else []
+    assert not missing
+
+
+def test_every_command_of_a_wheel_works_or_says_that_it_needs_a_checkout(installed: Path) -> None:
+    code = """
+import json, sys
+from streamer.cli import bench, loadtest, main
+codes = {}
+for name, door in (("bench", bench.BENCHES), ("loadtest", loadtest.PROGRAMS)):
+    for what, command in door.items():
+        if not command.is_foreign:  # Locust's flags are Locust's
+            codes[f"{name} {what}"] = main([name, what, "--help"])
+print(json.dumps(codes), file=sys.stderr)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=installed,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    *said, last = done.stderr.splitlines() or [""]
+    codes = json.loads(last)
+    refused = {name for name, code in codes.items() if code}
+    assert refused == {f"{n} {what}" for n, all_ in COMMANDS_LEFT_OUT.items() for what in all_}
+    assert {codes[name] for name in refused} == {2}
+    assert "\n".join(said).count("it needs a checkout: run `pip install -e") == len(refused)
 
 
 def test_no_text_installs_a_strangers_package() -> None:

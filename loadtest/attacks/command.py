@@ -25,8 +25,8 @@ import msgspec
 from rich.console import Console
 
 from .. import table
-from ..compare.processes import EngineFailed, Server, free_port
 from ..open_loop.served import percentile
+from ..processes import EngineFailed, Server, free_port
 from ..sse import BadAnswer, events, started
 from ..target import Target
 from .attackers import PLANS, Tally

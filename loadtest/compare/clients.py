@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+from ..processes import ANSWER_S
 from ..replies import DECODER, Chunk
 from ..sse import BadAnswer, Read, events, split, whole
-from .processes import ANSWER_S
 
 READ_BYTES = 1 << 16
 

@@ -27,12 +27,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .. import table
-from . import chart
+from ..processes import EngineFailed
 from .engines import ENGINES, OURS, Engine, Places, environment
 from .install import PACKAGES, install
 from .limit import Machine
-from .processes import EngineFailed
-from .results import Failure, Peak, Results, Sample
+from .results import Failure, Peak, Results, Sample, report, svg
 from .turns import Turn
 from .turns import run as take_turn
 from .workload import KV_BYTES, MAX_LEN, MAX_SEQS, MODELS, WORKS, Model
@@ -273,8 +272,8 @@ def measure_machine(plan: Plan, results: Results, places: Places, round: int) ->
 
 def show(results: Results, args: argparse.Namespace, console: Console) -> None:
     """The tables on the terminal, and the files that were asked for."""
-    console.out(table.report(results), highlight=False)
+    console.out(report(results), highlight=False)
     if args.svg:
-        args.svg.write_text(chart.svg(results), encoding="utf-8")
+        args.svg.write_text(svg(results), encoding="utf-8")
     if args.markdown:
-        args.markdown.write_text(table.report(results, table.markdown), encoding="utf-8")
+        args.markdown.write_text(report(results, table.markdown), encoding="utf-8")

@@ -1,6 +1,6 @@
-"""What a comparison has found: samples in, medians, ratios and verdicts out. No clock, no engine.
+"""What a comparison has found: samples in, medians, verdicts, tables and pictures out. No clock.
 
-The file on disk is `Results` as JSON; everything that tables and charts show is computed from it,
+The file on disk is `Results` as JSON; all that is shown is computed from it,
 so a finished run can be shown again.
 """
 
@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 
+from .. import plots
+from ..markup import Markup
+from ..table import Rows, number, plain
 from .engines import ENGINES, OURS
 from .limit import Machine, ideal_tokens_s
-from .workload import MODELS, WORKS
+from .workload import KV_BYTES, MODELS, WORKS
 
+MIB = 1 << 20
 OFFLINE, ONE, STREAM = ("eq", "mix"), "one", "stream"
 # The goals, as ratios to the best peer of a column, or to what the machine allows.
 RATIO, LIMIT_SHARE, ONE_RATIO = 1.3, 0.85, 1.0
@@ -222,3 +226,116 @@ def _peak_verdicts(results: Results, model: str) -> Iterable[Verdict]:
     ours /= 1 << 20
     wanted = value * PEAK_RATIO[model]
     yield Verdict(model, "peak, MiB", ours, wanted, peer, ours / value, is_less_better=True)
+
+
+def model_rows(results: Results, model: str) -> Rows:
+    """Engines down, workloads across, medians; a * marks a single round among several."""
+    works = results.works
+    heading = [f"{model}, tokens/s", *works]
+    if STREAM in works:
+        heading += ["first token p50 / p99, ms", "between p50 / p99, ms"]
+    heading.append("peak, MiB")
+    rows = [heading]
+    for engine in results.engines:
+        row = [ENGINES[engine].label, *(_rate(results, engine, model, work) for work in works)]
+        if STREAM in works:
+            row += [_times(results, engine, model, kind) for kind in ("first", "gap")]
+        peak = results.peak_bytes(engine, model)
+        lean = "" if ENGINES[engine].has_pool or peak is None else " (no pool)"
+        rows.append([*row, number(None if peak is None else peak / MIB) + lean])
+    blank = [""] * (len(heading) - 1 - len(works))
+    for label, value in (("ours / best peer", _ratio), ("ours / machine's limit", _share)):
+        rows.append([label, *(value(results, model, work) for work in works), *blank])
+    limits = [number(results.limit(model, work)) for work in works]
+    rows.append(["machine's limit", *limits, *blank])
+    return rows
+
+
+def _rate(results: Results, engine: str, model: str, work: str) -> str:
+    num_rounds = max((s.round for s in results.samples), default=0) + 1
+    samples = results.of(engine, model, work)
+    is_single = len(samples) == 1 and num_rounds > 1
+    return number(results.median(engine, model, work)) + ("*" if is_single else "")
+
+
+def _times(results: Results, engine: str, model: str, kind: str) -> str:
+    values = [
+        results.median(engine, model, STREAM, f"{kind}_{share}_ms") for share in ("p50", "p99")
+    ]
+    return "-" if values[0] is None else " / ".join(map(number, values))
+
+
+def _ratio(results: Results, model: str, work: str) -> str:
+    ours, best = results.median(OURS, model, work), results.best_peer(model, work)
+    return "-" if ours is None or best is None else f"{ours / best[1]:.2f}"
+
+
+def _share(results: Results, model: str, work: str) -> str:
+    ours, limit = results.median(OURS, model, work), results.limit(model, work)
+    return "-" if ours is None or not limit else f"{ours / limit:.2f}"
+
+
+def verdict_rows(found: Sequence[Verdict]) -> Rows:
+    """The goals, one a row."""
+    rows = [["goal", "ours", "wanted", "best peer", "ratio", "of the limit", ""]]
+    for v in found:
+        wanted = ("<= " if v.is_less_better else ">= ") + number(v.wanted)
+        share = "-" if v.share is None else f"{v.share:.2f}"
+        met = "met" if v.is_met else "not met"
+        label = ENGINES[v.peer].label
+        name = f"{v.model} {v.what}"
+        rows.append([name, number(v.ours), wanted, label, f"{v.ratio:.2f}", share, met])
+    return rows
+
+
+def conditions(results: Results) -> str:
+    """A few lines of what was measured on what."""
+    device = ", ".join(str(value) for value in results.device.values())
+    lines = [
+        f"{results.date}, {device}; every engine on {results.settings['threads']} threads, "
+        f"bfloat16, KV pools of {KV_BYTES >> 30} GiB; medians of rounds "
+        f"({results.settings['rounds']}), engines in turn in each.",
+        "; ".join(f"{work}: {WORKS[work].says}" for work in results.works) + ".",
+    ]
+    if results.machine:
+        machine = median_machine(results.machine)
+        rates = ", ".join(f"{rate:.0f} at {rows}" for rows, rate in machine.gflops.items())
+        lines.append(
+            f"The machine, in the same run: {machine.read_gb_s:.1f} GB/s read; bfloat16 GEMM, "
+            f"GFLOP/s by rows: {rates}."
+        )
+    versions = ", ".join(f"{ENGINES[e].label} {v}" for e, v in results.versions.items())
+    return "\n".join([*lines, f"Versions: {versions}."])
+
+
+def report(results: Results, draw: Callable[[Rows], str] = plain) -> str:
+    """Everything, with tables drawn by `plain` or `markdown`."""
+    parts = [conditions(results)]
+    parts += [draw(model_rows(results, model)) for model in results.models]
+    found = verdicts(results)
+    if found:
+        parts.append(draw(verdict_rows(found)))
+    failures = [f"{f.engine}, {f.model}, round {f.round + 1}: {f.what}" for f in results.failures]
+    if failures:
+        parts.append("Failed:\n" + "\n".join(failures))
+    return "\n\n".join(parts) + "\n"
+
+
+def svg(results: Results) -> str:
+    """A panel of bars a model and workload."""
+    cells = [panel(results, model, work) for model in results.models for work in results.works]
+    device = ", ".join(map(str, results.device.values()))
+    note = f"{results.date}, {device}; medians of rounds ({results.settings['rounds']})"
+    height = plots.bars_height(len(results.engines))
+    return plots.panels("Tokens a second of engines side by side", cells, height, note)
+
+
+def panel(results: Results, model: str, work: str) -> list[Markup]:
+    """One workload: ours in colour and bold."""
+    rows = [
+        plots.Bar(ENGINES[engine].label, rate, *(("s0", "bold") if engine == OURS else ()))
+        for engine in results.engines
+        if (rate := results.median(engine, model, work)) is not None
+    ]
+    says, limit = WORKS[work].says, results.limit(model, work)
+    return plots.bars(f"{model}, {work}: tokens/s", says, rows, limit)

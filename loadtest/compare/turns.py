@@ -6,22 +6,62 @@ always over HTTP. Yields samples as they come, so that what was measured before 
 
 from __future__ import annotations
 
+import json
+import os
+import select
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import cast
+from typing import Any, BinaryIO, cast
 
 import msgspec
 
+from ..processes import ANSWER_S, LOAD_S, EngineFailed, Process, Server, free_port
 from ..sse import BadAnswer
 from .clients import Ask, Measured
 from .clients import run as run_clients
 from .engines import Engine, Places, environment, job, served_name, server_command, version
-from .processes import LOAD_S, EngineFailed, Runner, Server, free_port
 from .results import Peak, Sample, percentile
 from .workload import Model, Work, prompts
 
 WARM_PROMPTS, WARM_TOKENS = 32, 8
+LAUNCH = (
+    "import runpy, sys; sys.path.append(sys.argv[1]); "
+    "runpy.run_module('peers.' + sys.argv[2], run_name='__main__')"
+)
+
+
+class Runner(Process):
+    """A runner of peers/ in an engine's interpreter, spoken to in lines of JSON."""
+
+    def __init__(self, python: Path, module: str, environment: dict[str, str], log: Path) -> None:
+        command = [str(python), "-c", LAUNCH, str(Path(__file__).resolve().parent), module]
+        super().__init__(command, environment, log, is_asked=True)
+        self._pending = b""
+
+    def ask(self, value: Any, timeout_s: float = ANSWER_S) -> dict[str, Any]:
+        """Send a line, wait for the answer; EngineFailed if none comes."""
+        stdin = cast("BinaryIO", self._process.stdin)
+        try:
+            stdin.write(json.dumps(value).encode() + b"\n")
+        except BrokenPipeError:
+            raise self.failure("it ended") from None
+        return cast("dict[str, Any]", json.loads(self._line(timeout_s)))
+
+    def _line(self, timeout_s: float) -> bytes:
+        stdout = cast("BinaryIO", self._process.stdout)
+        deadline = time.monotonic() + timeout_s
+        while b"\n" not in self._pending:
+            left = max(0.0, deadline - time.monotonic())
+            if not select.select([stdout], [], [], left)[0]:
+                raise self.failure(f"no answer in {timeout_s:.0f} s")
+            data = os.read(stdout.fileno(), 1 << 16)
+            if not data:
+                raise self.failure("it ended")
+            self._pending += data
+        line, _, self._pending = self._pending.partition(b"\n")
+        return line
 
 
 class Turn(msgspec.Struct, frozen=True):

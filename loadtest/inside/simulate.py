@@ -268,14 +268,8 @@ def _look(scheduler: Scheduler, plan: Plan) -> Step:
 
 # ---------------------------------------------------------------- what people see
 
-COLOURS = {
-    "decode": "#2f9e6e",
-    "prefill": "#e0a11b",
-    "swapped": "#7a6ff0",
-    "preempted": "#d9534f",
-    "waiting": "#d5d9e0",
-}
-WIDTH, MARGIN, CHART = 900, 56, 150
+KINDS = {"decode": "s0", "prefill": "s2", "swapped": "s3", "preempted": "s5", "waiting": "s1"}
+MARGIN, CHART = 56, 150  # pixels beside the pictures; the height of the lower one
 
 
 def static_batching(work: Workload) -> tuple[int, float]:
@@ -334,77 +328,26 @@ def print_report(work: Workload, outcome: Outcome, console: Console) -> None:
 
 def svg(work: Workload, outcome: Outcome) -> str:
     """Two pictures over the steps: who did what, and how many blocks were held."""
-    num_steps, num_rows = max(len(outcome.steps), 1), len(work.lengths)
-    bar = max(2.0, min(16.0, 400 / num_rows))
-    top, scale = 64.0, (WIDTH - 2 * MARGIN) / num_steps
-    bottom = top + num_rows * bar + 48
-    height = bottom + CHART + 40
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" '
-        'font-family="system-ui, sans-serif" font-size="12" fill="#222">',
-        f'<rect width="{WIDTH}" height="{height:.0f}" fill="#fff"/>',
-        f'<text x="{MARGIN}" y="24" font-size="15">{num_rows} requests over '
-        f"{len(outcome.steps)} steps</text>",
-        *_legend(),
-        *_bars(outcome, num_rows, top, bar, scale),
-        *_blocks(outcome, bottom, scale),
-        f'<text x="{WIDTH / 2:.0f}" y="{height - 10:.0f}" text-anchor="middle">step</text>',
-        "</svg>",
-    ]
-    return "\n".join(parts) + "\n"
+    from streamer.loadtest import plots
 
-
-def _legend() -> list[str]:
-    parts, x = [], float(MARGIN)
-    for name, colour in COLOURS.items():
-        parts.append(f'<rect x="{x:.0f}" y="38" width="12" height="12" fill="{colour}"/>')
-        parts.append(f'<text x="{x + 17:.0f}" y="48">{name}</text>')
-        x += 34 + 7 * len(name)
-    return parts
-
-
-def _bars(outcome: Outcome, num_rows: int, top: float, bar: float, scale: float) -> list[str]:
-    """A line a request; equal states in a row are one rectangle."""
-    parts = []
-    for request in range(num_rows):
-        y, begin, state = top + request * bar, 0, ""
-        states = [s.states.get(request, "") for s in outcome.steps]
-        for i, now in enumerate([*states, None]):
-            if now == state:
-                continue
-            if state:
-                x, width = MARGIN + begin * scale, (i - begin) * scale
-                parts.append(
-                    f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" '
-                    f'height="{bar * 0.86:.1f}" fill="{COLOURS[state]}"/>'
-                )
-            begin, state = i, now or ""
-        if bar >= 10:
-            parts.append(
-                f'<text x="{MARGIN - 8}" y="{y + bar * 0.7:.1f}" text-anchor="end">{request}</text>'
-            )
-    return parts
-
-
-def _blocks(outcome: Outcome, top: float, scale: float) -> list[str]:
-    """Blocks held, as an area, and the size of the pool above it."""
+    num_rows, pool = len(work.lengths), outcome.pool
+    right, top = plots.WIDTH - MARGIN, 64.0
+    rows = plots.Frame(MARGIN, top, right, top + num_rows * max(2.0, min(16.0, 400 / num_rows)))
+    below = plots.Frame(MARGIN, rows.bottom + 48, right, rows.bottom + 48 + CHART)
     most = max(outcome.peak_held, 1)
-    limit = max(most, outcome.pool) if outcome.pool <= 2 * most else most
-    points = " ".join(
-        f"{MARGIN + (i + edge) * scale:.1f},{top + CHART * (1 - s.held / limit):.1f}"
-        for i, s in enumerate(outcome.steps)
-        for edge in (0, 1)
-    )
-    base, right = top + CHART, MARGIN + len(outcome.steps) * scale
+    high = pool if most <= pool <= 2 * most else most
+    blocks = plots.Axis(0, high, [0, high])
+    steps = plots.Axis(0, max(1, len(outcome.steps)), [0, len(outcome.steps)])
+    states = [[s.states.get(row, "") for s in outcome.steps] for row in range(num_rows)]
+    title = f"{num_rows} requests over {len(outcome.steps)} steps"
     parts = [
-        f'<text x="{MARGIN}" y="{top - 10:.0f}">blocks held, {most} at most, '
-        f"{outcome.pool} in the pool</text>",
-        f'<polygon points="{MARGIN},{base:.1f} {points} {right:.1f},{base:.1f}" '
-        'fill="#9ec5e8" stroke="#2b6ca3"/>',
+        plots.text(MARGIN, 24, title, "title"),
+        *plots.legend([(kind, name) for name, kind in KINDS.items()], 48),
+        *plots.timeline(rows, states, KINDS),
+        plots.text(MARGIN, below.top - 10, f"blocks held, {most} at most, {pool} in the pool"),
+        *plots.grid(below, steps, blocks),
+        plots.area(below, [s.held for s in outcome.steps], blocks, "s4"),
+        *([plots.limit(below, 1.0)] if high == pool else []),
+        plots.text((MARGIN + right) / 2, below.bottom + 30, "step", "note", "middle"),
     ]
-    if limit == outcome.pool:
-        parts.append(
-            f'<line x1="{MARGIN}" y1="{top:.1f}" x2="{right:.1f}" y2="{top:.1f}" stroke="#d9534f" '
-            'stroke-dasharray="4 3"/>'
-        )
-    return parts
+    return plots.document(title, below.bottom + 44, parts)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from .. import plots
 from ..markup import Markup, document, join, style, tag
 from ..table import number
-from .page_style import STYLE
+from .page_style import COLOURS, STYLE
 from .runs import Pair, Result, Run, pairs, rate_words, settings
 from .served import METRICS, PERCENTILES, percentile
 
@@ -90,7 +90,7 @@ def page(runs: Sequence[Run]) -> str:
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
         tag("title", "Load test: ", title),
-        style(STYLE),
+        style(STYLE + plots.sheet(COLOURS)),
     )
     return document(head, tag("body", tag("main", *parts)))
 
@@ -102,13 +102,13 @@ def _legend(runs: Sequence[Run]) -> Markup:
             "li",
             tag(
                 "svg",
-                tag("path", d="M1 6H35", class_=f"line {kind}"),
+                tag("path", d="M1 6H35", class_=f"line {plots.kind_of(i)}"),
                 viewBox="0 0 36 12",
                 aria_hidden="true",
             ),
             f"{run.name}, {run.results[-1].date}",
         )
-        for run, kind in zip(runs, plots.CLASSES, strict=False)
+        for i, run in enumerate(runs)
     ]
     return tag("ul", *items, class_="legend")
 
@@ -152,7 +152,7 @@ def _sweep(runs: Sequence[Run]) -> Markup:
             found = [(r.rate, curve.value(r)) for r in run.results if math.isfinite(r.rate)]
             series.append((run.name, [(rate, v) for rate, v in found if v is not None]))
         if any(points for _, points in series):
-            pictures.append(plots.curves(f"c{index}", curve.title, series, curve.unit))
+            pictures.append(plots.rates(f"c{index}", curve.title, series, curve.unit))
     return _section("Over the rate", tag("div", *pictures, class_="plots"))
 
 

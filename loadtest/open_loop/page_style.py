@@ -1,9 +1,11 @@
 """The style of page.py: two themes, by the reader's choice, with contrasts of 4.5 and more.
 
-One string, so that the page is one file; lines of the second run are dashed.
+One string, so that the page is one file; its pictures take their colours from it.
 """
 
 from __future__ import annotations
+
+from ..plots import Palette
 
 STYLE = """
 :root { color-scheme: light dark; --page: #ffffff; --text: #1f2328; --soft: #59636e;
@@ -49,14 +51,12 @@ summary h2 { display: inline; margin: 0 } summary + .frame { margin-top: 12px }
 figure { margin: 0; padding: 10px 8px 4px; border: 1px solid var(--line); border-radius: 8px }
 figcaption { font-weight: 600; font-size: 14px; padding: 0 4px 4px }
 figure svg { display: block; width: 100%; height: auto }
-svg text { font: 11px system-ui, sans-serif; fill: var(--soft) }
-.grid { stroke: var(--grid); fill: none }
-.line { fill: none; stroke-width: 2; stroke-linejoin: round }
-.line.first { stroke: var(--first) }
-.line.second { stroke: var(--second); stroke-dasharray: 6 4 }
-.dot.first { fill: var(--first) } .dot.second { fill: var(--second) }
 @media (max-width: 600px) { table { font-size: 14px } th, td { padding: 5px 7px }
   .better, .worse { font-size: 13px } .message { min-width: 12em } }
 footer { color: var(--soft); font-size: 13px; margin-top: 24px;
   border-top: 1px solid var(--line) }
 """
+
+COLOURS = Palette(
+    "var(--text)", "var(--soft)", "var(--grid)", "var(--bad)", ("var(--first)", "var(--second)")
+)

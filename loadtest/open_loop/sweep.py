@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from .. import table
-from ..compare import chart
+from .. import plots, table
+from ..markup import Markup
 from .arrivals import GOOD_SHARE, keeps_up, knee
 
 # field, heading, factor
@@ -36,7 +36,7 @@ PANELS = (
     ("p99_ttft_ms", "time to first token p99, ms", 1.0),
     ("p99_tpot_ms", "time per output token p99, ms", 1.0),
 )
-PLOT_WIDTH, PLOT_HEIGHT, LEFT = 360, 120, 56
+PLOT = plots.Frame(56, 28, plots.PANEL_WIDTH, 160)
 Result = dict[str, Any]
 
 
@@ -109,35 +109,21 @@ def report(results: Sequence[Result], is_markdown: bool = False) -> str:
 def svg(results: Sequence[Result]) -> str:
     """Curves over the rate; rates without a number (all at once) are left out."""
     finite = [result for result in ordered(results) if result["request_rate"] != "inf"]
-    parts: list[str] = []
-    column, row = PLOT_WIDTH + LEFT + chart.GAP, PLOT_HEIGHT + chart.HEADING + chart.GAP
-    for i, (name, title, factor) in enumerate(PANELS):
-        x, y = chart.MARGIN + i % 2 * column, chart.MARGIN + i // 2 * row
-        points = [(float(r["request_rate"]), float(r[name]) * factor) for r in finite]
-        parts.append(f'<g transform="translate({x:.0f} {y:.0f})">')
-        parts += [*panel(title, points), "</g>"]
-    height = 2 * chart.MARGIN + 2 * row + chart.ROW
-    note = conditions(results).splitlines()[0]
-    parts.append(chart.text(chart.MARGIN, height - chart.MARGIN, note, "note"))
-    return chart.document("What becomes of requests at rising rates", height, parts)
-
-
-def panel(title: str, points: Sequence[tuple[float, float]]) -> list[str]:
-    """One curve, from 0 on both axes, at (0, 0)."""
-    most_x = max((x for x, _ in points), default=0.0) or 1.0
-    most_y = max((y for _, y in points), default=0.0) or 1.0
-    top, bottom = 24, 24 + PLOT_HEIGHT
-    places = [
-        (LEFT + PLOT_WIDTH * x / most_x, bottom - PLOT_HEIGHT * y / most_y) for x, y in points
+    cells = [
+        panel(title, [(float(r["request_rate"]), float(r[name]) * factor) for r in finite])
+        for name, title, factor in PANELS
     ]
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    end = LEFT + PLOT_WIDTH
+    note = conditions(results).splitlines()[0]
+    height = PLOT.bottom + 44
+    return plots.panels("What becomes of requests at rising rates", cells, height, note)
+
+
+def panel(title: str, points: Sequence[tuple[float, float]]) -> list[Markup]:
+    """One curve, from 0 on both axes, at (0, 0)."""
+    x, y = plots.linear([at for at, _ in points]), plots.linear([value for _, value in points])
     return [
-        chart.text(0, 14, title, "title"),
-        f'<path class="axis" fill="none" d="M{LEFT} {top}V{bottom}H{end}"/>',
-        chart.text(LEFT - 6, top + 8, table.number(most_y), "note", "end"),
-        chart.text(LEFT - 6, bottom, "0", "note", "end"),
-        chart.text(end, bottom + 15, f"{most_x:.3g} requests/s", "note", "end"),
-        f'<polyline class="line" points="{path}"/>',
-        *(f'<circle class="ours" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in places),
+        plots.text(0, 14, title, "title"),
+        *plots.grid(PLOT, x, y),
+        plots.text(PLOT.right, PLOT.bottom + 30, "requests/s", "note", "end"),
+        *plots.curves(PLOT, [plots.Line(title, points)], x, y),
     ]

@@ -149,7 +149,7 @@ def run_case(model: str, work: Work, case: Case) -> Run:
 @contextlib.contextmanager
 def _serving(model: str, case: Case) -> Iterator[tuple[int, Callable[[], int]]]:
     """The server's port, and what tells the most memory it ever had."""
-    from streamer.loadtest.compare.processes import Server, free_port
+    from streamer.loadtest.processes import Server, free_port
 
     port = free_port()
     flags = {

@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..compare.command import RESULTS, device, num_cores
 from ..compare.engines import ENGINES, OURS, Places, environment
 from ..compare.install import make_environment
-from ..compare.processes import EngineFailed, Process, Server, free_port
+from ..processes import EngineFailed, Process, Server, free_port
 from ..sse import BadAnswer
 from ..target import Target
 from . import kept, with_guidellm, with_lm_eval, with_locust

@@ -26,7 +26,9 @@ BENCHES = {
     "offline": Command(
         "streamer.loadtest.inside.offline.command", "throughput, latency and swap, without a server"
     ),
-    "page": Command("streamer.loadtest.inside.page", "the page in a browser, beside its budget"),
+    "page": Command(
+        "streamer.loadtest.inside.page.command", "the page in a browser, beside its budget"
+    ),
     "paper": Command("streamer.loadtest.paper.command", "what the papers published, measured here"),
 }
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
-from streamer.cli.arguments import Parser
+from streamer.cli.arguments import Parser, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,8 +37,17 @@ class CommandModule(Protocol):
 
 
 def load(command: Command) -> CommandModule:
-    """The command's module."""
-    return cast(CommandModule, import_module(command.module))
+    """The command's module; UsageError where the wheel left it out."""
+    try:
+        return cast(CommandModule, import_module(command.module))
+    except ModuleNotFoundError as error:
+        missing = f"{error.name}."
+        if not f"{command.module}.".startswith(missing) or not missing.startswith("streamer."):
+            raise
+        raise UsageError(
+            "this command is not installed, since it needs a checkout: run "
+            "`pip install -e '.[dev]'` in the folder of Streamer's source, and then the command"
+        ) from None
 
 
 def add_door(parser: argparse.ArgumentParser, commands: Mapping[str, Command]) -> None:
@@ -56,7 +65,10 @@ def go_through(args: argparse.Namespace, console: Console, commands: Mapping[str
     if command.is_foreign:
         code: int = import_module(command.module).main(args.rest)
         return code
-    module = load(command)
     parser = Parser(prog=f"{args.prog} {args.what}", description=command.help)
+    try:
+        module = load(command)
+    except UsageError as error:
+        parser.error(str(error))
     module.add_arguments(parser)
     return module.run(parser.parse_args(args.rest), console)

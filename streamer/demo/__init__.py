@@ -1,4 +1,4 @@
-"""The bundled demo model: two checkpoint folders, and the scripts and texts that made them.
+"""The bundled demo model: its weights and their card (report.md); training/ made them.
 
 Owns the paths of the checkpoints; importing it loads nothing. Called by the command line, which
 serves CHECKPOINT when no model is named.
@@ -12,4 +12,4 @@ CHECKPOINT: Path = Path(__file__).parent / "checkpoint"
 """The demo model: an ordinary Llama checkpoint folder with tokenizer and chat template."""
 
 DRAFT: Path = Path(__file__).parent / "draft"
-"""A model of a tenth of its size with the same tokenizer, to draft for it."""
+"""A model of a tenth of its size with the same tokenizer, to draft for it; a wheel has it not."""

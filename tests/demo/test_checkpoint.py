@@ -10,9 +10,9 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from streamer.demo import CHECKPOINT, DRAFT
-from streamer.demo.corpus import Document, Turn, encode
-from streamer.demo.shape import DEMO, Shape
-from streamer.demo.shape import DRAFT as DRAFT_SHAPE
+from streamer.demo.training.corpus import Document, Turn, encode
+from streamer.demo.training.shape import DEMO, Shape
+from streamer.demo.training.shape import DRAFT as DRAFT_SHAPE
 
 FILES = {
     "config.json",
@@ -96,8 +96,8 @@ def test_transformers_loads_it_and_its_template_equals_the_training_text() -> No
 
 def test_importing_the_room_loads_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys, streamer.demo, streamer.demo.corpus, streamer.demo.train, "
-        "streamer.demo.report, streamer.demo.answering\n"
+        "import sys, streamer.demo, streamer.demo.training.corpus, streamer.demo.training.train, "
+        "streamer.demo.training.report, streamer.demo.training.answering\n"
         "heavy = {'torch', 'transformers', 'tokenizers', 'numpy'} & set(sys.modules)\n"
         "sys.exit(', '.join(sorted(heavy)) or 0)"
     )

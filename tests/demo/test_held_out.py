@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from streamer.demo import CHECKPOINT
-from streamer.demo.answering import answers
-from streamer.demo.held_out import read_held_out
+from streamer.demo.training.answering import answers
+from streamer.demo.training.held_out import read_held_out
 
 HELD_OUT = Path(__file__).parent / "held_out.txt"
 FLOOR = 40

@@ -8,12 +8,17 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from streamer.demo.corpus import LOOKBACK_MIX, documents, encoded_documents, single_documents
-from streamer.demo.lookback import fact_exchange, lookback_exchange, repeat_exchange
-from streamer.demo.network import Network
-from streamer.demo.questions import read_questions
-from streamer.demo.shape import DEMO, DRAFT, Shape
-from streamer.demo.train import DEMO_PHASES, DRAFT_PHASES, Masters, Phase, steps
+from streamer.demo.training.corpus import (
+    LOOKBACK_MIX,
+    documents,
+    encoded_documents,
+    single_documents,
+)
+from streamer.demo.training.lookback import fact_exchange, lookback_exchange, repeat_exchange
+from streamer.demo.training.network import Network
+from streamer.demo.training.questions import read_questions
+from streamer.demo.training.shape import DEMO, DRAFT, Shape
+from streamer.demo.training.train import DEMO_PHASES, DRAFT_PHASES, Masters, Phase, steps
 
 TOKENIZER = Path(__file__).parents[2] / "streamer/demo/checkpoint/tokenizer.json"
 BOS, PAD = 0, 3

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect
 
-from streamer.loadtest.inside.page import chromium
+from streamer.loadtest.inside.page.command import chromium
 from tests.e2e.chatting import connected
 from tests.server.conftest import server_with
 from tests.server.running import Running

@@ -24,9 +24,10 @@ from streamer.loadtest.compare.engines import (
 )
 from streamer.loadtest.compare.limit import Machine
 from streamer.loadtest.compare.peers.to_gguf import gguf_name, rotated, tensors
-from streamer.loadtest.compare.processes import EngineFailed, Process, Runner, family
 from streamer.loadtest.compare.results import Failure, Results, Sample
+from streamer.loadtest.compare.turns import Runner
 from streamer.loadtest.compare.workload import KV_BYTES, MODELS, WORKS
+from streamer.loadtest.processes import EngineFailed, Process, family
 
 SMALL = MODELS["small"]
 OURS, VLLM, STATIC = ENGINES["streamer"], ENGINES["vllm"], ENGINES["transformers"]

@@ -8,7 +8,6 @@ from xml.etree import ElementTree
 import pytest
 
 from streamer.loadtest import table
-from streamer.loadtest.compare import chart
 from streamer.loadtest.compare.limit import Machine
 from streamer.loadtest.compare.results import (
     Failure,
@@ -17,7 +16,11 @@ from streamer.loadtest.compare.results import (
     Sample,
     Verdict,
     median_machine,
+    model_rows,
+    panel,
     percentile,
+    report,
+    svg,
     verdicts,
 )
 
@@ -119,44 +122,32 @@ def test_results_survive_the_disk(tmp_path: Path) -> None:
 
 
 def test_the_table() -> None:
-    rows = table.model_rows(results(), "small")
+    rows = model_rows(results(), "small")
     assert {len(row) for row in rows} == {len(rows[0])}
     text = table.markdown(rows)
-    assert "| OpenVINO | 3000 | 2400 | 460 | - | - | - | 500 |" in text
-    assert "| transformers, static | 1000* | 400* | 150* | - | - | - | 100 (no pool) |" in text
+    assert "| OpenVINO | 3,000 | 2,400 | 460 | - | - | - | 500 |" in text
+    assert "| transformers, static | 1,000* | 400* | 150* | - | - | - | 100 (no pool) |" in text
     assert "| ours / best peer | 1.33 | 1.04 | 1.09 | 1.44 |" in text
     ours = next(row for row in rows if row[0] == "Streamer")
     assert ours[5:] == ["140 / 280", "7 / 11", "700"]
 
 
-def test_plain_columns_line_up() -> None:
-    lines = table.plain([["a", "bb"], ["ccc", "1"]]).splitlines()
-    assert lines == ["a    bb", "ccc   1"]
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(None, "-"), (1234.5, "1234"), (99.54, "99.5"), (0.123456, "0.123")]
-)
-def test_numbers(value: float | None, text: str) -> None:
-    assert table.number(value) == text
-
-
 def test_the_report_says_what_failed_and_what_is_met() -> None:
     found = results()
     found.failures.append(Failure("vllm", "half", 0, "it ended: out of memory"))
-    text = table.report(found)
+    text = report(found)
     assert "vllm, half, round 1: it ended: out of memory" in text
     assert "not met" in text
     assert "44.0 GB/s" in text
-    assert table.report(Results("", {}, {}, {"threads": 2, "rounds": 1}))
+    assert report(Results("", {}, {}, {"threads": 2, "rounds": 1}))
 
 
 def test_the_chart_is_an_svg_with_a_bar_for_every_median() -> None:
     found = results()
-    root = ElementTree.fromstring(chart.svg(found))
+    root = ElementTree.fromstring(svg(found))
     name = "{http://www.w3.org/2000/svg}"
     bars = [bar.get("class") for bar in root.iter(f"{name}rect")]
-    assert bars.count("ours") == 4
+    assert bars.count("bar s0") == 4
     assert len(bars) == sum(rate is not None for rates in RATES.values() for rate in rates)
     assert len(list(root.iter(f"{name}line"))) == 4  # the limits
     texts = [text.text or "" for text in root.iter(f"{name}text")]
@@ -165,7 +156,7 @@ def test_the_chart_is_an_svg_with_a_bar_for_every_median() -> None:
 
 def test_a_longer_bar_is_a_higher_rate() -> None:
     name = "{http://www.w3.org/2000/svg}"
-    parts = chart.panel(results(), "small", "eq", 400)
+    parts = panel(results(), "small", "eq")
     root = ElementTree.fromstring(f'<svg xmlns="{name[1:-1]}">{"".join(parts)}</svg>')
     widths = [float(bar.get("width") or 0) for bar in root.iter(f"{name}rect")]
     assert widths == sorted(widths, reverse=True)

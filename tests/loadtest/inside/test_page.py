@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from streamer.loadtest.inside import page
-from streamer.loadtest.inside.page import Report
+from streamer.loadtest.inside.page import command as page
+from streamer.loadtest.inside.page.command import Report
 
 
 def test_every_row_of_the_table_is_measured(tmp_path: Path) -> None:

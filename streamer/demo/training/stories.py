@@ -10,7 +10,15 @@ import random
 
 import msgspec
 
-from streamer.demo.grammar import Plot, Setting, capital, plots, render, with_article, words
+from streamer.demo.training.grammar import (
+    Plot,
+    Setting,
+    capital,
+    plots,
+    render,
+    with_article,
+    words,
+)
 
 OPENINGS = (
     "Once upon a time, there was {a:h.adj} {h.kind} named {h}. {h.He} lived {home}.",

@@ -10,8 +10,8 @@ import random
 from functools import cache
 from typing import NamedTuple
 
-from streamer.demo.grammar import HERE, choose, fill, plots, render, with_article, words
-from streamer.demo.stories import (
+from streamer.demo.training.grammar import HERE, choose, fill, plots, render, with_article, words
+from streamer.demo.training.stories import (
     Cast,
     Story,
     described,

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from streamer.demo.answering import answers
-from streamer.demo.corpus import MIX, Document, documents, encode
-from streamer.demo.held_out import HeldOut, excluded_phrasings
-from streamer.demo.questions import Entry
+from streamer.demo.training.answering import answers
+from streamer.demo.training.corpus import MIX, Document, documents, encode
+from streamer.demo.training.held_out import HeldOut, excluded_phrasings
+from streamer.demo.training.questions import Entry
 
 HELD_OUT_SEED = 999_331
 DOCUMENTS_A_KIND = 60
@@ -152,9 +152,9 @@ def write_report(
     kinds = ", ".join(f"{MIX[kind]:.0%} {name}" for kind, name in KIND_NAMES.items())
     parts = [
         "# The demo model",
-        "Written by `python -m streamer.demo.train`; do not edit by hand. All text was made by "
-        f"the generators in this folder; {len(entries)} answers on Streamer have {phrasings} "
-        f"phrasings. Documents by kind: {kinds}.",
+        "Written by `python -m streamer.demo.training.train`; do not edit by hand. All "
+        f"text was made by the generators in training/; {len(entries)} answers on Streamer have "
+        f"{phrasings} phrasings. Documents by kind: {kinds}.",
         figures_section(out, entries, excluded_phrasings(asked), console),
     ]
     if asked:

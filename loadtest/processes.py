@@ -8,22 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import json
 import os
-import select
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Self, cast
+from typing import BinaryIO, Self
 
 LOAD_S, ANSWER_S, END_S = 600.0, 1800.0, 10.0
-LAUNCH = (
-    "import runpy, sys; sys.path.append(sys.argv[1]); "
-    "runpy.run_module('peers.' + sys.argv[2], run_name='__main__')"
-)
 
 
 class EngineFailed(Exception):
@@ -97,38 +91,6 @@ class Process:
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
-
-
-class Runner(Process):
-    """A runner of peers/ in an engine's interpreter, spoken to in lines of JSON."""
-
-    def __init__(self, python: Path, module: str, environment: dict[str, str], log: Path) -> None:
-        command = [str(python), "-c", LAUNCH, str(Path(__file__).resolve().parent), module]
-        super().__init__(command, environment, log, is_asked=True)
-        self._pending = b""
-
-    def ask(self, value: Any, timeout_s: float = ANSWER_S) -> dict[str, Any]:
-        """Send a line, wait for the answer; EngineFailed if none comes."""
-        stdin = cast("BinaryIO", self._process.stdin)
-        try:
-            stdin.write(json.dumps(value).encode() + b"\n")
-        except BrokenPipeError:
-            raise self.failure("it ended") from None
-        return cast("dict[str, Any]", json.loads(self._line(timeout_s)))
-
-    def _line(self, timeout_s: float) -> bytes:
-        stdout = cast("BinaryIO", self._process.stdout)
-        deadline = time.monotonic() + timeout_s
-        while b"\n" not in self._pending:
-            left = max(0.0, deadline - time.monotonic())
-            if not select.select([stdout], [], [], left)[0]:
-                raise self.failure(f"no answer in {timeout_s:.0f} s")
-            data = os.read(stdout.fileno(), 1 << 16)
-            if not data:
-                raise self.failure("it ended")
-            self._pending += data
-        line, _, self._pending = self._pending.partition(b"\n")
-        return line
 
 
 class Server(Process):

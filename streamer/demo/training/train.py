@@ -1,8 +1,8 @@
 """Trains the demo model and its draft model, writes both checkpoint folders and the report.
 
-`python -m streamer.demo.train --out streamer/demo --held-out tests/demo/held_out.txt` reproduces
-what is in the repository: the numbers of tokens and the seeds are fixed here. Takes about an hour
-on two cores. Nobody imports this module but the tests.
+`python -m streamer.demo.training.train --out streamer/demo --held-out tests/demo/held_out.txt`
+makes again what is in the repository: the numbers of tokens and the seeds are fixed here. Takes
+about an hour on two cores. Only tests import this module.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import Progress
 
-from streamer.demo.corpus import (
+from streamer.demo.training.corpus import (
     BOS,
     END,
     END_OF_TEXT,
@@ -33,16 +33,16 @@ from streamer.demo.corpus import (
     single_documents,
     special_id,
 )
-from streamer.demo.held_out import excluded_phrasings, read_held_out
-from streamer.demo.questions import Entry, read_questions
-from streamer.demo.shape import DEMO, DRAFT, MAX_POSITIONS, Shape, llama_config
-from streamer.demo.tokenizer_training import train_tokenizer, write_tokenizer
+from streamer.demo.training.held_out import excluded_phrasings, read_held_out
+from streamer.demo.training.questions import Entry, read_questions
+from streamer.demo.training.shape import DEMO, DRAFT, MAX_POSITIONS, Shape, llama_config
+from streamer.demo.training.tokenizer import train_tokenizer, write_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from torch import Tensor
 
-    from streamer.demo.network import Network
+    from streamer.demo.training.network import Network
 
 SEED = 2026
 TOKENS_A_STEP = 6144
@@ -244,7 +244,7 @@ def make_one(
     """Train a model of that shape into a checkpoint folder; returns the seconds it took."""
     import torch
 
-    from streamer.demo.network import Network
+    from streamer.demo.training.network import Network
 
     torch.manual_seed(SEED)
     network = Network(shape, MAX_POSITIONS).bfloat16()
@@ -266,7 +266,9 @@ def make_one(
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m streamer.demo.train", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m streamer.demo.training.train", description=__doc__
+    )
     parser.add_argument(
         "--out", type=Path, required=True, help="gets checkpoint/, draft/ and report.md"
     )
@@ -322,7 +324,7 @@ def main() -> None:
         figures = {"parameters": shape.num_parameters, "tokens": tokens, "minutes": seconds / 60}
         note_training(options.out, title, figures)
     if options.only in (None, "report"):
-        from streamer.demo.report import write_report
+        from streamer.demo.training.report import write_report
 
         write_report(options.out, entries, asked, console)
 

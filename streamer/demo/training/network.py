@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from streamer.demo.shape import Shape
+from streamer.demo.training.shape import Shape
 
 ROPE_THETA = 10_000.0
 NORM_EPS = 1e-5

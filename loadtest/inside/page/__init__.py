@@ -1,0 +1,1 @@
+"""`streamer bench page`: the page in a browser. Needs a checkout."""
