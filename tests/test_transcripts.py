@@ -18,8 +18,11 @@ import pytest
 from websockets.sync.client import connect
 from websockets.typing import Subprotocol
 
+from streamer.server import security, tickets
 from streamer.server.openai.common import SamplingFields
+from streamer.server.responses import lanes, socket, socket_events
 from streamer.server.responses.body import ResponseCreate
+from streamer.server.transport import http, websocket
 from tests.server.counting import sse
 from tests.server.running import DEADLINE_S, Running
 
@@ -194,6 +197,37 @@ def test_there_are_exchanges() -> None:
 def test_every_field_of_ours_is_told(body: Any) -> None:
     missing = [name for name in body.__struct_fields__ if f"`{name}`" not in PAGE]
     assert missing in ([], ["user", "safety_identifier", "prompt_cache_key"])
+
+
+MIB, KIB = 1 << 20, 1 << 10
+LIMITS = {  # a row's first cell: what its second says
+    "a body; a WebSocket message": f"{security.MAX_BODY_BYTES // MIB} MiB; "
+    f"{socket_events.MAX_MESSAGE_BYTES // MIB} MiB",
+    "bodies on their way in, all together": f"{security.MAX_COMING_BYTES // MIB} MiB, and "
+    f"{security.FREE_BYTES // KIB} KiB of each free",
+    "bodies above 64 KiB of one key whose prompts are being made": (
+        f"{security.MAX_USED_BYTES // MIB} MiB"
+    ),
+    "a request's head; its target; its headers": f"{http.MAX_HEAD_BYTES // KIB} KiB; "
+    f"{http.MAX_TARGET_BYTES // KIB} KiB; {http.MAX_HEADERS}",
+    "seconds for a head; for a body; between requests": f"{http.HEAD_TIMEOUT_S:g}; "
+    f"{http.BODY_TIMEOUT_S:g}; 30",
+    "requests sent ahead on a connection": f"{http.MAX_WAITING}",
+    "events on a socket": f"{websocket.EVENTS_PER_S:,} a second, {websocket.EVENT_BURST:,} at once",
+    "replies that wait to be read on a socket": f"{socket.MAX_REPLIES}, "
+    f"{socket.MAX_REPLY_BYTES // MIB} MiB",
+    "lanes of a socket; its responses that have not ended; those that wait for their lane": (
+        f"{lanes.MAX_LANES}; {lanes.MAX_RESPONSES}; {lanes.MAX_QUEUED}"
+    ),
+    "bytes of creates and steers that wait on a socket": f"{lanes.MAX_QUEUED_BYTES // MIB} MiB",
+}
+
+
+def test_limits_are_what_the_page_says() -> None:
+    rows = (line.split(" | ") for line in PAGE.split("\n## Limits\n")[1].splitlines())
+    told = {row[0].removeprefix("| "): row[1] for row in rows if len(row) == 3}
+    assert {name: told.get(name) for name in LIMITS} == LIMITS
+    assert f"within {tickets.TICKET_S} s" in PAGE
 
 
 def test_every_metric_is_told(counting: Running) -> None:
