@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import msgspec
 
 HEAD_END = b"\r\n\r\n"
+DONE = b"[DONE]"
 Read = tuple[float, bytes]  # when, what
 
 
@@ -62,13 +63,21 @@ def started(reads: Iterator[Read]) -> tuple[Head, Iterator[Read]]:
 
 def events(bodies: Iterator[Read]) -> Iterator[Read]:
     """The data of every event, at the time when its line was whole; `[DONE]` is left out."""
-    pending = b""
+    lines = Lines()
     for at, data in bodies:
-        *lines, pending = (pending + data).split(b"\n")
-        for line in lines:
-            payload = line.removeprefix(b"data:").strip()
-            if line.startswith(b"data:") and payload != b"[DONE]":
-                yield at, payload
+        yield from ((at, payload) for payload in lines.feed(data) if payload != DONE)
+
+
+class Lines:
+    """The data of events as they come, `[DONE]` included; other lines are passed over."""
+
+    def __init__(self) -> None:
+        self._pending = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """What these bytes complete."""
+        *lines, self._pending = (self._pending + data).split(b"\n")
+        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
 
 def _dechunked(bodies: Iterator[Read]) -> Iterator[Read]:

@@ -1,17 +1,21 @@
-"""Results as tables: plain text for the terminal, Markdown for pages.
+"""Results as tables: for the terminal, as plain text, as Markdown.
 
-Values in, text out: nothing is measured or written here.
+Rows of text in, the first of them the heading; nothing is measured or written here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 Rows = Sequence[Sequence[str]]
 
 
 def markdown(rows: Rows) -> str:
-    """The first row is the heading."""
+    """For a page."""
     heading, *body = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     lines = [heading, ["---"] * len(heading), *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -26,6 +30,23 @@ def plain(rows: Rows) -> str:
         cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def terminal(rows: Rows, title: str = "", note: str = "", words: Sequence[int] = (0,)) -> Table:
+    """For a rich console, which fits it to its width and draws the markup in cells.
+
+    words  the columns that stand to the left
+    """
+    from rich.table import Table
+
+    heading, *body = rows
+    gap = 2 if len(heading) <= 10 else 1  # 12 columns are to fit in 80 characters
+    drawn = Table(title=title, caption=note, box=None, pad_edge=False, padding=(0, gap, 0, 0))
+    for i, name in enumerate(heading):
+        drawn.add_column(name, justify="left" if i in words else "right")
+    for row in body:
+        drawn.add_row(*row)
+    return drawn
 
 
 def number(value: float | str | None) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,6 +18,7 @@ from streamer.core.blocks import BlockHasher
 from streamer.core.plan import Add
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler, SchedulerConfig
+from streamer.loadtest.table import terminal
 
 if TYPE_CHECKING:
     import torch
@@ -53,19 +55,17 @@ class HostTime(msgspec.Struct, frozen=True):
 
 def report_host(console: Console, num_steps: int, sizes: tuple[int, ...] = SIZES) -> None:
     """The table: every size decoding, then the mixed case."""
-    from rich.table import Table
-
-    table = Table(title=f"host time of a step without a forward, us, p50 of {num_steps} steps")
-    columns = ("case", "sequences", "schedule", "inputs", "draw", "apply", "step", "a sequence")
-    for name in columns:
-        table.add_column(name, justify="left" if name == "case" else "right")
+    heading = ("case", "sequences", "schedule", "inputs", "draw", "apply", "step", "a sequence")
+    rows: list[Sequence[str]] = [heading]
     for num_sequences, is_mixed in (*((n, False) for n in sizes), (MIXED, True)):
         rounds = [measure_host(num_sequences, num_steps, is_mixed=is_mixed) for _ in range(ROUNDS)]
         m = min(rounds, key=lambda m: m.step_us)
         phases = (m.schedule_us, m.inputs_us, m.draw_us, m.apply_us, m.step_us)
         cells = [f"{us:,.1f}" for us in phases]
-        table.add_row(m.case, f"{num_sequences:,}", *cells, f"{m.step_us / num_sequences:.2f}")
-    console.print(table)
+        each = f"{m.step_us / num_sequences:.2f}"
+        rows.append((m.case, f"{num_sequences:,}", *cells, each))
+    title = f"host time of a step without a forward, us, p50 of {num_steps} steps"
+    console.print(terminal(rows, title))
 
 
 class NoModel:

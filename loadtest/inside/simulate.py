@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from streamer.loadtest import plots
+from streamer.loadtest.table import terminal
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -296,28 +299,26 @@ def paged_waste(outcome: Outcome, block_size: int) -> float:
 
 def print_report(work: Workload, outcome: Outcome, console: Console) -> None:
     """The comparison, a line a fact."""
-    from rich.table import Table
-
     static_steps, static_share = static_batching(work)
     reserved, wasted = contiguous(work)
     decode_steps = sum(1 for s in outcome.steps if s.samples)
-    table = Table(title=f"{len(work.lengths)} requests, {outcome.samples} output tokens")
-    for name in ("", "static, contiguous", "streamer"):
-        table.add_column(name, justify="left" if not name else "right")
-    table.add_row("steps that draw tokens", f"{static_steps}", f"{decode_steps}")
-    table.add_row("slot efficiency", f"{static_share:.1%}", f"{outcome.slot_efficiency:.1%}")
-    table.add_row("KV blocks, at most", f"{reserved}", f"{outcome.peak_held} of {outcome.pool}")
-    table.add_row(
-        "of their room wasted", f"{wasted:.1%}", f"{paged_waste(outcome, work.block_size):.1%}"
-    )
-    table.add_row("blocks saved by sharing, at most", "0", f"{outcome.saved}")
-    table.add_row("prompt tokens found in the cache", "0", f"{outcome.prefix_hit_tokens}")
-    table.add_row("tokens computed", "", f"{outcome.computed_tokens}")
-    table.add_row("preemptions by swap", "", f"{outcome.preemptions_swap}")
-    table.add_row("preemptions by recompute", "", f"{outcome.preemptions_recompute}")
-    table.add_row("blocks swapped out", "", f"{outcome.swapped_blocks}")
-    table.add_row("blocks copied on write", "", f"{outcome.copied_blocks}")
-    console.print(table)
+    paged = paged_waste(outcome, work.block_size)
+    rows = [
+        ("", "static, contiguous", "streamer"),
+        ("steps that draw tokens", f"{static_steps}", f"{decode_steps}"),
+        ("slot efficiency", f"{static_share:.1%}", f"{outcome.slot_efficiency:.1%}"),
+        ("KV blocks, at most", f"{reserved}", f"{outcome.peak_held} of {outcome.pool}"),
+        ("of their room wasted", f"{wasted:.1%}", f"{paged:.1%}"),
+        ("blocks saved by sharing, at most", "0", f"{outcome.saved}"),
+        ("prompt tokens found in the cache", "0", f"{outcome.prefix_hit_tokens}"),
+        ("tokens computed", "", f"{outcome.computed_tokens}"),
+        ("preemptions by swap", "", f"{outcome.preemptions_swap}"),
+        ("preemptions by recompute", "", f"{outcome.preemptions_recompute}"),
+        ("blocks swapped out", "", f"{outcome.swapped_blocks}"),
+        ("blocks copied on write", "", f"{outcome.copied_blocks}"),
+    ]
+    title = f"{len(work.lengths)} requests, {outcome.samples} output tokens"
+    console.print(terminal(rows, title))
     console.print(
         "Slot efficiency: of the row-steps a batch occupies, those that draw a token. A static "
         "batch holds all its rows until its longest request ends, and reserves the longest "
@@ -328,8 +329,6 @@ def print_report(work: Workload, outcome: Outcome, console: Console) -> None:
 
 def svg(work: Workload, outcome: Outcome) -> str:
     """Two pictures over the steps: who did what, and how many blocks were held."""
-    from streamer.loadtest import plots
-
     num_rows, pool = len(work.lengths), outcome.pool
     right, top = plots.WIDTH - MARGIN, 64.0
     rows = plots.Frame(MARGIN, top, right, top + num_rows * max(2.0, min(16.0, 400 / num_rows)))
@@ -341,7 +340,7 @@ def svg(work: Workload, outcome: Outcome) -> str:
     states = [[s.states.get(row, "") for s in outcome.steps] for row in range(num_rows)]
     title = f"{num_rows} requests over {len(outcome.steps)} steps"
     parts = [
-        plots.text(MARGIN, 24, title, "title"),
+        plots.text(plots.MARGIN, 24, title, "title"),
         *plots.legend([(kind, name) for name, kind in KINDS.items()], 48),
         *plots.timeline(rows, states, KINDS),
         plots.text(MARGIN, below.top - 10, f"blocks held, {most} at most, {pool} in the pool"),

@@ -29,6 +29,7 @@ from streamer.config import Config
 from streamer.core.plan import Facts, Plan, StepOutput
 from streamer.core.sampling import SamplingParams
 from streamer.errors import ConfigError
+from streamer.loadtest.table import terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -130,19 +131,17 @@ async def report(
     console: Console, num_sequences: int, seconds: float, model: str | None = None
 ) -> None:
     """The table; each case on an engine of its own."""
-    from rich.table import Table
-
-    table = Table(title=f"{num_sequences} sequences, {seconds:g} s a case, times in ms")
-    for name in ("runner", "loop", "steps", "step p50", "p99", "lag p50", "p99", "frames/s"):
-        table.add_column(name, justify="left" if name in ("runner", "loop") else "right")
+    rows = [("runner", "loop", "steps", "step p50", "p99", "lag p50", "p99", "frames/s")]
     cases = [Case(), Case(num_calls=NUM_CALLS)] + ([Case(model=model)] if model else [])
     for case in cases:
         for is_busy in (False, True):
             m = await measure(case, is_busy, num_sequences, seconds)
             times = (m.step_p50_ms, m.step_p99_ms, m.lag_p50_ms, m.lag_p99_ms)
-            cells = [f"{t:.2f}" for t in times]
-            table.add_row(m.runner, m.loop, f"{m.num_steps:,}", *cells, f"{m.frames_per_s:,.0f}")
-    console.print(table)
+            p50, p99, lag_p50, lag_p99 = (f"{t:.2f}" for t in times)
+            speed = f"{m.frames_per_s:,.0f}"
+            rows.append((m.runner, m.loop, f"{m.num_steps:,}", p50, p99, lag_p50, lag_p99, speed))
+    title = f"{num_sequences} sequences, {seconds:g} s a case, times in ms"
+    console.print(terminal(rows, title, words=(0, 1)))
 
 
 async def measure(case: Case, is_busy: bool, num_sequences: int, seconds: float) -> Measured:

@@ -25,6 +25,7 @@ from streamer.errors import StreamerError
 from streamer.loadtest.paper.chunks import share
 from streamer.loadtest.paper.report import Comparison, Plot, Series
 from streamer.loadtest.paper.steps import LAST_ID, checkpoint, prompt
+from streamer.loadtest.sse import DONE, Lines
 
 PUBLISHED = (
     "None: neither paper has it; this is our own design. Closest: a reader's lag reaches no other "
@@ -35,7 +36,6 @@ READ_BYTES = 1 << 16
 STUCK_BYTES = 4096  # else the kernel takes in megabytes for a client that does not read
 NONE = "no token came"
 EVENT = b'"text":'
-END = b"data: [DONE]"
 START_S = 120.0
 WINDOW = 64  # tokens a reader may lag, where there is flow control
 Body = dict[str, Any]
@@ -224,7 +224,7 @@ class Reader:
         self._work = work
         self._seed = seed
         self._number = 0
-        self._tail = b""
+        self._lines = Lines()
         self._ask()
 
     def _ask(self) -> None:
@@ -236,12 +236,10 @@ class Reader:
 
     def take(self, data: bytes, now: float) -> None:
         """What a read has brought."""
-        text = self._tail + data
-        self._tail = text[1 - len(END) :]
-        if EVENT in data:
+        events = self._lines.feed(data)
+        if any(EVENT in event for event in events):
             self._note(now)
-        if END in text:
-            self._tail = b""
+        if DONE in events:
             self._ask()
 
     def _note(self, now: float) -> None:

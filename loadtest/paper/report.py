@@ -140,15 +140,9 @@ def _section(name: str, made: Measured) -> list[str]:
 
 def print_comparison(console: Console, made: Measured) -> None:
     """The table, what was published and what was seen."""
-    from rich.table import Table
-
     it = made.comparison
-    shown = Table(title=it.title)
-    for i, column in enumerate(it.columns):
-        shown.add_column(column, justify="right" if i else "left")
-    for row in it.rows:
-        shown.add_row(*map(table.number, row))
-    console.print(shown)
+    rows = [it.columns, *(tuple(map(table.number, row)) for row in it.rows)]
+    console.print(table.terminal(rows, it.title))
     console.print(f"Published: {it.published}\nHere: {it.finding}", markup=False, highlight=False)
     if made.is_tiny:
         console.print(TINY, style="dim")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from streamer.errors import StreamerError
+from streamer.loadtest.table import terminal
 
 if TYPE_CHECKING:
     import torch
@@ -197,22 +198,18 @@ def results(
 
 def print_table(console: Console, found: Results) -> None:
     """All figures; where a target is set, whether it was met."""
-    from rich.table import Table
-
     title = f"{found.device}, {found.date[:10]}" + (f" ({found.note})" if found.note else "")
-    table = Table(title=title)
-    for name in ("section", "what", "measure", "value", "target", "met", "beside"):
-        table.add_column(name, justify="right" if name in ("value", "target") else "left")
+    rows = [("section", "what", "measure", "value", "target", "met", "beside")]
     for f in found.figures:
         target, met = "", ""
         if f.target is not None:
             target = f"{'<=' if f.is_ceiling else '>='} {number(f.target)}"
             met = "yes" if f.is_met else "no"
         value = f"{number(f.value)} {f.unit}"
-        table.add_row(f.section, f.what, f.measure, value, target, met, f.note)
+        rows.append((f.section, f.what, f.measure, value, target, met, f.note))
     for section, why in found.failures.items():
-        table.add_row(section, "", "failed", "", "", "", why)
-    console.print(table)
+        rows.append((section, "", "failed", "", "", "", why))
+    console.print(terminal(rows, title, words=(0, 1, 2, 5, 6)))
 
 
 def write(found: Results, out: Path) -> None:

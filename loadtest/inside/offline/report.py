@@ -12,6 +12,8 @@ import statistics
 
 import msgspec
 
+from streamer.loadtest.table import markdown, number
+
 PERCENTAGES = (10, 25, 50, 75, 90, 99)
 SHOWN = (50, 90, 99)
 GB = 1e9
@@ -116,8 +118,6 @@ def report(results: Results) -> str:
 
 
 def _throughput(found: Throughput) -> str:
-    from streamer.loadtest.table import markdown, number
-
     heading = ["throughput", "seconds", "requests/s", "tokens/s in", "out", "total"]
     values = (
         found.elapsed_time,
@@ -130,8 +130,6 @@ def _throughput(found: Throughput) -> str:
 
 
 def _latency(found: Latency) -> str:
-    from streamer.loadtest.table import markdown, number
-
     heading = ["latency, ms", "mean", *(f"p{percent}" for percent in SHOWN)]
     values = (found.avg_latency, *(found.percentiles[percent] for percent in SHOWN))
     title = f"batch of {found.batch_size}, {len(found.latencies)} iterations"
@@ -139,8 +137,6 @@ def _latency(found: Latency) -> str:
 
 
 def _swap(found: Swap, results: Results) -> str:
-    from streamer.loadtest.table import markdown, number
-
     heading = ["swap", "tokens/s out", "of the large", "swaps", "recomputes", "GB moved", "GB/s"]
     rows = [heading]
     for name, pool in (("large", found.large), ("small", found.small)):

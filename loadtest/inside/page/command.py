@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from streamer.errors import ConfigError, StreamerError
+from streamer.loadtest.table import terminal
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, CDPSession, Page, Request, ViewportSize
@@ -297,55 +298,58 @@ def _page(browser: Browser, url: str, settings: dict[str, Any] | None = None) ->
 # ---------------------------------------------------------------- the table
 
 
-def _table(report: Report, num_tokens: int) -> Table:
-    from rich.table import Table
+Row = tuple[str, str, str, str]
 
-    table = Table(box=None, header_style="dim", pad_edge=False)
-    table.add_column("", no_wrap=True)
-    table.add_column("budget", justify="right", no_wrap=True)
-    table.add_column("measured", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+
+def _table(report: Report, num_tokens: int) -> Table:
     num_bytes = max(load.num_bytes for load in report.loads)
     waits = sorted(load.interactive_s for load in report.loads)
-    painted = median(load.painted_s for load in report.loads)
-    table.add_row(
-        "first load, compressed",
-        f"{FIRST_LOAD_BYTES / 1000:.0f} kB",
-        f"{num_bytes / 1000:.1f} kB",
-        _verdict(num_bytes <= FIRST_LOAD_BYTES),
-    )
-    table.add_row(
-        "until one can type",
-        f"{INTERACTIVE_S:.0f} s",
-        f"{median(waits):.2f} s",
-        _verdict(median(waits) <= INTERACTIVE_S),
-    )
-    table.add_row(f"  shortest, longest of {len(waits)}", "", _list("s", 2, waits[0], waits[-1]))
-    table.add_row("  first content", "", f"{painted:.2f} s")
-    at_once = f"{report.four.num_answers} at once, {RATE} tokens/s each"
-    _add_frames(table, at_once, report.four)
-    _add_frames(table, f"one answer of {num_tokens:,} tokens", report.long)
-    table.caption = f"Chromium {report.browser}, headless: drawn in software"
-    return table
+    typing, painted = median(waits), median(load.painted_s for load in report.loads)
+    rows: list[Row] = [
+        ("", "budget", "measured", ""),
+        (
+            "first load, compressed",
+            f"{FIRST_LOAD_BYTES / 1000:.0f} kB",
+            f"{num_bytes / 1000:.1f} kB",
+            _verdict(num_bytes <= FIRST_LOAD_BYTES),
+        ),
+        (
+            "until one can type",
+            f"{INTERACTIVE_S:.0f} s",
+            f"{typing:.2f} s",
+            _verdict(typing <= INTERACTIVE_S),
+        ),
+        (f"  shortest, longest of {len(waits)}", "", _list("s", 2, waits[0], waits[-1]), ""),
+        ("  first content", "", f"{painted:.2f} s", ""),
+        *_frame_rows(f"{report.four.num_answers} at once, {RATE} tokens/s each", report.four),
+        *_frame_rows(f"one answer of {num_tokens:,} tokens", report.long),
+    ]
+    note = f"Chromium {report.browser}, headless: drawn in software"
+    return terminal(rows, note=note, words=(0, 3))
 
 
-def _add_frames(table: Table, what: str, frames: Frames) -> None:
-    table.add_section()
-    table.add_row(
-        what,
-        f"{FRAMES_PER_S} frames/s",
-        f"{frames.frames_per_s:.1f} frames/s",
-        _verdict(frames.frames_per_s >= FRAMES_PER_S - 1),
-    )
+def _frame_rows(what: str, frames: Frames) -> list[Row]:
     times = (frames.p50_ms, frames.p95_ms, frames.p99_ms, frames.worst_ms)
-    table.add_row("  p50, p95, p99, worst frame", "", _list("ms", 1, *times))
-    longer = _list("%", 2, 100 * frames.late, 100 * frames.missed)
-    table.add_row("  over 16.7 ms, over 33 ms", "", longer)
-    table.add_row("  main thread at work", "", f"{100 * frames.busy:.0f} %")
-    table.add_row(
-        "  tokens that arrived", "", f"{frames.num_tokens / frames.seconds:,.0f} a second"
-    )
-    table.add_row("  JavaScript's memory after", "", f"{frames.heap_mib:.1f} MiB")
+    arrived = f"{frames.num_tokens / frames.seconds:,.0f} a second"
+    return [
+        ("", "", "", ""),
+        (
+            what,
+            f"{FRAMES_PER_S} frames/s",
+            f"{frames.frames_per_s:.1f} frames/s",
+            _verdict(frames.frames_per_s >= FRAMES_PER_S - 1),
+        ),
+        ("  p50, p95, p99, worst frame", "", _list("ms", 1, *times), ""),
+        (
+            "  over 16.7 ms, over 33 ms",
+            "",
+            _list("%", 2, 100 * frames.late, 100 * frames.missed),
+            "",
+        ),
+        ("  main thread at work", "", f"{100 * frames.busy:.0f} %", ""),
+        ("  tokens that arrived", "", arrived, ""),
+        ("  JavaScript's memory after", "", f"{frames.heap_mib:.1f} MiB", ""),
+    ]
 
 
 def _verdict(is_met: bool) -> str:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -25,6 +25,7 @@ from streamer.loadtest.inside.stream import client as stream_client
 from streamer.loadtest.inside.stream import server as stream_server
 from streamer.loadtest.inside.stream.client import TRANSPORTS, Counted, Opened
 from streamer.loadtest.inside.stream.server import Mark, Ready, Steps
+from streamer.loadtest.table import terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -119,10 +120,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
     """Measure every case, a row as soon as it is there."""
     from rich.live import Live
 
-    table = _new_table(args.seconds)
     cases: list[Measured] = []
     memory: list[Memory] = []
-    with Live(table, console=console, auto_refresh=False) as live:
+    with Live(_table(args.seconds, cases), console=console, auto_refresh=False) as live:
         for transport in args.transports:
             for num_streams in args.streams:
                 if num_streams % TRANSPORTS[transport]:
@@ -133,8 +133,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
                         rate = (below if args.rate is None else args.rate) / num_streams
                     stuck = args.slow_readers
                     cases.append(measure(transport, num_streams, rate, args.seconds, stuck))
-                    table.add_row(*_cells(cases[-1]))
-                    live.refresh()
+                    live.update(_table(args.seconds, cases), refresh=True)
     if not args.no_memory:
         most = max(args.streams)
         memory = [measure_memory(t, most) for t in args.transports if not most % TRANSPORTS[t]]
@@ -301,16 +300,15 @@ def _client(port: int, transport: str, num_streams: int, num_stuck: int = 0) -> 
 # ---------------------------------------------------------------- what is shown
 
 
-def _new_table(seconds: float) -> Table:
-    from rich.table import Table
+HEADING = (
+    *("over", "streams", "asked", "tokens/s", "events/s", "loop", "all"),
+    *("deliver", "", "lag", "", "client"),
+)
 
+
+def _table(seconds: float, cases: Sequence[Measured]) -> Table:
     title = f"{seconds:g} s a run; CPU in us an event; delivery and lag in ms, p50 and p99"
-    table = Table(title=title, box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("over")
-    names = ("streams", "asked", "tokens/s", "events/s", "loop", "all")
-    for name in (*names, "deliver", "", "lag", "", "client"):
-        table.add_column(name, justify="right")
-    return table
+    return terminal([HEADING, *map(_cells, cases)], title)
 
 
 def _cells(m: Measured) -> tuple[str, ...]:
@@ -328,17 +326,12 @@ def _cells(m: Measured) -> tuple[str, ...]:
     )
 
 
-def _memory_table(memory: list[Memory]) -> Table:
-    from rich.table import Table
-
-    table = Table(title="resident KiB a stream")
-    table.add_column("transport")
-    for name in ("streams", "idle", "active", "after tokens"):
-        table.add_column(name, justify="right")
+def _memory_table(memory: Sequence[Memory]) -> Table:
+    rows = [("transport", "streams", "idle", "active", "after tokens")]
     for m in memory:
         idle, active = f"{m.idle_kib:.1f}", f"{m.active_kib:.1f}"
-        table.add_row(m.transport, f"{m.num_streams:,}", idle, active, f"{m.num_tokens:,}")
-    return table
+        rows.append((m.transport, f"{m.num_streams:,}", idle, active, f"{m.num_tokens:,}"))
+    return terminal(rows, "resident KiB a stream")
 
 
 # ---------------------------------------------------------------- flags

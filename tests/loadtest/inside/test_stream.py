@@ -91,9 +91,7 @@ def test_a_process_that_ends_is_told() -> None:
 def test_the_table_has_a_row_a_case() -> None:
     text = io.StringIO()
     m = Measured("ws16", 1024, 90.0, 1e5, 1e5, 9.5, 12.0, 10.1, 120.5, 0.01, 0.1, 0.2, 100)
-    table = stream._new_table(1.0)
-    table.add_row(*stream._cells(m))
-    Console(file=text, width=80).print(table)
+    Console(file=text, width=80).print(stream._table(1.0, [m]))
     assert "…" not in text.getvalue()
     assert "92,160" in text.getvalue()
 
