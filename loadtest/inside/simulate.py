@@ -257,7 +257,7 @@ def _look(scheduler: Scheduler, plan: Plan) -> Step:
     states: dict[int, str] = {}
     fill: dict[int, int] = {}
     listed = 0
-    for request in scheduler.state.requests.values():
+    for request in scheduler.state.requests.by_id.values():
         is_drawing = any(s.num_pending for s in request.sequences)
         running = "decode" if is_drawing else "prefill"
         states[int(request.request_id)] = names.get(request.status, running)

@@ -1,79 +1,40 @@
-"""Admission: who enters the running set, and what must be moved or given up for it.
+"""Admission: which request enters the running set, and what it needs to.
 
 Functions over State and the plan being built, called by Scheduler.schedule. The queue is served
-from its head, in the order of fairness.py: a head that does not fit yet is waited for, and whoever
-is put before it is charged for that, so nobody starves.
+from its head, in the order of fairness.py: a head that does not fit yet is waited for, and what is
+put before it is charged for that, so none starves. What gives way for it is preemption.py's choice.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-
-from streamer.core.plan import Notice, NoticeKind
-from streamer.core.preemption import MAX_PREEMPTIONS, choose_victim
+from streamer.core.preemption import choose_victim, outranked_by, paused_for, preempt, would_free
 from streamer.core.request import Event, Request, Sequence, Status
 from streamer.core.state import Draft, State
 from streamer.core.tokens import advance
 from streamer.errors import InvariantViolated
 
 
-def make_way(state: State, draft: Draft) -> None:
+def preempt_for_head(state: State, draft: Draft) -> None:
     """Preempt running requests of lower priority for the head of the queue, if that is enough.
 
-    Readers that are paused give way before anybody who runs.
+    Readers that are paused give way before any that run.
     """
-    head = state.queue.head()
-    if head is None or not state.running_by_priority:
+    head, lowest = state.queue.head(), state.requests.lowest_running
+    if head is None or lowest is None or lowest <= head.add.priority:
         return
-    priority = head.add.priority
-    if max(state.running_by_priority) <= priority:
-        return
-    victims = [
-        r for r in state.running if r.add.priority > priority and r.evictions < MAX_PREEMPTIONS
-    ]
-    paused = paused_for(state, head)
-    rows = sum(len(r.live()) + len(r.spare_rows) for r in victims)
+    running, paused = outranked_by(state, head), paused_for(state, head)
+    rows = sum(len(r.live()) + len(r.spare_rows) for r in running)
     blocks_short, rows_short = shortage(state, head)
-    if rows_short > rows or not would_free(state, [*victims, *paused], head, blocks_short):
+    if rows_short > rows or not would_free(state, [*running, *paused], head, blocks_short):
         return
-    while victims and (blocks_short > 0 or rows_short > 0):
-        victim = choose_victim(paused) if blocks_short > 0 else None
-        if victim is not None:
-            paused.remove(victim)
-        else:
-            victim = max(victims, key=lambda r: (r.add.priority, r.arrival))
-            victims.remove(victim)
-        state.preempt(victim, draft)
+    while running and (blocks_short > 0 or rows_short > 0):
+        candidates = paused if paused and blocks_short > 0 else running
+        victim = choose_victim(candidates, is_outranked=True)
+        if victim is None:
+            return
+        candidates.remove(victim)
+        preempt(state, victim, draft)
         blocks_short, rows_short = shortage(state, head)
-
-
-def would_free(state: State, victims: list[Request], head: Request, num_blocks: int) -> bool:
-    """Whether the head would find so many more blocks if all these gave way.
-
-    A block is free when all who share it are gone; what the head itself shares it then has to take.
-    """
-    tables = [s.blocks for r in victims for s in r.sequences]
-    if sum(map(len, tables)) < num_blocks:
-        return False
-    device, found = state.kv.device, {b for s in head.live() for b in s.found}
-    holders = Counter(block for table in tables for block in table)
-    freed = sum(1 for b, n in holders.items() if n == device.ref_count(b) and b not in found)
-    return freed >= num_blocks
-
-
-def paused_for(state: State, request: Request) -> list[Request]:
-    """The paused requests that give way to this one.
-
-    Who only waits for its rows keeps its blocks, unless its priority is lower, or nobody else could
-    ever go on.
-    """
-    must = not state.running and not is_anyone_returning(state)
-    priority = request.add.priority
-    return [
-        r
-        for r in state.paused
-        if r is not request and (r.is_held or must or r.add.priority > priority)
-    ]
 
 
 def shortage(state: State, request: Request) -> tuple[int, int]:
@@ -97,15 +58,10 @@ def blocks_needed(state: State, request: Request) -> int:
         need = kv.swap_in_need(live)
     else:
         need = sum(kv.need(seq) for seq in live)
-    if not state.running and not is_anyone_returning(state):
+    if not state.requests.is_progressing:
         return need  # progress comes first
     headroom = 0 if request.status is Status.WAITING else len(live)
     return need + state.watermark + headroom
-
-
-def is_anyone_returning(state: State) -> bool:
-    """Whether somebody's blocks are being copied back, who will run next."""
-    return any(r.status is Status.SWAPPING_IN for r in state.swapping)
 
 
 def admit(state: State, request: Request, draft: Draft) -> bool:
@@ -117,16 +73,14 @@ def admit(state: State, request: Request, draft: Draft) -> bool:
         return False
     if not evict_paused_for(state, request, draft):
         return False
-    rows = state.rows.take(num_rows)
-    if rows is None:
+    if not state.rows.reserve(request, num_rows):
         raise InvariantViolated(f"{state.rows.num_free} rows free, but not {num_rows}")
     state.queue.remove(request)
-    state.reserve_rows(request, rows)
     if request.status is Status.SWAPPED:
         swap_in(state, request, draft)
     elif request.status is Status.PAUSED:
-        state.move(request, Event.ADMIT)
-        state.notices.append(Notice(request.request_id, NoticeKind.RUNNING))
+        state.requests.move(request, Event.ADMIT)
+        state.news.running(request)
         for seq in request.live():
             if state.kv.allocate(seq, seq.num_tokens):
                 advance(state, seq, draft)
@@ -146,7 +100,7 @@ def evict_paused_for(state: State, request: Request, draft: Draft) -> bool:
         victim = choose_victim(paused)
         if victim is None:
             return False
-        state.preempt(victim, draft)
+        preempt(state, victim, draft)
     return True
 
 
@@ -158,8 +112,8 @@ def swap_in(state: State, request: Request, draft: Draft) -> None:
     draft.swap_in += moves
     request.last_swap = draft.number
     draft.has_swap = True
-    state.counters.swapped_in_blocks += len(moves)
-    state.move(request, Event.SWAP_IN)
+    state.requests.move(request, Event.SWAP_IN)
+    state.news.swapping_in(len(moves))
 
 
 def begin(state: State, request: Request, draft: Draft) -> None:
@@ -169,8 +123,8 @@ def begin(state: State, request: Request, draft: Draft) -> None:
     """
     kv = state.kv
     cached = shared = 0
-    place = len(state.notices)
-    state.move(request, Event.ADMIT)
+    before_prefill = state.news.num_notices
+    state.requests.move(request, Event.ADMIT)
     draft.begun.add(request)
     for seq in request.live():
         cached_here, shared_here = inherit(state, seq, draft)
@@ -181,11 +135,7 @@ def begin(state: State, request: Request, draft: Draft) -> None:
                 f"{kv.device.num_free} free blocks"
             )
         advance(state, seq, draft)
-    state.counters.prefix_hit_tokens += cached + shared
-    news = Notice(
-        request.request_id, NoticeKind.RUNNING, cached_tokens=cached, shared_tokens=shared
-    )
-    state.notices.insert(place, news)  # before the prefill's
+    state.news.begun(request, cached, shared, at=before_prefill)
 
 
 def inherit(state: State, seq: Sequence, draft: Draft) -> tuple[int, int]:
@@ -202,7 +152,7 @@ def inherit(state: State, seq: Sequence, draft: Draft) -> tuple[int, int]:
 def parent_of(state: State, seq: Sequence, draft: Draft) -> Sequence | None:
     """The sequence it was forked from, if that is its tenant's and still holds device blocks."""
     add = seq.request.add
-    request = state.requests.get(add.share_with) if add.share_with is not None else None
+    request = state.requests.by_id.get(add.share_with) if add.share_with is not None else None
     if request is None or request.status not in (Status.RUNNING, Status.PAUSED):
         return None
     if request.add.salt != add.salt:

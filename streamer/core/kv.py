@@ -1,7 +1,7 @@
 """KVManager: page tables over a device pool and a host pool.
 
 Owns both BlockPools and every change of a sequence's block table: match, allocate (with
-copy-on-write), fork, swap, publish, release. It never decides who gives way; the scheduler does.
+copy-on-write), fork, swap, publish, release. It never decides who gives way; preemption.py does.
 Moves and copies are returned or collected as block ids for the plan being built.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from streamer.core.blocks import BlockHasher, BlockPool
+from streamer.core.plan import TableUpdate
 from streamer.core.request import Request, Sequence
 from streamer.errors import InvariantViolated
 
@@ -34,8 +35,8 @@ def num_blocks_for(num_tokens: int, block_size: int) -> int:
 class KVManager:
     """Block tables of all sequences.
 
-    plan     the number of the plan being built (set by the scheduler): what is given back while
-             building it cools until it or its predecessor is retired
+    plan     the number of the plan being built: what is given back while building it cools until
+             it or its predecessor is retired
     copies   destination -> what is copied there, on first write, by the plan being built
     touched  sequence -> first logical block changed since the runner was told
     """
@@ -53,6 +54,37 @@ class KVManager:
         self.touched: dict[Sequence, int] = {}
         # Blocks a swap-out still reads although another sequence holds them: not writable yet.
         self._leaving: dict[int, int] = {}
+
+    # ------------------------------------------------------------ the plan
+
+    def retire(self, plan: int) -> None:
+        """Every plan up to `plan` is collected and its copies are done."""
+        self.device.retire(plan)
+        self.host.retire(plan)
+
+    def begin(self, plan: int) -> None:
+        """This plan is built from here on."""
+        self.plan = plan
+
+    def take_copies(self) -> Moves:
+        """(source, destination) of the plan's copies on write, which are its now."""
+        copies, self.copies = self.copies, {}
+        for copy in copies.values():
+            copy.request.copied_tokens += copy.num_tokens
+        return [(copy.source, destination) for destination, copy in copies.items()]
+
+    def take_updates(self) -> tuple[TableUpdate, ...]:
+        """What changed in the tables of joined rows since the runner saw them."""
+        touched, self.touched = self.touched, {}
+        return tuple(
+            TableUpdate(seq.row, start, tuple(seq.blocks[start:]))
+            for seq, start in touched.items()
+            if seq.joined
+        )
+
+    def forget_updates(self, seq: Sequence) -> None:
+        """The runner gets the whole table, with the sequence's join."""
+        self.touched.pop(seq, None)
 
     # ------------------------------------------------------------ prefix cache
 

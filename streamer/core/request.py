@@ -1,7 +1,8 @@
-"""A request's life: Status, the one transition table, and the records the scheduler owns.
+"""A request's life: Status, the one transition table, its records, and Requests: all that live.
 
-Requests move as a whole (their n sequences wait, run, swap and return together); `move` is the only
-author of `status`. Owned by the scheduler on the GPU thread; nobody else sees these objects.
+Requests move as a whole (their n sequences wait, run, swap and return together). `Requests.move` is
+the only author of a status and of the sets and counts by status. Owned by State on the GPU thread;
+no other room sees these objects.
 """
 
 from __future__ import annotations
@@ -213,3 +214,106 @@ class Request:
                 f"request {self.request_id}: {event.value} is illegal in {self.status.value}"
             )
         self.status = to
+
+
+class Requests:
+    """Every live request, by id and by status, and the lineup of sequences that run.
+
+    by_id             all of them
+    running, paused   those with that status, in order of admission
+    swapping          those whose copies are not done
+    counts            by status; of FINISHED ones all there ever were
+    """
+
+    def __init__(self) -> None:
+        self.by_id: dict[str, Request] = {}
+        self.running: dict[Request, None] = {}
+        self.paused: dict[Request, None] = {}
+        self.swapping: list[Request] = []
+        self.counts = dict.fromkeys(Status, 0)
+        self._num_arrived = 0
+        self._num_running: dict[int, int] = {}  # by priority
+        self._lineup: list[Sequence] | None = None
+
+    @property
+    def lowest_running(self) -> int | None:
+        """The priority that gives way first among those that run."""
+        return max(self._num_running, default=None)
+
+    @property
+    def is_progressing(self) -> bool:
+        """Whether one runs, or will when its copies are done."""
+        return bool(self.running) or any(r.status is Status.SWAPPING_IN for r in self.swapping)
+
+    def add(self, add: Add, max_tokens: int) -> Request:
+        """A new request, WAITING."""
+        self._num_arrived += 1
+        request = Request(add, self._num_arrived, max_tokens)
+        self.by_id[add.request_id] = request
+        self.counts[Status.WAITING] += 1
+        return request
+
+    def move(self, request: Request, event: Event) -> None:
+        """Move a request, keeping the sets by status; one that finishes is live no more."""
+        before = request.status
+        request.move(event)
+        after = request.status
+        self.counts[before] -= 1
+        self.counts[after] += 1
+        if before is Status.RUNNING:
+            self._count_running(request, -1)
+            del self.running[request]
+        elif before is Status.PAUSED:
+            del self.paused[request]
+        elif before in (Status.SWAPPING_OUT, Status.SWAPPING_IN):
+            self.swapping.remove(request)
+        if after is Status.RUNNING:
+            self._count_running(request, 1)
+            self.running[request] = None
+        elif after is Status.PAUSED:
+            self.paused[request] = None
+        elif after in (Status.SWAPPING_OUT, Status.SWAPPING_IN):
+            self.swapping.append(request)
+        elif after is Status.FINISHED:
+            del self.by_id[request.request_id]
+
+    def _count_running(self, request: Request, change: int) -> None:
+        self._lineup = None
+        priority = request.add.priority
+        count = self._num_running.pop(priority, 0) + change
+        if count:
+            self._num_running[priority] = count
+
+    def lineup(self) -> list[Sequence]:
+        """The open sequences of running requests, in order of admission; not to be changed."""
+        if self._lineup is None:
+            self._lineup = self._open_running()
+        return self._lineup
+
+    def _open_running(self) -> list[Sequence]:
+        return [s for r in self.running for s in r.sequences if s.finish_reason is None]
+
+    def open_choice(self, request: Request, choice: int) -> Sequence:
+        """One more sequence of a request, with its prompt."""
+        seq = Sequence(request, choice, list(request.add.prompt))
+        request.sequences.append(seq)
+        self._lineup = None
+        return seq
+
+    def close_choice(self, seq: Sequence, reason: FinishReason) -> None:
+        """The sequence ends; its request when `move` says so."""
+        seq.finish_reason = reason
+        self._lineup = None
+
+    def check(self) -> None:
+        """Prove that sets, counts and lineup agree with the statuses, or raise."""
+        for status, members in ((Status.RUNNING, self.running), (Status.PAUSED, self.paused)):
+            actual = [r for r in self.by_id.values() if r.status is status]
+            if set(actual) != set(members) or self.counts[status] != len(actual):
+                raise InvariantViolated(
+                    f"{len(actual)} requests are {status.value}, {len(members)} in its set, "
+                    f"{self.counts[status]} counted"
+                )
+        lineup = self._open_running()
+        if self._lineup is not None and self._lineup != lineup:
+            raise InvariantViolated(f"{len(lineup)} sequences run, {len(self._lineup)} lined up")

@@ -43,9 +43,8 @@ def apply_result(state: State, result: StepResult) -> StepOutput:
         tokens.append(token)
         if len(known) >= seq.look_at or token in request.add.stop_ids:
             look(state, seq, token)
-    state.counters.generated_tokens += len(tokens)
-    finishes, state.finishes = tuple(state.finishes), []
-    notices, state.notices = tuple(state.notices), []
+    state.news.drawn(len(tokens))
+    finishes, notices = state.news.take()
     return StepOutput(
         number=result.number,
         request_ids=tuple(request_ids),

@@ -1,17 +1,22 @@
-"""State: what the scheduler owns, and the moves that schedule, command and apply share.
+"""State: what the scheduler owns, by owner, and what changes several owners at once.
 
-Requests by status, the queue, the rows and both pools change only through these methods, so that
-the counts and the block tables can't drift apart. Called by scheduler.py and results.py alone.
+The owners are Requests (statuses), FairQueue (the order of admission and the tenants' accounts),
+KVManager (blocks and tables), Rows (the runner's rows) and News (counts and notices); each changes
+through its own methods alone. A method here is a change of more than one of them, so that they
+can't drift apart; preemption is one more, in preemption.py.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
+from collections.abc import Iterable
 
 from streamer.core.blocks import BlockHasher, BlockPool
 from streamer.core.fairness import FairQueue
 from streamer.core.kv import KVManager
 from streamer.core.plan import (
+    Add,
     Chunk,
     Facts,
     Finish,
@@ -21,9 +26,7 @@ from streamer.core.plan import (
     RowJoin,
     StepStats,
 )
-from streamer.core.preemption import is_swap_cheaper
-from streamer.core.request import MAY_BE_ADMITTED, Event, Request, Sequence, Status
-from streamer.core.rows import RowSlots
+from streamer.core.request import MAY_BE_ADMITTED, Event, Request, Requests, Sequence, Status
 from streamer.core.sizes import SchedulerConfig
 from streamer.errors import InvariantViolated
 
@@ -33,10 +36,11 @@ WATERMARK = 0.01  # of the pool stays free when a request is admitted beside oth
 class Draft:
     """The plan being built.
 
-    budget   what is left of the step's tokens;  to_score: of those it scores
-    sitting  running sequences that got no block in this plan
-    begun    requests admitted without blocks in this plan
-    starts   where each chunk of this plan began, to know what was computed before it
+    budget    what is left of the step's tokens;  to_score: of those it scores
+    sitting   running sequences that got no block in this plan
+    begun     requests admitted without blocks in this plan
+    starts    where each chunk of this plan began, to know what was computed before it
+    has_swap  a swap begins, even if every block is there already
     """
 
     def __init__(self, number: int, config: SchedulerConfig) -> None:
@@ -52,108 +56,227 @@ class Draft:
         self.starts: dict[Sequence, int] = {}
         self.num_tokens = 0
         self.num_samples = 0
-        self.has_swap = False  # somebody's swap begins, even if every block is there already
+        self.has_swap = False
 
 
-class Counters:
-    """Running totals for StepStats."""
+class Rows:
+    """The runner's persistent rows: free, reserved by a request, or joined by a sequence.
 
-    computed_tokens = 0
-    generated_tokens = 0
-    prefix_hit_tokens = 0
-    preemptions_swap = 0
-    preemptions_recompute = 0
-    swapped_out_blocks = 0
-    swapped_in_blocks = 0
-    copied_blocks = 0
+    A row that a launched plan still computes keeps its owner until that plan is collected, so that
+    its result finds the right sequence. Lowest rows go out first.
+
+    owners      row -> the sequence whose results it brings
+    num_joined  rows the runner knows
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.owners: list[Sequence | None] = [None] * num_rows
+        self.num_joined = 0
+        self._leaves: list[int] = []  # that the runner does not know of yet
+        self._free = list(range(num_rows))
+        self._cooling: deque[tuple[int, int]] = deque()
+
+    @property
+    def num_free(self) -> int:
+        """Rows that can be reserved now."""
+        return len(self._free)
+
+    @property
+    def num_cooling(self) -> int:
+        """Rows that become free when launched plans are collected."""
+        return len(self._cooling)
+
+    def reserve(self, request: Request, n: int) -> bool:
+        """A row for each live sequence, the rest for choices that fork later; False: no room."""
+        if n > len(self._free):
+            return False
+        rows = [heapq.heappop(self._free) for _ in range(n)]
+        for seq in request.live():
+            seq.row = rows.pop(0)
+        request.spare_rows = rows
+        return True
+
+    def join(self, seq: Sequence) -> None:
+        """The runner gets to know the sequence in its row."""
+        self.owners[seq.row] = seq
+        seq.joined = True
+        self.num_joined += 1
+
+    def leave(self, seq: Sequence, launched: int, collected: int) -> None:
+        """Take the sequence out of its row, which is free when what is launched is collected."""
+        if seq.row < 0:
+            return
+        if seq.joined:
+            self._leaves.append(seq.row)
+            self.num_joined -= 1
+        self._give_back(seq.row, launched if seq.joined else 0, collected)
+        seq.row, seq.joined, seq.plain_until = -1, False, 0
+
+    def leave_all(self, request: Request, launched: int, collected: int) -> None:
+        """Take the request out of all its rows, reserved ones too."""
+        for seq in request.sequences:
+            self.leave(seq, launched, collected)
+        for row in request.spare_rows:
+            self._give_back(row, 0, collected)
+        request.spare_rows = []
+
+    def _give_back(self, row: int, after_plan: int, collected: int) -> None:
+        if after_plan <= collected:
+            heapq.heappush(self._free, row)
+        else:
+            self._cooling.append((after_plan, row))
+
+    def take_leaves(self) -> tuple[int, ...]:
+        """Rows that were left since the last plan."""
+        leaves, self._leaves = tuple(self._leaves), []
+        return leaves
+
+    def retire(self, collected: int) -> None:
+        """Every plan up to `collected` is collected."""
+        while self._cooling and self._cooling[0][0] <= collected:
+            heapq.heappush(self._free, self._cooling.popleft()[1])
+
+    def check(self, requests: Iterable[Request]) -> None:
+        """Prove that each row is free, cooling or held, exactly once, or raise."""
+        held, joined = [], []
+        for request in requests:
+            held += [s.row for s in request.sequences if s.row >= 0] + request.spare_rows
+            joined += [s for s in request.sequences if s.joined]
+        if len(joined) != self.num_joined or len({s.row for s in joined}) != len(joined):
+            raise InvariantViolated(f"{len(joined)} rows joined, {self.num_joined} counted")
+        if any(self.owners[s.row] is not s for s in joined):
+            raise InvariantViolated("a joined row's results would go to another sequence")
+        cooling = [row for _, row in self._cooling]
+        if sorted([*self._free, *cooling, *held]) != list(range(len(self.owners))):
+            raise InvariantViolated(
+                f"{len(self.owners)} rows: {len(self._free)} free + {len(cooling)} cooling + "
+                f"{len(held)} held; each must be one of these, once"
+            )
+
+
+class News:
+    """Counts and notices: running totals, and what the next StepOutput tells the loop."""
+
+    def __init__(self) -> None:
+        self.computed_tokens = 0
+        self.generated_tokens = 0
+        self.prefix_hit_tokens = 0
+        self.preemptions_swap = 0
+        self.preemptions_recompute = 0
+        self.swapped_out_blocks = 0
+        self.swapped_in_blocks = 0
+        self.copied_blocks = 0
+        self._finishes: list[Finish] = []
+        self._notices: list[Notice] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._finishes or self._notices)
+
+    @property
+    def num_notices(self) -> int:
+        """Notices so far, a place for one that is to come before later ones."""
+        return len(self._notices)
+
+    def take(self) -> tuple[tuple[Finish, ...], tuple[Notice, ...]]:
+        """What was noted since the last call."""
+        finishes, self._finishes = tuple(self._finishes), []
+        notices, self._notices = tuple(self._notices), []
+        return finishes, notices
+
+    # ------------------------------------------------------------ requests
+
+    def running(self, request: Request) -> None:
+        """It has rows again, and all its blocks."""
+        self._notices.append(Notice(request.request_id, NoticeKind.RUNNING))
+
+    def begun(self, request: Request, cached: int, shared: int, at: int) -> None:
+        """It runs, these tokens found computed; the notice goes to place `at`."""
+        self.prefix_hit_tokens += cached + shared
+        notice = Notice(
+            request.request_id, NoticeKind.RUNNING, cached_tokens=cached, shared_tokens=shared
+        )
+        self._notices.insert(at, notice)
+
+    def prefilled(self, request: Request, done: int, total: int) -> None:
+        """So much of what it knows is computed."""
+        self._notices.append(Notice(request.request_id, NoticeKind.PREFILL, done, total))
+
+    def paused(self, request: Request) -> None:
+        """It gave up its rows."""
+        self._notices.append(Notice(request.request_id, NoticeKind.PAUSED))
+
+    def preempted(self, request: Request, num_swapped: int | None) -> None:
+        """It gave up its blocks, of which so many are copied out; None: to be computed again."""
+        if num_swapped is None:
+            how = "recompute"
+            self.preemptions_recompute += 1
+        else:
+            how = "swap"
+            self.preemptions_swap += 1
+            self.swapped_out_blocks += num_swapped
+        self._notices.append(Notice(request.request_id, NoticeKind.PREEMPTED, how=how))
+
+    def swapping_in(self, num_blocks: int) -> None:
+        """So many blocks are copied back."""
+        self.swapped_in_blocks += num_blocks
+
+    def finished(self, finish: Finish) -> None:
+        """A choice ended."""
+        self._finishes.append(finish)
+
+    def refused(self, add: Add, detail: str) -> None:
+        """A request that could not be taken ended, all its choices."""
+        self._finishes += [
+            Finish(add.request_id, choice, FinishReason.FAILED, num_tokens=0, detail=detail)
+            for choice in range(add.params.n)
+        ]
+
+    # ------------------------------------------------------------ steps
+
+    def planned(self, num_tokens: int, num_copied: int) -> None:
+        """A plan computes so many tokens, and copies so many blocks before their first write."""
+        self.computed_tokens += num_tokens
+        self.copied_blocks += num_copied
+
+    def drawn(self, num_tokens: int) -> None:
+        """A result brought so many tokens that count."""
+        self.generated_tokens += num_tokens
 
 
 class State:
-    """Everything the scheduler knows.
+    """Everything the scheduler knows: the owners, and the time in plans.
 
-    running, paused   requests with that status, in order of admission
-    swapping          requests whose copies are not done
-    queue             who may be admitted, in order
     launched, collected   numbers of the last plan made and the last one applied
-    copy_plans        plans whose swap copies are not done
+    copy_plans            plans whose swap copies are not done
     """
 
     def __init__(self, config: SchedulerConfig, hasher: BlockHasher) -> None:
         self.config = config
+        self.requests = Requests()
+        self.queue = FairQueue()
         self.kv = KVManager(
             BlockPool(config.num_blocks, "device"),
             BlockPool(config.num_host_blocks, "host"),
             hasher,
             has_prefix_cache=config.enable_prefix_caching,
         )
+        self.rows = Rows(config.max_num_seqs)
+        self.news = News()
         self.watermark = max(1, int(config.num_blocks * WATERMARK))
-        self.rows = RowSlots(config.max_num_seqs)
-        self.requests: dict[str, Request] = {}
-        self.counts = dict.fromkeys(Status, 0)
-        self.running: dict[Request, None] = {}
-        self._lineup: list[Sequence] | None = None
-        self.running_by_priority: dict[int, int] = {}
-        self.paused: dict[Request, None] = {}
-        self.swapping: list[Request] = []
-        self.queue = FairQueue()
         self.facts = Facts()
         self.launched = 0
         self.collected = 0
         self.copy_plans: deque[int] = deque()
-        self.num_joined = 0
-        self.leaves: list[int] = []
-        self.finishes: list[Finish] = []
-        self.notices: list[Notice] = []
-        self.counters = Counters()
-
-    # ------------------------------------------------------------ status
-
-    def move(self, request: Request, event: Event) -> None:
-        """Move a request, keeping the sets by status."""
-        before = request.status
-        request.move(event)
-        after = request.status
-        self.counts[before] -= 1
-        self.counts[after] += 1
-        priority = request.add.priority
-        if before is Status.RUNNING:
-            self._lineup = None
-            del self.running[request]
-            self.running_by_priority[priority] -= 1
-            if not self.running_by_priority[priority]:
-                del self.running_by_priority[priority]
-        elif before is Status.PAUSED:
-            del self.paused[request]
-        elif before in (Status.SWAPPING_OUT, Status.SWAPPING_IN):
-            self.swapping.remove(request)
-        if after is Status.RUNNING:
-            self._lineup = None
-            self.running[request] = None
-            self.running_by_priority[priority] = self.running_by_priority.get(priority, 0) + 1
-        elif after is Status.PAUSED:
-            self.paused[request] = None
-        elif after in (Status.SWAPPING_OUT, Status.SWAPPING_IN):
-            self.swapping.append(request)
-
-    def lined_up(self) -> list[Sequence]:
-        """The open sequences of running requests, in order of admission; not to be changed."""
-        if self._lineup is None:
-            self._lineup = [s for r in self.running for s in r.sequences if s.finish_reason is None]
-        return self._lineup
-
-    def open_choice(self, request: Request, choice: int) -> Sequence:
-        """One more sequence of a request, with its prompt."""
-        seq = Sequence(request, choice, list(request.add.prompt))
-        request.sequences.append(seq)
-        self._lineup = None
-        return seq
-
-    def enqueue(self, request: Request) -> None:
-        """Let it be admitted, unless its reader holds it."""
-        if not request.is_held:
-            self.queue.push(request)
 
     # ------------------------------------------------------------ time
+
+    def begin(self, facts: Facts) -> Draft:
+        """Start the next plan, with what the engine measured."""
+        self.facts = facts
+        self.retire()
+        draft = Draft(self.launched + 1, self.config)
+        self.kv.begin(draft.number)
+        return draft
 
     def retire(self) -> None:
         """Free what finished plans and copies held; move requests whose copies are done."""
@@ -162,34 +285,59 @@ class State:
         upto = self.collected
         if self.copy_plans:
             upto = min(upto, self.copy_plans[0] - 1)
-        self.kv.device.retire(upto)
-        self.kv.host.retire(upto)
+        self.kv.retire(upto)
         self.rows.retire(self.collected)
-        for request in [r for r in self.swapping if r.last_swap <= upto]:
+        for request in [r for r in self.requests.swapping if r.last_swap <= upto]:
             if request.status is Status.SWAPPING_OUT:
-                self.move(request, Event.SWAPPED_OUT)
+                self.requests.move(request, Event.SWAPPED_OUT)
                 self.enqueue(request)
             else:
-                self.move(request, Event.SWAPPED_IN)
-                self._tell(request, NoticeKind.RUNNING)
+                self.requests.move(request, Event.SWAPPED_IN)
+                self.news.running(request)
                 if request.is_held:
                     self.pause(request)
 
-    # ------------------------------------------------------------ rows
+    def launch(self, draft: Draft) -> None:
+        """The plan is made: it is the last one launched."""
+        if draft.swap_out or draft.swap_in:
+            self.copy_plans.append(draft.number)
+        self.launched = draft.number
 
-    def reserve_rows(self, request: Request, rows: list[int]) -> None:
-        """Give each live sequence a row; the rest waits for choices that fork later."""
-        for seq in request.live():
-            seq.row = rows.pop(0)
-        request.spare_rows = rows
+    def collect(self, number: int) -> None:
+        """The plan's result is there."""
+        self.collected = number
+
+    # ------------------------------------------------------------ a request's way
+
+    def open(self, add: Add, max_tokens: int) -> None:
+        """A new request, to be admitted."""
+        request = self.requests.add(add, max_tokens)
+        self.queue.open(request)
+        self.enqueue(request)
+
+    def enqueue(self, request: Request) -> None:
+        """Let it be admitted, unless its reader holds it."""
+        if not request.is_held:
+            self.queue.push(request)
+
+    def hold(self, request: Request) -> None:
+        """Its reader is behind: it neither runs nor waits to, until `let_go`."""
+        self.queue.remove(request)
+        request.is_held = True
+        if request.status is Status.RUNNING:
+            self.pause(request)
+
+    def let_go(self, request: Request) -> None:
+        """Its reader caught up."""
+        request.is_held = False
+        if request.status in MAY_BE_ADMITTED:
+            self.enqueue(request)
 
     def join(self, seq: Sequence, draft: Draft, logits_of: int = -1) -> None:
         """Tell the runner about the sequence, as it is before this plan computes anything."""
         add = seq.request.add
-        self.kv.touched.pop(seq, None)
-        self.rows.owners[seq.row] = seq
-        seq.joined = True
-        self.num_joined += 1
+        self.kv.forget_updates(seq)
+        self.rows.join(seq)
         draft.joins.append(
             RowJoin(
                 row=seq.row,
@@ -205,71 +353,15 @@ class State:
             )
         )
 
-    def leave(self, seq: Sequence) -> None:
-        """Take the sequence out of its row."""
-        if seq.row < 0:
-            return
-        if seq.joined:
-            self.leaves.append(seq.row)
-            self.num_joined -= 1
-        self.rows.give_back(seq.row, self.launched if seq.joined else 0, self.collected)
-        seq.row, seq.joined, seq.plain_until = -1, False, 0
-
     def leave_all(self, request: Request) -> None:
         """Take the request out of all its rows."""
-        for seq in request.sequences:
-            self.leave(seq)
-        for row in request.spare_rows:
-            self.rows.give_back(row, 0, self.collected)
-        request.spare_rows = []
-
-    # ------------------------------------------------------------ giving way
+        self.rows.leave_all(request, self.launched, self.collected)
 
     def pause(self, request: Request) -> None:
         """A running request gives up its rows and keeps its blocks."""
         self.leave_all(request)
-        self.move(request, Event.PAUSE)
-        self._tell(request, NoticeKind.PAUSED)
-
-    def would_swap(self, request: Request) -> bool:
-        """Whether a preemption now would swap: there is host room, and it costs fewer seconds."""
-        blocks_out, blocks_in, can_swap = self.kv.swap_cost(request.live())
-        return can_swap and is_swap_cheaper(
-            blocks_out=blocks_out,
-            blocks_in=blocks_in,
-            block_bytes=self.config.block_bytes,
-            num_tokens=blocks_in * self.config.block_size,
-            facts=self.facts,
-        )
-
-    def preempt(self, request: Request, draft: Draft) -> None:
-        """Take the request's blocks away: to the host, or to be computed again."""
-        live = request.live()
-        moves = self.kv.swap_out(live) if self.would_swap(request) else None
-        self.queue.remove(request)  # a paused one may be waiting for its rows
-        request.preemptions += 1
-        request.evictions += request.status is Status.RUNNING
-        self.leave_all(request)
-        if moves is not None:
-            request.last_swap = draft.number
-            draft.has_swap = True
-            draft.swap_out += moves
-            self.move(request, Event.SWAP_OUT)
-            self.counters.preemptions_swap += 1
-            self.counters.swapped_out_blocks += len(moves)
-        else:
-            for seq in live:
-                self.kv.release(seq, self.launched)
-            self.move(request, Event.DROP)
-            self.enqueue(request)
-            self.counters.preemptions_recompute += 1
-        how = "recompute" if moves is None else "swap"
-        self.notices.append(Notice(request.request_id, NoticeKind.PREEMPTED, how=how))
-
-    def _tell(self, request: Request, kind: NoticeKind) -> None:
-        self.notices.append(Notice(request.request_id, kind))
-
-    # ------------------------------------------------------------ the end
+        self.requests.move(request, Event.PAUSE)
+        self.news.paused(request)
 
     def finish(
         self, seq: Sequence, reason: FinishReason, *, text_bytes: int | None = None,
@@ -277,9 +369,8 @@ class State:
     ) -> None:  # fmt: skip
         """End one choice; the request ends with its last one."""
         request = seq.request
-        seq.finish_reason = reason
-        self._lineup = None
-        self.finishes.append(
+        self.requests.close_choice(seq, reason)
+        self.news.finished(
             Finish(
                 request_id=request.request_id,
                 choice=seq.choice,
@@ -291,30 +382,26 @@ class State:
                 copied_tokens=request.copied_tokens,
             )
         )
-        self.leave(seq)
+        self.rows.leave(seq, self.launched, self.collected)
         self.kv.release(seq, self.launched)
         if len(request.sequences) == request.add.params.n and not request.live():
-            self._end(request)
+            self.queue.remove(request)
+            self.leave_all(request)
+            self.requests.move(request, Event.FINISH)
+            self.queue.close(request)
 
     def finish_all(self, request: Request, reason: FinishReason, detail: str | None = None) -> None:
         """End every choice that is still open, forked or not."""
         for choice in range(len(request.sequences), request.add.params.n):
-            self.open_choice(request, choice)
+            self.requests.open_choice(request, choice)
         for seq in request.live():
             self.finish(seq, reason, detail=detail)
-
-    def _end(self, request: Request) -> None:
-        self.queue.remove(request)
-        self.leave_all(request)
-        self.move(request, Event.FINISH)
-        self.queue.close(request)
-        del self.requests[request.request_id]
 
     # ------------------------------------------------------------ seen from outside
 
     def stats(self) -> StepStats:
-        """Counts now; a block that nobody holds is free, also while a launched plan ends."""
-        counts, device, host, totals = self.counts, self.kv.device, self.kv.host, self.counters
+        """Counts now; a block in no table is free, also while a launched plan ends."""
+        counts, device, host, news = self.requests.counts, self.kv.device, self.kv.host, self.news
         return StepStats(
             waiting=counts[Status.WAITING],
             running=counts[Status.RUNNING] + counts[Status.SWAPPING_IN],
@@ -328,41 +415,25 @@ class State:
             host_blocks_free=host.num_free + host.num_cooling,
             host_blocks_cached=host.num_cached + host.num_cooling_cached,
             steps=self.launched,
-            computed_tokens=totals.computed_tokens,
-            generated_tokens=totals.generated_tokens,
-            prefix_hit_tokens=totals.prefix_hit_tokens,
-            preemptions_swap=totals.preemptions_swap,
-            preemptions_recompute=totals.preemptions_recompute,
-            swapped_out_blocks=totals.swapped_out_blocks,
-            swapped_in_blocks=totals.swapped_in_blocks,
-            copied_blocks=totals.copied_blocks,
+            computed_tokens=news.computed_tokens,
+            generated_tokens=news.generated_tokens,
+            prefix_hit_tokens=news.prefix_hit_tokens,
+            preemptions_swap=news.preemptions_swap,
+            preemptions_recompute=news.preemptions_recompute,
+            swapped_out_blocks=news.swapped_out_blocks,
+            swapped_in_blocks=news.swapped_in_blocks,
+            copied_blocks=news.copied_blocks,
             swap_s=self.facts.swap_s,
         )
 
     def check(self) -> None:
-        """Prove that sets, counts, rows and pools agree, or raise InvariantViolated."""
-        self.kv.check(self.requests.values())
-        for status, members in ((Status.RUNNING, self.running), (Status.PAUSED, self.paused)):
-            actual = [r for r in self.requests.values() if r.status is status]
-            if set(actual) != set(members) or self.counts[status] != len(actual):
-                raise InvariantViolated(
-                    f"{len(actual)} requests are {status.value}, {len(members)} in its set, "
-                    f"{self.counts[status]} counted"
-                )
-        joined = [s for r in self.requests.values() for s in r.sequences if s.joined]
-        if len(joined) != self.num_joined or len({s.row for s in joined}) != len(joined):
-            raise InvariantViolated(f"{len(joined)} rows joined, {self.num_joined} counted")
-        if any(self.rows.owners[s.row] is not s for s in joined):
-            raise InvariantViolated("a joined row's results would go to another sequence")
+        """Prove that the owners agree with each other, or raise InvariantViolated."""
+        live = self.requests.by_id.values()
+        self.kv.check(live)
+        self.requests.check()
+        self.rows.check(live)
         self._check_plain()
-        self.rows.check(
-            row
-            for r in self.requests.values()
-            for row in (*(s.row for s in r.sequences if s.row >= 0), *r.spare_rows)
-        )
-        wanted = {
-            r for r in self.requests.values() if r.status in MAY_BE_ADMITTED and not r.is_held
-        }
+        wanted = {r for r in live if r.status in MAY_BE_ADMITTED and not r.is_held}
         queued = list(self.queue)
         if len(set(queued)) != len(queued):
             raise InvariantViolated(
@@ -373,14 +444,11 @@ class State:
                 f"request {request.request_id} is {request.status.value} and "
                 f"{'not ' if request in wanted else ''}in the queue"
             )
-        self.queue.check(self.requests.values())
+        self.queue.check(live)
 
     def _check_plain(self) -> None:
         """Prove of the sequences that a step only counts on that it may."""
-        lineup = [s for r in self.running for s in r.sequences if s.finish_reason is None]
-        if self._lineup is not None and self._lineup != lineup:
-            raise InvariantViolated(f"{len(lineup)} sequences run, {len(self._lineup)} lined up")
-        for seq in (s for r in self.requests.values() for s in r.sequences):
+        for seq in (s for r in self.requests.by_id.values() for s in r.sequences):
             if seq.num_computed >= seq.plain_until:
                 continue
             request, known = seq.request, seq.num_tokens

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from streamer.core.plan import Chunk, Facts, Notice, NoticeKind
+from streamer.core.plan import Chunk, Facts
 from streamer.core.request import Request, Sequence
 from streamer.core.sampling import MAX_TOKENS
 from streamer.core.state import Draft, State
@@ -38,7 +38,7 @@ MIN_PREFILL: Final = 128
 
 def continue_running(state: State, draft: Draft) -> None:
     """Decodes first, then prefill chunks; the loop that every step pays for."""
-    asking = lineup = state.lined_up()
+    asking = lineup = state.requests.lineup()
     if len(lineup) <= draft.budget:
         asking = []
         for seq in lineup:
@@ -134,8 +134,7 @@ def advance(state: State, seq: Sequence, draft: Draft) -> None:
     if samples and request.spare_rows:
         fork_choices(state, seq, draft)
     elif remaining > 1 and (not samples or start > 0):
-        done = Notice(request.request_id, NoticeKind.PREFILL, seq.num_computed, known)
-        state.notices.append(done)
+        state.news.prefilled(request, seq.num_computed, known)
 
 
 def scored_part(request: Request, start: int, count: int, draft: Draft) -> tuple[int, int]:
@@ -159,7 +158,7 @@ def fork_choices(state: State, parent: Sequence, draft: Draft) -> None:
     request = parent.request
     rows, request.spare_rows = request.spare_rows, []
     for choice, row in enumerate(rows, start=1):
-        child = state.open_choice(request, choice)
+        child = state.requests.open_choice(request, choice)
         if not state.kv.fork(parent, child, len(child.tokens)):
             raise InvariantViolated(
                 f"request {request.request_id}: fork at {len(child.tokens)} of "

@@ -211,7 +211,7 @@ class Recorder:
         counts |= {j.row: 0 for j in draft.joins if j.logits_of >= 0}
         prefilled: list[tuple[int, int]] = []
         decoded: list[int] = []
-        for request in state.running:
+        for request in state.requests.running:
             for seq in request.sequences:
                 if not seq.joined:
                     continue
@@ -280,7 +280,7 @@ class Recorder:
 
     def _number_of(self, request_id: str, state: State) -> int | None:
         """Its number; None if it came and went without a step that was recorded."""
-        request = state.requests.get(request_id)
+        request = state.requests.by_id.get(request_id)
         if request is not None:
             self._name(request)
         return self._numbers.get(request_id)
@@ -318,8 +318,9 @@ def look(
 
 def _in_order(state: State) -> Iterator[Request]:
     """Every live request: who holds blocks first, then the queue, then who is held outside it."""
-    first = [*state.running, *state.paused, *state.swapping, *state.queue.in_order()]
-    yield from dict.fromkeys((*first, *state.requests.values()))
+    live = state.requests
+    first = [*live.running, *live.paused, *live.swapping, *state.queue.in_order()]
+    yield from dict.fromkeys((*first, *live.by_id.values()))
 
 
 def _request_view(request: Request, position: int | None, budget: list[int]) -> RequestView:

@@ -191,7 +191,7 @@ class EngineCore:
         if not self._scheduler.has_told or now < self._places_due:
             return ()
         self._places_due = now + PLACES_S
-        return self._scheduler.news_of_places()
+        return self._scheduler.changed_places()
 
     def _check_idle(self) -> None:
         """Prove conservation once when the work is done: a leak ends the engine, with numbers.

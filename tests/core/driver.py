@@ -125,7 +125,7 @@ class Driver:
     # ------------------------------------------------------------ steps
 
     def status(self, request_id: str) -> Status:
-        request = self.scheduler.state.requests.get(request_id)
+        request = self.scheduler.state.requests.by_id.get(request_id)
         return Status.FINISHED if request is None else request.status
 
     def launch(self) -> Plan | None:
@@ -241,8 +241,8 @@ class Driver:
         expected = {(r, c) for r, add in self.adds.items() for c in range(add.params.n)}
         assert set(self.finishes) == expected
         state = self.scheduler.state
-        assert not state.requests
-        assert not any(state.counts[s] for s in Status if s is not Status.FINISHED)
+        assert not state.requests.by_id
+        assert not any(state.requests.counts[s] for s in Status if s is not Status.FINISHED)
         for pool in (state.kv.device, state.kv.host):
             assert pool.num_free == pool.num_blocks, f"{pool.name} blocks leaked"
         assert state.rows.num_free == self.config.max_num_seqs

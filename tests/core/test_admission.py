@@ -51,7 +51,7 @@ def test_who_waits_compares_its_cached_prefix_once() -> None:
         looks.clear()
         scheduler.schedule(Facts())
         counts.append(len(looks))
-    assert scheduler.state.requests["r2"].status is Status.WAITING
+    assert scheduler.state.requests.by_id["r2"].status is Status.WAITING
     assert counts == [12, 0, 0]
 
 

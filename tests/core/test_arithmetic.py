@@ -28,7 +28,7 @@ def forks_of_a_system_prompt() -> Driver:
 
 
 def blocks_held(driver: Driver) -> list[set[int]]:
-    (request,) = driver.scheduler.state.requests.values()
+    (request,) = driver.scheduler.state.requests.by_id.values()
     assert request.status is Status.RUNNING
     return [set(seq.blocks) for seq in request.sequences]
 

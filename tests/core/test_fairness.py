@@ -92,7 +92,7 @@ def test_what_is_computed_again_is_not_paid_again() -> None:
     driver = Driver(config, costs=RECOMPUTE)
     for start in (0, 40):
         driver.add(prompt(8, start=start), max_tokens=20, tenant="a")
-    share = driver.scheduler.state.requests["r0"].share
+    share = driver.scheduler.state.requests.by_id["r0"].share
     driver.drain()
     assert driver.outputs[-1].stats.preemptions_recompute > 0
     assert share.time == PROMPT_COST * 16 + OUTPUT_COST * 40
@@ -103,7 +103,7 @@ def test_what_is_found_in_the_cache_is_not_paid() -> None:
     driver.add(prompt(9), max_tokens=1)
     driver.run()
     driver.add(prompt(9), max_tokens=1)
-    share = driver.scheduler.state.requests["r1"].share
+    share = driver.scheduler.state.requests.by_id["r1"].share
     driver.drain()
     assert share.time == PROMPT_COST * 1 + OUTPUT_COST * 1  # two blocks of four were found
 
@@ -159,7 +159,7 @@ def test_coming_back_forgives_nothing() -> None:
     for i in range(20):
         driver.add(prompt(4, start=i), request_id=f"a{i}", max_tokens=2, tenant="a")
     driver.add(prompt(4, start=50), request_id="b0", max_tokens=30, tenant="b")
-    while "b0" in driver.scheduler.state.requests:
+    while "b0" in driver.scheduler.state.requests.by_id:
         driver.step()
     driver.add(prompt(4, start=51), request_id="b1", max_tokens=30, tenant="b")
     driver.drain()
@@ -201,7 +201,7 @@ def test_who_is_preempted_comes_back_before_the_new_of_a_tenant_served_less() ->
 def put(state: State, name: str, tenant: str, arrival: int, priority: int = 0) -> Request:
     add = Add(name, (1,), SamplingParams(max_tokens=1), tenant=tenant, priority=priority)
     request = Request(add, arrival, 1)
-    state.requests[name] = request
+    state.requests.by_id[name] = request
     state.queue.open(request)
     state.enqueue(request)
     return request
@@ -225,20 +225,20 @@ def test_tenants_that_are_even_are_forgotten() -> None:
 def test_check_finds_a_lost_account_and_a_wrong_one() -> None:
     state = State(make_config(), BlockHasher(4, b"s" * 32))
     first, second = put(state, "a", "a", 1), put(state, "b", "b", 2)
-    state.queue.check(state.requests.values())
+    state.queue.check(state.requests.by_id.values())
     first.share.num_live += 1
     with pytest.raises(InvariantViolated, match="has 1 requests of priority 0, 2 counted"):
-        state.queue.check(state.requests.values())
+        state.queue.check(state.requests.by_id.values())
     first.share.num_live -= 1
     first.share, second.share = second.share, first.share
     with pytest.raises(InvariantViolated, match="pays for another"):
-        state.queue.check(state.requests.values())
+        state.queue.check(state.requests.by_id.values())
 
 
 def test_check_finds_who_is_missing_from_the_queue() -> None:
     state = State(make_config(), BlockHasher(4, b"s" * 32))
     state.queue.remove(put(state, "a", "a", 1))
-    state.counts[Status.WAITING] += 1
+    state.requests.counts[Status.WAITING] += 1
     with pytest.raises(InvariantViolated, match="request a is waiting and not in the queue"):
         state.check()
 
@@ -261,7 +261,7 @@ def add_with_place(driver: Driver, place: int | None, priority: int = 0) -> str:
 
 
 def news(driver: Driver) -> dict[str, int]:
-    found = driver.scheduler.news_of_places()
+    found = driver.scheduler.changed_places()
     assert all(n.kind is NoticeKind.WAITING for n in found)
     return {n.request_id: n.position for n in found}
 

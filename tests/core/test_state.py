@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
 
 import pytest
@@ -12,12 +13,13 @@ from tests.core.driver import Driver, make_config
 
 
 def lose_a_row(state: State) -> None:
-    state.leave(state.requests["r0"].sequences[0])
-    state.rows.take(1)
+    state.leave_all(state.requests.by_id["r0"])
+    state.rows.reserve(state.requests.by_id["r2"], 1)
+    state.requests.by_id["r2"].sequences[0].row = -1
 
 
 def free_a_row_twice(state: State) -> None:
-    state.rows.give_back(0, 0, 0)
+    heapq.heappush(state.rows._free, 0)
 
 
 def swap_two_rows(state: State) -> None:
@@ -26,15 +28,15 @@ def swap_two_rows(state: State) -> None:
 
 
 def forget_who_waits(state: State) -> None:
-    state.queue.remove(state.requests["r2"])
+    state.queue.remove(state.requests.by_id["r2"])
 
 
 def queue_somebody_twice(state: State) -> None:
-    state.enqueue(state.requests["r2"])
+    state.enqueue(state.requests.by_id["r2"])
 
 
 def queue_who_runs(state: State) -> None:
-    state.enqueue(state.requests["r0"])
+    state.enqueue(state.requests.by_id["r0"])
 
 
 def lose_a_block(state: State) -> None:
@@ -42,15 +44,15 @@ def lose_a_block(state: State) -> None:
 
 
 def forget_who_runs(state: State) -> None:
-    state.running.popitem()
+    state.requests.running.popitem()
 
 
 def trust_too_long(state: State) -> None:
-    state.requests["r0"].sequences[0].plain_until = 1000
+    state.requests.by_id["r0"].sequences[0].plain_until = 1000
 
 
 def miss_an_end_in_the_lineup(state: State) -> None:
-    state.lined_up().pop()
+    state.requests.lineup().pop()
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_a_paused_request_that_loses_its_blocks_shows_it(costs: dict[str, float]
     driver.run()
     (request,) = driver.scheduler.snapshot(ALL).requests
     assert (request.request_id, request.preemptions) == ("r0", 1)
-    paused = driver.scheduler.state.requests["r0"]
+    paused = driver.scheduler.state.requests.by_id["r0"]
     assert paused.evictions == 0  # it comes no nearer to being exempt
     driver.drain()
 

@@ -251,6 +251,6 @@ def test_a_round_of_news_is_made_at_most_so_often(monkeypatch: pytest.MonkeyPatc
 def test_the_queue_is_never_walked_where_nobody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core, "PLACES_S", 0.0)
     rig = Rig()
-    monkeypatch.setattr(Scheduler, "news_of_places", None)  # a call would fail
+    monkeypatch.setattr(Scheduler, "changed_places", None)  # a call would fail
     queue_up(rig, None, None)
     assert places(rig.run()) == []
