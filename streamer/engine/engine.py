@@ -230,7 +230,7 @@ class AsyncEngine:
         self._streams.require_room(request.asking, self.config.max_queue, sizes.max_num_seqs)
         hashes = self._prompts.hashes(request.prompt, request.cache_salt.encode())
         stream = open_stream(request, request_id, params, self.config, sizes, self._special, self)
-        place = self._streams.add(stream, request.asking, is_told=request.is_told)
+        place = self._streams.add(stream, request.asking)
         thread.command(build_add(request, params, request_id, info, hashes, place))
         if request.deadline_s is not None:
             self._end_at(stream, request.deadline_s)

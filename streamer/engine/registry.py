@@ -177,9 +177,9 @@ class Registry:
                 wait_s,
             )
 
-    def add(self, stream: TokenStream, asking: Asking, *, is_told: bool = False) -> int | None:
-        """A new request; if it is told of it, its place in the queue as far as is known here."""
-        place = self.num_waiting + self._num_returning if is_told else None
+    def add(self, stream: TokenStream, asking: Asking) -> int | None:
+        """A new request; if it wants that, its place in the queue as far as is known here."""
+        place = self.num_waiting + self._num_returning if asking.wants_place else None
         if place is not None:
             stream.notify(Notice(stream.request_id, NoticeKind.WAITING, position=place))
         self._live[stream.request_id] = stream

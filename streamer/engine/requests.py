@@ -31,12 +31,14 @@ class Asking(msgspec.Struct, frozen=True, kw_only=True):
     tenant      whose it is
     n           choices
     patience_s  it is refused where it would wait for longer; None: it waits
+    wants_place  its place in the queue is sent to its readers
     """
 
     priority: int = 0
     tenant: str = ""
     n: int = 1
     patience_s: float | None = None
+    wants_place: bool = False
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +52,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     share_with  id of a request to fork from: its blocks serve as far as the tokens agree
     detach_s    seconds it runs on after its last reader left; None: for ever
     window      output tokens its furthest reader may lag before it is paused; 0: never paused
-    is_told     its readers are told of its place in the queue while it waits
+    wants_place  its readers are sent its place in the queue while it waits
     max_wait_s  it is refused where it is expected to wait for longer; None: never for that
     deadline_s  seconds from now after which nobody wants it: it is refused where it would not have
                 begun by then, and ended with DeadlineExceeded
@@ -66,7 +68,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     share_with: str | None = None
     detach_s: float | None = 0.0
     window: int = 0
-    is_told: bool = False
+    wants_place: bool = False
     max_wait_s: float | None = None
     deadline_s: float | None = None
     context: object = None
@@ -85,7 +87,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("detach_s", "max_wait_s", "deadline_s"):
             if getattr(self, name) is not None:
                 number(name, getattr(self, name), 0.0, MAX_S)
-        flag("is_told", self.is_told)
+        flag("wants_place", self.wants_place)
 
     @property
     def asking(self) -> Asking:
@@ -96,6 +98,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
             tenant=self.tenant,
             n=self.params.n,
             patience_s=min(limits, default=None),
+            wants_place=self.wants_place,
         )
 
 

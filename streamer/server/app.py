@@ -32,12 +32,12 @@ from streamer.server.openai.common import encode, error_body, new_id
 from streamer.server.openai.fields import decode_body
 from streamer.server.openai.models import check_model, model_body, models_body
 from streamer.server.page import Page
+from streamer.server.prepared import Form
 from streamer.server.responses.routes import ResponseRoutes
 from streamer.server.responses.socket import Endpoint
 from streamer.server.security import Guard, deny
-from streamer.server.service import Service, salt_of
+from streamer.server.service import Service
 from streamer.server.telemetry.metrics import Metrics
-from streamer.server.telemetry.records import Transport
 from streamer.server.transport.sse import Answer, EventStream, read_whole
 from streamer.server.watching import SnapshotStream, engine_body, owner_of, wants_stream
 
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+CHAT = Form("chat", chat.DECODER, chat.FIELDS)
+COMPLETION = Form("completions", completions.DECODER, completions.FIELDS)
 PROBES = ("/health", "/ready")
 
 
@@ -59,60 +61,37 @@ class Api:
     async def chat_completions(self, request: Request) -> ASGIApp:
         """POST /v1/chat/completions."""
         service = self._service
-        tenant = service.admit(request.scope)
-        data = await service.bodies.read(request)
-        num_bytes = len(data)
-        body = decode_body(data, chat.DECODER, chat.FIELDS)
-        del data  # of which the answer may use little, and wait for long
-        model = check_model(body.model, service.names)
-        params = body.params(service.engine.info.generation_defaults)
-        messages = body.template_messages()
-        salt = salt_of(request.scope, body)
-        before, is_open, prefill = chat.opened(body, messages)
-        keep = body.kept(service.engine.info.max_model_len, params.max_tokens)
-        with service.bodies.used(tenant, num_bytes):
+        asked = await service.read(request, CHAT)
+        body = asked.body
+        before, is_open, prefill = chat.opened(body, body.template_messages())
+        keep = body.kept(service.engine.info.max_model_len, asked.params.max_tokens)
+        with service.bodies.used(asked.tenant, asked.num_bytes):
             prompt = await service.encode_messages(
                 before,
-                salt=salt,
+                salt=asked.salt,
                 add_generation_prompt=is_open,
                 prefill=prefill,
                 variables=body.chat_template_kwargs,
                 keep=keep,
             )
-        service.admission.accept(tenant, [prompt])
-        stream = service.submit(
-            prompt,
-            params,
-            body,
-            scope=request.scope,
-            salt=salt,
-            request_id=new_id("chatcmpl-"),
-            detach_s=0.0,
-            context=Context(kind="chat", tenant=tenant, body=body, model=model),
-            body_bytes=num_bytes,
-            window=None if body.stream else 0,
-        )
+        service.admission.accept(asked.tenant, [prompt])
+        context = Context(kind="chat", tenant=asked.tenant, body=body, model=asked.model)
+        stream = service.submit(asked, prompt, new_id("chatcmpl-"), context=context)
         answer = chat.ChatAnswer(
-            body, [stream], model, service.token_text, fingerprint=service.fingerprint
+            body, [stream], asked.model, service.token_text, fingerprint=service.fingerprint
         )
-        service.record("chat", transport(body), request.scope, [stream], model)
+        service.record(asked, [stream])
         return await self._respond(request, bool(body.stream), answer, [stream])
 
     async def completions(self, request: Request) -> ASGIApp:
         """POST /v1/completions."""
         service = self._service
-        tenant = service.admit(request.scope)
-        data = await service.bodies.read(request)
-        num_bytes = len(data)
-        body = decode_body(data, completions.DECODER, completions.FIELDS)
-        del data
-        model = check_model(body.model, service.names)
-        params = body.params(service.engine.info.generation_defaults)
-        salt = salt_of(request.scope, body)
+        asked = await service.read(request, COMPLETION)
+        body, params, salt = asked.body, asked.params, asked.salt
         is_special = body.add_special_tokens is not False
         given = body.prompts()
         keep = body.kept(service.engine.info.max_model_len, params.max_tokens)
-        with service.bodies.used(tenant, num_bytes):
+        with service.bodies.used(asked.tenant, asked.num_bytes):
             prompts = [
                 await service.engine.encode(
                     p, add_special_tokens=is_special, cache_salt=salt, keep=keep
@@ -124,7 +103,7 @@ class Api:
         if keep is not None:
             prompts = [p[-keep:] for p in prompts]
             given = [tuple(p) for p in prompts]
-        service.admission.accept(tenant, prompts)
+        service.admission.accept(asked.tenant, prompts)
         echoes = (
             await service.texts_of(given, params.skip_special_tokens, salt=salt)
             if body.echo
@@ -134,25 +113,16 @@ class Api:
         streams: list[TokenStream] = []
         try:
             for i, prompt in enumerate(prompts):
-                stream = service.submit(
-                    tuple(prompt),
-                    params,
-                    body,
-                    scope=request.scope,
-                    salt=salt,
-                    request_id=base if i == 0 else f"{base}-{i}",
-                    detach_s=0.0,
-                    window=None if body.stream else 0,
-                )
-                streams.append(stream)
+                request_id = base if i == 0 else f"{base}-{i}"
+                streams.append(service.submit(asked, tuple(prompt), request_id))
         except StreamerError:
             service.cancel(streams)
             raise
         special = service.engine.tokenizer.special_ids
         answer = completions.CompletionAnswer(
-            body, streams, model, service.token_text, echoes, special, service.fingerprint
+            body, streams, asked.model, service.token_text, echoes, special, service.fingerprint
         )
-        service.record("completions", transport(body), request.scope, streams, model)
+        service.record(asked, streams)
         return await self._respond(request, bool(body.stream), answer, streams)
 
     async def tokenize(self, request: Request) -> ASGIApp:
@@ -262,11 +232,6 @@ class Api:
     async def metrics(self, request: Request) -> ASGIApp:
         """GET /metrics."""
         return Response(self._service.metrics.expose(), media_type=CONTENT_TYPE_LATEST)
-
-
-def transport(body: chat.ChatRequest | completions.CompletionRequest) -> Transport:
-    """How the answer goes out."""
-    return "sse" if body.stream else "http"
 
 
 def json(body: bytes, status: int = 200, request_id: str | None = None) -> Response:

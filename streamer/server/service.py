@@ -16,19 +16,22 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import Scope
 
 from streamer import __version__
 from streamer.config import Config
-from streamer.core.sampling import SamplingParams
 from streamer.engine.refusals import draining, loading
 from streamer.engine.requests import Asking, GenerateRequest, check_ids
 from streamer.errors import EngineDead
 from streamer.server.admission import Admission, deadline_of, tenant_of
-from streamer.server.openai.common import SamplingFields, named
+from streamer.server.openai.common import named
+from streamer.server.openai.fields import decode_body
+from streamer.server.openai.models import check_model
+from streamer.server.prepared import B, Form, Prepared, Reading
 from streamer.server.security import Bodies
 from streamer.server.telemetry.metrics import Metrics
-from streamer.server.telemetry.records import Operation, Record, Transport
+from streamer.server.telemetry.records import Operation, Record
 from streamer.server.tickets import Tickets
 
 if TYPE_CHECKING:
@@ -38,17 +41,6 @@ if TYPE_CHECKING:
     from streamer.server.telemetry.records import Tracer
 
 MAX_LOGGED_PROMPT = 4096  # tokens, with --log-prompts: decoding them holds the loop up
-
-
-def salt_of(scope: Scope, body: SamplingFields) -> str:
-    """The salt of this caller's blocks: the body's own, within those of its key.
-
-    Blocks of one key are never found by another: how long a prompt took and how much of it was
-    cached would tell what others ask.
-    """
-    tenant = tenant_of(scope)
-    salt = body.cache_salt or ""
-    return f"{tenant}:{salt}" if tenant else salt
 
 
 class Service:
@@ -141,6 +133,27 @@ class Service:
 
     # ------------------------------------------------------------ requests
 
+    async def read(
+        self, request: Request, form: Form[B], *, is_for_later: bool = False
+    ) -> Prepared[B]:
+        """The body of an HTTP request, once `admit` has let its caller in."""
+        self.admit(request.scope, is_for_later=is_for_later)
+        data = await self.bodies.read(request)
+        body = decode_body(data, form.decoder, form.fields)
+        is_whole = not body.stream
+        # A whole answer is never paused; that of a response is, for others that read it by its id.
+        window = 0 if is_whole and form.operation != "responses" else None
+        reading = Reading("http" if is_whole else "sse", window=window)
+        return self.prepare(request.scope, form.operation, body, len(data), reading)
+
+    def prepare(
+        self, scope: Scope, operation: Operation, body: B, num_bytes: int, reading: Reading
+    ) -> Prepared[B]:
+        """A decoded body whose model is served and whose settings hold."""
+        model = check_model(body.model, self.names)
+        params = body.params(self.engine.info.generation_defaults)
+        return Prepared(operation, scope, body, num_bytes, model, params, reading)
+
     async def encode_messages(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -202,70 +215,54 @@ class Service:
 
     def submit(
         self,
+        asked: Prepared[B],
         prompt: tuple[int, ...],
-        params: SamplingParams,
-        body: SamplingFields,
-        *,
-        scope: Scope,
-        salt: str,
         request_id: str,
-        detach_s: float,
+        *,
         context: Context | None = None,
-        body_bytes: int = 0,
         share_with: str | None = None,
-        window: int | None = None,
-        is_told: bool = False,
     ) -> TokenStream:
-        """Hand one prompt to the engine; `detach_s` is the default where the body names none.
+        """Hand one prompt to the engine.
 
-        scope       the caller's, whom `admit` let in
-        salt        what `salt_of` made of the caller and the body
-        context     by which the answer is found again, made from a body of so many bytes
+        context     by which the answer is found again
         share_with  a request that it was forked from
-        window      output tokens a reader may lag; None: the server's setting
-        is_told     its readers are told of its place in the queue
         """
+        body, reading = asked.body, asked.reading
         is_alone = context is not None and context.is_background
-        is_whole = not is_alone and not getattr(body, "stream", None)
-        tenant = tenant_of(scope)
+        detach_s = reading.detach_s if body.detach_s is None else body.detach_s
+        window = self.config.stream_window if reading.window is None else reading.window
+        is_whole = reading.transport == "http" and not is_alone
         request = GenerateRequest(
             prompt=prompt,
-            params=params,
+            params=asked.params,
             request_id=request_id,
-            priority=self.admission.priority(tenant, body.priority),
-            tenant=tenant,
-            cache_salt=salt,
+            priority=self.admission.priority(asked.tenant, body.priority),
+            tenant=asked.tenant,
+            cache_salt=asked.salt,
             share_with=share_with,
-            detach_s=None if is_alone else detach_s if body.detach_s is None else body.detach_s,
-            window=self.config.stream_window if window is None else window,
-            is_told=is_told,
+            detach_s=None if is_alone else detach_s,
+            window=window,
+            wants_place=reading.wants_place,
             max_wait_s=self.config.max_wait_s or None,
-            deadline_s=deadline_of(scope, is_whole=is_whole),
+            deadline_s=deadline_of(asked.scope, is_whole=is_whole),
             context=context,
-            context_bytes=0 if context is None else context.num_bytes(body_bytes),
+            context_bytes=0 if context is None else context.num_bytes(asked.num_bytes),
         )
         with named(body.names):
             stream = self.engine.submit(request)
-        self.admission.follow(tenant, stream)
+        self.admission.follow(asked.tenant, stream)
         return stream
 
-    def record(
-        self,
-        operation: Operation,
-        transport: Transport,
-        scope: Scope,
-        streams: Sequence[TokenStream],
-        model: str,
-    ) -> None:
+    def record(self, asked: Prepared[B], streams: Sequence[TokenStream]) -> None:
         """Follow a request that was just submitted, for metrics, log and traces."""
         Record(
             streams,
             metrics=self.metrics,
-            operation=operation,
-            transport=transport,
-            model=model,
-            tenant=tenant_of(scope),
-            traceparent=Headers(scope=scope).get("traceparent") if self._tracer else None,
+            operation=asked.operation,
+            transport=asked.reading.transport,
+            model=asked.model,
+            tenant=asked.tenant,
+            traceparent=Headers(scope=asked.scope).get("traceparent") if self._tracer else None,
             tracer=self._tracer,
             prompts=self._prompt_text if self.config.log_prompts else None,
         )

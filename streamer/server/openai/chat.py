@@ -177,7 +177,6 @@ class ChatRequest(PromptFields, kw_only=True):
     """The body of POST /v1/chat/completions, the honoured fields."""
 
     messages: list[ChatMessage]
-    model: str | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     n: int | None = None

@@ -100,13 +100,23 @@ class SamplingFields(Sampled, kw_only=True):
         return {}
 
 
-class PromptFields(SamplingFields, kw_only=True):
+class Body(SamplingFields, kw_only=True):
+    """What is common to all bodies that ask for an answer."""
+
+    model: str | None = None
+    stream: bool | None = None
+
+    def params(self, defaults: dict[str, float]) -> SamplingParams:
+        """The sampling settings over the model's `defaults`, and all else checked."""
+        raise NotImplementedError
+
+
+class PromptFields(Body, kw_only=True):
     """vLLM's fields of chats and completions that are about the prompt and its tokens."""
 
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     return_tokens_as_token_ids: bool | None = None
-    stream: bool | None = None
 
     def check_prompt_logprobs(self) -> None:
         """They are part of a whole answer, as vLLM has them."""

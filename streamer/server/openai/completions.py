@@ -65,7 +65,6 @@ class CompletionRequest(PromptFields, kw_only=True):
     """The body of POST /v1/completions, the honoured fields."""
 
     prompt: str | list[str | int | tuple[int, ...]]  # a million lists take 0.3 s, tuples 0.03
-    model: str | None = None
     max_tokens: int | None = None
     n: int | None = None
     logprobs: int | None = None

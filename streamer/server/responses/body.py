@@ -14,7 +14,7 @@ from streamer.core.sampling import SamplingParams
 from streamer.errors import InvalidRequest
 from streamer.server.openai.common import (
     MAX_METADATA_VALUE,
-    SamplingFields,
+    Body,
     check_metadata,
     named,
     sampling_params,
@@ -122,11 +122,10 @@ class Fork(msgspec.Struct):
     text: str | None = None
 
 
-class ResponseCreate(SamplingFields, kw_only=True):
+class ResponseCreate(Body, kw_only=True):
     """The body of a response, the honoured fields."""
 
     input: str | list[InputItem] | None = None
-    model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
     top_logprobs: int | None = None
@@ -134,7 +133,6 @@ class ResponseCreate(SamplingFields, kw_only=True):
     metadata: dict[str, str] | None = None
     stream_id: str | None = None
     stream_options: CreateOptions | None = None
-    stream: bool | None = None
     store: bool | None = None
     background: bool | None = None
     previous_response_id: str | None = None

@@ -22,13 +22,12 @@ from msgspec import UNSET
 from starlette.types import Scope
 
 from streamer.core.plan import Notice
-from streamer.core.sampling import SamplingParams
 from streamer.engine.stream import Delta, TokenStream
 from streamer.errors import InvalidRequest, NotFound, RateLimited, StreamerError
 from streamer.server.context import Context, context_of
 from streamer.server.openai.common import new_id
 from streamer.server.openai.fields import Decoder, decode_body
-from streamer.server.openai.models import check_model
+from streamer.server.prepared import Prepared, Reading
 from streamer.server.responses import steering
 from streamer.server.responses.body import FIELDS, ResponseCreate
 from streamer.server.responses.events import ResponseEvents, blank_response
@@ -55,15 +54,17 @@ Reply = Callable[[msgspec.Struct], None]
 
 
 class Job(msgspec.Struct, frozen=True):
-    """A create that was read and checked, waiting for its lane; `size` in bytes of JSON."""
+    """A create that was read and checked, waiting for its lane."""
 
     response_id: str
-    size: int
-    body: ResponseCreate
-    model: str
-    params: SamplingParams
+    asked: Prepared[ResponseCreate]
     settings: Settings
     steers: tuple[Steer, ...] = ()
+
+    @property
+    def lane(self) -> str | None:
+        """The name of its lane."""
+        return self.asked.body.stream_id
 
 
 class Resuming(msgspec.Struct, frozen=True):
@@ -89,9 +90,10 @@ class Attached(msgspec.Struct, eq=False):
 
 def cancelled(job: Job) -> ResponseEvent:
     """The terminal event of a response that never began."""
-    context = Context(kind="response", tenant="", body=job.body, model=job.model)
-    response = blank_response(context, job.response_id, time.time(), job.params, "cancelled")
-    lane = UNSET if job.body.stream_id is None else job.body.stream_id
+    asked = job.asked
+    context = Context(kind="response", tenant="", body=asked.body, model=asked.model)
+    response = blank_response(context, job.response_id, time.time(), asked.params, "cancelled")
+    lane = UNSET if job.lane is None else job.lane
     return ResponseEvent("response.incomplete", 0, response, lane)
 
 
@@ -139,8 +141,7 @@ class Lanes:
                     param=name,
                     code="unsupported_parameter",
                 )
-        model = check_model(body.model, service.names)
-        params = body.params(service.engine.info.generation_defaults)
+        asked = self._prepared(body, len(data), settings)
         body.items()
         self._require_room()
         if self._queued_bytes + len(data) > MAX_QUEUED_BYTES:
@@ -148,12 +149,20 @@ class Lanes:
                 f"{self._queued_bytes} bytes of responses wait on this socket and this one has "
                 f"{len(data)}; the limit is {MAX_QUEUED_BYTES}"
             )
-        job = Job(new_id("resp_"), len(data), body, model, params, settings)
+        job = Job(new_id("resp_"), asked, settings)
         if body.stream_id in self._lanes:
             self._wait_for_lane(job)
         else:
             self._open_lane(body.stream_id, job)
-        self._queued_bytes += job.size
+        self._queued_bytes += asked.num_bytes
+
+    def _prepared(
+        self, body: ResponseCreate, num_bytes: int, settings: Settings
+    ) -> Prepared[ResponseCreate]:
+        reading = Reading(
+            "websocket", settings.detach_s, settings.window, self._is_extended, self._session
+        )
+        return self._service.prepare(self._scope, "responses", body, num_bytes, reading)
 
     def resume(self, event: Resume, settings: Settings) -> None:
         """response.resume: on its lane if that is free, so that creates wait for it."""
@@ -177,7 +186,7 @@ class Lanes:
             for job in lane:
                 if isinstance(job, Job) and job.response_id == response_id:
                     lane.remove(job)
-                    self._queued_bytes -= job.size
+                    self._queued_bytes -= job.asked.num_bytes
                     self._reply(cancelled(job))
                     return
         stream = find(self._service, response_id, self._scope, self._session, "response_id")
@@ -253,10 +262,10 @@ class Lanes:
     def _wait_for_lane(self, job: Job) -> None:
         if sum(map(len, self._lanes.values())) >= MAX_QUEUED:
             raise RateLimited(f"{MAX_QUEUED} responses wait for their lanes on this socket")
-        lane = self._lanes[job.body.stream_id]
+        lane = self._lanes[job.lane]
         lane.append(job)
         if self._is_extended:
-            stream_id = UNSET if job.body.stream_id is None else job.body.stream_id
+            stream_id = UNSET if job.lane is None else job.lane
             waiting = StateEvent("response.waiting", job.response_id, stream_id=stream_id)
             self._reply(msgspec.structs.replace(waiting, position=len(lane)))
 
@@ -289,38 +298,25 @@ class Lanes:
             await self._guard(job, job.event.stream_id)
 
     async def _run(self, job: Job) -> None:
-        service, body = self._service, job.body
+        service = self._service
         with service.working():
             self._starting[job.response_id] = False
             try:
-                stream = await respond(
-                    service,
-                    self._scope,
-                    body,
-                    model=job.model,
-                    params=job.params,
-                    body_bytes=job.size,
-                    response_id=job.response_id,
-                    detach_s=job.settings.detach_s,
-                    transport="websocket",
-                    session=self._session,
-                    window=job.settings.window,
-                    is_told=self._is_extended,
-                )
+                stream = await respond(service, job.asked, job.response_id)
             except StreamerError as e:
                 service.metrics.refused(e)
                 for steer in job.steers:
-                    await self._send(steering.failed(steer, e.message, 0, body.stream_id))
+                    await self._send(steering.failed(steer, e.message, 0, job.lane))
                 if not job.steers:
-                    await self._send(error_event(e, body.stream_id))
+                    await self._send(error_event(e, job.lane))
                 return
             finally:
-                self._queued_bytes -= job.size
+                self._queued_bytes -= job.asked.num_bytes
                 is_cancelled = self._starting.pop(job.response_id)
             self._made.add(stream)
             if is_cancelled:
                 service.cancel([stream])
-            await self._follow(stream, -1, body.stream_id, job.settings)
+            await self._follow(stream, -1, job.lane, job.settings)
 
     async def _resume(self, job: Resuming) -> None:
         event = job.event
@@ -394,10 +390,8 @@ class Lanes:
             return
         context = context_of(stream)
         body = steering.successor(context.body, steers, lane)
-        params = body.params(self._service.engine.info.generation_defaults)
-        size = sum(s.size for s in steers)
-        settings = attached.settings
-        job = Job(new_id("resp_"), size, body, context.model, params, settings, steers)
+        size, settings = sum(s.size for s in steers), attached.settings
+        job = Job(new_id("resp_"), self._prepared(body, size, settings), settings, steers)
         if lane in self._lanes:
             self._lanes[lane].appendleft(job)
         else:

@@ -16,82 +16,52 @@ from streamer.server.context import Context, TurnItem, context_of
 from streamer.server.openai.common import clip, named
 from streamer.server.responses.events import item_id
 from streamer.server.responses.turns import Turn, make_turn
-from streamer.server.service import salt_of
 
 if TYPE_CHECKING:
     from starlette.types import Scope
 
-    from streamer.core.sampling import SamplingParams
     from streamer.engine.stream import TokenStream
+    from streamer.server.prepared import Prepared
     from streamer.server.responses.body import ResponseCreate
     from streamer.server.service import Service
-    from streamer.server.telemetry.records import Transport
 
 
 async def respond(
-    service: Service,
-    scope: Scope,
-    body: ResponseCreate,
-    *,
-    model: str,
-    params: SamplingParams,
-    body_bytes: int,
-    response_id: str,
-    detach_s: float,
-    transport: Transport,
-    session: str = "",
-    window: int | None = None,
-    is_told: bool = False,
+    service: Service, asked: Prepared[ResponseCreate], response_id: str
 ) -> TokenStream:
-    """The stream of a response whose body is checked, and whose caller `admit` let in.
-
-    session  the socket's name
-    is_told  its reader is told of its place in the queue
-    """
-    service.require_room(scope)  # before its prompt is made
-    salt, tenant = salt_of(scope, body), tenant_of(scope)
-    with service.bodies.used(tenant, body_bytes):
-        turn = await turn_of(service, scope, body, response_id=response_id, session=session)
-    service.admission.accept(tenant, [turn.prompt])
-    if body.generate is False:
-        params = msgspec.structs.replace(params, max_tokens=1, min_tokens=0, stop=())
+    """The stream of a response whose body is checked, and whose caller `admit` let in."""
+    service.require_room(asked.scope)  # before its prompt is made
+    with service.bodies.used(asked.tenant, asked.num_bytes):
+        turn = await turn_of(service, asked, response_id)
+    service.admission.accept(asked.tenant, [turn.prompt])
+    if asked.body.generate is False:
+        params = msgspec.structs.replace(asked.params, max_tokens=1, min_tokens=0, stop=())
+        asked = msgspec.structs.replace(asked, params=params)
     context = Context(
         kind="response",
-        tenant=tenant,
-        body=body,
-        model=model,
+        tenant=asked.tenant,
+        body=asked.body,
+        model=asked.model,
         items=turn.items,
         prefix=turn.prefix,
-        session=session,
+        session=asked.reading.session,
     )
     stream = service.submit(
-        turn.prompt,
-        params,
-        body,
-        scope=scope,
-        salt=salt,
-        request_id=response_id,
-        detach_s=detach_s,
-        context=context,
-        body_bytes=body_bytes,
-        share_with=turn.share_with,
-        window=window,
-        is_told=is_told,
+        asked, turn.prompt, response_id, context=context, share_with=turn.share_with
     )
-    service.record("responses", transport, scope, [stream], model)
+    service.record(asked, [stream])
     return stream
 
 
-async def turn_of(
-    service: Service, scope: Scope, body: ResponseCreate, *, response_id: str, session: str = ""
-) -> Turn:
+async def turn_of(service: Service, asked: Prepared[ResponseCreate], response_id: str) -> Turn:
     """What a response would be asked, with all that its body refers to."""
+    body, scope, session = asked.body, asked.scope, asked.reading.session
     parent = None
     if body.previous_response_id is not None:
         parent = find(service, body.previous_response_id, scope, session, "previous_response_id")
     items = _items(service, body, scope, session, response_id)
     with named(body.names):
-        return await make_turn(service, body, items, parent, salt=salt_of(scope, body))
+        return await make_turn(service, body, items, parent, salt=asked.salt)
 
 
 def _items(

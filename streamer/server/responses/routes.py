@@ -21,8 +21,7 @@ from streamer.errors import InvalidRequest, NotFound, StreamerError
 from streamer.server.context import TurnItem, context_of
 from streamer.server.openai import chat
 from streamer.server.openai.common import api_error, encode, new_id
-from streamer.server.openai.fields import decode_body
-from streamer.server.openai.models import check_model
+from streamer.server.prepared import Form
 from streamer.server.responses.body import DECODER, FIELDS, Includable
 from streamer.server.responses.events import ResponseEvents
 from streamer.server.responses.respond import find, find_chat, respond, turn_of
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from streamer.engine.stream import Delta, TokenStream
     from streamer.server.service import Service
 
+RESPONSE = Form("responses", DECODER, FIELDS)
 CANCEL_S = 10.0  # a cancel takes a step; a step that hangs must not hang this as well
 MAX_DIGITS = 16
 MAX_PAGE, DEFAULT_PAGE = 100, 20
@@ -105,26 +105,11 @@ class ResponseRoutes:
     async def create(self, request: Request) -> ASGIApp:
         """POST /v1/responses."""
         service = self._service
-        service.admit(request.scope)
-        data = await service.bodies.read(request)
-        num_bytes = len(data)
-        body = decode_body(data, DECODER, FIELDS)
-        del data
+        asked = await service.read(request, RESPONSE)
+        body = asked.body
         if body.background and body.store is False:
             raise InvalidRequest("background wants store: its answer is read later", param="store")
-        model = check_model(body.model, service.names)
-        params = body.params(service.engine.info.generation_defaults)
-        stream = await respond(
-            service,
-            request.scope,
-            body,
-            model=model,
-            params=params,
-            body_bytes=num_bytes,
-            response_id=new_id("resp_"),
-            detach_s=0.0,
-            transport="sse" if body.stream else "http",
-        )
+        stream = await respond(service, asked, new_id("resp_"))
         answer = ResponseAnswer(self._events(stream), stream)
         if body.stream:
             return EventStream(service, answer, [stream])
@@ -137,13 +122,9 @@ class ResponseRoutes:
     async def input_tokens(self, request: Request) -> ASGIApp:
         """POST /v1/responses/input_tokens: how long the prompt of such a response would be."""
         service = self._service
-        tenant = service.admit(request.scope, is_for_later=True)
-        data = await service.bodies.read(request)
-        body = decode_body(data, DECODER, FIELDS)
-        check_model(body.model, service.names)
-        body.params(service.engine.info.generation_defaults)
-        with service.bodies.used(tenant, len(data)):
-            turn = await turn_of(service, request.scope, body, response_id=new_id("resp_"))
+        asked = await service.read(request, RESPONSE, is_for_later=True)
+        with service.bodies.used(asked.tenant, asked.num_bytes):
+            turn = await turn_of(service, asked, new_id("resp_"))
         return _body(encode(InputTokens(len(turn.prompt))))
 
     async def compact(self, request: Request) -> ASGIApp:

@@ -16,7 +16,7 @@ from msgspec import inspect
 
 from streamer.core import plan, view
 from streamer.core.plan import NoticeKind
-from streamer.engine import stats, timing
+from streamer.engine import stats, stream
 from streamer.server import openapi, tickets, watching
 from streamer.server.openai import common, models, tokenizing
 from streamer.server.responses import body as responses
@@ -39,7 +39,7 @@ OTHER_NAMES: dict[str, type] = {  # or names that several Structs have
 }
 MODULES = (
     *(common, models, response_types, responses, tokenizing, socket_events, steering, tickets),
-    *(watching, openapi, view, stats, plan, timing),
+    *(watching, openapi, view, stats, plan, stream),
 )
 TS_NAME: dict[type, str] = {struct: name for name, struct in OTHER_NAMES.items()}
 

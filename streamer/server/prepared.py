@@ -1,0 +1,75 @@
+"""Prepared: a request for an answer, admitted, read, decoded and checked, before it has a prompt.
+
+Service makes it, of every body that asks for an answer; handlers pass it whole, back to
+Service.submit in the end. Values alone.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+import msgspec
+from starlette.types import Scope
+
+from streamer.core.sampling import SamplingParams
+from streamer.server.admission import tenant_of
+from streamer.server.openai.common import Body
+from streamer.server.openai.fields import Decoder, Table
+from streamer.server.telemetry.records import Operation, Transport
+
+B = TypeVar("B", bound=Body)
+
+
+class Form(msgspec.Struct, Generic[B], frozen=True):
+    """A kind of body: what it asks for, how it is decoded, and its table of known fields."""
+
+    operation: Operation
+    decoder: Decoder[B]
+    fields: Table
+
+
+class Reading(msgspec.Struct, frozen=True):
+    """How an answer is read.
+
+    detach_s     seconds it runs on after its last reader left, where its body names none
+    window       output tokens that a reader may lag; 0: any number; None: the server's setting
+    wants_place  its reader is sent its place in the queue
+    session      the socket's name
+    """
+
+    transport: Transport
+    detach_s: float = 0.0
+    window: int | None = None
+    wants_place: bool = False
+    session: str = ""
+
+
+class Prepared(msgspec.Struct, Generic[B], frozen=True):
+    """A checked body, of a caller that was let in.
+
+    num_bytes  of the body as it came
+    model      the name it is served by
+    """
+
+    operation: Operation
+    scope: Scope
+    body: B
+    num_bytes: int
+    model: str
+    params: SamplingParams
+    reading: Reading
+
+    @property
+    def tenant(self) -> str:
+        """The digest of the caller's key."""
+        return tenant_of(self.scope)
+
+    @property
+    def salt(self) -> str:
+        """The salt of the caller's blocks: the body's own, within those of its key.
+
+        Blocks of one key are never found by another: how long a prompt took and how much of it was
+        cached would tell what others ask.
+        """
+        salt = self.body.cache_salt or ""
+        return f"{self.tenant}:{salt}" if self.tenant else salt
