@@ -44,7 +44,7 @@ def wants_stream(value: str | None) -> bool:
 
 
 def owner_of(scope: Scope) -> str:
-    """How the salts of this caller's requests begin (see Prepared.salt); without keys, as all do."""
+    """How the salts of this caller's requests begin (Prepared.salt); without keys, as all do."""
     tenant = tenant_of(scope)
     return tenant and f"{tenant}:"
 
