@@ -70,7 +70,7 @@ ROOMS = {
     "engine": _room("core tokenizer", lazy_rooms="build", never="torch"),
     "server": _room(
         "engine tokenizer core",
-        "starlette uvicorn prometheus_client websockets",
+        "starlette uvicorn httptools prometheus_client websockets",
         lazy_packages="opentelemetry",
         never="torch streamer.model streamer.core.scheduler streamer.core.blocks streamer.core.kv",
     ),

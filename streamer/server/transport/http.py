@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+from array import array
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, cast
 
+import httptools
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -70,6 +72,26 @@ class _Stop(Exception):
     """Raised into the parser, which then stops."""
 
 
+class _Parser(httptools.HttpRequestParser):
+    """httptools' own, but a request whose upgrade is not made keeps its body (RFC 9110, 7.8).
+
+    httptools ends a request with an Upgrade header at its head. Java's client offers h2c with every
+    first request: the body of its POST would be lost.
+
+    on_offer  called then with the bytes after the head; False: the upgrade is made
+    """
+
+    on_offer: Callable[[bytes], bool]
+
+    def feed_data(self, data: bytes | bytearray | memoryview | array[int]) -> None:
+        """Feed a part of the connection's bytes."""
+        try:
+            super().feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if not self.on_offer(bytes(data)[upgrade.args[0] :]):
+                raise
+
+
 class LimitedHttpProtocol(HttpToolsProtocol):
     """Refuses heads over the limits, and connections beyond those of `addresses`.
 
@@ -84,6 +106,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.parser = self._new_parser()
+        self._is_declined = False  # the head offers an upgrade that is not made: it comes again
         self._num_kept = 0
         self._num_headers = 0
         self._num_hosts = 0
@@ -137,6 +161,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """The first byte of a head."""
         self._num_kept = self._num_headers = self._num_hosts = 0
+        self._is_declined = False
         self._start_timer(HEAD_TIMEOUT_S, self._on_slow_head)
         super().on_message_begin()
         self.scope["extensions"] = {ABORT: self.transport.abort}  # type: ignore[dict-item]
@@ -167,6 +192,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_WAITING:
             self.transport.abort()
             raise _Stop
+        self._is_declined = self.parser.should_upgrade() and not self._should_upgrade()
+        if self._is_declined:
+            return
         self._start_timer(BODY_TIMEOUT_S, self._on_slow_body)
         super().on_headers_complete()
         if self.cycle is not None and self.cycle.scope is self.scope:  # it is no upgrade
@@ -181,6 +209,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """The request is complete."""
         self._has_advanced = True
+        if self._is_declined:
+            return
         self._stop_timer()
         super().on_message_complete()
 
@@ -195,11 +225,30 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _should_upgrade(self) -> bool:
         """Not while an answer is on its way, and not for HTTP/1.0 (RFC 9110, 7.8)."""
         is_busy = self.cycle is not None and not self.cycle.response_complete
-        is_old = self.scope["http_version"] == "1.0"
+        is_old = self.parser.get_http_version() == "1.0"
         return not (is_busy or is_old) and super()._should_upgrade()
 
-    def _unsupported_upgrade_warning(self) -> None:
-        """An upgrade that is not made is answered as a request (RFC 9110, 7.8): nothing to say."""
+    def _new_parser(self) -> _Parser:
+        parser = _Parser(self)
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+        parser.on_offer = self._on_offer
+        return parser
+
+    def _on_offer(self, rest: bytes) -> bool:
+        """Parse the request once more, without its offer, if that is declined."""
+        if not self._is_declined:
+            return False
+        version = self.parser.get_http_version().encode()
+        head = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        head += [b"%b: %b" % pair for pair in self.headers if pair[0] != b"upgrade"]
+        self.parser = self._new_parser()  # after `Connection: close` the old one takes nothing
+        self.parser.feed_data(b"\r\n".join((*head, b"", rest)))
+        return True
+
+    def handle_websocket_upgrade(self) -> None:
+        """Java's client says that its handshake has no body, which websockets takes for one."""
+        self.headers[:] = [pair for pair in self.headers if pair != (b"content-length", b"0")]
+        super().handle_websocket_upgrade()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle

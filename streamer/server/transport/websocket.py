@@ -12,7 +12,7 @@ from typing import Any, Final, cast
 
 from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
-from websockets.exceptions import ProtocolError
+from websockets.exceptions import ProtocolError, SecurityError
 from websockets.frames import Close, Frame, Opcode
 from websockets.http11 import Request, Response
 from websockets.protocol import OPEN
@@ -117,8 +117,13 @@ class StreamingWebSocket(WebSocketsSansIOProtocol):
         if self.conn.handshake_exc is not None and not self.handshake_initiated:
             # websockets reads shorter heads than transport/http.py lets in, and says nothing of it
             self.handshake_initiated = self.handshake_complete = self.close_sent = True
-            says = "a header of the handshake is too long for a WebSocket\n"
-            response = self.conn.reject(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, says)
+            cause = self.conn.handshake_exc.__cause__
+            if isinstance(cause, SecurityError):
+                says = "a header of the handshake is too long for a WebSocket\n"
+                status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+            else:
+                says, status = f"no handshake of a WebSocket: {cause}\n", HTTPStatus.BAD_REQUEST
+            response = self.conn.reject(status, says)
             self.transport.write(response.serialize())
             self.transport.close()
 

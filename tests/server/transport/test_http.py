@@ -191,6 +191,26 @@ def test_an_old_client_is_not_upgraded(server: Running) -> None:
     assert answer_to(server, UPGRADE % (b"1.0", b"13") + b"\r\n").split()[1] == b"405"
 
 
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_the_body_of_a_request_that_offers_http_2_is_read(
+    server: Running, size: int, is_chunked: bool
+) -> None:
+    body = json.dumps({"prompt": "x", "max_tokens": 3, "ignore_eos": True}).encode()
+    framing = b"content-length: %d" % len(body)
+    if is_chunked:
+        framing, body = b"transfer-encoding: chunked", b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    request = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: %b\r\n"
+    offer = b"Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk"
+    sent = request % offer + framing + b"\r\n\r\n" + body
+    sent += request % (b"close, " + offer) + framing + b"\r\n\r\n" + body
+    with dial(server) as raw:
+        for i in range(0, len(sent), size):
+            raw.sendall(sent[i : i + size])
+        answer = read_to_end(raw)
+    assert answer.count(b"HTTP/1.1 200 OK") == answer.count(b'"text":" 1 2 3"') == 2
+
+
 def test_a_socket_is_not_opened_over_an_answer(slow: Running) -> None:
     with dial(slow) as raw:
         raw.sendall(STREAMED + UPGRADE % (b"1.1", b"13") + b"\r\n")
@@ -208,6 +228,17 @@ def test_another_version_of_websocket_is_told_ours(server: Running) -> None:
 def test_a_handshake_with_a_header_too_long_for_websockets_is_answered(server: Running) -> None:
     head = UPGRADE % (b"1.1", b"13") + b"x-long: %s\r\n\r\n" % (b"y" * 10_000)
     assert answer_to(server, head).split()[1] == b"431"
+
+
+@pytest.mark.parametrize(("length", "status"), [(0, b"101"), (5, b"400")])
+def test_a_handshake_may_say_that_it_has_no_body(
+    server: Running, length: int, status: bytes
+) -> None:
+    """Java's client does."""
+    head = UPGRADE % (b"1.1", b"13") + b"Content-Length: %d\r\n\r\n" % length
+    with dial(server) as raw:
+        raw.sendall(head)
+        assert raw.recv(1 << 16).split()[1] == status
 
 
 def test_a_whole_head_over_the_limit_is_refused_and_one_below_passes(server: Running) -> None:
