@@ -141,11 +141,14 @@ class LLM:
             return
         with self._lock:
             is_first, self._is_open = self._is_open, False
-        if is_first:
+        if not is_first:
+            self._thread.join()
+            return
+        try:
             asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+        finally:  # Ctrl-C too: the one who closes it again would wait for the thread
             self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        if is_first:
+            self._thread.join()
             self._loop.close()
 
     def __enter__(self) -> LLM:
