@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from streamer.config import Config
-from streamer.core.checks import entries, flag, integer, number, text, token_ids
 from streamer.core.plan import Add
-from streamer.core.sampling import SamplingParams
+from streamer.core.sampling import SamplingParams, entries, flag, integer, number, text, token_ids
 from streamer.core.scheduler import SchedulerConfig, check_fits
 from streamer.core.sizes import ModelInfo
 from streamer.engine.flow import Control, Limits
