@@ -52,9 +52,11 @@ class Load:
         self.num_rows = 0
         self._requests: dict[str, Waiter] = {}
         self._waiting: Counter[str] = Counter()  # choices that have never run, by tenant
-        # Of the requests they are of those that are not paused, by arrival: steps before it.
-        self._line: dict[str, int] = {}
+        # Of the requests they are of those that are not paused: priority -> id, by arrival -> steps
+        # before it.
+        self._line: dict[int, dict[str, int]] = {}
         self._lines: dict[int, dict[str, int]] = {}  # priority -> tenant -> choices in the line
+        self._rows: Counter[int] = Counter()  # num_rows by priority
         self._num_steps = 0
         self._num_begun = 0
         self._begun: deque[tuple[float, int]] = deque()  # while the first in line is passed over
@@ -85,8 +87,7 @@ class Load:
     def stepped(self, now: float) -> None:
         """A step is over, and those that began in it have moved."""
         self._num_steps += 1
-        first = next(iter(self._line.values()), self._num_steps)
-        if self._num_steps - first <= PASSED:
+        if not any(map(self._is_passed_over, self._line)):
             self._begun.clear()
             return
         self._begun.append((now, self._num_begun))
@@ -104,6 +105,7 @@ class Load:
         if is_scheduled:
             r.since = now
             self.num_rows += r.n
+            self._rows[r.priority] += r.n
             self._sum_begun += r.n * (now - r.held_s)
         else:
             self._give_up(r, now)
@@ -144,6 +146,10 @@ class Load:
         others = (rows for t, rows in self._lines.get(priority, {}).items() if t != tenant)
         return urgent + own + sum(min(rows, own + n) for rows in others)
 
+    def num_idle(self, priority: int, num_rows: int) -> int:
+        """Of so many rows, those a request can have at once: lower priorities give theirs up."""
+        return max(0, num_rows - sum(n for p, n in self._rows.items() if p <= priority))
+
     def wait_s(self, priority: int, tenant: str, n: int, num_idle: int, now: float) -> float:
         """Seconds until `n` more choices would run; `num_idle` rows can be had at once.
 
@@ -151,7 +157,8 @@ class Load:
         is a rate, too.
         """
         num_begun, over_s = 0, 0.0
-        if self._begun and now - self._begun[0][0] > STUCK_S:
+        is_stuck = any(p <= priority and self._is_passed_over(p) for p in self._line)
+        if is_stuck and self._begun and now - self._begun[0][0] > STUCK_S:
             since, before = self._begun[0]
             if num_idle > 0:
                 num_begun, over_s = self._num_begun - before, now - since
@@ -161,6 +168,10 @@ class Load:
             return 0.0
         wait_s = rows * self.mean_s(now) / max(1, self.num_rows)
         return min(wait_s, rows * over_s / num_begun) if num_begun else wait_s
+
+    def _is_passed_over(self, priority: int) -> bool:
+        """Whether the first in line with this priority, one of those in line, waits on and on."""
+        return self._num_steps - next(iter(self._line[priority].values())) > PASSED
 
     def _begin(self, request_id: str, r: Waiter) -> None:
         """It waits no longer."""
@@ -174,12 +185,15 @@ class Load:
             self._leave_line(request_id, r)
 
     def _join_line(self, request_id: str, r: Waiter) -> None:
-        self._line[request_id] = self._num_steps
+        self._line.setdefault(r.priority, {})[request_id] = self._num_steps
         line = self._lines.setdefault(r.priority, {})
         line[r.tenant] = line.get(r.tenant, 0) + r.n
 
     def _leave_line(self, request_id: str, r: Waiter) -> None:
-        del self._line[request_id]
+        ids = self._line[r.priority]
+        del ids[request_id]
+        if not ids:
+            del self._line[r.priority]
         if not self._line:
             self._begun.clear()
         line = self._lines[r.priority]
@@ -192,6 +206,9 @@ class Load:
     def _give_up(self, r: Waiter, now: float) -> None:
         since = r.since or 0.0
         self.num_rows -= r.n
+        self._rows[r.priority] -= r.n
+        if not self._rows[r.priority]:
+            del self._rows[r.priority]
         self._sum_begun -= r.n * (since - r.held_s)
         r.held_s += now - since
         r.since = None

@@ -157,7 +157,7 @@ class Registry:
         """
         load, n = self._load, asking.n
         waiting, own = load.num_waiting_rows, load.waiting_rows(asking.tenant)
-        idle = max(0, max_num_seqs - load.num_rows)
+        idle = load.num_idle(asking.priority, max_num_seqs)
         now = time.perf_counter()
         free = max_queue + idle - waiting
         if n > free or (asking.tenant and own + n > free):

@@ -42,7 +42,7 @@ class Desk:
             self.end(name)
 
     def wait_s(self, tenant: str = "", priority: int = 0, n: int = 1) -> float:
-        idle = self.num_rows - self.load.num_rows
+        idle = self.load.num_idle(priority, self.num_rows)
         return self.load.wait_s(priority, tenant, n, idle, self.now)
 
     def fill(self) -> None:
@@ -150,6 +150,20 @@ def test_who_was_paused_before_it_ran_is_waited_for_by_nobody() -> None:
     assert desk.wait_s("a") == pytest.approx(10.0)
 
 
+def test_rows_of_lower_priorities_are_no_wait() -> None:
+    """What runs and waits there gives way; what was preempted for it wants its rows back later."""
+    desk = Desk(2)
+    desk.fill()
+    for _ in range(2):
+        desk.move(desk.ask(priority=5))
+        desk.ask(priority=5)
+    desk.step(20, seconds=1.0)
+    assert desk.wait_s(priority=5) == pytest.approx(3 * 20.0 / 4)
+    assert desk.wait_s() == pytest.approx(20.0 / 4)  # both rows are taken by its own priority
+    assert desk.wait_s(priority=-1) == desk.wait_s(priority=-1, n=2) == 0.0
+    assert desk.wait_s(priority=-1, n=3) > 0.0
+
+
 def test_tenants_take_turns_and_priorities_go_first() -> None:
     desk = Desk(1)
     desk.fill()
@@ -158,7 +172,7 @@ def test_tenants_take_turns_and_priorities_go_first() -> None:
     desk.ask("late", priority=1)
     assert desk.wait_s("many") == pytest.approx(2.0 * 51)
     assert desk.wait_s("few") == pytest.approx(2.0 * 2)  # one of the many, and itself
-    assert desk.wait_s("few", priority=-1) == pytest.approx(2.0)
+    assert desk.wait_s("few", priority=-1) == 0.0  # what runs gives way
     assert desk.wait_s("few", priority=1) == pytest.approx(2.0 * 52)
     assert desk.load.waiting_rows("many") == 50
     assert desk.load.waiting_rows("few") == 0

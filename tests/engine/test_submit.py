@@ -417,3 +417,20 @@ async def test_numbers_of_numpy_become_pythons_own_in_a_prompt() -> None:
             assert {type(token) for token in stream.prompt} == {int}
             await stream.wait()
             assert stream.text() == expected_text(8)
+
+
+async def test_long_answers_of_low_priority_refuse_no_urgent_request() -> None:
+    """It would begin at once in one of their rows, so that it has nothing to wait for."""
+    async with asyncio.timeout(DEADLINE_S), GatedEngine(max_num_seqs=2) as gated:
+        engine, gate = gated.engine, gated.gate
+        engine._streams._load._mean_s = 600.0  # of answers before them
+        low = [engine.submit(request(max_tokens=40, priority=5)) for _ in range(4)]
+        for _ in range(8):
+            gate.allow()
+            await asyncio.to_thread(gate.waits.acquire)
+        assert engine.snapshot().waiting == 2
+        urgent = engine.submit(request(priority=0, max_wait_s=4.0))
+        gate.open()
+        for stream in (urgent, *low):
+            await stream.wait()
+            assert stream.finishes[0] is not None
