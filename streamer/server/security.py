@@ -20,7 +20,14 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from streamer.config import Config
-from streamer.errors import Forbidden, NotAuthenticated, Overloaded, StreamerError, TooLarge
+from streamer.errors import (
+    Forbidden,
+    InvalidRequest,
+    NotAuthenticated,
+    Overloaded,
+    StreamerError,
+    TooLarge,
+)
 from streamer.server.admission import TENANT, digest
 from streamer.server.openai.common import error_body
 from streamer.server.tickets import Tickets, take_tickets
@@ -207,7 +214,18 @@ class Bodies:
         self._used: Counter[str] = Counter()  # bytes by tenant
 
     async def read(self, request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
-        """The whole body, counted while it comes in; TooLarge beyond `limit` bytes."""
+        """The whole body, counted while it comes in; TooLarge beyond `limit` bytes.
+
+        InvalidRequest for a compressed one: a few bytes may stand for gigabytes.
+        """
+        coding = request.headers.get("content-encoding", "identity")
+        if coding.strip().lower() != "identity":
+            name = "content-encoding"
+            raise InvalidRequest(
+                f"{name} {coding!r} is not taken: send the body as it is",
+                param=name,
+                code="unsupported_encoding",
+            )
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > limit:
             raise TooLarge(f"the body has {declared} bytes, the limit is {limit}")

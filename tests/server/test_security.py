@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import socket
 import tracemalloc
@@ -192,6 +193,17 @@ def test_keys(server_with: Any) -> None:
     with pytest.raises(InvalidStatus) as caught:
         connect(server.ws_url)
     assert caught.value.response.status_code == 401
+
+
+def test_a_compressed_body_is_refused_by_the_name_of_its_header(server: Running) -> None:
+    body = gzip.compress(b'{"prompt": "x", "max_tokens": 1}')
+    url, headers = server.url + "/v1/completions", {"content-encoding": "gzip"}
+    error = httpx.post(url, content=body, headers=headers).json()["error"]
+    assert (error["param"], error["code"]) == ("content-encoding", "unsupported_encoding")
+    plain = httpx.post(
+        url, json={"prompt": "x", "max_tokens": 1}, headers={"content-encoding": "identity"}
+    )
+    assert plain.status_code == 200
 
 
 def test_a_body_over_the_limit_is_refused_by_its_length(server: Running) -> None:

@@ -186,7 +186,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The head is here."""
         self._has_advanced = True
-        if self._num_hosts > 1:  # RFC 9112, 3.2
+        is_old = self.parser.get_http_version() == "1.0"
+        if self._num_hosts > 1 or not (self._num_hosts or is_old):  # RFC 9112, 3.2
             error = InvalidRequest("a request has one Host header", code="invalid_http")
             self._stop(b"400 Bad Request", error)
         if len(self.pipeline) >= MAX_WAITING:

@@ -63,10 +63,11 @@ def answer_to(server: Running, request: bytes) -> bytes:
         (START + b"a: b\r\n" * 200 + b"\r\n", b"431"),
         (b"GET /?" + b"a&" * 5000 + b" HTTP/1.1\r\n", b"414"),
         (START + b"Host: evil.example\r\n\r\n", b"400"),
+        (b"GET /health HTTP/1.1\r\n\r\n", b"400"),
     ],
-    ids=["headers", "target", "hosts"],
+    ids=["headers", "target", "hosts", "no host"],
 )
-def test_many_headers_a_long_target_and_two_hosts_are_refused(
+def test_many_headers_a_long_target_and_two_hosts_or_none_are_refused(
     server: Running, request_: bytes, status: bytes
 ) -> None:
     head, _, body = answer_to(server, request_).partition(b"\r\n\r\n")
