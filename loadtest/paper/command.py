@@ -22,15 +22,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from streamer.errors import ConfigError
+from streamer.loadtest import plots, table
 from streamer.loadtest.inside.apart import run_apart
-from streamer.loadtest.paper import report as paper_report
-from streamer.loadtest.paper.report import Comparison, Measured, Report
+from streamer.loadtest.paper.comparison import Comparison
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+
 Measure = Callable[..., Comparison]  # measure(progress, *, tiny=False)
-OUT = Path("loadtest/results/paper")
+OUT = Path(__file__).resolve().parents[1] / "results" / "paper"  # wherever it is run from
 PACKAGES = ("torch", "transformers")
 
 
@@ -60,20 +61,15 @@ class Part(msgspec.Struct, frozen=True):
 
 def _measure(name: str) -> Measure:
     """What makes a comparison."""
-    from streamer.loadtest.paper import allocation as paper_allocation
-    from streamer.loadtest.paper import batching as paper_batching
-    from streamer.loadtest.paper import chunks as paper_chunks
-    from streamer.loadtest.paper import flow as paper_flow
-    from streamer.loadtest.paper import sharing as paper_sharing
-    from streamer.loadtest.paper import swap as paper_swap
+    from streamer.loadtest.paper import batching, flow, memory, scheduling
 
     return {
-        "batching": paper_batching.measure,
-        "allocation": paper_allocation.measure,
-        "sharing": paper_sharing.measure,
-        "swap": paper_swap.measure,
-        "chunks": paper_chunks.measure,
-        "flow": paper_flow.measure,
+        "batching": batching.measure,
+        "allocation": memory.measure_allocation,
+        "sharing": memory.measure_sharing,
+        "swap": scheduling.measure_swap,
+        "chunks": scheduling.measure_chunks,
+        "flow": flow.measure,
     }[name]
 
 
@@ -82,7 +78,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     listed = "; ".join(f"{name}: {entry.help}" for name, entry in ENTRIES.items())
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=ENTRIES, help=listed)
     parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", help=f"for tables and plots ({OUT}; not with --tiny)"
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="for tables and plots (loadtest/results/paper; not with --tiny)",
     )
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the code")
     parser.add_argument("--part", type=Path, help=argparse.SUPPRESS)
@@ -94,23 +93,21 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if args.part is not None:
         return _run_here(names[0], console, args.part, is_tiny=args.tiny)
     out = args.out or (None if args.tiny else OUT)
-    if out is OUT and not OUT.parent.is_dir():
-        raise ConfigError(f"there is no {OUT.parent} here: name a folder with --out", param="out")
     if out is not None:
         _make(out)  # before minutes are spent on what could not be written
     parts, seconds = _run_all(names, console, is_tiny=args.tiny)
-    before = paper_report.read(out) if out else Report()
+    before = read(out) if out else Report()
     measured = dict(before.measured)
     for name, part in parts.items():
         if part.comparison is not None:
             measured[name] = _dated(part.comparison, seconds[name], is_tiny=args.tiny)
-            paper_report.print_comparison(console, measured[name])
+            print_comparison(console, measured[name])
         else:
             console.print(f"{name} failed: {part.failure}", style="red", markup=False)
     failures = {name: part.failure for name, part in parts.items() if part.failure}
     if out is not None:
         in_order = {name: measured[name] for name in ENTRIES if name in measured}
-        paper_report.write(Report(in_order, failures), out)
+        write(Report(in_order, failures), out)
         console.print(f"written to {out}", markup=False, highlight=False)
     return 1 if failures else 0
 
@@ -190,3 +187,105 @@ def _dated(comparison: Comparison, took_s: float, *, is_tiny: bool) -> Measured:
     where = ", ".join(str(value) for key, value in device().items() if key != "python")
     date = datetime.now(UTC).strftime("%Y-%m-%d")
     return Measured(comparison, date, round(took_s, 1), where, versions, is_tiny)
+
+
+JSON, MARKDOWN = "paper.json", "README.md"
+TINY_NOTE = "Tiny shapes: they exercise the code and say nothing about speed."
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """A comparison, and when and where it was made."""
+
+    comparison: Comparison
+    date: str
+    took_s: float
+    device: str
+    versions: dict[str, str]
+    is_tiny: bool = False
+
+
+class Report(msgspec.Struct, frozen=True):
+    """All that is known, as its JSON has it. `failures`: name -> what the last run met."""
+
+    measured: dict[str, Measured] = {}
+    failures: dict[str, str] = {}
+
+
+# ---------------------------------------------------------------- files
+
+
+def read(folder: Path) -> Report:
+    """What was written there before; an empty report if nothing was."""
+    file = folder / JSON
+    return msgspec.json.decode(file.read_bytes(), type=Report) if file.exists() else Report()
+
+
+def write(report: Report, folder: Path) -> None:
+    """paper.json, README.md with the tables, and a picture a comparison."""
+    folder.mkdir(parents=True, exist_ok=True)
+    encoded = msgspec.json.format(msgspec.json.encode(report), indent=1)
+    (folder / JSON).write_bytes(encoded + b"\n")
+    (folder / MARKDOWN).write_text(markdown(report), encoding="utf-8")
+    for name, made in report.measured.items():
+        (folder / f"{name}.svg").write_text(svg(made.comparison), encoding="utf-8")
+
+
+# ---------------------------------------------------------------- text
+
+
+def markdown(report: Report) -> str:
+    """The whole report: a summary, then each comparison with its table and picture."""
+    parts = [
+        "# Beside the papers",
+        "What the papers on continuous batching and paged memory published, measured with this "
+        "engine. `make paper` measures all of it again and writes this page.",
+    ]
+    if report.measured:
+        rows: list[tuple[str, ...]] = [("", "published", "here")]
+        for name, made in report.measured.items():
+            it = made.comparison
+            rows.append((f"[{it.title}](#{name})", it.published, it.finding))
+        parts.append(table.markdown(rows))
+    for name, made in report.measured.items():
+        parts += _section(name, made)
+    if report.failures:
+        parts.append("## Failed in the last run")
+        parts += [f"- {name}: {why}" for name, why in report.failures.items()]
+    return "\n\n".join(parts) + "\n"
+
+
+def _section(name: str, made: Measured) -> list[str]:
+    it = made.comparison
+    versions = ", ".join(f"{package} {version}" for package, version in made.versions.items())
+    where = f"{made.date}, {made.device}, {versions}; {made.took_s:.0f} s."
+    return [
+        f'<a id="{name}"></a>',
+        f"## {it.title}",
+        *([TINY_NOTE] if made.is_tiny else []),
+        f"Published: {it.published}",
+        table.markdown([it.columns, *(tuple(map(table.number, row)) for row in it.rows)]),
+        f"Here: {it.finding}",
+        f"![{it.title}]({name}.svg)",
+        f"{it.setting} Measured {where}",
+    ]
+
+
+def print_comparison(console: Console, made: Measured) -> None:
+    """The table, what was published and what was seen."""
+    it = made.comparison
+    rows = [it.columns, *(tuple(map(table.number, row)) for row in it.rows)]
+    console.print(table.terminal(rows, it.title))
+    console.print(f"Published: {it.published}\nHere: {it.finding}", markup=False, highlight=False)
+    if made.is_tiny:
+        console.print(TINY_NOTE, style="dim")
+
+
+# ---------------------------------------------------------------- pictures
+
+
+def svg(comparison: Comparison) -> str:
+    """The comparison's chart."""
+    plot = comparison.plot
+    lines = [plots.Line(one.name, one.points) for one in plot.series]
+    labels = (plot.x, plot.y)
+    return plots.chart(comparison.title, plot.kind, labels, lines, plots.named(plot.ticks))

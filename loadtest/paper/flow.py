@@ -2,7 +2,7 @@
 
 `streamer serve` in a process of its own with a real model, real sockets on this side: some ask for
 long answers and read nothing, others read as fast as they can and ask again at each answer's end.
-Without flow control (`--stream-window 0`) nobody is ever paused. Called by paper/command.py.
+Without flow control (`--stream-window 0`) no request is ever paused.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from typing import Any
 import msgspec
 
 from streamer.errors import StreamerError
-from streamer.loadtest.paper.chunks import share
-from streamer.loadtest.paper.report import Comparison, Plot, Series
-from streamer.loadtest.paper.steps import LAST_ID, checkpoint, prompt
+from streamer.loadtest.paper.comparison import LAST_ID, Comparison, Plot, Series, checkpoint, prompt
+from streamer.loadtest.paper.scheduling import share
 from streamer.loadtest.sse import DONE, Lines
 
 PUBLISHED = (

@@ -218,8 +218,8 @@ def write(found: Results, out: Path) -> None:
 
 
 def default_out(device: torch.device) -> Path:
-    """loadtest/results/gpu-<device>.json where that folder is here, else in this one."""
-    folder = Path("loadtest/results")
+    """gpu-<device>.json in a checkout's loadtest/results, else in the folder it is run from."""
+    folder = Path(__file__).resolve().parents[2] / "results"
     slug = "-".join(device_name(device).lower().replace("/", " ").split())
     return (folder if folder.is_dir() else Path()) / f"gpu-{slug}.json"
 

@@ -1,10 +1,11 @@
-"""bench paper: the door runs each comparison apart, says who failed, and keeps what was there."""
+"""bench paper: each comparison runs apart, what failed is said, and the report has it all."""
 
 from __future__ import annotations
 
 import argparse
 import io
 import sys
+import xml.etree.ElementTree as Xml
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from streamer.errors import ConfigError
 from streamer.loadtest.paper import command as paper
-from streamer.loadtest.paper import report as paper_report
-from streamer.loadtest.paper.command import Entry, Part
-from streamer.loadtest.paper.report import Comparison, Measured, Plot, Report, Series
+from streamer.loadtest.paper.command import Entry, Measured, Part, Report, markdown, svg
+from streamer.loadtest.paper.comparison import Comparison, Plot, Series
 
 BARS = Plot("bars", "x", "y", (Series("ours", ((0.0, 1.0), (1.0, 3.0))),), ("a", "b"))
 
@@ -76,7 +75,7 @@ def test_one_that_fails_is_said_and_the_rest_goes_on(
     assert code == 1
     assert f"one failed: {why}" in text
     assert "here 3" in text
-    found = paper_report.read(tmp_path)
+    found = paper.read(tmp_path)
     assert found.failures == {"one": why}
     assert list(found.measured) == ["two"]
     assert f"- one: {why}" in (tmp_path / "README.md").read_text(encoding="utf-8")
@@ -92,7 +91,7 @@ def test_only_one_leaves_the_others_figures(
     scripts["two"] = leaves("two", "here 4")
     assert run("--out", str(tmp_path))[0] == 0
     assert run("--out", str(tmp_path), "--only", "one")[0] == 0
-    found = paper_report.read(tmp_path).measured
+    found = paper.read(tmp_path).measured
     assert [(name, m.comparison.finding) for name, m in found.items()] == [
         ("one", "here 3"),
         ("two", "here 4"),
@@ -122,12 +121,9 @@ def test_a_process_leaves_its_comparison_or_why_there_is_none(
     assert msgspec.json.decode(file.read_bytes(), type=Part) == Part(failure="ValueError: no such")
 
 
-def test_figures_are_not_written_to_where_nobody_looks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="name a folder with --out"):
-        run("--only", "sharing")
+def test_figures_go_to_the_checkout_from_wherever_it_is_run() -> None:
+    assert paper.OUT.is_absolute()
+    assert (paper.OUT / "paper.json").is_file()
 
 
 def test_every_entry_has_a_measure_and_all_take_under_half_an_hour() -> None:
@@ -138,6 +134,71 @@ def test_every_entry_has_a_measure_and_all_take_under_half_an_hour() -> None:
 def test_a_measured_report_survives_its_file(tmp_path: Path) -> None:
     made = Measured(comparison("one"), "2026-11-22", 1.5, "a CPU", {"torch": "2"})
     report = Report({"one": made}, {"two": "hung"})
-    assert paper_report.read(tmp_path) == Report()
-    paper_report.write(report, tmp_path)
-    assert paper_report.read(tmp_path) == report
+    assert paper.read(tmp_path) == Report()
+    paper.write(report, tmp_path)
+    assert paper.read(tmp_path) == report
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def drawn(plot: Plot) -> Xml.Element:
+    made = Comparison("a", "A < B", "2 | 3", ("", "n"), (("x", 1234.0),), "4.", "so.", plot)
+    return Xml.fromstring(svg(made))
+
+
+def texts(picture: Xml.Element) -> list[str]:
+    return [t.text or "" for t in picture.iter(f"{SVG}text")]
+
+
+def test_bars_are_as_high_as_their_values() -> None:
+    series = (
+        Series("ours", ((0.0, 4.0), (1.0, 2.0))),
+        Series("theirs", ((0.0, 1.0), (1.0, 0.0))),
+    )
+    picture = drawn(Plot("bars", "batch", "tokens/s", series, ("eight", "sixteen")))
+    bars = [r for r in picture.iter(f"{SVG}rect") if r.get("rx")]
+    heights = [float(r.get("height", "")) for r in bars]
+    assert heights == pytest.approx([4 * heights[2], 2 * heights[2], heights[2], 0])
+    lefts = [float(r.get("x", "")) for r in bars]
+    assert lefts[0] < lefts[2] < lefts[1] < lefts[3], "side by side within their group"
+    said = texts(picture)
+    assert {"A < B", "ours", "theirs", "eight", "sixteen", "batch", "tokens/s", "4"} <= set(said)
+
+
+def test_lines_go_through_their_points() -> None:
+    ticks = ("16", "32", "64")
+    points = ((0.0, 0.0), (1.0, 5.0), (2.0, 10.0))
+    picture = drawn(Plot("lines", "x", "y", (Series("ours", points),), ticks))
+    places = [
+        (float(c.get("cx", "")), float(c.get("cy", ""))) for c in picture.iter(f"{SVG}circle")
+    ]
+    (x0, y0), (x1, y1), (x2, y2) = places
+    assert (x1 - x0, y0 - y1) == pytest.approx((x2 - x1, y1 - y2))
+    assert x0 < x1
+    assert y2 < y0
+    line = next(picture.iter(f"{SVG}polyline"))
+    assert line.get("points") == " ".join(f"{x},{y}" for x, y in places)
+    assert set(ticks) <= set(texts(picture))
+
+
+def test_a_picture_of_nothing() -> None:
+    drawn(Plot("bars", "", "", ()))
+    drawn(Plot("lines", "", "", (Series("one", ((3.0, 0.0),)),)))
+
+
+def test_markdown_has_published_beside_ours() -> None:
+    plot = Plot("bars", "", "", (Series("ours", ((0.0, 1.0),)),), ("a",))
+    made = Comparison("a", "A", "2 | 3", ("", "n"), (("x", 1234.0),), "4.", "So.", plot)
+    where = {"torch": "2.13"}
+    text = markdown(
+        Report(
+            {"a": Measured(made, "2026-11-22", 3.2, "a CPU", where, is_tiny=True)}, {"b": "hung"}
+        )
+    )
+    assert "| [A](#a) | 2 \\| 3 | 4. |" in text
+    assert "|  | n |\n| --- | --- |\n| x | 1,234 |" in text
+    assert "![A](a.svg)" in text
+    assert "So. Measured 2026-11-22, a CPU, torch 2.13; 3 s." in text
+    assert "say nothing about speed" in text
+    assert "- b: hung" in text

@@ -1,29 +1,46 @@
-"""Paged against contiguous allocation: what of the KV cache holds tokens, and how many fit.
+"""What the KV cache holds: paged beside contiguous allocation, and blocks that choices share.
 
-Paged is the real engine: its page tables are read after every step while it runs. Contiguous is a
-model of what the PagedAttention paper compared with: each request reserves one piece of the same
-pool, found by a buddy allocator, for the longest answer there may be (Max), for the next power of
-two of its answer (Pow2), or for just its answer (Oracle); one token a step, first come first
-served, nobody is ever set aside.
+Allocation: paged is the real engine, its page tables read after every step while it runs.
+Contiguous is a model of what the PagedAttention paper compared with: each request reserves one
+piece of the same pool, found by a buddy allocator, for the longest answer there may be (Max), for
+the next power of two of its answer (Pow2), or for just its answer (Oracle); one token a step, first
+come first served, none ever set aside.
+
+Sharing: the same prompts twice, as requests with n choices, and as n separate requests without a
+prefix cache. Counts the distinct blocks in the page tables after every step. As in the paper, the
+saving is the blocks that sharing saved, of all blocks that there would be without it, on average.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from streamer.core.view import SchedulerView
-from streamer.loadtest.paper.asks import CONTEXT, TINY_SCALE, Ask, Kind, asks, page_tables
-from streamer.loadtest.paper.report import Comparison, Plot, Series
-from streamer.loadtest.paper.steps import MODEL, Steps, checkpoint, settings
+from streamer.loadtest.paper.comparison import (
+    CONTEXT,
+    MODEL,
+    TINY_SCALE,
+    Ask,
+    Comparison,
+    Kind,
+    Plot,
+    Series,
+    Steps,
+    asks,
+    checkpoint,
+    page_tables,
+    settings,
+)
 
 BLOCK_SIZES = (8, 16, 32)
 # In tokens. The paper's OPT-13B has 15,700 (table 1); a look lists no more than 256 requests, so
 # short ones get less.
 POOLS: dict[Kind, int] = {"ShareGPT": 8 * CONTEXT, "Alpaca": 2 * CONTEXT}
-COUNTS: dict[Kind, int] = {"ShareGPT": 128, "Alpaca": 192}
+NUM_REQUESTS: dict[Kind, int] = {"ShareGPT": 128, "Alpaca": 192}
 
 
 class Moment(msgspec.Struct, frozen=True):
@@ -35,7 +52,7 @@ class Moment(msgspec.Struct, frozen=True):
     has_waiting: bool
 
 
-class Usage(msgspec.Struct, frozen=True):
+class Occupancy(msgspec.Struct, frozen=True):
     """A run: per cent of what is held without a token, and of the pool with one; running at once.
 
     The latter two while others wait, which is when room is short.
@@ -47,10 +64,10 @@ class Usage(msgspec.Struct, frozen=True):
     peak_running: int
 
 
-def summed(moments: Sequence[Moment], pool_tokens: int) -> Usage:
+def summed(moments: Sequence[Moment], pool_tokens: int) -> Occupancy:
     """The averages over a run's steps."""
     full = [m for m in moments if m.has_waiting] or moments
-    return Usage(
+    return Occupancy(
         wasted=100 * (1 - sum(m.used for m in moments) / sum(m.held for m in moments)),
         filled=100 * sum(m.used for m in full) / (len(full) * pool_tokens),
         mean_running=sum(m.running for m in full) / len(full),
@@ -58,12 +75,12 @@ def summed(moments: Sequence[Moment], pool_tokens: int) -> Usage:
     )
 
 
-# ---------------------------------------------------------------- paged: the engine
+# ---------------------------------------------------------------- allocation: paged, the engine
 
 
 def paged(
     folder: Path, requests: Sequence[Ask], block_size: int, pool_tokens: int, context: int
-) -> Usage:
+) -> Occupancy:
     """The engine on a pool of so many tokens, all requests there from the start."""
     moments = []
     config = settings(
@@ -97,7 +114,7 @@ def moment_of(view: SchedulerView) -> Moment:
     return Moment(sum(fill.values()), len(fill) * view.block_size, len(tables), has_waiting)
 
 
-# ---------------------------------------------------------------- contiguous: a model of it
+# ---------------------------------------------------------------- allocation: contiguous, a model
 
 
 class Buddies:
@@ -152,7 +169,7 @@ POLICIES: dict[str, Callable[[Ask, int], int]] = {
 
 def contiguous(
     requests: Sequence[Ask], reserve: Callable[[Ask, int], int], pool_tokens: int, context: int
-) -> Usage:
+) -> Occupancy:
     """Each request in one piece until it ends; its prompt is there after its first step."""
     pool = Buddies(pool_tokens)
     running: list[list[int]] = []  # [tokens written, tokens at its end, start, size]
@@ -183,16 +200,16 @@ def contiguous(
     return summed(moments, pool_tokens)
 
 
-# ---------------------------------------------------------------- the comparison
+# ---------------------------------------------------------------- allocation: what is shown
 
 
-def measure(progress: Callable[[str], None], *, tiny: bool = False) -> Comparison:
+def measure_allocation(progress: Callable[[str], None], *, tiny: bool = False) -> Comparison:
     """Both workloads under every policy and block size."""
-    found: dict[Kind, dict[str, Usage]] = {}
+    found: dict[Kind, dict[str, Occupancy]] = {}
     progress("writing the model")
     with checkpoint(tiny=tiny) as folder:
-        for kind in COUNTS:
-            count, scale = (8, TINY_SCALE) if tiny else (COUNTS[kind], 1)
+        for kind in NUM_REQUESTS:
+            count, scale = (8, TINY_SCALE) if tiny else (NUM_REQUESTS[kind], 1)
             pool, context = (512, 128) if tiny else (POOLS[kind], CONTEXT)
             requests = asks(kind, count, scale=scale, context=context)
             usages = {
@@ -203,10 +220,10 @@ def measure(progress: Callable[[str], None], *, tiny: bool = False) -> Compariso
                 progress(f"{kind}, blocks of {size}")
                 usages[f"blocks of {size}"] = paged(folder, requests, size, pool, context)
             found[kind] = usages
-    return _compare(found)
+    return _compare_allocation(found)
 
 
-def _compare(found: dict[Kind, dict[str, Usage]]) -> Comparison:
+def _compare_allocation(found: dict[Kind, dict[str, Occupancy]]) -> Comparison:
     published = {
         ("ShareGPT", "Max"): "7.0",
         ("ShareGPT", "Pow2"): "9.8",
@@ -240,8 +257,8 @@ def _compare(found: dict[Kind, dict[str, Usage]]) -> Comparison:
             "published, at once",
         ),
         rows=tuple(rows),
-        finding=_finding(found),
-        setting=_setting(),
+        finding=_allocation_finding(found),
+        setting=_allocation_setting(),
         plot=Plot(
             "bars",
             "",
@@ -258,7 +275,7 @@ def _compare(found: dict[Kind, dict[str, Usage]]) -> Comparison:
     )  # fmt: skip
 
 
-def _finding(found: dict[Kind, dict[str, Usage]]) -> str:
+def _allocation_finding(found: dict[Kind, dict[str, Occupancy]]) -> str:
     share, small = found["ShareGPT"], found["Alpaca"]
     contiguous = [share[name].wasted for name in POLICIES]
     ours, most, known = share["blocks of 16"], share["Max"], share["Oracle"]
@@ -272,10 +289,10 @@ def _finding(found: dict[Kind, dict[str, Usage]]) -> str:
     )
 
 
-def _setting() -> str:
+def _allocation_setting() -> str:
     counts = " and ".join(
-        f"{COUNTS[kind]} requests of {kind}'s lengths on a pool of {POOLS[kind]:,} tokens"
-        for kind in COUNTS
+        f"{NUM_REQUESTS[kind]} requests of {kind}'s lengths on a pool of {POOLS[kind]:,} tokens"
+        for kind in NUM_REQUESTS
     )
     return (
         f"{MODEL} (42 million parameters, random weights); {counts}; context {CONTEXT:,}, all "
@@ -284,3 +301,177 @@ def _setting() -> str:
         "Contiguous is computed (buddy allocator, a token a step); paged is read from the "
         "engine's page tables after every step, preemption included."
     )
+
+
+# ---------------------------------------------------------------- sharing
+
+
+CHOICES = (2, 4, 6)
+BLOCK_SIZE = 16
+NUM_PROMPTS: dict[str, int] = {"Alpaca": 32, "ShareGPT": 24}
+PUBLISHED_SAVED = {
+    ("Alpaca", 2): 6.1,
+    ("Alpaca", 4): 8.5,
+    ("Alpaca", 6): 9.8,
+    ("ShareGPT", 2): 16.2,
+    ("ShareGPT", 6): 30.5,
+}
+
+
+class Blocks(msgspec.Struct, frozen=True):
+    """A run: blocks held, and entries of all page tables, summed over its steps; its speed."""
+
+    held: int
+    listed: int
+    peak: int
+    tokens_per_s: float
+
+
+class Sharing(msgspec.Struct, frozen=True):
+    """One workload and n, with sharing and without."""
+
+    kind: Kind
+    n: int
+    shared: Blocks
+    alone: Blocks
+
+    @property
+    def saved(self) -> float:
+        """Per cent of the blocks, on average over the steps of the two runs."""
+        return saving(self.shared, self.alone)
+
+
+def saving(shared: Blocks, alone: Blocks) -> float:
+    """Per cent: blocks saved by sharing, of those without it."""
+    return 100 * (1 - shared.held / alone.held)
+
+
+def count_blocks(view: SchedulerView) -> tuple[int, int]:
+    """(distinct blocks, entries) of all page tables."""
+    tables = [blocks for _, blocks in page_tables(view)]
+    return len({block for table in tables for block in table}), sum(map(len, tables))
+
+
+def run_choices(
+    folder: Path, requests: Sequence[Ask], n: int, *, is_shared: bool, room: int
+) -> Blocks:
+    """Every request n times, all at once, in a pool of `room` blocks that holds them all."""
+    config = settings(
+        block_size=BLOCK_SIZE,
+        max_num_seqs=len(requests) * n,
+        num_gpu_blocks_override=room,
+        max_model_len=max(len(ask.prompt) + ask.num_output for ask in requests),
+        swap_space=0.01,
+        enable_prefix_caching=is_shared,
+    )
+    each = (1, n) if is_shared else (n, 1)
+    with Steps(folder, config) as steps:
+        for i, ask in enumerate(requests):
+            for j in range(each[0]):
+                steps.add(f"{i} {j}", *ask, temperature=1.0, n=each[1])
+        held = listed = peak = tokens = 0
+        step_s = 0.0
+        while True:
+            began = time.perf_counter()
+            output = steps.step()
+            step_s += time.perf_counter() - began
+            if output is None:
+                break
+            tokens += len(output.tokens)
+            now_held, now_listed = count_blocks(steps.look())
+            held, listed, peak = held + now_held, listed + now_listed, max(peak, now_held)
+    return Blocks(held, listed, peak, tokens / step_s)
+
+
+def measure_sharing(progress: Callable[[str], None], *, tiny: bool = False) -> Comparison:
+    """Both workloads with each n."""
+    cases = []
+    progress("writing the model")
+    with checkpoint(tiny=tiny) as folder:
+        first = asks("Alpaca", 2)
+        room = room_for(first, 2)
+        run_choices(folder, first, 2, is_shared=True, room=room)  # the first is slower
+        for kind in ("Alpaca", "ShareGPT"):
+            requests = asks(kind, 3, scale=TINY_SCALE) if tiny else asks(kind, NUM_PROMPTS[kind])
+            for n in CHOICES:
+                usage = []
+                for is_shared in (True, False):
+                    how = "shared" if is_shared else "alone"
+                    progress(f"{kind}, n = {n}, {how}")
+                    room = room_for(requests, n)
+                    usage.append(run_choices(folder, requests, n, is_shared=is_shared, room=room))
+                cases.append(Sharing(kind, n, *usage))
+    return _compare_sharing(cases)
+
+
+def room_for(requests: Sequence[Ask], n: int) -> int:
+    """Blocks in which all choices run at once without sharing, above the watermark."""
+    blocks = sum(-(-(len(a.prompt) + a.num_output) // BLOCK_SIZE) for a in requests) * n
+    return blocks + max(2, blocks // 16)
+
+
+def _compare_sharing(cases: Sequence[Sharing]) -> Comparison:
+    by_kind = {kind: [c for c in cases if c.kind == kind] for kind in ("Alpaca", "ShareGPT")}
+    saved = {kind: [f"{c.saved:.1f}" for c in of] for kind, of in by_kind.items()}
+    gains = [c.shared.tokens_per_s / c.alone.tokens_per_s for c in cases]
+    counts = " and ".join(f"{count} of {kind}" for kind, count in NUM_PROMPTS.items())
+    rows = [
+        (
+            f"{c.kind}, n = {c.n}",
+            _published(c),
+            f"{c.saved:.1f} %",
+            c.alone.peak,
+            c.shared.peak,
+            c.alone.tokens_per_s,
+            c.shared.tokens_per_s,
+        )
+        for c in cases
+    ]
+    return Comparison(
+        name="sharing",
+        title="Blocks saved by sharing a prompt between n choices",
+        published=(
+            "n = 2, 4, 6 save 6.1, 8.5, 9.8 % of the blocks with Alpaca's prompts and 16.2 to "
+            "30.5 % with ShareGPT's longer ones (OPT-13B, PagedAttention, section 6.3)."
+        ),
+        columns=(
+            "", "published", "saved", "most blocks, alone", "shared", "tokens/s, alone", "shared",
+        ),
+        rows=tuple(rows),
+        finding=(
+            f"n = {', '.join(map(str, CHOICES))} save {', '.join(saved['Alpaca'])} % with Alpaca's "
+            f"lengths and {', '.join(saved['ShareGPT'])} % with ShareGPT's, and make "
+            f"{min(gains):.2f} to {max(gains):.2f} times the tokens a second, by prompts that are "
+            "computed once."
+        ),
+        setting=(
+            f"{MODEL} (42 million parameters, random weights), blocks of {BLOCK_SIZE}, "
+            f"{counts}'s requests, all at once in a pool that holds "
+            "them; temperature 1; page tables are read after every step. Alone: n requests of one "
+            "choice without a prefix cache."
+        ),
+        plot=Plot(
+            "bars",
+            "choices a request",
+            "blocks saved, %",
+            (
+                *(_series(f"here, {kind}", of) for kind, of in by_kind.items()),
+                *(_published_series(kind) for kind in by_kind),
+            ),
+            tuple(f"n = {n}" for n in CHOICES),
+        ),
+    )  # fmt: skip
+
+
+def _published(case: Sharing) -> str:
+    known = PUBLISHED_SAVED.get((case.kind, case.n))
+    return f"{known} %" if known is not None else "between"
+
+
+def _series(name: str, cases: Sequence[Sharing]) -> Series:
+    return Series(name, tuple((float(i), c.saved) for i, c in enumerate(cases)))
+
+
+def _published_series(kind: str) -> Series:
+    points = [(float(i), PUBLISHED_SAVED.get((kind, n))) for i, n in enumerate(CHOICES)]
+    return Series(f"published, {kind}", tuple((x, y) for x, y in points if y is not None))

@@ -1,4 +1,4 @@
-"""Paged beside contiguous allocation: both counted right where it can be done by hand."""
+"""What the KV cache holds: counted right where it can be done by hand."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from streamer.demo import CHECKPOINT
-from streamer.loadtest.paper import allocation as paper_allocation
-from streamer.loadtest.paper.allocation import (
+from streamer.loadtest.paper import memory as paper_memory
+from streamer.loadtest.paper.comparison import Ask
+from streamer.loadtest.paper.memory import (
     Buddies,
     Moment,
     contiguous,
@@ -16,9 +17,11 @@ from streamer.loadtest.paper.allocation import (
     reserve_known,
     reserve_longest,
     reserve_power,
+    room_for,
+    run_choices,
+    saving,
     summed,
 )
-from streamer.loadtest.paper.asks import Ask
 
 
 def ask(num_prompt: int, num_output: int, first: int = 100) -> Ask:
@@ -86,10 +89,37 @@ def test_who_does_not_fit_waits() -> None:
     assert usage.filled == pytest.approx(100 * (6 + 8) / 32), "while the third waits"
 
 
-def test_it_runs() -> None:
+def test_allocation_runs() -> None:
     told: list[str] = []
-    found = paper_allocation.measure(told.append, tiny=True)
+    found = paper_memory.measure_allocation(told.append, tiny=True)
     names = [str(row[0]) for row in found.rows]
     assert len(names) == 12
     assert names[:3] == ["ShareGPT, Max", "ShareGPT, Pow2", "ShareGPT, Oracle"]
     assert "Alpaca, blocks of 32" in told
+
+
+def test_two_choices_of_one_prompt() -> None:
+    """A prompt of two blocks, and 8 tokens of each choice in a third one, from step 2 to 7.
+
+    The first step leaves the prompt's blocks, the last one nothing.
+    """
+    requests = [Ask(tuple(range(100, 132)), 8)]
+    room = room_for(requests, 2)
+    shared = run_choices(CHECKPOINT, requests, 2, is_shared=True, room=room)
+    alone = run_choices(CHECKPOINT, requests, 2, is_shared=False, room=room)
+    assert (alone.held, alone.peak) == (2 * 2 + 6 * 6, 6)
+    assert (shared.held, shared.peak) == (2 + 6 * 4, 4)
+    assert shared.listed == alone.listed == alone.held
+    assert saving(shared, alone) == pytest.approx(35)
+
+
+def test_sharing_runs() -> None:
+    told: list[str] = []
+    found = paper_memory.measure_sharing(told.append, tiny=True)
+    assert [row[0] for row in found.rows] == [
+        f"{kind}, n = {n}" for kind in ("Alpaca", "ShareGPT") for n in (2, 4, 6)
+    ]
+    assert told[-1] == "ShareGPT, n = 6, alone"
+    saved = {row[0]: float(str(row[2]).split()[0]) for row in found.rows}
+    for kind in ("Alpaca", "ShareGPT"):
+        assert 0 < saved[f"{kind}, n = 2"] < saved[f"{kind}, n = 4"] < saved[f"{kind}, n = 6"]

@@ -1,7 +1,8 @@
-"""Steps: a checkpoint behind the real scheduler and runner, stepped by the caller's thread.
+"""What comparisons are made of: their values, requests, and an engine that is stepped by hand.
 
-What comparisons stand on that need no event loop and no sockets, and the synthetic checkpoint that
-they measure with, made anew in a temporary folder. Called by the modules of `streamer bench paper`.
+A Comparison is what each module here makes. Requests have the lengths of the papers' data sets and
+random token ids, so no two begin alike; a synthetic checkpoint, made anew in a temporary folder,
+stands behind the real scheduler and runner, without event loop and sockets.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -28,6 +29,96 @@ from streamer.core.view import SchedulerView, Wanted
 if TYPE_CHECKING:
     from streamer.core.sizes import ModelInfo
     from streamer.engine.core import InFlight, Runner
+
+
+class Series(msgspec.Struct, frozen=True):
+    """A line, or one bar of every group. points: (x, y); of bars x is the group's number from 0."""
+
+    name: str
+    points: tuple[tuple[float, float], ...]
+
+
+class Plot(msgspec.Struct, frozen=True):
+    """A chart.
+
+    x, y   what the axes show, with units
+    series this engine's first: it has the green that our charts give it
+    ticks  names of x = 0, 1, ...: of bars' groups, or of points on lines
+    """
+
+    kind: Literal["bars", "lines"]
+    x: str
+    y: str
+    series: tuple[Series, ...]
+    ticks: tuple[str, ...] = ()
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """One thing that a paper measured, measured here.
+
+    published      the paper's figures in a sentence, with the source (paper, section)
+    columns, rows  the table; numbers are shown as `table.number` does
+    finding        what was seen here, in a sentence or two, computed from the rows
+    setting        model, lengths, pools, seeds
+    """
+
+    name: str
+    title: str
+    published: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str | float, ...], ...]
+    finding: str
+    setting: str
+    plot: Plot
+
+
+# ---------------------------------------------------------------- requests
+
+
+CONTEXT = 2048  # tokens, as the paper's models have
+TINY_SCALE = 8
+
+Kind = Literal["ShareGPT", "Alpaca"]
+
+
+class Ask(NamedTuple):
+    """A request: token ids, and how many to answer with."""
+
+    prompt: tuple[int, ...]
+    num_output: int
+
+
+def asks(kind: Kind, count: int, *, scale: int = 1, context: int = CONTEXT) -> list[Ask]:
+    """Requests with the lengths that jobs.py gives these data sets, within the context.
+
+    scale  lengths are divided by it
+    """
+    from streamer.loadtest.open_loop.jobs import ALPACA, SHAREGPT, SIGMAS, draw_length
+
+    means = {"ShareGPT": SHAREGPT, "Alpaca": ALPACA}[kind]
+    source = random.Random(kind)
+    found = []
+    for _ in range(count):
+        drawn = [draw_length(source, mean, SIGMAS[means]) for mean in means]
+        num_prompt, num_output = (max(1, n // scale) for n in drawn)
+        num_prompt = min(num_prompt, context // 2)
+        prompt = tuple(source.randrange(FIRST_ID, LAST_ID) for _ in range(num_prompt))
+        found.append(Ask(prompt, min(num_output, context - num_prompt)))
+    return found
+
+
+def page_tables(view: SchedulerView) -> list[tuple[int, memoryview]]:
+    """(tokens whose KV is there, device block ids) of each sequence that has any."""
+    return [
+        (seq.computed, memoryview(seq.blocks).cast("I"))
+        for request in view.requests
+        for seq in request.sequences
+        if seq.blocks
+    ]
+
+
+# ---------------------------------------------------------------- the engine
+
 
 MODEL = "small"  # of loadtest/compare/workload.py: 8 layers, 25 million parameters in its layers
 FIRST_ID, LAST_ID = 100, 4000
