@@ -35,7 +35,7 @@ from streamer.engine.requests import (
     GenerateRequest,
     accept,
     build_add,
-    open_stream,
+    limits_of,
     with_end,
 )
 from streamer.engine.stats import LAG_WINDOW_S, PhaseTallies, RecentMax, Snapshot, take_snapshot
@@ -223,15 +223,15 @@ class AsyncEngine:
             raise self._unavailable()
         if self.is_draining:
             raise draining()
-        request_id = request.request_id or secrets.token_hex(12)
-        if self._streams.is_taken(request_id):
-            raise InvalidRequest(f"request {request_id} exists", param="request_id")
-        params = accept(request, info, sizes, self._random.getrandbits(SEED_BITS))
+        request = accept(request, info, sizes, self._random.getrandbits(SEED_BITS))
+        if self._streams.is_taken(request.request_id):
+            raise InvalidRequest(f"request {request.request_id} exists", param="request_id")
         self._streams.require_room(request.asking, self.config.max_queue, sizes.max_num_seqs)
         hashes = self._prompts.hashes(request.prompt, request.cache_salt.encode())
-        stream = open_stream(request, request_id, params, self.config, sizes, self._special, self)
+        limits = limits_of(request, self.config)
+        stream = TokenStream(request, limits, self, sizes.token_bytes, self._special)
         place = self._streams.add(stream, request.asking)
-        thread.command(build_add(request, params, request_id, info, hashes, place))
+        thread.command(build_add(request, info, hashes, place))
         if request.deadline_s is not None:
             self._end_at(stream, request.deadline_s)
         return stream
@@ -273,7 +273,7 @@ class AsyncEngine:
             GenerateRequest(
                 prompt=tuple(ids),
                 params=self.default_params() if params is None else params,
-                request_id=request_id,
+                request_id=request_id or "",
                 priority=priority,
                 tenant=tenant,
                 cache_salt=cache_salt,

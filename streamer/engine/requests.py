@@ -6,7 +6,8 @@ refused here, so that the scheduler never sees a request it can't serve.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Sequence
 
 import msgspec
 
@@ -15,8 +16,7 @@ from streamer.core.plan import Add
 from streamer.core.sampling import SamplingParams, entries, flag, integer, number, text, token_ids
 from streamer.core.scheduler import SchedulerConfig, check_fits
 from streamer.core.sizes import ModelInfo
-from streamer.engine.flow import Control, Limits
-from streamer.engine.stream import TokenStream
+from streamer.engine.flow import Limits
 from streamer.errors import InvalidRequest
 
 MAX_PRIORITY = 1 << 31
@@ -44,7 +44,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt and how to continue it.
 
     prompt      token ids, at least one
-    request_id  drawn if absent; refused if it is live or still retained
+    request_id  drawn if empty; refused if it is live or still retained
     priority    lower runs first
     tenant      whose it is: requests of one priority share fairly between tenants
     cache_salt  blocks are shared only between requests of the same salt
@@ -60,7 +60,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt: tuple[int, ...]
     params: SamplingParams
-    request_id: str | None = None
+    request_id: str = ""
     priority: int = 0
     tenant: str = ""
     cache_salt: str = ""
@@ -103,8 +103,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 def accept(
     request: GenerateRequest, info: ModelInfo, sizes: SchedulerConfig, seed: int
-) -> SamplingParams:
-    """The request's params with seed and max_tokens filled in, `seed` where it names none.
+) -> GenerateRequest:
+    """The request with its id, seed and max_tokens filled in, `seed` where it names none.
 
     Raises InvalidRequest, or ContextLengthExceeded with the numbers.
     """
@@ -120,41 +120,22 @@ def accept(
             f"n={params.n} exceeds the {sizes.max_num_seqs} sequences that run at once", param="n"
         )
     max_tokens = check_fits(len(prompt), params.n, params.max_tokens, sizes)
-    ids = check_ids("prompt", prompt, info.vocab_size)  # a pass: it is known to be short enough
-    msgspec.structs.force_setattr(request, "prompt", ids)  # the same, as Python's own integers
+    ids = check_ids("prompt", prompt, info.vocab_size)  # a pass: it is short enough
     if params.min_tokens > max_tokens:
         raise InvalidRequest(
             f"min_tokens ({params.min_tokens}) exceeds the {max_tokens} tokens that fit",
             param="min_tokens",
         )
-    return msgspec.structs.replace(
+    params = msgspec.structs.replace(
         params, max_tokens=max_tokens, seed=seed if params.seed is None else params.seed
     )
+    request_id = request.request_id or secrets.token_hex(12)
+    return msgspec.structs.replace(request, prompt=ids, params=params, request_id=request_id)
 
 
-def open_stream(
-    request: GenerateRequest,
-    request_id: str,
-    params: SamplingParams,
-    config: Config,
-    sizes: SchedulerConfig,
-    special: Mapping[int, bytes],
-    control: Control,
-) -> TokenStream:
-    """The stream of a request that was accepted."""
-    return TokenStream(
-        request_id=request_id,
-        prompt=request.prompt,
-        params=params,
-        token_bytes=sizes.token_bytes,
-        special=special,
-        control=control,
-        limits=Limits(
-            request.window, request.detach_s, config.pause_timeout, config.detach_timeout
-        ),
-        context=request.context,
-        context_bytes=request.context_bytes,
-    )
+def limits_of(request: GenerateRequest, config: Config) -> Limits:
+    """How far its readers may lag, and how long it does without them."""
+    return Limits(request.window, request.detach_s, config.pause_timeout, config.detach_timeout)
 
 
 def with_end(info: ModelInfo, token: int | None) -> ModelInfo:
@@ -166,16 +147,15 @@ def with_end(info: ModelInfo, token: int | None) -> ModelInfo:
 
 def build_add(
     request: GenerateRequest,
-    params: SamplingParams,
-    request_id: str,
     info: ModelInfo,
     block_hashes: tuple[bytes, ...],
     place: int | None,
 ) -> Add:
-    """The command that enters the scheduler."""
+    """The command that enters the scheduler, of a request that was accepted."""
+    params = request.params
     ends = () if params.ignore_eos else info.eos_token_ids
     return Add(
-        request_id=request_id,
+        request_id=request.request_id,
         prompt=request.prompt,
         params=params,
         stop_ids=frozenset((*ends, *params.stop_token_ids)),

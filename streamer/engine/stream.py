@@ -16,10 +16,10 @@ import msgspec
 from msgspec.structs import replace
 
 from streamer.core.plan import Finish, FinishReason, Notice, NoticeKind, TokenLogprob
-from streamer.core.sampling import SamplingParams
 from streamer.engine.flow import Control, Flow, Limits
 from streamer.engine.log import PROMPT_TOKEN_BYTES, ChoiceLog, Delta, bytes_of, bytes_of_params
 from streamer.engine.refusals import SHUTDOWN, anew
+from streamer.engine.requests import GenerateRequest
 from streamer.errors import InvalidRequest, ReaderTooSlow, StreamerError
 from streamer.tokenizer.text import TextStream
 
@@ -122,20 +122,15 @@ class TokenStream:
 
     def __init__(
         self,
-        *,
-        request_id: str,
-        prompt: tuple[int, ...],
-        params: SamplingParams,
+        request: GenerateRequest,
+        limits: Limits,
+        control: Control,
         token_bytes: Sequence[bytes],
         special: Mapping[int, bytes],
-        control: Control,
-        limits: Limits,
-        context: object = None,
-        context_bytes: int = 0,
     ) -> None:
-        self.request_id = request_id
-        self.prompt = prompt
-        self.params = params
+        self.request_id = request.request_id
+        self.prompt = request.prompt
+        self.params = params = request.params
         self.created = time.time()
         self.cached_tokens = 0
         self.shared_tokens = 0
@@ -143,7 +138,7 @@ class TokenStream:
         self.finishes: list[Finish | None] = [None] * params.n
         self.prompt_logprobs: list[TokenLogprob] = []
         self.error: StreamerError | None = None
-        self.context = context
+        self.context = request.context
         self.is_kept = True
         self.is_cut_off = False
         self.observers: list[Callable[[TokenStream], None]] = []
@@ -155,8 +150,8 @@ class TokenStream:
         ]
         self._num_open = params.n
         self._head = 0  # output tokens of all choices
-        self._context_bytes = context_bytes
-        self._flow = Flow(request_id, control, limits, lambda: self._drop(self._readers[:]))
+        self._context_bytes = request.context_bytes
+        self._flow = Flow(self.request_id, control, limits, lambda: self._drop(self._readers[:]))
         self._readers: list[Reader] = []
         self._num_readers = 0  # ever
         self._notice: Notice | None = None

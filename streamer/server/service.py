@@ -31,7 +31,7 @@ from streamer.server.openai.models import check_model
 from streamer.server.prepared import B, Form, Prepared, Reading
 from streamer.server.security import Bodies
 from streamer.server.telemetry.metrics import Metrics
-from streamer.server.telemetry.records import Operation, Record
+from streamer.server.telemetry.records import Asked, Operation, Record
 from streamer.server.tickets import Tickets
 
 if TYPE_CHECKING:
@@ -255,14 +255,12 @@ class Service:
 
     def record(self, asked: Prepared[B], streams: Sequence[TokenStream]) -> None:
         """Follow a request that was just submitted, for metrics, log and traces."""
+        trace = Headers(scope=asked.scope).get("traceparent") if self._tracer else None
+        transport = asked.reading.transport
         Record(
             streams,
-            metrics=self.metrics,
-            operation=asked.operation,
-            transport=asked.reading.transport,
-            model=asked.model,
-            tenant=asked.tenant,
-            traceparent=Headers(scope=asked.scope).get("traceparent") if self._tracer else None,
+            Asked(asked.operation, transport, asked.model, asked.tenant, trace),
+            self.metrics,
             tracer=self._tracer,
             prompts=self._prompt_text if self.config.log_prompts else None,
         )

@@ -156,14 +156,13 @@ def lone_stream(
     pause_s: float = 60.0, linger_s: float = 30.0, **params: Any,
 ) -> TokenStream:  # fmt: skip
     """A stream without an engine: tokens are bytes."""
+    asked = SamplingParams(n=n, seed=5, **params)
     return TokenStream(
-        request_id="r",
-        prompt=(1, 2, 3),
-        params=SamplingParams(n=n, seed=5, **params),
-        token_bytes=LETTERS,
-        special={},
-        control=calls or Calls(),
-        limits=Limits(window, detach_s, pause_s, linger_s),
+        GenerateRequest(prompt=(1, 2, 3), params=asked, request_id="r"),
+        Limits(window, detach_s, pause_s, linger_s),
+        calls or Calls(),
+        LETTERS,
+        {},
     )
 
 

@@ -13,6 +13,7 @@ import pytest
 from streamer.core.plan import Finish, FinishReason, TokenLogprob
 from streamer.core.sampling import SamplingParams
 from streamer.engine.flow import Limits
+from streamer.engine.requests import GenerateRequest
 from streamer.engine.stream import TokenStream
 from streamer.tokenizer import text as tokenizer_text
 from tests.engine.helpers import LETTERS, Calls, end, lone_stream
@@ -22,15 +23,9 @@ NUM_TOKENS = 3000
 
 def stream_of(prompt: tuple[int, ...], num_tops: int | None) -> TokenStream:
     """A stream of one choice of letters, `num_tops` alternatives a token where it has any."""
-    stream = TokenStream(
-        request_id="r",
-        prompt=prompt,
-        params=SamplingParams(seed=5, logprobs=num_tops),
-        token_bytes=LETTERS,
-        special={},
-        control=Calls(),
-        limits=Limits(),
-    )
+    params = SamplingParams(seed=5, logprobs=num_tops)
+    request = GenerateRequest(prompt=prompt, params=params, request_id="r")
+    stream = TokenStream(request, Limits(), Calls(), LETTERS, {})
     for k in range(NUM_TOKENS):
         lp = None
         if num_tops is not None:

@@ -12,6 +12,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
+import msgspec
+
 from streamer.core.plan import FinishReason
 from streamer.engine.refusals import SHUTDOWN
 from streamer.server.telemetry.logs import Line
@@ -70,34 +72,38 @@ class Tracer(Protocol):
     def close(self) -> None: ...
 
 
+class Asked(msgspec.Struct, frozen=True):
+    """What is reported of a request besides its streams.
+
+    traceparent  the caller's trace, as it came
+    """
+
+    operation: Operation
+    transport: Transport
+    model: str
+    tenant: str
+    traceparent: str | None = None
+
+
 class Record:
     """Observes the streams of one request: called when one starts, has a token, or ends.
 
-    began        unix seconds
-    traceparent  the caller's trace, as it came
+    began  unix seconds
     """
 
     def __init__(
         self,
         streams: Sequence[TokenStream],
-        *,
+        asked: Asked,
         metrics: Metrics,
-        operation: Operation,
-        transport: Transport,
-        model: str,
-        tenant: str,
-        traceparent: str | None = None,
+        *,
         tracer: Tracer | None = None,
         prompts: Prompts | None = None,
     ) -> None:
         self.streams = tuple(streams)
         self.began = time.time()
-        self.traceparent = traceparent
+        self.asked = asked
         self._metrics = metrics
-        self._operation = operation
-        self._transport = transport
-        self._model = model
-        self._key = tenant[:KEY_DIGITS] or None
         self._tracer = tracer
         self._prompts = prompts
         self._queue_s: float | None = None
@@ -144,16 +150,16 @@ class Record:
         show = self._prompts
         return Finished(
             id=streams[0].request_id,
-            operation=self._operation,
-            transport=self._transport,
-            model=self._model,
+            operation=self.asked.operation,
+            transport=self.asked.transport,
+            model=self.asked.model,
             prompt_tokens=sum(s.num_prompt_tokens for s in streams),
             output_tokens=sum(s.num_output_tokens for s in streams),
             cached_tokens=sum(s.cached_tokens for s in streams),
             total_s=max(s.timing.total_s or 0.0 for s in streams),
             reason=reason,
             status=status,
-            key=self._key,
+            key=self.asked.tenant[:KEY_DIGITS] or None,
             queue_s=self._queue_s,
             first_token_s=self._first_token_s,
             error=error.message if error is not None else detail,

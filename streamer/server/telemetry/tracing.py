@@ -68,7 +68,7 @@ class OpenTelemetry:
         """The span of a request that has just ended."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
-        carrier = {"traceparent": record.traceparent} if record.traceparent else {}
+        carrier = {"traceparent": record.asked.traceparent} if record.asked.traceparent else {}
         operation = OPERATIONS[line.operation]
         began = int(record.began * NANO)
         span = self._tracer.start_span(

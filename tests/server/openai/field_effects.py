@@ -16,6 +16,7 @@ from openai.types.responses import ResponseIncludable
 from streamer.core.plan import FinishReason
 from streamer.core.sampling import SamplingParams
 from streamer.engine.flow import Limits
+from streamer.engine.requests import GenerateRequest
 from streamer.engine.stream import TokenStream
 from streamer.fake.model import expected_text, fake_tokenizer
 from streamer.fake.tokenizer import FIRST_NUMBER
@@ -97,15 +98,10 @@ def seed(asker: Asker, kind: str) -> None:
 
 def skip_special_tokens(asker: Asker, kind: str) -> None:
     for skips, text in ((True, "ab"), (False, "a<x>b")):
-        stream = TokenStream(
-            request_id="r",
-            prompt=(1,),
-            params=params(asker, kind, skip_special_tokens=skips),
-            token_bytes=(b"a", b"b", b""),
-            special={2: b"<x>"},
-            control=Calls(),
-            limits=Limits(),
+        request = GenerateRequest(
+            prompt=(1,), params=params(asker, kind, skip_special_tokens=skips)
         )
+        stream = TokenStream(request, Limits(), Calls(), (b"a", b"b", b""), {2: b"<x>"})
         for token in (0, 2, 1):
             stream.push(0, token, None, None)
         assert stream.text(0) == text

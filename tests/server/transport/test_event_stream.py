@@ -13,6 +13,7 @@ from streamer.config import Config
 from streamer.core.plan import Finish, FinishReason
 from streamer.core.sampling import SamplingParams
 from streamer.engine.flow import Limits
+from streamer.engine.requests import GenerateRequest
 from streamer.engine.stream import TokenStream
 from streamer.errors import EngineDead
 from streamer.server.openai.chat import ChatAnswer, ChatRequest
@@ -30,15 +31,9 @@ class Scripted(TokenStream):
     """A token stream that the test writes."""
 
     def __init__(self) -> None:
-        super().__init__(
-            request_id="chatcmpl-scripted",
-            prompt=(1, 2),
-            params=SamplingParams(seed=7),
-            token_bytes=LETTERS,
-            special={},
-            control=Calls(),
-            limits=Limits(detach_s=None),
-        )
+        params = SamplingParams(seed=7)
+        request = GenerateRequest(prompt=(1, 2), params=params, request_id="chatcmpl-scripted")
+        super().__init__(request, Limits(detach_s=None), Calls(), LETTERS, {})
         self.was_missed = False
         self.dropped: list[int] = []
 
