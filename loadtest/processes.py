@@ -1,7 +1,7 @@
-"""Starts engines as processes of their own, asks them, measures their memory and ends them.
+"""Processes: engines that are started, asked, measured and ended, and commands with a time limit.
 
-A process leads a group of its own, so that whatever it starts ends with it. What it writes goes to
-a log file; of a failure the last lines are told.
+An engine's process leads a group of its own, so that whatever it starts ends with it. What it
+writes goes to a log file; of a failure the last lines are told.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, Self
 
@@ -152,3 +153,29 @@ def kept(pid: int, field: str) -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith(field)), 0)
+
+
+def run_apart(
+    command: Sequence[str], limit_s: float, say: Callable[[str], None] | None = None
+) -> str:
+    """Why it failed, "" if it did not; it is killed after so many seconds.
+
+    Each line it prints goes to `say`; without one it shares this process's terminal.
+    """
+    output = None if say is None else subprocess.PIPE
+    process = subprocess.Popen(command, stdout=output, text=True)
+    timer = threading.Timer(limit_s, process.kill)
+    timer.start()
+    try:
+        if say is not None:
+            for line in process.stdout or ():
+                say(line.strip())
+        code = process.wait()
+    finally:
+        is_late = not timer.is_alive()
+        timer.cancel()
+        process.kill()
+        process.communicate()
+    if is_late:
+        return f"killed after {limit_s:g} s"
+    return f"its process ended with {code}" if code else ""

@@ -29,8 +29,7 @@ from . import sweep
 from .arrivals import knee, next_rate, offsets
 from .driving import Bounds, Driver, Ways, measured_scale
 from .fitting import Cut, Scale, fitted
-from .jobs import WORKLOADS, Asked, Job, jobs, reworded
-from .prompts import words
+from .jobs import WORKLOADS, Asked, Job, jobs, reworded, words
 from .served import METRICS, OBJECTIVES, Conditions, Outcome, Values, percentile, summary
 
 OK, FAILED, UNUSABLE = 0, 1, 2

@@ -23,8 +23,8 @@ import msgspec
 
 from streamer.errors import ConfigError
 from streamer.loadtest import plots, table
-from streamer.loadtest.inside.apart import run_apart
 from streamer.loadtest.paper.comparison import Comparison
+from streamer.loadtest.processes import run_apart
 
 if TYPE_CHECKING:
     from rich.console import Console

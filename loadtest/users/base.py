@@ -14,7 +14,7 @@ from locust import User
 from locust.exception import StopUser
 from websockets.exceptions import WebSocketException
 
-from ..open_loop.prompts import Prompts
+from ..open_loop.jobs import Prompts
 from ..responses import check_counting
 from ..sse import BadAnswer
 from ..target import Target

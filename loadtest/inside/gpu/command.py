@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from streamer.errors import ConfigError
-from streamer.loadtest.inside.apart import run_apart
+from streamer.loadtest.processes import run_apart
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -14,8 +14,7 @@ from streamer.cli import main
 from streamer.loadtest.open_loop import arrivals
 from streamer.loadtest.open_loop import command as program
 from streamer.loadtest.open_loop.driving import UNASKED, Driver, Ways, ask, measured_scale, request
-from streamer.loadtest.open_loop.jobs import Asked, Job, Turn, jobs
-from streamer.loadtest.open_loop.prompts import words
+from streamer.loadtest.open_loop.jobs import Asked, Job, Turn, jobs, words
 from streamer.loadtest.open_loop.served import Outcome
 from streamer.loadtest.responses import check_counting
 from streamer.loadtest.target import Target

@@ -13,7 +13,7 @@ import pytest
 from streamer.cli import main
 from streamer.loadtest.markup import Markup, join, tag
 from streamer.loadtest.open_loop.fitting import Cut
-from streamer.loadtest.open_loop.page import page
+from streamer.loadtest.open_loop.page import STYLE, page
 from streamer.loadtest.open_loop.runs import Result, Run
 from streamer.loadtest.open_loop.served import Conditions, Outcome, percentile, summary
 
@@ -153,7 +153,6 @@ def test_what_files_say_is_escaped(tmp_path: Path) -> None:
 
 def test_colours_can_be_told_from_the_page() -> None:
     """WCAG's contrast, 4.5 and more, of every colour of words and lines on what they stand on."""
-    from streamer.loadtest.open_loop.page_style import STYLE
 
     def luminance(colour: str) -> float:
         parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
