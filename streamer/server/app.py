@@ -279,9 +279,9 @@ async def on_error(metrics: Metrics, request: Request, error: Exception) -> Resp
 
 def _allowed(request: Request) -> str:
     """The methods of a path: Starlette names those of its first route alone."""
-    routes = (r for r in request.app.routes if isinstance(r, Route))
-    there = (r.methods or () for r in routes if r.matches(request.scope)[0] is not Match.NONE)
-    return ", ".join(sorted({method for methods in there for method in methods}))
+    routes = [r for r in request.app.routes if isinstance(r, Route)]
+    path = next(r.path for r in routes if r.matches(request.scope)[0] is not Match.NONE)
+    return ", ".join(sorted({m for r in routes if r.path == path for m in r.methods or ()}))
 
 
 def build_app(engine: AsyncEngine, config: Config) -> ASGIApp:

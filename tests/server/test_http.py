@@ -50,8 +50,9 @@ def test_unknown_paths_and_methods(server: Running) -> None:
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
     wrong = httpx.get(server.url + "/v1/completions")
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
-    several = httpx.options(server.url + "/v1/responses/resp_x")
-    assert (several.status_code, several.headers["allow"]) == (405, "DELETE, GET, HEAD")
+    for name, allowed in (("resp_x", "DELETE, GET, HEAD"), ("compact", "POST")):
+        several = httpx.options(f"{server.url}/v1/responses/{name}")
+        assert (several.status_code, several.headers["allow"]) == (405, allowed)
 
 
 def test_health_ready_and_models(server: Running) -> None:
