@@ -19,7 +19,8 @@ def preempt_for_head(state: State, draft: Draft) -> None:
 
     Readers that are paused give way before any that run.
     """
-    head, lowest = state.queue.head(), state.requests.lowest_running
+    head = state.queue.head()
+    lowest = state.requests.lowest_running if head else None
     if head is None or lowest is None or lowest <= head.add.priority:
         return
     running, paused = outranked_by(state, head), paused_for(state, head)

@@ -66,15 +66,19 @@ class KVManager:
         """This plan is built from here on."""
         self.plan = plan
 
-    def take_copies(self) -> Moves:
+    def take_copies(self) -> tuple[tuple[int, int], ...]:
         """(source, destination) of the plan's copies on write, which are its now."""
+        if not self.copies:
+            return ()
         copies, self.copies = self.copies, {}
         for copy in copies.values():
             copy.request.copied_tokens += copy.num_tokens
-        return [(copy.source, destination) for destination, copy in copies.items()]
+        return tuple((copy.source, destination) for destination, copy in copies.items())
 
     def take_updates(self) -> tuple[TableUpdate, ...]:
         """What changed in the tables of joined rows since the runner saw them."""
+        if not self.touched:
+            return ()
         touched, self.touched = self.touched, {}
         return tuple(
             TableUpdate(seq.row, start, tuple(seq.blocks[start:]))

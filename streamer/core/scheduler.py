@@ -193,7 +193,7 @@ class Scheduler:
                 self._require_idle()
                 return None
         state.launch(draft)
-        copies = tuple(state.kv.take_copies())
+        copies = state.kv.take_copies()
         state.news.planned(draft.num_tokens, len(copies))
         if self._recorder is not None:
             self._recorder.planned(draft, state, len(copies))

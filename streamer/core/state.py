@@ -179,9 +179,12 @@ class News:
 
     def take(self) -> tuple[tuple[Finish, ...], tuple[Notice, ...]]:
         """What was noted since the last call."""
-        finishes, self._finishes = tuple(self._finishes), []
-        notices, self._notices = tuple(self._notices), []
-        return finishes, notices
+        finishes, notices = self._finishes, self._notices
+        if finishes:
+            self._finishes = []
+        if notices:
+            self._notices = []
+        return tuple(finishes), tuple(notices)
 
     # ------------------------------------------------------------ requests
 

@@ -52,6 +52,16 @@ def test_the_last_running_request_is_never_evicted() -> None:
     assert choose_victim([]) is None
 
 
+def test_to_a_request_of_better_priority_the_last_that_runs_gives_way_juniors_first() -> None:
+    assert choose_victim([only := request(1)], is_outranked=True) is only
+    junior, lowest = request(3, computed=900), request(2, priority=1)
+    assert choose_victim([request(1, computed=1), junior], is_outranked=True) is junior
+    assert choose_victim([junior, lowest], is_outranked=True) is lowest
+    paused = request(1, paused=True, held=True)
+    assert choose_victim([junior, paused], is_outranked=True) is paused
+    assert choose_victim([], is_outranked=True) is None
+
+
 def test_swap_and_recompute_are_compared_in_seconds() -> None:
     facts = Facts(prefill_s=1e-3, swap_bytes_per_s=1e6, swap_fixed_s=2e-3)
     # 8 blocks each way of 1,000 bytes: 16 ms + 4 ms of fixed cost = 20 ms.
