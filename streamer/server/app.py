@@ -173,7 +173,7 @@ class Api:
         if is_streamed:
             return EventStream(service, answer, streams)
         with service.working():
-            whole = await read_whole(service, answer, streams, request.receive)
+            whole = await read_whole(service, answer, streams, request)
         if whole is None:
             return Response(status_code=499)
         return json(whole, request_id=answer.request_id)

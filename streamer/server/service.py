@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -21,6 +21,7 @@ from starlette.types import Scope
 
 from streamer import __version__
 from streamer.config import Config
+from streamer.engine.prompts import LONG
 from streamer.engine.refusals import draining, loading
 from streamer.engine.requests import Asking, GenerateRequest, check_ids
 from streamer.errors import EngineDead
@@ -33,12 +34,15 @@ from streamer.server.security import Bodies
 from streamer.server.telemetry.metrics import Metrics
 from streamer.server.telemetry.records import Asked, Operation, Record
 from streamer.server.tickets import Tickets
+from streamer.server.transport.pace import LARGE, Pace
 
 if TYPE_CHECKING:
     from streamer.engine.engine import AsyncEngine
     from streamer.engine.stream import TokenStream
     from streamer.server.context import Context
     from streamer.server.telemetry.records import Tracer
+
+T = TypeVar("T")
 
 MAX_LOGGED_PROMPT = 4096  # tokens, with --log-prompts: decoding them holds the loop up
 
@@ -53,6 +57,7 @@ class Service:
         self.admission = Admission(config)
         self.tickets = Tickets()
         self.bodies = Bodies()
+        self.pace = Pace()
         self.epoch = secrets.token_hex(8)
         self.started = int(time.time())
         self._tracer = tracer
@@ -193,6 +198,15 @@ class Service:
         info = self.engine.info
         parts = (__version__, info.name, info.dtype, info.device, self.config.kv_cache_dtype)
         return "fp_" + blake2b("\n".join(parts).encode(), digest_size=6).hexdigest()
+
+    async def built(self, work: Callable[[], T], num_entries: int, scope: Scope) -> T:
+        """Part of an answer, or all of it, which its client may ask for again and again.
+
+        num_entries  that it has: a large one is made in the pool, where tenants take turns
+        """
+        if num_entries > LARGE:
+            return await self.engine.in_pool(work, LONG + num_entries, f"{tenant_of(scope)}:")
+        return await self.pace.turn(work)
 
     async def texts_of(
         self,

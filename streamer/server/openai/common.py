@@ -292,7 +292,7 @@ def by_choice(deltas: Sequence[Delta], n: int) -> list[list[Delta]]:
     return grouped
 
 
-class TopLogprob(msgspec.Struct, frozen=True):
+class TopLogprob(msgspec.Struct, frozen=True, gc=False):
     """One alternative of a drawn token."""
 
     token: str
@@ -300,7 +300,7 @@ class TopLogprob(msgspec.Struct, frozen=True):
     logprob: float
 
 
-class ChatLogprob(msgspec.Struct, frozen=True):
+class ChatLogprob(msgspec.Struct, frozen=True, gc=False):
     """A drawn token with its alternatives, as chat and responses write it."""
 
     token: str
@@ -321,15 +321,23 @@ LOGPROB_FLOOR = -9999.0
 
 def chat_logprobs(logprobs: Sequence[TokenLogprob], text: TokenText) -> list[ChatLogprob]:
     """Log probabilities of consecutive tokens in chat's form."""
-    out = []
-    for lp in logprobs:
-        raw = text(lp.token_id)
-        top = []
-        for token_id, value in lp.top:
-            other = text(token_id)
-            top.append(TopLogprob(show(other), list(other), max(value, LOGPROB_FLOOR)))
-        out.append(ChatLogprob(show(raw), list(raw), max(lp.logprob, LOGPROB_FLOOR), top))
-    return out
+    known: dict[int, tuple[str, list[int]]] = {}  # an answer of 8,000 tokens may have 160,000
+
+    def parts(token_id: int) -> tuple[str, list[int]]:
+        found = known.get(token_id)
+        if found is None:
+            raw = text(token_id)
+            found = known[token_id] = show(raw), list(raw)
+        return found
+
+    return [
+        ChatLogprob(
+            *parts(lp.token_id),
+            max(lp.logprob, LOGPROB_FLOOR),
+            [TopLogprob(*parts(other), max(value, LOGPROB_FLOOR)) for other, value in lp.top],
+        )
+        for lp in logprobs
+    ]
 
 
 class PromptLogprob(msgspec.Struct, frozen=True):

@@ -36,7 +36,7 @@ from streamer.server.responses.socket_events import Resume, Resumed, Settings, e
 from streamer.server.responses.steering import Steer, SteerEvent
 from streamer.server.responses.types import ResponseEvent, StateEvent
 from streamer.server.transport.follow import follow
-from streamer.server.transport.frames import portions
+from streamer.server.transport.frames import SPLIT, num_entries, portions
 
 if TYPE_CHECKING:
     from streamer.server.service import Service
@@ -77,7 +77,8 @@ class Resuming(msgspec.Struct, frozen=True):
 class Attached(msgspec.Struct, eq=False):
     """A response whose events go out on this socket, and the number its reader has there.
 
-    steers  input that follows it when it has ended
+    steers     input that follows it when it has ended
+    is_behind  it is read again, from some token on
     """
 
     stream: TokenStream
@@ -86,6 +87,7 @@ class Attached(msgspec.Struct, eq=False):
     lane: str | None
     settings: Settings
     steers: list[Steer] = []
+    is_behind: bool = False
 
 
 def cancelled(job: Job) -> ResponseEvent:
@@ -357,7 +359,10 @@ class Lanes:
             is_extended=self._is_extended,
             wanted=settings.wanted,
         )
-        attached = Attached(stream, stream.new_reader(), events, lane, settings)
+        is_behind = stream.num_output_tokens > 0
+        attached = Attached(
+            stream, stream.new_reader(), events, lane, settings, is_behind=is_behind
+        )
         self._attached.append(attached)
         is_reading = False
         try:
@@ -412,6 +417,10 @@ class Lanes:
             for notice in items:
                 if isinstance(notice, Notice):
                     await self._send(events.state(notice))
+        is_behind, attached.is_behind = attached.is_behind, False
+        is_paced = is_behind or num_entries(stream, deltas) > SPLIT
         for some in portions(stream, deltas, is_split):
-            for event in events.deltas(some):
+            build, size = partial(events.deltas, some), num_entries(stream, some)
+            built = await self._service.built(build, size, self._scope) if is_paced else build()
+            for event in built:
                 await self._send(event)

@@ -34,7 +34,7 @@ from streamer.server.responses.types import (
     InputTokens,
     type_of,
 )
-from streamer.server.transport.frames import frame
+from streamer.server.transport.frames import frame, whole_entries
 from streamer.server.transport.sse import EventStream, read_whole
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class ResponseRoutes:
         if body.background:
             return _json(answer.whole(()), stream)
         with service.working():
-            whole = await read_whole(service, answer, [stream], request.receive)
+            whole = await read_whole(service, answer, [stream], request)
         return Response(status_code=499) if whole is None else _json(whole, stream)
 
     async def input_tokens(self, request: Request) -> ASGIApp:
@@ -140,7 +140,7 @@ class ResponseRoutes:
         _check_query(request)
         stream = self._find(request)
         if not _is_streamed(request):
-            return _json(encode(self._events(stream).response()), stream)
+            return await self._whole(request, stream)
         self._service.metrics.resumed("finished" if stream.is_finished else "live")
         cursor = _cursor(request)
         after = -1 if cursor is None else _number(cursor)
@@ -173,7 +173,7 @@ class ResponseRoutes:
             with contextlib.suppress(TimeoutError, StreamerError):
                 async with asyncio.timeout(CANCEL_S):
                     await stream.wait()
-        return _json(encode(self._events(stream).response()), stream)
+        return await self._whole(request, stream)
 
     async def delete(self, request: Request) -> ASGIApp:
         """DELETE /v1/responses/{id}: a live one is cancelled first."""
@@ -219,6 +219,11 @@ class ResponseRoutes:
             after=[max(0, n - 1) for n in after],
             is_split=cursor is None,
         )
+
+    async def _whole(self, request: Request, stream: TokenStream) -> Response:
+        events, size = self._events(stream), whole_entries(stream)
+        body = await self._service.built(lambda: encode(events.response()), size, request.scope)
+        return _json(body, stream)
 
     def _find(self, request: Request) -> TokenStream:
         return find(self._service, request.path_params["id"], request.scope)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from streamer.engine.stream import Delta, TokenStream
 
 DONE: Final = b"data: [DONE]\n\n"
-SPLIT: Final = 256  # events of an unmerged replay that are sent together
+SPLIT: Final = 128  # entries of an unmerged replay that are sent together: 2 ms
 
 
 def frame(number: str, data: bytes, event: str = "") -> bytes:
@@ -26,8 +26,26 @@ def frame(number: str, data: bytes, event: str = "") -> bytes:
 def portions(
     stream: TokenStream, deltas: Sequence[Delta], is_split: bool
 ) -> Iterator[Sequence[Delta]]:
-    """What to send together: all of it, or, token by token, SPLIT deltas at a time."""
+    """What to send together: all of it, or, token by token, SPLIT entries at a time."""
     if not is_split:
         return iter((deltas,))
     pieces = (piece for delta in deltas for piece in stream.split(delta))
-    return iter(lambda: list(islice(pieces, SPLIT)), [])
+    count = max(1, SPLIT // _entries_of_token(stream))
+    return iter(lambda: list(islice(pieces, count)), [])
+
+
+def num_entries(stream: TokenStream, deltas: Sequence[Delta]) -> int:
+    """What building these costs: their tokens and log probabilities, at an end those of all."""
+    num = sum(len(d.token_ids) for d in deltas) * _entries_of_token(stream)
+    return num + (whole_entries(stream) if any(d.finish is not None for d in deltas) else 0)
+
+
+def whole_entries(stream: TokenStream) -> int:
+    """The same of the whole answer: only log probabilities cost, not its text."""
+    is_plain = stream.params.logprobs is None
+    return 0 if is_plain else stream.num_output_tokens * _entries_of_token(stream)
+
+
+def _entries_of_token(stream: TokenStream) -> int:
+    k = stream.params.logprobs
+    return 1 if k is None else 2 + k

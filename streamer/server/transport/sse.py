@@ -10,17 +10,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Protocol
 
+from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from streamer.engine.stream import Delta
 from streamer.errors import StreamerError
 from streamer.server.transport.follow import Work, follow
-from streamer.server.transport.frames import portions
+from streamer.server.transport.frames import SPLIT, num_entries, portions
 from streamer.server.transport.loop_turn import WRITE_PART
+from streamer.server.transport.pace import LARGE
 from streamer.server.transport.stuck import StuckWatch
 
 if TYPE_CHECKING:
@@ -141,10 +144,12 @@ class EventStream:
         for stream in streams:
             stream.cursors_at(after)
         self._is_split = is_split
+        self._is_behind = any(s.num_output_tokens for s in streams)  # it is read again
         self._meter = service.metrics.meter()
         self._readers = [s.new_reader() for s in streams]
         self._send: Send
         self._write_part: Callable[[bytes], bool]  # without waiting; False: it is for `send`
+        self._scope: Scope = {}
         self._stuck: StuckWatch
         self._last_sent = 0.0
 
@@ -152,6 +157,7 @@ class EventStream:
         """Send the head and every event; return when all is sent or the client is gone."""
         self._send = send
         self._write_part = scope.get("extensions", {}).get(WRITE_PART, lambda _: False)
+        self._scope = scope
         self._stuck = StuckWatch(scope, self._service.config.pause_timeout, self._drop)
         with self._service.working(), self._stuck:
             async with ClientWatch(receive, self._keep_alive, self._keep_alive_s):
@@ -188,22 +194,28 @@ class EventStream:
 
     def _put_news(self, source: int, items: list[Delta | Notice]) -> Work | None:
         """Write it here and now, without a coroutine, as far as the connection takes it."""
-        deltas = [d for d in items if isinstance(d, Delta)]
+        stream, deltas = self._streams[source], [d for d in items if isinstance(d, Delta)]
         self._meter.deltas(source, deltas)
-        parts = portions(self._streams[source], deltas, self._is_split)
-        for some in parts:
-            body = self._answer.deltas(source, some)
-            if body and not self._put_now(body):
-                return self._put_rest(source, deltas, body, parts)
+        if self._is_behind or num_entries(stream, deltas) > SPLIT:
+            self._is_behind = False
+            return self._put_paced(source, deltas)
+        body = self._answer.deltas(source, deltas)
+        if body and not self._put_now(body):
+            return self._put_rest(deltas, body)
         self._raise_failure(deltas)
         return None
 
-    async def _put_rest(
-        self, source: int, deltas: list[Delta], body: bytes, parts: Iterator[Sequence[Delta]]
-    ) -> None:
+    async def _put_paced(self, source: int, deltas: list[Delta]) -> None:
+        stream, build = self._streams[source], self._answer.deltas
+        for some in portions(stream, deltas, self._is_split):
+            size = num_entries(stream, some)
+            await self._put(
+                await self._service.built(partial(build, source, some), size, self._scope)
+            )
+        self._raise_failure(deltas)
+
+    async def _put_rest(self, deltas: list[Delta], body: bytes) -> None:
         await self._put(body)
-        for some in parts:
-            await self._put(self._answer.deltas(source, some))
         self._raise_failure(deltas)
 
     def _raise_failure(self, deltas: list[Delta]) -> None:
@@ -243,7 +255,7 @@ class EventStream:
 
 
 async def read_whole(
-    service: Service, answer: Answer, streams: Sequence[TokenStream], receive: Receive
+    service: Service, answer: Answer, streams: Sequence[TokenStream], request: Request
 ) -> bytes | None:
     """Wait for all streams, then the body of the answer; None: the client left.
 
@@ -260,11 +272,10 @@ async def read_whole(
             raise failure
         results[source].extend(deltas)
 
-    async with ClientWatch(receive) as watch:
+    async with ClientWatch(request.receive) as watch:
         await follow(streams, keep)
     if watch.is_gone:
         return None
-    if any(stream.prompt_logprobs for stream in streams):
-        # A batch of scored prompts may have hundreds of thousands of tokens: not on the loop.
-        return await service.engine.in_pool(lambda: answer.whole(results))
-    return answer.whole(results)
+    size = sum(map(num_entries, streams, results)) + sum(len(s.prompt_logprobs) for s in streams)
+    whole = partial(answer.whole, results)
+    return whole() if size <= LARGE else await service.built(whole, size, request.scope)

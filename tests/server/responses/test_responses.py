@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -457,3 +458,26 @@ def test_bundled_a_fork_without_another_word_goes_on_as_its_parent_did(
     forked = post(bundled, **rest, previous_response_id=parent["id"], fork={"at": at}).json()
     assert text_of(forked) == wanted
     assert forked["usage"]["output_tokens"] == 100 - at
+
+
+def test_a_large_answer_is_built_in_a_thread_however_often_it_is_asked_for(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    in_pool = server.engine.in_pool
+
+    def noted(work: Any, size: int = 0, salt: str = "") -> Any:
+        return in_pool(lambda: (threads.append(threading.current_thread()), work())[1], size, salt)
+
+    monkeypatch.setattr(server.engine, "in_pool", noted)
+    url = server.url + "/v1/responses"
+    body = {"input": "x", "max_output_tokens": 100, "top_logprobs": 20}
+    made = httpx.post(url, json={**body, "seed": 1}).json()
+    assert len(threads) == 1
+    assert httpx.get(f"{url}/{made['id']}").json() == made
+    assert len(threads) == 2
+    with httpx.stream("GET", f"{url}/{made['id']}?stream=true&starting_after=0") as again:
+        last = list(sse(again))[-1].json
+    assert last["response"] == made
+    assert len(threads) == 3
+    assert all(thread.name.startswith("streamer-encode") for thread in threads)

@@ -19,7 +19,9 @@ from streamer.errors import EngineDead
 from streamer.server.openai.chat import ChatAnswer, ChatRequest
 from streamer.server.service import Service
 from streamer.server.telemetry.metrics import Metrics
+from streamer.server.transport.frames import SPLIT
 from streamer.server.transport.loop_turn import WRITE_PART
+from streamer.server.transport.pace import Pace
 from streamer.server.transport.sse import ClientWatch, EventStream
 from streamer.server.transport.stuck import ABORT
 from tests.engine.helpers import LETTERS, Calls
@@ -96,8 +98,12 @@ class Bench:
         after: list[int] | None = None,
         has_short_way: bool = False,
         has_ids: bool = True,
+        num_tokens: int = 0,
+        is_split: bool = False,
     ) -> None:
         self.stream = Scripted()
+        for _ in range(num_tokens):
+            self.stream.token()
         self.client = Client()
         self.cancelled: list[str] = []
         self.is_aborted = asyncio.Event()
@@ -110,12 +116,13 @@ class Bench:
         service.engine = engine
         service.config = Config(model="fake", pause_timeout=pause_s)
         service.metrics = Metrics(engine)
+        service.pace = Pace()
         service._num_working = 0
         service._is_quiet = asyncio.Event()
         options = {"include_event_ids": has_ids}
         body = convert({"messages": [], "stream_options": options}, ChatRequest)
         answer = ChatAnswer(body, [self.stream], "m", lambda token: b"x", after)
-        response = EventStream(service, answer, [self.stream], keep_alive_s)
+        response = EventStream(service, answer, [self.stream], keep_alive_s, is_split=is_split)
         self.task = asyncio.create_task(response(scope, self.client.receive, self.client.send))
 
     async def done(self) -> None:
@@ -136,6 +143,21 @@ async def test_a_stream_to_its_end(has_short_way: bool) -> None:
     await bench.done()
     assert bench.cancelled == []
     assert bench.stream.num_readers == 0
+
+
+async def test_a_replay_leaves_the_loop_to_others_after_each_portion() -> None:
+    bench = Bench(has_short_way=True, num_tokens=8 * SPLIT, is_split=True)
+    num_events = [0]  # that came between two turns of the loop
+    async with asyncio.timeout(DEADLINE_S):
+        while sum(num_events) < 8 * SPLIT:
+            await asyncio.sleep(0)
+            num_events.append(0)
+            while not bench.client.sent.empty():
+                num_events[-1] += bench.client.sent.get_nowait().get("body", b"").count(b"id: ")
+    assert max(num_events) <= SPLIT + 1  # and the opening
+    assert bench.stream.num_readers == 1
+    bench.client.gone.set()
+    await bench.done()
 
 
 async def test_the_short_way_is_taken_again_once_the_client_reads() -> None:
