@@ -1,6 +1,6 @@
 """Plain torch of every op: the oracle of the other backends, and what serves without one.
 
-Signatures are those of ops.py, which is the only caller. Attention lives in
+It is an ops.CpuBackend. Attention lives in
 reference_attention.py, linear layers in reference_linear.py, drawing in reference_sampling.py;
 nothing here keeps state.
 """
@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from streamer.kernels.batch import AttentionBatch, Forward, Limits
 from streamer.kernels.quantized import LIMITS, quantize, scale_rows, scales_of
 from streamer.kernels.reference_attention import paged_attention as paged_attention
-from streamer.kernels.reference_linear import linear as linear
 from streamer.kernels.reference_linear import pack_weight as pack_weight
 from streamer.kernels.reference_sampling import draw as draw
+
+has_quantized_pools = True
 
 
 def new_pool(
@@ -26,9 +27,9 @@ def new_pool(
     kv_heads: int,
     head_dim: int,
     dtype: torch.dtype,
-    device: torch.device | str,
+    device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """See ops.new_pool.
+    """See Backend.new_pool.
 
     numpy's zeros is calloc, so untouched pages cost nothing; torch.zeros writes them all (1.5 GB
     took 1.2 s and as much memory, EPYC Zen 5, 2026-11-20).
@@ -44,7 +45,7 @@ def new_pool(
 def store_kv(
     k: torch.Tensor, v: torch.Tensor, pool_layer: torch.Tensor, batch: AttentionBatch
 ) -> None:
-    """See ops.store_kv."""
+    """See Backend.store_kv."""
     place = batch.derived.get("store")
     if place is None:
         block = batch.slots // batch.block_size
@@ -61,7 +62,7 @@ def store_kv(
 
 
 def copy_blocks(pool: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
-    """See ops.copy_blocks."""
+    """See Backend.copy_blocks."""
     if pool.dtype in LIMITS:
         pool = pool.view(torch.int8)
     pool.index_copy_(0, dst, pool.index_select(0, src))
@@ -70,7 +71,7 @@ def copy_blocks(pool: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> Non
 def swap_blocks(
     src_pool: torch.Tensor, dst_pool: torch.Tensor, pairs: list[tuple[int, int]]
 ) -> None:
-    """See ops.swap_blocks."""
+    """See Backend.swap_blocks."""
     for src, dst, count in _runs(pairs):
         dst_pool[dst : dst + count].copy_(src_pool[src : src + count], non_blocking=True)
 
@@ -89,36 +90,36 @@ def _runs(pairs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
 
 
 def graph(forward: Forward, limits: Limits) -> Forward:
-    """See ops.graph: nothing is recorded here."""
+    """See Backend.graph: nothing is recorded here."""
     del limits
     return forward
 
 
 def set_threads(count: int) -> None:
-    """See ops.set_threads."""
+    """See Backend.set_threads."""
     torch.set_num_threads(count)
 
 
 def best(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ops.best."""
+    """See Backend.best."""
     values, ids = x.max(-1)
     return values.float(), ids
 
 
 def embedding(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """See ops.embedding."""
+    """See Backend.embedding."""
     return F.embedding(tokens, table)
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, rows: torch.Tensor | None
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, rows: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """See ops.rms_norm."""
+    """See Backend.rms_norm."""
     return F.rms_norm(x if rows is None else x[rows], weight.shape, weight, eps)
 
 
 def rope_tables(angles: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ops.rope_tables."""
+    """See Backend.rope_tables."""
     cos, sin = angles.float().cos(), angles.float().sin()
     return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
@@ -129,10 +130,11 @@ def rope_and_store(
     positions: torch.Tensor,
     pool_layer: torch.Tensor,
     batch: AttentionBatch,
-    norms: tuple[torch.Tensor, torch.Tensor] | None,
-    eps: float,
+    *,
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    eps: float = 0.0,
 ) -> torch.Tensor:
-    """See ops.rope_and_store."""
+    """See Backend.rope_and_store."""
     kv_heads, _, dim = pool_layer.shape[2:]
     rows = batch.derived.get("rope")
     if rows is None:  # by the first layer of a step
@@ -141,7 +143,7 @@ def rope_and_store(
     heads = split.shape[1] - 2 * kv_heads
     q, k, v = split[:, :heads], split[:, heads : heads + kv_heads], split[:, heads + kv_heads :]
     if norms is not None:
-        q, k = rms_norm(q, norms[0], eps, None), rms_norm(k, norms[1], eps, None)
+        q, k = rms_norm(q, norms[0], eps), rms_norm(k, norms[1], eps)
     store_kv(_rope(k, *rows), v, pool_layer, batch)
     return _rope(q, *rows)
 

@@ -115,11 +115,11 @@ def paged_attention(
     batch: AttentionBatch,
     scale: float,
     *,
-    sliding_window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See ops.paged_attention."""
+    """See Backend.paged_attention."""
     key = (sliding_window, pool_layer.stride(), pool_layer.dtype, q.dtype)
     layout: _Layout | None = batch.derived.get(key)
     if layout is None:

@@ -58,7 +58,7 @@ class _Noise:
 
 
 def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """See ops.draw."""
+    """See CpuBackend.draw."""
     x = logits[draws.rows].float()
     x.sub_(x.amax(-1, keepdim=True)).div_(draws.settings[:, :1])
     filters = Filters(draws.top_k, draws.settings[:, 1], draws.settings[:, 2])

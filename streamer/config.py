@@ -22,7 +22,7 @@ from streamer.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "STREAMER_"
 FILE_VARIABLE = "STREAMER_CONFIG"
-# Read by kernels/ops.py when it is imported, for a process and not for a model: no setting.
+# Read by kernels/ops.py when it chooses for a CPU, for finding faults: no setting.
 KERNELS_VARIABLE = "STREAMER_KERNELS"
 _SERVICE_VARIABLE = re.compile(
     r"_SERVICE_(HOST|PORT)(_[A-Z0-9_]+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$"

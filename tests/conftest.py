@@ -35,17 +35,13 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=["torch", "native"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The kernels' backend for a test that uses this: each in turn."""
-    from streamer.kernels import ops, reference
+    from streamer.kernels import ops
 
     name: str = request.param
-    if name == "native":
-        if ops.why_not_native:
-            pytest.fail(f"the native kernels do not compile here: {ops.why_not_native}")
-        from streamer.kernels.cpu import native
-
-        monkeypatch.setattr(ops, "_backend", native)
-    else:
-        monkeypatch.setattr(ops, "_backend", reference)
+    if name == "torch":
+        monkeypatch.setenv("STREAMER_KERNELS", "torch")
+    elif why := ops.why_not_native():
+        pytest.fail(f"the native kernels do not compile here: {why}")
     return name
 
 

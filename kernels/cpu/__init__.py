@@ -1,1 +1,1 @@
-"""The native CPU backend: C compiled on first use. native.py has its doors."""
+"""The native CPU backend: C compiled on first use. native.py is the Backend."""

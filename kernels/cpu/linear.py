@@ -1,4 +1,4 @@
-"""Linear layers over linear.c: the packed weight and the op that multiplies by it.
+"""Linear layers over linear.c: packed weights, which are called to multiply by them.
 
 Called through native.py.
 """
@@ -13,8 +13,8 @@ ACTIVATIONS = {None: 0, "silu": 2, "gelu": 3, "gelu_tanh": 4}  # linear.c's flag
 ADD = 1
 
 
-class Weight:
-    """A packed weight [N, K] with its bias and the activation of its gates."""
+class Linear:
+    """A packed weight [N, K] with its bias and the activation of its gates. See ops.Linear."""
 
     __slots__ = ("activation", "bias", "packed", "shape")
 
@@ -34,6 +34,24 @@ class Weight:
                 self.bias = _interleave(bias.float(), team.lanes)
         team.pack(weight.contiguous(), self.packed, activation is not None)
 
+    def __call__(self, x: torch.Tensor, *, add_to: torch.Tensor | None = None) -> torch.Tensor:
+        """See ops.Linear."""
+        n, k = self.shape
+        width = n if self.activation is None else n // 2
+        out = new_rows(x, width, dtype=x.dtype) if add_to is None else add_to
+        flags = ACTIVATIONS[self.activation] if add_to is None else ADD
+        issue(
+            Call(
+                Kind.LINEAR,
+                x,
+                x.dtype,
+                (x, self.packed, self.bias, out),
+                (k, n, x.stride(0), out.stride(0)),
+                flags=flags,
+            )
+        )
+        return out
+
 
 def _interleave(bias: torch.Tensor, lanes: int) -> torch.Tensor:
     """The bias of gates and ups in the order of their panels: `lanes` of each in turn."""
@@ -42,25 +60,8 @@ def _interleave(bias: torch.Tensor, lanes: int) -> torch.Tensor:
     return padded.view(2, -1, lanes).transpose(0, 1).reshape(-1).contiguous()
 
 
-def pack_weight(weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> Weight:
-    """See ops.pack_weight."""
-    return Weight(weight, bias, activation)
-
-
-def linear(x: torch.Tensor, weight: Weight, add_to: torch.Tensor | None) -> torch.Tensor:
-    """See ops.linear."""
-    n, k = weight.shape
-    width = n if weight.activation is None else n // 2
-    out = new_rows(x, width, dtype=x.dtype) if add_to is None else add_to
-    flags = ACTIVATIONS[weight.activation] if add_to is None else ADD
-    issue(
-        Call(
-            Kind.LINEAR,
-            x,
-            x.dtype,
-            (x, weight.packed, weight.bias, out),
-            (k, n, x.stride(0), out.stride(0)),
-            flags=flags,
-        )
-    )
-    return out
+def pack_weight(
+    weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
+) -> Linear:
+    """See Backend.pack_weight."""
+    return Linear(weight, bias, activation)

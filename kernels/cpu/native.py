@@ -1,7 +1,7 @@
-"""The native backend: the doors of ops.py on the team of threads that runs the C files beside this.
+"""The native backend: ops.CpuBackend on the team of threads that runs the C files beside this.
 
-Signatures are those of ops.py, which is the only caller. Every function checks nothing and issues
-one op (see program.py); the layouts of packed weights and of the pool are private to it.
+Every function checks nothing and issues one op (see program.py); the layouts of packed weights and
+of the pool are private to it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from streamer.kernels import reference
 from streamer.kernels.batch import AttentionBatch, Forward, Limits
-from streamer.kernels.cpu.linear import linear as linear
 from streamer.kernels.cpu.linear import pack_weight as pack_weight
 from streamer.kernels.cpu.program import Call, Count, Kind, Program, issue, new_rows, team
 from streamer.kernels.draws import Draws
@@ -30,6 +29,7 @@ TABLES, TABLE_STRIDE = 7, 5  # where it has them: of its pointers, of its intege
 
 Ints = NDArray[np.int64]
 
+has_quantized_pools = False
 rope_tables = reference.rope_tables
 set_threads = team.set_threads
 
@@ -41,9 +41,9 @@ def new_pool(
     kv_heads: int,
     head_dim: int,
     dtype: torch.dtype,
-    device: torch.device | str,
+    device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """See ops.new_pool; ValueError for heads that the C files have no room for, and for codes."""
+    """See Backend.new_pool; ValueError for heads beyond the C files' room, and for codes."""
     if dtype in LIMITS:
         raise ValueError(f"a pool of {dtype} is not for the native kernels")
     if head_dim > MAX_HEAD:
@@ -70,16 +70,16 @@ def in_huge_pages(memory: torch.Tensor) -> torch.Tensor:
 
 
 def embedding(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """See ops.embedding."""
+    """See Backend.embedding."""
     out = new_rows(tokens, table.shape[1], dtype=table.dtype)
     issue(Call(Kind.EMBEDDING, tokens, table.dtype, (tokens, table, out), (table.shape[1],)))
     return out
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, rows: torch.Tensor | None
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, rows: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """See ops.rms_norm."""
+    """See Backend.rms_norm."""
     bound = x if rows is None else rows
     out = new_rows(bound, x.shape[1], dtype=x.dtype)
     sizes = (x.shape[1], x.stride(0))
@@ -93,10 +93,11 @@ def rope_and_store(
     positions: torch.Tensor,
     pool_layer: torch.Tensor,
     batch: AttentionBatch,
-    norms: tuple[torch.Tensor, torch.Tensor] | None,
-    eps: float,
+    *,
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    eps: float = 0.0,
 ) -> torch.Tensor:
-    """See ops.rope_and_store."""
+    """See Backend.rope_and_store."""
     kv_heads, block, dim = pool_layer.shape[2:]
     heads = qkv.shape[1] // dim - 2 * kv_heads
     q = new_rows(qkv, heads, dim, dtype=qkv.dtype)
@@ -117,7 +118,7 @@ def rope_and_store(
 def store_kv(
     k: torch.Tensor, v: torch.Tensor, pool_layer: torch.Tensor, batch: AttentionBatch
 ) -> None:
-    """See ops.store_kv."""
+    """See Backend.store_kv."""
     kv_heads, block, dim = pool_layer.shape[2:]
     strides = (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
     issue(
@@ -179,11 +180,11 @@ def paged_attention(
     batch: AttentionBatch,
     scale: float,
     *,
-    sliding_window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See ops.paged_attention."""
+    """See Backend.paged_attention."""
     heads, (kv_heads, block, dim) = q.shape[1], pool_layer.shape[2:]
     if heads // kv_heads > MAX_SHARE:
         raise ValueError(
@@ -219,14 +220,14 @@ def paged_attention(
 
 
 def best(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ops.best."""
+    """See Backend.best."""
     values, ids = torch.empty(x.shape[0]), torch.empty(x.shape[0], dtype=torch.int64)
     issue(Call(Kind.BEST, x, x.dtype, (x, values, ids), (x.shape[1], x.stride(0))))
     return values, ids
 
 
 def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """See ops.draw."""
+    """See CpuBackend.draw."""
     if logits.shape[1] > MAX_DRAW:
         return reference.draw(logits, draws)
     ids = torch.empty(len(draws.rows), dtype=torch.int64)
@@ -237,14 +238,14 @@ def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
 
 
 def copy_blocks(pool: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
-    """See ops.copy_blocks."""
+    """See Backend.copy_blocks."""
     _copy(pool, pool, torch.stack((src, dst), 1))
 
 
 def swap_blocks(
     src_pool: torch.Tensor, dst_pool: torch.Tensor, pairs: list[tuple[int, int]]
 ) -> None:
-    """See ops.swap_blocks."""
+    """See Backend.swap_blocks."""
     if pairs:
         _copy(src_pool, dst_pool, torch.tensor(pairs))
 
@@ -255,7 +256,7 @@ def _copy(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> No
 
 
 def graph(forward: Forward, limits: Limits) -> Forward:
-    """See ops.graph."""
+    """See Backend.graph."""
     return Graph(forward, limits)
 
 

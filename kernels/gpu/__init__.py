@@ -1,4 +1,4 @@
-"""The GPU backend: Triton kernels, one op one file; backend.py has its doors.
+"""The GPU backend: Triton kernels, one op one file; backend.py is the Backend.
 
 Imported on first use, since triton is not everywhere. Nothing here waits for the device: what a
 launch needs to know is known on the host, or read by the kernel. With TRITON_INTERPRET=1, set

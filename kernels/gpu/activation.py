@@ -50,7 +50,7 @@ def _gate_kernel(
 
 
 def gate(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """x [T, 2 * N], `activation` as in ops.pack_weight -> [T, N]."""
+    """x [T, 2 * N], `activation` as in Backend.pack_weight -> [T, N]."""
     count, width = x.shape[0], x.shape[1] // 2
     out = torch.empty(count, width, dtype=x.dtype, device=x.device)
     block = min(MAX_BLOCK, power_of_2(width))

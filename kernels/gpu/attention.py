@@ -197,11 +197,11 @@ def paged_attention(
     batch: AttentionBatch,
     scale: float,
     *,
-    sliding_window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See ops.paged_attention. The output of a row without context is not written."""
+    """See Backend.paged_attention. The output of a row without context is not written."""
     heads, kv_heads = q.shape[1], pool_layer.shape[2]
     has_scales = pool_layer.dtype in LIMITS
     shape = _Shape(heads, kv_heads, q.shape[2], q.element_size())

@@ -1,8 +1,7 @@
-"""The doors of ops.py on a CUDA device (or, under TRITON_INTERPRET=1, on CPU tensors).
+"""ops.Backend on a CUDA device (or, under TRITON_INTERPRET=1, on CPU tensors).
 
-Signatures are those of ops.py, which is the only caller. Tensors of one call, those of its batch
-included, are on one device, the current one; nothing waits for it. `draw` is not among the doors:
-what rows draw by lives on the device, see sample.py.
+Tensors of one call, those of its batch included, are on one device, the current one; nothing waits
+for it. Drawing is not among the ops: what rows draw by lives on the device, see sample.py.
 """
 
 import torch
@@ -12,7 +11,6 @@ from streamer.kernels.gpu.attention import paged_attention as paged_attention
 from streamer.kernels.gpu.best import best as best
 from streamer.kernels.gpu.copy_blocks import copy_blocks as copy_blocks
 from streamer.kernels.gpu.embedding import embedding as embedding
-from streamer.kernels.gpu.linear import linear as linear
 from streamer.kernels.gpu.linear import pack_weight as pack_weight
 from streamer.kernels.gpu.norm import rms_norm as rms_norm
 from streamer.kernels.gpu.rope import rope_and_store as rope_and_store
@@ -20,6 +18,7 @@ from streamer.kernels.gpu.store_kv import store_kv as store_kv
 from streamer.kernels.quantized import scale_rows
 
 FP8_CAPABILITY = (8, 9)
+has_quantized_pools = True
 
 rope_tables = reference.rope_tables
 set_threads = reference.set_threads
@@ -39,9 +38,9 @@ def new_pool(
     kv_heads: int,
     head_dim: int,
     dtype: torch.dtype,
-    device: torch.device | str,
+    device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """See ops.new_pool. A pool on the host is pinned, so that swaps wait for nobody.
+    """See Backend.new_pool. A pool on the host is pinned, so that swaps wait for nobody.
 
     ValueError for FP8 on a device that does not convert e4m3 (below compute capability 8.9).
     """

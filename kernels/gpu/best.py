@@ -72,7 +72,7 @@ def _best_of_chunks_kernel(
 
 
 def best(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ops.best."""
+    """See Backend.best."""
     rows, width = x.shape
     block = min(CHUNK, power_of_2(width))
     chunks = triton.cdiv(width, block)

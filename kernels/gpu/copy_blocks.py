@@ -39,7 +39,7 @@ def _copy_kernel(
 
 
 def copy_blocks(pool: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
-    """See ops.copy_blocks; src and dst may be on the host."""
+    """See Backend.copy_blocks; src and dst may be on the host."""
     if pool.element_size() == 1:  # codes and scales alike
         pool = pool.view(torch.int8)
     width = pool[0].numel()

@@ -38,7 +38,7 @@ def _embedding_kernel(
 
 
 def embedding(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """See ops.embedding."""
+    """See Backend.embedding."""
     count, width = tokens.shape[0], table.shape[1]
     out = torch.empty(count, width, dtype=table.dtype, device=table.device)
     block = min(MAX_BLOCK, power_of_2(width))

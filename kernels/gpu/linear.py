@@ -1,7 +1,7 @@
 """Linear layers: torch's own matrix products, with the gates' activation behind them.
 
 cuBLAS chooses its kernel by the number of rows, so here a row's last bits may depend on how many
-rows there are, which ops.linear promises only of the CPU's backends. Called through backend.py.
+rows there are, which ops.Linear promises only of the CPU's backends. Called through backend.py.
 """
 
 import torch
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from streamer.kernels.gpu.activation import gate
 
 
-class Weight:
+class Linear:
     """A weight [N, K] as it came, with its bias and the activation of its gates."""
 
     __slots__ = ("activation", "bias", "shape", "weight")
@@ -23,17 +23,18 @@ class Weight:
         self.bias = bias
         self.activation = activation
 
+    def __call__(self, x: torch.Tensor, *, add_to: torch.Tensor | None = None) -> torch.Tensor:
+        """See ops.Linear."""
+        if add_to is not None:
+            if self.bias is None:  # one call, and one rounding
+                return add_to.addmm_(x, self.weight.t())
+            return add_to.add_(F.linear(x, self.weight, self.bias))
+        y = F.linear(x, self.weight, self.bias)
+        return y if self.activation is None else gate(y, self.activation)
 
-def pack_weight(weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> Weight:
-    """See ops.pack_weight: nothing is rearranged, the argument's memory is kept."""
-    return Weight(weight, bias, activation)
 
-
-def linear(x: torch.Tensor, weight: Weight, add_to: torch.Tensor | None) -> torch.Tensor:
-    """See ops.linear."""
-    if add_to is not None:
-        if weight.bias is None:  # one call, and one rounding
-            return add_to.addmm_(x, weight.weight.t())
-        return add_to.add_(F.linear(x, weight.weight, weight.bias))
-    y = F.linear(x, weight.weight, weight.bias)
-    return y if weight.activation is None else gate(y, weight.activation)
+def pack_weight(
+    weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
+) -> Linear:
+    """See Backend.pack_weight: nothing is rearranged, the argument's memory is kept."""
+    return Linear(weight, bias, activation)

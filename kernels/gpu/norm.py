@@ -47,9 +47,9 @@ def _norm_kernel(
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, rows: torch.Tensor | None
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, rows: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """See ops.rms_norm."""
+    """See Backend.rms_norm."""
     count, width = x.shape[0] if rows is None else rows.shape[0], x.shape[1]
     out = torch.empty(count, width, dtype=x.dtype, device=x.device)
     block = power_of_2(width)

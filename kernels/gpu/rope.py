@@ -110,10 +110,11 @@ def rope_and_store(
     positions: torch.Tensor,
     pool_layer: torch.Tensor,
     batch: AttentionBatch,
-    norms: tuple[torch.Tensor, torch.Tensor] | None,
-    eps: float,
+    *,
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    eps: float = 0.0,
 ) -> torch.Tensor:
-    """See ops.rope_and_store. A slot below 0 stores nothing."""
+    """See Backend.rope_and_store. A slot below 0 stores nothing."""
     kv_heads, _, dim = pool_layer.shape[2:]
     count, heads = qkv.shape[0], qkv.shape[1] // dim - 2 * kv_heads
     out = torch.empty(count, heads, dim, dtype=qkv.dtype, device=qkv.device)

@@ -1,9 +1,9 @@
 """sample: tokens by Gumbel-max with noise by token id, from settings that live on the device.
 
-In place of ops.draw, whose draws the host lists: it gives what reference_sampling.py gives for the
-same logits, settings and noise, except where the noise's last bit or a sum's rounding decides, and
-takes greedy rows too. Logits come with bias, masks and penalties already in them. Called by
-model/sampling/device.py.
+In place of CpuBackend.draw, whose draws the host lists: it gives what reference_sampling.py gives
+for the same logits, settings and noise, except where the noise's last bit or a sum's rounding
+decides, and takes greedy rows too. Logits come with bias, masks and penalties already in them.
+Called by model/sampling/device.py.
 """
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs

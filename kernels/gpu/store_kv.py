@@ -66,7 +66,7 @@ def _store_kernel(
 def store_kv(
     k: torch.Tensor, v: torch.Tensor, pool_layer: torch.Tensor, batch: AttentionBatch
 ) -> None:
-    """See ops.store_kv."""
+    """See Backend.store_kv."""
     kv_heads, _, dim = pool_layer.shape[2:]
     _store_kernel[(k.shape[0], kv_heads)](
         k_ptr=k,

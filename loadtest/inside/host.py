@@ -95,7 +95,7 @@ class NoModel:
         from streamer.kernels import ops
 
         self._logits = torch.zeros(limits.max_tokens, self.vocab_size)
-        if ops.backend == "native":
+        if not ops.why_not_native():
             self._inputs = _Inputs(limits, self.head_dim)
 
     def forward(
@@ -120,8 +120,7 @@ class _Inputs:
     def __init__(self, limits: ops.Limits, head_dim: int) -> None:
         import torch
 
-        from streamer.kernels import ops
-        from streamer.kernels.cpu.native import Graph
+        from streamer.kernels.cpu import native
 
         table, pool = torch.zeros(1, head_dim), torch.zeros(1, 2, 1, limits.block_size, head_dim)
 
@@ -131,11 +130,11 @@ class _Inputs:
             batch: ops.AttentionBatch,
             last: torch.Tensor | None,
         ) -> torch.Tensor:
-            q = ops.embedding(tokens, table).view(-1, 1, head_dim)
-            out = ops.paged_attention(q, pool, batch, 1.0)
-            return ops.rms_norm(out.view(-1, head_dim), table[0], 1e-6, rows=last)
+            q = native.embedding(tokens, table).view(-1, 1, head_dim)
+            out = native.paged_attention(q, pool, batch, 1.0)
+            return native.rms_norm(out.view(-1, head_dim), table[0], 1e-6, rows=last)
 
-        self.fill = Graph(compute, limits).fill
+        self.fill = native.Graph(compute, limits).fill
 
 
 def measure_host(num_sequences: int, num_steps: int, *, is_mixed: bool = False) -> HostTime:
@@ -185,6 +184,7 @@ class _Bench:
             self._add()
 
     def _new_runner(self, num_sequences: int, budget: int, num_blocks: int) -> CpuRunner:
+        from streamer.kernels import ops
         from streamer.model.runner.cpu import CpuRunner
         from streamer.model.runner.interface import RunnerSizes
 
@@ -196,7 +196,7 @@ class _Bench:
             max_num_batched_tokens=budget,
             max_model_len=MAX_MODEL_LEN,
         )
-        return CpuRunner(self._model, sizes)
+        return CpuRunner(ops.for_cpu(), self._model, sizes)
 
     def _add(self) -> None:
         """One more request, whose blocks fill in another step than its neighbours'."""

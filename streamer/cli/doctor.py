@@ -130,11 +130,10 @@ def _kernels() -> Finding:
     """Whether the native kernels compile here."""
     from streamer.kernels import ops
 
-    if ops.backend == "native":
+    why = ops.why_not_native()
+    if not why:
         return Finding("kernels", "good", "native, compiled for this CPU")
-    return Finding(
-        "kernels", "note", f"torch's own operators: {ops.why_not_native}", "install a C compiler"
-    )
+    return Finding("kernels", "note", f"torch's own operators: {why}", "install a C compiler")
 
 
 def _bfloat16() -> Finding:

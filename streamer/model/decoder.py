@@ -1,7 +1,8 @@
 """The decoder family: embedding, layers of attention and feed-forward, norm, logits.
 
 Llama, Mistral, Qwen2 and Qwen3 are this one decoder with the DecoderConfig that families.py makes.
-Owns the weights; never sees a Plan, a file or a sampling parameter. Called by runner/cpu.py.
+Owns the weights and computes with the kernels it is handed; never sees a Plan, a file or a sampling
+parameter. Called by the runners.
 """
 
 from __future__ import annotations
@@ -39,15 +40,19 @@ class WeightSource(Protocol):
 class DecoderLayer:
     """x + attention(norm(x)), then x + feed_forward(norm(x))."""
 
-    def __init__(self, c: DecoderConfig, index: int, source: WeightSource) -> None:
+    def __init__(
+        self, kernels: ops.Backend, c: DecoderConfig, index: int, source: WeightSource
+    ) -> None:
         layer, attn, mlp = (f"model.layers.{index}{part}" for part in ("", ".self_attn", ".mlp"))
         qkv = [f"{attn}.{name}_proj" for name in "qkv"]
         gate_up = [f"{mlp}.{name}_proj" for name in ("gate", "up")]
+        self._kernels = kernels
         self._eps = c.rms_norm_eps
         self._input_norm = source.take(f"{layer}.input_layernorm.weight")
         self._attention = Attention(
-            qkv=_weight(source, qkv, c.qkv_bias),
-            out=_weight(source, [f"{attn}.o_proj"], c.o_bias),
+            kernels,
+            qkv=_weight(kernels, source, qkv, c.qkv_bias),
+            out=_weight(kernels, source, [f"{attn}.o_proj"], c.o_bias),
             head_dim=c.head_dim,
             window=c.windows[index],
             eps=c.rms_norm_eps,
@@ -59,15 +64,15 @@ class DecoderLayer:
         )
         self._post_norm = source.take(f"{layer}.post_attention_layernorm.weight")
         self._feed_forward = FeedForward(
-            gate_up=_weight(source, gate_up, c.mlp_bias, c.activation),
-            down=_weight(source, [f"{mlp}.down_proj"], c.mlp_bias),
+            gate_up=_weight(kernels, source, gate_up, c.mlp_bias, c.activation),
+            down=_weight(kernels, source, [f"{mlp}.down_proj"], c.mlp_bias),
         )
 
     def __call__(self, residual: torch.Tensor, pool_layer: torch.Tensor, step: Step) -> None:
         """residual [T, H] is what flows: both parts add to it."""
-        x = ops.rms_norm(residual, self._input_norm, self._eps)
+        x = self._kernels.rms_norm(residual, self._input_norm, self._eps)
         self._attention(x, residual, pool_layer, step)
-        x = ops.rms_norm(residual, self._post_norm, self._eps)
+        x = self._kernels.rms_norm(residual, self._post_norm, self._eps)
         self._feed_forward(x, residual)
 
 
@@ -76,7 +81,8 @@ class Decoder:
 
     is_recordable = True
 
-    def __init__(self, config: DecoderConfig, source: WeightSource) -> None:
+    def __init__(self, kernels: ops.Backend, config: DecoderConfig, source: WeightSource) -> None:
+        self._kernels = kernels
         self.config = config
         self.dtype = source.dtype
         self.vocab_size = config.vocab_size
@@ -84,14 +90,14 @@ class Decoder:
         self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
         self._embedding = source.take("model.embed_tokens.weight")
-        self._rope = RopeTable(config.rope, source.dtype, source.device)
+        self._rope = RopeTable(kernels, config.rope, source.dtype, source.device)
         self._layers = []
         for i in range(config.num_layers):
-            self._layers.append(DecoderLayer(config, i, source))
+            self._layers.append(DecoderLayer(kernels, config, i, source))
             source.layer_done()
         self._norm = source.take("model.norm.weight")
         head = self._embedding if config.tied else source.take("lm_head.weight")
-        self._head = ops.pack_weight(head)
+        self._head = kernels.pack_weight(head)
         self._graph: ops.Forward | None = None
         self._graph_of: tuple[object, ...] = ()
         self._limits: ops.Limits | None = None
@@ -118,7 +124,7 @@ class Decoder:
         made_for = (pool.data_ptr(), self._rope.length, self._limits)
         if self._graph is None or self._graph_of != made_for:
             compute = partial(self._compute, pool, tables)
-            self._graph = ops.graph(compute, self._limits) if self._limits else compute
+            self._graph = self._kernels.graph(compute, self._limits) if self._limits else compute
             self._graph_of = made_for
         return self._graph(tokens, positions, batch, last)
 
@@ -132,17 +138,22 @@ class Decoder:
         last: torch.Tensor | None,
     ) -> torch.Tensor:
         step = Step(batch, positions, tables)
-        residual = ops.embedding(tokens, self._embedding)
+        residual = self._kernels.embedding(tokens, self._embedding)
         for i, layer in enumerate(self._layers):
             layer(residual, ops.layer_view(pool, i), step)
-        x = ops.rms_norm(residual, self._norm, self.config.rms_norm_eps, rows=last)
-        return ops.linear(x, self._head)
+        eps = self.config.rms_norm_eps
+        x = self._kernels.rms_norm(residual, self._norm, eps, rows=last)
+        return self._head(x)
 
 
 def _weight(
-    source: WeightSource, names: list[str], has_bias: bool, activation: str | None = None
-) -> ops.Weight:
+    kernels: ops.Backend,
+    source: WeightSource,
+    names: list[str],
+    has_bias: bool,
+    activation: str | None = None,
+) -> ops.Linear:
     """One packed weight of the named projections; the unpacked one is freed here."""
     weight = source.merge(*(f"{name}.weight" for name in names))
     bias = source.merge(*(f"{name}.bias" for name in names)) if has_bias else None
-    return ops.pack_weight(weight, bias, activation)
+    return kernels.pack_weight(weight, bias, activation)

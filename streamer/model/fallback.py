@@ -59,11 +59,16 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PagedContext:
-    """One step's batch and pool, handed through transformers to the attention hook."""
+    """One step's kernels, batch and pool, handed through transformers to the attention hook."""
 
     def __init__(
-        self, batch: ops.AttentionBatch, pool: torch.Tensor, windows: tuple[int | None, ...]
+        self,
+        kernels: ops.Backend,
+        batch: ops.AttentionBatch,
+        pool: torch.Tensor,
+        windows: tuple[int | None, ...],
     ) -> None:
+        self.kernels = kernels
         self.batch = batch
         self.pool = pool
         self.windows = windows
@@ -171,7 +176,8 @@ class FallbackModel:
 
     is_recordable = False  # its code may look at numbers, and make tensors on the host
 
-    def __init__(self, model: Any, shape: Shape, dtype: torch.dtype) -> None:
+    def __init__(self, kernels: ops.Backend, model: Any, shape: Shape, dtype: torch.dtype) -> None:
+        self.kernels = kernels
         self._model = model
         self.dtype = dtype
         self.vocab_size = shape.vocab_size
@@ -196,7 +202,7 @@ class FallbackModel:
             input_ids=tokens[None],
             position_ids=positions[None],
             use_cache=False,
-            streamer_ctx=PagedContext(batch, pool, self._windows),
+            streamer_ctx=PagedContext(self.kernels, batch, pool, self._windows),
             logits_to_keep=0 if last is None else last,
         )
         logits: torch.Tensor = out.logits[0]
@@ -204,6 +210,7 @@ class FallbackModel:
 
 
 def load_fallback(
+    kernels: ops.Backend,
     checkpoint: Checkpoint,
     shape: Shape,
     dtype: torch.dtype,
@@ -235,8 +242,8 @@ def load_fallback(
         )
         expected = _eager_logits(model, tokens)
         _use_hook(model, shape.architecture)
-        _pack(model)
-        fallback = FallbackModel(model, shape, dtype)
+        _pack(kernels, model)
+        fallback = FallbackModel(kernels, model, shape, dtype)
         _compare(expected, _paged_logits(fallback, tokens), shape.architecture, dtype)
     return fallback
 
@@ -345,12 +352,12 @@ def _attend(
     if isinstance(streamer_ctx, Recording):
         streamer_ctx.saw(module, key, value_size, attention_mask)
         return query.new_zeros((1, query.shape[2], query.shape[1], value_size)), None
-    batch = streamer_ctx.batch
+    kernels, batch = streamer_ctx.kernels, streamer_ctx.batch
     if value_size < key.shape[3]:  # DeepSeek: narrower values; the pool holds one size
         value = torch.nn.functional.pad(value, (0, key.shape[3] - value_size))
     pool_layer = ops.layer_view(streamer_ctx.pool, layer)
-    ops.store_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), pool_layer, batch)
-    y = ops.paged_attention(
+    kernels.store_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), pool_layer, batch)
+    y = kernels.paged_attention(
         query[0].transpose(0, 1),
         pool_layer,
         batch,
@@ -389,7 +396,7 @@ def _paged_logits(model: FallbackModel, tokens: torch.Tensor) -> torch.Tensor:
     blocks = -(-count // block)
     device = tokens.device
     table = torch.arange(blocks, device=device).flip(0)[None].contiguous()
-    pool = ops.new_pool(
+    pool = model.kernels.new_pool(
         blocks, model.num_layers, block, model.num_kv_heads, model.head_dim, model.dtype, device
     )
     out = []
@@ -416,7 +423,7 @@ def _compare(expected: torch.Tensor, got: torch.Tensor, name: str, dtype: torch.
         )
 
 
-def _pack(model: Any) -> None:
+def _pack(kernels: ops.Backend, model: Any) -> None:
     """Pack the weights of every linear layer, one at a time, and free the originals."""
     shared = {id(e.weight) for e in (model.get_input_embeddings(),) if e is not None}
     for module in model.modules():
@@ -427,7 +434,7 @@ def _pack(model: Any) -> None:
         else:
             continue
         bias = None if module.bias is None else module.bias.detach()
-        module.forward = _Packed(ops.pack_weight(weight.detach(), bias))
+        module.forward = _Packed(kernels.pack_weight(weight.detach(), bias))
         if id(module.weight) not in shared:
             module.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
 
@@ -435,11 +442,11 @@ def _pack(model: Any) -> None:
 class _Packed:
     """A packed linear layer for inputs of any number of dimensions, rows none included."""
 
-    def __init__(self, weight: ops.Weight) -> None:
+    def __init__(self, weight: ops.Linear) -> None:
         self._weight = weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        y = ops.linear(x.reshape(-1, x.shape[-1]), self._weight)
+        y = self._weight(x.reshape(-1, x.shape[-1]))
         return y.view(*x.shape[:-1], y.shape[-1])
 
 

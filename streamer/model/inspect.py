@@ -92,7 +92,7 @@ class Recognized(msgspec.Struct, frozen=True, kw_only=True):
         if wanted == "auto":
             return DTYPES[self.dtype]
         why = ""
-        if device.type == "cpu" and ops.backend == "native":
+        if not ops.choose(device).has_quantized_pools:
             why = "the native CPU kernels have no such cache; STREAMER_KERNELS=torch, slower, has"
         elif self.head_dim % quantized.SCALE_BYTES:
             why = f"heads of {self.head_dim} elements have no room for scales"

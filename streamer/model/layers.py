@@ -14,7 +14,7 @@ from streamer.kernels import ops
 from streamer.model.rope import RopeConfig, inverse_frequencies
 from streamer.model.runner.device import CPU
 
-Tables = tuple[torch.Tensor, torch.Tensor]  # cos and sin of ops.rope_tables
+Tables = tuple[torch.Tensor, torch.Tensor]  # cos and sin of Backend.rope_tables
 
 ROPE_CHUNK = 4096  # positions by which the table grows at least
 
@@ -29,9 +29,16 @@ def has_bf16() -> bool:
 
 
 class RopeTable:
-    """cos and sin by position, as ops.rope_and_store reads them; grows to what is asked for."""
+    """cos and sin by position, as Backend.rope_and_store reads them; grows to what is asked for."""
 
-    def __init__(self, rope: RopeConfig, dtype: torch.dtype, device: torch.device = CPU) -> None:
+    def __init__(
+        self,
+        kernels: ops.Backend,
+        rope: RopeConfig,
+        dtype: torch.dtype,
+        device: torch.device = CPU,
+    ) -> None:
+        self._kernels = kernels
         self._rope = rope
         self._dtype = dtype
         self._device = device
@@ -53,8 +60,8 @@ class RopeTable:
         angles = (positions[:, None] * inverse_frequencies(self._rope)).to(self._device)
         factor = self._rope.attention_factor
         if factor == 1.0:
-            return ops.rope_tables(angles, self._dtype)
-        cos, sin = ops.rope_tables(angles, torch.float32)
+            return self._kernels.rope_tables(angles, self._dtype)
+        cos, sin = self._kernels.rope_tables(angles, torch.float32)
         return (cos * factor).to(self._dtype), (sin * factor).to(self._dtype)
 
 
@@ -74,14 +81,16 @@ class Attention:
 
     def __init__(
         self,
+        kernels: ops.Backend,
         *,
-        qkv: ops.Weight,
-        out: ops.Weight,
+        qkv: ops.Linear,
+        out: ops.Linear,
         head_dim: int,
         window: int | None,
         eps: float,
         norms: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> None:
+        self._kernels = kernels
         self._qkv = qkv
         self._out = out
         self._window = window
@@ -93,8 +102,8 @@ class Attention:
         self, x: torch.Tensor, residual: torch.Tensor, pool_layer: torch.Tensor, step: Step
     ) -> None:
         """Add the attention of x [T, H] to residual [T, H]; K and V are stored before any reads."""
-        q = ops.rope_and_store(
-            ops.linear(x, self._qkv),
+        q = self._kernels.rope_and_store(
+            self._qkv(x),
             step.tables,
             step.positions,
             pool_layer,
@@ -102,17 +111,19 @@ class Attention:
             norms=self._norms,
             eps=self._eps,
         )
-        y = ops.paged_attention(q, pool_layer, step.batch, self._scale, sliding_window=self._window)
-        ops.linear(y.view(y.shape[0], -1), self._out, add_to=residual)
+        y = self._kernels.paged_attention(
+            q, pool_layer, step.batch, self._scale, sliding_window=self._window
+        )
+        self._out(y.view(y.shape[0], -1), add_to=residual)
 
 
 class FeedForward:
     """Gated feed-forward with one merged gate and up projection."""
 
-    def __init__(self, *, gate_up: ops.Weight, down: ops.Weight) -> None:
+    def __init__(self, *, gate_up: ops.Linear, down: ops.Linear) -> None:
         self._gate_up = gate_up
         self._down = down
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> None:
         """Add the feed-forward of x [T, H] to residual [T, H]."""
-        ops.linear(ops.linear(x, self._gate_up), self._down, add_to=residual)
+        self._down(self._gate_up(x), add_to=residual)

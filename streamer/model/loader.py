@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 
 from streamer.errors import ModelNotSupported
+from streamer.kernels.ops import Backend
 from streamer.model.checkpoint import DTYPE_BYTES, Checkpoint
 from streamer.model.decoder import Decoder
 from streamer.model.families import DecoderConfig, expected_tensors
@@ -95,6 +96,7 @@ def choose_dtype(wanted: str, stored: str, device: torch.device = CPU) -> torch.
 
 
 def load_decoder(
+    kernels: Backend,
     checkpoint: Checkpoint,
     config: DecoderConfig,
     dtype: torch.dtype,
@@ -110,7 +112,7 @@ def load_decoder(
         SafetensorsSource(checkpoint, dtype, device, advance) as source,
         torch.inference_mode(),
     ):
-        return Decoder(config, source)
+        return Decoder(kernels, config, source)
 
 
 class SafetensorsSource:

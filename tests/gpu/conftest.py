@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from streamer.kernels import ops
 from tests.gpu.on_device import OnDevice
 
 
 @pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The ops of tests/kernels, on the device."""
-    from streamer.kernels.gpu import backend as gpu
-
-    monkeypatch.setattr(ops, "_backend", OnDevice(gpu, "cuda"))
+def backend() -> str:
+    """The name of `kernels`, in tests/kernels' suites."""
     return "cuda"
+
+
+@pytest.fixture
+def kernels() -> Any:
+    """The ops of tests/kernels, on the device."""
+    from streamer.kernels.gpu import backend
+
+    return OnDevice(backend, "cuda")
+
+
+@pytest.fixture
+def quantizer(kernels: Any) -> Any:
+    """All that there are here."""
+    return kernels
 
 
 @pytest.fixture

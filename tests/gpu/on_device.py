@@ -32,12 +32,17 @@ class OnDevice:
 
     def pack_weight(self, *args: Any) -> Any:
         """The packed weight stays on the device."""
-        return self._backend.pack_weight(*(_Trip(self._device).there(a) for a in args))
+        packed = self._backend.pack_weight(*(_Trip(self._device).there(a) for a in args))
+        return _Linear(self._travelling(packed), packed.shape)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         door: Callable[..., Any] = getattr(self._backend, name)
         if name in HERE:
             return door
+        return self._travelling(door)
+
+    def _travelling(self, door: Callable[..., Any]) -> Callable[..., Any]:
+        """The op with its tensors brought there and back."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             trip = _Trip(self._device)
@@ -47,6 +52,17 @@ class OnDevice:
             return trip.here(out)
 
         return call
+
+
+class _Linear:
+    """A packed weight of the device, for rows that are here."""
+
+    def __init__(self, multiply: Callable[..., Any], shape: tuple[int, int]) -> None:
+        self._multiply = multiply
+        self.shape = shape
+
+    def __call__(self, x: torch.Tensor, *, add_to: torch.Tensor | None = None) -> Any:
+        return self._multiply(x, add_to=add_to)
 
 
 class _Trip:

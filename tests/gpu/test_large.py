@@ -102,7 +102,7 @@ def test_rows_beyond_two_to_the_31(device: str) -> None:
     assert torch.equal(backend.embedding(last, x)[0], x[-1])
     ones = torch.ones(width, dtype=torch.bfloat16, device=device)
     assert torch.equal(
-        backend.rms_norm(x, ones, 1e-5, last)[0], backend.rms_norm(x[-1:], ones, 1e-5, None)[0]
+        backend.rms_norm(x, ones, 1e-5, rows=last)[0], backend.rms_norm(x[-1:], ones, 1e-5)[0]
     )
 
 

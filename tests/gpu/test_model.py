@@ -17,7 +17,7 @@ from tests.gpu.on_device import require_cuda
 
 require_cuda()
 
-from streamer.kernels import ops  # noqa: E402
+from streamer.kernels import reference as plain  # noqa: E402
 from streamer.model.runner.device import CudaDevice, CudaStream  # noqa: E402
 from tests.model import test_parity as parity  # noqa: E402
 from tests.model.conftest import checkpoint, reference  # noqa: E402
@@ -65,7 +65,7 @@ class SlowStream(CudaStream):
 
     def run(self, work: Callable[[], None]) -> None:
         """See CudaStream."""
-        if isinstance(work, partial) and work.func is ops.swap_blocks:
+        if isinstance(work, partial) and work.func is plain.swap_blocks:
             _, destination, pairs = work.args
             with torch.cuda.stream(torch.cuda.default_stream(WHERE)):
                 destination[[block for _, block in pairs]] = torch.nan

@@ -11,7 +11,6 @@ require_cuda()
 from tests.kernels.test_attention import *  # noqa: E402, F403
 from tests.kernels.test_gpu_attention import *  # noqa: E402, F403
 from tests.kernels.test_gpu_decode_step import *  # noqa: E402, F403
-from tests.kernels.test_gpu_norm import *  # noqa: E402, F403
 from tests.kernels.test_gpu_sample import *  # noqa: E402, F403
 from tests.kernels.test_linear import *  # noqa: E402, F403
 from tests.kernels.test_ops import *  # noqa: E402, F403

@@ -85,9 +85,9 @@ def small_ops(dtype: torch.dtype) -> None:
     positions = torch.zeros(tokens, dtype=torch.int64)
     norms = weight[:128], weight[:128]
     backend.store_kv(case.new_k().to(dtype), case.new_v().to(dtype), layer, batch)
-    backend.rope_and_store(qkv, tables, positions, layer, batch, None, 0.0)
-    backend.rope_and_store(qkv, tables, positions, layer, batch, norms, 1e-6)
-    backend.rms_norm(qkv, weight, 1e-6, positions)
+    backend.rope_and_store(qkv, tables, positions, layer, batch)
+    backend.rope_and_store(qkv, tables, positions, layer, batch, norms=norms, eps=1e-6)
+    backend.rms_norm(qkv, weight, 1e-6, rows=positions)
     for name in activation.ACTIVATIONS:
         activation.gate(qkv, name)
     backend.embedding(positions, qkv)
@@ -115,7 +115,7 @@ def quantized_stores(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     positions = torch.zeros(batch.num_tokens, dtype=torch.int64)
     norms = qkv[0, :128], qkv[0, :128]
     backend.store_kv(case.new_k().to(dtype), case.new_v().to(dtype), layer, batch)
-    backend.rope_and_store(qkv, tables, positions, layer, batch, norms, 1e-6)
+    backend.rope_and_store(qkv, tables, positions, layer, batch, norms=norms, eps=1e-6)
 
 
 def main() -> None:

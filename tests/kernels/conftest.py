@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,31 +13,51 @@ from streamer.kernels import ops, reference
 
 
 @pytest.fixture(params=["torch", "native", "triton"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The ops' backend for this test; "triton" is the GPU's, in Triton's interpreter."""
-    yield from use(request.param, monkeypatch)
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The backend that `kernels` is; "triton" is the GPU's, in Triton's interpreter."""
+    yield from use(request.param)
+
+
+@pytest.fixture
+def kernels(backend: str) -> ops.Backend:
+    """The ops of that name."""
+    return ops_of(backend)
 
 
 @pytest.fixture(params=["torch", "triton"])
-def quantizing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def quantizing(request: pytest.FixtureRequest) -> Iterator[str]:
     """Like `backend`, of those that have INT8 and FP8 pools."""
-    yield from use(request.param, monkeypatch)
+    yield from use(request.param)
 
 
-def use(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The backend of that name is the ops' own until the generator goes on."""
-    module: Any = reference
-    if name == "native":
-        if ops.why_not_native:
-            pytest.fail(f"the native kernels do not compile here: {ops.why_not_native}")
-        from streamer.kernels.cpu import native as module
-    elif name == "triton":
+@pytest.fixture
+def quantizer(quantizing: str) -> ops.Backend:
+    """The ops of that name."""
+    return ops_of(quantizing)
+
+
+def use(name: str) -> Iterator[str]:
+    """Where the backend of that name can be used."""
+    if name == "native" and (why := ops.why_not_native()):
+        pytest.fail(f"the native kernels do not compile here: {why}")
+    if name == "triton":
         skip_without_interpreter()
-        from streamer.kernels.gpu import backend as module
-    monkeypatch.setattr(ops, "_backend", module)
     # The interpreter computes with numpy, which warns of what a GPU does in silence.
     with np.errstate(all="ignore"):
         yield name
+
+
+def ops_of(name: str) -> ops.Backend:
+    """The backend of that name."""
+    if name == "native":
+        from streamer.kernels.cpu import native
+
+        return native
+    if name == "triton":
+        from streamer.kernels.gpu import backend
+
+        return backend
+    return reference
 
 
 def skip_without_interpreter() -> None:

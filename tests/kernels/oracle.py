@@ -105,11 +105,11 @@ class Case:
         """V of the step's packed tokens."""
         return torch.cat([v[-n:] for v, n in zip(self.v, self.query_lens, strict=True)])
 
-    def run(self, scale: float, **options: object) -> torch.Tensor:
-        """By the backend in use: what the step stores, then its attention."""
+    def run(self, kernels: ops.Backend, scale: float, **options: object) -> torch.Tensor:
+        """By this backend: what the step stores, then its attention."""
         layer, batch = ops.layer_view(self.pool, self.layer), self.batch()
-        ops.store_kv(self.new_k(), self.new_v(), layer, batch)
-        return ops.paged_attention(torch.cat(self.q), layer, batch, scale, **options)  # type: ignore[arg-type]
+        kernels.store_kv(self.new_k(), self.new_v(), layer, batch)
+        return kernels.paged_attention(torch.cat(self.q), layer, batch, scale, **options)  # type: ignore[arg-type]
 
     def expected(self, scale: float, **options: object) -> torch.Tensor:
         """By the oracle."""

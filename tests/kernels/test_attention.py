@@ -26,9 +26,11 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (3, 3, 80), (6, 1, 128)])
-def test_mixed_rows(heads: int, kv_heads: int, dim: int, options: dict[str, float]) -> None:
+def test_mixed_rows(
+    kernels: ops.Backend, heads: int, kv_heads: int, dim: int, options: dict[str, float]
+) -> None:
     case = Case(MIXED, heads=heads, kv_heads=kv_heads, dim=dim, block=16)
-    out = case.run(dim**-0.5, **options)
+    out = case.run(kernels, dim**-0.5, **options)
     assert out.shape == (sum(n for n, _ in MIXED), heads, dim)
     torch.testing.assert_close(
         out.double(), case.expected(dim**-0.5, **options), rtol=1e-5, atol=2e-6
@@ -36,53 +38,62 @@ def test_mixed_rows(heads: int, kv_heads: int, dim: int, options: dict[str, floa
 
 
 @pytest.mark.parametrize("block", [1, 5, 16, 32])
-def test_block_sizes_and_block_borders(block: int) -> None:
+def test_block_sizes_and_block_borders(kernels: ops.Backend, block: int) -> None:
     rows = [(1, block), (1, block + 1), (2, 2 * block), (1, max(1, 2 * block - 1)), (9, 9 + block)]
     case = Case(rows, heads=4, kv_heads=2, dim=24, block=block)
-    torch.testing.assert_close(case.run(0.2).double(), case.expected(0.2), rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(
+        case.run(kernels, 0.2).double(), case.expected(0.2), rtol=1e-5, atol=2e-6
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 11}, {"softcap": 1.5}], ids=str)
-def test_long_rows_go_in_tiles(monkeypatch: pytest.MonkeyPatch, options: dict[str, float]) -> None:
+def test_long_rows_go_in_tiles(
+    kernels: ops.Backend, monkeypatch: pytest.MonkeyPatch, options: dict[str, float]
+) -> None:
     monkeypatch.setattr(reference_attention, "QUERY_TILE", 13)
     monkeypatch.setattr(native, "TILE_QUERIES", 13)
     case = Case([(40, 40), (1, 30), (27, 61), (14, 15)], heads=2, kv_heads=1, dim=16, block=16)
     torch.testing.assert_close(
-        case.run(0.25, **options).double(), case.expected(0.25, **options), rtol=1e-5, atol=2e-6
+        case.run(kernels, 0.25, **options).double(),
+        case.expected(0.25, **options),
+        rtol=1e-5,
+        atol=2e-6,
     )
 
 
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 6}, {"softcap": 1.5}], ids=str)
-def test_sinks(options: dict[str, float]) -> None:
+def test_sinks(kernels: ops.Backend, options: dict[str, float]) -> None:
     case = Case([(1, 19), (12, 20), (3, 3)], heads=4, kv_heads=2, dim=32, block=16)
     sinks = torch.tensor([-30.0, 0.3, 2.0, 5.0])
-    out = case.run(0.2, sinks=sinks, **options)
+    out = case.run(kernels, 0.2, sinks=sinks, **options)
     torch.testing.assert_close(
         out.double(), case.expected(0.2, sinks=sinks, **options), rtol=1e-5, atol=2e-6
     )
 
 
-def test_bfloat16_is_near() -> None:
+def test_bfloat16_is_near(kernels: ops.Backend) -> None:
     case = Case(MIXED, heads=4, kv_heads=2, dim=64, block=16, dtype=torch.bfloat16)
-    out = case.run(0.125)
+    out = case.run(kernels, 0.125)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.double(), case.expected(0.125), rtol=2e-2, atol=2e-2)
 
 
-def test_a_row_reads_what_another_stores_in_the_same_step() -> None:
+def test_a_row_reads_what_another_stores_in_the_same_step(kernels: ops.Backend) -> None:
     """Row 1 shares row 0's first block, which is filled by this very step."""
     case = Case([(16, 16), (2, 18)], heads=2, kv_heads=1, dim=16, block=16)
     case.tables[1, 0] = case.tables[0, 0]
     case.k[1][:16], case.v[1][:16] = case.k[0], case.v[0]
-    torch.testing.assert_close(case.run(0.25).double(), case.expected(0.25), rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(
+        case.run(kernels, 0.25).double(), case.expected(0.25), rtol=1e-5, atol=2e-6
+    )
 
 
-def test_decode_rows_are_bit_equal_alone_and_in_a_batch(backend: str) -> None:
+def test_decode_rows_are_bit_equal_alone_and_in_a_batch(kernels: ops.Backend, backend: str) -> None:
     rows = [(1, context) for context in (1, 5, 16, 17, 40, 130, 200, 215, 216, 255, 257, 300)]
     shapes = [(14, 2, 64), (4, 2, 64), (4, 4, 64), (16, 8, 128), (8, 1, 96)]
     for heads, kv_heads, dim in shapes[: 1 if backend == "triton" else None]:  # interpreted: slow
         case = Case(rows, heads=heads, kv_heads=kv_heads, dim=dim, block=16)
-        together = case.run(0.1)
+        together = case.run(kernels, 0.1)
         layer = ops.layer_view(case.pool, case.layer)
         for r, (_, context) in enumerate(rows):
             batch = ops.AttentionBatch(
@@ -92,15 +103,15 @@ def test_decode_rows_are_bit_equal_alone_and_in_a_batch(backend: str) -> None:
                 slots=case.slots[r : r + 1],
                 block_size=16,
             )
-            alone = ops.paged_attention(case.q[r], layer, batch, 0.1)
+            alone = kernels.paged_attention(case.q[r], layer, batch, 0.1)
             assert torch.equal(alone[0], together[r]), (heads, context)
 
 
-def test_a_prompt_in_chunks_equals_itself_whole(backend: str) -> None:
+def test_a_prompt_in_chunks_equals_itself_whole(kernels: ops.Backend, backend: str) -> None:
     """Natively bit for bit, wherever it is cut, and beside other rows."""
     for dtype in (torch.float32, torch.bfloat16):
         case = Case([(70, 70)], heads=6, kv_heads=2, dim=32, block=16, dtype=dtype)
-        whole = case.run(0.2)
+        whole = case.run(kernels, 0.2)
         layer = ops.layer_view(case.pool, case.layer)
         for first, last in ((0, 1), (0, 33), (31, 70), (69, 70), (16, 49)):
             batch = ops.AttentionBatch(
@@ -110,23 +121,23 @@ def test_a_prompt_in_chunks_equals_itself_whole(backend: str) -> None:
                 slots=case.slots[first:last],
                 block_size=16,
             )
-            part = ops.paged_attention(case.q[0][first:last], layer, batch, 0.2)
+            part = kernels.paged_attention(case.q[0][first:last], layer, batch, 0.2)
             if backend == "native":
                 assert torch.equal(part, whole[first:last]), (dtype, first, last)
             else:
                 torch.testing.assert_close(part, whole[first:last], rtol=2e-2, atol=2e-2)
 
 
-def test_a_poisoned_row_stays_alone() -> None:
+def test_a_poisoned_row_stays_alone(kernels: ops.Backend) -> None:
     """The unused part of a block may hold another sequence's NaN; so may another row."""
     case = Case([(1, 20), (1, 21), (3, 22), (12, 40)], heads=4, kv_heads=2, dim=32, block=16)
-    clean = case.run(0.2)
+    clean = case.run(kernels, 0.2)
     case.k[1][4] = torch.nan
     case.v[1][20] = torch.inf
     case.q[1][:] = torch.nan
     poisoned = Case([(1, 20), (1, 21), (3, 22), (12, 40)], heads=4, kv_heads=2, dim=32, block=16)
     poisoned.k, poisoned.v, poisoned.q = case.k, case.v, case.q
-    out = poisoned.run(0.2)
+    out = poisoned.run(kernels, 0.2)
     keep = [0, *range(2, 17)]
     assert torch.equal(out[keep], clean[keep])
     assert not out[1].isfinite().any()
@@ -140,19 +151,19 @@ NAN_OPTIONS = [{}, {"sliding_window": 60}, {"softcap": 2.0}, {"sinks": torch.ten
 @pytest.mark.parametrize("options", NAN_OPTIONS, ids=["plain", "window", "softcap", "sinks"])
 @pytest.mark.parametrize("place", ["q", "k", "v"])
 def test_nan_in_q_k_or_v_is_nan_in_every_output_that_sees_it(
-    place: str, options: dict[str, Any], bad: float, backend: str
+    kernels: ops.Backend, place: str, options: dict[str, Any], bad: float, backend: str
 ) -> None:
     """In the first, a middle or the last tile of keys, natively with any payload."""
     places = ((12, torch.float32), (40, torch.bfloat16), (69, torch.float32))
     for at, dtype in places[-1 if backend == "triton" else 0 :]:  # interpreted: slow
         case = Case([(70, 70)], heads=4, kv_heads=2, dim=16, block=16, dtype=dtype)
-        clean, of_head_0 = case.run(0.2, **options), slice(0, 2 if place == "q" else 1)
+        clean, of_head_0 = case.run(kernels, 0.2, **options), slice(0, 2 if place == "q" else 1)
         getattr(case, place)[0][at, of_head_0] = bad
         if bad is torch.nan and dtype is torch.float32:  # its bits are lost in a shift by 23
             getattr(case, place)[0].view(torch.int32)[at, of_head_0] = 0x7F800001
         if bad == torch.inf and place == "k":
             case.q[0].abs_()  # scores of inf, and inf - inf is NaN, not of -inf, which is no weight
-        out = case.run(0.2, **options)
+        out = case.run(kernels, 0.2, **options)
         sees = slice(at, at + 1 if place == "q" else at + options.get("sliding_window", 70))
         if bad is torch.nan or "softcap" not in options or place == "v":
             assert not out[sees, :2].isfinite().any(), (at, dtype)
@@ -162,7 +173,7 @@ def test_nan_in_q_k_or_v_is_nan_in_every_output_that_sees_it(
             assert torch.equal(out[hidden, :2], clean[hidden, :2]), (at, dtype)
 
 
-def test_strided_inputs_and_a_batch_used_by_two_layers() -> None:
+def test_strided_inputs_and_a_batch_used_by_two_layers(kernels: ops.Backend) -> None:
     case = Case([(1, 18), (4, 9)], heads=4, kv_heads=2, dim=16, block=16)
     batch, tokens = case.batch(), 5
     qkv = torch.cat([torch.cat(case.q), case.new_k(), case.new_v()], 1)
@@ -173,8 +184,8 @@ def test_strided_inputs_and_a_batch_used_by_two_layers() -> None:
         view = ops.layer_view(case.pool, layer)
         if layer == 2:
             case.pool[:, 2] = case.pool[:, case.layer]
-        ops.store_kv(k, v, view, batch)
-        outs.append(ops.paged_attention(q, view, batch, 0.25))
+        kernels.store_kv(k, v, view, batch)
+        outs.append(kernels.paged_attention(q, view, batch, 0.25))
     assert outs[0].shape == (tokens, 4, 16)
     assert torch.equal(outs[0], outs[1])
     torch.testing.assert_close(outs[0].double(), case.expected(0.25), rtol=1e-5, atol=2e-6)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -17,7 +15,7 @@ VOCAB, HEADS, KV_HEADS, DIM, BLOCK = 11, 4, 2, 16, 4
 class Model:
     """One layer of attention between an embedding and logits, by the ops of a backend."""
 
-    def __init__(self, device: str, backend: Any) -> None:
+    def __init__(self, device: str, backend: ops.Backend) -> None:
         rng = torch.Generator().manual_seed(0)
         width = (HEADS + 2 * KV_HEADS) * DIM
         self.ops = backend
@@ -34,11 +32,11 @@ class Model:
         """Logits [T, VOCAB]."""
         layer = ops.layer_view(self.pool, 0)
         qkv = self.ops.embedding(tokens, self.table)
-        q = self.ops.rope_and_store(qkv, self.rope, positions, layer, batch, None, 0.0)
+        q = self.ops.rope_and_store(qkv, self.rope, positions, layer, batch)
         y = self.ops.paged_attention(
             q, layer, batch, 0.25, sliding_window=None, softcap=None, sinks=None
         )
-        return self.ops.linear(y.flatten(1), self.ops.pack_weight(self.head, None, None), None)
+        return self.ops.pack_weight(self.head)(y.flatten(1))
 
 
 def batch_of(table: torch.Tensor, count: int) -> ops.AttentionBatch:

@@ -12,16 +12,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from streamer.kernels import ops
+from streamer.kernels import ops, reference
 from streamer.kernels.cpu import library, native
 
 ROOT = Path(__file__).parents[2]
 MACHINES = {"x86_64": ["haswell", "x86-64-v2"]}
-WHICH = "from streamer.kernels import ops; print(ops.backend, ops.why_not_native)"
+WHICH = """
+from streamer.kernels import ops, reference
+print(ops.for_cpu().__name__.rpartition(".")[2], ops.why_not_native())
+"""
 
 
 def run(command: list[str], **env: str) -> subprocess.CompletedProcess[str]:
-    """A Python of its own, since the backend is chosen once a process."""
+    """A Python of its own, since a library is compiled and loaded once a process."""
     return subprocess.run(
         [sys.executable, *command],
         env={**os.environ, **env},
@@ -48,17 +51,20 @@ def test_older_machines_compute_the_same(machine: str, tmp_path: Path) -> None:
 def test_without_a_compiler_torch_serves(tmp_path: Path) -> None:
     """And it says why."""
     done = run(["-c", WHICH], CC="/nowhere/cc", XDG_CACHE_HOME=str(tmp_path))
-    assert done.stdout.startswith("torch the kernels can't be compiled"), done.stdout + done.stderr
+    assert done.stdout.startswith("reference the kernels can't be compiled"), (
+        done.stdout + done.stderr
+    )
     assert "/nowhere/cc" in done.stdout
     done = run(["-c", WHICH], CFLAGS="--no-such-flag", XDG_CACHE_HOME=str(tmp_path))
-    assert done.stdout.startswith("torch "), done.stdout + done.stderr
+    assert done.stdout.startswith("reference "), done.stdout + done.stderr
     assert "no-such-flag" in done.stdout
     assert not list(tmp_path.rglob("*.so"))
 
 
-def test_torch_serves_where_it_is_asked_for() -> None:
-    done = run(["-c", WHICH], STREAMER_KERNELS="torch")
-    assert done.stdout == "torch STREAMER_KERNELS=torch\n", done.stderr
+def test_torch_serves_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STREAMER_KERNELS", "torch")
+    assert ops.for_cpu() is ops.choose(torch.device("cpu")) is reference
+    assert ops.why_not_native() == "STREAMER_KERNELS=torch"
 
 
 def test_it_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +143,7 @@ def test_a_full_disk_leaves_torch_to_serve(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_this_machine_has_the_native_kernels() -> None:
-    assert (ops.backend, ops.why_not_native) == ("native", "")
+    assert (ops.for_cpu(), ops.why_not_native()) == (native, "")
 
 
 def test_heads_that_the_c_files_have_no_room_for_are_refused() -> None:

@@ -23,22 +23,24 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("k", "n"), SHAPES)
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_equals_float64(k: int, n: int, dtype: torch.dtype, has_bias: bool) -> None:
+def test_equals_float64(
+    kernels: ops.Backend, k: int, n: int, dtype: torch.dtype, has_bias: bool
+) -> None:
     """Within rounding, for 1 to 100 rows; and added to what was there."""
     weight = random(n, k, dtype=dtype)
     bias = random(n, dtype=dtype, seed=2) if has_bias else None
-    packed = ops.pack_weight(weight, bias)
+    packed = kernels.pack_weight(weight, bias)
     assert packed.shape == (n, k)
     for rows in (1, 7, 13, 100):
         x = random(rows, k, dtype=dtype, seed=rows)
         exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
         near = {"rtol": 1e-5 if dtype is torch.float32 else 2**-7, "atol": 2e-5 * math.sqrt(k)}
-        y = ops.linear(x, packed)
+        y = packed(x)
         assert y.shape == (rows, n)
         torch.testing.assert_close(y.double(), exact, **near)
         total = random(rows, n, dtype=dtype, seed=3)
         exact += total.double()
-        assert ops.linear(x, packed, add_to=total) is total
+        assert packed(x, add_to=total) is total
         near["atol"] += 0.0 if dtype is torch.float32 else 2**-8 * float(y.abs().max())
         torch.testing.assert_close(total.double(), exact, **near)
 
@@ -46,20 +48,20 @@ def test_equals_float64(k: int, n: int, dtype: torch.dtype, has_bias: bool) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("k", "n"), SHAPES)
 def test_rows_do_not_depend_on_their_number(
-    k: int, n: int, dtype: torch.dtype, backend: str
+    kernels: ops.Backend, k: int, n: int, dtype: torch.dtype, backend: str
 ) -> None:
     """Bit for bit, 1 to 40 rows and more than are taken at once, the single row included."""
     if backend in ("triton", "cuda"):
         pytest.skip("torch multiplies there, by a kernel that it chooses by the number of rows")
-    if ops.backend == "torch" and not reference_linear.can_pack(dtype):
+    if backend == "torch" and not reference_linear.can_pack(dtype):
         pytest.skip("no packed weights on this CPU: rows may differ in the last bits")
-    weight = ops.pack_weight(random(n, k, dtype=dtype))
+    weight = kernels.pack_weight(random(n, k, dtype=dtype))
     x = random(40, k, dtype=dtype, seed=1)
-    whole = ops.linear(x, weight)
-    wrong = [r for r in range(1, 41) if not torch.equal(ops.linear(x[:r], weight), whole[:r])]
+    whole = weight(x)
+    wrong = [r for r in range(1, 41) if not torch.equal(weight(x[:r]), whole[:r])]
     assert wrong == []
-    assert torch.equal(ops.linear(x[11:12], weight), whole[11:12])
-    many = ops.linear(x.repeat(25, 1), weight)
+    assert torch.equal(weight(x[11:12]), whole[11:12])
+    many = weight(x.repeat(25, 1))
     assert torch.equal(many, whole.repeat(25, 1))
 
 
@@ -67,24 +69,24 @@ def test_without_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where oneDNN is missing, F.linear serves."""
     monkeypatch.setattr(reference_linear, "can_pack", lambda dtype: False)
     weight, x = random(8, 6), random(3, 6)
-    packed = reference_linear.pack_weight(weight, None, None)
+    packed = reference_linear.pack_weight(weight)
     assert not packed.is_packed
-    assert torch.equal(reference_linear.linear(x, packed, None), F.linear(x, weight))
+    assert torch.equal(packed(x), F.linear(x, weight))
 
 
-def test_strided_input() -> None:
+def test_strided_input(kernels: ops.Backend) -> None:
     """A view of a wider tensor."""
     weight, x = random(8, 6), random(3, 12)
-    got = ops.linear(x[:, 6:], ops.pack_weight(weight))
+    got = kernels.pack_weight(weight)(x[:, 6:])
     torch.testing.assert_close(got, F.linear(x[:, 6:], weight))
 
 
 @pytest.mark.parametrize("half", [1, 5, 16, 33, 256])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
-def test_gates(activation: str, half: int) -> None:
+def test_gates(kernels: ops.Backend, activation: str, half: int) -> None:
     """act(gate) * up, gates first, bias included."""
     weight, bias, x = random(2 * half, 24), random(2 * half, seed=1), random(5, 24, seed=2)
-    got = ops.linear(x, ops.pack_weight(weight, bias, activation))
+    got = kernels.pack_weight(weight, bias, activation)(x)
     gate, up = F.linear(x.double(), weight.double(), bias.double()).chunk(2, -1)
     tanh = 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
     exact = 0.5 * gate * (1 + torch.erf(gate / math.sqrt(2)))
@@ -93,10 +95,10 @@ def test_gates(activation: str, half: int) -> None:
     torch.testing.assert_close(got.double(), act * up, atol=2e-5, rtol=2e-5)
 
 
-def test_gates_far_from_zero() -> None:
+def test_gates_far_from_zero(kernels: ops.Backend) -> None:
     """No overflow where the gate is very large or very small."""
     gates = torch.tensor([-1e4, -200.0, -90.0, -20.0, 20.0, 90.0, 200.0, 1e4])
     for activation, act in (("silu", F.silu), ("gelu", F.gelu), ("gelu_tanh", F.gelu)):
         weight = torch.cat([gates, torch.ones(8)])[:, None]
-        got = ops.linear(torch.ones(1, 1), ops.pack_weight(weight, None, activation))
+        got = kernels.pack_weight(weight, None, activation)(torch.ones(1, 1))
         torch.testing.assert_close(got[0], act(gates), atol=1e-5, rtol=1e-5)

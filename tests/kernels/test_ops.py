@@ -15,8 +15,8 @@ pytestmark = pytest.mark.usefixtures("backend")
 SHAPES = [(1, 3), (5, 33), (32, 256)]
 
 
-def test_the_pool_is_block_major_and_a_block_is_contiguous() -> None:
-    pool = ops.new_pool(5, 3, 16, 2, 8, torch.bfloat16)
+def test_the_pool_is_block_major_and_a_block_is_contiguous(kernels: ops.Backend) -> None:
+    pool = kernels.new_pool(5, 3, 16, 2, 8, torch.bfloat16)
     assert pool.shape == (5, 3, 2, 2, 16, 8)
     assert pool[4].is_contiguous()
     assert not pool.any()
@@ -25,12 +25,12 @@ def test_the_pool_is_block_major_and_a_block_is_contiguous() -> None:
     assert bool((pool[2, 1, 1, :, 3] == 1.0).all())
 
 
-def test_a_block_of_a_real_model_has_two_mebibytes() -> None:
-    pool = ops.new_pool(1, 32, 16, 8, 128, torch.bfloat16)
+def test_a_block_of_a_real_model_has_two_mebibytes(kernels: ops.Backend) -> None:
+    pool = kernels.new_pool(1, 32, 16, 8, 128, torch.bfloat16)
     assert pool[0].numel() * pool.element_size() == 2_097_152
 
 
-def test_store_kv_writes_its_slots_and_nothing_else() -> None:
+def test_store_kv_writes_its_slots_and_nothing_else(kernels: ops.Backend) -> None:
     pool = torch.zeros(6, 2, 2, 3, 4, 5)
     slots = torch.tensor([21, 0, 7, 8])
     k, v = rand(4, 3, 5), rand(4, 3, 5, seed=1)
@@ -41,7 +41,7 @@ def test_store_kv_writes_its_slots_and_nothing_else() -> None:
         slots=slots,
         block_size=4,
     )
-    ops.store_kv(k, v, ops.layer_view(pool, 1), batch)
+    kernels.store_kv(k, v, ops.layer_view(pool, 1), batch)
     expected = torch.zeros_like(pool)
     for token, slot in enumerate(slots.tolist()):
         expected[slot // 4, 1, 0, :, slot % 4] = k[token]
@@ -49,10 +49,10 @@ def test_store_kv_writes_its_slots_and_nothing_else() -> None:
     assert torch.equal(pool, expected)
 
 
-def test_copy_blocks_copies_all_layers_at_once() -> None:
+def test_copy_blocks_copies_all_layers_at_once(kernels: ops.Backend) -> None:
     pool = rand(9, 2, 2, 4, 1, 3)
     before = pool.clone()
-    ops.copy_blocks(pool, torch.tensor([1, 1, 7]), torch.tensor([4, 0, 8]))
+    kernels.copy_blocks(pool, torch.tensor([1, 1, 7]), torch.tensor([4, 0, 8]))
     for block in range(9):
         assert torch.equal(pool[block], before[{4: 1, 0: 1, 8: 7}.get(block, block)])
 
@@ -69,9 +69,9 @@ def test_copy_blocks_copies_all_layers_at_once() -> None:
     ],
     ids=str,
 )
-def test_swap_blocks_moves_each_pair(pairs: list[tuple[int, int]]) -> None:
+def test_swap_blocks_moves_each_pair(kernels: ops.Backend, pairs: list[tuple[int, int]]) -> None:
     source, target = rand(7, 2, 2, 4, 1, 3), torch.zeros(6, 2, 2, 4, 1, 3)
-    ops.swap_blocks(source, target, pairs)
+    kernels.swap_blocks(source, target, pairs)
     expected = torch.zeros_like(target)
     for src, dst in pairs:
         expected[dst] = source[src]
@@ -79,27 +79,27 @@ def test_swap_blocks_moves_each_pair(pairs: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_rms_norm(shape: tuple[int, int]) -> None:
+def test_rms_norm(kernels: ops.Backend, shape: tuple[int, int]) -> None:
     x, weight = rand(*shape) * 3, rand(shape[1], seed=1)
     wide = x.double()
     expected = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
     torch.testing.assert_close(
-        ops.rms_norm(x, weight, 1e-5).double(), expected, atol=2e-6, rtol=1e-5
+        kernels.rms_norm(x, weight, 1e-5).double(), expected, atol=2e-6, rtol=1e-5
     )
 
 
-def test_rms_norm_of_some_rows_and_of_a_strided_view() -> None:
+def test_rms_norm_of_some_rows_and_of_a_strided_view(kernels: ops.Backend) -> None:
     x, weight = rand(7, 40), rand(20, seed=1)
     view = x[:, 20:]
-    whole = ops.rms_norm(view, weight, 1e-6)
-    assert torch.equal(whole, ops.rms_norm(view.contiguous(), weight, 1e-6))
+    whole = kernels.rms_norm(view, weight, 1e-6)
+    assert torch.equal(whole, kernels.rms_norm(view.contiguous(), weight, 1e-6))
     rows = torch.tensor([6, 0, 3])
-    assert torch.equal(ops.rms_norm(view, weight, 1e-6, rows=rows), whole[rows])
+    assert torch.equal(kernels.rms_norm(view, weight, 1e-6, rows=rows), whole[rows])
 
 
-def test_embedding() -> None:
+def test_embedding(kernels: ops.Backend) -> None:
     table, tokens = rand(9, 5).bfloat16(), torch.tensor([8, 0, 8, 3])
-    assert torch.equal(ops.embedding(tokens, table), table[tokens])
+    assert torch.equal(kernels.embedding(tokens, table), table[tokens])
 
 
 def rope_oracle(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
@@ -121,10 +121,10 @@ def norm_oracle(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize(("dim", "rotary"), [(64, 64), (80, 32), (128, 128), (6, 2), (24, 24)])
-def test_rope_and_store(dim: int, rotary: int, has_norms: bool) -> None:
+def test_rope_and_store(kernels: ops.Backend, dim: int, rotary: int, has_norms: bool) -> None:
     """Two heads of q beside one of k and v, at places of a strided qkv."""
     angles = rand(20, rotary // 2) * 5
-    tables = ops.rope_tables(angles, torch.float32)
+    tables = kernels.rope_tables(angles, torch.float32)
     assert tables[0].shape == tables[1].shape == (20, rotary)
     positions, slots = torch.tensor([3, 19, 0]), torch.tensor([7, 2, 16])
     qkv = rand(3, 4 * dim + 5)[:, : 4 * dim]
@@ -137,7 +137,7 @@ def test_rope_and_store(dim: int, rotary: int, has_norms: bool) -> None:
         slots=slots,
         block_size=4,
     )
-    out = ops.rope_and_store(
+    out = kernels.rope_and_store(
         qkv, tables, positions, ops.layer_view(pool, 1), batch, norms=norms, eps=1e-5
     )
     q, k, v = qkv.reshape(3, 4, dim).split((2, 1, 1), 1)
@@ -153,7 +153,7 @@ def test_rope_and_store(dim: int, rotary: int, has_norms: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [1, 5, 16, 97, 1000])
-def test_best(vocab: int, dtype: torch.dtype) -> None:
+def test_best(kernels: ops.Backend, vocab: int, dtype: torch.dtype) -> None:
     """Of strided rows; the first of equals, bans, infinities and NaN included."""
     x = rand(9, vocab + 3).to(dtype)[:, :vocab]
     x[1] = 2.0
@@ -161,7 +161,7 @@ def test_best(vocab: int, dtype: torch.dtype) -> None:
     x[3], x[4, vocab // 2] = -torch.inf, -torch.inf
     x[5, vocab - 1], x[6, 0] = torch.inf, torch.nan
     x[7, vocab // 2], x[8] = torch.nan, torch.nan
-    values, ids = ops.best(x)
+    values, ids = kernels.best(x)
     assert values.dtype is torch.float32
     assert values[6:].isnan().all()
     assert torch.equal(values[:6], x[:6].max(-1).values.float())

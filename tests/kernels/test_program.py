@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from streamer.kernels import ops
+from streamer.kernels.cpu import native
 from streamer.kernels.cpu.program import Count, Program, team
 from tests.kernels.oracle import Case
 
 WIDTH, ROWS = 48, 40
 
 
-def layers(count: int) -> list[tuple[ops.Weight, ops.Weight, torch.Tensor]]:
+def layers(count: int) -> list[tuple[ops.Linear, ops.Linear, torch.Tensor]]:
     rng = torch.Generator().manual_seed(0)
 
     def weight(*shape: int) -> torch.Tensor:
@@ -23,8 +24,8 @@ def layers(count: int) -> list[tuple[ops.Weight, ops.Weight, torch.Tensor]]:
 
     return [
         (
-            ops.pack_weight(weight(6 * WIDTH, WIDTH), None, "silu"),
-            ops.pack_weight(weight(WIDTH, 3 * WIDTH), weight(WIDTH)),
+            native.pack_weight(weight(6 * WIDTH, WIDTH), None, "silu"),
+            native.pack_weight(weight(WIDTH, 3 * WIDTH), weight(WIDTH)),
             weight(WIDTH) + 1,
         )
         for _ in range(count)
@@ -32,11 +33,11 @@ def layers(count: int) -> list[tuple[ops.Weight, ops.Weight, torch.Tensor]]:
 
 
 def forward(
-    stack: list[tuple[ops.Weight, ops.Weight, torch.Tensor]], x: torch.Tensor
+    stack: list[tuple[ops.Linear, ops.Linear, torch.Tensor]], x: torch.Tensor
 ) -> torch.Tensor:
     for up, down, norm in stack:
-        ops.linear(ops.linear(ops.rms_norm(x, norm, 1e-5), up), down, add_to=x)
-    return ops.rms_norm(x, stack[0][2], 1e-5)
+        down(up(native.rms_norm(x, norm, 1e-5)), add_to=x)
+    return native.rms_norm(x, stack[0][2], 1e-5)
 
 
 def record(depth: int) -> tuple[Program, torch.Tensor, torch.Tensor]:
@@ -44,7 +45,7 @@ def record(depth: int) -> tuple[Program, torch.Tensor, torch.Tensor]:
     stack, tokens = layers(depth), torch.zeros(ROWS, dtype=torch.int64)
     table = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
     program = Program.record(
-        {Count.TOKENS: [tokens]}, lambda: forward(stack, ops.embedding(tokens, table))
+        {Count.TOKENS: [tokens]}, lambda: forward(stack, native.embedding(tokens, table))
     )
     return program, tokens, table
 
@@ -85,21 +86,21 @@ def test_threads_that_sleep_are_woken() -> None:
 
 def test_a_foreign_tensor_is_refused() -> None:
     """Its rows would follow nothing."""
-    foreign, weight = torch.zeros(ROWS, WIDTH), ops.pack_weight(torch.zeros(8, WIDTH))
+    foreign, weight = torch.zeros(ROWS, WIDTH), native.pack_weight(torch.zeros(8, WIDTH))
     with pytest.raises(ValueError, match="no part of the recording"):
-        Program.record({}, lambda: ops.linear(foreign, weight))
-    assert torch.equal(ops.linear(foreign, weight), torch.zeros(ROWS, 8))
+        Program.record({}, lambda: weight(foreign))
+    assert torch.equal(weight(foreign), torch.zeros(ROWS, 8))
 
 
 def test_a_graph_equals_its_forward() -> None:
     """Prefill chunks and decodes, and a step beyond the limits, which is not recorded."""
     case = Case([(3, 20), (1, 33), (40, 50)], heads=4, kv_heads=2, dim=16, block=16)
     layer = ops.layer_view(case.pool, case.layer)
-    projection = ops.pack_weight(
+    projection = native.pack_weight(
         torch.randn(8 * 16, 24, generator=torch.Generator().manual_seed(2))
     )
     table = torch.randn(50, 24, generator=torch.Generator().manual_seed(3))
-    rope = ops.rope_tables(torch.arange(60.0)[:, None] * torch.ones(8), torch.float32)
+    rope = native.rope_tables(torch.arange(60.0)[:, None] * torch.ones(8), torch.float32)
     norm = torch.ones(64)
 
     def compute(
@@ -108,17 +109,17 @@ def test_a_graph_equals_its_forward() -> None:
         batch: ops.AttentionBatch,
         last: torch.Tensor | None,
     ) -> torch.Tensor:
-        qkv = ops.linear(ops.embedding(tokens, table), projection)
-        q = ops.rope_and_store(qkv, rope, positions, layer, batch)
-        y = ops.paged_attention(q, layer, batch, 0.25)
-        return ops.rms_norm(y.view(y.shape[0], -1), norm, 1e-5, rows=last)
+        qkv = projection(native.embedding(tokens, table))
+        q = native.rope_and_store(qkv, rope, positions, layer, batch)
+        y = native.paged_attention(q, layer, batch, 0.25)
+        return native.rms_norm(y.view(y.shape[0], -1), norm, 1e-5, rows=last)
 
     tokens = torch.arange(44) % 50
     positions = torch.cat([torch.arange(17, 20), torch.arange(32, 33), torch.arange(10, 50)])
     expected = compute(tokens, positions, case.batch(), None)
     for most in (44, 60, 43):
         limits = ops.Limits(max_tokens=most, max_rows=3, block_size=16)
-        graph = ops.graph(compute, limits)
+        graph = native.graph(compute, limits)
         for last in (None, torch.tensor([2, 43])):
             out = graph(tokens, positions, case.batch(), last)
             assert torch.equal(out, expected if last is None else expected[last])

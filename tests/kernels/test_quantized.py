@@ -75,19 +75,21 @@ def test_the_error_of_a_code_is_bounded(dtype: torch.dtype, spread: float) -> No
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_head_that_is_not_finite_stays_so(
-    dtype: torch.dtype, bad: float, quantizing: str
+    quantizer: ops.Backend, dtype: torch.dtype, bad: float, quantizing: str
 ) -> None:
     case = quantized_case([(3, 3)], dtype, heads=2, kv_heads=2, dim=16, block=4)
     case.k[0][1, 0, 3] = bad
     layer = ops.layer_view(case.pool, case.layer)
-    ops.store_kv(case.new_k(), case.new_v(), layer, case.batch())
+    quantizer.store_kv(case.new_k(), case.new_v(), layer, case.batch())
     scales = quantized.scales_of(layer, 4)[case.slots // 4, 0, :, case.slots % 4]
     assert scales.isfinite().tolist() == [[True, True], [False, True], [True, True]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_block_is_contiguous_and_holds_its_scales(dtype: torch.dtype, quantizing: str) -> None:
-    pool = ops.new_pool(5, 3, 16, 2, 8, dtype)
+def test_a_block_is_contiguous_and_holds_its_scales(
+    quantizer: ops.Backend, dtype: torch.dtype, quantizing: str
+) -> None:
+    pool = quantizer.new_pool(5, 3, 16, 2, 8, dtype)
     assert pool.shape == (5, 3, 2, 2, 16 + 8, 8)  # 16 scales of 4 bytes in rows of 8
     assert pool[4].is_contiguous()
     assert pool[0].nbytes == ops.block_bytes(3, 16, 2, 8, dtype)
@@ -101,9 +103,11 @@ def test_a_block_is_contiguous_and_holds_its_scales(dtype: torch.dtype, quantizi
 
 
 @pytest.mark.parametrize("dim", [6, 30])
-def test_heads_without_room_for_whole_scales_are_refused(dim: int, quantizing: str) -> None:
+def test_heads_without_room_for_whole_scales_are_refused(
+    quantizer: ops.Backend, dim: int, quantizing: str
+) -> None:
     with pytest.raises(ValueError, match=f"head_dim {dim} must be a multiple of 4"):
-        ops.new_pool(2, 1, 16, 1, dim, torch.int8)
+        quantizer.new_pool(2, 1, 16, 1, dim, torch.int8)
 
 
 def test_a_block_takes_little_more_than_half_of_bfloat16s() -> None:
@@ -115,7 +119,7 @@ def test_a_block_takes_little_more_than_half_of_bfloat16s() -> None:
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_stored_codes_are_the_references(
-    dtype: torch.dtype, source: torch.dtype, quantizing: str
+    quantizer: ops.Backend, dtype: torch.dtype, source: torch.dtype, quantizing: str
 ) -> None:
     """Equal, ties and subnormal codes included; a GPU that fuses operations may be a step off."""
     k = rand(60, 3, 64) * torch.logspace(-4, 4, 60)[:, None, None]
@@ -126,8 +130,8 @@ def test_stored_codes_are_the_references(
     k, v = k.to(source), (rand(60, 3, 64, seed=1) * 3).to(source)
     slots = torch.randperm(72, generator=torch.Generator().manual_seed(0))[:60]
     codes, scales = [], []
-    for store in (reference.store_kv, ops.store_kv):
-        pool = ops.new_pool(9, 2, 8, 3, 64, dtype)
+    for store in (reference.store_kv, quantizer.store_kv):
+        pool = quantizer.new_pool(9, 2, 8, 3, 64, dtype)
         batch = ops.AttentionBatch(
             query_lens=[60],
             context_lens=[60],
@@ -148,16 +152,16 @@ def test_stored_codes_are_the_references(
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rope_stores_what_store_kv_does(
-    dtype: torch.dtype, has_norms: bool, quantizing: str
+    quantizer: ops.Backend, dtype: torch.dtype, has_norms: bool, quantizing: str
 ) -> None:
     """k as float32 rounding has it on this backend, v to the bit."""
-    tables = ops.rope_tables(rand(20, 16) * 5, torch.float32)
+    tables = quantizer.rope_tables(rand(20, 16) * 5, torch.float32)
     positions, slots = torch.tensor([3, 19, 0]), torch.tensor([7, 2, 16])
     qkv = rand(3, 6 * 64)
     norms = (rand(64, seed=1), rand(64, seed=2)) if has_norms else None
     pools, outs = [], []
     for kind in (torch.float32, dtype):
-        pool = ops.new_pool(5, 2, 4, 2, 64, kind)
+        pool = quantizer.new_pool(5, 2, 4, 2, 64, kind)
         batch = ops.AttentionBatch(
             query_lens=[3],
             context_lens=[3],
@@ -166,7 +170,9 @@ def test_rope_stores_what_store_kv_does(
             block_size=4,
         )
         layer = ops.layer_view(pool, 1)
-        outs.append(ops.rope_and_store(qkv, tables, positions, layer, batch, norms=norms, eps=1e-5))
+        outs.append(
+            quantizer.rope_and_store(qkv, tables, positions, layer, batch, norms=norms, eps=1e-5)
+        )
         pools.append(layer)
     assert torch.equal(*outs)
     stored = pools[0][slots // 4, :, :, slots % 4]
@@ -182,24 +188,26 @@ def test_rope_stores_what_store_kv_does(
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_attention_over_codes(
-    dtype: torch.dtype, options: dict[str, float], quantizing: str
+    quantizer: ops.Backend, dtype: torch.dtype, options: dict[str, float], quantizing: str
 ) -> None:
     """As near to float64 on what the codes stand for as float32 attention is on its values."""
     heads, kv_heads, dim = (3, 3, 80) if "softcap" in options else (4, 2, 64)
     case = quantized_case(MIXED, dtype, heads=heads, kv_heads=kv_heads, dim=dim, block=16)
-    out = case.run(dim**-0.5, **options)
+    out = case.run(quantizer, dim**-0.5, **options)
     as_stored(case, dtype)
     want = case.expected(dim**-0.5, **options)
     torch.testing.assert_close(out.double(), want, **CLOSE[torch.float32])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_attention_over_codes_in_bfloat16(dtype: torch.dtype, quantizing: str) -> None:
+def test_attention_over_codes_in_bfloat16(
+    quantizer: ops.Backend, dtype: torch.dtype, quantizing: str
+) -> None:
     case = quantized_case(MIXED, dtype, heads=4, kv_heads=2, dim=64, block=16)
     for tensors in (case.q, case.k, case.v):
         tensors[:] = [t.bfloat16() for t in tensors]
     layer, batch = ops.layer_view(case.pool, case.layer), case.batch()
-    ops.store_kv(case.new_k(), case.new_v(), layer, batch)
+    quantizer.store_kv(case.new_k(), case.new_v(), layer, batch)
     stored = [(t, r) for t in (case.k, case.v) for r in range(len(MIXED))]
     for tensors, r in stored:  # what was there before came from float32
         before = MIXED[r][1] - MIXED[r][0]
@@ -210,28 +218,32 @@ def test_attention_over_codes_in_bfloat16(dtype: torch.dtype, quantizing: str) -
         scales = quantized.scales_of(layer, 16)[blocks, side, :, at % 16]
         old, new = codes * scales.unsqueeze(-1), read_back(tensors[r][before:], dtype).float()
         tensors[r] = torch.cat([old, new])
-    out = ops.paged_attention(torch.cat(case.q), layer, batch, 0.125)
+    out = quantizer.paged_attention(torch.cat(case.q), layer, batch, 0.125)
     assert out.dtype is torch.bfloat16
     torch.testing.assert_close(out.double(), case.expected(0.125), **CLOSE[torch.bfloat16])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_attention_moves_little_when_its_cache_is_quantized(
-    dtype: torch.dtype, quantizing: str
+    quantizer: ops.Backend, dtype: torch.dtype, quantizing: str
 ) -> None:
     """Of random heads: what 8 bits cost beside no quantization at all. INT8 costs less."""
     case = quantized_case(MIXED, dtype, heads=4, kv_heads=2, dim=64, block=16)
     exact = case.expected(0.125)
-    error = (case.run(0.125).double() - exact).pow(2).mean().sqrt() / exact.pow(2).mean().sqrt()
+    error = (case.run(quantizer, 0.125).double() - exact).pow(2).mean().sqrt() / exact.pow(
+        2
+    ).mean().sqrt()
     low, high = (0.002, 0.015) if dtype is torch.int8 else (0.01, 0.05)
     assert low < float(error) < high
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_is_bit_equal_alone_and_in_a_batch(dtype: torch.dtype, quantizing: str) -> None:
+def test_a_row_is_bit_equal_alone_and_in_a_batch(
+    quantizer: ops.Backend, dtype: torch.dtype, quantizing: str
+) -> None:
     rows = [(1, context) for context in (1, 16, 17, 40, 130, 300)]
     case = quantized_case(rows, dtype, heads=4, kv_heads=2, dim=64, block=16)
-    together = case.run(0.1)
+    together = case.run(quantizer, 0.1)
     layer = ops.layer_view(case.pool, case.layer)
     for r, (_, context) in enumerate(rows):
         batch = ops.AttentionBatch(
@@ -241,38 +253,42 @@ def test_a_row_is_bit_equal_alone_and_in_a_batch(dtype: torch.dtype, quantizing:
             slots=case.slots[r : r + 1],
             block_size=16,
         )
-        assert torch.equal(ops.paged_attention(case.q[r], layer, batch, 0.1)[0], together[r])
+        assert torch.equal(quantizer.paged_attention(case.q[r], layer, batch, 0.1)[0], together[r])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_poisoned_row_stays_alone(dtype: torch.dtype, quantizing: str) -> None:
+def test_a_poisoned_row_stays_alone(
+    quantizer: ops.Backend, dtype: torch.dtype, quantizing: str
+) -> None:
     """Beyond a row's context blocks and scales are NaN in every case here; so is a neighbour."""
     shape = {"heads": 4, "kv_heads": 2, "dim": 32, "block": 16}
     case = quantized_case([(1, 20), (1, 21), (3, 22)], dtype, **shape)
-    clean = case.run(0.2)
+    clean = case.run(quantizer, 0.2)
     assert clean.isfinite().all()
     case = quantized_case([(1, 20), (1, 21), (3, 22)], dtype, **shape)
     case.v[1][20, :, 5] = torch.inf
-    out = case.run(0.2)
+    out = case.run(quantizer, 0.2)
     keep = [0, 2, 3, 4]
     assert torch.equal(out[keep], clean[keep])
     assert not out[1].isfinite().any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_scales_travel_with_their_block(dtype: torch.dtype, quantizing: str) -> None:
+def test_scales_travel_with_their_block(
+    quantizer: ops.Backend, dtype: torch.dtype, quantizing: str
+) -> None:
     """Copied within the pool, and swapped to another and back, attention gives the same bits."""
     case = quantized_case([(1, 40)], dtype, heads=2, kv_heads=1, dim=16, block=16)
-    whole = case.run(0.2)
+    whole = case.run(quantizer, 0.2)
     old = case.tables[0].clone()
     pool, count = case.pool, case.pool.shape[0]
-    host = ops.new_pool(4, pool.shape[1], 16, 1, 16, dtype)
+    host = quantizer.new_pool(4, pool.shape[1], 16, 1, 16, dtype)
     table = old.tolist()
-    ops.swap_blocks(pool, host, list(zip(table, (2, 0, 1), strict=True)))
+    quantizer.swap_blocks(pool, host, list(zip(table, (2, 0, 1), strict=True)))
     pool.view(torch.int8)[old] = -1
     fresh = [b for b in range(count) if b not in table][:3]
-    ops.swap_blocks(host, pool, list(zip((2, 0, 1), fresh, strict=True)))
-    ops.copy_blocks(pool, torch.tensor(fresh), old)
+    quantizer.swap_blocks(host, pool, list(zip((2, 0, 1), fresh, strict=True)))
+    quantizer.copy_blocks(pool, torch.tensor(fresh), old)
     layer = ops.layer_view(pool, case.layer)
-    again = ops.paged_attention(torch.cat(case.q), layer, case.batch(), 0.2)
+    again = quantizer.paged_attention(torch.cat(case.q), layer, case.batch(), 0.2)
     assert torch.equal(again, whole)

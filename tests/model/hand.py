@@ -187,7 +187,7 @@ def paged_logits(
     blocks = -(-len(tokens) // BLOCK)
     table = torch.randperm(blocks + 3, generator=torch.Generator().manual_seed(1))[None, :blocks]
     shape = (blocks + 3, model.num_layers, BLOCK, model.num_kv_heads, model.head_dim)
-    pool = ops.new_pool(*shape, kv_dtype or model.dtype)
+    pool = ops.for_cpu().new_pool(*shape, kv_dtype or model.dtype)
     out, start = [], 0
     for end in [*cuts, len(tokens)]:
         positions = torch.arange(start, end)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from streamer.kernels import ops
+from streamer.kernels import reference
 
 POISON = 0x55
 SPEEDS = [(1, 1, 1), (50, 1, 1), (1, 50, 50), (50, 50, 1), (50, 1, 50)]  # main, out, into
@@ -57,7 +57,7 @@ class LateStream:
 
     def run(self, work: Callable[[], None]) -> None:
         """Later."""
-        if isinstance(work, partial) and work.func is ops.swap_blocks:
+        if isinstance(work, partial) and work.func is reference.swap_blocks:
             _, destination, pairs = work.args
             if destination.element_size() == 1:
                 destination = destination.view(torch.int8)

@@ -27,7 +27,7 @@ class LateDoors:
         positions: torch.Tensor,
         pool_layer: torch.Tensor,
         batch: AttentionBatch,
-        *more: Any,
+        **more: Any,
     ) -> torch.Tensor:
         """Padding stores nothing: q of rows alone, the others' means nothing."""
         kept, real = _real(batch)
@@ -35,7 +35,7 @@ class LateDoors:
         q = torch.full((len(qkv), heads, pool_layer.shape[4]), torch.nan, dtype=qkv.dtype)
         if len(kept):
             q[kept] = reference.rope_and_store(
-                qkv[kept], tables, positions[kept], pool_layer, real, *more
+                qkv[kept], tables, positions[kept], pool_layer, real, **more
             )
         return q
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from streamer.kernels.ops import for_cpu
 from streamer.model.checkpoint import open_checkpoint
 from streamer.model.decoder import Decoder
 from streamer.model.families import parse_config
@@ -71,7 +72,9 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
 def load(folder: Any, dtype: torch.dtype = torch.float32) -> Decoder:
     """The decoder of a folder, without a bar."""
     checkpoint = open_checkpoint(folder)
-    return load_decoder(checkpoint, parse_config(checkpoint.config), dtype, show_progress=False)
+    return load_decoder(
+        for_cpu(), checkpoint, parse_config(checkpoint.config), dtype, show_progress=False
+    )
 
 
 def random_tokens(count: int, seed: int = 0) -> list[int]:
@@ -150,7 +153,7 @@ def test_sharded_equals_whole(checkpoint: Any) -> None:
 
 def test_last_picks_rows(checkpoint: Any) -> None:
     """Only the asked tokens' logits are computed, and they are the same."""
-    from streamer.kernels.ops import AttentionBatch, new_pool
+    from streamer.kernels.ops import AttentionBatch
 
     model = load(checkpoint("llama", 1))
     tokens = torch.tensor(random_tokens(20))
@@ -163,7 +166,7 @@ def test_last_picks_rows(checkpoint: Any) -> None:
             slots=torch.cat([torch.arange(16, 32), torch.arange(4)]),
             block_size=16,
         )
-        pool = new_pool(2, model.num_layers, 16, 2, model.head_dim, model.dtype)
+        pool = for_cpu().new_pool(2, model.num_layers, 16, 2, model.head_dim, model.dtype)
         with torch.inference_mode():
             out.append(model.forward(tokens, torch.arange(20), batch, pool, last))
     assert out[1].shape == (2, 256)

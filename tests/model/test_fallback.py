@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from streamer.errors import ModelNotSupported
+from streamer.kernels.ops import for_cpu
 from streamer.model import fallback
 from streamer.model.checkpoint import open_checkpoint
 from streamer.model.fallback import examine, load_fallback
@@ -45,7 +46,7 @@ def test_logits_equal_transformers(
 ) -> None:
     """Past Gemma's window of 24, in chunks; bf16 against fp32 arithmetic on the same weights."""
     opened = open_checkpoint(checkpoint(family, 1, dtype=dtype))
-    model = load_fallback(opened, examine(opened), dtype, show_progress=False)
+    model = load_fallback(for_cpu(), opened, examine(opened), dtype, show_progress=False)
     tokens = random_tokens(80)
     want = reference_logits(reference(opened.path), tokens)
     got = paged_logits(model, tokens, cuts=(33, 34))
@@ -56,10 +57,10 @@ def test_logits_equal_transformers(
 
 def test_last_picks_rows(checkpoint: Any) -> None:
     """lm_head sees the asked rows alone."""
-    from streamer.kernels.ops import AttentionBatch, new_pool
+    from streamer.kernels.ops import AttentionBatch
 
     opened = open_checkpoint(checkpoint("gpt2", 1))
-    model = load_fallback(opened, examine(opened), torch.float32, show_progress=False)
+    model = load_fallback(for_cpu(), opened, examine(opened), torch.float32, show_progress=False)
     batch = AttentionBatch(
         query_lens=[3],
         context_lens=[3],
@@ -67,7 +68,7 @@ def test_last_picks_rows(checkpoint: Any) -> None:
         slots=torch.arange(3),
         block_size=16,
     )
-    pool = new_pool(1, 3, 16, 4, 16, torch.float32)
+    pool = for_cpu().new_pool(1, 3, 16, 4, 16, torch.float32)
     with torch.inference_mode():
         logits = model.forward(
             torch.tensor([1, 2, 3]), torch.arange(3), batch, pool, torch.tensor([2])
@@ -146,7 +147,7 @@ def test_a_window_beyond_the_probe_is_seen(
     opened = open_checkpoint(save(tmp_path, made, name))
     shape = examine(opened)
     assert 64 in shape.windows, shape.windows
-    model = load_fallback(opened, shape, torch.float32, show_progress=False)
+    model = load_fallback(for_cpu(), opened, shape, torch.float32, show_progress=False)
     tokens = [t % 64 for t in random_tokens(300)]
     want = reference_logits(reference_model(tmp_path), tokens)
     got = paged_logits(model, tokens, cuts=(33, 150))
@@ -175,7 +176,7 @@ def test_only_a_causal_mask_or_a_window_has_a_window() -> None:
 
 def test_gpt2_with_a_pad_token_is_served(checkpoint: Any, reference: Any) -> None:
     opened = open_checkpoint(checkpoint("gpt2", 1, pad_token_id=0))
-    model = load_fallback(opened, examine(opened), torch.float32, show_progress=False)
+    model = load_fallback(for_cpu(), opened, examine(opened), torch.float32, show_progress=False)
     tokens = [0, *random_tokens(20), 0]
     want = reference_logits(reference(opened.path), tokens)
     assert (paged_logits(model, tokens, cuts=(7,)) - want).abs().max() < 1e-4
@@ -213,25 +214,26 @@ def test_missing_and_leftover_tensors_are_named(checkpoint: Any, tmp_path: Path)
     save_file(renamed, file, {"format": "pt"})
     opened = open_checkpoint(folder)
     with pytest.raises(ModelNotSupported, match=r"missing keys: .*h\.2\.mlp\.c_fc\.bias"):
-        load_fallback(opened, examine(opened), torch.float32, show_progress=False)
+        load_fallback(for_cpu(), opened, examine(opened), torch.float32, show_progress=False)
     save_file({**weights, "extra": torch.ones(2)}, file, {"format": "pt"})
     opened = open_checkpoint(folder)
     with pytest.raises(ModelNotSupported, match=r"unexpected keys: .*extra"):
-        load_fallback(opened, examine(opened), torch.float32, show_progress=False)
+        load_fallback(for_cpu(), opened, examine(opened), torch.float32, show_progress=False)
 
 
 def test_other_attention_is_noticed(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison with eager attention after loading can fail."""
     opened = open_checkpoint(checkpoint("gpt2", 1))
     shape = examine(opened)
-    real = fallback.ops.paged_attention
+    kernels = for_cpu()
+    real = kernels.paged_attention
 
     def slightly_off(*args: Any, **kwargs: Any) -> torch.Tensor:
         return real(*args, **kwargs) * 1.01
 
-    monkeypatch.setattr(fallback.ops, "paged_attention", slightly_off)
+    monkeypatch.setattr(kernels, "paged_attention", slightly_off)
     with pytest.raises(ModelNotSupported, match=r"GPT2LMHeadModel.*standard deviations"):
-        load_fallback(opened, shape, torch.float32, show_progress=False)
+        load_fallback(kernels, opened, shape, torch.float32, show_progress=False)
 
 
 @pytest.mark.parametrize(
@@ -276,4 +278,4 @@ def test_others_pass_their_own_comparison(
     torch.manual_seed(3)
     made = getattr(transformers, config)(**TINY, initializer_range=0.3, **extra)
     opened = open_checkpoint(save(tmp_path, made, name))
-    load_fallback(opened, examine(opened), torch.float32, show_progress=False)
+    load_fallback(for_cpu(), opened, examine(opened), torch.float32, show_progress=False)

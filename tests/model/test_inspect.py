@@ -66,7 +66,7 @@ def test_a_block_of_32_layers_16_tokens_8_heads_of_128_in_two_bytes_is_2097152_b
         recognize(open_checkpoint(folder), "bfloat16"), num_layers=32, num_kv_heads=8, head_dim=128
     )
     assert known.block_bytes(Config()) == 2_097_152
-    pool = ops.new_pool(3, 32, 16, 8, 128, torch.bfloat16)
+    pool = ops.for_cpu().new_pool(3, 32, 16, 8, 128, torch.bfloat16)
     assert pool[:1].numel() * pool.element_size() == 2_097_152
 
 

@@ -16,7 +16,6 @@ from streamer.core.plan import StepResult
 from streamer.core.sampling import SamplingParams
 from streamer.demo import CHECKPOINT
 from streamer.errors import ConfigError
-from streamer.kernels import ops, reference
 from streamer.model.decoder import Decoder
 from streamer.model.inspect import KV_DTYPES, inspect_checkpoint
 from streamer.model.runner.load import load_runner
@@ -39,9 +38,8 @@ pytestmark = pytest.mark.parametrize("kind", list(KV_DTYPES))
 
 @pytest.fixture(autouse=True)
 def _torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As STREAMER_KERNELS=torch."""
-    monkeypatch.setattr(ops, "_backend", reference)
-    monkeypatch.setattr(ops, "backend", "torch")
+    """The native kernels have no such pools."""
+    monkeypatch.setenv("STREAMER_KERNELS", "torch")
 
 
 def divergence(model: Decoder, tokens: list[int], kind: str) -> float:
@@ -144,7 +142,7 @@ def test_memory_is_planned_with_what_a_block_takes(checkpoint: Any, kind: str) -
 def test_native_kernels_refuse_by_name(
     checkpoint: Any, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ops, "backend", "native")
+    monkeypatch.delenv("STREAMER_KERNELS")
     with pytest.raises(ConfigError, match=f"kv_cache_dtype {kind}: the native CPU") as error:
         make_runner(checkpoint("llama", 1), kv_cache_dtype=kind)
     assert error.value.param == "kv_cache_dtype"

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from streamer.errors import ModelNotSupported
+from streamer.kernels.ops import for_cpu
 from streamer.model import loader
 from streamer.model.checkpoint import open_checkpoint
 from streamer.model.families import parse_config
@@ -156,6 +157,6 @@ def test_load_shows_one_bar(
     monkeypatch.setenv("FORCE_COLOR", "1")
     checkpoint = open_checkpoint(folder)
     config = parse_config(checkpoint.config)
-    load_decoder(checkpoint, config, torch.float32, show_progress=True)
+    load_decoder(for_cpu(), checkpoint, config, torch.float32, show_progress=True)
     assert "3/3" in capsys.readouterr().err
     assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 3

@@ -239,7 +239,7 @@ def _until(bed: Bed, report: Report, is_there: Callable[[int], bool]) -> None:
 def _has_quantized_cache(where: Where) -> bool:
     from streamer.kernels import ops
 
-    return where.device.type != "cpu" or ops.backend != "native"
+    return ops.choose(where.device).has_quantized_pools
 
 
 def free(where: Where) -> None:

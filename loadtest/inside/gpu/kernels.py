@@ -20,6 +20,7 @@ from streamer.loadtest.inside.gpu.report import Report
 
 if TYPE_CHECKING:
     from streamer.kernels.batch import AttentionBatch
+    from streamer.kernels.ops import Backend
 
 GB = 1e9
 MEMORY_BYTES = 4 << 30
@@ -65,7 +66,7 @@ TINY_SHAPES = (
 )
 
 
-def kernels_of(where: Where) -> Any:
+def kernels_of(where: Where) -> Backend:
     """The backend that runs there: Triton's on a GPU, else the plain torch one."""
     if where.device.type == "cuda":
         from streamer.kernels.gpu import backend

@@ -161,11 +161,11 @@ def make_model(name: str, where: Where) -> Model:
     from streamer.model.families import parse_config
 
     config = parse_config(where.config_of(name))
-    ops.use(where.device)
+    kernels = ops.choose(where.device)
     if where.device.type == "cpu":
-        ops.set_threads(1)
+        kernels.set_threads(1)
     with torch.inference_mode():
-        decoder = Decoder(config, RandomWeights(config, where))
+        decoder = Decoder(kernels, config, RandomWeights(config, where))
     where.synchronize()  # a runner computes in a stream of its own
     return Model(name, decoder, read_elements(config) * where.dtype.itemsize)
 
@@ -239,13 +239,14 @@ class Bed:
 
 def new_runner(decoder: Decoder, where: Where, sizes: RunnerSizes) -> CpuRunner | CudaRunner:
     """The runner of this device for a decoder that is there already; on a GPU decodes recorded."""
+    from streamer.kernels import ops
     from streamer.model.runner.cpu import CpuRunner
     from streamer.model.runner.cuda import CudaRunner
 
     device = where.new_device()
     if device is None:
-        return CpuRunner(decoder, sizes)
-    runner = CudaRunner(device, decoder, sizes)
+        return CpuRunner(ops.for_cpu(), decoder, sizes)
+    runner = CudaRunner(device, ops.choose(where.device), decoder, sizes)
     # The pools were made for what will run, so the rest of the memory is free for other steps.
     runner.record(0, show_progress=False)
     return runner

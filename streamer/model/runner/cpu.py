@@ -36,14 +36,15 @@ class CpuRunner:
 
     depth = 0
 
-    def __init__(self, model: CausalModel, sizes: RunnerSizes) -> None:
+    def __init__(self, kernels: ops.CpuBackend, model: CausalModel, sizes: RunnerSizes) -> None:
+        self._kernels = kernels
         shape = sizes.pool_shape(model)
         self._model = model
-        self._pool = ops.new_pool(sizes.num_blocks, *shape)
-        self._host_pool = ops.new_pool(sizes.num_host_blocks, *shape)
+        self._pool = kernels.new_pool(sizes.num_blocks, *shape)
+        self._host_pool = kernels.new_pool(sizes.num_host_blocks, *shape)
         self._rows = Rows(sizes.max_num_seqs, sizes.table_width, sizes.num_blocks, sizes.block_size)
         model.prepare(sizes.limits)
-        self._sampler = Sampler(model.vocab_size, sizes.max_num_seqs)
+        self._sampler = Sampler(kernels, model.vocab_size, sizes.max_num_seqs)
         self._block_bytes = self._pool[:1].numel() * self._pool.element_size()
         self._costs = Costs(self._block_bytes, probe_copy)
         self._host_upto = 0  # host blocks below are memory already, which the first write makes
@@ -94,17 +95,17 @@ class CpuRunner:
         check_moves(plan, self._pool.shape[0], self._host_pool.shape[0])
         began = time.perf_counter()
         if plan.swap_out:
-            ops.swap_blocks(self._pool, self._host_pool, list(plan.swap_out))
+            self._kernels.swap_blocks(self._pool, self._host_pool, list(plan.swap_out))
             upto = 1 + max(block for _, block in plan.swap_out)
             took_s, is_first = time.perf_counter() - began, upto > self._host_upto
             self._costs.saw_swap(took_s, len(plan.swap_out), is_first=is_first)
             self._host_upto = max(upto, self._host_upto)
         if plan.copies:
             src, dst = torch.tensor(plan.copies).T
-            ops.copy_blocks(self._pool, src, dst)
+            self._kernels.copy_blocks(self._pool, src, dst)
         began = time.perf_counter()
         if plan.swap_in:
-            ops.swap_blocks(self._host_pool, self._pool, list(plan.swap_in))
+            self._kernels.swap_blocks(self._host_pool, self._pool, list(plan.swap_in))
             self._costs.saw_swap(time.perf_counter() - began, len(plan.swap_in))
 
     def _draw(self, number: int, inputs: StepInputs) -> StepResult:

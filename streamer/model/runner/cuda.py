@@ -70,25 +70,27 @@ class CudaRunner:
 
     depth = 1
 
-    def __init__(self, device: Device, model: CausalModel, sizes: RunnerSizes) -> None:
+    def __init__(
+        self, device: Device, kernels: ops.Backend, model: CausalModel, sizes: RunnerSizes
+    ) -> None:
         from streamer.kernels.gpu.decode_step import RowState
 
         shape, width, where = sizes.pool_shape(model), sizes.table_width, device.where
         rows, block_size = sizes.max_num_seqs, sizes.block_size
         self._device = device
         self._model = model
-        self._pool = ops.new_pool(sizes.num_blocks, *shape, where)
-        host_pool = ops.new_pool(sizes.num_host_blocks, *shape)
+        self._pool = kernels.new_pool(sizes.num_blocks, *shape, where)
+        host_pool = kernels.new_pool(sizes.num_host_blocks, *shape)
         self._rows = Rows(rows, width, sizes.num_blocks, block_size, is_ahead=True)
         self._state = RowState(rows, width, block_size, where)
         model.prepare(sizes.limits)
-        self._sampler = DeviceSampler(device, model.vocab_size, rows)
+        self._sampler = DeviceSampler(device, kernels, model.vocab_size, rows)
         self._decodes = DecodeSteps(
             self._state, self._sampler, self._decode_logits, model.vocab_size, model.dtype
         )
         self._block_bytes = self._pool[:1].numel() * self._pool.element_size()
         self._costs = Costs(self._block_bytes, device.probe_copy)
-        self._swaps = Swaps(device, self._pool, host_pool, self._costs)
+        self._swaps = Swaps(device, kernels, self._pool, host_pool, self._costs)
         self._launched = 0
         self._fresh: dict[int, int] = {}  # row -> logical block from which its table is to be sent
         self._joined: list[int] = []  # rows whose progress and token are to be sent
@@ -303,7 +305,12 @@ class CudaRunner:
 
 
 def step_bytes(
-    device: Device, model: CausalModel, config: Config, model_limit: int, kv_dtype: torch.dtype
+    device: Device,
+    kernels: ops.Backend,
+    model: CausalModel,
+    config: Config,
+    model_limit: int,
+    kv_dtype: torch.dtype,
 ) -> int:
     """Memory that the largest step takes beside weights and pools, by running one."""
     size, count = config.block_size, batched_tokens(config, "cuda")
@@ -325,7 +332,7 @@ def step_bytes(
         logits = model.forward(there % model.vocab_size, there, batch, pool, last)
         logits[: config.max_num_seqs].float().log_softmax(-1)
 
-    pool = ops.new_pool(
+    pool = kernels.new_pool(
         blocks, model.num_layers, size, model.num_kv_heads, model.head_dim, kv_dtype,
         device.where,
     )  # fmt: skip

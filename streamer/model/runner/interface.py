@@ -43,7 +43,7 @@ class RunnerSizes(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def pool_shape(self, model: CausalModel) -> tuple[int, int, int, int, torch.dtype]:
-        """Of a pool's blocks, as ops.new_pool takes it after their number."""
+        """Of a pool's blocks, as Backend.new_pool takes it after their number."""
         dtype = self.kv_dtype or model.dtype
         return model.num_layers, self.block_size, model.num_kv_heads, model.head_dim, dtype
 

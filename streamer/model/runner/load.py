@@ -44,7 +44,7 @@ def load_runner(
     where = choose_device(config.device) if device is None else device.where
     if device is None and where.type == "cuda":
         device = CudaDevice(where)
-    ops.use(where)
+    kernels = ops.choose(where)
     known = recognize(open_checkpoint(Path(config.model)), config.dtype, where)
     free = memory.device_free_bytes(where)
     memory.check_weights_fit(known.weight_bytes, free)
@@ -62,18 +62,16 @@ def load_runner(
 
     plan_pools(free - known.weight_bytes)  # refused now, not after minutes
     if device is None:
-        _set_threads(known)
-    model = _load_model(known, where, config.load_progress)
-    peak = 0 if device is None else step_bytes(device, model, config, known.model_limit, kv_dtype)
+        _set_threads(known, kernels)
+    model = _load_model(kernels, known, where, config.load_progress)
+    peak = 0
+    if device is not None:
+        peak = step_bytes(device, kernels, model, config, known.model_limit, kv_dtype)
     left = memory.device_free_bytes(where) if device is None else device.free_bytes()
     pools = plan_pools(left - peak)
     if pools.limited_by:
-        logger.warning(
-            "context limited to %d of the model's %d tokens: %s",
-            pools.max_model_len,
-            known.model_limit,
-            pools.limited_by,
-        )
+        says = "context limited to %d of the model's %d tokens: %s"
+        logger.warning(says, pools.max_model_len, known.model_limit, pools.limited_by)
     sizes = RunnerSizes(
         num_blocks=pools.num_blocks,
         num_host_blocks=pools.num_host_blocks,
@@ -85,29 +83,31 @@ def load_runner(
     )
     info = model_info(known, config, pools, block_bytes, where)
     if device is None:
-        return CpuRunner(model, sizes), info
-    runner = CudaRunner(device, model, sizes)
+        return CpuRunner(ops.for_cpu(), model, sizes), info
+    runner = CudaRunner(device, kernels, model, sizes)
     if model.is_recordable:
         runner.record(peak, config.load_progress)
     return runner, info
 
 
-def _load_model(known: Recognized, device: torch.device, show_progress: bool) -> CausalModel:
+def _load_model(
+    kernels: ops.Backend, known: Recognized, device: torch.device, show_progress: bool
+) -> CausalModel:
     dtype = DTYPES[known.dtype]
     if known.decoder is not None:
         return load_decoder(
-            known.checkpoint, known.decoder, dtype, device, show_progress=show_progress
+            kernels, known.checkpoint, known.decoder, dtype, device, show_progress=show_progress
         )
     from streamer.model.fallback import load_fallback  # transformers' modelling code
 
     if known.fallback is None:
         raise InvariantViolated("a recognized checkpoint has neither decoder nor fallback")
     return load_fallback(
-        known.checkpoint, known.fallback, dtype, device, show_progress=show_progress
+        kernels, known.checkpoint, known.fallback, dtype, device, show_progress=show_progress
     )
 
 
-def _set_threads(known: Recognized) -> None:
+def _set_threads(known: Recognized, kernels: ops.Backend) -> None:
     """Beside the native kernels torch only samples, or runs what transformers' code has of its own;
     two pools of threads that spin would be in each other's way.
 
@@ -117,11 +117,11 @@ def _set_threads(known: Recognized) -> None:
     beside a busy process). The native team gains a third, and beside a busy process loses a tenth
     at most (inside/README.md).
     """
-    is_by_torch = known.decoder is None or ops.backend == "torch"
+    is_by_torch = known.decoder is None or bool(ops.why_not_native())
     is_small = known.weight_bytes < SINGLE_THREAD_BYTES
     threads = 1 if is_by_torch and is_small else _num_cores()
     torch.set_num_threads(threads if known.decoder is None else 1)
-    ops.set_threads(threads)
+    kernels.set_threads(threads)
 
 
 @functools.cache

@@ -34,8 +34,14 @@ class Swaps:
     """Between `pool` on the device and `host_pool`, which is pinned."""
 
     def __init__(
-        self, device: Device, pool: torch.Tensor, host_pool: torch.Tensor, costs: Costs
+        self,
+        device: Device,
+        kernels: ops.Backend,
+        pool: torch.Tensor,
+        host_pool: torch.Tensor,
+        costs: Costs,
     ) -> None:
+        self._kernels = kernels
         self._device = device
         self._pool = pool
         self._host_pool = host_pool
@@ -54,7 +60,7 @@ class Swaps:
         if plan.copies:
             self.need(source for source, _ in plan.copies)
             pairs = device.upload(np.array(plan.copies).T.copy())
-            device.main.run(partial(ops.copy_blocks, self._pool, pairs[0], pairs[1]))
+            device.main.run(partial(self._kernels.copy_blocks, self._pool, pairs[0], pairs[1]))
         if plan.swap_in:
             for copy in self._touching((source for source, _ in plan.swap_in), is_out=True):
                 device.into.wait(copy.done)
@@ -88,7 +94,7 @@ class Swaps:
         pairs: tuple[tuple[int, int], ...],
     ) -> None:
         began = stream.record()
-        stream.run(partial(ops.swap_blocks, source, destination, list(pairs)))
+        stream.run(partial(self._kernels.swap_blocks, source, destination, list(pairs)))
         written = frozenset(block for _, block in pairs)
         is_out = stream is self._device.out
         self._pending.append(_Copy(number, began, stream.record(), written, is_out))

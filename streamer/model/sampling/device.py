@@ -109,10 +109,13 @@ class Draw(NamedTuple):
 class DeviceSampler:
     """Samples for up to max_rows resident rows; one instance a runner, on its thread."""
 
-    def __init__(self, device: Device, vocab_size: int, max_rows: int) -> None:
+    def __init__(
+        self, device: Device, kernels: ops.Backend, vocab_size: int, max_rows: int
+    ) -> None:
         from streamer.kernels.gpu.sample import SamplingRows, sample
 
         self._device = device
+        self._kernels = kernels
         self._vocab_size = vocab_size
         self._table = RowTable(max_rows, USE_SAMPLE)
         self._settings = SamplingRows(max_rows, device.where)
@@ -199,7 +202,7 @@ class DeviceSampler:
         if draw.is_plain:
             return self.draw_plain(logits, slots, positions, has_filters=draw.has_filters)
         logits = logits[:, : self._vocab_size]
-        best, _ = ops.best(logits)
+        best, _ = self._kernels.best(logits)
         x = torch.empty(logits.shape, device=logits.device).copy_(logits)
         flat = x.view(-1)
         if draw.bias is not None:

@@ -40,7 +40,8 @@ class Sampler:
     probabilities are of the logits as the model gave them.
     """
 
-    def __init__(self, vocab_size: int, max_rows: int) -> None:
+    def __init__(self, kernels: ops.CpuBackend, vocab_size: int, max_rows: int) -> None:
+        self._kernels = kernels
         self.vocab_size = vocab_size
         self._table = RowTable(max_rows, USE_SAMPLE)
         self._rows: tuple[int, ...] = ()
@@ -71,7 +72,7 @@ class Sampler:
         layout = self._layout_of(rows)
         if logits.shape[1] != self.vocab_size:
             logits = logits[:, : self.vocab_size]
-        best, best_ids = ops.best(logits)
+        best, best_ids = self._kernels.best(logits)
         is_finite = np.isfinite(best.numpy())
         bad: list[int] = [] if is_finite.all() else np.flatnonzero(~is_finite).tolist()
         tokens: list[int] = best_ids.tolist()
@@ -127,7 +128,8 @@ class Sampler:
             bad += self._masked_out(x, layout, positions)
         if layout.drawn:
             self._draws.origin.numpy()[:, 2] = np.asarray(positions)[layout.drawn]
-            for i, token in zip(layout.drawn, ops.draw(x, self._draws).tolist(), strict=True):
+            drawn: list[int] = self._kernels.draw(x, self._draws).tolist()
+            for i, token in zip(layout.drawn, drawn, strict=True):
                 tokens[i] = token
         return tokens
 

@@ -42,8 +42,7 @@ def run(*flags: str) -> tuple[int, str]:
 @pytest.fixture
 def quantizing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that have INT8 and FP8 caches, so that those cases run too."""
-    monkeypatch.setattr(ops, "_backend", reference)
-    monkeypatch.setattr(ops, "backend", "torch")
+    monkeypatch.setenv("STREAMER_KERNELS", "torch")
 
 
 def new_report(budget_s: float = 60.0, **settings: Any) -> Report:
@@ -90,8 +89,7 @@ def test_sections_with_models_on_the_gpus_runner(
         return devices[-1]
 
     monkeypatch.setattr(gpu_models.Where, "new_device", new_device)
-    monkeypatch.setattr(ops, "_backend", LateDoors())
-    monkeypatch.setattr(ops, "backend", "torch")
+    monkeypatch.setattr(ops, "choose", lambda device: LateDoors())
     monkeypatch.setattr(sample, "best", reference.best)
     with np.errstate(all="ignore"):
         code, text = run("--only", section)
@@ -262,7 +260,7 @@ def test_random_weights_are_the_same_in_every_run() -> None:
     )
     logits = [
         model.decoder.forward(
-            tokens, tokens, batch, ops.new_pool(1, 2, 16, 2, 16, torch.float32), None
+            tokens, tokens, batch, ops.for_cpu().new_pool(1, 2, 16, 2, 16, torch.float32), None
         ).clone()
         for model in (first, second)
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -273,15 +274,14 @@ def test_a_second_engine_in_a_process_gets_as_many_threads_as_the_first(
     before = torch.get_num_threads()
     given: list[int] = []
     known = recognize(open_checkpoint(checkpoint("llama", 1)), "float32")
-    monkeypatch.setattr(model_load.ops, "backend", "native")
-    monkeypatch.setattr(model_load.ops, "set_threads", given.append)
+    kernels: Any = SimpleNamespace(set_threads=given.append)
     monkeypatch.setattr(model_load.memory, "cpu_quota", lambda: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
     model_load._torch_threads.cache_clear()
     torch.set_num_threads(3)
     try:
-        model_load._set_threads(known)
-        model_load._set_threads(known)
+        model_load._set_threads(known, kernels)
+        model_load._set_threads(known, kernels)
     finally:
         model_load._torch_threads.cache_clear()
         torch.set_num_threads(before)

@@ -78,7 +78,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
         return device
 
     monkeypatch.setattr(Where, "make", LateDevice)
-    monkeypatch.setattr(ops, "_backend", LateDoors())
+    monkeypatch.setattr(ops, "choose", lambda device: LateDoors())
     monkeypatch.setattr(sample, "best", reference.best)
     with np.errstate(all="ignore"):
         yield put
@@ -114,7 +114,7 @@ def test_greedy_equals_transformers(
     """Chunks, late joins and recorded decodes by the GPU's own kernels; gpt2 is not recorded."""
     from streamer.kernels.gpu import attention, backend, sample
 
-    monkeypatch.setattr(ops, "_backend", backend)
+    monkeypatch.setattr(ops, "choose", lambda device: backend)
     monkeypatch.setattr(sample, "best", backend.best)
     monkeypatch.setattr(attention, "MAX_SPLITS", 2)  # programs of a decode: 16 take their time
     small = TINY if family == "llama" else {"n_layer": 1, "n_embd": 32, "n_head": 2}
@@ -182,7 +182,7 @@ def test_blocks_are_the_copies_until_they_are_done(late: Late) -> None:
     device = late()
     device.is_still = True
     pool, host = (torch.arange(8.0).view(8, 1).clone() + base for base in (0, 100))
-    swaps = Swaps(device, pool, host, Costs(4, device.probe_copy))
+    swaps = Swaps(device, reference, pool, host, Costs(4, device.probe_copy))
     swaps.start(Plan(number=1, swap_out=((1, 2), (3, 4))))
     swaps.start(Plan(number=2, swap_in=((7, 6),)))
     swaps.start(Plan(number=3, swap_in=((2, 5),)))  # what the first plan copies out
@@ -287,13 +287,12 @@ def test_quantized_blocks_survive_swaps_under_replay(
     """The CPU runner's tokens with such a cache, through swaps: scales go with their blocks."""
     folder = checkpoint("llama", 1, **TINY)
     asks = mixed_asks(4, 12, longest=14, output=(14, 20))
-    monkeypatch.setattr(ops, "backend", "torch")  # what the CPU's runner wants for these
     device = late(3)
     got = serve(folder, asks, [GREEDY], costs=SWAP, kv_cache_dtype=kind, **TIGHT)
     assert got.preemptions[0] >= 1
     assert device.num_replays > 0
-    monkeypatch.setattr(Where, "make", lambda: None)
-    monkeypatch.setattr(ops, "_backend", reference)
+    monkeypatch.undo()  # the late doors
+    monkeypatch.setenv("STREAMER_KERNELS", "torch")  # the native kernels have no such pools
     expected = serve(folder, asks, [GREEDY], max_num_seqs=16, kv_cache_dtype=kind)
     assert got.tokens == expected.tokens
     exact = serve(folder, asks, [GREEDY], max_num_seqs=16)

@@ -12,7 +12,7 @@ import torch
 
 from streamer.core.plan import RowJoin
 from streamer.core.sampling import SamplingParams
-from streamer.kernels import ops
+from streamer.kernels.ops import for_cpu
 from streamer.model.sampling.device import DeviceSampler
 from streamer.model.sampling.host import SampleOutput, Sampler
 from tests.kernels.conftest import skip_without_interpreter
@@ -32,9 +32,8 @@ PARAMS = [
 
 
 @pytest.fixture(autouse=True)
-def _doors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _doors() -> Iterator[None]:
     skip_without_interpreter()
-    monkeypatch.setattr(ops, "_backend", LateDoors())
     with np.errstate(all="ignore"):
         yield
 
@@ -44,8 +43,8 @@ class Both:
 
     def __init__(self, max_rows: int) -> None:
         self.device = LateDevice(1)
-        self.there = DeviceSampler(self.device, VOCAB, max_rows)
-        self.here = Sampler(VOCAB, max_rows)
+        self.there = DeviceSampler(self.device, LateDoors(), VOCAB, max_rows)
+        self.here = Sampler(for_cpu(), VOCAB, max_rows)
 
     def join(self, row: int, params: SamplingParams, tokens: tuple[int, ...], prompt: int) -> None:
         """The same sequence in both."""
@@ -142,7 +141,7 @@ def test_a_mask_that_leaves_nothing_fails_the_row() -> None:
 def test_counts_grow_while_steps_are_queued() -> None:
     """Places are taken, given back and added in the order of the stream, however late it is."""
     device = LateDevice(1)
-    counts = DeviceSampler(device, VOCAB, 16)._counts
+    counts = DeviceSampler(device, LateDoors(), VOCAB, 16)._counts
     for row in range(5):
         counts.join(row, np.array([row, 30]), np.array([1, 2], np.float32))
     counts.leave(1)

@@ -11,6 +11,7 @@ from scipy.stats import chisquare
 
 from streamer.core.sampling import SamplingParams
 from streamer.kernels import reference_sampling
+from streamer.kernels.ops import for_cpu
 from streamer.model.sampling.host import Sampler
 from tests.kernels.sampling_oracle import distribution
 from tests.model.sampling.joins import join
@@ -52,7 +53,7 @@ def the_logits() -> NDArray[np.float32]:
 def draw(params: SamplingParams, seed: int) -> NDArray[np.int64]:
     """How often each token came in DRAWS draws; position and choice make them independent."""
     counts = np.zeros(VOCAB, dtype=np.int64)
-    sampler = Sampler(VOCAB, BATCH)
+    sampler = Sampler(for_cpu(), VOCAB, BATCH)
     for first in range(0, DRAWS, BATCH):
         for row in range(BATCH):
             one = msgspec.structs.replace(params, seed=seed + row)
@@ -121,7 +122,7 @@ def test_the_test_notices_another_distribution(
 )
 def test_positions_alone_make_draws_independent(params: SamplingParams) -> None:
     """One row, one seed, many positions: the marginal fits, and so do pairs of neighbours."""
-    sampler = Sampler(VOCAB, 1)
+    sampler = Sampler(for_cpu(), VOCAB, 1)
     join(sampler, 0, params, PROMPT + OUTPUT, len(PROMPT), choice=0)
     tokens = [
         sampler.sample(torch.from_numpy(the_logits()[None].copy()), [0], [position]).tokens[0]

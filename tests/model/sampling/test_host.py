@@ -11,6 +11,7 @@ import torch
 
 from streamer.core.sampling import SamplingParams
 from streamer.kernels import reference_sampling
+from streamer.kernels.ops import for_cpu
 from streamer.model.sampling.host import Sampler
 from streamer.model.sampling.rows import History
 from tests.kernels.sampling_oracle import edited, noise
@@ -51,7 +52,7 @@ def logits_of(rows: int, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
 
 
 def sampler_of(kinds: list[SamplingParams], tokens: list[int] | None = None) -> Sampler:
-    sampler = Sampler(VOCAB, len(kinds))
+    sampler = Sampler(for_cpu(), VOCAB, len(kinds))
     for row, params in enumerate(kinds):
         known = tokens if tokens is not None else [row, row + 1, row]
         join(sampler, row, params, known, 2, choice=row % 2, stop_ids=frozenset({row}))
@@ -77,7 +78,7 @@ def test_seed_position_and_choice_each_change_the_draw() -> None:
     logits = logits_of(1)
 
     def draws(seed: int, choice: int, start: int) -> list[int]:
-        sampler = Sampler(VOCAB, 1)
+        sampler = Sampler(for_cpu(), VOCAB, 1)
         join(sampler, 0, SamplingParams(seed=seed), [1], 1, choice)
         return [sampler.sample(logits.clone(), [0], [start + i]).tokens[0] for i in range(20)]
 
@@ -91,7 +92,7 @@ def test_seed_position_and_choice_each_change_the_draw() -> None:
 def test_noise_is_keyed_by_seed_position_choice_and_token(filters: dict[str, Any]) -> None:
     """Every draw, computed by hand: argmax of logits / temperature + noise(seed, position, ...)."""
     rows = [(1, 40, 0), (1, 0, 40), (1, 3, 2), (1, 2, 3), (-5, 7, 1), (9 + (5 << 40), 70_000, 13)]
-    sampler = Sampler(VOCAB, len(rows))
+    sampler = Sampler(for_cpu(), VOCAB, len(rows))
     for row, (seed, _, choice) in enumerate(rows):
         params = SamplingParams(seed=seed, temperature=1.5, **filters)
         join(sampler, row, params, [1], 1, choice)
@@ -148,7 +149,7 @@ def test_min_tokens_masks_ends_until_so_many_are_out() -> None:
         SamplingParams(seed=1, min_tokens=2),
         SamplingParams(seed=1, min_tokens=2, top_k=1),
     ):
-        sampler = Sampler(VOCAB, 1)
+        sampler = Sampler(for_cpu(), VOCAB, 1)
         ends = frozenset({9, VOCAB, -3, 10**9})
         join(sampler, 0, params, [5, 6, 7], 3, 0, stop_ids=ends)
         logits = torch.zeros(1, VOCAB)
@@ -161,7 +162,7 @@ def test_min_tokens_masks_ends_until_so_many_are_out() -> None:
 @pytest.mark.parametrize("params", [{"temperature": 0}, {"seed": 1}, {"seed": 1, "top_k": 2}])
 def test_a_row_whose_every_token_is_banned_fails_alone(params: dict[str, Any]) -> None:
     """min_tokens masks the only tokens the model allows: nothing is left to draw."""
-    sampler = Sampler(VOCAB, 2)
+    sampler = Sampler(for_cpu(), VOCAB, 2)
     join(sampler, 0, SamplingParams(min_tokens=2, **params), [5], 1, 0, stop_ids=frozenset({9}))
     join(sampler, 1, SamplingParams(**params), [5], 1, 0, stop_ids=frozenset())
     logits = torch.full((2, VOCAB), -torch.inf)
@@ -196,7 +197,7 @@ def test_penalties_follow_the_tokens_it_draws() -> None:
         temperature=0, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2
     )
     prompt, output = [3, 4, 3], [8, 3]
-    sampler = Sampler(VOCAB, 1)
+    sampler = Sampler(for_cpu(), VOCAB, 1)
     join(sampler, 0, params, prompt + output, len(prompt), 0)
     logits = 0.5 * logits_of(1)
     for step in range(60):
@@ -209,7 +210,7 @@ def test_penalties_follow_the_tokens_it_draws() -> None:
 
 def test_a_row_that_leaves_takes_its_history_along() -> None:
     params = SamplingParams(temperature=0, frequency_penalty=2.0)
-    sampler = Sampler(VOCAB, 1)
+    sampler = Sampler(for_cpu(), VOCAB, 1)
     logits = torch.zeros(1, VOCAB)
     logits[0, 7] = 1.0
     join(sampler, 0, params, [1, 7], 1, 0)
@@ -268,7 +269,7 @@ def test_filters_that_keep_all_draw_as_no_filter() -> None:
     kinds = [SamplingParams(seed=3), SamplingParams(seed=3, top_k=VOCAB)]
     for step in range(30):
         logits = logits_of(1, seed=step).repeat(2, 1)
-        sampler = Sampler(VOCAB, 2)
+        sampler = Sampler(for_cpu(), VOCAB, 2)
         for row, params in enumerate(kinds):
             join(sampler, row, params, [1], 1, choice=0)
         first, second = sampler.sample(logits, [0, 1], [step, step]).tokens
@@ -280,7 +281,7 @@ def test_ties_at_the_cut_stay() -> None:
     logits[0, 100:300] = 2.0
     drawn = set()
     for params in (SamplingParams(seed=1, top_k=1), SamplingParams(seed=1, top_p=0.01)):
-        sampler = Sampler(VOCAB, 1)
+        sampler = Sampler(for_cpu(), VOCAB, 1)
         join(sampler, 0, params, [1], 1, 0)
         tokens = [sampler.sample(logits.clone(), [0], [p]).tokens[0] for p in range(100)]
         assert all(100 <= t < 300 for t in tokens)
@@ -296,6 +297,6 @@ def test_a_tiny_temperature_is_nearly_greedy() -> None:
 
 
 def test_no_rows() -> None:
-    output = Sampler(VOCAB, 4).sample(torch.zeros(0, VOCAB), [], [])
+    output = Sampler(for_cpu(), VOCAB, 4).sample(torch.zeros(0, VOCAB), [], [])
     assert output.tokens == []
     assert output.failed == {}

@@ -20,6 +20,7 @@ from streamer.engine.requests import GenerateRequest
 from streamer.engine.stream import TokenStream
 from streamer.fake.model import expected_text, fake_tokenizer
 from streamer.fake.tokenizer import FIRST_NUMBER
+from streamer.kernels.ops import for_cpu
 from streamer.model.sampling.host import Sampler
 from tests.engine.helpers import Calls
 from tests.model.sampling.joins import join
@@ -42,7 +43,7 @@ def draw(params: SamplingParams, best: float, *tokens: int, num_prompt: int = 1)
     logits[0, BEST], logits[0, NEXT] = best, 1.0
     drawn = set()
     for position in range(len(tokens), len(tokens) + 40):
-        sampler = Sampler(VOCAB, 1)
+        sampler = Sampler(for_cpu(), VOCAB, 1)
         join(sampler, 0, params, list(tokens), num_prompt, choice=0)
         drawn.add(sampler.sample(logits.clone(), [0], [position]).tokens[0])
     return drawn
