@@ -1,10 +1,10 @@
 """Preemption: which requests give way when blocks or rows run out, and how they do.
 
-Every rule of victims is here. Of one's own: readers that are paused, then the lowest priority, then
-the least computed work lost, then the last to arrive. After MAX_PREEMPTIONS a running request is
-exempt while another can run; those it met while paused are not counted. The last running request
-gives way to a request of better priority alone. Called by scheduler.py, for blocks of those that
-run, and by admission.py, for the head of the queue.
+Every rule of victims is here. They go in this order: readers that are paused, then the lowest
+priority, then the least computed work lost, then the last to arrive. After MAX_PREEMPTIONS a
+running request is exempt while another can run; those it met while paused are not counted. The last
+running request gives way to a request of better priority alone. Called by scheduler.py, for blocks
+of those that run, and by admission.py, for the head of the queue.
 """
 
 from __future__ import annotations
