@@ -117,21 +117,6 @@ def test_prompts_one_after_the_other_beside_idle_rows_are_waited_for_at_their_ow
     assert desk.wait_s() == pytest.approx(5 * 0.1, rel=0.3)
 
 
-def test_a_few_old_answers_among_short_ones_do_not_count_as_all() -> None:
-    desk = Desk(8)
-    for _ in range(2):
-        desk.move(desk.ask())
-    names = [desk.ask() for _ in range(6)]
-    for _ in range(100):
-        desk.run(*names, seconds=1.0)
-        names = [desk.ask() for _ in range(6)]
-    for name in names:
-        desk.move(name)
-    assert desk.wait_s() == pytest.approx(1 / 8)
-    desk.now += 50.0  # now all are old
-    assert desk.wait_s() == pytest.approx((2 * 150 + 6 * 50) / 8 / 8)
-
-
 def test_who_was_paused_before_it_ran_is_waited_for_by_nobody() -> None:
     desk = Desk(1)
     desk.fill()
