@@ -71,7 +71,7 @@ def test_a_missed_objective_is_the_exit_code(slow: Running, tmp_path: Path) -> N
     assert run.code == 1, run.text
     assert re.search(r"TTFT SseChat +p50_ms +<= 0.0001 +\S+ +missed", run.text)
     assert re.search(r"E2E +error_share +<= 0 +0 +met", run.text)
-    assert re.search(r"RESUME +p50_ms +<= 60000 +- +did not run", run.text)
+    assert re.search(r"RESUME +p50_ms +<= 60,000 +- +did not run", run.text)
     told = run.out.rstrip().splitlines()
     assert told[-1].startswith("TTFT SseChat"), "the verdict is printed last"
     assert {name for kind, name in run.rows if kind} == {"SseChat"}
