@@ -69,7 +69,11 @@ class Frames(ServerProtocol):
 
     def accept(self, request: Request) -> Response:
         """The answer to a handshake."""
-        response = super().accept(request)
+        try:
+            response = super().accept(request)
+        except UnicodeEncodeError:  # websockets says the header again, which may be a ticket
+            says = "a header of the handshake has characters that are no ASCII\n"
+            return self.reject(HTTPStatus.BAD_REQUEST, says)
         if response.status_code != HTTPStatus.SWITCHING_PROTOCOLS and request.headers.get_all(
             "Sec-WebSocket-Version"
         ) != [VERSION]:

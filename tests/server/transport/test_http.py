@@ -226,6 +226,14 @@ def test_another_version_of_websocket_is_told_ours(server: Running) -> None:
     assert b"sec-websocket-version: 13" in head
 
 
+def test_a_subprotocol_that_is_no_ascii_is_refused_and_its_ticket_not_logged(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = UPGRADE % (b"1.1", b"13") + b"Sec-WebSocket-Protocol: streamer.ticket.secret\xe9\r\n\r\n"
+    assert answer_to(server, head).split()[1] == b"400"
+    assert "secret" not in caplog.text
+
+
 def test_a_handshake_with_a_header_too_long_for_websockets_is_answered(server: Running) -> None:
     head = UPGRADE % (b"1.1", b"13") + b"x-long: %s\r\n\r\n" % (b"y" * 10_000)
     assert answer_to(server, head).split()[1] == b"431"
