@@ -1,1 +1,1 @@
-"""Black-box measurements: what a user or another program sees of an engine, never its inside."""
+"""Black-box measurements: what a user or another program sees of an engine, not its internals."""

@@ -11,7 +11,7 @@ VOID = frozenset(["meta", "br"])
 
 
 class Markup(str):
-    """Text that is markup: goes into other markup as it is."""
+    """Text that is already markup: inserted into other markup without escaping."""
 
     __slots__ = ()
 
@@ -28,7 +28,7 @@ def tag(name: str, /, *inside: str, **attributes: str | float | None) -> Markup:
 
 
 def join(*parts: str) -> Markup:
-    """One after the other; what is no markup is escaped."""
+    """The parts concatenated; parts that are not Markup are escaped."""
     return Markup("".join(part if isinstance(part, Markup) else escape(part) for part in parts))
 
 

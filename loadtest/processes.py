@@ -1,7 +1,7 @@
 """Processes: engines that are started, asked, measured and ended, and commands with a time limit.
 
-An engine's process leads a group of its own, so that whatever it starts ends with it. What it
-writes goes to a log file; of a failure the last lines are told.
+An engine's process leads a process group, so that its children end with it. Its output goes to a
+log file; the error of a failure has the log's last lines.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ LOAD_S, ANSWER_S, END_S = 600.0, 1800.0, 10.0
 
 
 class EngineFailed(Exception):
-    """An engine did not start, ended, or answered something else than asked; says what it wrote."""
+    """An engine did not start, ended, or gave an unexpected answer; has the end of its log."""
 
 
 class Process:
-    """One engine's process and log. To be used in `with`."""
+    """One engine's process and log; a context manager."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Process:
         log: Path,
         is_asked: bool = False,
     ) -> None:
-        """`is_asked`: standard input and output are ours, not the log's."""
+        """`is_asked`: standard input and output are pipes to this process, not the log."""
         self._log = log
         self._file: BinaryIO = log.open("wb")
         # Not this folder: Python would look for modules there before all others.
@@ -62,24 +62,24 @@ class Process:
 
     @property
     def exit_code(self) -> int | None:
-        """Once it has ended; negative for a signal."""
+        """The exit code once the process has ended; negative for a signal."""
         return self._process.poll()
 
     def peak_bytes(self) -> int:
-        """The most memory that was resident, of the process and those it has started, added up."""
+        """Peak resident memory of the process and its descendants, added up."""
         return sum(map(peak_of, family(self._process.pid)))
 
     def resident_bytes(self) -> int:
-        """The memory that is resident now, of the same."""
+        """Resident memory now, of the process and its descendants."""
         return sum(kept(pid, "VmRSS:") for pid in family(self._process.pid))
 
     def failure(self, what: str) -> EngineFailed:
-        """`what`, with the log's end."""
+        """An EngineFailed that says `what`, with the end of the log."""
         tail = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-6:]
         return EngineFailed(f"{what}: " + " | ".join(line[:300] for line in tail))
 
     def close(self) -> None:
-        """End the whole group; waits for it."""
+        """End the whole process group and wait for it."""
         self._signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)
@@ -123,14 +123,14 @@ class Server(Process):
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """A port that no process listens on now."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
 
 
 def family(pid: int) -> list[int]:
-    """A process and all that descend from it."""
+    """The ids of a process and all its descendants."""
     found = [pid]
     for parent in found:  # grows while it is read
         for children in Path(f"/proc/{parent}/task").glob("*/children"):
@@ -142,12 +142,12 @@ def family(pid: int) -> list[int]:
 
 
 def peak_of(pid: int) -> int:
-    """The most memory of one process that was resident, in bytes; 0 if it has ended."""
+    """Peak resident memory of one process, in bytes; 0 if it has ended."""
     return kept(pid, "VmHWM:")
 
 
 def kept(pid: int, field: str) -> int:
-    """Bytes that the kernel notes of a process under this name; 0 if it has ended."""
+    """Bytes in this field of /proc/PID/status; 0 if the process has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -158,9 +158,9 @@ def kept(pid: int, field: str) -> int:
 def run_apart(
     command: Sequence[str], limit_s: float, say: Callable[[str], None] | None = None
 ) -> str:
-    """Why it failed, "" if it did not; it is killed after so many seconds.
+    """Run a command; returns why it failed, or "". It is killed when its time is over.
 
-    Each line it prints goes to `say`; without one it shares this process's terminal.
+    Each line it prints goes to `say`; without `say` it shares this process's terminal.
     """
     output = None if say is None else subprocess.PIPE
     process = subprocess.Popen(command, stdout=output, text=True)

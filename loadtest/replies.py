@@ -43,7 +43,7 @@ class Chunk(msgspec.Struct):
 
     @property
     def text(self) -> str:
-        """What it brings, thoughts included."""
+        """The chunk's text, reasoning included."""
         found = ""
         for choice in self.choices:
             found += choice.text or ""
@@ -56,7 +56,7 @@ DECODER = msgspec.json.Decoder(Chunk)
 
 
 class Reply(msgspec.Struct):
-    """A finished answer. `text_at`: when each piece of text had come, on the reads' clock."""
+    """A finished answer. `text_at`: arrival time of each piece of text, on the reads' clock."""
 
     text: str
     text_at: list[float]
@@ -65,7 +65,7 @@ class Reply(msgspec.Struct):
 
     @property
     def num_tokens(self) -> int:
-        """Of the answer, as the server counts; 0 where it does not say."""
+        """Tokens of the answer from the server's `usage`; 0 without one."""
         return self.usage.completion_tokens if self.usage else 0
 
     @property
@@ -79,7 +79,7 @@ class Reply(msgspec.Struct):
 
 
 def read_reply(reads: Iterator[Read], on_text: Callable[[float], None] | None = None) -> Reply:
-    """Read a stream to its end, telling when text came; BadAnswer if it has errors or is cut."""
+    """Read a stream to its end; `on_text` gets each text's time. BadAnswer: an error or a cut."""
     _, bodies = started(reads)
     text, text_at, usage, is_finished, at = "", [], None, False, 0.0
     for at, event in events(bodies):

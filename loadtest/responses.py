@@ -1,7 +1,7 @@
-"""Events of OpenAI's Responses API, folded into the answer they make up; proof that it is whole.
+"""Folds events of OpenAI's Responses API into an answer and checks that it is complete.
 
 The same events come over SSE and WebSocket, and again after a resume; `Log` takes them from any of
-these and says where one was lost or came twice. No socket, no clock.
+these and raises BadAnswer where one was lost or repeated. No socket, no clock.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class OutputUsage(msgspec.Struct):
 
 
 class Response(msgspec.Struct):
-    """What is looked at of a response."""
+    """The fields of a response that are read here."""
 
     id: str
     status: str = ""
@@ -35,7 +35,7 @@ class Response(msgspec.Struct):
 
 
 class Event(msgspec.Struct):
-    """Any event, with the fields that are looked at."""
+    """Any event, with the fields that are read here."""
 
     type: str
     sequence_number: int = -1
@@ -54,22 +54,22 @@ DECODER = msgspec.json.Decoder(Event)
 
 
 class Log:
-    """One response as its events tell it; raises BadAnswer where they can't be right."""
+    """One response, built from its events; raises BadAnswer where they contradict each other."""
 
     def __init__(self) -> None:
         self.id = ""
         self.text = ""
-        self.number = -1  # of the last event: the cursor that a resume starts after
+        self.number = -1  # of the last event: a resume starts after it
         self.status = ""
         self.num_tokens = 0
-        self._whole: str | None = None  # the text as the server sums it up
+        self._whole: str | None = None  # the complete text as the server repeats it at the end
 
     @property
     def is_final(self) -> bool:
         return bool(self.status)
 
     def add(self, event: Event) -> bool:
-        """Take the next one; whether it brought text."""
+        """Process the next event; returns whether it has text."""
         if event.type == "error":
             raise BadAnswer(f"an error event: {event.error or event.message}")
         if event.type == "response.resumed" and event.status == "gone":
@@ -97,7 +97,7 @@ class Log:
             raise BadAnswer(f"{self.id} failed: {response.error}")
 
     def check(self) -> None:
-        """The deltas joined are the text that the server sums up; BadAnswer if not."""
+        """BadAnswer unless the joined deltas equal the server's complete text."""
         if not self.is_final:
             raise BadAnswer("the stream ended without a terminal event")
         if self._whole is not None and self.text != self._whole:
@@ -108,13 +108,16 @@ class Log:
 
 
 def common(one: str, other: str) -> int:
-    """How many characters two texts begin with alike."""
+    """Length in characters of the common prefix of two texts."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def check_counting(text: str, num_tokens: int) -> None:
-    """Streamer's fake model counts, a number a token: BadAnswer if one is missing or doubled."""
+    """BadAnswer if a number of the fake model's counting text is missing or repeated.
+
+    The model draws one number per token.
+    """
     wanted = "".join(f" {number}" for number in range(1, num_tokens + 1))
     if text != wanted:
         at = common(text, wanted)

@@ -6,8 +6,8 @@
     p95_ms = 500
 
 An objective may set several of p50_ms, p95_ms, p99_ms (at most), error_share (at most), requests_s
-and tokens_s (at least). One whose users did not run is left out, and said to be; one whose users
-ran and measured nothing is missed.
+and tokens_s (at least). An objective whose users did not run is not judged, and the table says so;
+one whose users ran and measured nothing is missed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ AT_LEAST = ("requests_s", "tokens_s")
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """One statistic, in the units of its objectives."""
+    """A statistic's measured values, in the units of the objectives."""
 
     count: int
     p50_ms: float
@@ -36,7 +36,7 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 class Objective(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is wanted of one statistic."""
+    """The limits set for one statistic."""
 
     statistic: str
     user: str = ""
@@ -57,7 +57,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """One row: `measured` is None where nothing was; `is_met` is None where nobody ran for it."""
+    """One row: `measured` is None where nothing was; `is_met` is None where no user ran for it."""
 
     label: str
     field: str
@@ -85,9 +85,9 @@ def read(file: Path, statistics: Iterable[str]) -> list[Objective]:
 def judge(
     objectives: Iterable[Objective], measure: Callable[[str, str], Measured | None]
 ) -> list[Verdict]:
-    """A row for each thing that is wanted.
+    """A row for each limit of each objective.
 
-    measure  (statistic, user or "") -> what was measured; None where nobody ran who measures it
+    measure  (statistic, user or "") -> what was measured; None where no user that measures it ran
     """
     rows = []
     for objective in objectives:
@@ -109,7 +109,7 @@ def _is_met(field: str, wanted: float, value: float | None) -> bool:
 
 
 def is_met(verdicts: Iterable[Verdict]) -> bool:
-    """Whether every objective that counts is met, and one counts."""
+    """Whether every judged objective is met, and at least one was judged."""
     counted = [verdict.is_met for verdict in verdicts if verdict.is_met is not None]
     return bool(counted) and all(counted)
 

@@ -1,7 +1,7 @@
-"""HTTP answers and server-sent events taken apart, from reads with times. No socket, no clock.
+"""Parses HTTP answers and server-sent events from timed reads. No socket, no clock.
 
-Everything is lazy: what has been read so far is taken apart before more is asked for, so the same
-code serves answers that are complete and answers that are still coming.
+Everything is lazy: each read is parsed before the next one is requested, so the same code serves
+complete answers and answers that are still arriving.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import msgspec
 
 HEAD_END = b"\r\n\r\n"
 DONE = b"[DONE]"
-Read = tuple[float, bytes]  # when, what
+Read = tuple[float, bytes]  # arrival time, bytes
 
 
 class BadAnswer(Exception):
-    """A server answered with an error, or with something else than was asked for."""
+    """A server answered with an error, or not with what was requested."""
 
 
 class Head(msgspec.Struct, frozen=True):
-    """Of an HTTP answer; `text` in lower case."""
+    """The head of an HTTP answer; `text` is in lower case."""
 
     status: int
     text: bytes
@@ -32,7 +32,7 @@ class Head(msgspec.Struct, frozen=True):
 
 
 def split(reads: Iterator[Read]) -> tuple[Head, Iterator[Read]]:
-    """The head, and the body as it comes, without chunks' frames; BadAnswer if there is no head."""
+    """The head, and the body's reads without chunk framing; BadAnswer if there is no head."""
     data, at = b"", 0.0
     while HEAD_END not in data and (read := next(reads, None)) is not None:
         at = read[0]
@@ -49,12 +49,12 @@ def split(reads: Iterator[Read]) -> tuple[Head, Iterator[Read]]:
 
 
 def whole(bodies: Iterator[Read]) -> bytes:
-    """A body to its end."""
+    """All bytes of a body."""
     return b"".join(data for _, data in bodies)
 
 
 def started(reads: Iterator[Read]) -> tuple[Head, Iterator[Read]]:
-    """The same as `split`; BadAnswer with what the server said where the status is not 200."""
+    """As `split`; a status other than 200 raises BadAnswer with the server's message."""
     head, bodies = split(reads)
     if head.status != 200:
         raise BadAnswer(f"{head.status}: {whole(bodies)[:500].decode(errors='replace').strip()}")
@@ -62,20 +62,20 @@ def started(reads: Iterator[Read]) -> tuple[Head, Iterator[Read]]:
 
 
 def events(bodies: Iterator[Read]) -> Iterator[Read]:
-    """The data of every event, at the time when its line was whole; `[DONE]` is left out."""
+    """The data of every event, with the time its line was complete; `[DONE]` is left out."""
     lines = Lines()
     for at, data in bodies:
         yield from ((at, payload) for payload in lines.feed(data) if payload != DONE)
 
 
 class Lines:
-    """The data of events as they come, `[DONE]` included; other lines are passed over."""
+    """Collects the data lines of events, `[DONE]` included; other lines are ignored."""
 
     def __init__(self) -> None:
         self._pending = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """What these bytes complete."""
+        """The data lines that these bytes complete."""
         *lines, self._pending = (self._pending + data).split(b"\n")
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
@@ -89,7 +89,7 @@ def _dechunked(bodies: Iterator[Read]) -> Iterator[Read]:
 
 
 class _Chunks:
-    """HTTP/1.1 chunks (RFC 9112, 7.1) taken apart as they come; trailers are not looked at."""
+    """Decodes HTTP/1.1 chunks (RFC 9112, 7.1) incrementally; trailers are ignored."""
 
     def __init__(self) -> None:
         self.is_done = False
@@ -97,7 +97,7 @@ class _Chunks:
         self._left = -1  # bytes until the chunk's end and its CRLF; -1: in the size line
 
     def feed(self, data: bytes) -> bytes:
-        """What these bytes bring of the body."""
+        """The part of the body that these bytes contain."""
         out = []
         while data and not self.is_done:
             if self._left < 0:

@@ -15,14 +15,14 @@ Rows = Sequence[Sequence[str]]
 
 
 def markdown(rows: Rows) -> str:
-    """For a page."""
+    """The rows as a Markdown table."""
     heading, *body = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     lines = [heading, ["---"] * len(heading), *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def plain(rows: Rows) -> str:
-    """Columns as wide as they must be; the first to the left, numbers to the right."""
+    """Columns as wide as their longest cell; the first aligned left, the others right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -33,9 +33,9 @@ def plain(rows: Rows) -> str:
 
 
 def terminal(rows: Rows, title: str = "", note: str = "", words: Sequence[int] = (0,)) -> Table:
-    """For a rich console, which fits it to its width and draws the markup in cells.
+    """A rich Table: the console fits it to its width and renders markup in cells.
 
-    words  the columns that stand to the left
+    words  indexes of the columns that are aligned left
     """
     from rich.table import Table
 
@@ -50,7 +50,7 @@ def terminal(rows: Rows, title: str = "", note: str = "", words: Sequence[int] =
 
 
 def number(value: float | str | None) -> str:
-    """Three digits, or all before the point, in thousands; "-" for what was not measured."""
+    """Three significant digits or all integer digits, grouped by thousands; "-" for None."""
     if value is None:
         return "-"
     if isinstance(value, str):

@@ -1,7 +1,7 @@
 """A server under test: where it is, and one request a connection. Any OpenAI-compatible server.
 
-Blocking here, which under gevent means that other users go on; `aread` for asyncio. What comes is
-noted with its time and not looked at: sse.py takes it apart.
+`read` blocks (under gevent the other users run meanwhile); `aread` is for asyncio. Reads are
+returned with their times and not parsed: sse.py parses them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ ABRUPT = struct.pack("ii", 1, 0)  # SO_LINGER: closing resets the connection
 
 @cache
 def tls() -> ssl.SSLContext:
-    """Made once: reading the system's certificates takes longer than many a request."""
+    """Cached: loading the system's certificates takes longer than many requests."""
     return ssl.create_default_context()
 
 
 class Target(msgspec.Struct, frozen=True):
-    """A server, by its base URL with or without `/v1`; `key` goes along as a bearer token."""
+    """A server by its base URL, with or without `/v1`; `key` is sent as a bearer token."""
 
     host: str
     port: int
@@ -42,7 +42,7 @@ class Target(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, url: str, key: str = "") -> Target:
-        """From `http://host:port/prefix`; ValueError if it is no such URL."""
+        """From `http://host:port/prefix`; ValueError if the URL has another form."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r} is no http:// or https:// URL")
@@ -52,17 +52,17 @@ class Target(msgspec.Struct, frozen=True):
 
     @property
     def origin(self) -> str:
-        """Host and port as URLs have them."""
+        """Host and port, as written in URLs."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 
     @property
     def socket_url(self) -> str:
-        """Of the WebSocket."""
+        """The URL of the server's WebSocket."""
         return f"{'wss' if self.is_tls else 'ws'}://{self.origin}{self.prefix}/v1/responses"
 
     def request(self, method: str, path: str, body: Any = None) -> bytes:
-        """A whole HTTP request; the body goes as JSON."""
+        """A whole HTTP request; the body is encoded as JSON."""
         data = b"" if body is None else msgspec.json.encode(body)
         head = f"{method} {self.prefix}{path} HTTP/1.1\r\nHost: {self.origin}\r\n"
         head += f"Connection: close\r\nContent-Length: {len(data)}\r\n"
@@ -71,7 +71,7 @@ class Target(msgspec.Struct, frozen=True):
         return head.encode() + b"\r\n" + data
 
     def read(self, request: bytes) -> Generator[Read]:
-        """Send, then what comes; left early it resets the connection. Raises OSError."""
+        """Send, then yield the reads; closing it early resets the connection. Raises OSError."""
         sock = socket.create_connection((self.host, self.port), TIMEOUT_S)
         try:
             if self.is_tls:
@@ -87,7 +87,7 @@ class Target(msgspec.Struct, frozen=True):
             sock.close()
 
     async def aread(self, request: bytes) -> AsyncIterator[Read]:
-        """The same for asyncio; TimeoutError after TIMEOUT_S without a byte."""
+        """As `read`, for asyncio; TimeoutError after TIMEOUT_S without a byte."""
         context = tls() if self.is_tls else None
         opening = asyncio.open_connection(self.host, self.port, ssl=context, limit=READ_BYTES)
         async with asyncio.timeout(TIMEOUT_S):  # wait_for loses a cancel when there is data
@@ -113,7 +113,7 @@ class Target(msgspec.Struct, frozen=True):
         return str(self.get("/v1/models")["data"][0]["id"])
 
     def max_model_len(self, model: str) -> int | None:
-        """Tokens of a model's context, as vLLM's servers and ours list it; None: it is not said."""
+        """A model's context in tokens, as vLLM's servers and ours list it; None if not listed."""
         try:
             listed = self.get("/v1/models")["data"]
         except BadAnswer:

@@ -1,1 +1,1 @@
-"""`streamer loadtest attacks`: what clients that mean harm cost their neighbours."""
+"""`streamer loadtest attacks`: what hostile clients cost their neighbours."""

@@ -1,8 +1,8 @@
-"""Clients that mean harm: each attack is a coroutine that goes on until its time is over.
+"""Hostile clients: each attack is a coroutine that runs until its time is over.
 
-Plain asyncio sockets that send at a given rate, so that the attacker's own work does not decide.
-What a server closes is opened again at once. attacks/command.py runs one of them in a process of
-its own and measures what a neighbour keeps.
+Plain asyncio sockets that send at a given rate, so that the attacker's CPU time does not decide the
+result. A connection that the server closes is opened again at once. attacks/command.py runs one
+attack in its own process and measures the share of its tokens that a neighbour keeps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 
 from ..target import Target
 
-SLICE_S = 0.01  # between two sends of a connection at a given rate
+SLICE_S = 0.01  # between two sends of a connection that has a rate
 GIVE_UP_S = 10.0  # without an answer to a handshake
 AGAIN_S = 0.05  # after a server has closed at once
 MASK = bytes(4)  # masks nothing: the payload is sent as it is
@@ -32,8 +32,8 @@ class Tally(msgspec.Struct):
     refused     answers with an error status, and `error` events
     closed      connections that the server ended
     after_s     from a request to its refusal, from opening a connection to its end
-    answered    requests that were answered as they should be, wanted: that could have been
-    recovery_s  from the last of them until one more is answered as on an idle server
+    answered    requests with a correct answer;  wanted  requests that could have had one
+    recovery_s  from the last of them until a request is answered as on an idle server
     """
 
     sent_bytes: int = 0
@@ -46,7 +46,7 @@ class Tally(msgspec.Struct):
 
 
 class Connection:
-    """One connection of the attacker; OSError from any method: the server has ended it."""
+    """One connection of the attacker; every method raises OSError if the server has ended it."""
 
     def __init__(
         self, line: Line, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -57,7 +57,7 @@ class Connection:
         self._reading: asyncio.Task[None] | None = None
 
     async def send(self, data: bytes) -> None:
-        """Send when the line is free."""
+        """Send at the line's rate."""
         if self.reader.at_eof():
             raise ConnectionResetError
         self._writer.write(data)
@@ -65,7 +65,7 @@ class Connection:
         await self._line.pay(len(data))
 
     async def upgrade(self, subprotocol: str) -> None:
-        """Make a WebSocket of it."""
+        """Upgrade the connection to a WebSocket."""
         target = self._line.target
         head = f"GET {target.prefix}/v1/responses HTTP/1.1\r\nHost: {target.origin}\r\n"
         head += f"Authorization: Bearer {target.key}\r\nSec-WebSocket-Protocol: {subprotocol}\r\n"
@@ -80,11 +80,11 @@ class Connection:
             raise ConnectionRefusedError
 
     def read_all(self) -> None:
-        """From now on read and forget, but count what is refused."""
+        """From now on read and discard everything, but count refusals."""
         self._reading = asyncio.create_task(self._read())
 
     def read_nothing(self) -> None:
-        """From now on let the kernels' buffers fill."""
+        """From now on read nothing: the kernels' buffers fill."""
         transport = cast("asyncio.Transport", self._writer.transport)
         transport.pause_reading()
 
@@ -101,7 +101,7 @@ class Connection:
 
 
 class Line:
-    """The attacker's way to the server: so many bytes a second, for all its connections."""
+    """The attacker's line to the server: `mbit_s`, shared by all its connections."""
 
     def __init__(self, target: Target, seconds: float, mbit_s: float) -> None:
         self.target = target
@@ -117,13 +117,13 @@ class Line:
 
     @property
     def left_s(self) -> float:
-        """Seconds of the attack's time."""
+        """Seconds until the attack's time is up."""
         return self._end - time.monotonic()
 
     async def ask(self, request: bytes, patience_s: float) -> bool | None:
-        """Whether a request of its own connection is answered; None: not while it was waited for.
+        """Send a request on a new connection and count it; False: it was refused or closed.
 
-        Counts it.
+        None: no answer within `patience_s`.
         """
         began, tally = time.monotonic(), self.tally
         writer = None
@@ -149,14 +149,14 @@ class Line:
         return True
 
     async def pay(self, size: int) -> None:
-        """Wait until so many bytes more may be sent."""
+        """Wait until `size` more bytes may be sent."""
         now = time.monotonic()
         self._free_at = max(self._free_at, now - SLICE_S) + size / self._bytes_s
         self.tally.sent_bytes += size
         await asyncio.sleep(max(0.0, self._free_at - now))
 
     async def again(self, attack: Callable[[Connection], Awaitable[None]]) -> None:
-        """Attack on a connection, and on another one when the server ends it, which is counted."""
+        """Attack on a connection; when the server ends it, count that and open another one."""
         while not self.is_over:
             began = time.monotonic()
             try:
@@ -190,7 +190,7 @@ def frame(opcode: int, data: bytes = b"", is_last: bool = True) -> bytes:
 
 
 async def pipelining(line: Line) -> None:
-    """Requests without a key, one behind the other on one connection."""
+    """Requests without a key, pipelined on one connection."""
     request = b"GET /v1/models HTTP/1.1\r\nHost: %s\r\n\r\n" % line.target.origin.encode()
 
     async def attack(connection: Connection) -> None:
@@ -202,7 +202,7 @@ async def pipelining(line: Line) -> None:
 
 
 def flooding(data: bytes, *, begin: bytes = b"", name: str = JSON, is_read: bool = True) -> Attack:
-    """An attack of one WebSocket that sends the same frames for ever, after others."""
+    """An attack of one WebSocket that sends `begin`, then the same frames until the end."""
     many = data * max(1, (1 << 14) // len(data))
 
     async def flood(line: Line) -> None:
@@ -219,7 +219,7 @@ def flooding(data: bytes, *, begin: bytes = b"", name: str = JSON, is_read: bool
 
 
 def holding(num_connections: int, size: int, *, is_known: bool = True) -> Attack:
-    """An attack of so many connections whose bodies come up to `size` bytes and never end."""
+    """An attack of `num_connections`, each with a body that stops at `size` bytes, unfinished."""
 
     async def hold(line: Line) -> None:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {line.target.origin}\r\n"
@@ -241,7 +241,7 @@ def holding(num_connections: int, size: int, *, is_known: bool = True) -> Attack
 
 
 async def json_bodies(line: Line) -> None:
-    """4 MB of `[[],[],...` in a body, again and again."""
+    """Repeated requests with a body of 4 MB of `[[],[],...`."""
     data = b'{"input": "x", "tools": [' + b"[]," * 1_390_000 + b"[]]}"
     head = f"POST /v1/responses HTTP/1.1\r\nHost: {line.target.origin}\r\n"
     head += f"Authorization: Bearer {line.target.key}\r\nContent-Length: {len(data)}\r\n\r\n"
@@ -271,14 +271,14 @@ CROWD_TOKENS, PATIENCE_S, RECOVERY_S, CALM = 100, 15.0, 10.0, 3.0
 
 
 def completion(target: Target, num: int, max_tokens: int, **fields: object) -> bytes:
-    """A request for an answer of so many tokens, to a prompt of its own."""
+    """A request for an answer of `max_tokens`, with a prompt that no other request has."""
     body = {"model": "fake", "prompt": f"{num}", "max_tokens": max_tokens, "ignore_eos": True}
     return target.request("POST", "/v1/completions", body | fields)
 
 
 async def overload(line: Line) -> None:
-    """Eight times as many requests as can be answered, from clients who give up after PATIENCE_S;
-    then one at a time, until one is answered as if nothing had been."""
+    """Eight times as many requests as can be answered, from clients that give up after PATIENCE_S;
+    then one at a time, until one is answered as fast as before."""
     answer_s = CROWD_TOKENS / STEPS_S
     capacity = (CROWDED_ROWS - NEIGHBOUR_ROWS) / answer_s
     began, load_s = time.monotonic(), line.left_s - RECOVERY_S
@@ -292,7 +292,7 @@ async def overload(line: Line) -> None:
 
 
 async def recover(line: Line, answer_s: float) -> None:
-    """Note when an answer takes no longer than CALM times what it takes by itself."""
+    """Record when an answer takes no longer than CALM times `answer_s`, its time when alone."""
     over = time.monotonic()
     while not line.is_over:
         asked = time.monotonic()
@@ -304,7 +304,7 @@ async def recover(line: Line, answer_s: float) -> None:
 
 
 def asking(num_clients: int, request: Callable[[Target, int], bytes]) -> Attack:
-    """An attack of so many clients who ask again as soon as they have an answer."""
+    """An attack of `num_clients` that send the next request as soon as one is answered."""
 
     async def crowd(line: Line) -> None:
         async def ask(first: int) -> None:
@@ -320,19 +320,19 @@ def asking(num_clients: int, request: Callable[[Target, int], bytes]) -> Attack:
 
 
 def most_urgent(target: Target, num: int) -> bytes:
-    """An answer of 2,000 tokens, before everything else."""
+    """A request for 2,000 tokens at the highest priority."""
     return completion(target, num, 2000, stream=True, priority=-(1 << 31))
 
 
 def long_text(target: Target, num: int) -> bytes:
-    """A text of 4 MB whose tokens are asked for."""
+    """A request to tokenize a text of 4 MB."""
     return target.request("POST", "/tokenize", {"prompt": f"{num} " * (4_000_000 // 8)})
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """An attack, and how fast its line is in Mbit/s. says: what it sends, for the table.
+    """An attack, and its line's rate in Mbit/s. says: what it sends, for the table.
 
-    serve    flags of its server;  seconds  that it takes at least
+    serve    flags of its server;  seconds  its minimum duration
     """
 
     says: str
@@ -383,7 +383,7 @@ PLANS: dict[str, Plan] = {
 
 
 def run(name: str, target: Target, seconds: float) -> Tally:
-    """Carry an attack out; what the server did to it."""
+    """Carry out an attack; returns what the server did to it."""
     plan = PLANS[name]
 
     async def carry_out() -> Tally:

@@ -1,9 +1,9 @@
-"""`streamer loadtest attacks`: what a neighbour keeps while a client means harm.
+"""`streamer loadtest attacks`: how many of its tokens a neighbour keeps during an attack.
 
-For each attack a fresh server; a neighbour streams answers from it all the while, first alone and
-then beside the attack, which runs in a process of its own (attackers.py). Prints the neighbour's
-share of its tokens a second, its longest wait for one, the server's memory, and what was refused or
-closed. `--beside` puts an earlier run in front of it.
+Each attack has a fresh server. A neighbour streams answers from it, first alone and then beside the
+attack, which runs in its own process (attackers.py). Prints the neighbour's share of its tokens a
+second alone, its longest wait for a token, the server's memory, and what was refused or closed.
+`--beside` shows an earlier run's values before the new ones.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from .attackers import run as attack
 
 OK, UNUSABLE = 0, 2
 MIB = 1 << 20
-SETTLE_S = 1.0  # of the neighbour, before anything is counted
+SETTLE_S = 1.0  # that the neighbour streams before tokens are counted
 AGAIN_S = 0.02  # between two answers of a stream
-LOOK_S = 0.05  # between two looks at the server's memory
+LOOK_S = 0.05  # between two readings of the server's memory
 NUM_STREAMS, ANSWER_TOKENS = 4, 2000
 KEYS = ("neighbour", "attacker")
 SERVE = f"{sys.executable} -m streamer serve fake:tokens_per_s=200 --log-level error"
@@ -47,7 +47,7 @@ class IdChoice(msgspec.Struct):
 
 
 class IdChunk(msgspec.Struct):
-    """A chunk of a completion, as far as tokens are counted."""
+    """The part of a completion's chunk that is needed to count tokens."""
 
     choices: list[IdChoice] = []
 
@@ -67,9 +67,9 @@ HEADING = (
 
 
 class Found(msgspec.Struct, frozen=True):
-    """Of one attack. share: of the tokens a second that the neighbour has alone.
+    """One attack's results. share: of the tokens a second that the neighbour has alone.
 
-    longest_s  that the neighbour waited for a token
+    longest_s  the neighbour's longest wait for a token
     """
 
     name: str
@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Carry out what is named; 2 where no server can be measured."""
+    """Carry out the named attacks; 2 where no server can be measured."""
     try:
         unknown = [name for name in args.names if name not in PLANS]
         if unknown:
@@ -125,7 +125,7 @@ def measure(name: str, command: str, seconds: float) -> Found:
         serving(command, Path(folder)) as (target, server),
         streaming(target) as neighbour,
     ):
-        pool.submit(time.perf_counter).result()  # it is there before anything is counted
+        pool.submit(time.perf_counter).result()  # starts the process before counting
         time.sleep(SETTLE_S)
         alone_s, _ = neighbour.count(seconds / 2)
         before = peak = server.resident_bytes()
@@ -143,7 +143,7 @@ def measure(name: str, command: str, seconds: float) -> Found:
 
 @contextlib.contextmanager
 def serving(command: str, folder: Path) -> Iterator[tuple[Target, Server]]:
-    """A server that knows KEYS, and its process; it is ended."""
+    """A server that accepts KEYS, and its process, which ends with the context."""
     port = free_port()
     words = [*shlex.split(command), "--host", "127.0.0.1", "--port", str(port)]
     words += ["--api-key", ",".join(KEYS)]
@@ -154,7 +154,7 @@ def serving(command: str, folder: Path) -> Iterator[tuple[Target, Server]]:
 
 @contextlib.contextmanager
 def streaming(target: Target) -> Iterator[Neighbour]:
-    """A neighbour who streams until this is left."""
+    """A neighbour that streams until the context ends."""
     neighbour = Neighbour(target, target.first_model())
     for _ in range(NUM_STREAMS):
         threading.Thread(target=neighbour.stream, daemon=True).start()
@@ -165,7 +165,7 @@ def streaming(target: Target) -> Iterator[Neighbour]:
 
 
 class Neighbour:
-    """A client that asks for nothing but its answers, several at once; counts their tokens."""
+    """A well-behaved client: streams several answers at once and counts their tokens."""
 
     def __init__(self, target: Target, model: str) -> None:
         body = {"model": model, "prompt": "count", "max_tokens": ANSWER_TOKENS, "stream": True}
@@ -178,11 +178,11 @@ class Neighbour:
         self._num_tokens, self._longest_s = 0, 0.0
 
     def stop(self) -> None:
-        """No more answers."""
+        """Request no more answers."""
         self._is_over.set()
 
     def stream(self) -> None:
-        """One answer after the other, also where one fails."""
+        """Stream one answer after the other, also after a failure."""
         while not self._is_over.wait(AGAIN_S):
             with contextlib.suppress(BadAnswer, OSError):
                 _, bodies = started(self._target.read(self._request))
@@ -193,7 +193,7 @@ class Neighbour:
                         return
 
     def count(self, seconds: float) -> tuple[float, float]:
-        """Tokens a second and the longest wait for one, since the last count and so much more."""
+        """Tokens a second and the longest wait for one, from the last count, after `seconds`."""
         time.sleep(seconds)
         with self._lock:
             now = time.monotonic()
@@ -238,7 +238,7 @@ def cells(found: Found) -> list[str]:
 
 
 def recovery(tally: Tally) -> str:
-    """Where one was waited for."""
+    """The recovery time as a cell: "-" where none is measured, "not" without recovery."""
     if not tally.wanted:
         return "-"
     return "not" if tally.recovery_s is None else f"{tally.recovery_s:.1f}"

@@ -1,6 +1,6 @@
-"""What every user shares: the server, the flags, pauses, answers that are timed and may fail.
+"""The base class of all users: server, flags, pauses between tasks, and timed answers.
 
-A failure is told to Locust, never raised: the user goes on with its next task.
+A failure is reported to Locust, never raised: the user goes on with its next task.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FAULTS = (BadAnswer, OSError, ValueError, LookupError, WebSocketException)
 
 
 class LoadUser(User):
-    """One of them. `measures`: the statistics it fires; it needs nothing but the OpenAI API."""
+    """A user of the OpenAI API. `measures`: the statistics that it reports."""
 
     abstract = True
     measures: ClassVar[tuple[str, ...]] = ANSWER
@@ -34,7 +34,7 @@ class LoadUser(User):
     is_ready = False
 
     def on_start(self) -> None:
-        """Find the server and its model."""
+        """Set the server from --host and the model from --model or the server's list."""
         parsed: Any = self.environment.parsed_options
         self.options = options.of(parsed)
         self.target = Target.of(self.host or "", self.options.api_key)
@@ -49,10 +49,10 @@ class LoadUser(User):
             raise StopUser  # it has failed, and would again
 
     def prepare(self) -> None:
-        """What a kind of user does once; Missing if the server has no such thing."""
+        """A subclass's setup, once per user; Missing if the server lacks what it needs."""
 
     def recover(self) -> None:
-        """After a failure: forget what can't be gone on with."""
+        """After a failure: drop the state that can't be used any more."""
 
     def wait_time(self) -> float:
         """Seconds to the next task, exponential about --think-s."""
@@ -60,12 +60,12 @@ class LoadUser(User):
         return random.expovariate(1 / mean_s) if mean_s else 0.0
 
     def meter(self, name: str = "") -> Meter:
-        """Of an answer that is asked for now."""
+        """A meter for an answer that is requested now."""
         return Meter(self.environment.events.request.fire, name or type(self).__name__)
 
     @contextmanager
     def answer(self, name: str = "") -> Iterator[Meter]:
-        """In it an answer is made; what goes wrong is told to Locust as a failure of E2E."""
+        """A context for one answer: errors in it are reported to Locust as failures of E2E."""
         meter = self.meter(name)
         try:
             yield meter
@@ -77,6 +77,6 @@ class LoadUser(User):
             self.recover()
 
     def verify(self, text: str, num_tokens: int) -> None:
-        """Where the model counts (--counting), that it did."""
+        """With --counting: BadAnswer unless the text is the fake model's counting."""
         if self.options.counting:
             check_counting(text, num_tokens)

@@ -1,6 +1,6 @@
 """Users of chat completions over SSE, which every OpenAI-compatible server has.
 
-They send no field that is ours alone, and take token counts from `usage`.
+They send no field of Streamer's own, and take token counts from `usage`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Messages = list[dict[str, str]]
 
 
 class ChatUser(LoadUser):
-    """Asks over SSE."""
+    """Requests chat completions over SSE."""
 
     abstract = True
 
@@ -33,7 +33,7 @@ class ChatUser(LoadUser):
 
 
 class SseChat(ChatUser):
-    """One question at a time, each alone."""
+    """One question at a time, each without a history."""
 
     @tag("sse", "chat")
     @task
@@ -45,7 +45,7 @@ class SseChat(ChatUser):
 class MultiTurn(ChatUser):
     """Conversations under system prompts that users share.
 
-    The first turn and later ones are kept apart: what a prefix cache saves is between them.
+    The first turn and later ones have separate statistics: a prefix cache saves their difference.
     """
 
     def prepare(self) -> None:

@@ -1,7 +1,7 @@
-"""A user whose connection breaks while it reads, and who goes on where it was: no token lost.
+"""A user whose connection breaks while it reads, and which resumes there without losing a token.
 
 `sse` resumes with `starting_after` as OpenAI's background responses do; `ws` with Streamer's
-`response.resume`. Each answer is compared with what the server says it wrote in all.
+`response.resume`. Each answer is compared with the complete text that the server repeats.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Flaky(LoadUser):
             meter.end(log.num_tokens)
 
     def _read_sse(self, log: Log, meter: Meter, num_events: int | None) -> None:
-        """So many events of a new connection, which is then reset; None: to the end."""
+        """Read `num_events` of a new connection, then reset it; None: read to the end."""
         begin = time.perf_counter()
         if not log.id:
             body: dict[str, Any] = {"model": self.model, "stream": True}
@@ -82,7 +82,7 @@ class Flaky(LoadUser):
                 raise BadAnswer("the stream ended without a terminal event")
 
     def _read_socket(self, log: Log, meter: Meter, num_events: int | None) -> None:
-        """The same on a socket."""
+        """As `_read_sse`, on a WebSocket."""
         begin = time.perf_counter()
         session = Session(self.target, True, "Flaky")
         try:

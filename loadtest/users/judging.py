@@ -1,6 +1,6 @@
 """Locust's statistics against slo.toml: a table at the end, and the exit code.
 
-0 every objective met; 1 one missed, or a user broke; 2 the run could not begin.
+0: every objective met; 1: one missed, or a user raised; 2: the run could not begin.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MET, MISSED, UNUSABLE = 0, 1, 2
 
 
 def prepare(environment: Environment, web_ui: Any = None, **_: Any) -> None:
-    """Listener of `init`: what can be known to be wrong before the load begins ends it here."""
+    """Listener of `init`: errors that are known before the load begins end the run here."""
     parsed: Any = environment.parsed_options
     if isinstance(environment.runner, WorkerRunner):
         return
@@ -71,7 +71,7 @@ def _print(text: str, **_: Any) -> None:
 
 
 def measure(environment: Environment, statistic: str, user: str) -> slo.Measured | None:
-    """What was measured by users of this name, or by all; None where none of them ran."""
+    """A statistic of the users of this name, or of all; None where none of them ran."""
     ran = [
         each.__name__
         for each in environment.user_classes

@@ -1,7 +1,7 @@
-"""What `locust -f` is given: every user, the flags, load shapes and objectives.
+"""The file for `locust -f`: every user, the flags, load shapes and objectives.
 
 Choose users by name (`SseChat Flaky`) or tasks by tag (`--tags sse`); else SseChat runs.
-Needs no server of ours: SseChat and MultiTurn run against anything that speaks OpenAI's API.
+Needs no server of ours: SseChat and MultiTurn run against any server with OpenAI's API.
 """
 
 from __future__ import annotations

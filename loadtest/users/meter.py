@@ -4,10 +4,10 @@
     ITL     between pieces of text, of whatever size
     TPOT    (E2E - TTFT) / (tokens - 1)
     E2E     request to end; its "content size" is in tokens
-    CANCEL  asking for it to the terminal event
-    RESUME  dialling again to the first event
-    FORK    request to the first text beyond what was kept
-    PAUSED  how long flow control held an answer, as its slow reader heard of it
+    CANCEL  cancel request to the terminal event
+    RESUME  opening the new connection to its first event
+    FORK    request to the first text after the kept part
+    PAUSED  how long flow control paused an answer, by the events its slow reader got
 
 Locust's "Aggregated" row mixes them and means nothing here.
 """
@@ -26,7 +26,7 @@ STATISTICS = (*ANSWER, CANCEL, RESUME, FORK, PAUSED)
 
 
 def bucket(ms: float) -> Any:
-    """Two significant digits, as Locust does from 100 ms on; it has whole ms below, we have not."""
+    """Round to two significant digits, also below 100 ms, where Locust has whole milliseconds."""
     if ms <= 0:
         return 0
     digits = 1 - math.floor(math.log10(ms))
@@ -38,18 +38,18 @@ class Meter:
     """One answer's times, from the moment this is made."""
 
     def __init__(self, fire: Callable[..., None], name: str) -> None:
-        """fire: that of Locust's `request` event; name: under which statistics are kept."""
+        """fire: the `fire` of Locust's `request` event; name: of the statistics' rows."""
         self._fire, self._name = fire, name
         self._start = time.perf_counter()
         self._first_at = self._last_at = 0.0
 
     @property
     def age_s(self) -> float:
-        """Seconds since it was made."""
+        """Seconds since this meter was made."""
         return time.perf_counter() - self._start
 
     def text(self, at: float | None = None) -> None:
-        """A piece of text came."""
+        """Record a piece of text: TTFT for the first, ITL for later ones."""
         at = time.perf_counter() if at is None else at
         if self._first_at:
             self.report(ITL, at - self._last_at)
@@ -59,7 +59,7 @@ class Meter:
         self._last_at = at
 
     def end(self, num_tokens: int) -> None:
-        """The answer is complete and right."""
+        """Record a complete and correct answer: TPOT and E2E."""
         whole_s = self.age_s
         if num_tokens > 1 and self._first_at:
             first_s = self._first_at - self._start
@@ -67,13 +67,13 @@ class Meter:
         self.report(E2E, whole_s, num_tokens)
 
     def fail(self, error: Exception) -> None:
-        """It is not: E2E counts it as a failure."""
+        """Record a failure of E2E."""
         self.report(E2E, self.age_s, 0, error)
 
     def report(
         self, statistic: str, seconds: float, num_tokens: int = 0, error: Exception | None = None
     ) -> None:
-        """Any statistic."""
+        """Fire Locust's event for a statistic."""
         self._fire(
             request_type=statistic,
             name=self._name,

@@ -1,6 +1,6 @@
 """The flags that these users add to Locust's; each also shows in its web page and as LOCUST_...
 
-Locust parses them; `of` gives them as a frozen value.
+Locust parses the flags; `of` returns them as a frozen value.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 
 SHAPES = ("steps", "spike", "soak")
 USERS = ("SseChat", "MultiTurn", "SocketChat", "Lanes", "Fork", "Cancel", "Flaky", "SlowReader")
-USUAL = "SseChat"  # what runs where no user is named: any server has what it needs
+USUAL = "SseChat"  # runs where no user is named; every OpenAI-compatible server has what it needs
 LOOPBACK = "127.0.0.1"
 EPILOG = """Examples:
 
@@ -26,7 +26,7 @@ SLO = Path(__file__).resolve().with_name("slo.toml")
 
 
 class Options(msgspec.Struct, frozen=True):
-    """What the flags said."""
+    """The values of the flags."""
 
     model: str
     api_key: str
@@ -68,8 +68,8 @@ def add(parser: Any) -> None:
 
 
 def _change(parser: Any) -> None:
-    """One kind of user unless others are named, or picked in the page; nothing listens beyond
-    this machine unless it is asked to.
+    """Change two defaults: SseChat runs unless users are named or picked in the page, and the page
+    listens on this machine alone.
     """
     parser.prog = "streamer loadtest locust"
     parser.description = "Usage: streamer loadtest locust [options] [UserClass ...]"
@@ -98,7 +98,7 @@ def _unknown(name: str) -> str:
 
 
 def of(parsed: Any) -> Options:
-    """From what Locust has parsed; ValueError names a flag that makes no sense."""
+    """The Options in Locust's parsed arguments; ValueError names an invalid flag."""
     found = Options(**{name: getattr(parsed, name) for name in Options.__struct_fields__})
     least = {"max_tokens": 1, "lanes": 1, "turns": 1, "drops": 0, "think_s": 0.0}
     for name, value in least.items():

@@ -1,7 +1,7 @@
-"""One WebSocket of OpenAI's Responses mode, blocking; under gevent other users go on meanwhile.
+"""One WebSocket of OpenAI's Responses mode, blocking; under gevent other users run meanwhile.
 
-`is_ours` offers Streamer's subprotocol, which adds cancel, resume, acknowledgements and forks; a
-server that does not take it up is told of by `Missing`.
+`is_ours` offers Streamer's subprotocol, which adds cancel, resume, acknowledgements and forks;
+`Missing` is raised if the server does not accept it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ OURS = Subprotocol("streamer.v1.json")
 
 
 class Missing(Exception):
-    """The server has no such thing."""
+    """The server lacks a feature that the user needs."""
 
 
 class Session:
-    """An open socket. To be used in `with`, or closed."""
+    """An open socket; a context manager, or closed by `close`."""
 
     def __init__(self, target: Target, is_ours: bool, user: str) -> None:
-        """Missing, with what `user` needs, where the server has no such socket; OSError if none."""
+        """Missing, with what `user` needs, if the server refuses the WebSocket or the
+        subprotocol; OSError if no connection is made."""
         headers = {"Authorization": f"Bearer {target.key}"} if target.key else {}
         try:
             self._connection = connect(
@@ -39,7 +40,7 @@ class Session:
                 compression=None,
                 open_timeout=TIMEOUT_S,
                 max_size=None,
-                max_queue=None,  # else close() waits until somebody has read what piled up
+                max_queue=None,  # else close() waits until the queued messages are read
             )
         except (InvalidHandshake, InvalidMessage) as error:
             raise Missing(f"{user} needs a WebSocket at {target.socket_url}: {error}") from None
@@ -57,11 +58,11 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """Politely."""
+        """Close with a WebSocket close handshake."""
         self._connection.close()
 
     def drop(self) -> None:
-        """As a network does that goes away."""
+        """Close the connection without a handshake, as a failing network does."""
         self._connection.close_socket()
 
     def say(self, kind: str, **fields: Any) -> None:
@@ -76,7 +77,7 @@ class Session:
         return event
 
     def follow(self, log: Log, meter: Meter | None = None) -> None:
-        """One answer, alone on the socket, to its end."""
+        """Read one answer to its end; no other answer is open on the socket."""
         while not log.is_final:
             if log.add(self.hear()) and meter is not None:
                 meter.text()

@@ -1,4 +1,4 @@
-"""How many users there are over time: steps, spike, soak. `--users` is the most, `--run-time` all.
+"""Load shapes: users over time. `--users` is the maximum, `--run-time` the whole duration.
 
 `users_at` is pure; `choose` gives Locust the one that `--shape` names.
 """
@@ -19,11 +19,11 @@ SOAK_RAMP = 0.1
 
 
 def users_at(shape: str, share: float, most: int) -> int:
-    """Users when this share (0 to 1) of the time has passed; 1 or more.
+    """Number of users after this share (0 to 1) of the time; 1 or more.
 
-    steps  a fifth of them more in every fifth of the time
-    spike  a fifth of them, in the middle fifth of the time all, then a fifth again
-    soak   rising over the first tenth of the time, then all to the end
+    steps  a fifth of `most` more in every fifth of the time
+    spike  a fifth of `most`; all in the middle fifth of the time
+    soak   rising linearly over the first tenth of the time, then `most` to the end
     """
     if shape == "steps":
         part = (math.floor(share * STEPS) + 1) / STEPS
@@ -35,7 +35,7 @@ def users_at(shape: str, share: float, most: int) -> int:
 
 
 class Shape(LoadTestShape):
-    """One of them over a time that is given. Not for Locust to find by itself."""
+    """A shape for Locust over a given time; abstract to Locust, which does not pick it up."""
 
     abstract = True
     use_common_options = True
@@ -45,17 +45,17 @@ class Shape(LoadTestShape):
         self.reset_time()
 
     def reset_time(self) -> None:
-        """Locust does, when the test begins."""
+        """Called by Locust when the test begins."""
         self._start = time.perf_counter()
 
     def tick(self) -> tuple[int, float] | None:
-        """Locust asks once a second: users, and how many of them may start a second."""
+        """Called by Locust once a second; returns the users and how many may start a second."""
         share = (time.perf_counter() - self._start) / self._run_time_s
         return None if share >= 1 else (users_at(self._shape, share, self._most), self._most)
 
 
 def choose(environment: Environment, **_: Any) -> None:
-    """Listener of `init`: use the shape that was asked for."""
+    """Listener of `init`: use the shape that --shape names."""
     parsed: Any = environment.parsed_options
     if not parsed.shape or isinstance(environment.runner, WorkerRunner):
         return

@@ -1,4 +1,4 @@
-"""Users of the WebSocket: chat, many lanes, and with Streamer's subprotocol fork, cancel, acks.
+"""Users of the WebSocket: chat and many lanes; with Streamer's subprotocol fork, cancel and acks.
 
 SocketChat and Lanes speak OpenAI's WebSocket mode as it is, lanes (`stream_id`) included.
 """
@@ -16,7 +16,7 @@ from .base import FAULTS, LoadUser
 from .meter import ANSWER, CANCEL, E2E, FORK, PAUSED, TTFT, Meter
 from .session import Session
 
-WINDOW = 8  # tokens that SlowReader lets the server be ahead of it
+WINDOW = 8  # tokens that the server may be ahead of SlowReader's acknowledgements
 
 
 class SocketUser(LoadUser):
@@ -39,25 +39,25 @@ class SocketUser(LoadUser):
         self.close()
 
     def close(self) -> None:
-        """Leave the socket, if there is one."""
+        """Close the socket, if one is open."""
         session, self._session = getattr(self, "_session", None), None
         if session is not None:
             session.drop()
 
     def session(self) -> Session:
-        """The socket, open."""
+        """The open socket; opened here if needed."""
         if self._session is None:
             self._session = self.open()
         return self._session
 
     def create(self, session: Session, **more: Any) -> None:
-        """Ask for an answer."""
+        """Send a response.create."""
         body: dict[str, Any] = {"model": self.model, "input": self.prompts.question()}
         body |= {"max_output_tokens": self.options.max_tokens, **more}
         session.say("response.create", **body)
 
     def finish(self, log: Log, meter: Meter) -> None:
-        """An answer has ended: is it whole?"""
+        """Check that an ended answer is complete; end its meter."""
         log.check()
         self.verify(log.text, log.num_tokens)
         meter.end(log.num_tokens)
@@ -92,12 +92,12 @@ class Lanes(SocketUser):
                 while lanes:
                     self._next(session, lanes)
             except FAULTS as error:
-                for _, meter in list(lanes.values())[1:]:  # answer() tells of one
+                for _, meter in list(lanes.values())[1:]:  # answer() reports the first one
                     meter.fail(error)
                 raise
 
     def _next(self, session: Session, lanes: dict[str, tuple[Log, Meter]]) -> None:
-        """An event; a lane that has ended is gone."""
+        """Process one event; removes a lane whose answer has ended."""
         event = session.hear()
         if event.stream_id not in lanes:
             raise BadAnswer(f"an event for the lane {event.stream_id!r}: {event.type}")
@@ -110,7 +110,7 @@ class Lanes(SocketUser):
 
 
 class Fork(SocketUser):
-    """An answer, and then two that go on from its middle."""
+    """An answer, then two forks that continue from its middle."""
 
     is_ours = True
     measures = (*ANSWER, FORK)
@@ -127,7 +127,7 @@ class Fork(SocketUser):
                 self._branch(session, log)
 
     def _branch(self, session: Session, parent: Log) -> None:
-        """FORK is the time to the first text beyond what is kept."""
+        """One fork. FORK is the time to the first text after the kept part."""
         meter, log = self.meter(), Log()
         at, start = max(1, parent.num_tokens // 2), time.perf_counter()
         self.create(session, input=None, previous_response_id=parent.id, fork={"at": at})
@@ -147,7 +147,7 @@ class Fork(SocketUser):
 
 
 class Cancel(SocketUser):
-    """Asks for a long answer and takes it back while it comes."""
+    """Requests a long answer and cancels it while it streams."""
 
     is_ours = True
     measures = (TTFT, E2E, CANCEL)
@@ -157,7 +157,7 @@ class Cancel(SocketUser):
     def cancel(self) -> None:
         with self.answer() as meter:
             session, log = self.session(), Log()
-            # As long as the context allows, but not without us.
+            # As long as the context allows, but cancelled when this connection ends.
             self.create(session, max_output_tokens=None, detach_s=0)
             while not log.text:
                 log.add(session.hear())
@@ -165,13 +165,13 @@ class Cancel(SocketUser):
             start = time.perf_counter()
             session.say("response.cancel", response_id=log.id)
             session.follow(log)
-            if log.status == "cancelled":  # else it was faster than we were
+            if log.status == "cancelled":  # else it ended before the cancel arrived
                 meter.report(CANCEL, time.perf_counter() - start)
             self.finish(log, meter)
 
 
 class SlowReader(SocketUser):
-    """Reads slower than the server writes, and says how far it is: the server must pause for it."""
+    """Reads slower than the server writes and acknowledges what it read: the server must pause."""
 
     is_ours = True
     measures = (TTFT, E2E, PAUSED)
