@@ -1,16 +1,16 @@
 """A simulated device: executes Plans on memory that remembers what was written where.
 
 Each KV cell holds the hash of the whole token prefix up to its position, so a read of a wrong,
-stale or overwritten block is seen at once. Drawn tokens depend on everything before them: the
-output proves itself.
+stale or overwritten block is seen at once. Drawn tokens depend on everything before them, so a
+wrong prefix shows in the output.
 
 As on a GPU, `launch` only queues: plans compute in order, when they are collected. Swap copies are
-on streams of their own. A swap-in waits for nobody: it may run before plans that were launched
-earlier have computed. A swap-out waits for the plans before its own, whose blocks it reads. Both
-may be done long after their plan is collected. The copies of one plan run in any order.
+on streams of their own. A swap-in waits for no other work: it may run before plans that were
+launched earlier have computed. A swap-out waits for the plans before its own, whose blocks it
+reads. Both may be done long after their plan is collected. The copies of one plan run in any order.
 
-So whatever may run beside something else must not touch what that reads or writes, however the
-hardware orders them: `launch` and every store prove that, and not only that this run went well.
+Work that may run at the same time must therefore touch different blocks, in whatever order the
+hardware runs it: `launch` and every store check that, beyond this one run's order.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def oracle(prompt: tuple[int, ...], choice: int, count: int) -> list[int]:
 
 @dataclass
 class Row:
-    """What the runner keeps of a sequence."""
+    """The runner's record of a sequence."""
 
     join: RowJoin
     tokens: list[int]
@@ -83,7 +83,7 @@ class Device:
         self.early: set[int] = set()  # plans whose swap copies run as soon as they may
         self.copying: deque[Plan] = deque()  # plans whose swap copies may still be under way
         self.copies_done = 0
-        self.tables: dict[int, list[int]] = {}  # of the rows, as of the plan launched last
+        self.tables: dict[int, list[int]] = {}  # tables of the rows, as of the plan launched last
         self.touched: dict[int, set[int]] = {}  # launched plan -> what its step reads or writes
 
     def launch(self, plan: Plan, is_early: bool = False) -> None:
@@ -107,7 +107,7 @@ class Device:
         self.touched[plan.number] = held.union(*plan.copies)
 
     def _check_moves(self, plan: Plan) -> None:
-        """What may run at the same time touches different blocks."""
+        """Work that may run at the same time touches different blocks."""
         into = [block for _, block in (*plan.copies, *plan.swap_in)]
         into_host = [block for _, block in plan.swap_out]
         came = {block for _, block in plan.swap_in}
@@ -128,7 +128,7 @@ class Device:
             assert written.isdisjoint(into_host), "two swaps touch the same block of the host"
 
     def _check_store(self, blocks: list[int], plan: Plan) -> None:
-        """Swap copies of that plan, which may still run, have nothing to do with these blocks."""
+        """Swap copies of `plan`, which may still run, touch none of these blocks."""
         busy = {block for block, _ in plan.swap_out} | {block for _, block in plan.swap_in}
         assert busy.isdisjoint(blocks), (
             f"a step and swaps of plan {plan.number} touch the same block"
@@ -222,7 +222,7 @@ class Device:
             drawn[child.join.row] = draw(chain_of(child.tokens)[-1], child.join.choice)
         assert len(drawn) + len(failed) == plan.num_samples
         for number, token in [*drawn.items(), *((row, 0) for row in failed)]:
-            self.rows[number].tokens.append(token)  # a failed row's is nobody's
+            self.rows[number].tokens.append(token)  # a failed row's 0 is never used
         rows = tuple(sorted(drawn))
         tokens = tuple(drawn[r] for r in rows)
         return StepResult(plan.number, rows, tokens, failed=failed, prompt_logprobs=scores)
@@ -241,10 +241,10 @@ class Device:
         return scores
 
     def poison(self, plan: Plan, result: StepResult) -> StepResult:
-        """Let the first row that drew fail, and leave what it wrote not finite."""
+        """Let the first row that drew fail, and mark what it wrote as not finite."""
         number = result.rows[0]
         row = self.rows[number]
-        row.tokens[-1] = 0  # whatever was drawn is nobody's
+        row.tokens[-1] = 0  # the drawn token is never used
         chunk = next((c for c in plan.chunks if c.row == number), None)
         for position in range(row.computed - (1 if chunk is None else chunk.count), row.computed):
             block, offset = divmod(position, self.size)
@@ -258,7 +258,7 @@ class Device:
         )
 
     def _read(self, row: Row) -> bool:
-        """Whether all of it is finite; what is finite must be the row's own prefix."""
+        """Whether all that the row reads is finite; finite cells must be the row's own prefix."""
         is_well = True
         chains = chain_of(row.tokens)
         for position in range(row.computed):

@@ -76,9 +76,9 @@ class Driver:
         self.fail_next = False  # let a row of the next collected plan that draws fail
         self.sick: set[str] = set()
         self.first_plan: dict[str, int] = {}
-        self.last_bad_plan = 0  # who began later may not have met a bad block
-        self.flush_copies = True  # whether swap copies end with their plan's collection
-        self.early_copies = False  # whether they run as soon as they may
+        self.last_bad_plan = 0  # requests that began later did not read a bad block
+        self.flush_copies = True  # whether swap copies end when their plan is collected
+        self.early_copies = False  # whether swap copies run as soon as they may
 
     # ------------------------------------------------------------ commands
 
@@ -145,7 +145,7 @@ class Driver:
         return plan
 
     def _check_head(self, plan: Plan | None) -> None:
-        """Who could have entered this plan is not left in the queue."""
+        """No waiting request could have entered this plan."""
         state = self.scheduler.state
         is_full = plan is not None and plan.num_tokens == self.config.max_num_batched_tokens
         if plan is not None and self.config.is_paced:
@@ -155,7 +155,7 @@ class Driver:
             return
         need = blocks_needed(state, head)
         for seq in head.sequences:
-            seq.found = []  # what it remembers must not matter
+            seq.found = []  # the result must not depend on what was remembered
         assert blocks_needed(state, head) == need
         assert (
             any(seq.num_pending for seq in head.sequences)
@@ -185,7 +185,7 @@ class Driver:
         return output
 
     def step(self) -> bool:
-        """One iteration; False when there was nothing at all to do."""
+        """One iteration; False when there was nothing to do."""
         plan = self.launch()
         if len(self.inflight) > self.depth or (plan is None and self.inflight):
             self.collect()
@@ -226,14 +226,14 @@ class Driver:
             assert self.first_plan[finish.request_id] <= self.last_bad_plan, "met a bad block"
 
     def run(self, limit: int = 2000) -> None:
-        """Until nobody is left but paused readers; more than `limit` steps is starvation."""
+        """Run until only paused requests are left; more than `limit` steps is starvation."""
         for _ in range(limit):
             if not self.step():
                 return
         raise AssertionError(f"not done after {limit} steps")
 
     def drain(self) -> None:
-        """Resume everybody, run to the end, and prove that nothing is left."""
+        """Resume all requests, run to the end, and check that nothing is left."""
         self.flush_copies = True
         for request_id in list(self.held):
             self.resume(request_id)

@@ -30,7 +30,7 @@ def test_a_fork_shares_nothing_across_tenants() -> None:
 
 
 def test_who_waits_compares_its_cached_prefix_once() -> None:
-    """12 blocks are found at the first look; later ones only see that they are still there."""
+    """12 blocks are found at the first look; later looks only check that they are still there."""
     driver = Driver(make_config(num_blocks=18, enable_prefix_caching=True))
     driver.add(prompt(48), max_tokens=1)
     driver.run()
@@ -80,7 +80,7 @@ def test_alone_it_needs_no_watermark() -> None:
 
 @pytest.mark.parametrize(("length", "status"), [(38, Status.RUNNING), (39, Status.PREEMPTED)])
 def test_a_preempted_request_comes_back_with_headroom(length: int, status: Status) -> None:
-    """It wants its 4 blocks, the watermark and one to grow into: 6 are enough, 5 are not."""
+    """It needs its 4 blocks, the watermark and one to grow into: 6 are enough, 5 are not."""
     config = make_config(num_blocks=16, max_num_batched_tokens=64, max_num_seqs=2)
     driver = Driver(config, costs=RECOMPUTE)
     driver.add(prompt(14), max_tokens=9, priority=5)
@@ -95,7 +95,7 @@ def test_a_preempted_request_comes_back_with_headroom(length: int, status: Statu
 
 
 def test_a_swap_starts_one_step_before_the_pool_runs_dry() -> None:
-    """Two rows will want a block in plan 4, one is free: plan 3 begins the swap."""
+    """Two rows will need a block in plan 4, one is free: plan 3 begins the swap."""
 
     def preempted_in(costs: dict[str, float]) -> list[int]:
         driver = Driver(make_config(num_blocks=5), costs=costs)
@@ -113,7 +113,7 @@ def test_a_swap_starts_one_step_before_the_pool_runs_dry() -> None:
         return named
 
     assert preempted_in(SWAP) == [3]
-    assert preempted_in(RECOMPUTE) == [4]  # nothing to win by giving blocks up early
+    assert preempted_in(RECOMPUTE) == [4]  # freeing blocks early gains nothing
 
 
 def test_a_swap_in_takes_the_device_copy_where_the_hash_is_found() -> None:
@@ -134,7 +134,7 @@ def test_a_swap_in_takes_the_device_copy_where_the_hash_is_found() -> None:
 
 
 def test_a_block_that_victims_share_is_counted_once() -> None:
-    """Two requests share 6 blocks: both together give up 8; where 9 are missing they keep them."""
+    """Two requests share 6 blocks: both together free 8; where 9 are missing they keep them."""
     driver = Driver(make_config(num_blocks=16, max_num_batched_tokens=64), costs=RECOMPUTE)
     driver.add(prompt(17, start=50), max_tokens=9)
     for _ in range(2):
@@ -155,7 +155,7 @@ def test_paused_readers_keep_their_blocks_where_those_are_not_enough() -> None:
         driver.add(prompt(25, start=start), max_tokens=9)
         driver.step()
     driver.pause("r0")
-    driver.add(prompt(40, start=30), max_tokens=3)  # 10 of the 9 that are free without r0
+    driver.add(prompt(40, start=30), max_tokens=3)  # needs 10 blocks; 9 are free without r0's
     driver.step()
     assert driver.status("r0") is Status.PAUSED
     assert driver.status("r2") is Status.WAITING
@@ -164,7 +164,7 @@ def test_paused_readers_keep_their_blocks_where_those_are_not_enough() -> None:
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_resumed_request_of_low_priority_gives_its_blocks_to_a_higher_one(depth: int) -> None:
-    """r0 waits for a row behind r3, which wants r0's blocks: r3 need not wait for r1 to end."""
+    """r0 waits for a row behind r3, which needs r0's blocks: r3 need not wait for r1 to end."""
     config = make_config(num_blocks=16, max_num_batched_tokens=64, max_num_seqs=2)
     driver = Driver(config, depth=depth, costs=RECOMPUTE)
     driver.add(prompt(30), max_tokens=9, priority=5)

@@ -1,7 +1,6 @@
-"""The field's arithmetic, by name: what a textbook on paged attention computes by hand.
+"""The arithmetic of paged attention, by name: what a textbook computes by hand.
 
-That of positions is in tests/model/runner/test_inputs.py, that of bytes in
-tests/model/test_inspect.py.
+Positions are in tests/model/runner/test_inputs.py, bytes in tests/model/test_inspect.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Blocks: their chained, keyed and salted hashes; states, sharing, eviction, and a check."""
+"""Blocks: their chained, keyed and salted hashes; states, sharing, eviction, and the check."""
 
 from __future__ import annotations
 

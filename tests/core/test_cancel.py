@@ -1,4 +1,4 @@
-"""Pause, and cancel in every state: in no later plan, with every block on both pools back."""
+"""Pause, and cancel in every state: the request is in no later plan, all its blocks are freed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_under_pressure_a_paused_reader_loses_its_blocks_first() -> None:
 
 
 def waiting(driver: Driver) -> None:
-    """r0 waits: others of a higher priority take the rows."""
+    """r0 waits: requests of a higher priority take the rows."""
     for start in range(6):
         driver.add([start], max_tokens=20, priority=-1)
     driver.step()
@@ -67,7 +67,7 @@ def paused(driver: Driver) -> None:
 
 
 def crowded_out(driver: Driver) -> None:
-    """r0 paused, and somebody else needs its blocks."""
+    """r0 is paused, and another request needs its blocks."""
     paused(driver)
     driver.add(prompt(40, start=50), max_tokens=20)
     driver.step()
@@ -120,7 +120,7 @@ def test_cancel_in_every_state_ends_in_no_later_plan_with_every_block_back(
     assert driver.status("r0") is status
     driver.cancel("r0")
     last = driver.plans[-1].number if driver.plans else 0
-    driver.drain()  # proves that every block on both pools is back
+    driver.drain()  # checks that every block of both pools is free again
     assert driver.finishes["r0", 0].reason is FinishReason.CANCELLED
     later = driver.plans[last:]
     assert later

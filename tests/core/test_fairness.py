@@ -1,4 +1,4 @@
-"""Fair share between tenants, and places: who is next, what idling earns, whose place changed."""
+"""Fair share between tenants: which request is next, credit after idling; notices of places."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def order(driver: Driver) -> list[str]:
 
 
 def wide(**settings: int) -> Driver:
-    """Room for everything but rows."""
+    """A scheduler that is short of nothing but rows."""
     sizes = {"num_blocks": 400, "max_num_batched_tokens": 400, "max_num_seqs": 4} | settings
     return Driver(make_config(**sizes))
 
@@ -36,7 +36,7 @@ def wide(**settings: int) -> Driver:
 
 @pytest.mark.parametrize("is_fair", [True, False])
 def test_two_requests_do_not_wait_for_the_fifty_of_another(is_fair: bool) -> None:
-    """Four rows, answers of 20 tokens: 50 requests of A take 13 turns; B comes in the first."""
+    """Four rows, answers of 20 tokens: 50 requests of A take 13 turns; B arrives in the first."""
     driver = wide()
     for i in range(50):
         driver.add(prompt(8, start=i), request_id=f"a{i}", max_tokens=20, tenant="a")
@@ -50,7 +50,7 @@ def test_two_requests_do_not_wait_for_the_fifty_of_another(is_fair: bool) -> Non
     waits = [driver.first_plan[f"b{i}"] - arrived for i in range(2)]
     if is_fair:
         assert order(driver)[:6] == ["a0", "a1", "a2", "a3", "b0", "b1"]
-        assert max(waits) <= 20  # the turn that was under way
+        assert max(waits) <= 20  # the rest of the current turn
     else:
         assert order(driver)[-2:] == ["b0", "b1"]
         assert min(waits) > 200
@@ -118,7 +118,7 @@ def test_idling_earns_nothing() -> None:
     driver.add(prompt(4, start=50), request_id="b0", max_tokens=1, tenant="b")
     while len(driver.first_plan) < 7:
         driver.step()
-    for i in range(1, 4):  # it asked for little; that is no claim on the next three turns
+    for i in range(1, 4):  # its small request earns no claim on the next three turns
         driver.add(prompt(4, start=50 + i), request_id=f"b{i}", max_tokens=10, tenant="b")
     driver.drain()
     assert order(driver)[:2] == ["a0", "b0"]
@@ -126,7 +126,7 @@ def test_idling_earns_nothing() -> None:
 
 
 def test_a_newcomer_has_no_claim_on_what_was_served_before_it() -> None:
-    """Also when nobody waits as it comes."""
+    """Also when no request waits as it comes."""
     driver = wide(max_num_seqs=1)
     driver.add(prompt(4), request_id="a0", max_tokens=50, tenant="a")
     while driver.steps < 40:
@@ -154,7 +154,7 @@ def test_waiting_at_a_low_priority_is_no_claim_on_a_higher_one() -> None:
 
 
 def test_coming_back_forgives_nothing() -> None:
-    """One at a time, with nothing waiting in between, is no way around the account."""
+    """Requests one at a time, with none waiting in between, do not reset the account."""
     driver = wide(max_num_seqs=1)
     for i in range(20):
         driver.add(prompt(4, start=i), request_id=f"a{i}", max_tokens=2, tenant="a")
@@ -164,7 +164,7 @@ def test_coming_back_forgives_nothing() -> None:
     driver.add(prompt(4, start=51), request_id="b1", max_tokens=30, tenant="b")
     driver.drain()
     between = order(driver)[order(driver).index("b0") + 1 : order(driver).index("b1")]
-    assert len(between) == (4 + 2 * 30) // (4 + 2 * 2)  # what b0 took, in answers of a
+    assert len(between) == (4 + 2 * 30) // (4 + 2 * 2)  # the tokens b0 used, in answers of a
 
 
 # ------------------------------------------------------------ what stays
@@ -251,7 +251,7 @@ def one_at_a_time() -> Driver:
 
 
 def add_with_place(driver: Driver, place: int | None, priority: int = 0) -> str:
-    """A request of two tokens whose reader was told this place."""
+    """A request of two tokens whose reader was last sent this place."""
     name = f"r{len(driver.adds)}"
     params = SamplingParams(max_tokens=2, seed=1)
     made = Add(name, (len(driver.adds), 1), params, priority=priority, place=place)
@@ -270,7 +270,7 @@ def test_places_fall_as_the_queue_moves_and_are_told_once() -> None:
     driver = one_at_a_time()
     for i in range(4):
         add_with_place(driver, i)
-    assert news(driver) == {}  # they were told
+    assert news(driver) == {}  # these places were sent before
     driver.step()
     assert news(driver) == {"r1": 0, "r2": 1, "r3": 2}
     assert news(driver) == {}

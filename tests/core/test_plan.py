@@ -1,4 +1,4 @@
-"""check_moves: a plan whose copies would be in each other's way is refused."""
+"""check_moves: a plan whose copies conflict with each other is refused."""
 
 from __future__ import annotations
 

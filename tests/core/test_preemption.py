@@ -1,4 +1,4 @@
-"""Who gives way, and how: the order of victims and the two costs."""
+"""Which request is preempted, and how: the order of victims and the two costs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Log probabilities of a prompt in the scheduler: each token's once, whatever happens on the way.
+"""Log probabilities of a prompt in the scheduler: each token's once, also through preemption.
 
 The driver compares them with the device's before a request's first output token; the state machine
-does so in random lives.
+does so in random runs.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def test_preempted_amid_its_prompt_it_goes_on_where_it_was(
     asked = driver.add(PROMPT, max_tokens=4, prompt_logprobs=2, priority=1)
     driver.step()
     driver.step()
-    driver.add(PROMPT[::-1], max_tokens=8, priority=0)  # takes its blocks
+    driver.add(PROMPT[::-1], max_tokens=8, priority=0)  # takes the first request's blocks
     driver.step()
     assert driver.status(asked) not in (Status.RUNNING, Status.WAITING)
     driver.drain()
@@ -84,7 +84,7 @@ def test_preempted_after_its_prompt_it_may_come_back_from_the_cache() -> None:
 
 
 def scored(logprob: float) -> tuple[Driver, StepOutput]:
-    """A first step whose first score is this."""
+    """A first step in which the first score is `logprob`."""
     driver = Driver(make_config())
     driver.add(PROMPT, max_tokens=2, prompt_logprobs=0)
     driver.add(PROMPT, max_tokens=2)

@@ -1,4 +1,4 @@
-"""apply: where an answer ends, what is kept of it, stop strings, and a failed row fails alone."""
+"""apply: where an answer ends, what is kept of it, stop strings; a failed row fails alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ END = 25
 
 
 class Script:
-    """A scheduler whose rows draw what the test says."""
+    """A scheduler whose rows draw the letters that the test gives."""
 
     def __init__(self, **add: Any) -> None:
         self.scheduler = Scheduler(make_config(token_bytes=TABLE), BlockHasher(4, b"s" * 32))
@@ -113,7 +113,7 @@ def test_a_failed_row_fails_its_request_alone_and_its_blocks_are_not_matched() -
     script.scheduler.command(Add("c", tuple(range(9)), SamplingParams(max_tokens=5)))
     plan = script.scheduler.schedule(Facts())
     assert plan is not None
-    assert plan.num_tokens == 1 + 9  # nothing of b's was found
+    assert plan.num_tokens == 1 + 9  # no block of b's was found
 
 
 def first_stop(pieces: list[bytes], stops: list[bytes]) -> int | None:

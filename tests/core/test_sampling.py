@@ -94,7 +94,7 @@ def test_numbers_of_numpy_and_lists_become_pythons_own() -> None:
     numbers = [params.seed, *params.stop_token_ids, *params.logit_bias, params.temperature]
     assert [type(each) for each in numbers] == [int, int, int, float]
     bias[np.int64(4)] = np.float32(1e9)
-    assert params.logit_bias == {3: 0.5}  # what was checked is what stays
+    assert params.logit_bias == {3: 0.5}  # later changes of the caller's values have no effect
 
 
 def test_an_entry_of_a_list_is_named() -> None:

@@ -143,7 +143,7 @@ def test_n_choices_are_n_forks_of_one_prefill() -> None:
 
 def test_copied_tokens_are_final_at_the_last_end_and_those_of_all_choices() -> None:
     driver = Driver(make_config(max_num_batched_tokens=64))
-    driver.add(prompt(10), n=3, max_tokens=1)  # nobody ever writes into the shared block
+    driver.add(prompt(10), n=3, max_tokens=1)  # no row ever writes into the shared block
     driver.add(prompt(10, start=40), n=3, max_tokens=5)
     driver.drain()
     copied = {r: driver.finishes[r, 2].copied_tokens for r in ("r0", "r1")}
@@ -151,7 +151,7 @@ def test_copied_tokens_are_final_at_the_last_end_and_those_of_all_choices() -> N
 
 
 def test_a_copy_that_is_given_up_before_its_plan_is_made_is_not_counted() -> None:
-    """The second of three choices copies its block; there is none for the third: all give way."""
+    """The second of three choices copies its block; none is left for the third: all give way."""
     driver = Driver(make_config(num_blocks=6), costs=RECOMPUTE)
     driver.add(prompt(12), max_tokens=12)
     driver.add(prompt(3, start=40), n=3, max_tokens=5)
@@ -218,7 +218,7 @@ def test_a_clean_host_copy_is_not_copied_twice() -> None:
         other = driver.add(prompt(40, start=13), max_tokens=24)
     driver.drain()
     assert moved[0] >= 4
-    assert moved[1] - moved[0] <= 1  # only what was not a full block then
+    assert moved[1] - moved[0] <= 1  # only the block that was not full then
 
 
 def test_a_preempted_request_comes_back_before_new_ones_of_its_priority() -> None:

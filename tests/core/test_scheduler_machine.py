@@ -1,4 +1,4 @@
-"""A random life of the scheduler: the state machine, its mutation control and exact replay."""
+"""Random runs of the scheduler: the state machine, its mutation control and exact replay."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Life(RuleBasedStateMachine):
             max_tokens=max_tokens,
             priority=priority,
             stop_ids=stop,
-            tenant="abc"[length % 3],  # drawing these too would leave fewer steps
+            tenant="abc"[length % 3],  # including these would leave fewer steps
             salt=b"tenant" if length % 5 == 0 else b"",
             prompt_logprobs=0 if length % 4 == 0 else None,
         )
@@ -108,7 +108,7 @@ class Life(RuleBasedStateMachine):
 
     @rule(late=st.booleans(), early=st.booleans(), fails=st.booleans())
     def weather(self, late: bool, early: bool, fails: bool) -> None:
-        """Swap copies that run early, or are done late; a row whose logits are not finite."""
+        """Swap copies that run early or late; a row whose logits are not finite."""
         self.driver.flush_copies = not late
         self.driver.early_copies = early
         self.driver.fail_next = fails
@@ -146,7 +146,7 @@ def test_random_lives_leak_nothing_starve_nobody_and_end_once(machine: type[Life
 
 
 def busy_life(seed: int, *, depth: int) -> Driver:
-    """A seeded life under memory pressure, with every command there is and copies at any time."""
+    """A seeded run under memory pressure, with every command, and swap copies at any time."""
     rng = random.Random(seed)
     num_blocks = 20 if seed % 2 else rng.randint(1, 9)
     config = make_config(num_blocks=num_blocks, num_host_blocks=30, max_num_seqs=5)
@@ -166,7 +166,7 @@ def busy_life(seed: int, *, depth: int) -> Driver:
         elif choice < 0.36:
             driver.pause(rng.choice(live))
         elif choice < 0.4:
-            for name in rng.sample(live, k=min(2, len(live))):  # both may go on in one plan
+            for name in rng.sample(live, k=min(2, len(live))):  # both may be admitted in one plan
                 driver.pause(name)
                 add_what_fits(driver, rng, known_tokens(driver, name), share_with=name)
         elif choice < 0.48 and driver.held:
@@ -184,7 +184,7 @@ def known_tokens(driver: Driver, name: str) -> list[int]:
 def add_what_fits(
     driver: Driver, rng: random.Random, prompt: list[int], n: int = 1, share_with: str | None = None
 ) -> None:
-    """A request that the pool can hold, however small that is."""
+    """Add a request that fits the pool, however small the pool is."""
     size = driver.config.block_size
     room = driver.config.num_blocks * size
     prompt = prompt[: room - 1]
@@ -205,7 +205,7 @@ def busy_lives(depth: int) -> None:
 
 
 def swap_in_beside_a_cancelled_writer(depth: int) -> None:
-    """r1 is cancelled while a plan that writes its tail is under way; r0 wants its blocks."""
+    """r1 is cancelled while a plan that writes its tail is under way; r0 needs its blocks."""
     driver = Driver(make_config(num_blocks=16), depth=depth, costs=SWAP)
     driver.add([i % 97 for i in range(30)], max_tokens=20)
     for _ in range(4):
@@ -223,10 +223,10 @@ def swap_in_beside_a_cancelled_writer(depth: int) -> None:
 
 
 def parent_of_a_fork_gives_way(depth: int, *, is_swap: bool) -> None:
-    """A fork of paused r0 copies its tail; in the same plan r0 gives way to whatever comes next.
+    """A fork of paused r0 copies its tail; in the same plan r0 is preempted for the next request.
 
-    The block r0 gave up is the first to be taken, and this plan still reads it. Next comes another
-    fork, which would copy into it, or r1's swap-in. In some of these pools it all fits just so.
+    The block r0 gave up is the first to be taken, and this plan still reads it. The next request is
+    another fork, which would copy into it, or r1's swap-in. Some of these pool sizes cause it.
     """
     num_met = 0
     for num_blocks in range(5, 11):
@@ -276,7 +276,7 @@ def test_lives_with_copies_at_any_time_pass(life: Callable[[int], None], depth: 
 
 
 def not_waiting_for_anybody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block is free as soon as nobody holds it."""
+    """A block is free as soon as no table holds it."""
     honest = BlockPool.give_back
 
     def at_once(self: BlockPool, blocks: Sequence[int], after_plan: int) -> None:
@@ -339,7 +339,7 @@ def test_freeing_blocks_too_soon_is_caught(
     life: Callable[[int], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The controls: somebody reads another's content."""
+    """The controls: a row reads another's content."""
     mutate(monkeypatch)
     with pytest.raises(AssertionError, match=r"reads another prefix|touch the same block"):
         life(1)
@@ -354,7 +354,7 @@ def test_a_recorded_log_replays_to_the_same_plans(depth: int) -> None:
 
 
 def test_a_log_replays_under_its_own_secret_alone() -> None:
-    """The next turn's prompt carries a hash of a block that the scheduler named itself."""
+    """The next turn's prompt has the hash of a block that the scheduler computed itself."""
     driver = Driver(make_config())
     first = driver.add([1, 2, 3], max_tokens=6)
     driver.run()
@@ -366,7 +366,7 @@ def test_a_log_replays_under_its_own_secret_alone() -> None:
 
 
 def replay(driver: Driver, secret: bytes) -> tuple[list[Plan], list[StepOutput]]:
-    """What a new scheduler makes of the driver's log."""
+    """Plans and outputs of a new scheduler that gets the driver's log."""
     again = Scheduler(driver.config, BlockHasher(driver.config.block_size, secret))
     plans: list[Plan] = []
     outputs: list[StepOutput] = []

@@ -1,4 +1,4 @@
-"""State: each owner is changed by its own methods alone, and check misses whatever is lost."""
+"""State: each owner is changed by its own methods alone, and check finds every missing part."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def names(node: ast.expr) -> list[str]:
 
 
 def changes_of_an_owner(source: str) -> Iterator[str]:
-    """Assignments to what an owner has, and changes of its containers, from outside."""
+    """Assignments to an owner's attributes, and changes of its containers, from outside."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Assign(targets=targets) | ast.Delete(targets=targets):

@@ -1,4 +1,4 @@
-"""Tokens of a step: how much of a prompt is computed beside running answers."""
+"""The token budget of a step: how much of a prompt is computed beside running decodes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tests.core.driver import Driver, make_config
 @pytest.mark.parametrize(
     ("is_paced", "decode_s", "prefill_s", "chunk"),
     [
-        (True, 0.01, 1e-4, 300),  # three times what a step without it takes
+        (True, 0.01, 1e-4, 300),  # three times the time of a step without it
         (True, 0.02, 1e-4, 511),  # more than the budget allows beside the answer
-        (True, 0.001, 1e-3, 128),  # less would not pay
-        (True, 0.0, 1e-4, 511),  # no step without prompts was seen yet
-        (False, 0.01, 1e-4, 511),  # the budget was given: it alone counts
+        (True, 0.001, 1e-3, 128),  # a smaller chunk would not pay
+        (True, 0.0, 1e-4, 511),  # no decode-only step was measured yet
+        (False, 0.01, 1e-4, 511),  # a given budget is the only limit
     ],
 )
 def test_a_prompt_beside_running_answers_is_cut_by_measured_time(
@@ -25,7 +25,7 @@ def test_a_prompt_beside_running_answers_is_cut_by_measured_time(
     driver = Driver(config, costs={"decode_s": decode_s, "prefill_s": prefill_s})
     driver.add([1, 2, 3], max_tokens=20)
     driver.step()
-    for start in (10, 30):  # two prompts share what a step may compute
+    for start in (10, 30):  # two prompts share the budget
         driver.add([start + i % 40 for i in range(400)], max_tokens=1)
     driver.step()
     plan = driver.plans[-1]

@@ -1,4 +1,4 @@
-"""Looks at the scheduler: true to plans and tables, bounded, and free when nobody looks."""
+"""Looks at the scheduler equal plans and tables, are bounded, and cost nothing when unused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def crowded(depth: int = 0) -> Driver:
 
 
 def run(driver: Driver, wanted: Wanted = ALL) -> list[StepView]:
-    """To the end, looking after every third step."""
+    """Run to the end, looking after every third step."""
     steps: list[StepView] = []
     driver.scheduler.snapshot(wanted)
     while driver.step():
@@ -133,7 +133,7 @@ def test_a_paused_request_that_loses_its_blocks_shows_it(costs: dict[str, float]
     (request,) = driver.scheduler.snapshot(ALL).requests
     assert (request.request_id, request.preemptions) == ("r0", 1)
     paused = driver.scheduler.state.requests.by_id["r0"]
-    assert paused.evictions == 0  # it comes no nearer to being exempt
+    assert paused.evictions == 0  # not counted towards exemption
     driver.drain()
 
 
@@ -149,7 +149,7 @@ def test_looking_changes_no_plan() -> None:
 
 
 def test_without_a_follower_a_step_makes_nothing_for_one() -> None:
-    """Not one allocation in the files of the looks; with a follower there are some."""
+    """No allocation in the files of the looks; with a follower there are some."""
     files = [tracemalloc.Filter(True, views.__file__)]
 
     def allocated(driver: Driver) -> int:
@@ -245,7 +245,7 @@ def test_states_of_a_block_in_more_tables_than_a_byte_counts() -> None:
 
 
 def shared_house() -> tuple[Scheduler, SchedulerView]:
-    """Two of one key, one of another; the steps of all."""
+    """Two requests of one key, one of another; the steps of all."""
     scheduler = Scheduler(make_config(), BlockHasher(4, b"s" * 32))
     wanted = Wanted((b"one:", b"two:"), 9)
     scheduler.snapshot(wanted)

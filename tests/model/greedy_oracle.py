@@ -41,14 +41,14 @@ def mixed_asks(
 
 
 class GreedyOracle:
-    """transformers' `generate` over one model; answers are remembered, a test may ask again."""
+    """transformers' `generate` over one model; answers are kept for tests that ask again."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._answers: dict[tuple[tuple[int, ...], int], Answer] = {}
 
     def answers(self, asks: Sequence[Ask]) -> list[Answer]:
-        """The answers; new prompts of one length go together, so that nothing is padded."""
+        """The answers; new prompts of one length are batched, so that nothing is padded."""
         keys = [(tuple(prompt), count) for prompt, count in asks]
         new = [key for key in dict.fromkeys(keys) if key not in self._answers]
         for length in {len(prompt) for prompt, _ in new}:

@@ -1,7 +1,7 @@
-"""Hand: Plans written by hand, step by step, for a CpuRunner; a scheduler without any policy.
+"""Hand: plans written by hand, step by step, for a CpuRunner; a scheduler without any policy.
 
-Blocks come from a shuffled list, so that no table is in order. Every step says what each row does;
-rows that are not named decode.
+Blocks come from a shuffled list, so that no block table is in order. Every step says what each row
+does; rows that are not named decode.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Join(NamedTuple):
     parent: int = -1
 
     def value(self) -> RowJoin:
-        """As the plan has it, with the blocks the sequence has by now."""
+        """The RowJoin of the sequence, with the blocks it has by now."""
         s = self.sequence
         return RowJoin(
             row=self.row,
@@ -65,7 +65,7 @@ class _Join(NamedTuple):
 
 
 class Hand:
-    """Drives one runner; `rows` holds what is resident."""
+    """Drives one runner; `rows` holds the resident sequences."""
 
     def __init__(self, runner: CpuRunner, num_blocks: int, seed: int = 0) -> None:
         self.runner = runner
@@ -86,7 +86,7 @@ class Hand:
         return self.rows[row]
 
     def rejoin(self, row: int, sequence: Row) -> None:
-        """A sequence that was here before comes back with its blocks."""
+        """A preempted sequence comes back with its blocks."""
         self.rows[row] = sequence
         self._joins.append(_Join(row, sequence, GREEDY, 0))
 
@@ -105,7 +105,7 @@ class Hand:
         return self.rows.pop(row)
 
     def own_tail(self, row: int) -> tuple[int, int]:
-        """A block of its own for a fork's shared tail; returns the copy that must go with it."""
+        """Give a fork its own block for the shared tail; returns the copy that must go with it."""
         seq = self.rows[row]
         last, fresh = seq.num_prompt // BLOCK, self.free.pop()
         shared, seq.blocks[last] = seq.blocks[last], fresh
@@ -149,7 +149,7 @@ class Hand:
         return plan
 
     def step(self, chunks: dict[int, int] | None = None, **moves: Any) -> StepResult:
-        """Launch that plan and take in what it drew."""
+        """Launch the next plan and append what it drew."""
         plan = self.plan(chunks, **moves)
         self._joins, self._leaves, self._tables = [], [], []
         result = self.runner.launch(plan).collect()
@@ -158,7 +158,7 @@ class Hand:
         return result
 
     def run(self, num_steps: int) -> None:
-        """Everybody decodes."""
+        """Steps in which every row decodes."""
         for _ in range(num_steps):
             self.step()
 

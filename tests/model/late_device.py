@@ -1,10 +1,10 @@
-"""LateDevice: a Device on the CPU that does everything as late and in as odd an order as it may.
+"""LateDevice: a Device on the CPU that does everything as late and in as odd an order as allowed.
 
-What is queued lies in its stream until somebody waits; then steps of all streams are taken in
-random order, as far as events allow; by the seed, all are as fast, or copies are slow, or steps
-are. What a copy between the pools is going to write is spoilt when
-it is queued, so that whoever still reads it, or reads it too early, gets NaN. Copies go when they
-are due: source memory that was used again by then gives wrong tokens.
+Work stays queued in its stream until the host waits; then work of all streams is taken in random
+order, as far as events allow. By the seed, all streams are equally fast, or copies are slow, or
+steps are. The destination of a copy between the pools is overwritten when the copy is queued, so
+that a step that still reads it, or reads it too early, gets NaN. A copy reads its source when it is
+carried out: source memory that was used again by then gives wrong tokens.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ SPEEDS = [(1, 1, 1), (50, 1, 1), (1, 50, 50), (50, 50, 1), (50, 1, 50)]  # main,
 
 
 class LateEvent:
-    """Done when its place in the stream's queue is reached."""
+    """Done when the stream has reached its place in the queue."""
 
     def __init__(self, device: LateDevice) -> None:
         self._device = device
         self.is_reached = False
 
     def is_done(self) -> bool:
-        """The device may get a little further by being asked."""
+        """Asking may let the device get a little further."""
         self._device.nudge([0, 1, 2])
         return self.is_reached
 
     def wait(self) -> None:
-        """The device works until here, on whatever can go on."""
+        """The device works until this event is reached, on any stream that can go on."""
         while not self.is_reached:
             assert self._device.work(1), "this thread waits for what nothing will bring"
 
@@ -56,33 +56,33 @@ class LateStream:
         self.queue: deque[tuple[str, Any]] = deque()
 
     def run(self, work: Callable[[], None]) -> None:
-        """Later."""
+        """Queue the work; a copy's destination is overwritten at once."""
         if isinstance(work, partial) and work.func is reference.swap_blocks:
             _, destination, pairs = work.args
             if destination.element_size() == 1:
                 destination = destination.view(torch.int8)
-            spoilt = torch.nan if destination.is_floating_point() else -1  # NaN as FP8, as a scale
+            spoilt = torch.nan if destination.is_floating_point() else -1  # NaN as FP8 or scale
             destination[[block for _, block in pairs]] = spoilt
         self.queue.append(("run", work))
         self._device.nudge([0, 0, 0, 2])
 
     def record(self) -> LateEvent:
-        """Behind all that is queued."""
+        """An event behind all that is queued."""
         event = LateEvent(self._device)
         self.queue.append(("reach", event))
         return event
 
     def wait(self, event: LateEvent) -> None:
-        """Hold what is queued from now on."""
+        """Work queued from now on waits for the event."""
         self.queue.append(("wait", event))
 
     @property
     def can_go_on(self) -> bool:
-        """Whether the next thing may happen."""
+        """Whether the first entry of the queue may happen now."""
         return bool(self.queue) and (self.queue[0][0] != "wait" or self.queue[0][1].is_reached)
 
     def go_on(self) -> None:
-        """Do the next thing."""
+        """Take the first entry off the queue."""
         kind, what = self.queue.popleft()
         if kind == "run":
             with torch.inference_mode():
@@ -94,8 +94,8 @@ class LateStream:
 class LateDevice:
     """See streamer.model.runner.device.Device.
 
-    free      what it says is free
-    is_still  it gets on only where somebody waits
+    free      the number of free bytes it reports
+    is_still  work is done only where the host waits
     """
 
     def __init__(self, seed: int = 0, free: int = 1 << 30) -> None:
@@ -111,7 +111,7 @@ class LateDevice:
         self.num_recorded = 0
 
     def work(self, count: int) -> bool:
-        """Take up to `count` things off the queues; False where none can go on."""
+        """Take up to `count` entries off the queues; False where none can go on."""
         for _ in range(count):
             ready = [s for s in (self.main, self.out, self.into) if s.can_go_on]
             if not ready:
@@ -121,11 +121,11 @@ class LateDevice:
         return True
 
     def nudge(self, counts: list[int]) -> None:
-        """The host has spent some time: the device may have got on by so many things."""
+        """The host has spent time: take a random number of entries, one of `counts`."""
         self.work(0 if self.is_still else self.rng.choice(counts))
 
     def upload(self, values: np.ndarray[Any, Any]) -> torch.Tensor:
-        """Taken now, there later."""
+        """Values are copied now; the device has them later."""
         source = torch.from_numpy(values.copy())
         there = torch.empty_like(source)
         there.view(torch.uint8).fill_(POISON) if there.numel() else None
@@ -133,11 +133,11 @@ class LateDevice:
         return there
 
     def download(self, values: torch.Tensor) -> torch.Tensor:
-        """Called by what is queued: now is late enough."""
+        """Called by queued work, so the copy is made at once."""
         return values.clone()
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """A graph is the same work again."""
+        """A graph that replays by running the same work again."""
         work()
         self.num_recorded += 1
 
@@ -148,20 +148,19 @@ class LateDevice:
         return replay
 
     def free_bytes(self) -> int:
-        """What the test says."""
         return self.free
 
     def peak_bytes(self, work: Callable[[], None]) -> int:
-        """Nobody counts here."""
+        """Not measured: always 0."""
         del work
         return 0
 
     def probe_copy(self) -> tuple[float, float]:
-        """As a PCIe bus."""
+        """Figures of a PCIe bus."""
         return 1e-5, 1e-10
 
     def synchronize(self) -> None:
-        """All queues, to their ends."""
+        """Empty all queues."""
         while self.work(1):
             pass
         assert not any(s.queue for s in (self.main, self.out, self.into))

@@ -1,7 +1,8 @@
-"""The GPU's doors on CPU tensors, by plain torch: steps of the CUDA runner without the interpreter.
+"""The GPU's ops on CPU tensors, by plain torch: steps of the CUDA runner without the interpreter.
 
-A decode's batch, whose rows only the device knows, is read out of its tensors and computed as
-reference.py computes any other. Sampling and the making of steps are no doors: they stay Triton's.
+The rows of a decode batch, which are known on the device alone, are read from its tensors and
+computed as reference.py computes any other. Sampling and the making of decode steps are not among
+these ops: they stay Triton's.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from streamer.kernels.batch import AttentionBatch
 
 
 class LateDoors:
-    """reference.py, for batches of decode_step.DecodeStep too."""
+    """reference.py, also for batches of decode_step.DecodeStep."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(reference, name)
@@ -29,7 +30,7 @@ class LateDoors:
         batch: AttentionBatch,
         **more: Any,
     ) -> torch.Tensor:
-        """Padding stores nothing: q of rows alone, the others' means nothing."""
+        """Padding stores nothing, and its q is NaN; q is computed for real rows alone."""
         kept, real = _real(batch)
         heads = qkv.shape[1] // pool_layer.shape[4] - 2 * pool_layer.shape[2]
         q = torch.full((len(qkv), heads, pool_layer.shape[4]), torch.nan, dtype=qkv.dtype)
@@ -42,7 +43,6 @@ class LateDoors:
     def store_kv(
         self, k: torch.Tensor, v: torch.Tensor, pool_layer: torch.Tensor, batch: AttentionBatch
     ) -> None:
-        """The same."""
         kept, real = _real(batch)
         if len(kept):
             reference.store_kv(k[kept], v[kept], pool_layer, real)
@@ -50,7 +50,7 @@ class LateDoors:
     def paged_attention(
         self, q: torch.Tensor, pool_layer: torch.Tensor, batch: AttentionBatch, *a: Any, **b: Any
     ) -> torch.Tensor:
-        """The same."""
+        """Outputs of padding are NaN."""
         kept, real = _real(batch)
         out = torch.full_like(q, torch.nan)
         if len(kept):
@@ -59,7 +59,7 @@ class LateDoors:
 
 
 def _real(batch: AttentionBatch) -> tuple[torch.Tensor, ops.AttentionBatch]:
-    """(which tokens are of rows, their batch)."""
+    """(indices of the tokens of real rows, their batch)."""
     rows = batch.derived.get("rows")
     if rows is None:
         return torch.arange(batch.num_tokens), batch

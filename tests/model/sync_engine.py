@@ -66,7 +66,7 @@ class SyncEngine:
         )
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.logprobs: dict[tuple[str, int], list[float]] = {}  # of those that asked for them
-        self.scores: dict[str, list[TokenLogprob]] = {}  # of prompts
+        self.scores: dict[str, list[TokenLogprob]] = {}  # log probabilities of prompts
         self.finishes: dict[tuple[str, int], Finish] = {}
         self.stats = StepStats()
         self.steps = 0
@@ -113,7 +113,7 @@ class SyncEngine:
         return True
 
     def run(self, limit: int = 20_000) -> None:
-        """To the end of every request."""
+        """Run until every request has ended."""
         for _ in range(limit):
             if not self.step():
                 break
@@ -123,5 +123,5 @@ class SyncEngine:
 
     @property
     def preemptions(self) -> tuple[int, int]:
-        """(by swap, by recompute)."""
+        """(number by swap, number by recompute)."""
         return self.stats.preemptions_swap, self.stats.preemptions_recompute

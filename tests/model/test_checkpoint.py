@@ -27,7 +27,7 @@ def shards(folder: Path) -> list[Path]:
 
 
 def only_bin(folder: Path) -> None:
-    """As old checkpoints were."""
+    """Weights as in old checkpoints, without safetensors."""
     for file in [*shards(folder), folder / "model.safetensors.index.json"]:
         file.unlink()
     (folder / "pytorch_model.bin").write_bytes(b"pickle")
@@ -47,7 +47,7 @@ def escape(folder: Path) -> None:
 
 
 def liar(folder: Path) -> None:
-    """An index that expects a tensor where it is not."""
+    """An index that names the wrong file for a tensor."""
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     index["weight_map"]["model.extra"] = shards(folder)[0].name
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -119,7 +119,7 @@ def test_bf16_is_as_good_as_transformers(checkpoint: Any, reference: Any, family
 
 
 def test_a_variant_matters(checkpoint: Any, reference: Any) -> None:
-    """The oracle sees a difference: each variant's logits are not the plain model's."""
+    """The oracle can tell: each variant's logits differ from the plain model's."""
     tokens = random_tokens(90)
     plain = load(checkpoint("llama", 1))
     for overrides in (

@@ -1,4 +1,4 @@
-"""The fallback serves GPT-2 and Gemma-3 text; what would be silently wrong is refused by name."""
+"""The fallback serves GPT-2 and Gemma-3 text; what it would get wrong is refused by name."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_logits_equal_transformers(
 
 
 def test_last_picks_rows(checkpoint: Any) -> None:
-    """lm_head sees the asked rows alone."""
+    """lm_head computes only the rows that are asked for."""
     from streamer.kernels.ops import AttentionBatch
 
     opened = open_checkpoint(checkpoint("gpt2", 1))
@@ -77,7 +77,7 @@ def test_last_picks_rows(checkpoint: Any) -> None:
 
 
 def test_shape_before_loading(checkpoint: Any) -> None:
-    """Known without reading a weight."""
+    """The shape is known before a weight is read."""
     shape = examine(open_checkpoint(checkpoint("gemma3_text", 1)))
     assert (shape.num_layers, shape.num_kv_heads, shape.head_dim) == (3, 2, 32)
     assert (shape.vocab_size, shape.model_limit) == (256, 512)
@@ -138,7 +138,7 @@ def test_unknown_model_types_run_no_code(checkpoint: Any, tmp_path: Path) -> Non
 def test_a_window_beyond_the_probe_is_seen(
     tmp_path: Path, config: str, name: str, extra: dict[str, Any]
 ) -> None:
-    """Also where the model has its mask alone and does not pass `sliding_window` on."""
+    """Also where the model applies its mask without passing `sliding_window` on."""
     torch.manual_seed(5)
     sizes = {**TINY, "max_position_embeddings": 512, "sliding_window": 64, **extra}
     made = getattr(transformers, config)(
@@ -155,14 +155,14 @@ def test_a_window_beyond_the_probe_is_seen(
 
 
 def test_a_mask_of_its_own_is_refused(tmp_path: Path) -> None:
-    """Doge's keeps what it deems important, from keep_window_size tokens on."""
+    """Doge's mask keeps the tokens it scores highest, from keep_window_size tokens on."""
     made = transformers.DogeConfig(**TINY, keep_window_size=64, num_experts=16)
     with pytest.raises(ModelNotSupported, match=r"DogeForCausalLM.*a mask of its own"):
         examine(open_checkpoint(save(tmp_path, made, "DogeForCausalLM")))
 
 
 def test_only_a_causal_mask_or_a_window_has_a_window() -> None:
-    """Asked at positions all over the context."""
+    """The mask is probed at positions all over the context."""
     from transformers import masking_utils as masks
 
     causal, sliding = masks.causal_mask_function, masks.sliding_window_causal_mask_function
@@ -183,7 +183,7 @@ def test_gpt2_with_a_pad_token_is_served(checkpoint: Any, reference: Any) -> Non
 
 
 def test_what_transformers_can_not_make_is_refused(checkpoint: Any, tmp_path: Path) -> None:
-    """Whatever its code raises."""
+    """Whatever exception its code raises."""
     folder = shutil.copytree(checkpoint("gpt2", 1), tmp_path / "m")
     edit_config(folder, n_inner="wide")
     with pytest.raises(ModelNotSupported, match="GPT2LMHeadModel can't be served"):

@@ -49,7 +49,7 @@ def test_biases(architecture: str, fields: dict[str, Any], biases: tuple[bool, .
 
 
 def test_qwen3_has_its_head_dim_and_norms() -> None:
-    """128 where config.json is silent."""
+    """head_dim is 128 where config.json has none."""
     c = parse("Qwen3ForCausalLM")
     assert (c.head_dim, c.qk_norm) == (128, True)
     names = dict(expected_tensors(c))
@@ -85,7 +85,7 @@ def test_qwen3_has_its_head_dim_and_norms() -> None:
 def test_windows(
     architecture: str, fields: dict[str, Any], windows: tuple[int | None, ...]
 ) -> None:
-    """Which layers see only a window."""
+    """Which layers have a sliding window."""
     assert parse(architecture, **fields).windows == windows
 
 
@@ -97,7 +97,7 @@ def test_the_old_model_type_is_enough() -> None:
 
 
 def test_auto_map_means_nothing() -> None:
-    """No code from a checkpoint."""
+    """No code of a checkpoint is run."""
     fields = {"auto_map": {"AutoModelForCausalLM": "evil.Model"}}
     assert parse("LlamaForCausalLM", **fields) == parse("LlamaForCausalLM")
 

@@ -61,7 +61,7 @@ def test_facts_of_a_fallback(checkpoint: Any, reference: Any) -> None:
 def test_a_block_of_32_layers_16_tokens_8_heads_of_128_in_two_bytes_is_2097152_bytes(
     folder: Path,
 ) -> None:
-    """What memory is planned with, and what the pool's blocks then take."""
+    """The size that memory is planned with is the size of the pool's blocks."""
     known = msgspec.structs.replace(
         recognize(open_checkpoint(folder), "bfloat16"), num_layers=32, num_kv_heads=8, head_dim=128
     )
@@ -71,7 +71,7 @@ def test_a_block_of_32_layers_16_tokens_8_heads_of_128_in_two_bytes_is_2097152_b
 
 
 def test_a_refusal_is_a_fact(folder: Path) -> None:
-    """What is known until then stays."""
+    """Facts found before the refusal are kept."""
     edit_config(folder, rope_parameters={"rope_type": "longrope", "factor": 2.0})
     facts = inspect_checkpoint(folder)
     assert "'longrope'" in facts.refused
@@ -81,7 +81,7 @@ def test_a_refusal_is_a_fact(folder: Path) -> None:
 
 
 def test_too_little_memory_is_a_fact(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the numbers."""
+    """The refusal has the numbers."""
     monkeypatch.setattr(memory, "free_bytes", lambda: 100_000)
     facts = inspect_checkpoint(folder)
     assert "the weights need" in facts.refused
@@ -109,7 +109,7 @@ def test_end_tokens(
 
 
 def test_generation_defaults(folder: Path) -> None:
-    """Numbers among the known fields."""
+    """Only numbers among the known fields are taken."""
     fields = {"temperature": 0.6, "top_k": 20, "top_p": None, "do_sample": True}
     (folder / "generation_config.json").write_text(json.dumps(fields))
     assert generation_defaults(open_checkpoint(folder)) == {"temperature": 0.6, "top_k": 20}
@@ -121,14 +121,14 @@ def test_generation_defaults(folder: Path) -> None:
 def test_a_generation_default_that_no_request_could_have_is_refused(
     folder: Path, name: str, value: object
 ) -> None:
-    """Each request that started from it was a 500."""
+    """Each request that started from such a default was answered with a 500."""
     (folder / "generation_config.json").write_text(json.dumps({name: value}))
     refused = inspect_checkpoint(folder).refused
     assert refused.startswith(f"generation_config.json: {name} is "), refused
 
 
 def test_own_families_do_not_import_transformers(folder: Path) -> None:
-    """Recognizing and loading our own families leaves transformers out: memory and seconds."""
+    """Recognizing and loading our own families does not import transformers: memory and seconds."""
     recognize(open_checkpoint(folder), "auto")
     code = (
         "import sys; from streamer.config import Config; "

@@ -1,8 +1,8 @@
 """With the native kernels a request's tokens do not depend on what else happens, bit for bit.
 
-Not on the other rows of a step, on where its prompt was cut, on a preemption and its way back: in
-bfloat16 as in float32, the log probabilities to the last bit. transformers is no oracle for this;
-the request alone is.
+That is: not on the other rows of a step, on where its prompt was cut, nor on a preemption; in
+bfloat16 as in float32, log probabilities to the last bit. transformers is no oracle for this; the
+oracle is the request run alone.
 """
 
 from __future__ import annotations

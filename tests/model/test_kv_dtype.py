@@ -1,7 +1,7 @@
 """A quantized KV cache under whole models: how far log probabilities move, and what stays exact.
 
-Parity of tokens with an unquantized cache is not promised. That a token's codes depend on the token
-alone is: so swap is bit-equal, and batching and chunking are as near as the kernels' own sums.
+Tokens need not equal those with an unquantized cache. A token's codes depend on the token alone:
+so swap is bit-equal, and batching and chunking differ by no more than the kernels' own sums.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ pytestmark = pytest.mark.parametrize("kind", list(KV_DTYPES))
 
 @pytest.fixture(autouse=True)
 def _torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The native kernels have no such pools."""
+    """The native kernels have no quantized pools."""
     monkeypatch.setenv("STREAMER_KERNELS", "torch")
 
 
 def divergence(model: Decoder, tokens: list[int], kind: str) -> float:
-    """Mean over the tokens. In chunks, so that most keys are read back from the pool."""
+    """Mean over the tokens, computed in chunks, so that most keys are read back from the pool."""
     exact = paged_logits(model, tokens, (50, 51, 90)).log_softmax(-1)
     got = paged_logits(model, tokens, (50, 51, 90), KV_DTYPES[kind]).log_softmax(-1)
     return float((exact.exp() * (exact - got)).sum(-1).mean())
@@ -51,13 +51,13 @@ def divergence(model: Decoder, tokens: list[int], kind: str) -> float:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_distributions_move_little(checkpoint: Any, family: str, kind: str) -> None:
-    """But they move: the cache is quantized."""
+    """Above 0, as the cache is quantized, and below the limit."""
     moved = divergence(load(checkpoint(family, 1)), random_tokens(120), kind)
     assert RANDOM[kind] / 100 < moved < RANDOM[kind]
 
 
 def test_the_bundled_models_distributions_move_less(kind: str) -> None:
-    """On text that it did not learn from."""
+    """On text that was not in its training."""
     tokenizer = Tokenizer.from_folder(CHECKPOINT, None)
     tokens = list(tokenizer.encode((CHECKPOINT.parent / "report.md").read_text()))[:400]
     moved = divergence(load(CHECKPOINT), tokens, kind)
@@ -88,7 +88,7 @@ def test_swap_changes_no_bit(checkpoint: Any, family: str, kind: str) -> None:
         if is_swapped:
             hand.free += old
             hand.join(0, random_tokens(60, 9))
-            hand.step({0: 60})  # takes the blocks that were given up
+            hand.step({0: 60})  # takes the blocks that were freed
             assert set(hand.rows[0].blocks) & set(old)
             hand.leave(0)
             row.blocks = [hand.free.pop() for _ in hosts]
@@ -102,7 +102,7 @@ def test_swap_changes_no_bit(checkpoint: Any, family: str, kind: str) -> None:
 
 
 def test_alone_batched_and_preempted_are_the_same(checkpoint: Any, kind: str) -> None:
-    """Greedy requests of an engine with room, one at a time, and of one without."""
+    """Greedy requests on an engine with room, one at a time, and on one that preempts."""
     folder = checkpoint("qwen3", 1)
     asks = mixed_asks(3, 12, longest=60, output=(15, 25), twins=2)
     found = []

@@ -1,4 +1,4 @@
-"""RopeTable: it grows, and no further than the model goes."""
+"""RopeTable: it grows, up to the model's limit."""
 
 from __future__ import annotations
 

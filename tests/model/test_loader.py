@@ -55,7 +55,7 @@ def test_missing_leftover_and_misshapen_are_named(folder: Path) -> None:
 
 
 def test_rotary_buffers_are_no_leftovers(folder: Path) -> None:
-    """Old Llama checkpoints carry them a layer."""
+    """Old Llama checkpoints have one in every layer."""
     before = paged_logits(load(folder), random_tokens(9))
     names = ("model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")
     change(folder, **{name: torch.ones(8) for name in names})
@@ -74,21 +74,21 @@ def test_a_tied_head_may_be_stored_too(folder: Path) -> None:
 
 
 def test_an_untied_head_must_be_there(folder: Path) -> None:
-    """Nothing is tied silently."""
+    """A missing head is an error unless the embeddings are tied."""
     change(folder, "lm_head.weight")
     with pytest.raises(ModelNotSupported, match="missing 1: lm_head"):
         load(folder)
 
 
 def test_quantized_tensors_are_refused(folder: Path) -> None:
-    """Whatever config.json says."""
+    """Refused whatever config.json says."""
     change(folder, **{"model.norm.weight": torch.ones(64).to(torch.float8_e4m3fn)})
     with pytest.raises(ModelNotSupported, match=r"model.norm.weight \(F8_E4M3\)"):
         load(folder)
 
 
 def test_weights_outlive_their_file(folder: Path) -> None:
-    """A checkpoint overwritten while it is served changes nothing."""
+    """Overwriting a checkpoint while it is served changes nothing."""
     model = load(folder)
     before = paged_logits(model, random_tokens(20))
     file = folder / "model.safetensors"
@@ -117,7 +117,7 @@ def test_choose_dtype(
     dtype: torch.dtype,
     says: str,
 ) -> None:
-    """The checkpoint's own dtype; what is changed is said."""
+    """The checkpoint's own dtype is the default; a changed one is logged."""
     monkeypatch.setattr(loader, "has_bf16", lambda: has_bf16)
     with caplog.at_level(logging.WARNING):
         assert choose_dtype(wanted, stored) is dtype
@@ -138,7 +138,7 @@ def test_the_progress_bar_counts_layers_on_a_terminal_alone(
     with progress_bar("Loading tiny", 1, "layers", True) as advance:
         advance()
     assert capsys.readouterr().err == ""
-    monkeypatch.setenv("FORCE_COLOR", "1")  # which rich takes for a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes this for a terminal
     with progress_bar("Loading tiny", 3, "layers", True) as advance:
         for _ in range(3):
             advance()
@@ -153,7 +153,7 @@ def test_the_progress_bar_counts_layers_on_a_terminal_alone(
 def test_load_shows_one_bar(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """load_decoder advances it once a layer."""
+    """load_decoder advances it once per layer."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     checkpoint = open_checkpoint(folder)
     config = parse_config(checkpoint.config)

@@ -21,7 +21,7 @@ def pools(free: int, **settings: Any) -> PoolSizes:
 
 
 def test_a_share_of_what_is_free() -> None:
-    """Half of 2 GiB, and a quarter GiB on the host."""
+    """The device pool takes half of 2 GiB, the host pool a quarter GiB."""
     assert pools(2 * GIB) == PoolSizes(1024, 256, 4096)
 
 
@@ -32,13 +32,13 @@ def test_never_more_than_useful() -> None:
 
 
 def test_the_override_is_exact() -> None:
-    """The context shrinks to it."""
+    """The context shrinks to the pool of exactly that many blocks."""
     made = pools(2 * GIB, num_gpu_blocks_override=7)
     assert (made.num_blocks, made.num_host_blocks, made.max_model_len) == (7, 256, 112)
 
 
 def test_what_shortens_the_context_is_said_with_the_flag_that_helps() -> None:
-    """Also where blocks are left out by choice."""
+    """Also where the pool is small because of a setting."""
     assert pools(2 * GIB).limited_by == ""
     assert "--num-gpu-blocks-override 7 " in pools(2 * GIB, num_gpu_blocks_override=7).limited_by
     few = pools(2 * GIB, gpu_memory_utilization=0.05)
@@ -54,7 +54,7 @@ def test_the_host_pool_leaves_room() -> None:
 
 
 def test_a_gpu_has_memory_of_its_own() -> None:
-    """Nine tenths of it if nothing is said; swap space is at most half of the free host memory."""
+    """Nine tenths of it by default; swap space is at most half of the free host memory."""
 
     def on_gpu(host_free: int, **settings: Any) -> PoolSizes:
         return plan_pools(
@@ -89,7 +89,7 @@ def test_the_context_shrinks_to_the_pool() -> None:
 def test_refusals(
     free: int, settings: dict[str, Any], error: type[ConfigError], param: str, numbers: str
 ) -> None:
-    """Numbers and the flag that helps."""
+    """Refusals name the numbers and the flag that helps."""
     with pytest.raises(error, match=numbers) as caught:
         pools(free, **settings)
     assert caught.value.param == param
@@ -98,7 +98,7 @@ def test_refusals(
 
 
 def test_weights_that_do_not_fit() -> None:
-    """Before anything is read."""
+    """Weights that do not fit are refused before any file is read."""
     check_weights_fit(GIB, GIB)
     with pytest.raises(NotEnoughMemory, match=r"2\.00 GiB, 1\.00 GiB are free"):
         check_weights_fit(2 * GIB, GIB)
@@ -125,7 +125,7 @@ def test_the_machine_has_memory() -> None:
 def test_cgroups_limit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str, folder: str, limit: str, used: str
 ) -> None:
-    """Both versions; any group on the way to the root binds; page cache can be reclaimed."""
+    """Both versions; any group on the way to the root may limit; page cache can be reclaimed."""
     group = tmp_path / folder
     group.mkdir(parents=True)
     (group / limit).write_text(str(300 * MIB))
@@ -149,7 +149,7 @@ def test_cgroups_limit(
 def test_cpu_quota(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: str, text: str, cores: int | None
 ) -> None:
-    """Whole cores, at least one; any group on the way to the root binds."""
+    """Whole cores, at least one; the lowest limit on the way to the root applies."""
     (tmp_path / folder).mkdir(parents=True, exist_ok=True)
     (tmp_path / folder / "cpu.max").write_text(text)
     real = Path.read_text

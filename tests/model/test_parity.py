@@ -129,9 +129,9 @@ def test_four_forks_of_a_prefill_through_preemption(
     checkpoint: Any, reference: Any, oracle: Any, record_property: Any, family: str,
     seed: int, costs: dict[str, float],
 ) -> None:  # fmt: skip
-    """Greedy ones say what transformers says; sampled ones go four ways, each with its own KV.
+    """Greedy choices equal transformers'; sampled ones go four ways, each with its own KV.
 
-    (Greedy siblings write the same KV: only among sampled ones would a leak show.)
+    (Greedy siblings write the same KV: only sampled ones would show a mixed-up block.)
     """
     folder = checkpoint(family, seed, **FAMILIES[family])
     asks = mixed_asks(7 + seed, 8, longest=50, output=(20, 30), twins=2)

@@ -78,7 +78,7 @@ def test_limits(fields: dict[str, Any], limit: int) -> None:
 
 
 def test_null_scaling_is_none() -> None:
-    """rope_scaling: null is what most checkpoints say."""
+    """Most checkpoints say rope_scaling: null."""
     config = {"rope_scaling": None, "rope_theta": 5e5}
     assert parse_rope(config, 64, 2048).theta == 5e5
 

@@ -1,6 +1,6 @@
 """Where: the device that tests make their runners on, so that a suite can run on another one.
 
-The CPU, unless a fixture says otherwise: test_cuda_runner.py's late devices, tests/gpu's CUDA.
+The CPU, unless a fixture sets another: late devices in runner/test_cuda.py, CUDA in tests/gpu.
 """
 
 from __future__ import annotations
@@ -11,6 +11,6 @@ from streamer.model.runner.device import Device
 
 
 class Where:
-    """`make` gives a new device; None: the CPU."""
+    """`make` returns a new device; None: the CPU."""
 
     make: Callable[[], Device | None] = staticmethod(lambda: None)

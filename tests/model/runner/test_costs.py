@@ -1,4 +1,4 @@
-"""Costs: measured figures move towards what is measured."""
+"""Costs: estimates move towards the measured figures."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from streamer.model.runner.costs import Costs, probe_copy
 
 
 def test_prefill_is_learned_from_prefill_steps() -> None:
-    """Steps that only decode have a figure of their own; later ones weigh a fifth."""
+    """Decode-only steps have an estimate of their own; a later measurement weighs a fifth."""
     costs = Costs(1000, probe_copy)
     assert costs.facts(0).decode_s == 0.0
     costs.saw_step(9.0, 4, 0)
-    costs.saw_step(7.0, 0, 0)  # computed nothing
+    costs.saw_step(7.0, 0, 0)  # a step without tokens is no measurement
     assert costs.facts(0).prefill_s == Facts().prefill_s
     costs.saw_step(4.0, 9, 0)
     assert costs.facts(0).decode_s == pytest.approx(0.8 * 9.0 + 0.2 * 4.0)
@@ -25,7 +25,7 @@ def test_prefill_is_learned_from_prefill_steps() -> None:
 
 
 def test_swaps_move_the_bandwidth() -> None:
-    """Slow copies lower it, and it stays positive however short one seems."""
+    """Slow copies lower the bandwidth, which stays finite however short a copy seems."""
     costs = Costs(1000, probe_copy)
     before = costs.facts(0)
     assert before.swap_bytes_per_s > 1e6
@@ -40,7 +40,7 @@ def test_swaps_move_the_bandwidth() -> None:
 
 
 def test_what_swaps_cost_once_is_forgotten() -> None:
-    """Or who recomputes for it would never try again."""
+    """Otherwise a scheduler that recomputes because of it would never swap, nor measure, again."""
     costs = Costs(1000, lambda: (0.0, 1e-9))
     for _ in range(50):
         costs.saw_swap(1.0, 10)

@@ -77,7 +77,7 @@ def test_swap_out_and_in(checkpoint: Any, reference: Any) -> None:
     hand.step(swap_out=tuple(zip(old, hosts, strict=True)))
     hand.free += old
     hand.join(0, random_tokens(60, 9))
-    hand.step({0: 60})  # takes the blocks that were given up
+    hand.step({0: 60})  # takes the blocks that were freed
     assert set(hand.rows[0].blocks) & set(old)
     fresh = [hand.free.pop() for _ in hosts]
     row.blocks = fresh
@@ -178,7 +178,7 @@ def test_nan_in_a_projection_fails_every_row(checkpoint: Any, tmp_path: Path) ->
 
 
 def test_results_are_ascending_and_numbered(checkpoint: Any) -> None:
-    """Rows ascend whatever the order of chunks and decodes; logprobs come for who asks."""
+    """Rows ascend whatever the order of chunks and decodes; only rows that ask get logprobs."""
     hand = Hand(make_runner(checkpoint("llama", 1)), num_blocks=64)
     hand.join(5, random_tokens(4))
     hand.step({5: 4})
@@ -192,7 +192,7 @@ def test_results_are_ascending_and_numbered(checkpoint: Any) -> None:
 
 
 def test_a_plan_without_rows(checkpoint: Any) -> None:
-    """Copies alone are a step; facts say that they are done."""
+    """A plan of copies alone is a step; facts report its copies done."""
     runner = make_runner(checkpoint("llama", 1))
     result = runner.launch(Plan(number=1, copies=((3, 4),), swap_out=((1, 0),))).collect()
     assert (result.number, result.rows) == (1, ())
@@ -218,7 +218,7 @@ def test_wrong_plans(checkpoint: Any, plan: Plan, says: str) -> None:
 
 
 def test_a_fork_without_its_parents_prompt(checkpoint: Any) -> None:
-    """The parent sits out the plan in which its fork should draw from its logits."""
+    """The parent computes nothing in the plan in which its fork draws from its logits."""
     hand = Hand(make_runner(checkpoint("llama", 1)), num_blocks=64)
     hand.join(0, random_tokens(4))
     hand.step({0: 4})
@@ -236,7 +236,7 @@ def test_facts_are_measured(checkpoint: Any) -> None:
     facts = hand.runner.facts()
     assert facts.prefill_s != before.prefill_s
     assert 0 < facts.prefill_s < 1
-    assert facts.swap_bytes_per_s == before.swap_bytes_per_s > 0  # that made the host's memory
+    assert facts.swap_bytes_per_s == before.swap_bytes_per_s > 0  # not counted: it allocates
     assert facts.swap_fixed_s > 0
     assert facts.swap_s > 0
     hand.step({0: 1}, swap_out=((1, 0), (2, 1)), swap_in=())
@@ -252,7 +252,7 @@ def test_pools_are_touched_on_first_use(checkpoint: Any) -> None:
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     folder = checkpoint("llama", 1)
-    make_runner(folder)  # what the first one imports and compiles is not counted
+    make_runner(folder)  # what the first runner imports and compiles is not counted
     before = resident_bytes()
     runner = make_runner(folder, num_gpu_blocks_override=1 << 16, swap_space=0.25, max_num_seqs=256)
     pools = (runner._pool, runner._host_pool)
@@ -261,7 +261,7 @@ def test_pools_are_touched_on_first_use(checkpoint: Any) -> None:
 
 
 def test_closing_twice(checkpoint: Any) -> None:
-    """Frees once."""
+    """The second close does nothing."""
     runner = make_runner(checkpoint("llama", 1))
     runner.close()
     runner.close()
@@ -270,7 +270,7 @@ def test_closing_twice(checkpoint: Any) -> None:
 def test_a_second_engine_in_a_process_gets_as_many_threads_as_the_first(
     checkpoint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first one leaves torch with one thread, which is not what the process has."""
+    """The first engine leaves torch with one thread, which is not the process's number."""
     before = torch.get_num_threads()
     given: list[int] = []
     known = recognize(open_checkpoint(checkpoint("llama", 1)), "float32")
@@ -289,7 +289,7 @@ def test_a_second_engine_in_a_process_gets_as_many_threads_as_the_first(
 
 
 def test_model_info(checkpoint: Any) -> None:
-    """What load_runner says of the model."""
+    """The facts of the model that load_runner returns."""
     from streamer.config import Config
     from streamer.model.runner.load import load_runner
 

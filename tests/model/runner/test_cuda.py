@@ -1,7 +1,7 @@
-"""The CUDA runner against transformers and the CPU's runner, on a device that does all late.
+"""The CUDA runner against transformers and the CPU's runner, on a device that delays everything.
 
-tests/model/late_device.py is the device; doors are plain torch where a test needs many steps, and
-Triton's interpreter where it is about the kernels. tests/gpu runs the same on a GPU.
+tests/model/late_device.py is the device. Ops are plain torch where a test needs many steps, and
+Triton's interpreter where it is about the kernels. tests/gpu runs the same tests on a GPU.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ Late = Callable[..., LateDevice]
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
-    """Runners are made on late devices; `late(seed)` says on which. Doors are plain torch, but for
-    sampling and the making of decodes."""
+    """Runners are made on late devices; `late(seed)` returns one. Ops are plain torch, except for
+    sampling and the making of decode steps."""
     skip_without_interpreter()
     from streamer.kernels.gpu import sample
 
@@ -93,7 +93,7 @@ def oracle(reference: Any) -> Callable[[Path], GreedyOracle]:
 def serve(
     folder: Path, asks: list[Ask], params: list[SamplingParams], **settings: Any
 ) -> SyncEngine:
-    """An engine that has answered all of them."""
+    """An engine that has answered all requests."""
     engine = SyncEngine(folder, **settings)
     for i, (prompt, count) in enumerate(asks):
         engine.add(f"r{i}", prompt, count, params[i % len(params)])
@@ -102,7 +102,7 @@ def serve(
 
 
 def tokens_of(engine: SyncEngine, asks: list[Ask]) -> list[list[int]]:
-    """What each of them was answered."""
+    """The tokens of each answer."""
     return [engine.tokens[f"r{i}", 0] for i in range(len(asks))]
 
 
@@ -116,7 +116,7 @@ def test_greedy_equals_transformers(
 
     monkeypatch.setattr(ops, "choose", lambda device: backend)
     monkeypatch.setattr(sample, "best", backend.best)
-    monkeypatch.setattr(attention, "MAX_SPLITS", 2)  # programs of a decode: 16 take their time
+    monkeypatch.setattr(attention, "MAX_SPLITS", 2)  # programs of a decode: 16 are slow
     small = TINY if family == "llama" else {"n_layer": 1, "n_embd": 32, "n_head": 2}
     folder = checkpoint(family, 0, **small)
     asks = mixed_asks(1, 4, longest=20, output=(4, 6))
@@ -143,7 +143,7 @@ def test_preemption_changes_no_token(
     checkpoint: Any, oracle: Any, record_property: Any, late: Late,
     costs: dict[str, float], seed: int,
 ) -> None:  # fmt: skip
-    """Swaps under replayed decodes, in whatever order the streams come to them."""
+    """Swaps under replayed decodes, in any order in which the streams reach them."""
     folder = checkpoint("llama", 1, **TINY)
     asks = mixed_asks(seed, 16, longest=16, output=(10, 30))
     late(seed)
@@ -159,7 +159,7 @@ def test_preemption_changes_no_token(
 def test_prompts_are_scored_as_by_transformers(
     checkpoint: Any, reference: Any, record_property: Any, late: Late, costs: dict[str, float]
 ) -> None:
-    """Before the tokens of the plan before are known, with decodes between and preemptions."""
+    """Scores come before the previous plan's tokens are known, with decodes and preemptions."""
     folder = checkpoint("llama", 1, **TINY)
     late(3)
     engine = SyncEngine(folder, costs=costs, max_scored_tokens=5, **TIGHT)
@@ -172,13 +172,13 @@ def test_prompts_are_scored_as_by_transformers(
 def test_a_step_waits_for_the_blocks_that_it_reads(
     checkpoint: Any, reference: Any, late: Late, seed: int
 ) -> None:
-    """A plan whose rows read what it swaps in; it is spoilt until the copy is done."""
+    """Rows of a plan read the blocks it swaps in, which hold NaN until the copy is done."""
     late(seed)
     test_swap_out_and_in(checkpoint, reference)
 
 
 def test_blocks_are_the_copies_until_they_are_done(late: Late) -> None:
-    """Facts tell of a plan only when the copies of all up to it are done, on both streams."""
+    """Facts count a plan as done when the copies of all plans up to it are, on both streams."""
     device = late()
     device.is_still = True
     pool, host = (torch.arange(8.0).view(8, 1).clone() + base for base in (0, 100))
@@ -202,7 +202,7 @@ def test_blocks_are_the_copies_until_they_are_done(late: Late) -> None:
 
 
 def test_closing_lets_the_device_finish(checkpoint: Any, late: Late) -> None:
-    """A plan that nobody collects is carried out before its memory goes."""
+    """A launched plan that is never collected is carried out before its memory is freed."""
     device = late()
     runner = make_runner(checkpoint("llama", 1, **TINY))
     runner.launch(Plan(number=1, copies=((3, 4),), swap_out=((1, 0),)))
@@ -214,9 +214,9 @@ def test_closing_lets_the_device_finish(checkpoint: Any, late: Late) -> None:
 def test_closing_frees_what_was_recorded(
     checkpoint: Any, monkeypatch: pytest.MonkeyPatch, late: Late
 ) -> None:
-    """At once: the engine's thread has frozen the collector, which would never find it."""
+    """At once, by reference counts: the engine's thread has frozen the garbage collector."""
     device = late()
-    monkeypatch.setattr(device, "record", lambda work: list)  # a graph knows no Python
+    monkeypatch.setattr(device, "record", lambda work: list)  # a graph holds no Python object
     runner: Any = make_runner(checkpoint("llama", 1, **TINY))
     parts = [weakref.ref(part) for part in (runner._decodes, runner._model, runner._state.flat)]
     gc.disable()
@@ -230,7 +230,7 @@ def test_closing_frees_what_was_recorded(
 def test_the_largest_step_is_tried_for_its_memory(
     checkpoint: Any, monkeypatch: pytest.MonkeyPatch, late: Late
 ) -> None:
-    """As many tokens as a step may have, in contexts as long as the model has."""
+    """As many tokens as a step may have, in contexts as long as the model's limit."""
     device, seen = late(), list[tuple[Any, ...]]()
 
     def peak_bytes(work: Callable[[], None]) -> int:
@@ -249,7 +249,7 @@ def test_the_largest_step_is_tried_for_its_memory(
     monkeypatch.setattr(device, "peak_bytes", peak_bytes)
     folder = checkpoint("llama", 1, **TINY, max_position_embeddings=40)
     make_runner(folder, max_num_batched_tokens=100, max_num_seqs=7)
-    assert seen == [(100, [40, 40, 20], 100)]  # all of them may be scored
+    assert seen == [(100, [40, 40, 20], 100)]  # every token may be scored
 
 
 KINDS = [
@@ -291,8 +291,8 @@ def test_quantized_blocks_survive_swaps_under_replay(
     got = serve(folder, asks, [GREEDY], costs=SWAP, kv_cache_dtype=kind, **TIGHT)
     assert got.preemptions[0] >= 1
     assert device.num_replays > 0
-    monkeypatch.undo()  # the late doors
-    monkeypatch.setenv("STREAMER_KERNELS", "torch")  # the native kernels have no such pools
+    monkeypatch.undo()  # removes the late ops
+    monkeypatch.setenv("STREAMER_KERNELS", "torch")  # the native kernels have no quantized pools
     expected = serve(folder, asks, [GREEDY], max_num_seqs=16, kv_cache_dtype=kind)
     assert got.tokens == expected.tokens
     exact = serve(folder, asks, [GREEDY], max_num_seqs=16)
@@ -300,7 +300,7 @@ def test_quantized_blocks_survive_swaps_under_replay(
 
 
 def test_min_tokens_masks_stop_ids_until_then(checkpoint: Any, oracle: Any, late: Late) -> None:
-    """Masked while the output is short, free afterwards; positions are known without the tokens."""
+    """Masked while the output is short, allowed after; positions are known without the tokens."""
     folder = checkpoint("llama", 1, **TINY)
     ask = ([5, 6, 7], 12)
     (free,) = oracle(folder).answers([ask])
@@ -316,7 +316,7 @@ def test_min_tokens_masks_stop_ids_until_then(checkpoint: Any, oracle: Any, late
 
 
 def test_a_row_that_is_not_finite_fails_alone(checkpoint: Any, oracle: Any, late: Late) -> None:
-    """One token's embedding is NaN: who draws it fails one step later, its neighbours go on."""
+    """One token's embedding is NaN: a row that draws it fails one step later, the other goes on."""
     folder = checkpoint("llama", 1, **TINY)
     asks: list[Ask] = [([5, 6, 7], 12), ([200, 8, 9, 10], 12)]
     good, bad = oracle(folder).answers(asks)
@@ -338,7 +338,7 @@ def test_decodes_beyond_the_memory_for_graphs_run_op_by_op(
     checkpoint: Any, oracle: Any, record_property: Any, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture, late: Late,
 ) -> None:  # fmt: skip
-    """Recording ends with the budget, largest first, and says so; the answers are the same."""
+    """Recording ends with the memory budget, largest first, and is logged; answers are the same."""
     folder = checkpoint("llama", 1, **TINY)
     device = late()
     record = device.record

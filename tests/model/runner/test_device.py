@@ -15,7 +15,7 @@ from tests.model.late_device import LateDevice
 
 
 def test_auto_takes_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And `cpu` never; `cuda` without one is refused before anything is loaded."""
+    """`cpu` never takes a GPU; `cuda` without one is refused before anything is loaded."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("auto").type == choose_device("cpu").type == "cpu"
     with pytest.raises(ConfigError, match="is_available") as refused:
@@ -38,7 +38,7 @@ def test_the_ladder_ends_with_the_most_rows(max_rows: int, sizes: list[int]) -> 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_late_devices_keep_the_order_that_events_give(seed: int) -> None:
-    """In a stream always; between streams only where one waits."""
+    """Order holds within a stream; between streams only where one waits for the other's event."""
     device, done = LateDevice(seed), list[str]()
     device.main.run(partial(done.append, "main 1"))
     device.out.wait(device.main.record())
@@ -53,7 +53,7 @@ def test_late_devices_keep_the_order_that_events_give(seed: int) -> None:
 
 
 def test_an_upload_is_what_was_there_when_it_was_asked_for() -> None:
-    """The host may change its array at once; the device has it when its stream comes to it."""
+    """The host may change its array after the call; the device gets the old values, later."""
     device = LateDevice()
     device.is_still = True
     values = np.arange(4)

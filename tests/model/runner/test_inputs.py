@@ -1,4 +1,4 @@
-"""Rows: plans become packed tensors; what a plan gets wrong is named."""
+"""Rows: plans become packed tensors; errors in a plan are refused by name."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_position_37_with_block_size_16_is_logical_block_2_offset_5() -> None:
 
 
 def test_a_steady_step_takes_all_rows() -> None:
-    """No chunk: every token draws, `last` is None; progress advances by itself."""
+    """No chunk: every row draws, `last` is None; positions advance without a plan that says so."""
     rows = make(join(1, (3,), (4,)), join(3, (5, 6), (0, 2), num_computed=1, num_prompt=1))
     for position in (0, 1):
         got = step(rows, num=(2, 2, 2))
@@ -90,7 +90,7 @@ def test_a_steady_step_takes_all_rows() -> None:
 
 
 def test_rows_without_holes_lend_their_tables() -> None:
-    """Nothing is copied where row r of the batch is row slot r; else the batch has its own."""
+    """Tables are not copied where row r of the batch is row slot r; else the batch has its own."""
     rows = make(join(0, (3,), (4,)), join(1, (5,), (2,)))
     first = step(rows, num=(2, 2, 2))
     rows.leave(0)
@@ -105,7 +105,7 @@ def test_rows_without_holes_lend_their_tables() -> None:
 
 
 def test_a_resumed_row_prefills_its_own_output() -> None:
-    """Drawn tokens are known tokens: a chunk after a failed sample step may name them."""
+    """Drawn tokens are known tokens: a chunk after a failed sampling step may contain them."""
     rows = make(join(0, (1, 2), (3,)))
     step(rows, Chunk(0, 0, 2, True), num=(1, 2, 1))
     rows.append(np.array([0]), [9])
@@ -115,7 +115,7 @@ def test_a_resumed_row_prefills_its_own_output() -> None:
 
 
 def test_forks_draw_last() -> None:
-    """They compute nothing and come after the rows that do."""
+    """Forks compute nothing and come after the rows that do."""
     forked = SamplingParams(temperature=0.0, seed=0, n=2)
     rows = make(join(1, (1, 2, 3), (3,), params=forked))
     child = join(0, (1, 2, 3), (3,), num_computed=3, logits_of=1)
@@ -136,7 +136,7 @@ def test_a_row_slot_is_used_again() -> None:
 
 
 def test_tables_grow_and_change() -> None:
-    """From the end, or a block in the middle (copy-on-write)."""
+    """A table grows at its end, or a block in the middle is replaced (copy-on-write)."""
     rows = make(join(0, (1, 2, 3, 4, 5), (3,)))
     rows.update_table(TableUpdate(0, 1, (7,)))
     rows.update_table(TableUpdate(0, 0, (8,)))
@@ -160,7 +160,7 @@ def test_tables_grow_and_change() -> None:
     ],
 )
 def test_wrong_joins(joins: list[RowJoin], says: str) -> None:
-    """Named with row and numbers."""
+    """Errors name the row and the numbers."""
     with pytest.raises(InvariantViolated, match=says):
         make(*joins)
 
@@ -175,7 +175,7 @@ def test_wrong_joins(joins: list[RowJoin], says: str) -> None:
     ],
 )
 def test_wrong_tables(update: TableUpdate, says: str) -> None:
-    """No holes, no strangers."""
+    """A table has no gaps, no unknown blocks, and no row that is not there."""
     with pytest.raises(InvariantViolated, match=says):
         make(join(0, (1,), (2,))).update_table(update)
 
@@ -208,10 +208,10 @@ def test_wrong_steps(chunks: list[Chunk], num: tuple[int, int, int], says: str) 
     "chunk",
     [
         Chunk(0, 0, 5, True, 5),  # the last token is for drawing
-        Chunk(0, 0, 4, False, 4),  # the token behind it is no prompt's
+        Chunk(0, 0, 4, False, 4),  # the token after it is not of the prompt
         Chunk(0, 0, 2, False, 3),
         Chunk(0, 0, 2, False, -1),
-        Chunk(1, 0, 2, False, 1),  # did not ask
+        Chunk(1, 0, 2, False, 1),  # this request asked for no scores
     ],
 )
 def test_scores_that_a_plan_can_not_have(chunk: Chunk) -> None:

@@ -1,6 +1,6 @@
-"""Log probabilities of prompts are transformers' own, whole and chunked, preempted and in company.
+"""Log probabilities of prompts are transformers' own: whole, chunked, preempted and batched.
 
-Beside every scored prompt run others that ask for none, whose tokens must be transformers' too.
+Other requests in the same batch ask for none; their tokens must be transformers' too.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from tests.model.greedy_oracle import Ask, GreedyOracle, mixed_asks
 from tests.model.sync_engine import SyncEngine
 from tests.model.test_parity import FAMILIES, RECOMPUTE, SWAP
 
-TOLERANCE = 2e-4  # of a log probability; 3e-5 was seen, where logits reach 30
-# How many best tokens each prompt asks for beside its own, in turns; None: it asks for nothing.
+TOLERANCE = 2e-4  # of a log probability; the largest error seen was 3e-5, where logits reach 30
+# Number of best tokens asked for beside the prompt's own, in turns; None: no scores.
 WANTED = [1, None, 0, 20, None]
 VOCAB = 256
 
 
 def params(i: int) -> SamplingParams:
-    """The i-th request's; every third one has two choices, from one prompt."""
+    """Parameters of the i-th request; every third one has two choices from one prompt."""
     wanted = WANTED[i % len(WANTED)]
     return SamplingParams(temperature=0.0, prompt_logprobs=wanted, n=1 + (i % 3 == 0))
 
 
 def compare(found: Sequence[TokenLogprob], prompt: list[int], wanted: int, model: Any) -> None:
-    """Whether these are a prompt's, by transformers."""
+    """Check that `found` are the log probabilities that transformers gives for the prompt."""
     ids = torch.tensor([prompt])
     with torch.inference_mode():
         logits = model(ids, attention_mask=torch.ones_like(ids)).logits[0]
@@ -52,7 +52,7 @@ def compare(found: Sequence[TokenLogprob], prompt: list[int], wanted: int, model
 
 
 def check(engine: SyncEngine, asks: list[Ask], model: Any, record_property: Any) -> None:
-    """Run all of them; `engine` has none yet."""
+    """Run all requests on an engine that has none yet."""
     for i, (prompt, count) in enumerate(asks):
         engine.add(f"r{i}", prompt, count, params(i))
     engine.run()
@@ -95,16 +95,16 @@ def test_preempted_they_are_neither_lost_nor_twice_there(
 def test_by_torch_alone(
     checkpoint: Any, reference: Any, record_property: Any, backend: str
 ) -> None:
-    """The last resort without a compiler, and the native kernels."""
+    """torch alone, which serves without a compiler, and the native kernels."""
     folder = checkpoint("llama", 0, **FAMILIES["llama"])
     engine = SyncEngine(folder, max_scored_tokens=20, max_num_batched_tokens=64, max_num_seqs=4)
     check(engine, mixed_asks(4, 5, longest=40, output=(2, 3)), reference(folder), record_property)
 
 
 def test_a_large_vocabulary_is_looked_at_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the pieces are, and with logits of half the size."""
+    """The result does not depend on the size of the pieces; the logits are bfloat16."""
     monkeypatch.setattr(scoring, "PIECE", 3)
-    noise = torch.Generator().manual_seed(0)  # in each row no two are alike
+    noise = torch.Generator().manual_seed(0)  # no two logits of a row are equal
     logits = torch.stack([torch.randperm(VOCAB, generator=noise) for _ in range(7)]) / 16
     logits = logits.bfloat16()
     targets = torch.arange(7) * 11

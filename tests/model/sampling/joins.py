@@ -1,6 +1,6 @@
-"""Rows for samplers that are tested without a runner.
+"""Rows for tests that call a sampler without a runner.
 
-`join` makes the RowJoin of a sequence that holds no blocks. Used by tests that call a sampler
+`join` makes the RowJoin of a sequence that holds no blocks.
 """
 
 from __future__ import annotations
@@ -21,6 +21,6 @@ def join(
     choice: int,
     stop_ids: frozenset[int] = frozenset(),
 ) -> None:
-    """The row holds a sequence of these tokens."""
+    """Put a sequence of these tokens into the row."""
     known = tuple(tokens)
     sampler.join(RowJoin(row, f"r{row}", choice, known, num_prompt, 0, (), params, stop_ids))

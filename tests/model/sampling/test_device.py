@@ -39,7 +39,7 @@ def _doors() -> Iterator[None]:
 
 
 class Both:
-    """The two samplers, asked the same."""
+    """The two samplers, with the same calls."""
 
     def __init__(self, max_rows: int) -> None:
         self.device = LateDevice(1)
@@ -47,13 +47,13 @@ class Both:
         self.here = Sampler(for_cpu(), VOCAB, max_rows)
 
     def join(self, row: int, params: SamplingParams, tokens: tuple[int, ...], prompt: int) -> None:
-        """The same sequence in both."""
+        """Add the same sequence to both."""
         join = RowJoin(row, f"r{row}", 0, tokens, prompt, 0, (), params, ENDS)
         self.there.join(join)
         self.here.join(join)
 
     def leave(self, row: int) -> None:
-        """From both."""
+        """Remove it from both."""
         self.there.leave(row)
         self.here.leave(row)
 
@@ -115,7 +115,7 @@ def test_rows_come_and_go(extra: int) -> None:
     ids=["greedy", "under the mask", "inf under the mask", "penalised"],
 )
 def test_rows_that_are_not_finite_fail_alone(where: Any, value: float) -> None:
-    """Also where a mask would hide it; neighbours draw what they would draw without it."""
+    """Also where a mask would hide it; the other rows draw what they would draw without it."""
     both = Both(6)
     for row, params in enumerate(PARAMS):
         both.join(row, params, (1, 2, 3), 2)
@@ -127,7 +127,7 @@ def test_rows_that_are_not_finite_fail_alone(where: Any, value: float) -> None:
 
 
 def test_a_mask_that_leaves_nothing_fails_the_row() -> None:
-    """The model allows but the end tokens, and min_tokens bans those."""
+    """The model allows only the end tokens, and min_tokens bans those."""
     both = Both(2)
     both.join(0, PARAMS[5], (1, 2), 2)
     both.join(1, PARAMS[0], (1, 2), 2)
@@ -139,7 +139,7 @@ def test_a_mask_that_leaves_nothing_fails_the_row() -> None:
 
 
 def test_counts_grow_while_steps_are_queued() -> None:
-    """Places are taken, given back and added in the order of the stream, however late it is."""
+    """Row slots are taken, freed and counted in stream order, however late the stream is."""
     device = LateDevice(1)
     counts = DeviceSampler(device, LateDoors(), VOCAB, 16)._counts
     for row in range(5):

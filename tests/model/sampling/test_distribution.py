@@ -44,14 +44,14 @@ MIXES = [
 
 
 def the_logits() -> NDArray[np.float32]:
-    """The history's tokens are likely ones, so that penalties show; 60 is below zero."""
+    """Likely tokens are those of the history, so that penalties show; 60 is below zero."""
     logits = np.random.default_rng(3).standard_normal(VOCAB) * 1.5
     logits[[1, 2, 3, 4, 50, 60, 70]] = [3.0, 2.5, 3.5, 3.2, 2.0, -0.5, 2.8]
     return logits.astype(np.float32)
 
 
 def draw(params: SamplingParams, seed: int) -> NDArray[np.int64]:
-    """How often each token came in DRAWS draws; position and choice make them independent."""
+    """How often each token was drawn in DRAWS draws; position and choice make them independent."""
     counts = np.zeros(VOCAB, dtype=np.int64)
     sampler = Sampler(for_cpu(), VOCAB, BATCH)
     for first in range(0, DRAWS, BATCH):
@@ -66,7 +66,7 @@ def draw(params: SamplingParams, seed: int) -> NDArray[np.int64]:
 
 
 def p_value(counts: NDArray[np.int64], probs: NDArray[np.float64]) -> float:
-    """Of the counts under probs; a token of probability 0 that came makes it 0."""
+    """The p-value of the counts under probs; 0 if a token of probability 0 was drawn."""
     if counts[probs == 0.0].any():
         return 0.0
     expected = probs * counts.sum()

@@ -1,4 +1,4 @@
-"""The sampler's promises: rows are strangers, greedy is exact, masks hold, log probabilities."""
+"""The sampler: rows are independent, greedy is exact, masks hold, log probabilities are right."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ KINDS = [
 
 @pytest.fixture(autouse=True)
 def narrow_widths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The vocabulary here is small: look at 64 and at 512 candidates first all the same."""
+    """Look at 64 and at 512 candidates first, although the vocabulary is small."""
     monkeypatch.setattr(reference_sampling, "WORTH", 1)
 
 
@@ -253,7 +253,7 @@ def test_logprobs_are_of_the_raw_model(dtype: torch.dtype) -> None:
 
 
 def test_widths_do_not_change_the_draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What looks at 64 candidates first and what sorts everything draw the same tokens."""
+    """Looking at 64 candidates first draws the same tokens as sorting all of them."""
     rows, positions = range(len(KINDS)), [3] * len(KINDS)
     for worth in (1, 4):
         for step in range(4):

@@ -22,7 +22,7 @@ MIXES = [
 
 
 def sample(folder: Path, only: list[int], **settings: Any) -> dict[tuple[str, int], list[int]]:
-    """The tokens of these of 16 requests, each with its own seed and settings."""
+    """The tokens of the given ones of 16 requests, each with its own seed and settings."""
     engine = SyncEngine(folder, **settings)
     for i, (prompt, count) in enumerate(mixed_asks(3, 16, longest=70, output=(16, 30))):
         if i in only:
