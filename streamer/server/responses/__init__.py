@@ -1,1 +1,1 @@
-"""OpenAI's Responses, in one place: bodies, events, routes, lanes on sockets, steering."""
+"""OpenAI's Responses: bodies, events, routes, lanes on sockets, steering."""

@@ -1,6 +1,6 @@
 """Responses: the body of POST /v1/responses and of response.create, and its table of known fields.
 
-Pure: turns.py makes the prompt, events.py the answer.
+Does no I/O: turns.py makes the prompt, events.py the answer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_ITEMS = 4096
 MAX_STREAM_ID = 128
 MAX_ID = 256
 LOGPROBS = "message.output_text.logprobs"
-# What OpenAI knows to include: of things that are never made there is nothing to leave out.
+# What OpenAI's `include` accepts. Parts that this server never makes are accepted, to no effect.
 Includable = Literal[
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -87,7 +87,7 @@ class InputItem(msgspec.Struct):
     id: Annotated[str, Meta(max_length=MAX_ID)] | None = None
 
     def check(self, path: str) -> None:
-        """Refuse what is neither."""
+        """InvalidRequest unless it is a message or a reference."""
         names = ("id",) if self.is_reference else ("role", "content")
         for name in names:
             if getattr(self, name) is None:
@@ -97,13 +97,12 @@ class InputItem(msgspec.Struct):
 
     @property
     def is_reference(self) -> bool:
-        """Whether it only names a message; OpenAI lets a reference leave out its type."""
+        """Whether this only names a message; OpenAI lets a reference leave out its type."""
         is_bare = self.type is None and self.role is None and self.id is not None
         return self.type == "item_reference" or is_bare
 
     @property
     def text(self) -> str:
-        """What the message says."""
         if isinstance(self.content, str):
             return self.content
         return "\n".join(part.text for part in self.content or ())
@@ -193,7 +192,7 @@ class ResponseCreate(Body, kw_only=True):
 
     @property
     def names(self) -> dict[str, str]:
-        """The prompt is the input here."""
+        """Parameters of SamplingParams under their names in this body."""
         return {
             "prompt": "input",
             "max_tokens": "max_output_tokens",
@@ -202,7 +201,7 @@ class ResponseCreate(Body, kw_only=True):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the text comes with log probabilities."""
+        """Whether the answer has log probabilities."""
         return LOGPROBS in (self.include or ()) or self.top_logprobs is not None
 
 
@@ -210,7 +209,7 @@ DECODER: Final = msgspec.json.Decoder(ResponseCreate)
 
 
 def check_stream_id(stream_id: str | None) -> None:
-    """Refuse the name of a lane that is empty or too long to echo."""
+    """InvalidRequest for a lane's name that is empty or too long to echo."""
     if stream_id is not None and not 0 < len(stream_id) <= MAX_STREAM_ID:
         raise InvalidRequest(
             f"stream_id has 1 to {MAX_STREAM_ID} characters, got {len(stream_id)}",

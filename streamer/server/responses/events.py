@@ -1,9 +1,9 @@
 """The events of one response: Deltas and Notices in, server events out, from any number on.
 
-Pure. A sequence number is a function of the response's tokens alone: each event of the opening
-takes one, every output token takes one, each event of the closing takes one; an event over several
-tokens carries the last of theirs. The last tokens take none if they are on no event: no gap before
-the closing. So every number is a cursor, on every transport, at any time.
+Does no I/O. A sequence number is a function of the response's tokens alone: each event of the
+opening takes one number, each output token one, each event of the closing one; an event over
+several tokens carries the number of the last. Final tokens that are on no event take none, so there
+is no gap before the closing. So each number is a cursor, on each transport, at any time.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def item_id(response_id: str) -> str:
 def blank_response(
     context: Context, response_id: str, created: float, params: SamplingParams, status: str
 ) -> Response:
-    """The object of a response that has said nothing yet."""
+    """The object of a response without output so far."""
     body = context.body
     return Response(
         id=response_id,
@@ -89,9 +89,9 @@ def blank_response(
 class ResponseEvents:
     """Builds the events of one response in order, those after number `after`.
 
-    number  the last one given out, or passed over
-    lane    what every event echoes
-    wanted  LOGPROBS, TOKEN_IDS: what of the body's wishes this reader wants as well
+    number  the last sequence number given out, or passed over
+    lane    echoed as stream_id by every event
+    wanted  LOGPROBS, TOKEN_IDS: which of those that the body asks for this reader gets
     """
 
     def __init__(
@@ -115,19 +115,19 @@ class ResponseEvents:
         self._has_logprobs = LOGPROBS in wanted
         self._item_id = item_id(stream.request_id)
         self._is_silent = context.body.generate is False
-        # Every token is on an event, if not on this reader's, then on another's.
+        # Whether every token is on an event, of this reader or of another.
         self._shows_all = bool(context.body.return_token_ids) or stream.params.logprobs is not None
         opening = 2 if self._is_silent else 4
         self._num_opening = opening + bool(context.body.background) + bool(context.prefix)
 
     def tokens_at(self, number: int) -> int:
-        """Output tokens that a reader has who has everything up to this number."""
+        """Output tokens of a reader that has every event up to this number."""
         return max(0, number - (self._num_opening - 1))
 
     # ------------------------------------------------------------ building
 
     def opening(self) -> list[Event]:
-        """created, in_progress, output_item.added, content_part.added; what is before tokens."""
+        """The events before the tokens: created, in_progress, output_item.added and so on."""
         is_queued = bool(self._context.body.background)
         response = self._blank("queued" if is_queued else "in_progress")
         ids = only_if(self._has_ids, self._stream.prompt)
@@ -152,7 +152,7 @@ class ResponseEvents:
         return self._beyond(out)
 
     def deltas(self, deltas: Sequence[Delta]) -> list[Event]:
-        """The delta events, and after the last one what closes the response."""
+        """The delta events, and the closing events after a delta that ends the response."""
         out: list[Event] = []
         for d in deltas:
             if not self._is_silent:
@@ -178,7 +178,7 @@ class ResponseEvents:
         return event
 
     def response(self) -> Response:
-        """The object as it is now."""
+        """The response object in its current state."""
         finish, error = self._stream.finishes[0], self._stream.error
         if finish is not None:
             return self._final(self._status(finish), finish.detail)
@@ -252,16 +252,16 @@ class ResponseEvents:
 
     @property
     def _num_tokens(self) -> int:
-        """Numbers between opening and closing, once it has ended.
+        """Numbers between opening and closing, once the response has ended.
 
-        Text that only the end released has a number of its own, after the last token's.
+        Text that was held back until the end has a number of its own, after the last token's.
         """
         if self._is_silent:
             return 0
         return self._num_numbered(self._stream.num_output_tokens) + self._stream.has_rest()
 
     def _num_numbered(self, end: int) -> int:
-        """Numbers of the first `end` tokens: those on no event, as an end token, leave no gap."""
+        """Numbers of the first `end` tokens; one on no event, such as an end token, takes none."""
         return end if self._shows_all else self._stream.num_shown(end)
 
     def _status(self, finish: Finish) -> str:
@@ -280,7 +280,7 @@ class ResponseEvents:
         return blank_response(self._context, s.request_id, s.created, s.params, status)
 
     def _final(self, status: str, detail: str | None) -> Response:
-        """The object of a response that has ended."""
+        """The response object at the end."""
         stream = self._stream
         num_in = stream.num_prompt_tokens
         num_out = 0 if self._is_silent else stream.num_output_tokens

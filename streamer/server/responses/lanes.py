@@ -1,8 +1,8 @@
-"""Lanes: the responses of one socket, those that run on it, wait on it, or were resumed on it.
+"""Lanes: the responses of one socket: running on it, waiting on it, or resumed on it.
 
-A lane is a task that runs its responses in order and sends their events itself, so a socket that
-takes nothing holds up only its own lanes, whose cursors then merge what they missed. websocket.py
-makes one Lanes a socket and hands it events that are decoded.
+A lane is a task that runs its responses in order and sends their events itself, so a socket whose
+client does not read holds up only its own lanes; their cursors then merge what they missed.
+socket.py makes one Lanes a socket and passes it decoded events.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_LANES: Final = 64
-MAX_QUEUED: Final = 256  # creates that wait for their lane
-MAX_RESPONSES: Final = 320  # not ended, those that lost their reader here for its lag among them
+MAX_QUEUED: Final = 256  # creates waiting for their lane
+MAX_RESPONSES: Final = 320  # not ended, with those whose reader here was dropped for its lag
 MAX_QUEUED_BYTES: Final = 4 << 20  # of creates whose response has not begun
 
 Send = Callable[[msgspec.Struct], Coroutine[Any, Any, None]]
@@ -54,7 +54,7 @@ Reply = Callable[[msgspec.Struct], None]
 
 
 class Job(msgspec.Struct, frozen=True):
-    """A create that was read and checked, waiting for its lane."""
+    """A checked response.create, waiting for its lane."""
 
     response_id: str
     asked: Prepared[ResponseCreate]
@@ -63,12 +63,11 @@ class Job(msgspec.Struct, frozen=True):
 
     @property
     def lane(self) -> str | None:
-        """The name of its lane."""
         return self.asked.body.stream_id
 
 
 class Resuming(msgspec.Struct, frozen=True):
-    """A resume that was read."""
+    """A checked response.resume, for its lane."""
 
     event: Resume
     settings: Settings
@@ -77,8 +76,8 @@ class Resuming(msgspec.Struct, frozen=True):
 class Attached(msgspec.Struct, eq=False):
     """A response whose events go out on this socket, and the number its reader has there.
 
-    steers     input that follows it when it has ended
-    is_behind  it is read again, from some token on
+    steers     input for the response that follows when this one has ended
+    is_behind  the reader starts on tokens that were computed earlier
     """
 
     stream: TokenStream
@@ -100,10 +99,10 @@ def cancelled(job: Job) -> ResponseEvent:
 
 
 class Lanes:
-    """See the module.
+    """The lanes of one socket.
 
-    send   sends an event, when the socket takes it
-    reply  queues an event to be sent soon
+    send   sends an event, waiting until the socket takes it
+    reply  queues an event and returns at once
     """
 
     def __init__(
@@ -125,8 +124,8 @@ class Lanes:
         self._lanes: dict[str | None, deque[Job | Resuming]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._attached: list[Attached] = []
-        self._starting: dict[str, bool] = {}  # ids of creates on their way: are they cancelled?
-        self._made: WeakSet[TokenStream] = WeakSet()  # here; they are the engine's to keep
+        self._starting: dict[str, bool] = {}  # response id of a starting create -> is it cancelled?
+        self._made: WeakSet[TokenStream] = WeakSet()  # on this socket; the engine keeps them
         self._queued_bytes = 0
 
     # ------------------------------------------------------------ what the client asks for
@@ -134,7 +133,7 @@ class Lanes:
     def create(self, data: bytes, settings: Settings, decoder: Decoder[ResponseCreate]) -> None:
         """response.create: checked and given its id now, run when its lane is free."""
         service = self._service
-        service.admit(self._scope, is_for_later=True)  # its lane may be taken
+        service.admit(self._scope, is_for_later=True)  # its lane may be busy
         body = decode_body(data, decoder, FIELDS)
         for name, value in (("background", body.background), ("stream", body.stream is False)):
             if value:
@@ -167,7 +166,7 @@ class Lanes:
         return self._service.prepare(self._scope, "responses", body, num_bytes, reading)
 
     def resume(self, event: Resume, settings: Settings) -> None:
-        """response.resume: on its lane if that is free, so that creates wait for it."""
+        """response.resume: on its lane if that is free (creates wait for it), else beside it."""
         event.check()
         job = Resuming(event, settings)
         if event.stream_id not in self._lanes:
@@ -178,7 +177,7 @@ class Lanes:
             self._spawn(self._run_beside(job))
 
     def cancel(self, response_id: str | None) -> None:
-        """response.cancel: idempotent; a response that waits for its lane is taken out of it."""
+        """response.cancel: idempotent; a create waiting for its lane is removed from the queue."""
         if response_id is None:
             raise InvalidRequest("response.cancel wants a response_id", param="response_id")
         if response_id in self._starting:
@@ -195,13 +194,13 @@ class Lanes:
         self._service.cancel([stream])
 
     def acknowledge(self, response_id: str, number: int) -> None:
-        """response.ack: consumed up to this number; what is not attached here is ignored."""
+        """response.ack: consumed up to this number; ignored for a response not attached here."""
         for a in self._attached:
             if a.stream.request_id == response_id:
                 a.stream.acknowledge(a.reader, a.events.tokens_at(number))
 
     def steer(self, event: SteerEvent, size: int, decode: steering.Decode) -> None:
-        """response.steer: end the response at the next token; what it said is followed by this."""
+        """response.steer: end the response at the next token, and continue with this input."""
         on_it = [a for a in self._attached if a.stream.request_id == event.previous_response_id]
         if not on_it:
             text = "this response does not stream on this socket"
@@ -232,12 +231,12 @@ class Lanes:
         self._service.cancel([a.stream])
 
     def drop(self) -> None:
-        """The socket takes nothing: its responses wait for another reader."""
+        """Drop every reader of this socket: its responses wait for another reader."""
         for a in self._attached:
             a.stream.drop(a.reader)
 
     async def close(self) -> None:
-        """End every task; readers detach."""
+        """Cancel every task; their readers detach."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -277,7 +276,7 @@ class Lanes:
         task.add_done_callback(self._tasks.discard)
 
     async def _guard(self, job: Job | Resuming, lane: str | None) -> None:
-        """Do what there is to do: a bug costs one response, not those that wait behind it."""
+        """Run one job: a bug ends one response, not those waiting behind it."""
         try:
             await (self._run(job) if isinstance(job, Job) else self._resume(job))
         except OSError:
@@ -289,7 +288,7 @@ class Lanes:
     async def _run_lane(self, name: str | None) -> None:
         lane = self._lanes[name]
         try:
-            with contextlib.suppress(OSError):  # the client is gone; the reader sees it too
+            with contextlib.suppress(OSError):  # the client is gone: the read loop ends too
                 while lane:
                     await self._guard(lane.popleft(), name)
         finally:
@@ -348,7 +347,7 @@ class Lanes:
         *,
         is_split: bool = False,
     ) -> None:
-        """Send a response's events, those after a number, to the last one."""
+        """Send a response's events after the number `after`, up to the last."""
         service = self._service
         events = ResponseEvents(
             context_of(stream),
@@ -379,15 +378,15 @@ class Lanes:
                 await self._send(event)
         finally:
             self._attached.remove(attached)
-            if not is_reading:  # nobody ever read, so nobody's leaving would end it
+            if not is_reading:  # no reader attached, so no detaching would end it
                 stream.miss()
         if attached.steers:
             await self._succeed(attached)
 
     async def _succeed(self, attached: Attached) -> None:
-        """What was steered goes on, before the creates that wait on its lane."""
+        """Start the successor of a steered response, before the creates waiting on its lane."""
         steers, stream, lane = tuple(attached.steers), attached.stream, attached.lane
-        if not stream.is_finished:  # its reader was too slow, and the successor's would be as well
+        if not stream.is_finished:  # its reader was too slow; the successor's would be too
             self._queued_bytes -= sum(s.size for s in steers)
             for steer in steers:
                 text = "this socket no longer follows the response"

@@ -1,7 +1,7 @@
-"""Responses by their ids: made from a body that is checked, and found again by whom they belong to.
+"""Responses by their ids: made from a checked body, and found again by the key that made them.
 
-A response is found in the engine, live or retained, and is nobody's but the key's that made it:
-to every other key it is not there.
+A response is looked up in the engine, live or retained. Only the key that made it finds it: for
+every other key it does not exist.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 async def respond(
     service: Service, asked: Prepared[ResponseCreate], response_id: str
 ) -> TokenStream:
-    """The stream of a response whose body is checked, and whose caller `admit` let in."""
+    """The stream of a new response; its body is checked and its caller admitted."""
     service.require_room(asked.scope)  # before its prompt is made
     with service.bodies.used(asked.tenant, asked.num_bytes):
         turn = await turn_of(service, asked, response_id)
@@ -54,7 +54,7 @@ async def respond(
 
 
 async def turn_of(service: Service, asked: Prepared[ResponseCreate], response_id: str) -> Turn:
-    """What a response would be asked, with all that its body refers to."""
+    """The conversation and prompt of a response, with everything its body refers to."""
     body, scope, session = asked.body, asked.scope, asked.reading.session
     parent = None
     if body.previous_response_id is not None:
@@ -67,7 +67,7 @@ async def turn_of(service: Service, asked: Prepared[ResponseCreate], response_id
 def _items(
     service: Service, body: ResponseCreate, scope: Scope, session: str, response_id: str
 ) -> tuple[TurnItem, ...]:
-    """The input as items; a reference is the item that it names."""
+    """The input as items; a reference is replaced by the item that it names."""
     base = item_id(response_id)
     return tuple(
         _referenced(service, item.id or "", scope, session, f"input[{i}].id")
@@ -78,7 +78,7 @@ def _items(
 
 
 def _referenced(service: Service, name: str, scope: Scope, session: str, param: str) -> TurnItem:
-    """An item of a response that `find` finds: its answer, or one of its input."""
+    """An item of a response that `find` returns: its answer, or an item of its input."""
     made_by = "resp_" + name.removeprefix("msg_").partition("_")[0]
     try:
         stream = find(service, made_by, scope, session)
@@ -99,7 +99,7 @@ def find(
 ) -> TokenStream:
     """A response that is live, or finished and stored, or was made on this socket.
 
-    Raises NotFound for anything else, another key's included; `param` is the field that named it.
+    Raises NotFound for any other, another key's included; `param` is the field with the id.
     """
     stream = _look_up(service, response_id, scope, "response")
     if stream is not None:
@@ -115,7 +115,7 @@ def find(
 
 
 def find_chat(service: Service, request_id: str, scope: Scope) -> TokenStream:
-    """The stream of a chat completion, likewise."""
+    """The stream of a chat completion, live or retained; NotFound as in `find`."""
     stream = _look_up(service, request_id, scope, "chat")
     if stream is None:
         raise NotFound(f"there is no chat completion {clip(request_id)!r} here")

@@ -1,7 +1,7 @@
 """The HTTP routes of responses: create, and everything by id; and the resume of chat streams.
 
-A response is found by its id in the engine, live or retained; service.py says whose it is. A cursor
-comes as `starting_after`, or as Last-Event-ID, which is newer where a browser sends both.
+A response is found by its id in the engine, live or retained; respond.py checks whose it is. A
+cursor is `starting_after` or Last-Event-ID; where a browser sends both, Last-Event-ID is newer.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
     from streamer.server.service import Service
 
 RESPONSE = Form("responses", DECODER, FIELDS)
-CANCEL_S = 10.0  # a cancel takes a step; a step that hangs must not hang this as well
+CANCEL_S = 10.0  # a cancel takes a step; a hung step must not hang the route
 MAX_DIGITS = 16
 MAX_PAGE, DEFAULT_PAGE = 100, 20
 
 
 class ResponseAnswer:
-    """What EventStream and read_whole need of a response's events."""
+    """The Answer (transport/sse.py) of a response."""
 
     def __init__(self, events: ResponseEvents, stream: TokenStream) -> None:
         self._events = events
@@ -56,12 +56,11 @@ class ResponseAnswer:
 
     @property
     def request_id(self) -> str:
-        """The id on the wire."""
         return self._stream.request_id
 
     @property
     def has_ids(self) -> bool:
-        """Always: OpenAI's clients read a response's events by the standard."""
+        """Always true: OpenAI's clients parse a response's events as the SSE standard says."""
         return True
 
     def opening(self) -> bytes:
@@ -69,26 +68,25 @@ class ResponseAnswer:
         return _frames(self._events.opening())
 
     def deltas(self, source: int, deltas: Sequence[Delta]) -> bytes:
-        """What a step brought, and what closes the response after its end."""
+        """The events of a step's deltas, and the closing events after the last."""
         return _frames(self._events.deltas(deltas))
 
     def failure(self, deltas: Sequence[Delta]) -> StreamerError | None:
-        """None: how a response ends is an event."""
+        """Always None: a failed response ends with an event."""
         return None
 
     def closing(self) -> bytes:
-        """Nothing: the terminal event is the end."""
+        """Empty: the terminal event is the end."""
         return b""
 
     def error(self, error: StreamerError) -> bytes:
-        """response.failed where the response is over; else what went wrong with this stream."""
+        """response.failed where the response has failed; else an `error` event of this stream."""
         if self._stream.error is not None:
             return _frames(self._events.failed(error))
         body = msgspec.structs.asdict(api_error(error)) | {"type": "error"}
         return frame("", encode(body), "error")
 
     def whole(self, results: Sequence[Sequence[Delta]]) -> bytes:
-        """The response object."""
         return encode(self._events.response())
 
 
@@ -97,7 +95,7 @@ def _frames(events: Sequence[Event]) -> bytes:
 
 
 class ResponseRoutes:
-    """The handlers over one Service."""
+    """The handlers of the routes, over one Service."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -120,7 +118,7 @@ class ResponseRoutes:
         return Response(status_code=499) if whole is None else _json(whole, stream)
 
     async def input_tokens(self, request: Request) -> ASGIApp:
-        """POST /v1/responses/input_tokens: how long the prompt of such a response would be."""
+        """POST /v1/responses/input_tokens: the number of prompt tokens of such a response."""
         service = self._service
         asked = await service.read(request, RESPONSE, is_for_later=True)
         with service.bodies.used(asked.tenant, asked.num_bytes):
@@ -128,7 +126,7 @@ class ResponseRoutes:
         return _body(encode(InputTokens(len(turn.prompt))))
 
     async def compact(self, request: Request) -> ASGIApp:
-        """POST /v1/responses/compact: not done here."""
+        """POST /v1/responses/compact: always refused."""
         raise InvalidRequest(
             "compaction is not supported by this server: ask for a summary, and begin a new "
             "conversation with it",
@@ -136,7 +134,7 @@ class ResponseRoutes:
         )
 
     async def retrieve(self, request: Request) -> ASGIApp:
-        """GET /v1/responses/{id}: the object, or with stream=true what came after a number."""
+        """GET /v1/responses/{id}: the object, or with stream=true the events after a number."""
         _check_query(request)
         stream = self._find(request)
         if not _is_streamed(request):
@@ -154,10 +152,10 @@ class ResponseRoutes:
         )
 
     async def cancel(self, request: Request) -> ASGIApp:
-        """POST /v1/responses/{id}/cancel: idempotent; the object as it ended.
+        """POST /v1/responses/{id}/cancel: idempotent; returns the object as it ended.
 
-        A response that came to its end is cancelled no more; where it ran in the background its
-        client could not have known.
+        A response that ended by itself is refused, unless it ran in the background, where its
+        client could not know of the end.
         """
         stream = self._find(request)
         reasons = {f.reason for f in stream.finishes if f is not None}
@@ -188,7 +186,7 @@ class ResponseRoutes:
         return _json(encode(_page(items, request)), stream)
 
     async def resume_chat(self, request: Request) -> ASGIApp:
-        """GET /v1/chat/completions/{id}?stream=true: what came after a number."""
+        """GET /v1/chat/completions/{id}?stream=true: the chunks after a number."""
         stream = find_chat(self._service, request.path_params["id"], request.scope)
         if not _is_streamed(request):
             raise InvalidRequest(
@@ -245,7 +243,7 @@ def _json(body: bytes, stream: TokenStream) -> Response:
 
 
 def _is_streamed(request: Request) -> bool:
-    """`stream` of the query; a HEAD asks for nothing that streams."""
+    """`stream` of the query; always false for a HEAD."""
     given = request.query_params.get("stream", "false").lower()
     if given not in ("true", "1", "false", "0"):
         raise InvalidRequest(f"stream is true or false, got {given[:20]!r}", param="stream")
@@ -258,7 +256,7 @@ def _cursor(request: Request) -> str | None:
 
 
 def _is_number(text: str) -> bool:
-    """Python refuses to convert 5,000 digits, and slowly those before that."""
+    """Whether `int` may convert it: Python refuses 5,000 digits, and is slow for fewer."""
     return text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS
 
 
@@ -271,7 +269,7 @@ def _number(text: str) -> int:
 
 
 def _check_query(request: Request) -> None:
-    """Refuse by name what is known and not done."""
+    """InvalidRequest that names the parameter, for known values that are not supported."""
     query = request.query_params
     if query.get("include_obfuscation", "false").lower() not in ("false", "0"):
         raise InvalidRequest(
@@ -297,7 +295,7 @@ def _item(item: TurnItem) -> InputItem:
 
 
 def _page(items: list[InputItem], request: Request) -> InputPage:
-    """One page of a list, as `order`, `after` and `limit` ask."""
+    """One page of a list, by the query's `order`, `after` and `limit`."""
     query = request.query_params
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):

@@ -1,8 +1,8 @@
 """GET /v1/responses as a WebSocket: OpenAI's mode, and our subprotocols on top of it.
 
-One Session a socket. Its reader always sits in `receive()`; lanes.py runs the responses and sends
-their events; replies to events go by a small queue. JSON and MessagePack carry the same Structs.
-How much may come is counted below, where frames are taken apart (transport/websocket.py).
+One Session a socket. Its read loop always waits in `receive()`; lanes.py runs the responses and
+sends their events; replies to events go through a small queue. JSON and MessagePack carry the same
+Structs. The limits on incoming frames are in transport/websocket.py, which parses them.
 """
 
 from __future__ import annotations
@@ -55,18 +55,17 @@ _pack = msgspec.msgpack.Encoder().encode
 
 
 class Endpoint:
-    """The ASGI endpoint: a Session a connection."""
+    """The ASGI endpoint: one Session for each connection."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one socket to its end."""
         await Session(self._service, scope, receive, send).run()
 
 
 class Session:
-    """One socket."""
+    """One socket: its handshake, its settings, its lanes and its replies."""
 
     def __init__(self, service: Service, scope: Scope, receive: Receive, send: Send) -> None:
         self._service = service
@@ -119,7 +118,7 @@ class Session:
                 await self._lanes.close()
 
     async def _open(self, stack: contextlib.ExitStack) -> bool:
-        """Accept, and count it until `stack` is left; False if it was closed at once."""
+        """Accept, and count the socket until `stack` exits; False if it was closed at once."""
         tenant = tenant_of(self._scope)
         unknown = [p for p in self._offered if p.startswith("streamer.")]
         await self._asgi_send({"type": "websocket.accept", "subprotocol": self._protocol})
@@ -175,7 +174,7 @@ class Session:
                     self._handle(event, data)
                 except StreamerError as e:
                     self._refuse(e, event.stream_id)
-                except Exception:  # a bug of ours costs one event, not everybody on this socket
+                except Exception:  # a bug of ours costs one event, not the whole socket
                     log.exception("an event failed")
                     error = StreamerError("internal error", code="internal")
                     self._refuse(error, event.stream_id)
@@ -184,7 +183,7 @@ class Session:
                 return
 
     def _bytes_of(self, message: Any) -> bytes:
-        """The event as it came; TypeError for the other kind of frame."""
+        """The event's bytes; TypeError for the other kind of frame."""
         data: bytes | str | None = message.get("bytes" if self._is_packed else "text")
         if data is None:
             raise TypeError("a frame of the other kind")
@@ -216,7 +215,7 @@ class Session:
                 )
 
     def _fields(self, data: bytes, kind: type[T]) -> T:
-        """The fields of one kind of event; InvalidRequest says which is wrong."""
+        """The fields of one kind of event; InvalidRequest names the one that is wrong."""
         try:
             fields: T = self._decode(data, type=kind)
         except msgspec.ValidationError as e:
@@ -249,7 +248,7 @@ class Session:
                 self._reply_bytes -= len(data)
 
     def _send(self, event: msgspec.Struct) -> Coroutine[Any, Any, None]:
-        return self._send_bytes(self._encode(event))  # no coroutine of its own: one a token
+        return self._send_bytes(self._encode(event))  # not async: one coroutine a token less
 
     async def _send_bytes(self, data: bytes) -> None:
         self._stuck.began()

@@ -1,6 +1,6 @@
-"""What goes over a socket besides the events of responses: client events, session events, errors.
+"""The events of a socket besides those of responses: client events, session events, errors.
 
-Values alone: websocket.py decodes and encodes them, as JSON or MessagePack.
+Values alone: socket.py decodes and encodes them, as JSON or MessagePack.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from streamer.server.responses.events import EVERYTHING
 MAX_MESSAGE_BYTES: Final = 1 << 20
 MAX_WINDOW: Final = 1 << 24
 
-# What a ping may carry: a time or a short name, of whatever kind the client keeps.
+# What a ping may carry: a time or a short name, as the client chooses.
 Stamp = (
     Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
     | float
@@ -29,11 +29,11 @@ Stamp = (
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """What `session.update` changes: it holds for what is asked for afterwards.
+    """What `session.update` changes, for later creates and resumes.
 
     window    output tokens that a reader may lag
     detach_s  seconds that a response outlives its last reader
-    wanted    what of a body's wishes is sent on this socket
+    wanted    LOGPROBS, TOKEN_IDS: which of those that a body asks for are sent on this socket
     """
 
     window: int
@@ -45,7 +45,7 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 class ClientEvent(msgspec.Struct):
-    """What every event has."""
+    """The fields that every client event has."""
 
     type: str
     stream_id: str | None = None
@@ -58,14 +58,14 @@ class Cancel(msgspec.Struct):
 
 
 class Resume(msgspec.Struct):
-    """response.resume; without starting_after everything comes again, a token an event."""
+    """response.resume; without starting_after every event is sent again, one for each token."""
 
     response_id: str
     starting_after: int | None = None
     stream_id: str | None = None
 
     def check(self) -> None:
-        """Refuse what is out of bounds."""
+        """InvalidRequest for a number below -1, or a bad stream_id."""
         if self.starting_after is not None and self.starting_after < -1:
             raise InvalidRequest("starting_after is the number of an event", param="starting_after")
         check_stream_id(self.stream_id)
@@ -118,11 +118,11 @@ class Update(msgspec.Struct):
 
 
 class SessionLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one socket may do.
+    """The limits of one socket.
 
-    responses     made on it that have not ended; queued of them may wait for their lanes
-    events_per_s  in the long run; event_burst at once, after a silence
-    sockets       that its key may have open; 0: any number
+    responses     made on it and not ended; at most `queued` of them wait for their lanes
+    events_per_s  on average; event_burst at once, after a silence
+    sockets       open at once with its key; 0: any number
     """
 
     lanes: int
@@ -148,7 +148,7 @@ class SessionCreated(msgspec.Struct, frozen=True, tag="session.created"):
 
 
 class GoAway(msgspec.Struct, frozen=True, tag="session.goaway"):
-    """A planned stop: what runs may finish until then; reconnect and resume."""
+    """A planned stop: responses may finish until the deadline; reconnect and resume."""
 
     deadline_ms: int
 
@@ -160,9 +160,9 @@ class Pong(msgspec.Struct, frozen=True, tag="session.pong"):
 
 
 class Resumed(msgspec.Struct, frozen=True, tag="response.resumed", rename={"after": "from"}):
-    """Before a replay: the number it goes on from, -1 for the beginning, and what there is.
+    """Before a replay: the number it continues from, -1 for the beginning, and the status.
 
-    status  live, finished, or gone: never was, not kept, or another key's
+    status  live, finished, or gone (never made, not kept, or another key's)
     """
 
     response_id: str
@@ -180,6 +180,5 @@ class ErrorEvent(msgspec.Struct, frozen=True, tag="error"):
 
 
 def error_event(error: StreamerError, stream_id: str | None) -> ErrorEvent:
-    """An error as an event."""
     lane: str | UnsetType = UNSET if stream_id is None else clip(stream_id)
     return ErrorEvent(error.status, api_error(error), stream_id=lane)

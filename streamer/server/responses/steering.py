@@ -1,7 +1,7 @@
-"""Steering: input for a response that is being streamed, which ends it early and follows it.
+"""Steering: input for a streaming response, which ends it early; a successor answers the input.
 
-Values and checks: OpenAI's client event, our copy of what it says, the events that answer it, and
-the body of the successor. lanes.py does what is to be done.
+Values and checks: OpenAI's client event, the accepted input, the events that answer it, and the
+body of the successor. lanes.py cancels the response and starts the successor.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from streamer.server.openai.common import clip, new_id
 from streamer.server.openai.fields import located
 from streamer.server.responses.body import InputItem, InputText, ResponseCreate
 
-MAX_STEERS: Final = 16  # that wait for one response to end
+MAX_STEERS: Final = 16  # waiting for one response to end
 
 
 Decode = Callable[..., Any]  # msgspec's, of JSON or MessagePack
 
 
 class SteerEvent(msgspec.Struct):
-    """response.steer, its input still unread."""
+    """response.steer, its input not decoded yet."""
 
     previous_response_id: str
     input: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
@@ -37,7 +37,7 @@ class _Message(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Steer(msgspec.Struct, frozen=True):
-    """Accepted input; `given` is as the client wrote it, `size` in bytes."""
+    """Accepted input; `given` is the client's encoding of it, `size` the event's bytes."""
 
     id: str
     previous_response_id: str
@@ -47,7 +47,7 @@ class Steer(msgspec.Struct, frozen=True):
 
 
 def read_steer(event: SteerEvent, size: int, decode: Decode) -> Steer:
-    """The input checked: a text, or messages of the user; InvalidRequest otherwise."""
+    """The checked input: a text, or messages of the user; InvalidRequest otherwise."""
     if not event.input:
         raise InvalidRequest("response.steer wants input", param="input")
     given = event.input.copy()  # alone, without the event around it
@@ -95,7 +95,7 @@ class _Error(msgspec.Struct, frozen=True):
 
 
 class SteerAccepted(msgspec.Struct, frozen=True, tag="response.steer.accepted"):
-    """The input is the server's now; the successor's response.created says that it is used."""
+    """The server keeps the input; the successor's response.created shows that it is used."""
 
     sequence_number: int
     steer: _Named
@@ -103,7 +103,7 @@ class SteerAccepted(msgspec.Struct, frozen=True, tag="response.steer.accepted"):
 
 
 class SteerFailed(msgspec.Struct, frozen=True, tag="response.steer.failed"):
-    """The input goes back to the client."""
+    """A refused or unused input, returned to the client."""
 
     sequence_number: int
     steer: _Named
@@ -112,7 +112,6 @@ class SteerFailed(msgspec.Struct, frozen=True, tag="response.steer.failed"):
 
 
 def accepted(steer: Steer, number: int, lane: str | None) -> SteerAccepted:
-    """response.steer.accepted."""
     named = _Named(steer.previous_response_id, steer.id)
     return SteerAccepted(max(0, number), named, UNSET if lane is None else lane)
 
@@ -124,7 +123,7 @@ def refused(event: SteerEvent, code: str, message: str, number: int = 0) -> Stee
 
 
 def failed(steer: Steer, message: str, number: int, lane: str | None) -> SteerFailed:
-    """response.steer.failed, for accepted input that no successor could take."""
+    """response.steer.failed, for accepted input whose successor could not be made."""
     named = _Named(steer.previous_response_id, steer.id, steer.given)
     error = _Error("successor_creation_failed", message)
     return SteerFailed(max(0, number), named, error, UNSET if lane is None else lane)

@@ -1,8 +1,8 @@
 """Turns: from a response's body, and the answer it follows, to the conversation and its prompt.
 
-A next turn is its parent's ids and the ids of what the template adds, so that what was computed is
-found again; where the rendered text does not extend the parent's, it is rendered whole. Called by
-responses/respond.py before it submits.
+The prompt of a next turn is its parent's token ids and those of what the template adds, so that the
+prefix cache has its blocks; where the rendered text does not extend the parent's, all of it is
+encoded anew. Called by responses/respond.py before it submits.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """What one response is asked.
+    """The conversation and prompt of one response.
 
-    items       the conversation, this input last; instructions apart
+    items       the conversation, this input last, without the instructions
     prompt      token ids
     prefix      text that its answer begins with
     share_with  id of the response it was forked from
@@ -97,7 +97,7 @@ def _answer(parent: TokenStream, body: ResponseCreate) -> tuple[tuple[int, ...],
     if body.fork is not None and body.fork.at > len(tokens):
         raise _beyond(body.fork.at, len(tokens))
     if finish is not None and finish.text_bytes is not None and not isinstance(finish.stop, str):
-        tokens = tokens[:-1]  # what ended it by its id is the template's to write
+        tokens = tokens[:-1]  # the template writes the end token itself
     if body.fork is not None:
         return tokens[: body.fork.at], parent.text_before(body.fork.at)
     if not parent.is_finished:

@@ -180,7 +180,7 @@ class TextDone(msgspec.Struct, frozen=True, tag="response.output_text.done"):
 
 
 class StateEvent(msgspec.Struct, frozen=True):
-    """Ours: what happens while nothing streams. It repeats the last number, if there is one."""
+    """Ours: the state while nothing streams; sequence_number repeats the last, if there is one."""
 
     type: str
     response_id: str

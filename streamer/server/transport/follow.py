@@ -1,9 +1,9 @@
-"""follow: what token streams bring goes to a connection within the loop turn that brought it.
+"""follow: writes the news of token streams to a connection, in the loop turn that brought them.
 
-A write that may have to wait is an ordinary coroutine, begun where the news come in: as long as the
-connection takes what it is given, no task is woken for a token. Where it takes no more, the task
-that follows waits until it does, and what came meanwhile is written merged. Every transport reads
-through this.
+A write that may have to wait is an ordinary coroutine, started in the callback that brings the
+news: while the connection accepts data, no task is woken for a token. When it does not, the
+following task waits until it does, and news that came meanwhile are written merged. Every transport
+reads through this.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ async def follow(
     readers: Sequence[int] | None = None,
     after: int | Sequence[int] = 0,
 ) -> None:
-    """Call `write(index of the stream, its news)` for all that comes, until every stream has ended.
+    """Call `write(index of the stream, its news)` for all news, until every stream has ended.
 
-    write    gives back the coroutine that writes, or None where it has written already
-    readers  a number from `new_reader` for each stream, for one that acknowledges or is dropped
-    after    the cursor in each of them
+    write    returns the coroutine that writes, or None where it has written already
+    readers  a number from `new_reader` for each stream, for readers that acknowledge or are dropped
+    after    the cursor in each stream
 
     One write at a time. Raises what a write raised, what ended a stream without finishes, and
-    ReaderTooSlow once everything is written to a reader that was sent away; leaving detaches. Until
-    it first waits a write runs outside of any task: it must not use what wants one, such as
+    ReaderTooSlow once everything is written to a dropped reader; on exit the readers detach. Until
+    it first waits, a write runs outside of any task: it must not use what requires one, such as
     asyncio.timeout.
     """
     follower = _Follower(streams, write)
@@ -57,18 +57,17 @@ class _Follower:
         self._streams = streams
         self._write = write
         self._readers: list[Reader] = []
-        self._held: tuple[int, Work, object] | None = None  # a write that waits, and for what
+        self._held: tuple[int, Work, object] | None = None  # a waiting write, what it awaits
         self._error: Exception | None = None
         self._is_due = asyncio.Event()  # there is something for the task to do
 
     def attach(self, numbers: Sequence[int | None], after: int | Sequence[int]) -> None:
-        """Become a reader of every stream."""
         for source, (stream, number) in enumerate(zip(self._streams, numbers, strict=True)):
             on_news = partial(self._advance, source)
             self._readers.append(stream.attach(after, on_news, number))
 
     async def run(self) -> None:
-        """To the end of all streams."""
+        """Return when all streams have ended; raises as `follow` says."""
         while True:
             for source in range(len(self._streams)):
                 self._advance(source)
@@ -88,14 +87,14 @@ class _Follower:
             await self._is_due.wait()
 
     def close(self) -> None:
-        """Drop a write that waits; detach."""
+        """Close a waiting write; detach the readers."""
         if self._held is not None:
             self._held[1].close()
         for stream, reader in zip(self._streams, self._readers, strict=False):
             stream.detach(reader)
 
     def _advance(self, source: int) -> None:
-        """Write what a stream has brought, unless something is in the way; never raises."""
+        """Write a stream's news, unless a write waits or has failed; never raises."""
         if self._held is not None or self._error is not None:
             return
         stream, reader = self._streams[source], self._readers[source]
@@ -120,12 +119,12 @@ class _Follower:
 
 @types.coroutine
 def _rest(work: Work, awaited: object) -> Generator[object, Any, None]:
-    """What is left of a coroutine that has begun and waits: `await work`, from there on."""
+    """`await work` for a coroutine that has started and waits for `awaited`."""
     try:
         while True:
             try:
                 value = yield awaited
-            except BaseException as error:  # this task is cancelled, and so its write is
+            except BaseException as error:  # this task is cancelled: cancel its write
                 awaited = work.throw(error)
             else:
                 awaited = work.send(value)

@@ -1,7 +1,7 @@
-"""What streams are cut into: an SSE frame, its end mark, and how many deltas go out together.
+"""SSE frames, their end mark, and how many deltas are sent together.
 
-A leaf: values in, bytes or values out. Bodies of openai/ and of responses/ are built with it, and
-every transport may use it.
+Values in, bytes or values out; imports nothing of the server. openai/ and responses/ build their
+bodies with it, and every transport may use it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def frame(number: str, data: bytes, event: str = "") -> bytes:
 def portions(
     stream: TokenStream, deltas: Sequence[Delta], is_split: bool
 ) -> Iterator[Sequence[Delta]]:
-    """What to send together: all of it, or, token by token, SPLIT entries at a time."""
+    """The deltas to send together: all, or, split by token, SPLIT entries at a time."""
     if not is_split:
         return iter((deltas,))
     pieces = (piece for delta in deltas for piece in stream.split(delta))
@@ -35,13 +35,13 @@ def portions(
 
 
 def num_entries(stream: TokenStream, deltas: Sequence[Delta]) -> int:
-    """What building these costs: their tokens and log probabilities, at an end those of all."""
+    """The cost of building these, in tokens and log probabilities; at an end the whole answer's."""
     num = sum(len(d.token_ids) for d in deltas) * _entries_of_token(stream)
     return num + (whole_entries(stream) if any(d.finish is not None for d in deltas) else 0)
 
 
 def whole_entries(stream: TokenStream) -> int:
-    """The same of the whole answer: only log probabilities cost, not its text."""
+    """The cost of building the whole answer: of its log probabilities; its text counts nothing."""
     is_plain = stream.params.logprobs is None
     return 0 if is_plain else stream.num_output_tokens * _entries_of_token(stream)
 

@@ -1,9 +1,9 @@
 """LimitedHttpProtocol: uvicorn's, with bounds on what a connection may hold and for how long.
 
-Nothing of ours sees a request until its head is complete, and uvicorn keeps heads of any size for
-any time; the same holds for trailers, and for requests that wait for the answer to an earlier one.
-lifecycle.py names what `limited` makes to uvicorn. Every connection begins here, and reads and
-writes through a TurnTransport (loop_turn.py).
+The application gets a request only when its head is complete, and uvicorn keeps heads of any size
+for any time; the same holds for trailers, and for requests waiting for the answer to an earlier
+one. lifecycle.py passes the class that `limited` makes to uvicorn. Every connection begins here,
+and reads and writes through a TurnTransport (loop_turn.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from streamer.server.transport.loop_turn import WRITE_PART, TurnTransport
 from streamer.server.transport.stuck import ABORT
 
 MAX_HEAD_BYTES: Final = 64 << 10
-MAX_TARGET_BYTES: Final = 8 << 10  # a query of 64 KiB takes 30 ms to take apart
+MAX_TARGET_BYTES: Final = 8 << 10  # a query of 64 KiB takes 30 ms to parse
 MAX_HEADERS: Final = 100  # trailers included; websockets takes 128
 HEAD_TIMEOUT_S: Final = 30.0
 BODY_TIMEOUT_S: Final = 60.0  # from the head's end to the body's
@@ -35,9 +35,9 @@ MAX_WAITING: Final = 8  # requests behind one that is being answered, on the sam
 
 
 class Addresses:
-    """How many connections each client address has open; IPv6 by /64, as one client has that many.
+    """Open connections by client address; IPv6 by /64, since one client has a whole /64.
 
-    most  that one may have; 0: any number. Unix sockets have no address and are not counted.
+    most  maximum for one address; 0: any number. Unix sockets have no address and are not counted.
     """
 
     def __init__(self, most: int) -> None:
@@ -45,7 +45,7 @@ class Addresses:
         self._counts: dict[str, int] = {}
 
     def enter(self, peer: Any) -> Callable[[], None] | None:
-        """Count one more; the result takes it back. None: this address has enough."""
+        """Count one more; returns the function that uncounts it, or None at the maximum."""
         if not self._most or not isinstance(peer, tuple):
             return lambda: None
         address = _network(str(peer[0]))
@@ -69,22 +69,21 @@ def _network(address: str) -> str:
 
 
 class _Stop(Exception):
-    """Raised into the parser, which then stops."""
+    """Raised in a parser's callback, to stop the parser."""
 
 
 class _Parser(httptools.HttpRequestParser):
-    """httptools' own, but a request whose upgrade is not made keeps its body (RFC 9110, 7.8).
+    """httptools' parser, but a request whose upgrade is declined keeps its body (RFC 9110, 7.8).
 
     httptools ends a request with an Upgrade header at its head. Java's client offers h2c with every
     first request: the body of its POST would be lost.
 
-    on_offer  called then with the bytes after the head; False: the upgrade is made
+    on_offer  called at such a head with the bytes after it; False: the upgrade is made
     """
 
     on_offer: Callable[[bytes], bool]
 
     def feed_data(self, data: bytes | bytearray | memoryview | array[int]) -> None:
-        """Feed a part of the connection's bytes."""
         try:
             super().feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -93,12 +92,13 @@ class _Parser(httptools.HttpRequestParser):
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """Refuses heads over the limits, and connections beyond those of `addresses`.
+    """Refuses heads over the limits, and connections beyond `addresses` and `most`.
 
-    Closes what does not send its head or body in time, and what sends many requests ahead.
+    Closes a connection that does not send a head or body in time, or sends many requests ahead.
 
-    Two counts of bytes: what the parser has handed out of this request, and what it has swallowed
-    since it last handed out anything that leads on (a header that never ends is in no callback).
+    Two counts of bytes: `_num_kept` is what the parser's callbacks got of this head, and
+    `_num_swallowed` what it was fed since a callback last made progress (a header that never ends
+    is in no callback).
     """
 
     addresses = Addresses(0)
@@ -107,7 +107,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.parser = self._new_parser()
-        self._is_declined = False  # the head offers an upgrade that is not made: it comes again
+        self._is_declined = False  # the head offers an upgrade that is declined: it is parsed again
         self._num_kept = 0
         self._num_headers = 0
         self._num_hosts = 0
@@ -115,10 +115,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._has_advanced = False
         self._refusal: tuple[bytes, StreamerError] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._running: RequestResponseCycle | None = None  # its answer is on its way
+        self._running: RequestResponseCycle | None = None  # its answer is being sent
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A new connection: its first head has to come in time."""
+        """Refuse a connection over the limits, else start the timer of its first head."""
         leave = self.addresses.enter(transport.get_extra_info("peername"))
         on_lost = leave if leave is not None else lambda: None
         super().connection_made(TurnTransport(transport, self.loop, on_lost))
@@ -132,7 +132,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._start_timer(HEAD_TIMEOUT_S, self._on_slow_head)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The end, also of what was answered while a later request waited."""
+        """Disconnect every request of the connection: the one being answered and those waiting."""
         self._stop_timer()
         self._connection.lost()
         for cycle in (self._running, *(cycle for cycle, _ in self.pipeline)):
@@ -150,7 +150,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         return cast("TurnTransport", self.transport)
 
     def _parse(self, data: bytes) -> None:
-        """Feed the parser, then see whether that has led anywhere."""
+        """Feed the parser, then refuse a head that grows without progress."""
         self._has_advanced = False
         super().data_received(data)
         self._num_swallowed = 0 if self._has_advanced else self._num_swallowed + len(data)
@@ -198,7 +198,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             return
         self._start_timer(BODY_TIMEOUT_S, self._on_slow_body)
         super().on_headers_complete()
-        if self.cycle is not None and self.cycle.scope is self.scope:  # it is no upgrade
+        if self.cycle is not None and self.cycle.scope is self.scope:  # no upgrade
             short = partial(write_part, self.cycle)
             self.scope["extensions"][WRITE_PART] = short  # type: ignore[assignment]
 
@@ -216,7 +216,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """What the parser's errors end in, ours among them."""
+        """Called for every error of the parser: send the refusal of `_stop`, or a 400."""
         if self.transport.is_closing():
             return
         if self._refusal is None:
@@ -224,7 +224,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._refuse()
 
     def _should_upgrade(self) -> bool:
-        """Not while an answer is on its way, and not for HTTP/1.0 (RFC 9110, 7.8)."""
+        """Not while an answer is being sent, and not for HTTP/1.0 (RFC 9110, 7.8)."""
         is_busy = self.cycle is not None and not self.cycle.response_complete
         is_old = self.parser.get_http_version() == "1.0"
         return not (is_busy or is_old) and super()._should_upgrade()
@@ -236,7 +236,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         return parser
 
     def _on_offer(self, rest: bytes) -> bool:
-        """Parse the request once more, without its offer, if that is declined."""
+        """Parse the request again without its Upgrade header, if the upgrade is declined."""
         if not self._is_declined:
             return False
         version = self.parser.get_http_version().encode()
@@ -247,7 +247,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         return True
 
     def handle_websocket_upgrade(self) -> None:
-        """Java's client says that its handshake has no body, which websockets takes for one."""
+        """Drop `Content-Length: 0`, which Java's client sends and websockets takes for a body."""
         self.headers[:] = [pair for pair in self.headers if pair != (b"content-length", b"0")]
         super().handle_websocket_upgrade()
 
@@ -291,11 +291,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _on_slow_head(self) -> None:
         if self._running is None or self._running.response_complete:
             self.transport.close()
-        else:  # a next head has begun while an answer still goes out
+        else:  # the next head has begun while an answer is still being sent
             self._start_timer(HEAD_TIMEOUT_S, self._on_slow_head)
 
     def _on_slow_body(self) -> None:
-        cycle = self.cycle  # whose body it is; one that waits for its turn is not read
+        cycle = self.cycle  # of this body; the body of a waiting request is not read yet
         if cycle is not self._running:
             self._start_timer(BODY_TIMEOUT_S, self._on_slow_body)
             return
@@ -308,7 +308,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
 
 def limited(connections_per_address: int) -> type[LimitedHttpProtocol]:
-    """The protocol of one server, whose connections count their addresses together."""
+    """The protocol class of one server; its connections share one Addresses."""
 
     class Limited(LimitedHttpProtocol):
         addresses = Addresses(connections_per_address)
@@ -318,7 +318,7 @@ def limited(connections_per_address: int) -> type[LimitedHttpProtocol]:
 
 
 def most_connections() -> int:
-    """How many connections all clients together may have open."""
+    """Maximum of open connections of all clients together."""
     try:
         import resource
     except ImportError:  # Windows
@@ -334,7 +334,7 @@ def too_large(what: str) -> tuple[bytes, StreamerError]:
 
 
 def without_chunks(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
-    """`app` for an HTTP/1.0 client: a body without a length ends with the connection."""
+    """`app` for an HTTP/1.0 client: closing the connection ends a body without a length."""
 
     async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
         is_open = False
@@ -355,9 +355,9 @@ def without_chunks(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
 
 
 def write_part(cycle: RequestResponseCycle, body: bytes) -> bool:
-    """Write a piece of a chunked body (RFC 9112, 7.1), not empty, if that is all there is to do.
+    """Write a non-empty piece of a chunked body (RFC 9112, 7.1), if the connection accepts it now.
 
-    False: nothing was done, and it is the business of uvicorn's `send`.
+    False: nothing was written, and uvicorn's `send` has to be used.
     """
     is_open = cycle.chunked_encoding and not (cycle.response_complete or cycle.disconnected)
     if not is_open or cycle.flow.write_paused:

@@ -1,9 +1,9 @@
-"""TurnTransport: a connection's turn of the loop: writes go out together, reads come in parts.
+"""TurnTransport: joins the writes of one loop turn, and splits large reads over several turns.
 
-A socket with many lanes gets a frame a lane in every step, and a system call a frame would be most
-of what a frame costs. Even with one part a socket the calls are cheaper together: 2 us each less
-than between the Python of two streams, and 4 on a busy machine (inside/README.md).
-transport/http.py puts one around every connection.
+A socket with many lanes sends a frame for each lane in every step, and a system call for each frame
+would be most of a frame's cost. Even with one part a socket, the calls are cheaper one after the
+other than between the Python of two streams: by 2 us each, and by 4 us on a busy machine
+(loadtest/inside/README.md). transport/http.py puts one around every connection.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, Final
 
-# in scope["extensions"]: writes a body part (bytes) at once, False where `send` is wanted instead
+# in scope["extensions"]: writes a body part (bytes) at once; False: `send` has to be used instead
 WRITE_PART: Final = "streamer.write_part"
-MAX_PENDING_BYTES: Final = 64 << 10  # more is written before the turn ends: flow control sees it
-READ_BYTES: Final = 16 << 10  # that the protocol is given in a turn
-CLOSE_S: Final = 20.0  # in which the peer must take something of what is left when we close
+MAX_PENDING_BYTES: Final = 64 << 10  # more is written before the turn ends, for flow control
+READ_BYTES: Final = 16 << 10  # fed to the protocol in one turn
+CLOSE_S: Final = 20.0  # in which the peer must read some of what is left after a close
 
 
 class TurnTransport(asyncio.Transport):
-    """A transport that writes what a loop turn brings at once, at the turn's end.
+    """A transport that writes everything of one loop turn together, at the turn's end.
 
-    `close` lets go first of what was written; all else is the inner transport's.
+    `close` first flushes what was written; all else is the inner transport's.
     """
 
     __slots__ = (
@@ -53,12 +53,12 @@ class TurnTransport(asyncio.Transport):
         self._num_pending = 0  # bytes
         self._unread = memoryview(b"")
         self._feed: Callable[[bytes], None]
-        self._is_due = False  # a part is read in the next turn
-        self._is_held = False  # the protocol wants nothing now
+        self._is_due = False  # a part is due to be fed in the next turn
+        self._is_held = False  # the protocol has paused reading
         self._is_paused = False  # the inner transport does not read
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Write at the end of this turn."""
+        """Write at the end of this turn, or at once beyond MAX_PENDING_BYTES."""
         if not self._parts:
             self._loop.call_soon(self._flush)
         self._parts.append(bytes(data))
@@ -67,7 +67,7 @@ class TurnTransport(asyncio.Transport):
             self._flush()
 
     def close(self) -> None:
-        """Close once everything is written, unless the peer stops taking it."""
+        """Close once everything is written; abort if the peer stops reading for CLOSE_S."""
         self._flush()
         num_left = 0 if self._inner.is_closing() else self._inner.get_write_buffer_size()
         self._inner.close()
@@ -75,49 +75,48 @@ class TurnTransport(asyncio.Transport):
             self._loop.call_later(CLOSE_S, self._see_off, num_left)
 
     def abort(self) -> None:
-        """Close now."""
+        """Close now, without what is not sent yet."""
         self._inner.abort()
 
     def is_closing(self) -> bool:
-        """Whether it was closed or the peer is gone."""
+        """Whether the transport was closed or the peer is gone."""
         return self._inner.is_closing()
 
     def receive(self, data: bytes, feed: Callable[[bytes], None]) -> None:
-        """Give the protocol what came: a part of it now, and the rest turn by turn."""
+        """Feed the received data to the protocol: a part now, the rest in later turns."""
         self._feed = feed
         self._unread = memoryview(bytes(self._unread) + data) if self._unread else memoryview(data)
         if not self._is_due:
             self._read_part()
 
     def lost(self) -> None:
-        """The connection is over: what was not read is forgotten."""
+        """The connection is lost: unread data is dropped."""
         self._unread = memoryview(b"")
         self._on_lost()
 
     def pause_reading(self) -> None:
-        """Let the peer wait."""
+        """Stop feeding the protocol, and reading from the peer."""
         self._is_held = True
         self._pause()
 
     def resume_reading(self) -> None:
-        """Read on: first what is here already."""
+        """Feed what was received already, then read from the peer again."""
         self._is_held = False
         self._read_on()
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """Of the socket."""
         return self._inner.get_extra_info(name, default)
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        """Who is told from now on. What the last one has not read is not for this one."""
+        """Replace the protocol; data that the last one has not read is dropped."""
         self._unread = memoryview(b"")
         self._inner.set_protocol(protocol)
 
     def _flush(self) -> None:
         if self._parts:
             parts, self._parts, self._num_pending = self._parts, [], 0
-            # uvloop's transports raise where asyncio's let the write go: the peer has left, of
-            # which the protocol is being told.
+            # The peer has left: uvloop's transports raise, asyncio's drop the write. The protocol
+            # gets its connection_lost anyway.
             with contextlib.suppress(RuntimeError):
                 self._inner.write(parts[0] if len(parts) == 1 else b"".join(parts))
 

@@ -1,8 +1,9 @@
-"""Pace: what clients may ask for at will and again, such as a replay, leaves the loop to others.
+"""Pace: limits the loop time of work that clients may repeat at will, such as replays.
 
-Slices of such work take turns, one after the other; after each the loop is left to everything else
-for longer than the slice took. Before, one client that replayed an answer of 40,000 tokens left a
-neighbour 2% of its tokens (a shared EPYC core, 2026-11-22). Made once by Service, used on the loop.
+Slices of such work run one after the other; after each, the loop is free for everything else for
+REST times as long as the slice took. Before, one client that replayed an answer of 40,000 tokens
+left a neighbour 2% of its tokens (a shared EPYC core, 2026-11-22). Made once by Service, used on
+the loop.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-REST: Final = 3  # seconds of rest a second of work: all replays together take a quarter
-LARGE: Final = 1024  # entries of an answer: beyond it it is no slice, and made in a thread
+REST: Final = 3  # seconds of rest for each second of work: all replays together take a quarter
+LARGE: Final = 1024  # entries of an answer; a larger one is no slice, but built in a thread
 T = TypeVar("T")
 
 
 class Pace:
-    """Whose turn it is."""
+    """The queue of slices; one at a time runs, or rests after it ran."""
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._is_taken = False  # by a slice, or its rest
+        self._is_taken = False  # a slice runs or rests
 
     async def turn(self, work: Callable[[], T]) -> T:
-        """What `work` returns or raises; it runs when those before it have run and rested."""
+        """What `work` returns or raises; runs after the earlier slices have run and rested."""
         loop = asyncio.get_running_loop()
         if self._is_taken:
             await self._wait(loop.create_future())

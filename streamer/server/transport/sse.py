@@ -1,8 +1,8 @@
 """SSE: the response that follows token streams, and the watch over the client.
 
-EventStream is a plain ASGI callable: a cursor-writer that takes everything new in each step and
-sends it as one body part, a sign of life while nothing comes, and a watch that ends it all as
-soon as the client is gone. app.py makes one per streamed request.
+EventStream is a plain ASGI callable: it sends everything new of each step as one body part, a
+keep-alive while nothing comes, and stops as soon as the client is gone. app.py and
+responses/routes.py make one per streamed request.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 15.0
-# Readers of streams without ids know `data: ` and blank lines alone (SGLang's benchmark and llmperf
-# parse a comment as JSON). A reader of ids may not see a blank line for itself: openai 3.54 takes
-# one after an id for an event without data, and fails.
+# Clients of streams without ids may parse only `data: ` and blank lines (SGLang's benchmark and
+# llmperf parse a comment as JSON). A client of streams with ids must not get a lone blank line:
+# openai 3.54 takes one after an id for an event without data, and fails.
 KEEP_ALIVE: Final = b": keep-alive\n"
 KEEP_ALIVE_PLAIN: Final = b"\n"
 
 
 class Answer(Protocol):
-    """What a body's builder offers to a transport."""
+    """Builds the bytes of one answer for a transport."""
 
     @property
     def request_id(self) -> str: ...
@@ -59,8 +59,8 @@ class Answer(Protocol):
 class ClientWatch:
     """Cancels the body of its `async with` when the client is gone, and absorbs that cancel.
 
-    `idle` is called after `idle_s` seconds and says after how many to call it again: the one task
-    that waits for the client to go is also the clock of the keep-alive.
+    `idle` is called after `idle_s` seconds and returns the seconds until its next call: the task
+    that waits for the client to leave is also the timer of the keep-alive.
     """
 
     def __init__(
@@ -118,10 +118,10 @@ HEADERS: Final = (
 
 
 class EventStream:
-    """The ASGI response of one streamed request, which is submitted already, or resumed.
+    """The ASGI response of one streamed request, submitted already or resumed.
 
-    after     the cursor in each stream, as `answer` has it
-    is_split  deltas are not merged: one a token
+    after     the cursor in each stream, the same that `answer` begins at
+    is_split  deltas are not merged: one for each token
 
     Raises InvalidRequest for a cursor that a stream refuses, before anything is sent.
     """
@@ -144,11 +144,11 @@ class EventStream:
         for stream in streams:
             stream.cursors_at(after)
         self._is_split = is_split
-        self._is_behind = any(s.num_output_tokens for s in streams)  # it is read again
+        self._is_behind = any(s.num_output_tokens for s in streams)  # on earlier tokens
         self._meter = service.metrics.meter()
         self._readers = [s.new_reader() for s in streams]
         self._send: Send
-        self._write_part: Callable[[bytes], bool]  # without waiting; False: it is for `send`
+        self._write_part: Callable[[bytes], bool]  # without waiting; False: use `send`
         self._scope: Scope = {}
         self._stuck: StuckWatch
         self._last_sent = 0.0
@@ -176,7 +176,7 @@ class EventStream:
             is_reading = True
             await self._put(await self._follow())
         finally:
-            if not is_reading:  # nobody ever read, so nobody's leaving would end it
+            if not is_reading:  # no reader attached, so no detaching would end it
                 for stream in self._streams:
                     stream.miss()
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -193,7 +193,7 @@ class EventStream:
         return self._answer.closing()
 
     def _put_news(self, source: int, items: list[Delta | Notice]) -> Work | None:
-        """Write it here and now, without a coroutine, as far as the connection takes it."""
+        """Write at once, without a coroutine, if the connection accepts it."""
         stream, deltas = self._streams[source], [d for d in items if isinstance(d, Delta)]
         self._meter.deltas(source, deltas)
         if self._is_behind or num_entries(stream, deltas) > SPLIT:
@@ -234,7 +234,7 @@ class EventStream:
     def _put_now(self, body: bytes) -> bool:
         if not self._write_part(body):
             return False
-        self._last_sent = time.monotonic()  # asking for the loop is a system call
+        self._last_sent = time.monotonic()  # not loop.time(): finding the loop is a system call
         return True
 
     async def _keep_alive(self) -> float:
@@ -242,14 +242,14 @@ class EventStream:
         rest_s = self._last_sent + self._keep_alive_s - now
         if rest_s > 0:
             return rest_s
-        if not self._stuck.is_sending:  # else the client is not even taking what it has
+        if not self._stuck.is_sending:  # else the client does not read what was sent before
             self._last_sent = now
             body = KEEP_ALIVE if self._answer.has_ids else KEEP_ALIVE_PLAIN
             await self._send({"type": "http.response.body", "body": body, "more_body": True})
         return self._keep_alive_s
 
     def _drop(self) -> None:
-        """The client takes nothing: the streams wait for another reader, not for this one."""
+        """The client reads nothing: drop its readers; the streams wait for others."""
         for stream, reader in zip(self._streams, self._readers, strict=True):
             stream.drop(reader)
 
@@ -257,9 +257,9 @@ class EventStream:
 async def read_whole(
     service: Service, answer: Answer, streams: Sequence[TokenStream], request: Request
 ) -> bytes | None:
-    """Wait for all streams, then the body of the answer; None: the client left.
+    """Wait for all streams; returns the body of the answer, or None if the client left.
 
-    Raises what the first failed stream failed with, and leaves the others to their last reader.
+    Raises the error of the first stream that failed; the others end when their last reader leaves.
     """
     results: list[list[Delta]] = [[] for _ in streams]
     meter = service.metrics.meter()

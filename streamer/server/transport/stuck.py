@@ -1,8 +1,8 @@
-"""StuckWatch: ends a connection whose client takes nothing for too long.
+"""StuckWatch: ends a connection whose client reads nothing for too long.
 
-A polite close would wait behind what the client does not take; only aborting the transport frees
-it. The protocol classes put the way to do that into the scope; each streaming connection owns one
-watch.
+An orderly close would wait behind the unread data; only aborting the transport frees the
+connection. The protocol classes put the abort function into the scope; each streaming connection
+owns one watch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ABORT: Final = "streamer.abort"  # in scope["extensions"]: drops the connection,
 
 
 class StuckWatch:
-    """While entered, looks now and then whether sends wait and none has ended for `limit_s`.
+    """While entered, aborts the connection when sends wait and none has ended for `limit_s`.
 
     on_stuck  called before the connection is aborted
     """
@@ -28,7 +28,7 @@ class StuckWatch:
         self._limit_s = limit_s
         self._on_stuck = on_stuck
         self._num_sending = 0
-        self._since = 0.0  # when the first of them began, or one ended
+        self._since = 0.0  # when the first pending send began, or one ended
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
 
@@ -57,7 +57,7 @@ class StuckWatch:
         self._num_sending += 1
 
     def ended(self) -> None:
-        """One is through; the others may still wait."""
+        """A send has ended; others may still wait."""
         self._num_sending -= 1
         self._since = self._loop.time()
 

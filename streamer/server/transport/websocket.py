@@ -1,7 +1,7 @@
 """StreamingWebSocket: uvicorn's WebSocket protocol, for many small messages and hostile clients.
 
-Every frame is charged where it is taken apart. lifecycle.py names this class to uvicorn, and
-transport/http.py's connections become one when they are upgraded.
+Every frame is counted against a budget where it is parsed. lifecycle.py passes this class to
+uvicorn, which hands it the upgraded connections of transport/http.py.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ VERSION: Final = "13"
 FLOOD: Final = 4429
 INVALID_DATA: Final = 1007
 LINGER_S: Final = 2.0
-# What one socket may send. An event costs the loop from 13 us (an ack) to 90 us (one that is
-# refused, with its answer; a shared EPYC core, 2026-11-21), a frame alone 8 us: at the limit one
-# socket takes a fifth of it at worst.
+# What one socket may send. An event costs the loop from 13 us (an ack) to 90 us (a refused event
+# and its answer; a shared EPYC core, 2026-11-21), a frame alone 8 us: at the limit one socket takes
+# at worst a fifth of the loop.
 EVENTS_PER_S: Final = 2000
 EVENT_BURST: Final = 10_000  # at once, after a silence: acks of many lanes that were held up
 EVENT_BYTES: Final = 4096  # an event counts once more for each of these that it has
-BARE_COST: Final = 10  # events that a ping, a pong or a fragment counts: a client needs few
+BARE_COST: Final = 10  # a ping, a pong or a fragment counts as this many events: a client needs few
 
 
 class FrameBudget:
-    """What one socket may send, as a bucket that refills, counted in events.
+    """What one socket may send, in events: a token bucket.
 
-    `now` is in seconds of one clock, rising.
+    `now` is in seconds of a monotonic clock.
     """
 
     __slots__ = ("_level", "_since")
@@ -58,8 +58,8 @@ class FrameBudget:
 class Frames(ServerProtocol):
     """websockets' protocol, with a budget of frames.
 
-    A handshake of another version is told ours (RFC 6455, 4.4), and a close may come inside a
-    fragmented message (5.4).
+    The refusal of a handshake of another version names ours (RFC 6455, 4.4), and a close may come
+    inside a fragmented message (5.4).
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, **settings: Any) -> None:
@@ -68,10 +68,10 @@ class Frames(ServerProtocol):
         self._budget = FrameBudget(loop.time())
 
     def accept(self, request: Request) -> Response:
-        """The answer to a handshake."""
+        """The answer to a handshake, a refusal included."""
         try:
             response = super().accept(request)
-        except UnicodeEncodeError:  # websockets says the header again, which may be a ticket
+        except UnicodeEncodeError:  # websockets repeats the header, which may hold a ticket
             says = "a header of the handshake has characters that are no ASCII\n"
             return self.reject(HTTPStatus.BAD_REQUEST, says)
         if response.status_code != HTTPStatus.SWITCHING_PROTOCOLS and request.headers.get_all(
@@ -84,7 +84,7 @@ class Frames(ServerProtocol):
         return response
 
     def recv_frame(self, frame: Frame) -> None:
-        """Charge a frame, then let websockets see it; ProtocolError ends the parser."""
+        """Count a frame, then pass it to websockets; ProtocolError ends the parser."""
         is_event = frame.fin and frame.opcode in (Opcode.TEXT, Opcode.BINARY)
         if not self._budget.take(self._clock(), len(frame.data), is_event=is_event):
             self.fail(FLOOD, f"flood: more than {EVENTS_PER_S} events a second")
@@ -95,18 +95,17 @@ class Frames(ServerProtocol):
 
 
 class StreamingWebSocket(WebSocketsSansIOProtocol):
-    """uvicorn's protocol, with a short way for messages to an open socket.
+    """uvicorn's protocol, with a fast path for messages to an open socket.
 
-    The application may abort the connection. Pings are answered while the peer takes what it gets.
+    The application may abort the connection. Pings are answered while the peer reads.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.conn = Frames(self.loop, max_size=self.config.ws_max_size, logger=self.conn.logger)
-        self._pong = b""  # for when the peer takes something again
+        self._pong = b""  # to send when the peer reads again
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The end."""
         cast("TurnTransport", self.transport).lost()
         super().connection_lost(exc)
 
@@ -116,10 +115,10 @@ class StreamingWebSocket(WebSocketsSansIOProtocol):
 
     def _parse(self, data: bytes) -> None:
         if self.conn.parser_exc is not None:
-            return  # what follows a failure is not looked at (RFC 6455, 7.1.7)
+            return  # data after a failure is ignored (RFC 6455, 7.1.7)
         super().data_received(data)
         if self.conn.handshake_exc is not None and not self.handshake_initiated:
-            # websockets reads shorter heads than transport/http.py lets in, and says nothing of it
+            # websockets allows shorter heads than transport/http.py does, and sends no answer
             self.handshake_initiated = self.handshake_complete = self.close_sent = True
             cause = self.conn.handshake_exc.__cause__
             if isinstance(cause, SecurityError):
@@ -132,13 +131,13 @@ class StreamingWebSocket(WebSocketsSansIOProtocol):
             self.transport.close()
 
     def handle_connect(self, event: Request) -> None:
-        """The handshake, which makes the scope unless it is refused."""
+        """Answer the handshake; unless refused, it makes the scope."""
         super().handle_connect(event)
         if self.response.status_code == 101:
             self.scope["extensions"][ABORT] = self.transport.abort  # type: ignore[assignment]
 
     def handle_ping(self) -> None:
-        """Pong; for a peer that takes nothing the last is enough (RFC 6455, 5.5.3)."""
+        """Pong; for a peer that does not read, the last one is enough (RFC 6455, 5.5.3)."""
         pongs = b"".join(self.conn.data_to_send())
         if pongs and self.writable.is_set():
             self.transport.write(pongs)
@@ -146,22 +145,22 @@ class StreamingWebSocket(WebSocketsSansIOProtocol):
             self._pong = pongs
 
     def resume_writing(self) -> None:
-        """The peer has taken what it had to."""
+        """The peer reads again: send the pong that was held back."""
         super().resume_writing()
         if self._pong and self.conn.state is OPEN:
             self.transport.write(self._pong)
         self._pong = b""
 
     def keepalive_timeout(self) -> None:
-        """No pong came: close, and where the close can't go out, abort."""
+        """No pong came: close, or abort where the close can't be sent."""
         super().keepalive_timeout()
         if not self.writable.is_set():
             self.transport.abort()
 
     def handle_parser_exception(self) -> None:
-        """What the peer sent ends the socket; it has a moment to read why.
+        """Close the socket for what the peer sent; LINGER_S lets the peer read why.
 
-        Closing at once, with more of it unread in the kernel, would reset the connection.
+        Closing at once, with unread data in the kernel, would reset the connection.
         """
         closed = cast("Close", self.conn.close_sent)
         self.queue.put_nowait(
@@ -172,7 +171,7 @@ class StreamingWebSocket(WebSocketsSansIOProtocol):
         self.close_timer = self.loop.call_later(LINGER_S, self.transport.close)
 
     def send_receive_event_to_app(self) -> None:
-        """A whole message; text that is not UTF-8 ends the socket."""
+        """Queue a whole message; text that is not UTF-8 ends the socket."""
         if self.curr_msg_data_type == "text" and not self.close_sent:
             try:
                 b"".join(self.frames).decode()
@@ -183,16 +182,16 @@ class StreamingWebSocket(WebSocketsSansIOProtocol):
         super().send_receive_event_to_app()
 
     async def receive(self) -> Any:
-        """An ASGI message; a turn of the loop for each."""
+        """An ASGI message; each one yields to the loop first."""
         if not self.queue.empty():
-            await asyncio.sleep(0)  # the queue alone would let nothing else run
+            await asyncio.sleep(0)  # a queue that is not empty never yields
         return await super().receive()
 
     async def send(self, message: Any) -> None:
-        """An ASGI message. Whatever is not for an open socket is uvicorn's business."""
+        """Send an ASGI message; uvicorn handles all that are not data for an open socket."""
         is_over = self.handshake_complete and (self.close_sent or self.disconnected)
         if message["type"] == "websocket.close" and is_over:
-            return  # by the peer, or for what it sent
+            return  # closed by the peer, or for what it sent
         if message["type"] == "websocket.send":
             if not self.writable.is_set():
                 await self.writable.wait()
@@ -203,7 +202,7 @@ class StreamingWebSocket(WebSocketsSansIOProtocol):
                 else:
                     self.transport.write(frame(BINARY, message["bytes"]))
                 return
-            if self.handshake_complete:  # a lane may not have heard of it yet
+            if self.handshake_complete:  # a lane may still send after the socket has closed
                 raise ClientDisconnected
         await super().send(message)
 
