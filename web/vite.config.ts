@@ -1,6 +1,6 @@
 /**
- * The build: relative URLs, so that the page works under any root path; everything it loads in
- * assets/ under a name with its hash; beside each file a copy for gzip and one for brotli.
+ * The build: relative URLs, so that the page works under any root path; every asset in assets/ under
+ * a name with its hash; beside each file a gzip and a brotli copy.
  */
 import { brotliCompressSync, constants, gzipSync } from "node:zlib";
 import { readdirSync, readFileSync, writeFileSync } from "node:fs";
@@ -11,7 +11,7 @@ import { defineConfig } from "vitest/config";
 const SERVER = process.env["STREAMER_URL"] ?? "http://127.0.0.1:8000";
 const TEXT = /\.(html|js|css|svg|json)$/;
 
-/** Without it the reader sees the system's theme for a moment before the one that was chosen. */
+/** Without it the system's theme shows for a moment before the chosen one. */
 function paintOnce(): Plugin {
   return {
     name: "paint-once",

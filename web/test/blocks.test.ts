@@ -66,7 +66,7 @@ describe("blocks", () => {
   test("end where another begins, not before", () => {
     const blocks = new Blocks(lex);
     expect(blocks.grow("one\n\n").finished).toEqual([]);
-    expect(blocks.grow("one\n\ntwo").finished).toEqual([]); // a line that is not whole
+    expect(blocks.grow("one\n\ntwo").finished).toEqual([]); // an incomplete line
     expect(blocks.grow("one\n\ntwo\n").finished).toEqual(["one"]);
     expect(blocks.grow("one\n\ntwo\n").finished).toEqual([]);
   });
@@ -101,5 +101,5 @@ describe("maths", () => {
 test.each(["\\[", "$$", "$$ x", "\\("])("maths that are never closed take no time: %s", (opening) => {
   const start = performance.now();
   lex(opening + " ".repeat(8000) + "\n" + opening);
-  expect(performance.now() - start).toBeLessThan(2000); // with a space each way it was minutes
+  expect(performance.now() - start).toBeLessThan(2000); // with optional spaces on both sides it took minutes
 });

@@ -1,4 +1,4 @@
-/** The client against a socket made of paper: what it sends, and what it makes of what comes. */
+/** The client against a fake socket: the frames it sends, and its state after those it receives. */
 
 import { afterEach, expect, test } from "vitest";
 import type { Client, ConnectionState } from "../src/client/index.ts";

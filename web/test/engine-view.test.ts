@@ -1,4 +1,4 @@
-/** The engine view's logic: what looks mean, where cells are, how looks are played, what steps become. */
+/** The engine view's logic: decoding and playback of snapshots, cells, rates, the timeline, the load. */
 
 import { expect, test } from "vitest";
 import type { EngineBody, RequestView, StepStats, StepView } from "../src/client/index.ts";
@@ -28,7 +28,7 @@ function body(cells: number[], requests: RequestView[] = [], stats: Partial<Step
 const step = (number: number, more: Partial<StepView> = {}): StepView =>
   ({ number, tokens: 1, prefilled: [], decoded: [], admitted: [], paused: [], preempted: [], finished: [], others: 0, ...more }) as StepView;
 
-// ---------------------------------------------------------------- looks
+// ---------------------------------------------------------------- snapshots
 
 test("a cell of several blocks has the state of its busiest", () => {
   expect([0, 1, 2, 3, 4, 5, 8, 15].map(stateOf)).toEqual(["free", "cached", "leaving", "leaving", "private", "private", "shared", "shared"]);
@@ -55,7 +55,7 @@ test("a look's steps happened since the one before, or in the last quarter secon
   const second = frameOf(body([0]), 1260, first);
   const late = frameOf(body([0]), 9000, second);
   expect([first.from, second.from, late.from]).toEqual([750, 1000, 8750]);
-  const together = frameOf(body([0]), 9001, late); // held up, and then at once: no rate of thousands
+  const together = frameOf(body([0]), 9001, late); // delayed, then together: no rate of thousands
   expect([together.from, together.at]).toEqual([9000, 9240]);
 });
 
@@ -111,7 +111,7 @@ test("live is a look behind, and its steps pass one by one", () => {
   const playback = played(4); // at 250, 500, 750, 1000
   playback.tick(1050);
   expect(playback.shown?.at).toBe(750);
-  playback.tick(1175); // 875: half way to the look at 1000
+  playback.tick(1175); // 875: half way to the snapshot at 1000
   expect(playback.column).toBeCloseTo(35);
   playback.tick(1300);
   expect([playback.shown?.at, playback.column, playback.isMoving]).toEqual([1000, 40, false]);
@@ -142,7 +142,7 @@ test("quiet time is not replayed", () => {
   playback.tick(0);
   playback.seek(1);
   playback.play(1 / 4);
-  playback.tick(1000); // 250 ms of it, which is all of the late look
+  playback.tick(1000); // 250 ms of it, all of the late snapshot
   playback.tick(2000);
   expect(playback.shown).toBe(late);
 });

@@ -1,4 +1,4 @@
-/** A WebSocket class whose other end is the test: what was sent is kept, what comes is said by hand. */
+/** A WebSocket class whose other end is the test: sent frames are kept, received ones set by the test. */
 
 import { Client, type ClientOptions, type SocketLike } from "../src/client/index.ts";
 import type { ClientEvent, Response, ServerEvent } from "../src/client/wire.ts";
@@ -40,19 +40,19 @@ export class FakeSocket implements SocketLike {
     const limits = { lanes: 64, responses: 320, queued: 256, events_per_s: 2000, event_burst: 10_000, sockets: 0, message_bytes: 1 << 20, output_tokens: 1 << 24 };
     this.say({ type: "session.created", session_id: "s", model: "m", context_length: 100, epoch, window, detach_s: 30, limits });
   }
-  /** What was sent of one type. */
+  /** Sent events of one type. */
   of(type: ClientEvent["type"]): ClientEvent[] {
     return this.sent.filter((event) => event.type === type);
   }
 }
 
-/** A connected client, its backoff without waiting; HTTP answers what `answer` says. */
+/** A connected client with no wait in its backoff; HTTP returns what `answer` returns. */
 export function connected(options: Partial<ClientOptions> = {}): Client {
   FakeSocket.all = [];
   const client = new Client({
     baseUrl: "http://host/root/",
     WebSocket: FakeSocket,
-    random: () => -1.5, // no wait at all
+    random: () => -1.5, // no wait
     pingMs: 0,
     fetch: () => Promise.reject(new TypeError("no network")),
     ...options,

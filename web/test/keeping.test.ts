@@ -1,4 +1,4 @@
-/** What is deleted stays deleted, and a store that refuses is noticed. */
+/** Deleted chats stay deleted, and a failing store is noticed. */
 
 import { beforeEach, expect, test, vi } from "vitest";
 import { Answer } from "../src/chat/answer.ts";

@@ -1,4 +1,4 @@
-/** The frame: sidebar, header, and the pane that the address names. The engine's is loaded on demand. */
+/** The frame: sidebar, header, and the pane that the address names; the engine view loads on demand. */
 
 import { signal } from "@preact/signals";
 import type { ComponentType } from "preact";
@@ -18,7 +18,7 @@ function Loading() {
   return <main class="pane" aria-busy="true" />;
 }
 
-/** After an update of the server what this page is made of may be gone, and another is there. */
+/** After an update of the server this page's chunks may be gone: load the new page. */
 function Lost() {
   return (
     <main class="pane empty">

@@ -1,4 +1,4 @@
-/** The one client of the page, and what it says as signals. The key lives in this tab alone. */
+/** The page's only client, with its state as signals. The key is kept in this tab only. */
 
 import { computed, signal } from "@preact/signals";
 import { Client, type ConnectionState, type Session } from "../client/index.ts";
@@ -25,7 +25,7 @@ export function useKey(key: string): void {
   client.setKey(key);
 }
 
-/** Connect, and look again whenever the network or the tab comes back. */
+/** Connect, and check the connection whenever the network or the tab comes back. */
 export function start(): void {
   client.connect();
   for (const name of ["online", "offline"]) addEventListener(name, () => client.check());

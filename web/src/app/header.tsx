@@ -1,4 +1,4 @@
-/** The line above everything: which model, whether it can be reached, theme and settings. */
+/** The header: the model, the state of the connection, theme and settings. */
 
 import type { ConnectionState } from "../client/index.ts";
 import { newChat } from "../chat/store.ts";

@@ -1,4 +1,4 @@
-/** Asks for the API key where the server wants one; open until the server has taken it. */
+/** Asks for the API key where the server requires one; open until the server has accepted it. */
 
 import { effect, signal } from "@preact/signals";
 import { useEffect, useRef } from "preact/hooks";
@@ -16,7 +16,7 @@ effect(() => {
   } else if (state.name === "connected") {
     isOpen.value = false;
   } else if (state.name === "reconnecting") {
-    fault.value = "The server does not answer. Trying again."; // seen where the dialog is open
+    fault.value = "The server does not answer. Trying again."; // visible only if the dialog is open
   }
 });
 

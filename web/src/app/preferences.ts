@@ -1,11 +1,11 @@
-/** What the reader chose: kept in this browser, written only when it is changed. */
+/** The user's preferences: kept in this browser, written only when one changes. */
 
 import { computed, effect, signal } from "@preact/signals";
 import { recall, remember } from "./storage.ts";
 
 export type Theme = "system" | "light" | "dark";
 
-/** null: the model's own; for maxTokens: as many as the context allows; for seed: another each time. */
+/** null: the model's own; for maxTokens: up to the context's end; for seed: a new one each time. */
 export interface Settings {
   temperature: number | null;
   topP: number | null;

@@ -23,7 +23,7 @@ addEventListener("hashchange", read);
 
 export function show(to: Route): void {
   location.hash = hrefOf(to);
-  read(); // the event comes later
+  read(); // the event fires later
 }
 
 export function showChat(id: string | null): void {
@@ -31,7 +31,7 @@ export function showChat(id: string | null): void {
   show("chat");
 }
 
-/** This chat has another address now: going back does not lead to the old one. */
+/** Replace this chat's address: going back does not lead to the old one. */
 export function moveTo(id: string | null): void {
   chatId.value = id;
   if (route.value === "chat") history.replaceState(null, "", hrefOf("chat"));

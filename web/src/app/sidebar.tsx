@@ -1,4 +1,4 @@
-/** Beside everything: new chat, the conversations, and the way to the engine. A drawer on phones. */
+/** The sidebar: new chat, the conversations, a link to the engine view. A drawer on phones. */
 
 import { signal } from "@preact/signals";
 import type { RefObject } from "preact";
@@ -13,7 +13,7 @@ export const isSidebarOpen = signal(false);
 
 const shut = () => (isSidebarOpen.value = false);
 
-// on a wide screen it is no drawer, and nothing may be inert because of it
+// on a wide screen the sidebar is not a drawer and must make nothing inert
 matchMedia("(max-width: 800px)").addEventListener("change", shut);
 
 function To({ to, label, Icon }: { to: Route; label: string; Icon: () => preact.JSX.Element }) {
@@ -24,7 +24,7 @@ function To({ to, label, Icon }: { to: Route; label: string; Icon: () => preact.
   );
 }
 
-/** While it is open the focus is in it; what is behind it is inert (app.tsx). */
+/** While the drawer is open the focus is in it and the page behind it is inert (app.tsx). */
 function useFocusWithin(box: RefObject<HTMLElement | null>, isOpen: boolean): void {
   useEffect(() => {
     if (!isOpen) return;

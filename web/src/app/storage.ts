@@ -1,6 +1,6 @@
-/** The browser's two small stores. Where it forbids them nothing is kept, and the page goes on. */
+/** sessionStorage and localStorage. Where the browser forbids them nothing is kept; the page works. */
 
-/** For this tab alone, or for all of them and the next time. */
+/** For this tab only, or for all tabs and later visits. */
 export type Store = "sessionStorage" | "localStorage";
 
 export function recall(store: Store, name: string): string | null {
@@ -11,12 +11,12 @@ export function recall(store: Store, name: string): string | null {
   }
 }
 
-/** null: forget it. */
+/** null removes the entry. */
 export function remember(store: Store, name: string, value: string | null): void {
   try {
     if (value === null) window[store].removeItem(name);
     else window[store].setItem(name, value);
   } catch {
-    // as long as the page is open it is known
+    // the value lasts while the page is open
   }
 }

@@ -14,19 +14,19 @@ export interface Figures {
   tokensPerS: number;
   firstMs: number | null;
   cachedTokens: number;
-  /** What the model read for it; absent where that is not known. */
+  /** What the model read for it; absent where not known. */
   inputTokens?: number;
 }
 
-/** How it was asked for, less the conversation: enough to ask again. */
+/** The request without the conversation: enough to repeat it. */
 export interface Origin {
   ask: Ask;
   fork: { id: string; at: Fork } | null;
-  /** Tokens that were there before its own: what a fork, or those before it, kept. */
+  /** Tokens before its own: those kept by a fork or by earlier parts. */
   kept?: number;
 }
 
-/** What stays of an answer, in the database and in files. `after`: the last number that was seen. */
+/** An answer as stored in the database and in files. `after`: the last number seen. */
 export interface KeptAnswer {
   responseId: string | null;
   after: number;
@@ -41,7 +41,7 @@ export interface KeptAnswer {
 export interface Listener {
   /** It has an id now, so another tab can follow it. */
   created(answer: Answer): void;
-  /** More came; a good time to keep it, now and then. */
+  /** More text came: a time to store it, at intervals. */
   grown(answer: Answer): void;
   ended(answer: Answer): void;
 }
@@ -58,22 +58,22 @@ export class Answer {
   readonly error = signal<ClientError | null>(null);
   readonly isLive = signal(false);
   readonly isStopping = signal(false);
-  /** Token by token, where somebody looked: see tokens.ts. */
+  /** Token by token, once the user asked for it: see tokens.ts. */
   readonly tokens = signal<readonly Token[] | null>(null);
-  /** Text before its own first token: what a fork kept of another answer. */
+  /** Text before its own first token: kept by a fork from another answer. */
   prefix = "";
   /** Whether the tokens are shown in place of the text. */
   readonly isOpened = signal(false);
-  /** Why they can't be. */
+  /** Why the tokens can't be shown. */
   readonly lookFault = signal("");
   origin: Origin;
   seed: number | null = null;
   responseId: string | null = null;
   stream: ResponseStream | null = null;
-  /** The same answer once more, for its tokens. */
+  /** The same answer generated again, for its tokens. */
   drawing: ResponseStream | null = null;
   #after = -1;
-  /** What it was before it was continued. */
+  /** The answer before it was continued. */
   #before: { kept: KeptAnswer; origin: Origin } | null = null;
   #isResumed = false;
   #frame = 0;
@@ -83,7 +83,7 @@ export class Answer {
     this.origin = origin;
   }
 
-  /** As it was kept. One that was live waits to be followed by its id. */
+  /** From its record. An answer that was live waits to be followed by its id. */
   static of(kept: KeptAnswer): Answer {
     const answer = new Answer(kept.origin);
     answer.accept(kept);
@@ -116,17 +116,17 @@ export class Answer {
     };
   }
 
-  /** Whether it went on when it was kept: `resume` then. */
+  /** Whether it was live when it was stored: `resume` then. */
   get isUnfinished(): boolean {
     return this.responseId !== null && !this.isLive.value && !ENDS.has(this.status.value);
   }
 
-  /** Whether the server could go on with it: it did not come to its own end. */
+  /** Whether the server could continue it: it did not reach its own end. */
   get isCut(): boolean {
     return (this.status.value === "incomplete" || this.status.value === "cancelled") && this.responseId !== null && this.figures.value.tokens > 0;
   }
 
-  /** Go on where it stopped: the stream's text begins with all that is there. */
+  /** Continue where it stopped: the stream's text begins with the present text. */
   extend(origin: Origin, stream: ResponseStream, listener: Listener): void {
     this.#before = { kept: this.keep(), origin: this.origin };
     this.origin = origin;
@@ -150,7 +150,7 @@ export class Answer {
       stream.on("created", () => (this.#draw(), listener.created(this))),
       stream.on("delta", soon),
       stream.on("status", () => {
-        const { total } = stream.progress; // of the question, said while it is read
+        const { total } = stream.progress; // prompt tokens, reported during prefill
         if (total) this.figures.value = { ...this.figures.value, inputTokens: total };
         soon();
       }),
@@ -171,7 +171,7 @@ export class Answer {
   settle(): void {
     this.#draw();
     if (this.#before && this.stream?.text === "") {
-      this.origin = this.#before.origin; // nothing came: it is what it was
+      this.origin = this.#before.origin; // no token came: the answer is unchanged
       this.accept(this.#before.kept);
     }
     this.#before = null;
@@ -180,7 +180,7 @@ export class Answer {
     this.isStopping.value = false;
   }
 
-  /** It is not wanted any more; what still comes is not heard. */
+  /** Drop the answer; events that still come are ignored. */
   leave(): void {
     this.drawing?.cancel();
     for (const off of this.#off) off();
@@ -192,7 +192,7 @@ export class Answer {
     const { stream } = this;
     if (!stream) return;
     this.responseId = stream.id;
-    this.#after = stream.text === "" ? -1 : stream.sequence; // nothing came: what is there is of before
+    this.#after = stream.text === "" ? -1 : stream.sequence; // no text came: the present text is from before
     this.seed = stream.response?.seed ?? this.seed;
     this.text.value = stream.text || this.text.value;
     this.status.value = stream.status;
@@ -203,13 +203,13 @@ export class Answer {
   }
 }
 
-/** The prompt's length: at the end the server's count, until then what was known. */
+/** The prompt's length: at the end the server's count, until then the last known one. */
 function inputOf(stream: ResponseStream, before: number | undefined): Pick<Figures, "inputTokens"> {
   const inputTokens = stream.response?.usage?.input_tokens ?? before;
   return inputTokens === undefined ? {} : { inputTokens };
 }
 
-/** After a reload the first token's time is what was kept, or the server's. */
+/** After a reload the first token's time is the stored one, or the server's. */
 function figuresOf(stream: ResponseStream, kept: Figures): Figures {
   const { sent, first, last } = stream.times;
   const wasResumed = kept !== NOTHING;

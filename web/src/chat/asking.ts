@@ -15,7 +15,7 @@ import { NUM_ALTERNATIVES, TokenReader, type Token } from "./tokens.ts";
 
 const WAITING = "streamer.waiting";
 
-/** Questions of this tab that wait, by their ids; what another tab's wait for is that tab's to send. */
+/** Ids of this tab's waiting questions; those of another tab are sent by that tab. */
 export const waiting = signal<ReadonlySet<string>>(new Set(recall("sessionStorage", WAITING)?.split(" ").filter(Boolean)));
 
 function setWaiting(change: (ids: Set<string>) => void): void {
@@ -25,7 +25,7 @@ function setWaiting(change: (ids: Set<string>) => void): void {
   remember("sessionStorage", WAITING, ids.size > 0 ? [...ids].join(" ") : null);
 }
 
-/** Say what is typed; it is asked at once, or when the server is there and the answer before it has ended. */
+/** Send what is typed: at once, or when the server is reachable and the answer before it has ended. */
 export function send(text: string = typed(current.value)): void {
   const question = text.trim();
   if (!question) return;
@@ -52,7 +52,7 @@ export function sendWaiting(message: Message): void {
 
 export const NOT_SENT = "Not sent.";
 
-/** Why a question is not asked yet; null: it is, or will be at once. */
+/** Why a question is not sent yet; null: it is sent, or will be at once. */
 export function reasonToWait(conversation: Conversation, message: Message): string | null {
   const path = conversation.path.value;
   const place = path.indexOf(message);
@@ -63,7 +63,7 @@ export function reasonToWait(conversation: Conversation, message: Message): stri
   return conversation.live.value.length > 0 ? "Waits for the answer to end." : null;
 }
 
-/** Out of the chat, and into the field again. */
+/** Move a question out of the chat and back into the field. */
 export function takeBack(conversation: Conversation, message: Message): void {
   setWaiting((ids) => ids.delete(message.id));
   if (conversation.edit.value?.message === message) endEdit(conversation);
@@ -78,7 +78,7 @@ export function takeBack(conversation: Conversation, message: Message): void {
   type(into, [message.text, into.draft.value].filter(Boolean).join("\n\n"));
 }
 
-/** Ask what waits, wherever it can be asked now; called once. */
+/** Send waiting questions whenever they can be sent; called once. */
 export function askWhatWaits(): void {
   effect(() => {
     if (!isConnected.value || waiting.value.size === 0) return;
@@ -90,11 +90,11 @@ export function askWhatWaits(): void {
 }
 
 function askOne(conversation: Conversation, question: Message): void {
-  setWaiting((ids) => pathTo(question).forEach(({ id }) => ids.delete(id))); // those before it are in its turn
+  setWaiting((ids) => pathTo(question).forEach(({ id }) => ids.delete(id))); // the questions before it are part of its turn
   answer(conversation, question, settings.value.answers);
 }
 
-/** Ask for answers to a question, beside those that it has. */
+/** Request answers to a question, beside those that it has. */
 export function answer(conversation: Conversation, question: Message, count = 1): void {
   const first = askOf(settings.value, conversation.system.value);
   const made = Array.from({ length: count }, (_, i) => {
@@ -113,7 +113,7 @@ export function regenerate(conversation: Conversation, message: Message): void {
   if (message.parent && isConnected.value && !isBusy.value) answer(conversation, message.parent);
 }
 
-/** Go on with an answer from one of its tokens: drawn anew, or with `text` in its place. */
+/** Continue an answer from one of its tokens: drawn anew, or replaced by `text`. */
 export function fork(conversation: Conversation, message: Message, token: Token, text?: string): void {
   if (!message.parent || isBusy.value || !isConnected.value) return;
   const at: Fork = { at: token.at };
@@ -125,7 +125,7 @@ export function fork(conversation: Conversation, message: Message, token: Token,
   announcement.value = "Generating another ending";
 }
 
-/** Go on with an answer that a limit or the reader ended. */
+/** Continue an answer that a limit or the user ended. */
 export function continueAnswer(conversation: Conversation, message: Message): void {
   const it = message.answer;
   if (!it?.isCut || it.responseId === null || !message.parent || isBusy.value || !isConnected.value) return;
@@ -145,7 +145,7 @@ export function toggleTokens(message: Message): void {
   it.drawing?.cancel();
 }
 
-/** Draw a finished answer once more, with its seed, to see its tokens. */
+/** Generate a finished answer again, with its seed, to show its tokens. */
 async function look(message: Message): Promise<void> {
   const it = message.answer;
   if (!it || !message.parent || it.isLive.value) return;
@@ -160,7 +160,7 @@ async function look(message: Message): Promise<void> {
   const reader = new TokenReader();
   stream.on("delta", (event) => reader.add(event, stream.id ?? ""));
   await stream.done;
-  if (it.drawing !== stream || stream.isCancelled) return; // nobody waits for it any more
+  if (it.drawing !== stream || stream.isCancelled) return; // superseded or cancelled
   it.drawing = null;
   if (stream.text === it.text.value) {
     it.prefix = reader.prefix;
@@ -171,7 +171,7 @@ async function look(message: Message): Promise<void> {
   }
 }
 
-/** Follow what was live when the page was last open, or is live in another tab. */
+/** Follow answers that were live when the page was last open, or are live in another tab. */
 export function goOn(conversation: Conversation, message: Message): void {
   const it = message.answer;
   if (!it?.isUnfinished || it.responseId === null) return;
@@ -189,7 +189,7 @@ function add(conversation: Conversation, question: Message, origin: Origin): Mes
 
 function begin(question: Message, { ask, fork: from }: Origin): ResponseStream {
   if (from) {
-    const { instructions: _, ...body } = ask; // the parent's stand
+    const { instructions: _, ...body } = ask; // the parent's instructions stay
     return client.fork(from.id, from.at, body);
   }
   return client.create({ ...ask, input: inputFor(question) });
@@ -223,7 +223,7 @@ function ended(conversation: Conversation, message: Message, it: Answer, listene
   if (conversation.live.value.length === 0) announcement.value = said(it);
 }
 
-/** Questions that waited for this answer: what they build on is not there, so they wait for the reader. */
+/** Questions that waited for this answer: the answer is missing, so they wait for the user. */
 const followers = (conversation: Conversation, message: Message): Message[] => conversation.messages.value.filter(({ parent }) => parent === message);
 
 function said(it: Answer): string {

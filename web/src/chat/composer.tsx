@@ -1,4 +1,4 @@
-/** Where questions are typed: it grows with the text, Enter sends, Stop stands beside it while an answer comes. */
+/** The question field: it grows with the text, Enter sends, Stop shows while an answer streams. */
 
 import { useEffect, useRef } from "preact/hooks";
 import { change, settings } from "../app/preferences.ts";

@@ -20,7 +20,7 @@ export interface Message {
   readonly created: number;
 }
 
-/** A question that is written anew, and its text so far. */
+/** A question that is being edited, and its text so far. */
 export interface Edit {
   message: Message;
   text: string;
@@ -29,18 +29,18 @@ export interface Edit {
 export class Conversation {
   readonly id: string;
   readonly created: number;
-  /** What the reader called it; null: the first question. */
+  /** The title the user gave it; null: the first question. */
   readonly name = signal<string | null>(null);
   readonly messages = signal<readonly Message[]>([]);
   readonly leaf = signal<Message | null>(null);
   readonly beside = signal<readonly Message[]>([]);
-  /** What its answers are told before everything else. */
+  /** The system prompt of its answers. */
   readonly system = signal("");
   /** What is typed and not sent: see drafts.ts. */
   readonly draft = signal("");
   readonly edit = signal<Edit | null>(null);
   readonly path = computed(() => pathTo(this.leaf.value));
-  /** What stands at the end of the path: one answer, or several side by side. */
+  /** The end of the path: one answer, or several side by side. */
   readonly ends = computed(() => {
     const leaf = this.leaf.value;
     const beside = this.beside.value;
@@ -48,7 +48,7 @@ export class Conversation {
     return leaf ? [leaf] : [];
   });
   readonly title = computed(() => this.name.value ?? this.messages.value[0]?.text.trim().slice(0, 80) ?? "New chat");
-  /** Answers that are shown and still come. */
+  /** Answers that are shown and still stream. */
   readonly live = computed(() => this.#shown().filter((answer) => answer.isLive.value));
   readonly isLive = computed(() => this.messages.value.some((message) => message.answer?.isLive.value));
 
@@ -59,13 +59,13 @@ export class Conversation {
 
   add(message: Omit<Message, "id" | "created">): Message {
     const last = this.messages.value.at(-1)?.created ?? 0;
-    const added = { ...message, id: newId(), created: Math.max(Date.now(), last + 1) }; // by it they are sorted
+    const added = { ...message, id: newId(), created: Math.max(Date.now(), last + 1) }; // the sort key
     this.messages.value = [...this.messages.value, added];
     this.leaf.value = added;
     return added;
   }
 
-  /** Take a message away that nothing follows; shown is what could stand in its place, or what it followed. */
+  /** Remove a message that nothing follows; a sibling is shown instead, or else its parent. */
   remove(message: Message): void {
     this.messages.value = this.messages.value.filter((other) => other !== message);
     if (this.leaf.value !== message) return;
@@ -78,7 +78,7 @@ export class Conversation {
   }
 }
 
-/** randomUUID is there over HTTPS and on this machine only; the page is also read over plain HTTP. */
+/** randomUUID exists only over HTTPS and on this machine; the page also works over plain HTTP. */
 export function newId(): string {
   const bytes = crypto.getRandomValues(new Uint8Array(16));
   return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
@@ -90,12 +90,12 @@ export function pathTo(leaf: Message | null): Message[] {
   return path.reverse();
 }
 
-/** Messages that could stand in this one's place, itself among them, oldest first. */
+/** This message and its siblings, oldest first. */
 export function siblings(all: readonly Message[], message: Message): Message[] {
   return all.filter((other) => other.parent === message.parent && other.role === message.role);
 }
 
-/** The end of what was said last below a message. */
+/** The end of the latest path below a message. */
 export function latestBelow(all: readonly Message[], message: Message): Message {
   let leaf = message;
   for (;;) {
@@ -106,8 +106,8 @@ export function latestBelow(all: readonly Message[], message: Message): Message 
 }
 
 /**
- * What is sent for a question: everything before it, less questions whose answer is empty. Of
- * several that stand together, as they do when they waited, one turn is made.
+ * The input sent for a question: everything before it, less questions whose answer is empty.
+ * Consecutive questions, as after waiting, are joined into one turn.
  */
 export function inputFor(question: Message): InputItem[] {
   const path = pathTo(question);

@@ -1,6 +1,6 @@
 /**
- * Drafts: what is typed and not sent, a chat. Kept in this browser at each letter, so that a reload
- * loses nothing; a new chat's draft is this tab's alone, or every new tab would begin with it.
+ * Drafts: each chat's typed and unsent text. Stored in this browser at each letter, so that a reload
+ * loses nothing; a new chat's draft is stored for this tab only, or every new tab would begin with it.
  */
 
 import { recall, remember, type Store } from "../app/storage.ts";
@@ -9,7 +9,7 @@ import type { Conversation, Message } from "./conversation.ts";
 interface KeptDraft {
   text: string;
   edit: { id: string; text: string } | null;
-  /** A chat with messages keeps its system prompt with them. */
+  /** A chat with messages stores its system prompt with them. */
   system: string;
 }
 
@@ -17,7 +17,7 @@ function placeOf(conversation: Conversation): [Store, string] {
   return conversation.messages.value.length > 0 ? ["localStorage", `streamer.draft.${conversation.id}`] : ["sessionStorage", "streamer.draft"];
 }
 
-/** What the field holds. */
+/** The field's text. */
 export const typed = (conversation: Conversation): string => conversation.edit.value?.text ?? conversation.draft.value;
 
 export function type(conversation: Conversation, text: string): void {
@@ -32,7 +32,7 @@ export function beginEdit(conversation: Conversation, message: Message): void {
   keepDraft(conversation);
 }
 
-/** The draft that was there before it is there again. */
+/** End the edit: the field shows the draft again. */
 export function endEdit(conversation: Conversation): void {
   conversation.edit.value = null;
   keepDraft(conversation);

@@ -1,4 +1,4 @@
-/** What stands below an answer, in words: its state while it is not simply streaming, and its figures. */
+/** The line below an answer: its state while it is not simply streaming, and its figures. */
 
 import type { Answer, Figures } from "./answer.ts";
 

@@ -1,12 +1,12 @@
-/** Finding words in the chats: which chat has them, which of its messages, and where on the screen. */
+/** Search: which chat has the words, which of its messages, and where on the screen. */
 
 import { computed, signal } from "@preact/signals";
 import type { Conversation, Message } from "./conversation.ts";
 import { choose, conversations, open } from "./store.ts";
 
-/** What is looked for in the history. */
+/** The text searched for in the history. */
 export const query = signal("");
-/** The message that was jumped to last, for these words. */
+/** The message that the last search result led to. */
 export const hit = signal<{ message: Message; words: readonly string[] } | null>(null);
 
 const wordsOf = (text: string): string[] => text.toLowerCase().split(/\s+/).filter(Boolean);
@@ -23,7 +23,7 @@ function has(conversation: Conversation, words: string[]): boolean {
   return words.every((word) => all.includes(word));
 }
 
-/** The message that has most of the words, of those the first, rather on the path that is shown; null: the title alone has them. */
+/** The message with most of the words; of equals one on the shown path, then the first. null: only the title has them. */
 export function messageWith(conversation: Conversation, words: readonly string[]): Message | null {
   const path = new Set(conversation.path.value);
   let best: Message | null = null;
@@ -37,7 +37,7 @@ export function messageWith(conversation: Conversation, words: readonly string[]
   return best;
 }
 
-/** Open a chat where it has what is looked for. */
+/** Open a chat at the message found. */
 export function openFound(conversation: Conversation): void {
   const words = wordsOf(query.value);
   const message = words.length > 0 ? messageWith(conversation, words) : null;
@@ -46,7 +46,7 @@ export function openFound(conversation: Conversation): void {
   open(conversation);
 }
 
-/** Where the words stand in an element's text. */
+/** The ranges of the words in an element's text. */
 export function rangesOf(element: Element, words: readonly string[]): Range[] {
   const pattern = new RegExp(words.map((word) => word.replace(/[\\^$.*+?()[\]{}|]/g, "\\$&")).join("|"), "giu");
   const texts = document.createTreeWalker(element, NodeFilter.SHOW_TEXT);

@@ -105,7 +105,7 @@ function Rename({ conversation, onDone }: { conversation: Conversation; onDone: 
   );
 }
 
-/** Below the history: whether it will be there again; files in and out. */
+/** Below the history: whether it is stored; import and export. */
 export function Transfer() {
   const file = useRef<HTMLInputElement>(null);
   const take = async () => {

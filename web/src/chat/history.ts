@@ -1,4 +1,4 @@
-/** The history: what was kept is shown again, what was live goes on, and other tabs are heard. */
+/** The history: loads stored chats, resumes live answers, and follows changes of other tabs. */
 
 import { client } from "../app/connection.ts";
 import { askWhatWaits, goOn } from "./asking.ts";
@@ -8,12 +8,12 @@ import { hear, keepAll, load, type Word } from "./keeping.ts";
 import { addMessage, arrange, fromFile, merge, toConversation, toFile, type KeptMessage } from "./kept.ts";
 import { announcement, conversations, current, forget, isLoaded, open } from "./store.ts";
 
-const DETACH_S = 300; // how long an answer goes on while nobody is there: a reload, a walk, a tunnel
+const DETACH_S = 300; // how long an answer runs without a reader: a reload, a cut network
 
 export async function begin(): Promise<void> {
   client.update({ detach_s: DETACH_S });
   const loading = load();
-  hear((word) => void loading.then(() => onWord(word))); // it may be of what is being loaded
+  hear((word) => void loading.then(() => onWord(word))); // it may concern a chat that is being loaded
   const kept = await loading;
   const messages = new Map<string, KeptMessage[]>(kept.conversations.map(({ id }) => [id, []]));
   for (const message of kept.messages) messages.get(message.conversation)?.push(message);
@@ -44,7 +44,7 @@ function onWord(word: Word): void {
   } else {
     known.name.value = word.record.name;
     known.system.value = word.record.system ?? "";
-    // a tab that looks at another path of it stays there
+    // a tab that shows another path of it stays there
     const isAtEnd = !known.messages.value.some((message) => message.parent === known.leaf.value);
     if (isAtEnd || known !== current.value) arrange(known, word.record);
   }
@@ -78,7 +78,7 @@ export function exportChats(chosen: readonly Conversation[]): void {
 
 const fileName = (title: string): string => title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, 60) || "chat";
 
-/** What of a file is not here yet comes in. Returns what was wrong with the file; "" if nothing. */
+/** Import what is not here yet. Returns what is wrong with the file; "" if nothing. */
 export async function importChats(file: File): Promise<string> {
   try {
     const read = fromFile(await file.text());
@@ -94,7 +94,7 @@ export async function importChats(file: File): Promise<string> {
 
 const numberOf = ({ length }: readonly Conversation[]): string => `${length} ${length === 1 ? "chat" : "chats"}`;
 
-/** Those that are new, or have new messages now. */
+/** Chats that are new or have new messages. */
 function takeIn(read: readonly Conversation[]): Conversation[] {
   const ids = new Map(conversations.value.flatMap(({ id, messages }) => messages.value.map((message) => [message.id, id])));
   for (const { id, messages } of read) {

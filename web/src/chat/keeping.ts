@@ -1,9 +1,9 @@
 /**
- * Keeping: conversations in this browser's IndexedDB, and word of every change to its other tabs.
+ * Keeping: conversations in this browser's IndexedDB; every change is reported to its other tabs.
  *
  * A message is a record of its own, so that two tabs add to one conversation without loss. Nothing
- * waits for a write; without a database (private mode, a full disk) the page works for as long as it
- * is open, and says that it keeps nothing.
+ * waits for a write; without a database (private mode, a full disk) the page works while it is
+ * open, and shows that nothing is stored.
  */
 
 import { signal } from "@preact/signals";
@@ -16,7 +16,7 @@ interface Schema extends DBSchema {
   messages: { key: string; value: KeptMessage; indexes: { conversation: string } };
 }
 
-/** What one tab tells the others. */
+/** What a tab reports to the others. */
 export type Word =
   | { type: "conversation"; record: KeptConversation }
   | { type: "message"; record: KeptMessage }
@@ -30,7 +30,7 @@ const due = new Map<Message, ReturnType<typeof setTimeout>>();
 const dropped = new Set<string>();
 let database: Promise<IDBPDatabase<Schema>> | undefined;
 
-/** Whether the last write went well: else what is on the screen is gone with the page. */
+/** Whether the last write succeeded: if not, closing the page loses what it shows. */
 export const isKept = signal(true);
 
 function db(): Promise<IDBPDatabase<Schema>> {
@@ -39,7 +39,7 @@ function db(): Promise<IDBPDatabase<Schema>> {
       fresh.createObjectStore("conversations", { keyPath: "id" });
       fresh.createObjectStore("messages", { keyPath: "id" }).createIndex("conversation", "conversation");
     },
-    terminated: () => (database = undefined), // by the browser, as when its data are cleared
+    terminated: () => (database = undefined), // by the browser, for example when its data are cleared
   });
   return database;
 }
@@ -64,11 +64,11 @@ export function keepConversation(conversation: Conversation): void {
 
 export function keepMessage(conversation: Conversation, message: Message): void {
   const record = keepQuietly(conversation, message);
-  if (!record || record.answer?.status === "sending") return; // without an id nobody can follow it
+  if (!record || record.answer?.status === "sending") return; // without an id it can't be followed
   channel?.postMessage({ type: "message", record } satisfies Word);
 }
 
-/** All of them or none, once they are on the disk. */
+/** All of them or none; resolves once they are on the disk. */
 export function keepAll(conversations: readonly Conversation[]): Promise<void> {
   const whole = conversations.map((conversation) => ({
     record: asKeptConversation(conversation),
@@ -90,12 +90,12 @@ export function keepAll(conversations: readonly Conversation[]): Promise<void> {
   });
 }
 
-/** Soon, and not for every frame of an answer that grows. */
+/** Write soon, not at every frame of a growing answer. */
 export function keepSoon(conversation: Conversation, message: Message): void {
   if (!due.has(message)) due.set(message, setTimeout(() => keepQuietly(conversation, message), EVERY_MS));
 }
 
-/** A message that was taken back. */
+/** A message was removed. */
 export function unsay(conversation: Conversation, { id }: Message): void {
   channel?.postMessage({ type: "unsaid", conversation: conversation.id, id } satisfies Word);
   void write((store) => store.delete("messages", id));
@@ -113,7 +113,7 @@ export function drop(conversation: Conversation): void {
   });
 }
 
-/** Hear what other tabs did. */
+/** Listen to other tabs. */
 export function hear(onWord: (word: Word) => void): void {
   channel?.addEventListener("message", ({ data }: MessageEvent<Word>) => {
     if (data.type === "dropped") dropped.add(data.id);
@@ -122,7 +122,7 @@ export function hear(onWord: (word: Word) => void): void {
   });
 }
 
-/** null: it was deleted meanwhile, and stays so. */
+/** null: it was deleted meanwhile. */
 function keepQuietly(conversation: Conversation, message: Message): KeptMessage | null {
   clearTimeout(due.get(message));
   due.delete(message);

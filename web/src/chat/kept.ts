@@ -9,7 +9,7 @@ export interface KeptConversation {
   name: string | null;
   leaf: string | null;
   beside: string[];
-  /** Absent in what was kept before there was one a chat. */
+  /** Absent in records from before each chat had its own. */
   system?: string;
 }
 
@@ -47,7 +47,7 @@ export function asKeptMessage(conversation: Conversation, message: Message): Kep
   return { id, conversation: conversation.id, created, role, parent: message.parent?.id ?? null, text, answer };
 }
 
-/** The tree again. A message whose parent is nowhere is left out, with what follows it. */
+/** Rebuild the tree. A message without its parent is left out, with what follows it. */
 export function toConversation(kept: KeptConversation, messages: readonly KeptMessage[]): Conversation {
   const conversation = new Conversation(kept.id, kept.created);
   for (const record of [...messages].sort((a, b) => a.created - b.created)) addMessage(conversation, record);
@@ -55,7 +55,7 @@ export function toConversation(kept: KeptConversation, messages: readonly KeptMe
   return conversation;
 }
 
-/** Put a record into the tree; null: it is there, or its parent is not. */
+/** Put a record into the tree; null: it is already there, or its parent is missing. */
 export function addMessage(conversation: Conversation, record: KeptMessage): Message | null {
   const all = conversation.messages.value;
   const parent = record.parent === null ? null : all.find((message) => message.id === record.parent);
@@ -84,7 +84,7 @@ export function toFile(conversations: readonly Conversation[]): Exported {
   return { format: "streamer.chats", version: 1, conversations: all };
 }
 
-/** The chats of a file, under the ids they have there; an Error in words if it is none of ours. */
+/** The chats of a file, under their ids there; an Error with a message if it is not an export. */
 export function fromFile(text: string): Conversation[] {
   return parse(text).conversations.map((kept) => {
     const messages = kept.messages.map((message) => ({ ...message, conversation: kept.id, answer: message.answer && asOver(message.answer) }));
@@ -92,14 +92,14 @@ export function fromFile(text: string): Conversation[] {
   });
 }
 
-/** Add what of `other`, the same chat, is not in `own`; how many messages that is. */
+/** Add the messages of `other`, the same chat, that `own` lacks; returns their number. */
 export function merge(own: Conversation, other: Conversation): number {
   const before = own.messages.value.length;
   for (const message of other.messages.value) addMessage(own, asKeptMessage(own, message));
   return own.messages.value.length - before;
 }
 
-/** What was live when it was exported is over here: another browser may not have the key to it. */
+/** An answer that was live at export counts as ended: another browser may lack the key for it. */
 function asOver(answer: KeptAnswer): KeptAnswer {
   const isLive = !["completed", "incomplete", "cancelled", "failed", "gone"].includes(answer.status);
   return isLive ? { ...answer, responseId: null, status: "cancelled" } : { ...answer, responseId: null };

@@ -1,4 +1,4 @@
-/** How much of the context the chat has used, and what can be done when it is full. */
+/** The share of the context that the chat uses, and the choices when it is full. */
 
 import { session } from "../app/connection.ts";
 import { Plus } from "../ui/icons.tsx";
@@ -7,7 +7,7 @@ import { newChat } from "./store.ts";
 
 const NEARLY = 0.85;
 
-/** Tokens that the shown path has, by its last answers of which that is known; null: none. */
+/** Tokens of the shown path, by its last answers with a known count; null: none. */
 export function usedTokens(conversation: Conversation): number | null {
   let after = 0;
   for (const { answer } of [...conversation.path.value].reverse()) {
@@ -23,7 +23,7 @@ const whole = new Intl.NumberFormat();
 const compact = new Intl.NumberFormat(undefined, { notation: "compact", maximumFractionDigits: 1 });
 const short = (count: number): string => (count < 10_000 ? whole : compact).format(count);
 
-/** Nothing more fits. */
+/** The context is full. */
 export function isFull(conversation: Conversation): boolean {
   const used = usedTokens(conversation);
   return used !== null && session.value !== null && used >= session.value.context_length;

@@ -94,10 +94,10 @@ function Messages({ conversation }: { conversation: Conversation }) {
   );
 }
 
-/** Keep the end in view while the content grows, as long as the reader is there: [whether not, the way back]. */
+/** Keep the end in view while the content grows and the user is there: [is away, function back to it]. */
 function useFollowing(box: preact.RefObject<HTMLDivElement | null>, conversation: Conversation): [boolean, () => void] {
   const isAtEnd = useRef(true);
-  const top = useRef(0); // where it stood last
+  const top = useRef(0); // the last scroll position
   const [isAway, setAway] = useState(false);
   const length = conversation.path.value.length;
   const follow = (scroller: HTMLDivElement) => {
@@ -118,7 +118,7 @@ function useFollowing(box: preact.RefObject<HTMLDivElement | null>, conversation
     if (!scroller || !content) return;
     const onScroll = () => {
       const isNear = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < NEAR_PX;
-      // the end may be far because the content grew since it was followed: a reader goes up
+      // the end may be far because the content grew meanwhile: only scrolling up leaves it
       if (isNear || scroller.scrollTop < top.current) isAtEnd.current = isNear;
       top.current = scroller.scrollTop;
       setAway(!isAtEnd.current);
@@ -128,7 +128,7 @@ function useFollowing(box: preact.RefObject<HTMLDivElement | null>, conversation
     });
     scroller.addEventListener("scroll", onScroll, { passive: true });
     grown.observe(content);
-    grown.observe(scroller); // what is below it may grow too, and a phone's keyboard
+    grown.observe(scroller); // what is below it may grow too, or a phone's keyboard
     return () => {
       scroller.removeEventListener("scroll", onScroll);
       grown.disconnect();
@@ -137,7 +137,7 @@ function useFollowing(box: preact.RefObject<HTMLDivElement | null>, conversation
   return [isAway, goToEnd];
 }
 
-/** Go to what was looked for and found in this chat, and mark it there, without a change to the document. */
+/** Scroll to the search's match in this chat and mark it, without a change to the document. */
 function useHit(box: preact.RefObject<HTMLDivElement | null>, conversation: Conversation): void {
   const at = hit.value;
   useEffect(() => {
@@ -147,7 +147,7 @@ function useHit(box: preact.RefObject<HTMLDivElement | null>, conversation: Conv
     const ranges = rangesOf(article.querySelector(".text") ?? article, at.words);
     const top = (ranges[0] ?? article).getBoundingClientRect().top;
     scroller.scrollTop += top - scroller.getBoundingClientRect().top - scroller.clientHeight / 3;
-    if (typeof Highlight === "undefined") return; // an older browser: it is in view, without a mark
+    if (typeof Highlight === "undefined") return; // an older browser shows the match without a mark
     CSS.highlights.set("found", new Highlight(...ranges));
     return () => void CSS.highlights.delete("found");
   }, [at, conversation]);

@@ -1,4 +1,4 @@
-/** An answer's text, as Markdown once that has been loaded; until then as it came. */
+/** An answer's text: Markdown once its chunk is loaded, plain until then. */
 
 import { effect, signal } from "@preact/signals";
 import { useLayoutEffect, useRef } from "preact/hooks";

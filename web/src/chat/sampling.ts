@@ -1,4 +1,4 @@
-/** How answers are drawn: the settings there are, their ranges, and what of them is sent. */
+/** Sampling settings: their names and ranges, and which of them are sent. */
 
 import type { Settings } from "../app/preferences.ts";
 import type { Ask } from "../client/index.ts";

@@ -1,4 +1,4 @@
-/** How answers are made: sampling, length, system prompt. A change holds from the next question on. */
+/** How answers are made: sampling, length, system prompt. A change applies from the next question on. */
 
 import { signal } from "@preact/signals";
 import { change, DEFAULTS, settings } from "../app/preferences.ts";

@@ -1,4 +1,4 @@
-/** Keys that work anywhere on the page, and the dialog that names them. None of them types anything. */
+/** Keys that work anywhere on the page, and the dialog that names them. None of them types a character. */
 
 import { signal } from "@preact/signals";
 import { show } from "../app/route.ts";
@@ -13,7 +13,7 @@ import { isSettingsOpen } from "./settings.tsx";
 
 export const isHelpOpen = signal(false);
 
-/** There Option and a letter type a character. */
+/** On a Mac, Option and a letter type a character. */
 const IS_MAC = /^Mac|iP(hone|ad)/.test(navigator.platform);
 const WITH = IS_MAC ? "Ctrl Option" : "Alt";
 
@@ -54,7 +54,7 @@ export function onShortcut(event: KeyboardEvent): void {
   shortcut.run();
 }
 
-/** The edit ends first; what streams goes on until Esc is pressed again. */
+/** Esc ends an edit first; pressed again, it stops what streams. */
 function onEscape(): void {
   if (current.value.edit.value) endEdit(current.value);
   else stop();

@@ -7,20 +7,20 @@ import { Conversation, latestBelow, type Message } from "./conversation.ts";
 import { dropDraft, keepDraft, restoreDraft } from "./drafts.ts";
 import { drop, keepConversation } from "./keeping.ts";
 
-/** Newest first; one that has no message yet is not among them. */
+/** Newest first, without those that have no message yet. */
 export const conversations = signal<readonly Conversation[]>([]);
-/** Whether those of the database are among them. */
+/** Whether the database's conversations are loaded. */
 export const isLoaded = signal(false);
-/** The next new chat. */
+/** The next new chat, not in the list yet. */
 const blank = signal(begun());
 restoreDraft(blank.value);
 
 const named = computed(() => conversations.value.find(({ id }) => id === chatId.value));
-/** The one that the address names. */
+/** The chat that the address names. */
 export const current = computed(() => named.value ?? blank.value);
 /** The address names a chat that is not here. */
 export const isUnknown = computed(() => isLoaded.value && chatId.value !== null && !named.value);
-/** For screen readers: said once, not for every token. */
+/** For screen readers: announced once, not for every token. */
 export const announcement = signal("");
 
 export const isBusy = computed(() => current.value.live.value.length > 0);
@@ -35,7 +35,7 @@ export function stop(): void {
   for (const answer of current.value.live.value) answer.stop();
 }
 
-/** It has its first message, and so a place in the history and an address. */
+/** The chat has its first message: it gets a place in the history and an address. */
 export function enter(conversation: Conversation): void {
   if (conversations.value.includes(conversation)) return;
   const isShown = conversation === current.value;
@@ -79,7 +79,7 @@ export function remove(conversation: Conversation): void {
   announcement.value = "Chat deleted";
 }
 
-/** Out of this tab's sight, whoever deleted it. */
+/** Remove it from this tab, whichever tab deleted it. */
 export function forget(conversation: Conversation): void {
   for (const { answer } of conversation.messages.value) {
     answer?.leave();
@@ -93,14 +93,14 @@ export function forget(conversation: Conversation): void {
   dropDraft(conversation);
 }
 
-/** Show the path through this message, to where it was last gone on with. */
+/** Show the path through this message, to the end of its latest continuation. */
 export function choose(conversation: Conversation, message: Message): void {
   conversation.beside.value = [];
   conversation.leaf.value = latestBelow(conversation.messages.value, message);
   keepConversation(conversation);
 }
 
-/** Of answers side by side, the one to go on with; the others stay a click away. */
+/** Choose one of the answers side by side to continue; the others stay siblings. */
 export function prefer(conversation: Conversation, message: Message): void {
   conversation.leaf.value = message;
   conversation.beside.value = [];

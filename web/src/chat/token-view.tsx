@@ -1,4 +1,4 @@
-/** An answer token by token: how likely each was, what else it could have been, and a fork there. */
+/** An answer token by token: each one's probability, its alternatives, and a fork there. */
 
 import { useState } from "preact/hooks";
 import { isConnected } from "../app/connection.ts";
@@ -92,7 +92,7 @@ function placeOf(event: Event): number {
   return event.target instanceof HTMLElement ? Number(event.target.dataset["place"] ?? -1) : -1;
 }
 
-/** The tokens are one stop of the Tab key; arrows go from one to the next. */
+/** The tokens are one Tab stop; arrow keys move between them. */
 function moveByArrows(event: KeyboardEvent): void {
   const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
   const from = event.target;

@@ -1,8 +1,8 @@
 /**
- * Tokens: an answer token by token, with the probability of each and what else could have stood there.
+ * Tokens: an answer token by token, with each one's probability and alternatives.
  *
- * Nothing of it is sent with an ordinary answer. Whoever looks has the answer drawn once more with
- * the seed it had, which gives the same tokens; where it does not, that is said.
+ * An ordinary answer is sent without them. To show them the answer is generated again with its
+ * seed, which gives the same tokens; where it does not, the page says so.
  */
 
 import type { ChatLogprob, DeltaEvent } from "../client/index.ts";
@@ -11,22 +11,22 @@ export interface Alternative {
   text: string;
   /** 0 to 1. */
   probability: number;
-  /** False for a part of a character: no text says it. */
+  /** False for a part of a character, which has no text. */
   isText: boolean;
 }
 
 export interface Token extends Alternative {
-  /** Its place in the response `from`: fork({at}) there leaves out it and all that follows. */
+  /** Its index in the response `from`: fork({at}) there drops it and all that follows. */
   at: number;
   from: string;
   alternatives: Alternative[];
-  /** It ended the answer and is no part of its text. */
+  /** The token ended the answer and is not part of its text. */
   isEnd: boolean;
 }
 
 export const NUM_ALTERNATIVES = 5;
 
-/** Tokens of one response from its deltas. `prefix`: text it was given, before its first token. */
+/** Tokens of one response from its deltas. `prefix`: text kept before its first token. */
 export class TokenReader {
   readonly tokens: Token[] = [];
   prefix = "";
@@ -58,7 +58,7 @@ function alternativeOf({ token, bytes, logprob }: { token: string; bytes: number
   return { text: token, probability: Math.exp(logprob), isText };
 }
 
-/** 37%, 4.2%, under 0.1%: as exact as it is of use. */
+/** As 37%, 4.2% or under 0.1%. */
 export function percent(probability: number): string {
   const value = probability * 100;
   if (value > 0 && value < 0.1) return "under 0.1%";

@@ -8,5 +8,5 @@ export function backoffMs(attempt: number, random: () => number = Math.random): 
   return Math.min(FIRST_MS * 2 ** attempt, LONGEST_MS) * (0.75 + random() / 2);
 }
 
-/** The close codes after which a client comes back; never after 44xx. */
+/** The close codes after which a client reconnects; never after 44xx. */
 export const RECONNECT_CODES: ReadonlySet<number> = new Set([1001, 1005, 1006, 1011, 1012, 1013, 1015]);

@@ -17,18 +17,18 @@ import type { Fork, ResponseCreate, SessionUpdate } from "./wire.ts";
 import type { EngineBody } from "./wire-engine.ts";
 
 export interface ClientOptions {
-  /** Where the server is, ending in "/": with --root-path that too. */
+  /** The server's URL, ending in "/"; with --root-path it includes that path. */
   baseUrl: string | URL;
   key?: string;
-  /** "auto" falls back to SSE where HTTP works and sockets do not. */
+  /** "auto" falls back to SSE where HTTP works and WebSockets do not. */
   transport?: "auto" | TransportName;
   codec?: Codec;
   /** A WebSocket class, where there is no global one (Node 20: that of `ws`). */
   WebSocket?: SocketClass;
   fetch?: Fetch;
-  /** "auto" says that text was used when every listener has had it; "manual": stream.ack(). */
+  /** "auto" acknowledges text once every listener has had it; "manual": stream.ack(). */
   acks?: "auto" | "manual";
-  /** How long to wait for an open socket, for news before a ping, for its answer. In ms; 0: no pings. */
+  /** Waits in ms: for an open socket, for a frame before a ping is sent, for the pong. 0: no pings. */
   openMs?: number;
   pingMs?: number;
   pongMs?: number;
@@ -41,7 +41,7 @@ export interface ClientEvents {
   session: Session;
   /** The server lost its memory: ids of earlier responses mean nothing any more. */
   epoch: string;
-  /** A planned stop, in so many ms; streams are resumed afterwards. */
+  /** A planned stop, after this many ms; streams are resumed afterwards. */
   goaway: number;
   latency: number;
   /** A refusal that belongs to no stream. */
@@ -108,7 +108,7 @@ export class Client extends Emitter<ClientEvents> {
     return this.#lanes.live;
   }
 
-  /** Connect; again after "offline" or "locked"; at once where it waits to try again. */
+  /** Connect; also after "offline" or "locked"; during a backoff, retry at once. */
   connect(): void {
     this.#connection.open();
   }
@@ -120,7 +120,7 @@ export class Client extends Emitter<ClientEvents> {
     this.#connection.open();
   }
 
-  /** The network may have changed: make sure that the server is there. */
+  /** The network may have changed: check that the server is reachable. */
   check(): void {
     this.#connection.check();
     if (this.live.length === 0) this.#connection.trySocket();
@@ -137,14 +137,14 @@ export class Client extends Emitter<ClientEvents> {
   }
 
   /**
-   * Ask for a response. Without `lane` it runs beside all others; in a lane after those before it.
-   * It may be called before there is a connection: it is sent when there is one.
+   * Request a response. Without `lane` it runs beside all others; in a lane after those before it.
+   * It may be called without a connection: the request is sent once there is one.
    */
   create(ask: Ask, options: { lane?: string } = {}): ResponseStream {
     return this.#start(new ResponseStream(this.#port, options.lane ?? this.#newLane(), ask));
   }
 
-  /** Go on with an answer after its first `fork.at` tokens: another ending, beside the first. */
+  /** Continue an answer after its first `fork.at` tokens: another ending, beside the first. */
   fork(parentId: string, fork: Fork, ask: Ask = {}, options: { lane?: string } = {}): ResponseStream {
     return this.create({ ...ask, previous_response_id: parentId, fork }, options);
   }
@@ -154,7 +154,7 @@ export class Client extends Emitter<ClientEvents> {
     return this.#start(new ResponseStream(this.#port, options.lane ?? this.#newLane(), {}, known));
   }
 
-  /** Snapshots of the engine, at most four a second, until the function that is returned is called. */
+  /** Snapshots of the engine, at most four a second, until the returned function is called. */
   followEngine(onSnapshot: (body: EngineBody) => void, onLost: (error: ClientError) => void = () => undefined): () => void {
     const stop = new AbortController();
     void followEngine(this.http, onSnapshot, onLost, stop.signal);
@@ -170,7 +170,7 @@ export class Client extends Emitter<ClientEvents> {
 
   #start(stream: ResponseStream): ResponseStream {
     this.#lanes.add(stream);
-    queueMicrotask(() => this.#pump()); // whoever made it can listen first
+    queueMicrotask(() => this.#pump()); // the caller can add listeners first
     return stream;
   }
 
@@ -216,7 +216,7 @@ export class Client extends Emitter<ClientEvents> {
     this.#lanes.setAttached(stream, true);
     try {
       await followOverHttp(this.http, stream, signal);
-      this.#pump(); // the next of its lane
+      this.#pump(); // the lane's next
       if (this.live.length === 0) this.#connection.trySocket();
     } catch (thrown) {
       if (signal.aborted) return;

@@ -1,8 +1,8 @@
 /**
- * Connection: one socket to the server, opened again whenever that may help.
+ * Connection: one socket to the server, reopened whenever that may help.
  *
  * It owns tickets, backoff, pings and the choice between WebSocket and SSE; it knows sessions, not
- * responses. `up` and `down` tell client.ts when streams have to be attached anew.
+ * responses. `up` and `down` report to client.ts when streams have to be attached again.
  */
 
 import { backoffMs, RECONNECT_CODES } from "./backoff.ts";
@@ -30,13 +30,13 @@ export type ConnectionState =
   | { name: "connecting" }
   | { name: "connected"; transport: TransportName }
   | { name: "reconnecting"; attempt: number; delayMs: number; reason: string }
-  /** A key is wanted, or the one it has is not known. */
+  /** The server requires a key, or does not know the one it got. */
   | { name: "locked"; reason: "wanted" | "unknown" }
-  /** It will not try again by itself. */
+  /** The connection does not retry by itself. */
   | { name: "offline"; code: number; reason: string }
   | { name: "closed" };
 
-/** What the server says of itself; over SSE only model and context length are known. */
+/** The server's description of itself; over SSE only model and context length are known. */
 export type Session = Pick<SessionCreated, "model" | "context_length"> & Partial<SessionCreated>;
 
 export interface ConnectionEvents {
@@ -45,7 +45,7 @@ export interface ConnectionEvents {
   up: TransportName;
   down: undefined;
   event: ServerEvent;
-  /** Milliseconds there and back. */
+  /** Round trip in milliseconds. */
   latency: number;
 }
 
@@ -61,8 +61,8 @@ export interface ConnectionOptions {
   now: () => number;
 }
 
-const SOCKET_AGAIN_MS = 30_000; // over SSE, between two looks whether a socket gets through by now
-const HANDSHAKES = 2; // that may fail while HTTP works, before SSE is used
+const SOCKET_AGAIN_MS = 30_000; // over SSE, between two tries of a socket
+const HANDSHAKES = 2; // that must fail while HTTP works before SSE is used
 
 export class Connection extends Emitter<ConnectionEvents> {
   state: ConnectionState = { name: "idle" };
@@ -71,7 +71,7 @@ export class Connection extends Emitter<ConnectionEvents> {
   #socket: SocketLike | null = null;
   #attempt = 0;
   #failedHandshakes = 0;
-  #turn = 0; // rises with every try: what an earlier one still says is not heard
+  #turn = 0; // rises with every try: events of earlier tries are ignored
   #timer: ReturnType<typeof setTimeout> | undefined;
   #isGoing = false;
   #pinged = 0;
@@ -96,20 +96,20 @@ export class Connection extends Emitter<ConnectionEvents> {
     this.#set({ name: "closed" });
   }
 
-  /** Whether the event went out; without a socket it does not. */
+  /** Returns whether the event was sent; without a socket it is not. */
   send(event: ClientEvent): boolean {
     if (!this.#socket || this.state.name !== "connected" || this.state.transport === "sse") return false;
     this.#socket.send(this.#options.codec.encode(event));
     return true;
   }
 
-  /** Ask for a sign of life now, as after a change of network. */
+  /** Ping now, for example after a change of network. */
   check(): void {
     if (this.state.name === "reconnecting") this.open();
     else if (this.#socket && this.state.name === "connected" && this.state.transport === "websocket") this.#ping(this.#turn);
   }
 
-  /** Over SSE: whether a socket gets through by now. It goes on over SSE until one does. */
+  /** Over SSE: try a socket again; SSE stays in use until one opens. */
   trySocket(): void {
     const now = this.#options.now();
     if (!this.#isOverSse || this.#options.transport !== "auto" || now - this.#socketTried < SOCKET_AGAIN_MS) return;
@@ -117,7 +117,7 @@ export class Connection extends Emitter<ConnectionEvents> {
     void this.#try();
   }
 
-  /** An HTTP stream was cut: find out whether the server is there. */
+  /** An HTTP stream was cut: reconnect. */
   lost(reason: string): void {
     if (this.state.name === "connected" && this.state.transport === "sse") this.#retry(reason);
   }
@@ -172,7 +172,7 @@ export class Connection extends Emitter<ConnectionEvents> {
   }
 
   #connected(transport: TransportName, session: Session): void {
-    if (this.#isOverSse) this.emit("down", undefined); // a socket takes its place
+    if (this.#isOverSse) this.emit("down", undefined); // a socket replaces SSE
     this.#attempt = 0;
     this.#isGoing = false;
     if (transport === "sse") this.#socketTried = this.#options.now();
@@ -183,7 +183,7 @@ export class Connection extends Emitter<ConnectionEvents> {
     this.emit("up", transport);
   }
 
-  /** Every frame starts the clock again: silence is answered with a ping, more of it with a new socket. */
+  /** Every frame restarts the timer: after silence a ping is sent, after no pong a new socket opened. */
   #watch(turn: number): void {
     clearTimeout(this.#timer);
     if (this.#options.pingMs > 0) this.#timer = setTimeout(() => this.#ping(turn), this.#options.pingMs);
@@ -211,7 +211,7 @@ export class Connection extends Emitter<ConnectionEvents> {
     }
   }
 
-  /** Ask over HTTP why there is no socket; use HTTP alone where `mayUse` and it works. */
+  /** Ask over HTTP why there is no socket; use HTTP alone if `mayUse` and HTTP works. */
   async #probe(turn: number, mayUse: boolean): Promise<void> {
     const { http, openMs } = this.#options;
     try {
@@ -244,7 +244,7 @@ export class Connection extends Emitter<ConnectionEvents> {
     this.#timer = setTimeout(() => void this.#try(), delayMs);
   }
 
-  /** Let go of socket and clocks. */
+  /** Drop socket and timers. */
   #drop(): void {
     this.#turn += 1;
     clearTimeout(this.#timer);

@@ -1,11 +1,11 @@
-/** Snapshots of the engine over SSE, for as long as somebody looks. */
+/** Snapshots of the engine over SSE, until the caller aborts. */
 
 import { backoffMs } from "./backoff.ts";
 import { asError, ClientError } from "./errors.ts";
 import type { Http } from "./http.ts";
 import type { EngineBody } from "./wire-engine.ts";
 
-/** Until `signal` is aborted; after a cut it asks again. A refusal is told and ends it. */
+/** Runs until `signal` is aborted; reconnects after a cut. A refusal is reported and ends it. */
 export async function followEngine(
   http: Http,
   onSnapshot: (body: EngineBody) => void,

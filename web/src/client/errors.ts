@@ -3,9 +3,9 @@
 import type { ApiError } from "./wire.ts";
 
 export class ClientError extends Error {
-  /** The HTTP status, also of a refusal on a socket; 0 where no server said it. */
+  /** The HTTP status, also of a refusal on a socket; 0 if the error is not the server's. */
   readonly status: number;
-  /** The machine's word for it, such as "context_length_exceeded". */
+  /** The error code, such as "context_length_exceeded". */
   readonly code: string | null;
   /** The path of the field at fault. */
   readonly param: string | null;
@@ -22,7 +22,7 @@ export class ClientError extends Error {
     return new ClientError(error.message, status, error.code, error.param);
   }
 
-  /** No answer at all, so asking again may help. */
+  /** There was no answer, so a retry may help. */
   get isUnreachable(): boolean {
     return this.code === "unreachable";
   }

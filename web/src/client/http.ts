@@ -1,4 +1,4 @@
-/** The HTTP side: one way to ask, with the key; every refusal is a ClientError. */
+/** HTTP requests, with the key; every refusal is a ClientError. */
 
 import { asError, ClientError } from "./errors.ts";
 import { readSse, type SseEvent } from "./sse.ts";
@@ -17,7 +17,7 @@ export class Http {
     this.#fetch = fetch;
   }
 
-  /** The answer, whatever it holds; ClientError with the server's words, or code "unreachable". */
+  /** The response; else a ClientError with the server's message, or code "unreachable". */
   async ask(path: string, init: { method?: string; body?: unknown; signal?: AbortSignal } = {}): Promise<Response> {
     if (/[^ -\xff]/.test(this.key)) throw new ClientError("no header can carry this key", 401, "invalid_api_key");
     const headers: Record<string, string> = {};
@@ -40,7 +40,7 @@ export class Http {
     return (await (await this.ask(path, init)).json()) as T;
   }
 
-  /** Events of a body; ends without a word where the connection does. */
+  /** Events of a body; a cut connection ends them without an error. */
   async *events(
     path: string,
     init: { method?: string; body?: unknown; signal?: AbortSignal } = {},
@@ -50,11 +50,11 @@ export class Http {
     try {
       yield* readSse(response.body);
     } catch {
-      // cut: the caller knows by what it has whether that was the end
+      // cut: the caller knows from the events whether that was the end
     }
   }
 
-  /** What opens one socket for this key, within half a minute. */
+  /** A ticket, which opens one socket for this key within half a minute. */
   ticket(signal: AbortSignal): Promise<TicketAnswer> {
     return this.json("v1/tickets", { method: "POST", body: {}, signal });
   }

@@ -1,15 +1,15 @@
 /**
- * Lanes: which stream an event is for, and what to ask of the server next.
+ * Lanes: which stream an event is for, and which request to send next.
  *
- * In a lane responses run one after another. An event names its lane, an error not even its
- * response, so of each lane only one create or resume is on its way at a time.
+ * In a lane responses run one after another. An event names its lane, but an error does not name its
+ * response, so each lane has at most one unanswered create or resume.
  */
 
 import { ClientError } from "./errors.ts";
 import type { ResponseStream } from "./stream.ts";
 import type { ClientEvent, ErrorEvent, NumberedEvent, Resumed, ServerEvent, StateEvent } from "./wire.ts";
 
-/** detached: to be asked for; asking: no answer yet; attached: its events come on this connection. */
+/** detached: to be requested; asking: no answer yet; attached: its events come on this connection. */
 type Phase = "detached" | "asking" | "attached";
 
 interface Entry {
@@ -22,7 +22,7 @@ interface Entry {
 export interface LanesPort {
   /** False: there is no socket. */
   send(event: ClientEvent): boolean;
-  /** A stream for a response that the server began by itself: the successor of a steered one. */
+  /** A stream for a response that the server began: the successor of a steered one. */
   adopt(parent: ResponseStream): ResponseStream;
   /** Tokens between two acks; 0: the application acks. */
   ackEvery(): number;
@@ -48,12 +48,12 @@ export class Lanes {
     lane.push({ stream, phase: "detached", acked: stream.sequence, steers: [] });
   }
 
-  /** The connection is gone: everything has to be asked for again. */
+  /** The connection is gone: every stream has to be requested again. */
   detach(): void {
     for (const lane of this.#lanes.values()) for (const entry of lane) entry.phase = "detached";
   }
 
-  /** The first of each lane that waits to be asked for, where nothing else runs before it. */
+  /** Each lane's first stream, where it is still to be requested. */
   heads(): ResponseStream[] {
     const heads: ResponseStream[] = [];
     for (const [lane] of this.#lanes) {
@@ -63,7 +63,7 @@ export class Lanes {
     return heads;
   }
 
-  /** Ask for what can be asked for, in every lane. */
+  /** Send the next create or resume of every lane, where one may be sent. */
   pump(): void {
     for (const lane of [...this.#lanes.keys()]) this.#pumpLane(lane);
   }
@@ -76,7 +76,7 @@ export class Lanes {
       this.#pumpLane(stream.lane);
     } else if (stream.id !== null && entry.phase === "attached") {
       this.#port.send({ type: "response.cancel", response_id: stream.id });
-    } // else as soon as it is attached
+    } // else when it is attached
   }
 
   ack(stream: ResponseStream, sequence: number): void {
@@ -158,7 +158,7 @@ export class Lanes {
     }
   }
 
-  /** The create that is on its way has an id now. */
+  /** The unanswered create gets its id. */
   #named(lane: Entry[], id: string): Entry | undefined {
     const entry = lane.find((e) => e.phase === "asking" && e.stream.id === null);
     if (!entry) return undefined;
@@ -210,14 +210,14 @@ export class Lanes {
     if (!entry) return this.#port.failed(error);
     if (entry === asking || error.code !== "reader_too_slow") entry.stream.fail(error);
     else {
-      entry.phase = "detached"; // the answer goes on without us
+      entry.phase = "detached"; // the response goes on without this reader
       entry.stream.setStatus("paused");
     }
   }
 
   // ---------------------------------------------------------------- asking
 
-  /** The lane without what has ended, except where a successor is to come. */
+  /** The lane without ended streams, except those whose successor is still to come. */
   #sweep(name: string): Entry[] {
     const lane = this.#lanes.get(name) ?? [];
     for (let i = lane.length - 1; i >= 0; i -= 1) {
@@ -237,7 +237,7 @@ export class Lanes {
     }
   }
 
-  /** A resume only where it is the lane's first; after a detach for lag, once what came was used. */
+  /** A resume only as the lane's first; after a detach for lag, only once the received text was used. */
   #mayAsk(entry: Entry, place: number): boolean {
     const { stream } = entry;
     return stream.id === null || (place === 0 && (stream.status !== "paused" || this.#isUsed(entry)));
@@ -260,7 +260,7 @@ export class Lanes {
     return this.#lanes.get(stream.lane)?.find((entry) => entry.stream === stream);
   }
 
-  /** Over SSE a lane's head is carried by its own request. */
+  /** Over SSE the first of a lane has its own request. */
   setAttached(stream: ResponseStream, isAttached: boolean): void {
     const entry = this.#find(stream);
     if (entry) entry.phase = isAttached ? "attached" : "detached";

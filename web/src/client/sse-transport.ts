@@ -1,6 +1,6 @@
 /**
- * One response over HTTP, where a socket can't be had: POST with `stream`, and GET by number after
- * a cut. There is no word of queue or prefill here, and no steering.
+ * One response over HTTP, where no socket can be opened: POST with `stream`, and GET by number after
+ * a cut. Without events of queue and prefill, and without steering.
  */
 
 import { asError, ClientError } from "./errors.ts";
@@ -10,7 +10,7 @@ import type { ErrorEvent, NumberedEvent } from "./wire.ts";
 
 const DETACH_S = 30; // what a socket's responses have
 
-/** Follow it until it ends or the connection does; throws an unreachable ClientError on the latter. */
+/** Follow a stream to its end; throws an unreachable ClientError if the connection ends first. */
 export async function followOverHttp(http: Http, stream: ResponseStream, signal: AbortSignal): Promise<void> {
   try {
     for await (const event of events(http, stream, signal)) {
@@ -44,7 +44,7 @@ function events(http: Http, stream: ResponseStream, signal: AbortSignal): Return
 
 const asked = new WeakSet<ResponseStream>();
 
-/** Once a stream; the end comes as an event. */
+/** Sent once a stream; the end comes as an event. */
 export function cancelOverHttp(http: Http, stream: ResponseStream): void {
   if (stream.id === null || asked.has(stream)) return;
   asked.add(stream);

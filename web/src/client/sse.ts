@@ -6,7 +6,7 @@ export interface SseEvent {
   data: string;
 }
 
-/** Comments and events without data are left out; what the end cuts off is not given. */
+/** Comments, events without data and an incomplete last event are left out. */
 export async function* readSse(body: ReadableStream<Uint8Array>): AsyncGenerator<SseEvent> {
   const reader = body.pipeThrough(new TextDecoderStream() as ReadableWritablePair<string, Uint8Array>).getReader();
   let rest = "";

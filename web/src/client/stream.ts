@@ -1,15 +1,15 @@
 /**
  * ResponseStream: one answer as it comes, whichever connection brings it.
  *
- * It takes events in order and by number, so that a replay adds nothing twice. It knows no socket:
- * what it asks of the server goes through the Port that client.ts gives it.
+ * The stream takes events in order and by number, so that a replay adds nothing twice. It has no
+ * socket: its requests go through the Port that client.ts passes in.
  */
 
 import { Emitter } from "./emitter.ts";
 import { ClientError } from "./errors.ts";
 import type { CacheUsage, DeltaEvent, NumberedEvent, Response, ResponseCreate, StateEvent, Timing } from "./wire.ts";
 
-/** What it is doing. The last five are ends. */
+/** The stream's state. The last five are ends. */
 export type StreamStatus =
   | "sending"
   | "waiting"
@@ -26,7 +26,7 @@ export type StreamStatus =
 const ENDS: ReadonlySet<StreamStatus> = new Set(["completed", "incomplete", "cancelled", "failed", "gone"]);
 const OPENING_EVENTS = 4; // numbers before the first token's, a kept prefix not counted
 
-/** The numbers that go with a status: before it in the queue, tokens read of all, how it was preempted. */
+/** Figures of a status: requests before it in the queue, prefilled tokens of the total, how it was preempted. */
 export interface Progress {
   position?: number;
   done?: number;
@@ -35,13 +35,13 @@ export interface Progress {
 }
 
 export interface StreamEvents {
-  /** It has an id: from here on it can be resumed. Again after a create that was lost. */
+  /** The id came: from here on the stream can be resumed. Repeated after a lost create. */
   created: string;
-  /** More text. The stream's own fields are up to date already. */
+  /** More text. The stream's fields are already up to date. */
   delta: DeltaEvent;
   /** `status` or `progress` changed. */
   status: StreamStatus;
-  /** Nothing follows. */
+  /** The stream ended. */
   end: ResponseStream;
 }
 
@@ -54,7 +54,7 @@ export interface Port {
 
 export interface Known {
   id: string;
-  /** The last number that was seen; -1, or left out: none, so everything comes again. */
+  /** The last number seen; -1 or absent: none, so everything comes again. */
   after?: number;
   /** The text up to that number. */
   text?: string;
@@ -63,7 +63,7 @@ export interface Known {
 export class ResponseStream extends Emitter<StreamEvents> {
   readonly lane: string;
   readonly body: ResponseCreate;
-  /** null until the server has said it. */
+  /** null until the server has assigned it. */
   id: string | null = null;
   text = "";
   /** Output tokens so far: by number while it streams, the server's count at the end. */
@@ -82,7 +82,7 @@ export class ResponseStream extends Emitter<StreamEvents> {
   /** Settles at the end, whatever the end is; never rejects. */
   readonly done: Promise<ResponseStream>;
   isCancelled = false;
-  /** Asked for elsewhere and known by its id, so it can't be asked for anew. */
+  /** Created elsewhere and known by its id only, so it can't be created again. */
   readonly isForeign: boolean;
   readonly #port: Port;
   readonly #opening: number;
@@ -117,12 +117,12 @@ export class ResponseStream extends Emitter<StreamEvents> {
     this.#port.cancel(this);
   }
 
-  /** Give it more input: it ends at the next token, and the stream that is returned goes on. */
+  /** Give it more input: it ends at the next token, and the returned stream continues. */
   steer(input: string): Promise<ResponseStream> {
     return this.#port.steer(this, input);
   }
 
-  /** Say that everything up to this number was used; only where acks are "manual". */
+  /** Acknowledge everything up to this number; only where acks are "manual". */
   ack(sequence: number = this.sequence): void {
     this.#port.ack(this, sequence);
   }
@@ -150,14 +150,14 @@ export class ResponseStream extends Emitter<StreamEvents> {
 
   // ---------------------------------------------------------------- the client's side
 
-  /** The server's name for it. */
+  /** The id that the server assigned. */
   setId(id: string): void {
     if (this.id === id) return;
     this.id = id;
     this.emit("created", id);
   }
 
-  /** It was never begun, and is asked for anew. */
+  /** The response never began: it is created again. */
   forgetId(): void {
     this.id = null;
     this.setStatus("sending");
@@ -220,7 +220,7 @@ export class ResponseStream extends Emitter<StreamEvents> {
     this.tokens = event.response.usage?.output_tokens ?? this.tokens;
     const error = event.response.error;
     if (error) this.error = new ClientError(error["message"] ?? "the response failed", 500, error["code"] ?? null);
-    // What the server cut off when it stopped has reached no limit of its own.
+    // A response that the server's stop cut off has reached no limit of its own.
     const isCutOff = event.response.incomplete_details?.["reason"] === "server_shutdown";
     this.setStatus(isCutOff ? "cancelled" : (event.response.status as StreamStatus));
   }

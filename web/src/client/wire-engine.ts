@@ -77,7 +77,7 @@ export interface RequestView {
   sequences: SequenceView[];
 }
 
-/** One step: who computed how much, by the requests' numbers. */
+/** One step: the tokens that each request computed, by the requests' numbers. */
 export interface StepView {
   number: number;
   tokens: number;

@@ -2,7 +2,7 @@
  * What goes over the wire, by hand: bodies, client events, server events.
  *
  * A test holds every interface here to the server's own types, field by field
- * (tests/server/openai/test_wire_types.py), so a name that is not there or a type that changed fails it.
+ * (tests/server/openai/test_wire_types.py), so a missing name or a changed type fails it.
  * Where the server says `string` this file may list the values.
  */
 
@@ -27,7 +27,7 @@ export interface OutputText {
   text: string;
 }
 
-/** A message, or by its id one that an earlier response or its input has. */
+/** A message, or the id of one in an earlier response or its input. */
 export interface InputItem {
   role?: "user" | "assistant" | "system" | "developer" | null;
   content?: string | (InputText | OutputText)[] | null;
@@ -39,7 +39,7 @@ export interface CreateOptions {
   include_obfuscation?: boolean | null;
 }
 
-/** Go on with the parent's answer after its first `at` tokens, then `text` if given. */
+/** Continue the parent's answer after its first `at` tokens, then `text` if given. */
 export interface Fork {
   at: number;
   text?: string | null;
@@ -234,14 +234,14 @@ export interface Response {
   truncation: string;
 }
 
-/** Prompt tokens that were not computed again; of those, shared with a parent; copied blocks' tokens. */
+/** Prompt tokens not computed again; of those, shared with a parent; copied blocks' tokens. */
 export interface CacheUsage {
   cached_tokens: number;
   shared_tokens: number;
   copied_tokens: number;
 }
 
-/** Seconds; null where it never came so far. */
+/** Seconds; null for a phase that was not reached. */
 export interface Timing {
   queue_s: number | null;
   prefill_s: number | null;
@@ -309,7 +309,7 @@ export interface TextDone {
   stream_id?: string;
 }
 
-/** Ours: what is happening while nothing streams. It repeats the last number. */
+/** Ours: the response's state while nothing streams. The event repeats the last number. */
 export interface StateEvent {
   type:
     | "response.waiting"
@@ -326,7 +326,7 @@ export interface StateEvent {
   how?: string;
 }
 
-/** What precedes a replay. */
+/** Precedes a replay. */
 export interface Resumed {
   type: "response.resumed";
   response_id: string;

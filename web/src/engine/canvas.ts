@@ -1,4 +1,4 @@
-/** A canvas that is as sharp as its screen, draws when something it reads changed, and only then. */
+/** A canvas in the screen's resolution that draws only when something it reads changed. */
 
 import { effect, signal, type Signal } from "@preact/signals";
 import { useEffect, useLayoutEffect, useMemo, useRef } from "preact/hooks";
@@ -7,14 +7,14 @@ import { palette, type Palette } from "./palette.ts";
 export interface Sheet {
   context: CanvasRenderingContext2D;
   width: number;
-  /** In the same pixels as `width`: CSS's. Set it by `setHeight`; what was drawn is gone then. */
+  /** In CSS pixels, as `width`. Set by `setHeight`, which clears the canvas. */
   height: number;
   colours: Palette;
-  /** Whether the last drawing is gone, or in other colours. */
+  /** Whether the last drawing is gone or has outdated colours. */
   isBlank: boolean;
 }
 
-/** The width of the element in the ref, as a signal; 0 before it is there. */
+/** The width of the ref's element, as a signal; 0 before it exists. */
 export function useWidth(box: preact.RefObject<HTMLElement | null>): Signal<number> {
   const width = useMemo(() => signal(0), []);
   useLayoutEffect(() => {
@@ -28,7 +28,7 @@ export function useWidth(box: preact.RefObject<HTMLElement | null>): Signal<numb
   return width;
 }
 
-/** Calls `draw` again whenever a signal that it reads has changed, or width, height or colours. */
+/** Calls `draw` whenever a signal that it reads, width, height or colours change. */
 export function useSheet(
   width: Signal<number>,
   heightAt: (width: number) => number,
@@ -52,7 +52,7 @@ export function useSheet(
   return canvas;
 }
 
-/** Whether it had to change, which also clears it. */
+/** Returns whether the size had to change, which also clears the canvas. */
 function setSize(element: HTMLCanvasElement, width: number, height: number): boolean {
   const ratio = devicePixelRatio;
   const [wide, high] = [Math.round(width * ratio), Math.round(height * ratio)];

@@ -3,7 +3,7 @@
 import type { BlockState, PoolName } from "./frames.ts";
 import type { Palette } from "./palette.ts";
 
-const SHAPED_FROM = 8; // pixels of a cell
+const SHAPED_FROM = 8; // pixels of a cell, from which its shape is drawn
 
 /** Colours of a state: of the cell, and of the mark inside it. */
 export function coloursOf(state: BlockState, pool: PoolName, colours: Palette): [string, string | null] {

@@ -1,4 +1,4 @@
-/** The last minute in four small charts; and the figures of this moment above them. */
+/** Four small charts of the last minute, with the current figures above them. */
 
 import { useComputed } from "@preact/signals";
 import { ceiling, recentHitRate, type Sample } from "./rates.ts";
@@ -16,7 +16,7 @@ interface ChartProps {
   title: string;
   lines: Line[];
   say: (value: number) => string;
-  /** The scale's end, where it is known. */
+  /** The scale's end, where known. */
   top?: number;
 }
 
@@ -42,7 +42,7 @@ export function Charts() {
   );
 }
 
-/** Samples of the last minute up to the look that is shown, with their places in `samples`. */
+/** Samples of the last minute up to the shown snapshot, with their indices in `samples`. */
 function window(end: number): [Sample, number][] {
   return samples.map((sample, i): [Sample, number] => [sample, i]).filter(([sample]) => sample.at <= end && sample.at > end - SPAN_MS);
 }
@@ -82,7 +82,7 @@ function Chart({ title, lines, say, top }: ChartProps) {
   );
 }
 
-/** Broken where nothing was measured. */
+/** A line with gaps where nothing was measured. */
 function pathOf(line: { at: number; value: number | null }[], end: number, scale: number): string {
   let path = "";
   let isDown = false;

@@ -1,4 +1,4 @@
-/** Pause, slow motion, back to live, and a slider over what is buffered. */
+/** Pause, slow motion, back to live, and a slider over the buffer. */
 
 import { Pause, Play } from "./icons.tsx";
 import { looks, mode, playback, shown, steer } from "./store.ts";

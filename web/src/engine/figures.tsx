@@ -1,4 +1,4 @@
-/** The figures of this moment. */
+/** The figures of the shown snapshot. */
 
 import { hitRate } from "./rates.ts";
 import { samples, shown } from "./store.ts";

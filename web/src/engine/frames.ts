@@ -1,4 +1,4 @@
-/** One look at the engine, decoded: what every part of the view draws from. Pure. */
+/** One snapshot of the engine, decoded: every part of the view draws from it. Pure. */
 
 import type { EngineBody, PoolView, RequestView } from "../client/index.ts";
 
@@ -7,8 +7,8 @@ export const STATES = ["free", "cached", "leaving", "private", "shared"] as cons
 export type BlockState = (typeof STATES)[number];
 
 export const INTERVAL_MS = 250; // the server's
-const SOONEST_MS = INTERVAL_MS - 10; // what comes sooner was held up on its way
-const QUIET_MS = 2 * INTERVAL_MS; // beyond it nothing had changed until the last interval
+const SOONEST_MS = INTERVAL_MS - 10; // a snapshot that comes sooner was delayed on its way
+const QUIET_MS = 2 * INTERVAL_MS; // after a longer gap nothing had changed until the last interval
 
 /** One choice and its page table; `blocks` may end early, `numBlocks` counts all. */
 export interface Table {
@@ -35,7 +35,7 @@ export interface Frame {
   load: LoadThen | null;
 }
 
-/** `hasShared`: a block was shared in this look or one before it. */
+/** `hasShared`: a block was shared in this snapshot or an earlier one. */
 export interface LoadThen {
   answers: number;
   hasShared: boolean;
@@ -52,7 +52,7 @@ export function idsOf(base64: string): Uint32Array {
   return Uint32Array.from({ length: bytes.length >> 2 }, (_, i) => view.getUint32(i * 4, true));
 }
 
-/** The state of a cell; of several blocks together, that of its busiest. */
+/** The state of a cell; of several blocks, that of the busiest. */
 export function stateOf(cell: number): BlockState {
   if (cell & 8) return "shared";
   if (cell & 4) return "private";
@@ -66,7 +66,7 @@ export function countStates(cells: Uint8Array): Record<BlockState, number> {
   return counts;
 }
 
-/** `answers`: how many the small load has got; null where there is none. */
+/** `answers`: those the small load has received; null without a load. */
 export function frameOf(body: EngineBody, now: number, before: Frame | null, answers: number | null = null): Frame {
   const { device, host, requests } = body.scheduler;
   const at = before ? Math.max(now, before.at + SOONEST_MS) : now;
@@ -98,7 +98,7 @@ function tablesOf(request: RequestView): Table[] {
   }));
 }
 
-// ---------------------------------------------------------------- who holds a block
+// ---------------------------------------------------------------- a block's owners
 
 export interface Owner {
   table: Table;
@@ -125,7 +125,7 @@ const MEANING: Record<BlockState, string> = {
   shared: "shared",
 };
 
-/** A cell in words: which blocks, their state, who refers to them and with which tokens. */
+/** A cell in words: its blocks, their state, the requests that refer to them and with which tokens. */
 export function describe(frame: Frame, pool: PoolName, cell: number): string {
   const { blocks_per_cell: each, num_blocks: total } = poolOf(frame, pool);
   const first = cell * each;
@@ -139,7 +139,7 @@ export function describe(frame: Frame, pool: PoolName, cell: number): string {
   const owners = ownersOf(frame, pool, first);
   if (owners.length === 0) return `${head} · held by a request that is not listed`;
   const size = frame.body.scheduler.block_size;
-  const names = new Map<string, string[]>(); // by tokens: who shares a prefix has the same in it
+  const names = new Map<string, string[]>(); // by tokens: requests that share a prefix have the same
   for (const { table, index } of owners) {
     const tokens = tokensOf(table, index, size);
     names.set(tokens, [...(names.get(tokens) ?? []), table.name]);

@@ -9,9 +9,9 @@ import { cellAt, fit, moved, placeOf, type Layout } from "./layout.ts";
 import { chosen, shown, spot } from "./store.ts";
 
 const NARROW = 560;
-const ROOM = { device: 300, host: 110 }; // pixels of height to fit into, if cells can be so small
+const ROOM = { device: 300, host: 110 }; // pixels of height to fit into, if cells can be small enough
 
-/** Cells of the request that is pointed at; null: of none, so all are as bright as ever. */
+/** Cells of the request under the pointer; null: no request, so none is dimmed. */
 function litCells(frame: Frame, pool: PoolName): Set<number> | null {
   const request = chosen.value;
   if (request === null) return null;
@@ -20,7 +20,7 @@ function litCells(frame: Frame, pool: PoolName): Set<number> | null {
   return new Set(tables.flatMap((table) => [...(pool === "device" ? table.blocks : table.hostBlocks)].map((block) => Math.floor(block / each))));
 }
 
-/** Draws what changed since the last time. */
+/** Draws the cells that changed since the last call. */
 class Painter {
   #cells: Uint8Array | null = null;
   #lit: Set<number> | null = null;
@@ -77,7 +77,7 @@ interface Part {
   layout: { value: Layout };
 }
 
-/** The frame around the cell that is pointed at, here or in a page table. */
+/** The frame around the cell under the pointer, here or in a page table. */
 function Marker({ pool, layout }: Part) {
   const at = spot.value;
   const frame = shown.value;
@@ -90,11 +90,11 @@ function Marker({ pool, layout }: Part) {
   return <div class="grid-marker" style={{ width: size, height: size, transform: `translate(${x - 3}px, ${y - 3}px)` }} />;
 }
 
-/** What takes pointer and keys, and says which block it is: one stop of the Tab key for all cells. */
+/** Takes pointer and keys and names the block: one Tab stop for all cells. */
 function Pointer({ pool, layout, label }: Part & { label: string }) {
   const cell = useSignal(0);
   const id = useId();
-  const said = useSignal(""); // by keys alone: what changes under a resting pointer is not read out
+  const said = useSignal(""); // set by keys only: changes under a resting pointer are not announced
   const told = useComputed(() => {
     const [frame, at] = [shown.value, spot.value];
     if (!frame || at?.pool !== pool) return "Point at a block, or use the arrow keys, to see what is in it.";

@@ -1,4 +1,4 @@
-/** What the playback's buttons show. */
+/** The icons of the playback's buttons. */
 
 export const Pause = () => (
   <svg class="icon" viewBox="0 0 20 20" aria-hidden="true" fill="currentColor">

@@ -4,7 +4,7 @@ export interface Layout {
   count: number;
   columns: number;
   rows: number;
-  /** Pixels from one cell to the next, and how many of them stay empty. */
+  /** Pixels from one cell to the next, and those of them that stay empty. */
   pitch: number;
   gap: number;
   height: number;
@@ -13,7 +13,7 @@ export interface Layout {
 const LARGEST = 22;
 const SMALLEST = 2;
 
-/** The largest cells with which `count` of them fit into width times height; the height may be passed. */
+/** The largest cells of which `count` fit into width times height; the height may be exceeded. */
 export function fit(count: number, width: number, height: number): Layout {
   let pitch = LARGEST;
   while (pitch > SMALLEST && rowsAt(count, width, pitch) * pitch > height) pitch -= 1;

@@ -1,4 +1,4 @@
-/** Starts and stops the small load, and says what to look at while it runs, by the look that is shown. */
+/** Starts and stops the small load, and lists what to watch while it runs, by the shown snapshot. */
 
 import { useEffect } from "preact/hooks";
 import { isConnected } from "../app/connection.ts";
@@ -21,7 +21,7 @@ export function LoadButton() {
   );
 }
 
-/** Each thing to see, and whether it is there to be seen now. */
+/** Each effect: its name, its text, whether it can be seen now. */
 function sights(stats: StepStats, shared: boolean): [string, string, boolean][] {
   const givenWay = stats.preemptions_swap + stats.preemptions_recompute;
   return [
@@ -47,7 +47,7 @@ function sights(stats: StepStats, shared: boolean): [string, string, boolean][] 
 export function LoadCard() {
   void mode.value;
   const frame = shown.value;
-  const isOver = playback.isLive && !isLoading.value; // no look comes any more that could say so
+  const isOver = playback.isLive && !isLoading.value; // no further snapshot will say so
   if (loadFault.value) {
     return (
       <p class="fault" role="alert">

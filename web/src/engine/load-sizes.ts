@@ -1,13 +1,13 @@
-/** How long the answers of the small load are. Pure. */
+/** Lengths of the small load's prompts and answers. Pure. */
 
-/** Tokens, at most: of the system prompt, of a reader's answer, of a long one. */
+/** Maximum tokens: of the system prompt, of a reader's answer, of a long one. */
 export interface Sizes {
   system: number;
   answer: number;
   long: number;
 }
 
-/** Together about twice a small pool, so that somebody has to give way; of a large one a corner. */
+/** Together about twice a small pool, so that requests are preempted; a small part of a large one. */
 export function sizesFor(poolTokens: number, contextLength: number): Sizes {
   const unit = Math.min(poolTokens, contextLength);
   const within = (part: number, least: number, most: number) => Math.round(Math.max(least, Math.min(most, unit * part)));

@@ -1,7 +1,6 @@
 /**
- * A small load, so that a newcomer sees the engine at work: readers with one system prompt between
- * them, two long answers, and now and then a fork. Sized by the pool, begun again until it is
- * stopped or its time is over.
+ * A small load that shows the engine at work: readers that share one system prompt, two long answers,
+ * and a fork at intervals. Sized by the pool, repeated until it is stopped or its time is over.
  */
 
 import { computed, signal } from "@preact/signals";
@@ -30,7 +29,7 @@ export const answers = signal(0);
 const live = signal<ReadonlySet<ResponseStream>>(new Set());
 const isWanted = signal(false);
 export const loadFault = signal("");
-/** Whether any of it is left, and whether more will come. */
+/** Whether any answer runs or more will start. */
 export const isLoading = computed(() => isWanted.value || live.value.size > 0);
 
 let timer = 0;
@@ -51,7 +50,7 @@ export function stopLoad(): void {
   for (const stream of live.value) stream.cancel();
 }
 
-/** A reader's next question, and in time another ending to its answer. */
+/** A reader's next question, and at intervals a fork of its answer. */
 function read(lane: number, sizes: Sizes, turn = 0): void {
   const input = QUESTIONS[(lane + turn) % QUESTIONS.length] ?? "";
   const body: Ask = { instructions: SYSTEM.slice(0, sizes.system), input, max_output_tokens: sizes.answer - lane };
@@ -65,7 +64,7 @@ function ask(lane: string, body: Ask): void {
   void stream.done.then(() => isWanted.value && stream.status !== "failed" && ask(lane, body));
 }
 
-/** When the answer has come that far: the same tokens up to there, then another ending. */
+/** Fork once the answer is long enough: the same tokens up to there, then another ending. */
 function forkOnce(parent: ResponseStream, at: number, sizes: Sizes): void {
   const off = parent.on("delta", () => {
     if (parent.tokens <= at || !parent.id || !isWanted.value) return;

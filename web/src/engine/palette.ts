@@ -1,4 +1,4 @@
-/** The view's colours as a canvas wants them: what the tokens mean in the theme of this moment. */
+/** The view's colours for a canvas: the values of the CSS tokens in the current theme. */
 
 import { computed, signal } from "@preact/signals";
 import { isDark } from "../app/preferences.ts";
@@ -10,11 +10,11 @@ const NAMES = [
 ] as const;
 export type Palette = Record<(typeof NAMES)[number], string>;
 
-/** Where the tokens are looked up: an element of the view, there while the view is. */
+/** The element on which tokens are looked up; it exists while the view does. */
 export const probe = signal<HTMLElement | null>(null);
 
 export const palette = computed<Palette | null>(() => {
-  void isDark.value; // the tokens mean something else then
+  void isDark.value; // the tokens' values depend on it
   const element = probe.value;
   if (!element) return null;
   const found = {} as Palette;

@@ -1,4 +1,4 @@
-/** The engine view, loaded when it is first opened; it looks for as long as it is there. */
+/** The engine view, loaded when first opened; it follows the engine while it is shown. */
 
 import { useEffect } from "preact/hooks";
 import { Charts } from "./charts.tsx";

@@ -1,8 +1,8 @@
 /**
- * What of the buffered looks is on the screen: live, slower, or standing still.
+ * Which of the buffered snapshots is shown: live, in slow motion, or paused.
  *
- * Live means a look behind the newest, so that the steps between two looks can pass one by one.
- * Time is given, never asked for.
+ * Live means one snapshot behind the newest, so that the steps between two can pass one by one.
+ * The time is an argument; no clock is read here.
  */
 
 import { INTERVAL_MS, type Frame } from "./frames.ts";
@@ -12,7 +12,7 @@ const DELAY_MS = INTERVAL_MS + 50;
 
 export class Playback {
   readonly frames: Frame[] = [];
-  /** At the newest look, whatever comes. */
+  /** Follows the newest snapshot. */
   isLive = true;
   isPlaying = true;
   speed = 1;
@@ -28,12 +28,12 @@ export class Playback {
     return this.#index;
   }
 
-  /** How far behind the newest look, in ms. */
+  /** Distance behind the newest snapshot, in ms. */
   get behind(): number {
     return Math.max(0, (this.frames.at(-1)?.at ?? 0) - (this.shown?.at ?? 0));
   }
 
-  /** Whether time will change what is seen, without a new look. */
+  /** Whether the display will change with time, without a new snapshot. */
   get isMoving(): boolean {
     return this.isPlaying && this.#index < this.frames.length - 1;
   }
@@ -44,7 +44,7 @@ export class Playback {
     if (this.frames.length <= MAX_FRAMES) return;
     this.frames.shift();
     if (this.#index > 0) this.#index -= 1;
-    else this.#show(0); // what was shown is forgotten: the oldest there is
+    else this.#show(0); // the shown one was dropped: show the oldest left
   }
 
   clear(): void {
@@ -58,7 +58,7 @@ export class Playback {
     this.speed = 1;
   }
 
-  /** Slower than the engine, from what is shown now. */
+  /** Play at this speed from the shown snapshot; 1 is the engine's. */
   play(speed: number): void {
     this.isPlaying = true;
     this.speed = speed;
@@ -75,7 +75,7 @@ export class Playback {
     this.#show(Math.max(0, Math.min(this.frames.length - 1, index)));
   }
 
-  /** Let time pass up to `now`. */
+  /** Advance to the time `now`, in ms. */
   tick(now: number): void {
     const passed = now - (this.#clock ?? now);
     this.#clock = now;
@@ -85,15 +85,15 @@ export class Playback {
     const next = this.#next;
     if (this.isLive) return;
     if (!next) this.#position = this.shown?.at ?? 0;
-    else this.#position = Math.max(this.#position, next.from); // nothing happened in between
+    else this.#position = Math.max(this.#position, next.from); // no step in between
   }
 
-  /** The newest at once, without the steps between: for readers who want no motion. */
+  /** Show the newest at once, without the steps between: for reduced motion. */
   jump(): void {
     if (this.isLive) this.#show(this.frames.length - 1);
   }
 
-  /** Where the timeline ends: a column, and part of one. */
+  /** Where the timeline ends: a column, fractional. */
   get column(): number {
     const shown = this.shown;
     const next = this.#next;

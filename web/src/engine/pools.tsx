@@ -76,7 +76,7 @@ function say(): void {
   summary.value = `${running} running, ${waiting} waiting. Blocks: ${counts.join(", ")}.`;
 }
 
-/** The pools in words, for who cannot see them: now and then, and only when it has changed. */
+/** The pools in words for screen readers: at intervals, and only after a change. */
 function Summary() {
   const isThere = useComputed(() => shown.value !== null).value;
   useEffect(() => {

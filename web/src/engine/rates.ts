@@ -1,16 +1,16 @@
-/** Speeds from counts: what happened between two looks. Pure. */
+/** Rates from the counts of two snapshots. Pure. */
 
 import type { StepStats } from "../client/index.ts";
 import type { Frame } from "./frames.ts";
 
-/** Between a look and the one before. null: nothing happened that could be measured. */
+/** Between a snapshot and the one before. null: nothing could be measured. */
 export interface Sample {
   at: number;
   tokensPerS: number;
   running: number;
   waiting: number;
   stepMs: number | null;
-  /** Prompt tokens that were computed, and those that were there already. */
+  /** Prompt tokens that were computed, and those found in the cache. */
   prompt: number;
   hits: number;
 }
@@ -22,7 +22,7 @@ export function sampleOf(frame: Frame, before: Frame | null): Sample {
   const then = before?.body.scheduler.stats ?? now;
   const seconds = Math.max(0.001, (frame.at - frame.from) / 1000);
   const steps = now.steps - then.steps;
-  const wasBusy = then.running > 0 && now.running > 0; // else it stood still for part of the time
+  const wasBusy = then.running > 0 && now.running > 0; // else the engine was idle for part of the time
   return {
     at: frame.at,
     tokensPerS: (now.generated_tokens - then.generated_tokens) / seconds,
@@ -34,7 +34,7 @@ export function sampleOf(frame: Frame, before: Frame | null): Sample {
   };
 }
 
-/** Before a pause of the looks ended: nothing had happened since the one before. */
+/** The sample for a gap between snapshots, in which nothing happened. */
 export function quietSample(at: number, before: Frame): Sample {
   const { running, waiting, preempted, swapped } = before.body.scheduler.stats;
   return { at, tokensPerS: 0, running, waiting: waiting + preempted + swapped, stepMs: null, prompt: 0, hits: 0 };
@@ -43,13 +43,13 @@ export function quietSample(at: number, before: Frame): Sample {
 /** Tokens computed that were known already. */
 const promptTokens = (stats: StepStats): number => Math.max(0, stats.computed_tokens - stats.generated_tokens);
 
-/** Of the prompt tokens since the start, the share that was found in the cache; null before any. */
+/** The share of all prompt tokens since the start found in the cache; null before any. */
 export function hitRate(stats: StepStats): number | null {
   const all = promptTokens(stats) + stats.prefix_hit_tokens;
   return all > 0 ? stats.prefix_hit_tokens / all : null;
 }
 
-/** The same over the seconds before sample `index`. */
+/** The same over the last HITS_OVER_MS before sample `index`. */
 export function recentHitRate(samples: readonly Sample[], index: number): number | null {
   const end = samples[index]?.at ?? 0;
   let all = 0;

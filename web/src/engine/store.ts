@@ -1,8 +1,8 @@
 /**
- * The engine as it says it is, while somebody looks: the pane is open and the tab in front.
+ * The engine's state, followed while the pane is open and the tab in front.
  *
- * Looks come four a second and go into the playback; what is shown changes by its clock, in frames
- * of the screen, and the parts of the view follow the signals here.
+ * Snapshots come four a second and go into the playback, which decides at each screen frame what is
+ * shown; the parts of the view follow the signals here.
  */
 
 import { batch, computed, effect, signal } from "@preact/signals";
@@ -20,15 +20,15 @@ export const playback = new Playback();
 export const timeline = new Timeline();
 export const samples: Sample[] = [];
 
-/** The look that is shown, and where the timeline ends; the second may change 60 times a second. */
+/** The shown snapshot, and where the timeline ends; the latter may change 60 times a second. */
 export const shown = signal<Frame | null>(null);
 export const column = signal(0);
-/** Rises with each look that comes. */
+/** Rises with each snapshot. */
 export const looks = signal(0);
-/** Rises when reader or clock changed how it is played. */
+/** Rises when the user or the clock changed the playback. */
 export const mode = signal(0);
 export const fault = signal("");
-/** The block that is pointed at, and the request. */
+/** The block and the request under the pointer. */
 export const spot = signal<{ pool: PoolName; block: number } | null>(null);
 export const chosen = signal<number | null>(null);
 
@@ -40,10 +40,10 @@ const isWatching = computed(() => isConnected.value && isVisible.value);
 let newest: Frame | null = null;
 let ticking = 0;
 
-/** Begin to look; the function that is returned ends it. */
+/** Start following the engine; the returned function ends it. */
 export function look(): () => void {
   let stop = (): void => undefined;
-  steer((player) => player.goLive()); // however it was left
+  steer((player) => player.goLive()); // whatever its last mode was
   const end = effect(() => {
     stop();
     stop = isWatching.value ? client.followEngine(take, (error) => (fault.value = error.message)) : () => undefined;
@@ -94,7 +94,7 @@ function tick(): void {
   if (playback.isMoving) schedule();
 }
 
-/** Change how it is played, and show it. */
+/** Change the playback, and show the result. */
 export function steer(change: (playback: Playback) => void): void {
   change(playback);
   mode.value += 1;

@@ -1,4 +1,4 @@
-/** Page tables: a row a choice of each live request, its blocks in order, coloured as in the grid. */
+/** Page tables: one row for each choice of a live request, its blocks in order, coloured as in the grid. */
 
 import { useComputed, useSignal } from "@preact/signals";
 import { useRef } from "preact/hooks";
@@ -24,7 +24,7 @@ interface Entry {
   block: number;
 }
 
-/** Every block of a table with its pool, in order; at most as many as are drawn. */
+/** The blocks of a table with their pools, in order, up to the number drawn. */
 function entriesOf(table: Table, room: number): Entry[] {
   const on = (pool: PoolName) => (block: number) => ({ pool, block });
   return [...[...table.blocks].map(on("device")), ...[...table.hostBlocks].map(on("host"))].slice(0, room);
@@ -105,7 +105,7 @@ function Row({ name }: { name: string }) {
   );
 }
 
-/** Whether the block that is pointed at is in this table too. */
+/** Whether the block under the pointer is in this table too. */
 function isSharing(table: Table): boolean {
   const at = spot.value;
   return at !== null && (at.pool === "device" ? table.blocks : table.hostBlocks).includes(at.block);

@@ -1,8 +1,8 @@
 /**
  * The batch, step by step: each request in a lane, as runs of columns in which it did the same.
  *
- * A column is a step that was recorded; where numbers are missing between two, the later one says
- * so. A lane is taken again when its request has ended. Pure.
+ * A column is a recorded step; where step numbers are missing before it, it has `isAfterGap`. A lane
+ * is reused when its request has ended. Pure.
  */
 
 import type { RequestView, StepView } from "../client/index.ts";
@@ -10,9 +10,9 @@ import type { RequestView, StepView } from "../client/index.ts";
 export const KINDS = ["prefill", "decode", "waiting", "paused", "swapped", "dropped"] as const;
 export type Kind = (typeof KINDS)[number];
 
-export const MAX_COLUMNS = 32_768; // two minutes of looks at 270 steps a second
+export const MAX_COLUMNS = 32_768; // two minutes at 270 steps a second
 
-/** Columns `from` up to `to`, which is not in it; `tokens` it computed in them. */
+/** Columns `from` up to `to`, exclusive; `tokens` were computed in them. */
 export interface Run {
   request: number;
   kind: Kind;
@@ -21,7 +21,7 @@ export interface Run {
   tokens: number;
 }
 
-/** A run as it is seen from column `end`; null for tokens that a later step may have computed. */
+/** A run as seen from column `end`; null for tokens that a later step may have computed. */
 export function seenFrom(run: Run, end: number): { steps: number; tokens: number | null } {
   const steps = Math.min(run.to, Math.ceil(end)) - run.from;
   if (run.to <= end) return { steps, tokens: run.tokens };
@@ -34,7 +34,7 @@ export interface Column {
   isAfterGap: boolean;
 }
 
-/** `request`: who has it, or had it last. */
+/** `request`: the lane's current or last request. */
 interface Lane {
   request: number;
   runs: Run[];
@@ -45,7 +45,7 @@ export class Timeline {
   #columns: Column[] = [];
   #dropped = 0;
   readonly #open = new Map<number, Lane>();
-  readonly #held = new Map<number, Kind>(); // who computes nothing, and why
+  readonly #held = new Map<number, Kind>(); // requests that compute nothing, and why
 
   /** Columns ever added. */
   get end(): number {
@@ -56,12 +56,12 @@ export class Timeline {
     return this.#columns[index - this.#dropped];
   }
 
-  /** Lanes that had something before column `end`: what came later is not to be seen from there. */
+  /** Lanes up to the last one with a run before column `end`; later runs are not shown there. */
   lanesBefore(end: number): number {
     return this.lanes.findLastIndex(({ runs }) => runs.some((run) => run.from < end)) + 1;
   }
 
-  /** The steps of one look, and the requests that live after them. */
+  /** Add the steps of one snapshot, and the requests that are live after them. */
   add(steps: readonly StepView[], requests: readonly RequestView[]): void {
     for (const step of steps) this.#step(step);
     const live = new Set(requests.map((request) => request.number));
@@ -97,7 +97,7 @@ export class Timeline {
   #mark(request: number, kind: Kind, at: number, tokens: number): void {
     const { runs } = this.#laneOf(request);
     const last = runs.at(-1);
-    if (last?.request === request && last.to > at) last.tokens += tokens; // it did something already
+    if (last?.request === request && last.to > at) last.tokens += tokens; // it already has a run in this step
     else if (last?.request === request && last.kind === kind && last.to === at) {
       last.to = at + 1;
       last.tokens += tokens;
@@ -108,7 +108,7 @@ export class Timeline {
     const own = this.#open.get(request);
     if (own) return own;
     const isFree = (lane: Lane) => this.#open.get(lane.request) !== lane;
-    // its own again where one of its choices ended and another goes on
+    // its own lane again if one choice ended and another goes on
     let lane = this.lanes.find((lane) => lane.request === request) ?? this.lanes.find(isFree);
     if (!lane) this.lanes.push((lane = { request, runs: [] }));
     lane.request = request;

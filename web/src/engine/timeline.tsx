@@ -24,7 +24,7 @@ export const KIND_WORDS: Record<Kind, string> = {
 };
 
 interface View {
-  /** The first column that is seen, fractional, and pixels a column. */
+  /** The first visible column, fractional, and pixels a column. */
   start: number;
   each: number;
   lanes: number;
@@ -126,7 +126,7 @@ function paint(sheet: Sheet, view: View): void {
   });
 }
 
-/** Tokens a step; by the root, since a prompt has hundreds and a step that only writes has a few. */
+/** Tokens a step, on a square-root scale: a prompt has hundreds, a step of decodes a few. */
 function paintStrip({ context, width, colours }: Sheet, view: View): void {
   const first = Math.max(0, Math.floor(view.start));
   const last = Math.floor(view.start + width / view.each);
@@ -168,7 +168,7 @@ function paintRun({ context, colours }: Sheet, view: View, run: Run, top: number
   context.globalAlpha = 1;
 }
 
-/** Computing: full and high; not computing: thin, and dashed or hollow, so that it is seen without colour. */
+/** Computing: full and high; not computing: thin, dashed or hollow, so that it shows without colour. */
 function drawBar(context: CanvasRenderingContext2D, colours: Palette, kind: Kind, x: number, y: number, wide: number, high: number): void {
   context.fillStyle = context.strokeStyle = colours[kind];
   if (kind === "prefill" || kind === "decode") {

@@ -58,7 +58,7 @@ export const Columns = icon(<path d="M3.5 4h5.5v12H3.5zM11 4h5.5v12H11z" />);
 export const Tokens = icon(<path d="M3 6h4v8H3zM9 6h3v8H9zM14 6h3v8h-3z" />);
 export const Keyboard = icon(<path d="M2.5 5.5h15v9h-15zM5.5 8.5h.01M8.5 8.5h.01M11.5 8.5h.01M14.5 8.5h.01M7 11.5h6" />);
 
-/** The mark: three lines of text, the last still being written. */
+/** The logo: three lines of text, the last still being written. */
 export function Mark() {
   return (
     <svg class="mark" viewBox="0 0 32 32" aria-hidden="true">

@@ -22,7 +22,7 @@ export class Relay {
     return new URL(`http://127.0.0.1:${(this.#server.address() as net.AddressInfo).port}/`);
   }
 
-  /** Without a word, as a network is cut. */
+  /** Reset every connection, without a close frame. */
   cut(): void {
     for (const socket of this.#sockets) socket.resetAndDestroy();
   }

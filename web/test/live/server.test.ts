@@ -1,6 +1,6 @@
 /**
- * The client against a real server over the fake model, whose text is numbers in order: one that is
- * missing or doubled shows. The server's address is in PAGE_TEST_URL (tests/clients/test_page_client.py).
+ * The client against a real server over the fake model, whose text is numbers in order: a missing or
+ * repeated one shows. The server's address is in PAGE_TEST_URL (tests/clients/test_page_client.py).
  */
 
 import { afterEach, describe, expect, test } from "vitest";
@@ -40,7 +40,7 @@ function expectCounting(stream: ResponseStream, first = 1): void {
   expect(stream.response?.output[0]?.content[0]?.text).toBe(stream.text);
 }
 
-/** Once it has come that far. */
+/** Resolves once the stream has that many tokens. */
 function reached(stream: ResponseStream, tokens: number): Promise<void> {
   return new Promise((resolve) => {
     const off = stream.on("delta", () => {
@@ -126,7 +126,7 @@ test("a fork begins with what it kept, and counts only what is new", async () =>
   const seen: number[] = [];
   fork.on("delta", () => seen.push(fork.tokens));
   await fork.done;
-  expect(numbers(fork.text)).toEqual([1, 2, 3, 4, 5, 1, 2, 3, 4]); // the fake counts what it says anew
+  expect(numbers(fork.text)).toEqual([1, 2, 3, 4, 5, 1, 2, 3, 4]); // the fake model counts from 1 again
   expect(parent.text.startsWith(" 1 2 3 4 5")).toBe(true);
   expect([seen[0], seen.at(-1), fork.tokens]).toEqual([0, 4, 4]);
   expect(fork.response?.previous_response_id).toBe(parent.id);

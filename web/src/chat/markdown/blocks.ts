@@ -1,16 +1,16 @@
 /**
  * Blocks: which part of a growing Markdown text is finished, by marked's lexer. No DOM.
  *
- * Only whole lines are looked at, and the last block of those stays open: what is to come may
- * belong to it. Finished source never changes, so it is drawn once.
+ * Only whole lines are read, and their last block stays open: later text may belong to it.
+ * Finished source never changes, so it is drawn once.
  */
 
 import { Marked, type Token, type Tokens } from "marked";
 
 const INLINE_MATHS = /^(?:\\\(([\s\S]{1,2000}?)\\\)|\$\$([^$\n]{1,2000}?)\$\$|\$(?![\s$])((?:\\.|[^\\$\n]){1,1000}?)(?<!\s)\$(?!\d))/;
-const LONGEST_MATHS = 8000; // characters that a closing sign is waited for
+const LONGEST_MATHS = 8000; // characters in which a closing sign must come
 const MATHS_BEGIN = /^ {0,3}(?:\$\$|\\\[)/m;
-// No space beside the formula: with what is not closed, each would be tried with every length of the other.
+// No space beside the formula: in an unclosed one, each would be tried with every length of the other.
 const BLOCK_MATHS = /^ {0,3}(?:\$\$([^$]{1,8000})\$\$|\\\[([\s\S]{1,8000}?)\\\])[ \t]*(?:\n+|$)/;
 
 export interface Maths extends Tokens.Generic {
@@ -18,7 +18,7 @@ export interface Maths extends Tokens.Generic {
   isDisplay: boolean;
 }
 
-/** marked with maths; raw HTML is text, as is whatever only HTML could do. */
+/** marked with maths; raw HTML, and what only HTML could do, is text. */
 export function newMarked(): Marked {
   const marked = new Marked({ gfm: true, breaks: true });
   marked.use({
@@ -58,7 +58,7 @@ export class Blocks {
     this.#lex = lex;
   }
 
-  /** What is finished since the last call, block by block, and the open rest of the text. */
+  /** The blocks finished since the last call, and the open rest of the text. */
   grow(text: string): { finished: string[]; open: string } {
     const finished: string[] = [];
     const end = text.lastIndexOf("\n") + 1;
@@ -74,7 +74,7 @@ export class Blocks {
   }
 }
 
-/** The place of the last one that is more than space, or of maths that are not closed yet. */
+/** The index of the last block that is not space, or of maths that are not closed yet. */
 function firstOpen(tokens: Token[]): number {
   const last = tokens.findLastIndex((token) => token.raw.trim());
   const maths = tokens.findIndex((token) => token.type === "paragraph" && MATHS_BEGIN.test(token.raw));

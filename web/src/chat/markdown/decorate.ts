@@ -1,10 +1,10 @@
-/** What a drawn block gets beside its text: a bar on code, room for wide tables; colours and maths
- *  where they are wanted, from chunks that are loaded then. */
+/** Additions to a drawn block: a bar on code, room for wide tables; colours and maths
+ *  where needed, from chunks loaded on demand. */
 
 import { copy } from "../copy.ts";
 import { languageOf } from "./html.ts";
 
-/** At once, on what may be drawn again. */
+/** At once, on blocks that may be drawn again. */
 export function decorate(fragment: DocumentFragment): void {
   for (const pre of fragment.querySelectorAll("pre")) frame(pre);
   for (const table of fragment.querySelectorAll("table")) {
@@ -15,7 +15,7 @@ export function decorate(fragment: DocumentFragment): void {
   }
 }
 
-/** Once, on what is finished and in the document. */
+/** Once, on finished blocks in the document. */
 export function finish(elements: Element[]): void {
   for (const element of elements) {
     const code = element.matches(".code") ? [element] : [...element.querySelectorAll(".code")];

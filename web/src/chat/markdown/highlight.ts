@@ -1,4 +1,4 @@
-/** Colours for code: highlight.js with the languages that answers are full of. */
+/** Colours for code: highlight.js with the languages that are frequent in answers. */
 
 import hljs from "highlight.js/lib/core";
 import bash from "highlight.js/lib/languages/bash";
@@ -19,7 +19,7 @@ import xml from "highlight.js/lib/languages/xml";
 import yaml from "highlight.js/lib/languages/yaml";
 import { purify } from "./html.ts";
 
-const LONGEST = 50_000; // characters that are worth the time
+const LONGEST = 50_000; // characters; longer code stays without colours
 const LANGUAGES = { bash, c, cpp, css, diff, go, java, javascript, json, markdown, python, rust, sql, typescript, xml, yaml };
 for (const [name, language] of Object.entries(LANGUAGES)) hljs.registerLanguage(name, language);
 

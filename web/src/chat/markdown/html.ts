@@ -34,7 +34,7 @@ marked.use({
   ],
 });
 
-// marked goes into nested quotes and lists by calling itself, so depth has an end: what is beyond it is text.
+// marked goes into nested quotes and lists by calling itself, so depth is limited: deeper source is text.
 
 export function lex(source: string): Token[] {
   try {
@@ -52,7 +52,7 @@ export function toFragment(source: string): DocumentFragment {
   }
 }
 
-/** What a code block says it is written in; "" where it does not. */
+/** The language that a code block names; "" if none. */
 export const languageOf = (code: Element | null): string => code?.className.slice(LANGUAGE.length) ?? "";
 
 export function purify(html: string): DocumentFragment {
@@ -60,7 +60,7 @@ export function purify(html: string): DocumentFragment {
     ALLOWED_TAGS: TAGS,
     ALLOWED_ATTR: ATTRIBUTES,
     ALLOWED_URI_REGEXP: SCHEMES,
-    ADD_URI_SAFE_ATTR: ["align", "start"], // else they would have to look like links
+    ADD_URI_SAFE_ATTR: ["align", "start"], // else they would be checked as links
     ALLOW_DATA_ATTR: false,
     ALLOW_ARIA_ATTR: false,
     RETURN_DOM_FRAGMENT: true,
@@ -69,7 +69,7 @@ export function purify(html: string): DocumentFragment {
   return fragment;
 }
 
-/** A link leaves this page alone and tells nothing of it; one that leads nowhere is text. */
+/** A link opens apart from this page, without a referrer; one that leads nowhere is text. */
 function guard(anchor: HTMLAnchorElement): void {
   if (!SCHEMES.test(anchor.getAttribute("href") ?? "")) {
     anchor.replaceWith(...anchor.childNodes);

@@ -1,4 +1,4 @@
-/** TeX as MathML, which the browser draws itself; what is no TeX stays as it was written. */
+/** TeX as MathML, which the browser draws itself; invalid TeX stays as it was written. */
 
 import temml from "temml";
 

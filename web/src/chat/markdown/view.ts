@@ -1,8 +1,8 @@
 /**
  * MarkdownView: a growing text drawn into an element, finished blocks once, the open one anew.
  *
- * Text that can mean no Markdown goes straight to the end of the open block, so that a long
- * paragraph costs its end alone. Where drawing is dear it is done less often, and always at the end.
+ * Text that can't be Markdown is appended to the open block, so that a long paragraph costs only
+ * its end. Where drawing is slow it is done less often, and always at the end.
  */
 
 import { Blocks } from "./blocks.ts";
@@ -12,7 +12,7 @@ import "./markdown.css";
 
 const SPECIAL_IN_TEXT = /[\n*_~`[\]<>$|\\!&#]|https?:|www\./;
 const SPECIAL_IN_CODE = /[`~]/;
-const COST = 5; // times as long as a drawing took is waited before the next
+const COST = 5; // the wait before the next drawing, in durations of the last one
 
 export class MarkdownView {
   readonly #root: HTMLElement;
@@ -95,7 +95,7 @@ export class MarkdownView {
     finish(added);
   }
 
-  /** Where plain text may be added: the end of a paragraph, or of fenced code. */
+  /** Where plain text may be appended: the end of a paragraph, or of fenced code. */
   #findTip(): Text | null {
     const last = this.#open.lastElementChild;
     const code = last?.classList.contains("code") ? last.querySelector("code") : null;
