@@ -3,18 +3,18 @@
 A limit a minute is a bucket: full at first, refilled evenly, its whole size in a minute. So a key
 may begin with all of it at once, and in t seconds gets at most limit * (1 + t / 60).
 
-requests  one is taken when a request comes, before any work; those refused here cost nothing
-tokens    a request is let in if the bucket holds as many as its prompts have, or is full; they are
-          taken once the engine has it, cached or not. Output is taken when the key asks again and
-          when an answer ends, as if drawn evenly since the last such moment. A bucket may be
-          overdrawn by output; until that is refilled, nothing is let in
-streams   answers that have not ended, read or not: one a prompt, whatever its n
-sockets   WebSockets that are open; one too many is closed with 1013, everything else is a 429
+requests  one is taken when a request comes, before any work; a request refused here costs nothing
+tokens    a request is admitted if the bucket holds its prompts' tokens, or is full. These, cached
+          or not, are taken once the engine has it. Output is taken at the key's next request and
+          when an answer ends, as if drawn evenly since the last such moment. Output may overdraw
+          the bucket; until that is refilled, nothing is admitted
+streams   answers that have not ended, with or without readers: one per prompt, for any n
+sockets   open WebSockets; one too many is closed with 1013, every other refusal is a 429
 
-Retry-After is when the same request is let in if the key is given nothing else until then (after an
-overdraft, when it is refilled; the prompt is not known yet). Nobody knows when a stream ends:
-there it is one second. The queue that all keys share is the engine's, and full it is a 503.
-Without keys all callers are one. Called by Service and app.py on the loop; takes no locks.
+Retry-After is the time until the same request is admitted if the key sends no other meanwhile
+(after an overdraft, until it is refilled; the prompt is not known yet). When a stream ends is not
+known: one second. The queue that all keys share is the engine's; when it is full the answer is 503.
+Without keys all callers count as one. Called by Service and app.py on the loop; takes no locks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 TENANT: Final = "tenant"  # in scope["state"]: a digest of the key, put there by the guard
 MINUTE_S: Final = 60.0
 STREAM_RETRY_S: Final = 1.0
-NO_WAIT_S: Final = 1e-3  # a wait below it is none
+NO_WAIT_S: Final = 1e-3  # a shorter wait counts as none
 ROUNDING: Final = 1e-6
 
 LIMITED: Final = (  # fields of KeyLimits that count something
@@ -56,21 +56,21 @@ Header = tuple[bytes, bytes]
 
 
 def digest(key: str) -> str:
-    """What stands for a key everywhere behind the guard, logs included."""
+    """What replaces a key everywhere behind the guard, logs included."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 def tenant_of(scope: Scope) -> str:
-    """The digest of the caller's key; "" where no keys are asked for."""
+    """The digest of the caller's key; "" where no keys are required."""
     tenant: str = scope.get("state", {}).get(TENANT, "")
     return tenant
 
 
 def deadline_of(scope: Scope, *, is_whole: bool) -> float | None:
-    """Seconds after which its client will not wait for the answer any more; None: it says nothing.
+    """Seconds after which the client stops waiting for the answer; None: no header says.
 
-    X-Request-Timeout, in seconds. OpenAI's clients say how long they wait for the next byte, and a
-    whole answer is one. InvalidRequest for a header that is no such number.
+    X-Request-Timeout, in seconds; for a whole answer also the headers of OpenAI's clients, which
+    limit the wait for the next byte. InvalidRequest if X-Request-Timeout is no number above 0.
     """
     headers = Headers(scope=scope)
     given = [(DEADLINE, headers[DEADLINE])] if DEADLINE in headers else []
@@ -98,17 +98,17 @@ class Bucket:
         self._since = now
 
     def settle(self, now: float, spent: int = 0) -> None:
-        """Refill it until now, and take what was spent meanwhile."""
+        """Refill the bucket up to `now`, and take what was spent meanwhile."""
         refill = (now - self._since) * self.limit / MINUTE_S
         self.level = min(self.limit, self.level + refill - spent)
         self._since = now
 
     def take(self, amount: int) -> None:
-        """Take so much at once."""
+        """Take `amount` at once."""
         self.level -= amount
 
     def wait_s(self, amount: int) -> float:
-        """Seconds until it holds so much, or is full."""
+        """Seconds until the bucket holds `amount`, or is full."""
         return (min(amount, self.limit) - self.level) * MINUTE_S / self.limit
 
     def headers(self, name: str) -> list[Header]:
@@ -145,7 +145,7 @@ class Account:
             self.tokens.settle(now, spent)
 
     def require(self, *, num_requests: int, num_tokens: int, num_streams: int) -> None:
-        """RateLimited, with the longest wait, if there is not so much room."""
+        """Raise RateLimited, with the longest wait, if a limit has no room for these."""
         waits = [(0.0, "")]
         if self.requests is not None:
             limit = f"{self.requests.limit} requests a minute"
@@ -163,13 +163,13 @@ class Account:
             )
 
     def open(self, stream: TokenStream) -> None:
-        """A stream that was let in."""
+        """Count a submitted stream, and take its prompt's tokens."""
         self._live[stream] = 0
         if self.tokens is not None:
             self.tokens.take(stream.num_prompt_tokens)
 
     def close(self, stream: TokenStream) -> None:
-        """It ended, and is settled."""
+        """Forget a stream that has ended, after `settle`."""
         del self._live[stream]
 
 
@@ -189,10 +189,9 @@ class Admission:
         }
 
     def priority(self, tenant: str, wanted: int | None = None) -> int:
-        """Of a request of this key that names one, or none; InvalidRequest if it may not have it.
+        """The priority of a request of this key; InvalidRequest for one below the key's own.
 
-        A key's own is the lowest that it may name, and lower runs first: a client may let others
-        go before it, never itself before others.
+        Lower runs first: a client may put its requests behind those of others, never before.
         """
         own = self._priorities[tenant]
         if wanted is not None and wanted < own:
@@ -204,7 +203,7 @@ class Admission:
         return own if wanted is None else wanted
 
     def enter(self, tenant: str) -> None:
-        """A request has come: RateLimited if the key can't have one now, whatever it is."""
+        """Count a request when it comes; RateLimited if the key can have none now."""
         account = self._settled(tenant)
         if account is not None:
             account.require(num_requests=1, num_tokens=1, num_streams=1)
@@ -212,7 +211,7 @@ class Admission:
                 account.requests.take(1)
 
     def accept(self, tenant: str, prompts: Sequence[Sequence[int]]) -> None:
-        """Its prompts are known: RateLimited if they are too much now, before any is submitted."""
+        """Check a request's prompts before any is submitted; RateLimited if they do not fit now."""
         account = self._settled(tenant)
         if account is None:
             return
@@ -232,14 +231,14 @@ class Admission:
             raise
 
     def follow(self, tenant: str, stream: TokenStream) -> None:
-        """The engine has it: the key pays for it until it ends."""
+        """Charge a submitted stream to its key until it ends."""
         account = self._accounts.get(tenant)
         if account is not None:
             account.open(stream)
             stream.observers.append(partial(self._see, account))
 
     def max_sockets(self, tenant: str) -> int:
-        """How many this key may have open; 0: any number."""
+        """How many sockets this key may have open; 0: any number."""
         account = self._accounts.get(tenant)
         return 0 if account is None else account.max_sockets
 
@@ -283,7 +282,7 @@ class Admission:
 
 
 class LimitHeaders:
-    """ASGI around a route: every answer says what is left of its key's limits."""
+    """ASGI around a route: every answer has headers with what is left of its key's limits."""
 
     def __init__(self, app: ASGIApp, admission: Admission) -> None:
         self._app = app
@@ -302,7 +301,7 @@ class LimitHeaders:
 
 
 def duration(seconds: float) -> str:
-    """As OpenAI writes it: 6m0s, 1.5s, 20ms; rounded up to a millisecond."""
+    """A time as OpenAI writes it: 6m0s, 1.5s, 20ms; rounded up to a millisecond."""
     total_ms = math.ceil(seconds * 1000 - ROUNDING)
     minutes, rest_ms = divmod(total_ms, 60_000)
     if minutes:

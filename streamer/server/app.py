@@ -201,7 +201,7 @@ class Api:
         return json(await engine_body(self._service, request.scope))
 
     async def tickets(self, request: Request) -> ASGIApp:
-        """POST /v1/tickets; also while the model loads: a socket is told that."""
+        """POST /v1/tickets; also while the model loads: a socket then receives that error."""
         decode_body(await self._service.bodies.read(request), tickets.DECODER, {})
         secret = self._service.tickets.issue(tenant_of(request.scope))
         response = json(encode(tickets.TicketAnswer(secret)))
@@ -243,7 +243,7 @@ def json(body: bytes, status: int = 200, request_id: str | None = None) -> Respo
 
 
 async def nothing_there(scope: Scope, receive: Receive, send: Send) -> None:
-    """What any other path answers, to a handshake as to a request."""
+    """The 404 of every other path, for requests and handshakes."""
     if scope["type"] == "websocket":
         await deny(scope, send, NotFound(f"there is no WebSocket at {scope['path']}"))
     else:
@@ -266,7 +266,7 @@ async def on_error(metrics: Metrics, request: Request, error: Exception) -> Resp
     elif not isinstance(error, StreamerError):
         log.error("a handler failed", exc_info=error)
         error = StreamerError("internal error", code="internal")
-    if not (error.status == 503 and request.url.path.endswith(PROBES)):  # no request to be served
+    if not (error.status == 503 and request.url.path.endswith(PROBES)):  # only a probe
         metrics.refused(error)
     response = json(error_body(error), error.status)
     response.headers.update(headers)
@@ -290,7 +290,7 @@ def build_app(engine: AsyncEngine, config: Config) -> ASGIApp:
 
 
 def build_service_app(service: Service) -> ASGIApp:
-    """The same over a Service that the caller keeps."""
+    """The application of `build_app`, over a Service that the caller keeps."""
     api, stored, page = Api(service), ResponseRoutes(service), Page()
     limited = [Middleware(LimitHeaders, admission=service.admission)]
     routes = [

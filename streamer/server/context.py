@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 ITEM_BYTES = 400  # of a Struct, its id and the objects around its text
 BODY_BYTES = 2048
-BYTES_PER_BYTE = 2  # what CPython keeps of a byte of JSON, about
+BYTES_PER_BYTE = 2  # about what CPython keeps per byte of JSON
 
 
 class TurnItem(msgspec.Struct, frozen=True):
@@ -26,16 +26,16 @@ class TurnItem(msgspec.Struct, frozen=True):
 
 
 class Context(msgspec.Struct, kw_only=True, eq=False):
-    """What was asked, by whom, and what came before.
+    """A request's body, its key, and the conversation before it.
 
-    kind        by which route it can be found
-    tenant      whose it is: to every other key it is not there
+    kind        the routes by which it can be found
+    tenant      the digest of its key: other keys can't find it
     body        the decoded body
     model       the served name
     items       of a response: the conversation it answers, earlier turns' items among them
     prefix      text that the answer begins with, kept from the answer it was forked from
     session     the socket it was created on
-    is_steered  its client cut it short to say something else
+    is_steered  its client ended it early to send other input
     """
 
     kind: Literal["response", "chat"]
@@ -58,7 +58,7 @@ class Context(msgspec.Struct, kw_only=True, eq=False):
         return self.kind == "response" and bool(self.body.background)
 
     def num_bytes(self, body_bytes: int) -> int:
-        """About what it occupies, made from a body of so many bytes of JSON."""
+        """About the bytes that it occupies, from the size of the body's JSON."""
         items = sum(ITEM_BYTES + BYTES_PER_BYTE * len(i.text.encode()) for i in self.items)
         return BODY_BYTES + BYTES_PER_BYTE * (body_bytes + len(self.prefix)) + items
 

@@ -3,7 +3,7 @@
 The socket opens at once and /health answers while the model loads. The first SIGTERM or Ctrl-C
 drains: new work is refused, running streams get --drain-timeout to finish, and every wait after
 that has a deadline, whatever hangs. A dead engine ends the process with an error. The command line
-calls this and prints what `on_ready` tells it.
+calls this and prints the address that `on_ready` receives.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Started(Line, frozen=True, kw_only=True):
 
 
 class Draining(Line, frozen=True, kw_only=True):
-    """The line of a server that stops: what runs now has so long to end."""
+    """The line of a server that stops: `streams` have `timeout_s` to end."""
 
     streams: int
     timeout_s: float
@@ -68,7 +68,7 @@ class Stopped(Line, frozen=True, kw_only=True):
 
 
 class _NoDenials(logging.Filter):
-    """Drops uvicorn's ERROR about each refused handshake: the refusal is ours and is answered."""
+    """Drops uvicorn's ERROR about each refused handshake: our server has answered it."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return record.msg != "ASGI callable returned without completing handshake."
@@ -91,7 +91,7 @@ class Server(uvicorn.Server):
         self._drain: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """First signal: drain. Second: leave now. Neither is raised again at the end."""
+        """First signal: drain. Second: exit at once. Neither is raised again at the end."""
         self._num_signals += 1
         if self._num_signals > 1:
             self.force_exit = self.should_exit = True
@@ -103,7 +103,7 @@ class Server(uvicorn.Server):
         if is_stopping and self._drain is None:
             self._drain = asyncio.create_task(self._drain_all())
         if self._service.engine.is_dead:
-            await self._service.wait_quiet(FLUSH_S)  # every stream is being told
+            await self._service.wait_quiet(FLUSH_S)  # every stream receives its error
             self.should_exit = True
         return await super().on_tick(counter)
 
@@ -135,7 +135,7 @@ async def serve(
 ) -> int:
     """Open the socket, start the engine, serve until a signal; the process's exit code.
 
-    Starts and closes the engine. `on_ready` gets the address once requests are taken; setting
+    Starts and closes the engine. `on_ready` receives the address once requests are taken; setting
     `stop` does what a first signal does, for callers on another thread than the main one. Raises
     ConfigError if the address can't be bound or TLS can't be set up, and whatever loading raised.
     """
@@ -168,7 +168,7 @@ async def serve(
 
 
 async def _close_tracer(tracer: Tracer) -> None:
-    """Send its last spans, to a collector that may not answer: in a thread that nothing waits for.
+    """Send the last spans, to a collector that may not answer, in a thread that is never joined.
 
     The loop's own threads are joined at its end.
     """
@@ -194,8 +194,8 @@ async def _start(
     except BaseException:
         server.should_exit = True
         raise
-    # A collection over what loading left takes 116 ms for 1.2 M objects: never again while this
-    # process serves. In other programs the heap is not ours to freeze.
+    # A garbage collection over what loading left takes 116 ms for 1.2 M objects: frozen, they are
+    # left out while this process serves. In other programs the heap is not ours to freeze.
     gc.collect()
     gc.freeze()
     load_s = time.perf_counter() - began
@@ -205,7 +205,7 @@ async def _start(
 
 
 def bind(config: Config) -> socket.socket:
-    """The listening socket; what it accepts inherits its small send buffer."""
+    """The listening socket; accepted sockets inherit its small send buffer."""
     try:
         listener = _bind_path(config.uds) if config.uds is not None else _bind_port(config)
     except OSError as e:

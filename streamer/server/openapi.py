@@ -267,7 +267,7 @@ def _described(route: Route, schema_of: dict[Any, Any]) -> dict[str, Any]:
         schema = {"type": "string"}
     content: dict[str, Any] = {route.media: {"schema": schema}}
     if route.is_streamed or route.media == SSE_TYPE:
-        content[SSE_TYPE] = {}  # OpenAPI 3.1 has no words for the events of a stream
+        content[SSE_TYPE] = {}  # OpenAPI 3.1 can't describe the events of a stream
     error = {JSON_TYPE: {"schema": schema_of[ErrorBody]}}
     responses: dict[str, Any] = {
         str(route.success): {"description": "as asked for", "content": content}

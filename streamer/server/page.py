@@ -1,6 +1,6 @@
 """The page: the files that web/ builds, read once, served from memory under a strict policy.
 
-What is not in the folder can't be asked for: a look-up by name, never a path. app.py makes one
+Files are looked up by name, never by path: nothing outside the folder is served. app.py makes one
 Page and routes `/` and `/assets/` to it; without a built page `/` says how to build it.
 """
 
@@ -29,7 +29,7 @@ POLICY: Final = "; ".join(
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
-        "require-trusted-types-for 'script'",  # markup comes in by way of DOMPurify or not at all
+        "require-trusted-types-for 'script'",  # markup is inserted through DOMPurify alone
         "trusted-types dompurify",
     )
 )
@@ -47,7 +47,7 @@ UNBUILT: Final = """The page is not built. In a checkout of Streamer, run
 
 and start the server again. The API works without it: see /openapi.json.
 """
-_SUFFIXES: Final = {"br": ".br", "gzip": ".gz"}  # the best first
+_SUFFIXES: Final = {"br": ".br", "gzip": ".gz"}  # the preferred first
 _REFUSED: Final = r"\s*;\s*q=0(\.0*)?\s*(,|$)"
 
 

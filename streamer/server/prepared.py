@@ -1,7 +1,7 @@
 """Prepared: a request for an answer, admitted, read, decoded and checked, before it has a prompt.
 
-Service makes it, of every body that asks for an answer; handlers pass it whole, back to
-Service.submit in the end. Values alone.
+Service makes one of every body that asks for an answer; handlers pass it to Service.submit.
+Values alone.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Reading(msgspec.Struct, frozen=True):
 
 
 class Prepared(msgspec.Struct, Generic[B], frozen=True):
-    """A checked body, of a caller that was let in.
+    """A checked body of an admitted caller.
 
     num_bytes  of the body as it came
     model      the name it is served by
@@ -69,7 +69,7 @@ class Prepared(msgspec.Struct, Generic[B], frozen=True):
         """The salt of the caller's blocks: the body's own, within those of its key.
 
         Blocks of one key are never found by another: how long a prompt took and how much of it was
-        cached would tell what others ask.
+        cached would reveal the prompts of others.
         """
         salt = self.body.cache_salt or ""
         return f"{self.tenant}:{salt}" if self.tenant else salt

@@ -1,7 +1,7 @@
-"""The guard before every route: Origin, Host, keys and tickets; and what bodies may take.
+"""The guard before every route: Origin, Host, keys and tickets; and the limits of bodies.
 
 Plain ASGI around the app, HTTP and WebSocket alike. A browser page of another site can reach a
-server on this machine, directly or by rebinding its name: both are told apart by these two headers.
+server on this machine, directly or by rebinding its name: the Origin and Host headers show both.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from streamer.server.tickets import Tickets, take_tickets
 
 MAX_BODY_BYTES: Final = 4 << 20
 MAX_COMING_BYTES: Final = 64 << 20  # of all bodies that have begun and not ended, beyond FREE_BYTES
-FREE_BYTES: Final = 64 << 10  # of each: a common request never stands back for a large one
+FREE_BYTES: Final = 64 << 10  # of each, not counted: a small body never gives way
 # Of the large bodies of one key whose prompts are being made, one after the other: as text and
 # tokens each takes five times as much (60 of 4 MiB took 1.2 GiB; a shared EPYC core, 2026-11-22).
 MAX_USED_BYTES: Final = 32 << 20
@@ -68,7 +68,7 @@ def split_host(value: str) -> str:
 
 
 class Guard:
-    """Refuses what comes from elsewhere or without a key, before any route sees it."""
+    """Refuses requests from other sites or without a key, before any route sees them."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Guard:
         name = split_host(host)
         if self._any_host or name in self._hosts:
             return
-        # bound to every address: the one this connection came in on is ours too
+        # bound to every address: the one that this connection came to is the server's too
         server = scope.get("server")
         if server is not None and name and name == str(server[0]).lower():
             return
@@ -143,7 +143,7 @@ class Guard:
         raise Forbidden(f"Origin {origin!r} is not allowed here; see --allowed-origins")
 
     def _check_caller(self, scope: Scope, headers: Headers, path: str) -> str:
-        """A digest of the caller's key, given or by a ticket; "" where no keys are asked for."""
+        """A digest of the caller's key, given or by a ticket; "" where no keys are required."""
         if path == METRICS and self._metrics_key is not None:
             return _check_key(headers, (self._metrics_key.encode(),))
         tickets = take_tickets(scope) if scope["type"] == "websocket" else []
@@ -159,7 +159,7 @@ def _check_key(headers: Headers, keys: Sequence[bytes]) -> str:
     scheme, _, given = headers.get("authorization", "").partition(" ")
     token = given.strip().encode() if scheme.lower() == "bearer" else b""
     is_known = False
-    for key in keys:  # all of them, so that time says nothing about which
+    for key in keys:  # all of them, so that the time does not depend on which
         is_known |= hmac.compare_digest(key, token)
     if not (is_known and token):
         raise NotAuthenticated(
@@ -193,7 +193,7 @@ async def deny(scope: Scope, send: Send, error: StreamerError) -> None:
 
 
 class _Coming:
-    """A body on its way in; `patience` ends when others need its room more."""
+    """A body that is being received; `patience` ends when other bodies need its room."""
 
     def __init__(self, patience: asyncio.Timeout) -> None:
         self.patience = patience
@@ -201,16 +201,16 @@ class _Coming:
 
 
 class Bodies:
-    """The bodies that are on their way in, and those that prompts are made of, both bounded.
+    """Bounds the bodies that are being received, and those whose prompts are being made.
 
-    Beyond `most` bytes the one that has been coming for longest gives way: whoever sends a body and
-    never ends it holds up no one. transport/http.py bounds the time.
+    Beyond `most` bytes the oldest unfinished body is refused: one that never ends blocks no
+    others. transport/http.py bounds the time.
     """
 
     def __init__(self, most: int = MAX_COMING_BYTES) -> None:
         self._most = most
         self._num_bytes = 0
-        self._coming: dict[_Coming, None] = {}  # the first has been coming for longest
+        self._coming: dict[_Coming, None] = {}  # the oldest first
         self._used: Counter[str] = Counter()  # bytes by tenant
 
     async def read(self, request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
@@ -242,7 +242,7 @@ class Bodies:
 
     @contextlib.contextmanager
     def used(self, tenant: str, num_bytes: int) -> Iterator[None]:
-        """While a prompt is made of a body: Overloaded where its key has too many that wait."""
+        """Count a body while its prompt is made; Overloaded if its key has too many such bytes."""
         num_bytes = num_bytes if num_bytes > FREE_BYTES else 0
         if num_bytes and self._used[tenant] + num_bytes > MAX_USED_BYTES:
             raise Overloaded("too many long texts wait to be read", retry_after_s=USED_RETRY_S)
@@ -270,7 +270,7 @@ class Bodies:
 
     def _count(self, coming: _Coming, num_bytes: int) -> None:
         if coming not in self._coming:
-            return  # it gives way
+            return  # it has given way
         self._num_bytes += num_bytes - coming.num_bytes
         coming.num_bytes = num_bytes
         while self._num_bytes > self._most:

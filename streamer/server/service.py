@@ -1,7 +1,8 @@
 """Service: what every handler needs of the engine, in one place.
 
-Owns the served names, the epoch, the count of requests at work, who wants to hear of a drain, and
-the way from a decoded body to a TokenStream. Made once by build_app; never touches a socket.
+Owns the served names, the epoch, the count of requests being answered, the callbacks of a
+drain, and the path from a decoded body to a TokenStream. Made once, by serve or build_app; never
+touches a socket.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Service:
     # ------------------------------------------------------------ state
 
     def require_ready(self) -> None:
-        """Raise what a request gets while the model loads, after death, and while draining."""
+        """Raise the error of a request while the model loads, while draining, and after death."""
         engine = self.engine
         if engine.is_dead:
             raise EngineDead(engine.death.message if engine.death is not None else "engine died")
@@ -81,9 +82,9 @@ class Service:
             raise loading()
 
     def admit(self, scope: Scope, *, is_for_later: bool = False) -> str:
-        """Let one more request of this caller begin, or raise what it gets; its tenant.
+        """Admit one more request of this caller, or raise why not; returns its tenant.
 
-        is_for_later  it waits for something else first: a queue that is full now may not be then
+        is_for_later  it waits for something else first: the queue may have room by then
         """
         self.require_ready()
         if not is_for_later:
@@ -93,7 +94,7 @@ class Service:
         return tenant
 
     def require_room(self, scope: Scope) -> None:
-        """Overloaded where a request of this caller could not wait now."""
+        """Raise Overloaded if the queue has no room for a request of this caller."""
         tenant = tenant_of(scope)
         priority = self.admission.priority(tenant)
         patience_s = self.config.max_wait_s or None
@@ -119,20 +120,20 @@ class Service:
                 self._is_quiet.set()
 
     async def wait_quiet(self, deadline_s: float) -> bool:
-        """Wait until nothing is being answered; False if the deadline came first."""
+        """Wait until no request is being answered; False if the deadline came first."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(deadline_s):
                 await self._is_quiet.wait()
         return self._is_quiet.is_set()
 
     def on_drain(self, callback: Callable[[float], None]) -> Callable[[], object]:
-        """Call back when a drain begins, with the seconds it may take; the result takes it back."""
+        """Call back when a drain begins, with the seconds it may take; the result undoes this."""
         key = id(callback)
         self._drain_callbacks[key] = callback
         return partial(self._drain_callbacks.pop, key, None)
 
     def begin_drain(self, deadline_s: float) -> None:
-        """Tell everybody who wants to know that the server stops."""
+        """Call every callback that `on_drain` registered."""
         for callback in list(self._drain_callbacks.values()):
             callback(deadline_s)
 
@@ -141,12 +142,12 @@ class Service:
     async def read(
         self, request: Request, form: Form[B], *, is_for_later: bool = False
     ) -> Prepared[B]:
-        """The body of an HTTP request, once `admit` has let its caller in."""
+        """Admit an HTTP request, then read, decode and check its body."""
         self.admit(request.scope, is_for_later=is_for_later)
         data = await self.bodies.read(request)
         body = decode_body(data, form.decoder, form.fields)
         is_whole = not body.stream
-        # A whole answer is never paused; that of a response is, for others that read it by its id.
+        # A whole answer is never paused, except a response's: it has other readers by its id.
         window = 0 if is_whole and form.operation != "responses" else None
         reading = Reading("http" if is_whole else "sse", window=window)
         return self.prepare(request.scope, form.operation, body, len(data), reading)
@@ -154,7 +155,7 @@ class Service:
     def prepare(
         self, scope: Scope, operation: Operation, body: B, num_bytes: int, reading: Reading
     ) -> Prepared[B]:
-        """A decoded body whose model is served and whose settings hold."""
+        """Check that a decoded body's model is served and its settings are valid."""
         model = check_model(body.model, self.names)
         params = body.params(self.engine.info.generation_defaults)
         return Prepared(operation, scope, body, num_bytes, model, params, reading)
@@ -169,10 +170,10 @@ class Service:
         variables: Mapping[str, Any] | None = None,
         keep: int | None = None,
     ) -> tuple[int, ...]:
-        """A conversation through the chat template, as token ids.
+        """Token ids of a conversation, by way of the chat template.
 
-        prefill  text with which the answer begins;  variables  of the template's own
-        keep     tokens to take at most, the last ones, of a conversation of any length
+        prefill  text with which the answer begins;  variables  for the template
+        keep     maximum number of tokens: the last ones of a longer conversation
         """
         ids = await self.engine.encode_chat(
             [dict(m) for m in messages],
@@ -185,7 +186,7 @@ class Service:
         return prompt if keep is None else prompt[-keep:]
 
     async def plain_tokens(self, text: str, salt: str) -> tuple[int, ...]:
-        """Token ids of a text that means no special tokens."""
+        """Token ids of a text in which special tokens are not recognized."""
         if not text:
             return ()
         engine = self.engine
@@ -194,15 +195,15 @@ class Service:
 
     @property
     def fingerprint(self) -> str:
-        """OpenAI's name for what decides, besides a request's seed and settings, what is drawn."""
+        """OpenAI's: a digest of what affects the output besides a request's seed and settings."""
         info = self.engine.info
         parts = (__version__, info.name, info.dtype, info.device, self.config.kv_cache_dtype)
         return "fp_" + blake2b("\n".join(parts).encode(), digest_size=6).hexdigest()
 
     async def built(self, work: Callable[[], T], num_entries: int, scope: Scope) -> T:
-        """Part of an answer, or all of it, which its client may ask for again and again.
+        """Build part of an answer, or all of it, which a client may request repeatedly.
 
-        num_entries  that it has: a large one is made in the pool, where tenants take turns
+        num_entries  its size: a large one is built in the pool, where tenants take turns
         """
         if num_entries > LARGE:
             return await self.engine.in_pool(work, LONG + num_entries, f"{tenant_of(scope)}:")
@@ -238,8 +239,8 @@ class Service:
     ) -> TokenStream:
         """Hand one prompt to the engine.
 
-        context     by which the answer is found again
-        share_with  a request that it was forked from
+        context     kept with the answer, which is found by its id
+        share_with  the request that it was forked from
         """
         body, reading = asked.body, asked.reading
         is_alone = context is not None and context.is_background
@@ -283,13 +284,13 @@ class Service:
         return self.engine.tokenizer.decode(ids[:MAX_LOGGED_PROMPT], skip_special_tokens=False)
 
     def cancel(self, streams: Sequence[TokenStream]) -> None:
-        """End what is not finished of these."""
+        """Cancel the streams that have not finished."""
         for stream in streams:
             if not stream.is_finished:
                 self.engine.cancel(stream.request_id)
 
     def token_text(self, token_id: int) -> bytes:
-        """The bytes of a token; a special one by its written name."""
+        """The bytes of a token; of a special one, its written name."""
         if not self._bytes:
             self._bytes = self.engine.tokenizer.token_bytes()
         raw = self._bytes[token_id] if token_id < len(self._bytes) else b""

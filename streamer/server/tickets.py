@@ -1,8 +1,8 @@
-"""Tickets: how a browser, which can't give a header to a handshake, shows the key it has.
+"""Tickets: how a browser, which can't set the headers of a handshake, proves its key.
 
 POST /v1/tickets answers a secret; offered as the subprotocol `streamer.ticket.SECRET` it opens one
-socket for the key that asked for it, within TICKET_S. What is kept of it is a digest. Called by
-app.py, which issues, and by the guard, which redeems, both on the loop.
+socket for the key that asked for it, within TICKET_S. Only its digest is kept. app.py
+issues tickets and the guard redeems them, both on the loop.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from streamer.server.admission import digest
 
 PREFIX: Final = "streamer.ticket."
 TICKET_S: Final = 30
-MAX_PER_KEY: Final = 64  # that wait to be used
+MAX_PER_KEY: Final = 64  # unused
 MAX_TICKETS: Final = 1024  # of all keys
 
 
@@ -44,16 +44,16 @@ class _Kept(NamedTuple):
 
 
 class Tickets:
-    """Those that were issued and not used yet."""
+    """The tickets that were issued and not used yet."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._kept: dict[str, _Kept] = {}  # by digest, the oldest first: all live as long
+        self._kept: dict[str, _Kept] = {}  # by digest, the oldest first: all have the same lifetime
 
     def issue(self, tenant: str) -> str:
-        """A new secret for this key; where no keys are asked for, one that nobody will ask for.
+        """A new secret for this key; where no keys are required, one that is never checked.
 
-        RateLimited when the key has too many that wait, Overloaded when all keys together do.
+        RateLimited when the key has too many unused, Overloaded when all keys together do.
         """
         secret = secrets.token_urlsafe(32)
         if not tenant:
@@ -74,7 +74,7 @@ class Tickets:
         return secret
 
     def redeem(self, secret: str) -> str:
-        """The tenant it was issued to, once; NotAuthenticated if it was used, is old or no ticket.
+        """The tenant it was issued to, once; NotAuthenticated if it is used, expired or unknown.
 
         The look-up is by digest: how long it takes says nothing about the secrets that exist.
         """
@@ -95,7 +95,7 @@ class Tickets:
 
 
 def take_tickets(scope: Scope) -> list[str]:
-    """The secrets that a handshake offers, taken out of its scope: nobody behind sees them."""
+    """The secrets that a handshake offers, removed from its scope: no route sees them."""
     offered: list[str] = scope.get("subprotocols") or []
     tickets = [p.removeprefix(PREFIX) for p in offered if p.startswith(PREFIX)]
     if tickets:

@@ -1,7 +1,7 @@
 """GET /v1/engine: the engine as the page draws it, once or as a stream of snapshots.
 
-Bodies and the SSE response of the stream. Nothing is built while nobody follows: engine/watch.py
-keeps the clock, and takes out what belongs to other keys. app.py calls this.
+Bodies and the SSE response of the stream. Without followers nothing is built: engine/watch.py
+times the snapshots, and removes what belongs to other keys. app.py calls this.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class EngineBody(msgspec.Struct, frozen=True, tag_field="object", tag="engine"):
 
 
 def wants_stream(value: str | None) -> bool:
-    """What `?stream=` says."""
+    """The value of `?stream=`; InvalidRequest if it is no boolean."""
     if value in (None, "", "false", "0"):
         return False
     if value in ("true", "1"):
@@ -44,7 +44,7 @@ def wants_stream(value: str | None) -> bool:
 
 
 def owner_of(scope: Scope) -> str:
-    """How the salts of this caller's requests begin (Prepared.salt); without keys, as all do."""
+    """The prefix of the salts of this caller's requests (Prepared.salt); "" without keys."""
     tenant = tenant_of(scope)
     return tenant and f"{tenant}:"
 
@@ -63,7 +63,7 @@ class SnapshotStream:
     """The ASGI response of GET /v1/engine?stream=true.
 
     An event at once, then whenever something changed, at most one a tick; at least one every
-    KEEP_ALIVE_S. It ends when the server drains: nobody's work waits for it.
+    KEEP_ALIVE_S. It ends when the server drains: no request depends on it.
     """
 
     def __init__(self, service: Service) -> None:
@@ -72,7 +72,7 @@ class SnapshotStream:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send snapshots until the client is gone or the server stops.
 
-        Raises what refuses a follower, before anything is sent.
+        A follower is refused with an exception, before anything is sent.
         """
         follower = self._service.engine.watch.follow(owner_of(scope))
         async with ClientWatch(receive), contextlib.aclosing(follower) as views:

@@ -1,1 +1,1 @@
-"""What the server says of itself: metrics, records of requests, traces and logs."""
+"""What the server reports about itself: metrics, records of requests, traces and logs."""

@@ -80,7 +80,7 @@ class EngineCollector(Collector):
         )
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: the counts of an engine that is not there yet are not asked for."""
+        """Nothing: at registration the engine may not have started, and has no counts."""
         return []
 
 

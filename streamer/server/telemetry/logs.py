@@ -1,8 +1,8 @@
 """The lines of the log: text for people, JSON for machines, the same facts in both.
 
 `setup` is called once by the command line; everything else logs through the standard library, and
-in JSON what is printed or raised past it becomes a line too. Logging never waits for the log's
-reader: a terminal stopped by Ctrl-S, or a full pipe, holds up no stream.
+in JSON, prints and uncaught exceptions become lines too. Logging never waits for the log's
+reader: a terminal stopped by Ctrl-S, or a full pipe, delays no stream.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any, Final, Literal
 import msgspec
 
 MAX_WAITING_BYTES: Final = 1 << 20
-LEAVE_S: Final = 1.0  # the process's end waits so long for a reader of the log
-MAX_PRINTED: Final = 64 << 10  # characters of a line that is printed bit by bit
+LEAVE_S: Final = 1.0  # how long the process's end waits for the log's reader
+MAX_PRINTED: Final = 64 << 10  # characters kept of a line that is printed in parts
 
 log = logging.getLogger(__name__)
 _ENCODE = msgspec.json.Encoder(enc_hook=str).encode
@@ -46,7 +46,7 @@ class JsonFormatter(logging.Formatter):
     """One JSON object a line; a Struct given as the only argument adds its fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, without its end."""
+        """The line, without its newline."""
         body: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -74,10 +74,10 @@ def _printable(text: str) -> str:
 
 
 class Printed(io.TextIOBase):
-    """Stands for standard output or error: what is written there becomes lines of the log.
+    """Replaces standard output or error: what is written there becomes lines of the log.
 
-    A text that ends with a newline is one record, whatever newlines are within. Of what a carriage
-    return overwrites only the end is kept.
+    A text that ends with a newline is one record, newlines inside it included. Of text that
+    carriage returns overwrite, only the last part is kept.
     """
 
     def __init__(self, name: str, level: int, fd: int) -> None:
@@ -86,7 +86,7 @@ class Printed(io.TextIOBase):
         self._lock = threading.RLock()
 
     def write(self, text: str) -> int:
-        """Keep it until its line ends."""
+        """Keep the text until its line ends, then log it."""
         with self._lock:
             whole = (self._text + text)[-MAX_PRINTED:]
             self._text = "" if whole.endswith("\n") else whole.rpartition("\r")[2]
@@ -96,7 +96,7 @@ class Printed(io.TextIOBase):
         return len(text)
 
     def fileno(self) -> int:
-        """The descriptor below, for what writes there without Python."""
+        """The descriptor beneath, for code that writes to it without Python."""
         return self._fd
 
     def writable(self) -> bool:
@@ -104,19 +104,19 @@ class Printed(io.TextIOBase):
 
 
 class LineHandler(logging.Handler):
-    """Writes each line to a file descriptor, here and now, unless that would have to wait.
+    """Writes each line to a file descriptor at once, unless the write would block.
 
-    Then a thread writes it, and those after it, in order, and ends when it has caught up. Above
-    `max_bytes` that wait, lines are lost, and the next line to be written says how many.
+    Then a thread writes that line and those after it, in order, and ends when it has caught up.
+    Above `max_bytes` waiting, lines are lost; a line after those that wait says how many.
 
-    num_waiting_bytes  those that the thread has not begun to write
+    num_waiting_bytes  of the lines that the thread has not begun to write
     """
 
     def __init__(self, fd: int, max_bytes: int = MAX_WAITING_BYTES) -> None:
         super().__init__()
         self._fd = fd
         self._max_bytes = max_bytes
-        # Of all below, the lock that `emit` is called with; nobody waits for the reader with it.
+        # Guards all below: the lock that `emit` is called with; no blocking write is made under it.
         self._state = threading.Condition(self.lock)
         self._waiting: deque[bytes] = deque()
         self.num_waiting_bytes = 0
@@ -124,7 +124,7 @@ class LineHandler(logging.Handler):
         self._thread: threading.Thread | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write it, keep it, or count it as lost."""
+        """Write the line, keep it for the thread, or count it as lost."""
         try:
             line = self.format(record).encode(errors="backslashreplace") + b"\n"
             if self._thread is not None:
@@ -137,12 +137,12 @@ class LineHandler(logging.Handler):
                 thread.start()
                 self._thread = thread
         except OSError:
-            pass  # nobody reads any more
+            pass  # the log has no reader any more
         except Exception:  # as every handler of the standard library
             self.handleError(record)
 
     def flush(self) -> None:
-        """Wait until everything is written, but not for ever."""
+        """Wait until every line is written, for up to LEAVE_S."""
         with self._state:
             self._state.wait_for(lambda: self._thread is None, LEAVE_S)
 
@@ -158,13 +158,13 @@ class LineHandler(logging.Handler):
     def _catch_up(self) -> None:
         while line := self._next():
             rest = memoryview(line)
-            with contextlib.suppress(OSError):  # nobody reads any more
+            with contextlib.suppress(OSError):  # the log has no reader any more
                 while rest:
                     select.select([], [self._fd], [])
                     rest = rest[os.write(self._fd, rest[: select.PIPE_BUF]) :]
 
     def _next(self) -> bytes:
-        """The line to write; none, and the thread is no more, once it has caught up."""
+        """The next line to write; empty when none waits, and then the thread ends."""
         with self._state:
             if self._waiting:
                 line = self._waiting.popleft()
@@ -181,9 +181,9 @@ class LineHandler(logging.Handler):
 
 
 def setup(level: str, form: Literal["text", "json"]) -> None:
-    """Log to standard error, Python's warnings too; the server's own chatter from warnings on.
+    """Log to standard error, Python's warnings too; never uvicorn's lines of debug level.
 
-    uvicorn writes the heads of WebSocket handshakes at debug level, keys included: never shown.
+    At that level it writes the heads of WebSocket handshakes, keys included.
     """
     handler = LineHandler(sys.stderr.fileno())
     if form == "json":
@@ -194,7 +194,7 @@ def setup(level: str, form: Literal["text", "json"]) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler])
     warnings.formatwarning = _one_line
     logging.captureWarnings(True)
-    # at info, its "started" and "finished" say what the command line says better
+    # at info, uvicorn's "started" and "finished" repeat what the command line prints
     quiet = logging.WARNING if level == "info" else logging.INFO
     logging.getLogger("uvicorn.error").setLevel(max(quiet, logging.getLogger().level))
 
@@ -210,12 +210,12 @@ def _one_line(
 
 
 def _log_what_is_printed_or_raised() -> None:
-    """Libraries with handlers of their own, prints, and exceptions that reach a thread's end."""
+    """Log prints, lines of libraries with handlers of their own, and uncaught exceptions."""
     uncaught = logging.getLogger("uncaught")
 
     def told(args: Any) -> None:
         if args.exc_type is SystemExit:
-            return  # how a thread may end
+            return  # a thread may end with it
         trace = args.exc_type, args.exc_value, args.exc_traceback
         uncaught.critical("%s", getattr(args, "err_msg", None) or "exception", exc_info=trace)
 

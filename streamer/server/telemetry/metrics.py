@@ -1,7 +1,7 @@
 """Prometheus metrics, in a registry of their own.
 
-Three sources: a Record tells of a request's start, first token and end (records.py); a Meter, one a
-reader, of the gaps between deltas; engine_metrics.py reads the engine's counts when scraped.
+Three sources: a Record reports a request's start, first token and end (records.py); a Meter, one a
+reader, the gaps between deltas; engine_metrics.py reads the engine's counts when scraped.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ LAG_QUANTILES = (0.5, 0.99, 1.0)
 class Metrics:
     """All metrics of one server.
 
-    live         streams of requests that have not ended: their lag is looked at when scraped
-    gap_s        seconds a token between deltas
+    live         streams of requests that have not ended: their lag is read when scraped
+    gap_s        seconds per token between deltas
     ended_tokens output tokens of the requests that have ended
-    loop_late_s  how late the event loop came to a timer
+    loop_late_s  seconds by which the event loop was late for a timer
     """
 
     def __init__(self, engine: AsyncEngine) -> None:
@@ -77,7 +77,7 @@ class Metrics:
         return Histogram(name, text, buckets=LATENCY_S, registry=self.registry)
 
     def expose(self) -> bytes:
-        """The text exposition."""
+        """All metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
     def meter(self) -> Meter:
@@ -85,40 +85,40 @@ class Metrics:
         return Meter(self)
 
     def ended(self, stream: TokenStream) -> None:
-        """A stream has ended: its tokens stay counted when it is gone."""
+        """Keep the token count of a stream that has ended."""
         if stream in self.live:
             self.live.discard(stream)
             self.ended_tokens += stream.num_output_tokens
 
     def queued(self, seconds: float) -> None:
-        """A request runs for the first time."""
+        """Observe the seconds from a request's submission to its first run."""
         self._queue_s.observe(seconds)
 
     def first_token(self, seconds: float) -> None:
-        """A request has its first token."""
+        """Observe the seconds from a request's submission to its first token."""
         self._first_token_s.observe(seconds)
 
     def finished(
         self, reason: str, transport: str, prompt_tokens: int, cached_tokens: int, total_s: float
     ) -> None:
-        """A request has ended, whoever was reading."""
+        """Count a request that has ended, with or without readers."""
         self._finished.labels(reason, transport).inc()
         self._prompt_tokens.inc(prompt_tokens)
         self._cached_tokens.inc(cached_tokens)
         self._total_s.observe(total_s)
 
     def refused(self, error: StreamerError) -> None:
-        """A request was answered with an error and never ran; it has a line in the log."""
+        """Count and log a request that was answered with an error and never ran."""
         self._refused.labels(error.code or error.type).inc()
         self._refusals.told(error)
 
     def resumed(self, status: str) -> None:
-        """A reader asked for a response again and found it "live", "finished" or "gone"."""
+        """Count a reader that came back to a response and found it "live", "finished" or "gone"."""
         self._resumed.labels(status).inc()
 
 
 class Meter:
-    """What one reader sees of the time between tokens; 1 us a delta."""
+    """Observes one reader's seconds between tokens; costs 1 us per delta."""
 
     __slots__ = ("_last", "_metrics")
 
@@ -127,7 +127,7 @@ class Meter:
         self._last: dict[tuple[int, int], float] = {}
 
     def deltas(self, source: int, deltas: Sequence[Delta]) -> None:
-        """What a wake-up brought to the stream at `source`."""
+        """Observe the deltas that a wake-up brought to the stream at `source`."""
         now = time.perf_counter()
         for d in deltas:
             count = len(d.token_ids)
@@ -146,7 +146,7 @@ class _TallyCollector(Collector):
         self._metrics = metrics
 
     def collect(self) -> Iterable[Metric]:
-        """Families with today's values."""
+        """The families with their current values."""
         metrics = self._metrics
         yield CounterMetricFamily(
             "streamer_output_tokens",
@@ -178,5 +178,5 @@ class _TallyCollector(Collector):
         return family
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: names are fixed, values are not asked for at registration."""
+        """Nothing: names are fixed, and values are not read at registration."""
         return []

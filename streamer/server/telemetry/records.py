@@ -1,6 +1,6 @@
-"""Record: one request from its submission to its end, whoever reads it and however often.
+"""Record: one request from its submission to its end, for any number of readers.
 
-Hears from its streams and tells the metrics, the log (one line a finished request, logger
+Observes its streams and reports to the metrics, the log (one line a finished request, logger
 streamer.request) and, where traces are on, the tracer. Made by Service.record; never raises into
 the engine. Requests that never ran are refusals.py's.
 """
@@ -33,12 +33,12 @@ Transport = Literal["http", "sse", "websocket"]
 
 
 class Finished(Line, frozen=True, kw_only=True, omit_defaults=True):
-    """The line of a finished request; None where it never came so far.
+    """The line of a finished request; None for a stage that it never reached.
 
-    key     digits of the key's digest, absent where no key was asked for
+    key     first digits of the key's digest, absent where no keys are required
     reason  of its worst choice: stop, length; left: its last reader had gone; cancelled;
             server_shutdown: cut off by it; failed
-    status  what that is in HTTP (499: left or cancelled), also where a stream had begun with 200
+    status  the reason in HTTP (499: left or cancelled), also where a stream had begun with 200
     prompt  only with --log-prompts
     """
 
@@ -60,7 +60,7 @@ class Finished(Line, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Prompts(Protocol):
-    """What shows a prompt's token ids as text."""
+    """Shows a prompt's token ids as text."""
 
     def __call__(self, ids: Sequence[int]) -> str: ...
 
@@ -113,7 +113,7 @@ class Record:
             stream.observers.append(self)
 
     def __call__(self, stream: TokenStream) -> None:
-        """Note what is new; with its last stream the request is finished."""
+        """Report what is new; the request is finished when its last stream is."""
         try:
             self._look(stream)
         except Exception:  # the engine goes on without this line
@@ -168,7 +168,7 @@ class Record:
 
 
 def _reason(stream: TokenStream) -> str:
-    """Why its worst choice ended."""
+    """Why the stream's worst choice ended."""
     if stream.error is not None:
         return SHUTDOWN if stream.error.code == SHUTDOWN else "failed"
     if any(f.detail == SHUTDOWN for f in stream.finishes if f is not None):

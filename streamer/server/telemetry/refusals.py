@@ -1,6 +1,7 @@
 """Refusals: the log lines of requests that never ran (logger streamer.refused).
 
-Bounded a second, and what has no line is counted in the next. Owned by Metrics, which counts all.
+Their number a second is bounded; the next line counts those left out. Owned by Metrics, which
+counts all.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("streamer.refused")
 
 REFUSALS_A_SECOND: Final = 10
-MAX_ERROR: Final = 500  # characters: some errors repeat what they were sent
+MAX_ERROR: Final = 500  # characters: some errors repeat what the client sent
 
 
 class Refused(Line, frozen=True, kw_only=True, omit_defaults=True):
     """The line of a request that was answered with an error and never ran.
 
-    unlogged  as many before it have no line: more came in a second than the log takes
+    unlogged  refusals before it without a line, beyond REFUSALS_A_SECOND
     """
 
     status: int
@@ -35,14 +36,14 @@ class Refused(Line, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Refusals:
-    """Logs what was refused, some lines a second: a client that knocks all day fills no disk."""
+    """Logs refusals, a bounded number a second: a client that retries all day fills no disk."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._second, self._num_lines, self._num_unlogged = -1, 0, 0
 
     def told(self, error: StreamerError) -> None:
-        """A line, or one more that the next line counts."""
+        """Log a refusal, or count it for the next line."""
         second = int(self._clock())
         if second != self._second:
             self._second, self._num_lines = second, 0

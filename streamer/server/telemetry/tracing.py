@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 TRACES_PATH: Final = "/v1/traces"
 OPERATIONS: Final = {"chat": "chat", "completions": "text_completion", "responses": "chat"}
 NANO: Final = 1_000_000_000
-EXPORT_S: Final = 3.0  # with retries; the last batch holds up the exit for so long at most
+EXPORT_S: Final = 3.0  # with retries; how long the last batch may delay the exit
 
 
 def make_tracer(endpoint: str | None) -> Tracer | None:
@@ -50,7 +50,7 @@ def make_tracer(endpoint: str | None) -> Tracer | None:
 
 
 class OpenTelemetry:
-    """Spans to an exporter, by a provider that nobody else sees."""
+    """Spans to an exporter, by a provider of its own."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -92,7 +92,7 @@ class OpenTelemetry:
 def attributes(
     record: Record, line: Finished, operation: str
 ) -> dict[str, str | int | float | tuple[str, ...]]:
-    """A request in the words of the conventions; ours begin with `streamer.`."""
+    """A request's attributes by the conventions' names; ours begin with `streamer.`."""
     params = record.streams[0].params
     found: dict[str, str | int | float | tuple[str, ...] | None] = {
         "gen_ai.operation.name": operation,
