@@ -1,8 +1,8 @@
-"""Admission: which request enters the running set, and what it needs to.
+"""Admission: which request enters the running set, and the blocks and rows it needs for that.
 
 Functions over State and the plan being built, called by Scheduler.schedule. The queue is served
-from its head, in the order of fairness.py: a head that does not fit yet is waited for, and what is
-put before it is charged for that, so none starves. What gives way for it is preemption.py's choice.
+from its head, in the order of fairness.py: a head that does not fit yet is waited for, and requests
+put before it are charged for that, so none starves. preemption.py chooses what gives way for it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def rows_needed(request: Request) -> int:
 
 
 def blocks_needed(state: State, request: Request) -> int:
-    """Free blocks wanted before it enters: its own, and what must stay free beside them."""
+    """Free blocks required for admission: its own, and those that must stay free beside them."""
     kv, live = state.kv, request.live()
     if request.status is Status.PAUSED:
         return 0
@@ -66,7 +66,7 @@ def blocks_needed(state: State, request: Request) -> int:
 
 
 def admit(state: State, request: Request, draft: Draft) -> bool:
-    """Let the head of the queue in; False when it has to wait."""
+    """Admit the head of the queue; False when it has to wait."""
     if any(s.num_pending for s in request.sequences):
         return False  # its last token is not known yet
     num_rows = rows_needed(request)
@@ -91,7 +91,7 @@ def admit(state: State, request: Request, draft: Draft) -> bool:
 
 
 def evict_paused_for(state: State, request: Request, draft: Draft) -> bool:
-    """Whether its blocks are free now; takes those of paused readers if that helps."""
+    """Whether the request's blocks are free; preempts paused requests if that suffices."""
     device = state.kv.device
     while (need := blocks_needed(state, request)) > device.num_free:
         short = need - device.num_free - device.num_cooling

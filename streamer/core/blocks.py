@@ -1,4 +1,4 @@
-"""Blocks: their names by content (BlockHasher), and who holds which of one pool (BlockPool).
+"""Blocks: hashes of their content (BlockHasher), and the state of each in a pool (BlockPool).
 
 A full block's hash covers everything before it, the tenant's salt and a per-process secret, so that
 equal hashes mean equal prefixes and no collision can be made from outside; the loop hashes prompts,
@@ -50,7 +50,7 @@ class BlockHasher:
         return tuple(hashes)
 
 
-# What `states` says of a block: one bit each.
+# The values in `states`, one bit each.
 FREE, CACHED, COOLING, PRIVATE, SHARED = 0, 1, 2, 4, 8
 _STATE_OF_REFS = bytes([FREE, PRIVATE, *[SHARED] * 254])
 
@@ -58,7 +58,7 @@ _STATE_OF_REFS = bytes([FREE, PRIVATE, *[SHARED] * 254])
 class BlockPool:
     """A pool of `num_blocks` blocks, each in exactly one state.
 
-    held     ref count above 0: in so many block tables
+    held     ref count above 0: the number of block tables it is in
     cooling  ref count 0, but a launched plan or copy may still touch it
     free     ref count 0; those with a published hash (cached) keep their content until taken, least
              recently given back first, after all blank ones
@@ -95,7 +95,7 @@ class BlockPool:
 
     @property
     def num_cooling_cached(self) -> int:
-        """Those of them whose content can be matched."""
+        """Cooling blocks whose content can be matched."""
         return sum(block in self._published for block in self._cool_until)
 
     def ref_count(self, block: int) -> int:
@@ -146,7 +146,7 @@ class BlockPool:
     def give_back(self, blocks: Sequence[int], after_plan: int) -> None:
         """One reference less to each; unreferenced ones are free once `after_plan` is retired.
 
-        Goes from the last to the first, so that a chain is evicted tail first.
+        Runs from the last to the first, so that a chain is evicted tail first.
         """
         for block in reversed(blocks):
             refs = self._refs[block] - 1
@@ -161,7 +161,7 @@ class BlockPool:
                     self._cool_queue.append((after_plan, block))
 
     def retire(self, plan: int) -> None:
-        """Every plan up to `plan` is collected and its copies are done."""
+        """Free what cooled for plans up to `plan`: they are collected, their copies done."""
         self.retired = max(self.retired, plan)
         queue = self._cool_queue
         while queue and queue[0][0] <= self.retired:
@@ -187,7 +187,7 @@ class BlockPool:
         return True
 
     def withdraw(self, block: int) -> None:
-        """Forget the block's hash; its content stays with whoever holds it."""
+        """Forget the block's hash; the tables that hold the block keep its content."""
         entry = self._published.pop(block, None)
         if entry is not None:
             del self._index[entry[0]]

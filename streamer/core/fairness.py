@@ -1,11 +1,11 @@
-"""Fair share: the queue of those who may be admitted, and what each tenant was served.
+"""Fair share: the queue of requests that may be admitted, and each tenant's service so far.
 
 Order: priority, preempted before new, virtual time of the tenant, arrival. Virtual time is service
-in weighted tokens. A tenant that begins to wait is lifted to the least virtual time of those who
-wait already, so that idling earns nothing. This is the virtual token counter of Sheng et al. 2024,
-"Fairness in Serving Large Language Models", with counters for each priority of its own: what is
-parked at a low priority earns no claim on a higher one. Also knows the place of each request in the
-queue, for readers that wait. Owned by State; deterministic, no clock.
+in weighted tokens. A tenant that begins to wait is lifted to the lowest virtual time of the tenants
+already waiting, so that idling earns nothing. This is the virtual token counter of Sheng et al.
+2024, "Fairness in Serving Large Language Models", with separate counters for each priority:
+requests waiting at a low priority earn no claim on a higher one. Also finds each request's place in
+the queue, for its reader. Owned by State; deterministic, no clock.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from streamer.errors import InvariantViolated
 
 _arrival = attrgetter("arrival")
 
-# A walk over places sorts the queue: 0.5 us a request (one EPYC core, 2026-11-21). A longer queue
-# is not walked; a request far behind in it has news of its place again when it comes nearer.
+# Finding places sorts the queue: 0.5 us a request (one EPYC core, 2026-11-21). In a queue longer
+# than MAX_WALKED none are found; a request beyond MAX_TOLD gets notices when it is nearer.
 MAX_WALKED: Final = 4096
 MAX_TOLD: Final = 512
 
@@ -30,9 +30,9 @@ MAX_TOLD: Final = 512
 class _Level:
     """One priority.
 
-    returning   who was running before, by arrival; they go first
-    backlogged  shares with somebody waiting
-    last        the share that stopped waiting last
+    returning   requests that ran before, by arrival; they are admitted first
+    backlogged  shares with waiting requests
+    last        the share that most recently stopped waiting
     """
 
     __slots__ = ("backlogged", "last", "num_live", "returning", "shares")
@@ -49,11 +49,11 @@ class _Level:
         return not self.returning and not self.backlogged
 
     def floor(self) -> int:
-        """The virtual time from which a newcomer starts."""
+        """The virtual time to which a tenant that begins to wait is lifted."""
         return min((s.time for s in self.backlogged), default=self.last.time)
 
     def head(self) -> Request:
-        """Who is next; O(tenants that wait)."""
+        """The request to admit next; O(waiting tenants)."""
         if self.returning:
             return self.returning[0]
         return min(self.backlogged, key=lambda s: (s.time, s.waiting[0].arrival)).waiting[0]
@@ -66,9 +66,9 @@ class _Level:
 
 
 class FairQueue:
-    """Who may be admitted, in order. Requests are known from `open` to `close`.
+    """Requests that may be admitted, in order; each is known from `open` to `close`.
 
-    num_told  new ones in it that are told of their place
+    num_told  new requests in the queue whose readers receive their place
     """
 
     def __init__(self) -> None:
@@ -87,11 +87,11 @@ class FairQueue:
                 yield from share.waiting
 
     def in_order(self) -> list[Request]:
-        """Everybody, as they would be admitted if nothing were served meanwhile."""
+        """All queued requests, as they would be admitted if nothing were served meanwhile."""
         return sorted(self, key=_rank)
 
     def open(self, request: Request) -> None:
-        """A new request: from now on its tenant pays for it."""
+        """Register a new request: its service is charged to its tenant from here on."""
         add = request.add
         level = self._levels.setdefault(add.priority, _Level())
         request.share = level.shares.setdefault(add.tenant, Share())
@@ -99,7 +99,7 @@ class FairQueue:
         level.num_live += 1
 
     def close(self, request: Request) -> None:
-        """A request that ended; it is in the queue no more."""
+        """Forget a request that ended; it has left the queue before."""
         level = self._levels[request.add.priority]
         level.num_live -= 1
         request.share.num_live -= 1
@@ -109,11 +109,11 @@ class FairQueue:
             level.forget()
 
     def head(self) -> Request | None:
-        """Who is to be admitted next."""
+        """The request to admit next."""
         return self._levels[self._priorities[0]].head() if self._priorities else None
 
     def push(self, request: Request) -> None:
-        """Let it be admitted."""
+        """Queue a request for admission."""
         priority, share = request.add.priority, request.share
         level = self._levels[priority]
         if level.is_empty:
@@ -128,7 +128,7 @@ class FairQueue:
         self.num_told += request.place is not None
 
     def remove(self, request: Request) -> None:
-        """Take it out if it is there; to be called before its status changes."""
+        """Take the request out if it is queued; call this before its status changes."""
         priority, share = request.add.priority, request.share
         level = self._levels[priority]
         waiting = share.waiting if request.is_new else level.returning
@@ -145,10 +145,10 @@ class FairQueue:
             self._priorities.remove(priority)
 
     def changed_places(self, num_waiting: int) -> tuple[Notice, ...]:
-        """A notice for each request whose place is another than its reader knows.
+        """A notice for each request whose place differs from the one its reader last received.
 
-        A walk over the queue, made when EngineCore's clock says so and a reader wants it, never
-        otherwise. `num_waiting` new requests wait, held ones too.
+        Sorts the queue; called only when EngineCore's clock allows it and a reader asked for
+        places. `num_waiting` new requests wait, held ones included.
         """
         if num_waiting > MAX_WALKED:
             return ()
@@ -160,7 +160,7 @@ class FairQueue:
         return tuple(news)
 
     def check(self, requests: Iterable[Request]) -> None:
-        """Prove that the shares count these live requests and that the head is who it must be."""
+        """Prove that the shares count these live requests and that the head is first in order."""
         live: dict[Share, int] = {}
         for request in requests:
             add = request.add

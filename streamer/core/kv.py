@@ -1,7 +1,7 @@
-"""KVManager: page tables over a device pool and a host pool.
+"""KVManager: block tables over a device pool and a host pool.
 
 Owns both BlockPools and every change of a sequence's block table: match, allocate (with
-copy-on-write), fork, swap, publish, release. It never decides who gives way; preemption.py does.
+copy-on-write), fork, swap, publish, release. preemption.py decides which request gives way.
 Moves and copies are returned or collected as block ids for the plan being built.
 """
 
@@ -20,7 +20,7 @@ Moves = list[tuple[int, int]]
 
 
 class Copy(NamedTuple):
-    """A block that is to be copied before its first write, and whose `num_tokens` are in it."""
+    """A block to copy before its first write, and the request whose `num_tokens` are in it."""
 
     source: int
     request: Request
@@ -28,7 +28,7 @@ class Copy(NamedTuple):
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
-    """Blocks that hold so many tokens."""
+    """Blocks that hold `num_tokens` tokens."""
     return -(-num_tokens // block_size)
 
 
@@ -38,7 +38,7 @@ class KVManager:
     plan     the number of the plan being built: what is given back while building it cools until
              it or its predecessor is retired
     copies   destination -> what is copied there, on first write, by the plan being built
-    touched  sequence -> first logical block changed since the runner was told
+    touched  sequence -> first logical block changed since the runner last got its table
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class KVManager:
         self.host.retire(plan)
 
     def begin(self, plan: int) -> None:
-        """This plan is built from here on."""
+        """Start building this plan."""
         self.plan = plan
 
     def take_copies(self) -> tuple[tuple[int, int], ...]:
-        """(source, destination) of the plan's copies on write, which are its now."""
+        """Take the plan's copies on write, as (source, destination)."""
         if not self.copies:
             return ()
         copies, self.copies = self.copies, {}
@@ -87,7 +87,7 @@ class KVManager:
         )
 
     def forget_updates(self, seq: Sequence) -> None:
-        """The runner gets the whole table, with the sequence's join."""
+        """Drop the sequence's updates: its join carries the whole table."""
         self.touched.pop(seq, None)
 
     # ------------------------------------------------------------ prefix cache
@@ -106,8 +106,9 @@ class KVManager:
         """The longest published prefix, leaving at least one token to compute, and every token of
         the prompt that is still to be scored.
 
-        Kept in seq.found: who waits is asked every step, and only what is new is compared token by
-        token (6,250 blocks take 0.5 ms a step instead of 2.2; one EPYC core, 2026-11-21).
+        Kept in seq.found: a waiting sequence is matched in every step, and only new blocks are
+        compared token by token (6,250 blocks take 0.5 ms a step instead of 2.2; one EPYC core,
+        2026-11-21).
         """
         if not self.has_prefix_cache:
             return []
@@ -126,7 +127,7 @@ class KVManager:
         return found
 
     def need(self, seq: Sequence) -> int:
-        """Free blocks it would take to hold all known tokens, after what can be shared now."""
+        """Free blocks needed to hold all known tokens, beyond those that can be shared now."""
         shared = sum(1 for b in self._cached_blocks(seq) if self.device.ref_count(b) > 0)
         return num_blocks_for(seq.num_tokens, self.block_size) - shared
 
@@ -135,7 +136,7 @@ class KVManager:
         return len(self._cached_blocks(seq)) * self.block_size
 
     def match(self, seq: Sequence) -> int:
-        """Take references to the longest published prefix; the number of tokens it computes."""
+        """Take references to the longest published prefix; returns the number of its tokens."""
         if seq.blocks:
             raise InvariantViolated(f"match on a sequence that holds {len(seq.blocks)} blocks")
         found = self._cached_blocks(seq)
@@ -160,7 +161,7 @@ class KVManager:
         seq.num_published = full
 
     def withdraw(self, seq: Sequence) -> None:
-        """Its step failed: nobody may match its blocks any more, wherever they are by now."""
+        """Unpublish the blocks of a sequence whose step failed, on the device and the host."""
         for block_hash in seq.hashes:
             self.device.withdraw_hash(block_hash)
             self.host.withdraw_hash(block_hash)
@@ -170,7 +171,7 @@ class KVManager:
     def allocate(self, seq: Sequence, num_tokens: int) -> bool:
         """Cover `num_tokens` tokens, ready to write from seq.num_computed on; False: no room.
 
-        The block that would be written is copied first if anybody else can see it.
+        The block to be written is copied first if another table holds it or a swap-out reads it.
         """
         first = seq.num_computed // self.block_size
         extra = num_blocks_for(num_tokens, self.block_size) - len(seq.blocks)
@@ -210,8 +211,8 @@ class KVManager:
     def fork(self, parent: Sequence, child: Sequence, at: int) -> bool:
         """Share the blocks of the parent's first `at` tokens with a child that holds none.
 
-        Full blocks stay shared; the partial one is copied by whoever writes it first. False when
-        the parent has not computed so many.
+        Full blocks stay shared; the partial one is copied by the first sequence that writes it.
+        False when the parent has computed fewer than `at` tokens.
         """
         if at > parent.num_computed or at > len(child.tokens):
             return False
@@ -226,7 +227,7 @@ class KVManager:
         return True
 
     def release(self, seq: Sequence, after_plan: int) -> None:
-        """Give everything back, on both pools; free when `after_plan` is over.
+        """Give all blocks back to both pools; they are free when `after_plan` is over.
 
         A block that the plan being built reads, for a copy-on-write or a swap of another sequence
         that shared it, is free when that plan is over: this plan's copies run in any order and
@@ -261,8 +262,8 @@ class KVManager:
     def swap_cost(self, seqs: Iterable[Sequence]) -> tuple[int, int, bool]:
         """(blocks to copy out, distinct blocks to bring back, whether it can be done now).
 
-        It can't when the host pool has no room, or when this very plan copies a block of theirs:
-        the swap runs before the copy, and its source may be written by whoever holds it.
+        It can't when the host pool has no room, or when the plan being built copies one of their
+        blocks: the swap runs before the copy, whose source another sequence may write.
         """
         fresh: set[int] = set()
         clean: set[int] = set()
@@ -282,7 +283,7 @@ class KVManager:
     def swap_out(self, seqs: Seq[Sequence]) -> Moves | None:
         """Move to the host: (device, host) copies, once per block; None: no room there.
 
-        Every block of the victim goes, shared ones too, so that it depends on nobody.
+        Every block of the victim goes, shared ones too, so that it depends on no other sequence.
         """
         if not self.swap_cost(seqs)[2]:
             return None
@@ -322,10 +323,10 @@ class KVManager:
         return sum(num_blocks_for(s.num_tokens, self.block_size) for s in seqs)
 
     def swap_in(self, seqs: Seq[Sequence]) -> Moves | None:
-        """Come back: (host, device) copies; None: no room.
+        """Move back to the device: (host, device) copies; None: no room there.
 
         A device copy is taken where the hash is still found. Host blocks are given back: clean
-        copies stay findable there. Published again only when the copies are done.
+        copies stay findable there. Device blocks are published again when the copies are done.
         """
         if self.swap_in_need(seqs) > self.device.num_free:
             return None
@@ -370,7 +371,7 @@ class KVManager:
     # ------------------------------------------------------------ proof
 
     def check(self, requests: Iterable[Request]) -> None:
-        """Both pools against all block tables, and each table against its tokens."""
+        """Check both pools against all block tables, and each table against its tokens."""
         seqs = [s for r in requests for s in r.sequences]
         self.device.check(s.blocks for s in seqs)
         self.host.check(s.host_blocks for s in seqs)

@@ -3,7 +3,7 @@
 Commands and Facts go into the scheduler, a Plan comes out; the runner turns it into a StepResult;
 `apply` turns that into a StepOutput for the loop. Nothing here has a torch type, or behaviour but
 `check_moves`: every runner calls it before it copies anything, so that a scheduler's mistake ends
-the engine there, sooner than one request reads another's KV.
+the engine before one request reads another's KV.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from streamer.errors import InvariantViolated
 
 
 class FinishReason(enum.Enum):
-    """Why a choice ended; `wire` names are the server's business."""
+    """Why a choice ended; the server has names of its own for clients."""
 
     STOP = "stop"  # an end token, a stop id or a stop string
     LENGTH = "length"  # max_tokens, or the context is full
@@ -38,9 +38,9 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     block_hashes  chained hashes of the prompt's full blocks (core.blocks), may be empty
     salt          the tenant's salt for blocks that fill later
     priority      lower runs first
-    tenant        whose request it is; requests of one priority share fairly between tenants
+    tenant        its owner; requests of one priority share fairly between tenants
     share_with    fork: begin from this request's blocks as far as the tokens agree
-    place         requests before it in the queue, as its reader was told; None: who is not told
+    place         requests before it in the queue, as sent to its reader; None: not sent
     """
 
     request_id: str
@@ -63,13 +63,13 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pause(msgspec.Struct, frozen=True, tag=True):
-    """Its reader is behind: give up the slot, and under pressure the blocks."""
+    """The reader is behind: the request gives up its rows, and its blocks if others need them."""
 
     request_id: str
 
 
 class Resume(msgspec.Struct, frozen=True, tag=True):
-    """Its reader caught up."""
+    """The request's reader caught up."""
 
     request_id: str
 
@@ -78,11 +78,11 @@ Command = Add | Cancel | Pause | Resume
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What a core without a clock learns of the world before each schedule.
+    """What the runner measured, passed before each schedule to a core without a clock.
 
     copies_done        every plan up to this number has all its swap copies complete
-    prefill_s          seconds a prefilled token costs, in steps that compute mostly such
-    decode_s           seconds a step takes that only decodes; 0: none was seen yet
+    prefill_s          seconds a prefilled token takes, in steps that are mostly prefill
+    decode_s           seconds of a step that only decodes; 0: none was seen yet
     swap_bytes_per_s   measured host-device bandwidth
     swap_fixed_s       fixed cost of a swap, one way
     swap_s             seconds that swap copies have taken so far, both ways
@@ -100,14 +100,14 @@ class Facts(msgspec.Struct, frozen=True):
 
 
 class RowJoin(msgspec.Struct, frozen=True):
-    """A sequence takes a row slot; it stays there until a plan's `leaves` names the row.
+    """A sequence takes a row; it stays there until a plan's `leaves` names the row.
 
     tokens        all known tokens, prompt and output so far
     num_prompt    how many of them are the prompt
     num_computed  how many have their KV in `blocks` already
     blocks        its block table
     choice        index among the request's n choices; part of the noise's counter
-    stop_ids      with params.min_tokens: masked until so many output tokens exist
+    stop_ids      masked until there are params.min_tokens output tokens
     logits_of     >= 0: this row computes nothing in this plan and draws its first token from the
                   logits of that row, which ends its prompt in this plan (a fork of one prefill)
     """
@@ -136,8 +136,8 @@ class Chunk(msgspec.Struct, frozen=True):
     """A row that does not simply decode one token in this plan.
 
     It computes `count` known tokens from position `start` (0: it sits this plan out) and draws a
-    token from the last one's logits if `sample`. Of the prompt's tokens that follow the last
-    `score` ones (the one it draws from apart) it gives the log probabilities.
+    token from the last one's logits if `sample`. Each of the last `score` of these tokens (not
+    counting the one it draws from) gives the log probability of the prompt token after it.
     """
 
     row: int
@@ -211,8 +211,8 @@ def check_moves(plan: Plan, num_blocks: int, num_host_blocks: int) -> None:
 class TokenLogprob(msgspec.Struct, frozen=True):
     """A drawn or prompt token's log probability and the best alternatives, best first.
 
-    Of the model's distribution: after penalties and bias would mislead, so before them, as vLLM's
-    default `raw_logprobs`.
+    Of the model's distribution before penalties and bias, after which it would mislead; like
+    vLLM's default `raw_logprobs`.
     """
 
     token_id: int
@@ -246,10 +246,10 @@ class Finish(msgspec.Struct, frozen=True):
     """The end of one choice, final. A cancelled or failed request has one for every open choice.
 
     num_tokens   output tokens kept
-    copied_tokens   whose KV the whole request has copied so far, out of blocks it shared
+    copied_tokens   tokens whose KV the whole request has copied so far, out of shared blocks
     text_bytes   the text ends at this byte of the output's bytes; None: where the tokens end
     stop         the stop string or id that matched
-    detail       for FAILED; of a CANCELLED one why, where the engine did it
+    detail       why it FAILED; why it was CANCELLED, where the engine did that
     """
 
     request_id: str
@@ -331,7 +331,7 @@ class StepOutput(msgspec.Struct, frozen=True):
     """A step's news, as parallel arrays: token i belongs to request_ids[i], choices[i].
 
     logprobs  index into the arrays -> TokenLogprob
-    prompt_logprobs  request -> those of its prompt's next tokens; all are there before, or with,
+    prompt_logprobs  request -> those of its prompt's next tokens; the last come before, or with,
               its first output token
     """
 

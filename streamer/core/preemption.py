@@ -25,8 +25,8 @@ MAX_PREEMPTIONS = 2
 def choose_victim(candidates: Iterable[Request], *, is_outranked: bool = False) -> Request | None:
     """The request to preempt among PAUSED and RUNNING ones, or None if none may be.
 
-    is_outranked  a request of better priority than all of them waits: the last that runs may go,
-                  and the last to arrive goes first, so that its seniors' order stays
+    is_outranked  a request of better priority than all of them waits: the last running one may be
+                  preempted, and the last to arrive goes first: earlier ones keep their order
     """
     paused: list[Request] = []
     running: list[Request] = []
@@ -62,8 +62,8 @@ def outranked_by(state: State, request: Request) -> list[Request]:
 def paused_for(state: State, request: Request) -> list[Request]:
     """The paused requests that give way to this one.
 
-    One that only waits for its rows keeps its blocks, unless its priority is lower, or no other
-    could ever go on.
+    One that only waits for its rows keeps its blocks, unless its priority is lower or no request
+    is progressing.
     """
     must = not state.requests.is_progressing
     priority = request.add.priority
@@ -77,8 +77,8 @@ def paused_for(state: State, request: Request) -> list[Request]:
 def would_free(state: State, victims: list[Request], head: Request, num_blocks: int) -> bool:
     """Whether the head would find this many more blocks if all these gave way.
 
-    A block is free when all tables with it are gone; what the head itself shares it then has to
-    take.
+    A block is free when no table holds it. Blocks that the head would share are not counted: it
+    takes them itself.
     """
     tables = [s.blocks for r in victims for s in r.sequences]
     if sum(map(len, tables)) < num_blocks:

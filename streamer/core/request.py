@@ -1,7 +1,7 @@
-"""A request's life: Status, the one transition table, its records, and Requests: all that live.
+"""A request's life: Status, the transition table, Sequence, Share, Request, and all live Requests.
 
 Requests move as a whole (their n sequences wait, run, swap and return together). `Requests.move` is
-the only author of a status and of the sets and counts by status. Owned by State on the GPU thread;
+the only place that changes a status and the sets by status. Owned by State on the GPU thread;
 no other room sees these objects.
 """
 
@@ -15,7 +15,7 @@ from streamer.errors import InvariantViolated
 
 
 class Status(enum.Enum):
-    """Where a request is. Prefilling and decoding are both RUNNING: it only catches up."""
+    """Where a request is. Prefill and decode are both RUNNING: catching up with known tokens."""
 
     WAITING = "waiting"  # new, holds nothing
     RUNNING = "running"  # holds rows and device blocks
@@ -64,9 +64,9 @@ class Sequence:
 
     num_computed  tokens whose KV is (or will be, by launched plans) in `blocks`
     num_pending   tokens drawn by launched plans that `apply` has not seen yet
-    plain_until   below so many computed tokens it decodes one a plan and needs nothing: its row has
-                  joined, its block is there and not full, its last token is not due
-    look_at       so many tokens known, `apply` looks at it whatever the newest one is
+    plain_until   while num_computed is below this, it decodes one token a plan without a check: its
+                  row has joined, its block is there and not full, its last token is not due
+    look_at       number of known tokens from which `apply` looks at it, whatever the newest one is
     found         while it holds no blocks: its published prefix, as of the last look
     """
 
@@ -105,7 +105,7 @@ class Sequence:
         self.look_at = 0
         self.row = -1
         self.joined = False  # the runner knows the row
-        self.shares_tail = False  # the block it writes next may be seen by others
+        self.shares_tail = False  # the block it writes next may be in other tables
         self.tail = b""  # last output bytes, for stop strings across tokens
         self.finish_reason: FinishReason | None = None
 
@@ -120,8 +120,8 @@ class Sequence:
         return len(self.tokens) - len(self.request.add.prompt)
 
 
-# The weights of the paper, and about how providers price the two: the tokens of a prompt share one
-# pass over the weights, an output token takes a row in a pass of its own.
+# The paper's factors, and about the ratio of providers' prices: a prompt's tokens share one pass
+# over the model's weights, each output token takes a row in a separate pass.
 PROMPT_COST: Final = 1
 OUTPUT_COST: Final = 2
 
@@ -129,7 +129,7 @@ OUTPUT_COST: Final = 2
 class Share:
     """One tenant at one priority.
 
-    time      virtual time: what it was served, in weighted tokens
+    time      virtual time: its service so far, in weighted tokens
     waiting   its new requests that may be admitted, by arrival
     num_live  its requests that have not ended
     """
@@ -171,17 +171,17 @@ class Request:
         self.arrival = arrival
         self.max_tokens = max_tokens
         self.status = Status.WAITING
-        self.is_held = False  # paused by its reader, wherever it is
-        self.share = Share()  # its tenant's account: the queue's, once the request is in there
+        self.is_held = False  # paused by its reader, whatever its status
+        self.share = Share()  # its tenant's account; FairQueue.open sets the shared one
         self.num_charged = 0  # prompt tokens its tenant has paid for
         # Prompt tokens from whose logits the next one's log probability is, or will be, taken.
         self.num_to_score = 0 if add.params.prompt_logprobs is None else len(add.prompt) - 1
         self.num_scored = 0
-        self.copied_tokens = 0  # those in shared blocks it was about to write, over all choices
-        self.evictions = 0  # preemptions while it ran: they make it exempt
-        self.preemptions = 0  # all of them, those while it was paused too
+        self.copied_tokens = 0  # in shared blocks copied before a write, over all choices
+        self.evictions = 0  # preemptions while it ran; MAX_PREEMPTIONS exempt it
+        self.preemptions = 0  # all of them, while it was paused too
         self.last_swap = 0  # plan that carries its latest swap copies
-        self.place = add.place  # in the queue, as its reader was told; None: it is not told
+        self.place = add.place  # in the queue, as last sent to its reader; None: not sent
         self.spare_rows: list[int] = []  # reserved for choices that are not forked yet
         self.sequences: list[Sequence] = [Sequence(self, 0, list(add.prompt))]
 
@@ -191,7 +191,7 @@ class Request:
         return self.status is Status.WAITING
 
     def charge_prompt(self, start: int, end: int) -> None:
-        """Tokens from `start` to `end` are computed; only the prompt's, once, are paid for here."""
+        """Charge the tenant for computed tokens from `start` to `end`: the prompt's only, once."""
         start, end = max(start, self.num_charged), min(end, len(self.add.prompt))
         if start < end:
             self.share.time += PROMPT_COST * (end - start)
@@ -207,7 +207,7 @@ class Request:
         return [s for s in self.sequences if s.finish_reason is None]
 
     def move(self, event: Event) -> None:
-        """Take the table's step, or raise InvariantViolated with id, status and event."""
+        """Move by TRANSITIONS, or raise InvariantViolated with id, status and event."""
         to = TRANSITIONS.get((self.status, event))
         if to is None:
             raise InvariantViolated(
@@ -222,7 +222,7 @@ class Requests:
     by_id             all of them
     running, paused   those with that status, in order of admission
     swapping          those whose copies are not done
-    counts            by status; of FINISHED ones all there ever were
+    counts            by status; FINISHED: all that ever finished
     """
 
     def __init__(self) -> None:
@@ -237,12 +237,12 @@ class Requests:
 
     @property
     def lowest_running(self) -> int | None:
-        """The priority that gives way first among those that run."""
+        """The priority of the running requests that give way first; None: none run."""
         return max(self._num_running, default=None)
 
     @property
     def is_progressing(self) -> bool:
-        """Whether one runs, or will when its copies are done."""
+        """Whether a request runs, or will when its copies are done."""
         return bool(self.running) or any(r.status is Status.SWAPPING_IN for r in self.swapping)
 
     def add(self, add: Add, max_tokens: int) -> Request:
@@ -254,7 +254,7 @@ class Requests:
         return request
 
     def move(self, request: Request, event: Event) -> None:
-        """Move a request, keeping the sets by status; one that finishes is live no more."""
+        """Move a request and update the sets by status; a finished one is no longer live."""
         before = request.status
         request.move(event)
         after = request.status
@@ -294,14 +294,14 @@ class Requests:
         return [s for r in self.running for s in r.sequences if s.finish_reason is None]
 
     def open_choice(self, request: Request, choice: int) -> Sequence:
-        """One more sequence of a request, with its prompt."""
+        """Add a sequence to a request, with its prompt."""
         seq = Sequence(request, choice, list(request.add.prompt))
         request.sequences.append(seq)
         self._lineup = None
         return seq
 
     def close_choice(self, seq: Sequence, reason: FinishReason) -> None:
-        """The sequence ends; its request when `move` says so."""
+        """End the sequence; only `move` ends its request."""
         seq.finish_reason = reason
         self._lineup = None
 

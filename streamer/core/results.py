@@ -1,8 +1,8 @@
-"""apply: what a step drew becomes tokens, ends and news. The only author of a finish by content.
+"""apply: turns drawn tokens into output, finishes and notices; alone ends choices by content.
 
 Pure; called by Scheduler.apply with the plans in order. Results of rows that were cancelled or
 finished meanwhile are dropped; those of paused, swapped and preempted ones are kept. Stop strings
-are matched on bytes, by the tokenizer's token-to-bytes table; only sequences that have some pay.
+are matched on bytes, by the tokenizer's token-to-bytes table, for requests that have some only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from streamer.errors import InvariantViolated
 
 
 def apply_result(state: State, result: StepResult) -> StepOutput:
-    """Append the drawn tokens, end what ends, and say so. One pass over the rows."""
+    """Append the drawn tokens and finish the choices that end, in one pass over the rows."""
     request_ids: list[str] = []
     choices: list[int] = []
     tokens: list[int] = []
@@ -59,7 +59,7 @@ def apply_result(state: State, result: StepResult) -> StepOutput:
 
 
 def fail_row(state: State, row: int, reason: str) -> None:
-    """A row's logits were not finite: its request ends, its blocks can't be matched any more."""
+    """End the request of a row whose logits were not finite, and unpublish its blocks."""
     seq = state.rows.owners[row]
     if seq is None:
         raise InvariantViolated(f"row {row} failed, but is nobody's: {reason}")
@@ -70,14 +70,14 @@ def fail_row(state: State, row: int, reason: str) -> None:
 
 
 def fail(state: State, request: Request, reason: str) -> None:
-    """End a request that computed nonsense: nobody may match its blocks."""
+    """End a request whose values are not finite, and unpublish its blocks."""
     for each in request.live():
         state.kv.withdraw(each)
     state.finish_all(request, FinishReason.FAILED, reason)
 
 
 def prompt_scores(state: State, result: StepResult) -> dict[str, tuple[TokenLogprob, ...]]:
-    """The log probabilities of prompt tokens, by request; one that has a NaN fails."""
+    """The log probabilities of prompt tokens, by request; a request with a NaN fails."""
     out = {}
     for row, found in result.prompt_logprobs.items():
         seq = state.rows.owners[row]
@@ -93,9 +93,9 @@ def prompt_scores(state: State, result: StepResult) -> dict[str, tuple[TokenLogp
 
 
 def look(state: State, seq: Sequence, token: int) -> None:
-    """Publish a block that is full, end what ends, and say when to look again.
+    """Publish a full block, finish the choice if it ends, and set its next `look_at`.
 
-    With stop strings that is at every token, without them at a block's or the sequence's last.
+    With stop strings that is every token, without them a block's or the sequence's last.
     """
     num_known, size = len(seq.tokens), state.config.block_size
     if num_known % size == 0 and seq.blocks:
@@ -138,7 +138,7 @@ def end_if_due(state: State, seq: Sequence, token: int) -> None:
 
 
 def _num_bytes(state: State, seq: Sequence, num_output: int) -> int:
-    """Bytes of the first output tokens' text; walked once, when a choice ends."""
+    """Bytes of the first `num_output` output tokens' text; computed once, when a choice ends."""
     table = state.config.token_bytes
     first = len(seq.request.add.prompt)
     known = len(table)
@@ -165,7 +165,7 @@ def find_stop(tail: bytes, piece: bytes, stops: Seq[bytes]) -> tuple[int, int] |
 
 
 def next_tail(tail: bytes, piece: bytes, stops: Seq[bytes]) -> bytes:
-    """What of `tail + piece` a later match may still begin in."""
+    """The end of `tail + piece` in which a later match may begin."""
     keep = max(len(stop) for stop in stops) - 1
     text = tail + piece
     return text[len(text) - keep :] if keep and len(text) > keep else text if keep else b""

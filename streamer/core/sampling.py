@@ -1,15 +1,15 @@
 """SamplingParams: how the next token of a request is chosen, and when it stops.
 
 A frozen value, its types and ranges checked once where it is made; the runner and the scheduler
-trust it afterwards. What a caller may write otherwise (a list, numpy's integers, one stop string by
-itself) becomes what the fields say.
+trust it afterwards. Other forms that a caller may write (a list, numpy's integers, a single stop
+string) are converted to the fields' types.
 Each parameter is written here once: its checks, the fields of bodies, the flags, their help and
 what generation_config.json may say derive from it through PARAMETERS.
 Names and meanings follow the OpenAI API and vLLM's extras.
 
 The checks themselves are of any value that comes from outside, and name its field in their error.
-Each returns the value as Python's own type, so that what is behind it sees no other: numpy's and
-other libraries' numbers are taken where they are whole (or real) numbers, True and False are not.
+Each returns the value as Python's own type, so that later code sees no other: numpy's and other
+libraries' numbers are taken where they are whole (or real) numbers, True and False are not.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Field(msgspec.Struct, frozen=True):
     """What is known of a parameter besides its name, type and default.
 
     help           for `--help` and /openapi.json
-    bounds         least and greatest value of a number, of each number in a list or mapping
-    is_above       the least value is itself out of bounds
+    bounds         minimum and maximum of a number, of each number in a list or mapping
+    is_above       the minimum itself is out of bounds
     max_entries    of a list or mapping
-    is_in_bodies   every body has it, by this name; the others are said otherwise by each endpoint
-    is_flag        commands in a terminal take it
-    is_of_model    generation_config.json may say what requests start from
+    is_in_bodies   every body has it, by this name; each endpoint has its own form of the others
+    is_flag        terminal commands take it
+    is_of_model    generation_config.json may set its default
     """
 
     help: str
@@ -201,7 +201,7 @@ def _parameters() -> dict[str, Parameter]:
 
 
 def integer(name: str, value: object, low: int, high: int) -> int:
-    """A whole number from `low` to `high`; 2.0 is none."""
+    """A whole number from `low` to `high`; 2.0 is refused."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise _wrong(name, "an integer", value)
     try:
@@ -222,7 +222,7 @@ def number(name: str, value: Any, low: float, high: float) -> float:
 
 
 def flag(name: str, value: object) -> bool:
-    """True or False, and nothing that only counts as such."""
+    """True or False; 0 and 1 are refused."""
     if not isinstance(value, bool):
         raise _wrong(name, "true or false", value)
     return value
@@ -316,7 +316,7 @@ def _numbers_of_ids(parameter: Parameter, value: object) -> dict[int, float]:
     if not isinstance(value, dict):
         raise InvalidRequest(f"{name} must map token ids to numbers", param=name)
     _check_length(parameter, len(value))
-    found = {}  # its own: the caller's may change
+    found = {}  # a copy: the caller's may change
     for token, each in value.items():
         entry = f"{name}.{token!s:.20}"
         found[integer(entry, token, -MAX_ID, MAX_ID)] = number(entry, each, low, high)
@@ -343,7 +343,7 @@ _CHECKS = tuple((parameter, _CHECK_OF[parameter.kind]) for parameter in PARAMETE
 
 
 def params_over(defaults: Mapping[str, float], given: Mapping[str, Any]) -> SamplingParams:
-    """SamplingParams of a model's own defaults, with `given` fields before them."""
+    """SamplingParams of a model's own defaults, overridden by the `given` fields."""
     values = {
         name: msgspec.convert(value, PARAMETERS[name].kind, strict=False)
         for name, value in defaults.items()

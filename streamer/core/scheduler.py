@@ -1,4 +1,4 @@
-"""Scheduler: who computes how many tokens in the next step, and which blocks move.
+"""Scheduler: which sequences compute how many tokens in the next step, and which blocks move.
 
 Owns every live request (in State). `command`, `schedule` and `apply` are called by EngineCore on
 the GPU thread, never concurrently; plans are applied in order, and `schedule` may run with one plan
@@ -38,7 +38,7 @@ __all__ = ["Scheduler", "SchedulerConfig", "check_fits"]
 
 
 class Scheduler:
-    """The pure core's door: commands and facts in, plans out, results in, news out."""
+    """The core's interface: takes commands, facts and results; returns plans and outputs."""
 
     def __init__(self, config: SchedulerConfig, hasher: BlockHasher) -> None:
         self.config = config
@@ -84,7 +84,7 @@ class Scheduler:
     # ------------------------------------------------------------ the step
 
     def schedule(self, facts: Facts) -> Plan | None:
-        """The next plan; None when there is nothing to do, or nothing before the last is applied.
+        """The next plan; None when there is nothing to do, or not until the last one is applied.
 
         A plan without rows reports finishes or waits for copies.
         """
@@ -98,7 +98,7 @@ class Scheduler:
         return self._build(draft)
 
     def apply(self, plan: Plan, result: StepResult) -> StepOutput:
-        """What the plan drew, as news for the loop."""
+        """Apply a plan's result: the output for the loop."""
         state = self.state
         if not plan.number == result.number == state.collected + 1:
             raise InvariantViolated(
@@ -111,7 +111,7 @@ class Scheduler:
         return output
 
     def snapshot(self, wanted: Wanted) -> SchedulerView:
-        """What a look asks for; from here on steps are recorded if it wants steps, else not."""
+        """The view that a look asks for; steps are recorded from here on if it asks for some."""
         recorder = self._recorder or Recorder()
         steps, owner_of = recorder.take(wanted.num_steps)
         self._recorder = recorder if wanted.num_steps else None
@@ -119,11 +119,11 @@ class Scheduler:
 
     @property
     def has_told(self) -> bool:
-        """Whether a reader waits that has news of its request's place in the queue."""
+        """Whether a reader of a queued request receives its place in the queue."""
         return self.state.queue.num_told > 0
 
     def changed_places(self) -> tuple[Notice, ...]:
-        """Places that are not what their readers know; O(waiting), so not in every step."""
+        """Places that differ from those last sent; O(waiting), so not in every step."""
         waiting = self.state.requests.counts[Status.WAITING]
         return self.state.queue.changed_places(waiting)
 
@@ -140,7 +140,7 @@ class Scheduler:
     def _cover_running(self, draft: Draft) -> None:
         """A block for every token the running rows are about to write, preempting if need be."""
         state, size, kv = self.state, self.config.block_size, self.state.kv
-        due = 0  # rows that will want a block in the step after this one
+        due = 0  # rows that will need a block in the step after this one
         for seq in [s for s in state.requests.lineup() if s.num_computed >= s.plain_until]:
             request = seq.request
             if request.status is not Status.RUNNING:
@@ -169,7 +169,7 @@ class Scheduler:
         return True
 
     def _swap_ahead(self, draft: Draft) -> None:
-        """The next step will run dry: start one swap now, so that none waits for it then.
+        """The next step will lack blocks: start one swap now, so that it need not wait for one.
 
         Only a swap gains by that; blocks of a recomputed victim are free at once.
         """
@@ -212,7 +212,7 @@ class Scheduler:
         )
 
     def _require_idle(self) -> None:
-        """Nothing can be planned and nothing is under way: then none may be waiting."""
+        """Raise if a request waits although nothing can be planned and nothing is under way."""
         state = self.state
         for request in (*state.requests.running, *state.requests.swapping, *state.queue):
             raise InvariantViolated(

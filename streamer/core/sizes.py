@@ -11,13 +11,13 @@ import msgspec
 from streamer.config import Config
 from streamer.errors import ConfigError, ContextLengthExceeded
 
-# Each scored token is a row of logits beside those of the rows that draw: so many are 128 MiB in
-# fp32 at a vocabulary of 128k. A prompt that is longer is computed in more steps.
+# Each scored token is a row of logits beside those of the rows that draw: 256 are 128 MiB in fp32
+# at a vocabulary of 128k. A longer prompt is computed in more steps.
 MAX_SCORED = 256
 
 # Beside a prompt of 2,048 tokens, `streamer bench paper --only chunks` (a 20 M model, two cores,
 # 2026-11-22) had gaps in streams of 495 ms (p99) with prompts whole, of 149 ms at 512 and 75 ms at
-# 256, at the same tokens a second. A GPU takes larger bites.
+# 256, at the same tokens a second. A GPU gets larger chunks.
 BATCHED_TOKENS, CPU_BATCHED_TOKENS = 2048, 512
 
 
@@ -49,7 +49,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes the scheduler works within. Token counts, blocks, and bytes of one block.
 
     is_paced    prompts beside running answers are cut by measured time, within the budget
-    max_scored_tokens  prompt tokens that a step scores at most
+    max_scored_tokens  maximum of prompt tokens that a step scores
     token_bytes  token id -> its bytes in the text (special tokens: empty), for stop strings
     """
 
@@ -75,7 +75,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def batched_tokens(config: Config, device: str) -> int:
-    """Tokens that a step computes at most on this type of device, where the settings don't say."""
+    """The setting's token budget of a step, or the default for this type of device."""
     if config.max_num_batched_tokens is not None:
         return config.max_num_batched_tokens
     return max(CPU_BATCHED_TOKENS if device == "cpu" else BATCHED_TOKENS, config.max_num_seqs)

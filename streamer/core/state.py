@@ -2,8 +2,8 @@
 
 The owners are Requests (statuses), FairQueue (the order of admission and the tenants' accounts),
 KVManager (blocks and tables), Rows (the runner's rows) and News (counts and notices); each changes
-through its own methods alone. A method here is a change of more than one of them, so that they
-can't drift apart; preemption is one more, in preemption.py.
+through its own methods alone. A method here changes more than one of them together, so that they
+stay consistent; preemption.py does the same for preemption.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WATERMARK = 0.01  # of the pool stays free when a request is admitted beside oth
 class Draft:
     """The plan being built.
 
-    budget    what is left of the step's tokens;  to_score: of those it scores
+    budget    tokens left in the step;  to_score: prompt tokens it may still score
     sitting   running sequences that got no block in this plan
     begun     requests admitted without blocks in this plan
     starts    where each chunk of this plan began, to know what was computed before it
@@ -65,14 +65,14 @@ class Rows:
     A row that a launched plan still computes keeps its owner until that plan is collected, so that
     its result finds the right sequence. Lowest rows go out first.
 
-    owners      row -> the sequence whose results it brings
+    owners      row -> the sequence that its results belong to
     num_joined  rows the runner knows
     """
 
     def __init__(self, num_rows: int) -> None:
         self.owners: list[Sequence | None] = [None] * num_rows
         self.num_joined = 0
-        self._leaves: list[int] = []  # that the runner does not know of yet
+        self._leaves: list[int] = []  # not yet sent to the runner
         self._free = list(range(num_rows))
         self._cooling: deque[tuple[int, int]] = deque()
 
@@ -97,13 +97,13 @@ class Rows:
         return True
 
     def join(self, seq: Sequence) -> None:
-        """The runner gets to know the sequence in its row."""
+        """Record that the runner gets the sequence in its row."""
         self.owners[seq.row] = seq
         seq.joined = True
         self.num_joined += 1
 
     def leave(self, seq: Sequence, launched: int, collected: int) -> None:
-        """Take the sequence out of its row, which is free when what is launched is collected."""
+        """Take the sequence out of its row, which is free when the launched plans are collected."""
         if seq.row < 0:
             return
         if seq.joined:
@@ -132,7 +132,7 @@ class Rows:
         return leaves
 
     def retire(self, collected: int) -> None:
-        """Every plan up to `collected` is collected."""
+        """Free the rows that only waited for plans up to `collected`."""
         while self._cooling and self._cooling[0][0] <= collected:
             heapq.heappush(self._free, self._cooling.popleft()[1])
 
@@ -155,7 +155,7 @@ class Rows:
 
 
 class News:
-    """Counts and notices: running totals, and what the next StepOutput tells the loop."""
+    """Running totals, and the finishes and notices of the next StepOutput."""
 
     def __init__(self) -> None:
         self.computed_tokens = 0
@@ -174,7 +174,7 @@ class News:
 
     @property
     def num_notices(self) -> int:
-        """Notices so far, a place for one that is to come before later ones."""
+        """Notices so far: the `at` by which `begun` puts its notice before later ones."""
         return len(self._notices)
 
     def take(self) -> tuple[tuple[Finish, ...], tuple[Notice, ...]]:
@@ -189,11 +189,11 @@ class News:
     # ------------------------------------------------------------ requests
 
     def running(self, request: Request) -> None:
-        """It has rows again, and all its blocks."""
+        """The request has rows and all its blocks again."""
         self._notices.append(Notice(request.request_id, NoticeKind.RUNNING))
 
     def begun(self, request: Request, cached: int, shared: int, at: int) -> None:
-        """It runs, these tokens found computed; the notice goes to place `at`."""
+        """The request runs, these tokens found computed; its notice goes to place `at`."""
         self.prefix_hit_tokens += cached + shared
         notice = Notice(
             request.request_id, NoticeKind.RUNNING, cached_tokens=cached, shared_tokens=shared
@@ -201,15 +201,15 @@ class News:
         self._notices.insert(at, notice)
 
     def prefilled(self, request: Request, done: int, total: int) -> None:
-        """So much of what it knows is computed."""
+        """`done` of the request's `total` known tokens are computed."""
         self._notices.append(Notice(request.request_id, NoticeKind.PREFILL, done, total))
 
     def paused(self, request: Request) -> None:
-        """It gave up its rows."""
+        """The request gave up its rows."""
         self._notices.append(Notice(request.request_id, NoticeKind.PAUSED))
 
     def preempted(self, request: Request, num_swapped: int | None) -> None:
-        """It gave up its blocks, of which so many are copied out; None: to be computed again."""
+        """The request gave up its blocks, `num_swapped` of them copied out; None: recomputed."""
         if num_swapped is None:
             how = "recompute"
             self.preemptions_recompute += 1
@@ -220,15 +220,14 @@ class News:
         self._notices.append(Notice(request.request_id, NoticeKind.PREEMPTED, how=how))
 
     def swapping_in(self, num_blocks: int) -> None:
-        """So many blocks are copied back."""
+        """`num_blocks` blocks are copied back."""
         self.swapped_in_blocks += num_blocks
 
     def finished(self, finish: Finish) -> None:
-        """A choice ended."""
         self._finishes.append(finish)
 
     def refused(self, add: Add, detail: str) -> None:
-        """A request that could not be taken ended, all its choices."""
+        """All choices of a request that could not be taken end as FAILED."""
         self._finishes += [
             Finish(add.request_id, choice, FinishReason.FAILED, num_tokens=0, detail=detail)
             for choice in range(add.params.n)
@@ -237,12 +236,12 @@ class News:
     # ------------------------------------------------------------ steps
 
     def planned(self, num_tokens: int, num_copied: int) -> None:
-        """A plan computes so many tokens, and copies so many blocks before their first write."""
+        """Count a plan's tokens, and the blocks it copies before their first write."""
         self.computed_tokens += num_tokens
         self.copied_blocks += num_copied
 
     def drawn(self, num_tokens: int) -> None:
-        """A result brought so many tokens that count."""
+        """Count the tokens that a result appended."""
         self.generated_tokens += num_tokens
 
 
@@ -301,43 +300,43 @@ class State:
                     self.pause(request)
 
     def launch(self, draft: Draft) -> None:
-        """The plan is made: it is the last one launched."""
+        """Record the plan as the last one launched."""
         if draft.swap_out or draft.swap_in:
             self.copy_plans.append(draft.number)
         self.launched = draft.number
 
     def collect(self, number: int) -> None:
-        """The plan's result is there."""
+        """Record the plan whose result is being applied."""
         self.collected = number
 
     # ------------------------------------------------------------ a request's way
 
     def open(self, add: Add, max_tokens: int) -> None:
-        """A new request, to be admitted."""
+        """Take a new request into the queue."""
         request = self.requests.add(add, max_tokens)
         self.queue.open(request)
         self.enqueue(request)
 
     def enqueue(self, request: Request) -> None:
-        """Let it be admitted, unless its reader holds it."""
+        """Queue the request for admission, unless it is held."""
         if not request.is_held:
             self.queue.push(request)
 
     def hold(self, request: Request) -> None:
-        """Its reader is behind: it neither runs nor waits to, until `let_go`."""
+        """Pause a request whose reader is behind: neither running nor queued until `let_go`."""
         self.queue.remove(request)
         request.is_held = True
         if request.status is Status.RUNNING:
             self.pause(request)
 
     def let_go(self, request: Request) -> None:
-        """Its reader caught up."""
+        """Undo `hold`: the request's reader caught up."""
         request.is_held = False
         if request.status in MAY_BE_ADMITTED:
             self.enqueue(request)
 
     def join(self, seq: Sequence, draft: Draft, logits_of: int = -1) -> None:
-        """Tell the runner about the sequence, as it is before this plan computes anything."""
+        """Send the runner the sequence, as it is before this plan computes anything."""
         add = seq.request.add
         self.kv.forget_updates(seq)
         self.rows.join(seq)
@@ -403,7 +402,7 @@ class State:
     # ------------------------------------------------------------ seen from outside
 
     def stats(self) -> StepStats:
-        """Counts now; a block in no table is free, also while a launched plan ends."""
+        """Counts now; a block in no table counts as free, cooling ones included."""
         counts, device, host, news = self.requests.counts, self.kv.device, self.kv.host, self.news
         return StepStats(
             waiting=counts[Status.WAITING],
@@ -450,7 +449,7 @@ class State:
         self.queue.check(live)
 
     def _check_plain(self) -> None:
-        """Prove of the sequences that a step only counts on that it may."""
+        """Prove that sequences below their `plain_until` can decode without further checks."""
         for seq in (s for r in self.requests.by_id.values() for s in r.sequences):
             if seq.num_computed >= seq.plain_until:
                 continue

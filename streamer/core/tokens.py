@@ -1,4 +1,4 @@
-"""Tokens of a step: how many known tokens each sequence computes, and who draws.
+"""Tokens of a step: how many known tokens each sequence computes, and which sequences draw.
 
 Functions over State and the plan being built, called by Scheduler.schedule and by admission.
 Decodes come first, then prefill chunks, under one token budget.
@@ -68,7 +68,7 @@ def continue_running(state: State, draft: Draft) -> None:
 def prefill_beside_decodes(facts: Facts) -> int:
     """Tokens of prompts that a step may compute while answers wait for their next token.
 
-    Measured time says how many: what the step takes is a gap in every running answer.
+    Derived from measured times: a step's duration is a gap in every running answer.
     """
     if not facts.decode_s:
         return MAX_TOKENS
@@ -88,10 +88,10 @@ def decodes(seq: Sequence, draft: Draft) -> bool:
 
 
 def decode(state: State, seq: Sequence) -> None:
-    """Count the token, and say up to where the next ones need only be counted.
+    """Count the token, and set `plain_until`: up to there the next ones need only be counted.
 
-    That ends before the token that makes the block full: it has the block published, and the one
-    after it wants a new one.
+    That ends before the token that fills the block: the block is then published, and the token
+    after it needs a new one.
     """
     size, request = state.config.block_size, seq.request
     seq.num_computed += 1
@@ -103,7 +103,7 @@ def decode(state: State, seq: Sequence) -> None:
 
 
 def advance(state: State, seq: Sequence, draft: Draft) -> None:
-    """Give one sequence what the budget allows, joining or sitting as need be."""
+    """Schedule what the budget allows of one sequence, which joins a row or sits out if need be."""
     request = seq.request
     known = seq.num_tokens
     remaining = known - seq.num_computed
@@ -140,8 +140,8 @@ def advance(state: State, seq: Sequence, draft: Draft) -> None:
 def scored_part(request: Request, start: int, count: int, draft: Draft) -> tuple[int, int]:
     """How many of `count` prompt tokens from `start` this step computes, and how many it scores.
 
-    What was scored before a preemption is computed again, and not scored again. The prompt's last
-    token is for drawing.
+    Tokens scored before a preemption are computed again but not scored again. The prompt's last
+    token is not scored: the first output token is drawn from its logits.
     """
     first = max(start, request.num_scored)
     score = max(0, min(start + count, request.num_to_score) - first)

@@ -1,9 +1,9 @@
 """What a look at the scheduler shows: pools, page tables, and the steps since the last look.
 
-Frozen values, and pure functions over them: `seen_by` leaves what one key may see. `look` and the
-Recorder read State, called by the scheduler alone, and change nothing it decides. Made on the GPU
-thread while a reader looks, never otherwise (a step pays one test of an attribute then), and
-bounded in every direction, whatever the pools' size.
+Frozen values, and pure functions over them: `seen_by` keeps what one key may see. `look` and the
+Recorder read State, called by the scheduler alone, and change nothing it decides. Views are made on
+the GPU thread, only while a reader looks (otherwise a step pays one test of an attribute), and
+their size is bounded, whatever the pools' size.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ MAX_CELLS = 1 << 16  # of a pool's grid
 MAX_LISTED = 256  # requests of one owner with their page tables
 MAX_TABLE_BLOCKS = 1 << 15  # of one owner's page tables, all together
 MAX_STEPS = 256  # recorded between two looks
-MAX_ENTRIES = 1 << 13  # and what they name, all together
+MAX_ENTRIES = 1 << 13  # of those steps, all together
 
 
 class Wanted(msgspec.Struct, frozen=True):
     """What a look asks for.
 
-    owners     salts begin with one of these: such requests are listed, the others counted
-    num_steps  of steps to record until the next look; 0: none
+    owners     prefixes of salts: requests with one of them are listed, the others counted
+    num_steps  steps to record until the next look; 0: none
     """
 
     owners: tuple[bytes, ...] = ()
@@ -188,7 +188,7 @@ def _own_part(step: StepView, mine: set[int]) -> StepView:
 
 
 class Recorder:
-    """Steps from their plan to their result; full after so many, until they are taken.
+    """Records steps from their plan to their result, up to the number that `take` was given.
 
     owner_of  number of each request in the records -> its salt
     """
@@ -202,7 +202,7 @@ class Recorder:
         self._applied: list[StepView] = []
 
     def planned(self, draft: Draft, state: State, num_copied: int) -> None:
-        """A plan is made: who computes how much in it."""
+        """Record a plan: how many tokens each request computes in it."""
         if not self._room or self._entries >= MAX_ENTRIES:
             return
         self._room -= 1
@@ -237,7 +237,7 @@ class Recorder:
         )
 
     def applied(self, output: StepOutput, state: State) -> None:
-        """A plan's result is known: what happened besides, as the loop is told with it."""
+        """Complete a step's record by the notices and finishes of its output."""
         while self._planned and self._planned[0].number < output.number:
             self._planned.popleft()
         if not self._planned or self._planned[0].number != output.number:
@@ -264,7 +264,7 @@ class Recorder:
         )
 
     def take(self, num_steps: int) -> tuple[tuple[StepView, ...], dict[int, bytes]]:
-        """What was recorded, with its owners; `num_steps` more may follow."""
+        """The recorded steps and their requests' salts; up to `num_steps` more are recorded."""
         steps, owners = tuple(self._applied), self.owner_of
         pending = {n for s in self._planned for n in (*s.decoded, *(n for n, _ in s.prefilled))}
         self._applied = []
@@ -279,7 +279,7 @@ class Recorder:
             self._numbers[request.request_id] = request.arrival
 
     def _number_of(self, request_id: str, state: State) -> int | None:
-        """Its number; None if it came and went without a step that was recorded."""
+        """The request's number; None if it has ended and no record names it."""
         request = state.requests.by_id.get(request_id)
         if request is not None:
             self._name(request)
@@ -317,7 +317,7 @@ def look(
 
 
 def _in_order(state: State) -> Iterator[Request]:
-    """Every live request: who holds blocks first, then the queue, then who is held outside it."""
+    """Every live request: those with blocks first, then the queue, then those held outside it."""
     live = state.requests
     first = [*live.running, *live.paused, *live.swapping, *state.queue.in_order()]
     yield from dict.fromkeys((*first, *live.by_id.values()))
