@@ -1,6 +1,7 @@
 """Chat completions: the body, its table of known fields, and the builder of its answers.
 
-Pure: the builder turns Deltas into chunk frames or one whole body; app.py and sse.py drive it.
+Pure: the builder turns Deltas into chunk frames or one whole body, for app.py and
+transport/sse.py.
 """
 
 from __future__ import annotations
@@ -143,13 +144,13 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     return [m.plain(f"messages[{i}]") for i, m in enumerate(messages)]
 
 
-# Of the template; no lists, of which a body may hold a million.
+# A variable of the template; no lists: a body may hold a million.
 Variable = bool | int | float | Annotated[str, msgspec.Meta(max_length=MAX_VARIABLE)] | None
 Variables = Annotated[dict[str, Variable], msgspec.Meta(max_length=32)]
 
 
 class Opening(Protocol):
-    """How a body wants the template used."""
+    """The fields by which a body says how the template opens the answer."""
 
     add_generation_prompt: bool | None
     continue_final_message: bool | None
@@ -217,7 +218,7 @@ class ChatRequest(PromptFields, kw_only=True):
 
     @property
     def names(self) -> dict[str, str]:
-        """The prompt is the messages here, and the limit has two names."""
+        """The prompt is `messages` here, and the limit has two names."""
         names = {"prompt": "messages", "logprobs": "top_logprobs"}
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
@@ -231,9 +232,9 @@ DECODER: Final = msgspec.json.Decoder(ChatRequest)
 
 
 class ChatAnswer:
-    """Frames and bodies of one chat completion, those after the numbers `after`.
+    """Frames and bodies of one chat completion, from after the numbers `after` on.
 
-    A frame's number counts, per choice, the role chunk, every output token, text that the end alone
+    A frame's number counts, per choice, the role chunk, every output token, text that only the end
     released, the finish and the usage chunk; with several choices the numbers are joined by dots.
     It is sent as the event's id where the body asks for ids, and on a resume (`after` is given).
     """
@@ -287,7 +288,7 @@ class ChatAnswer:
         return b"".join(parts)
 
     def deltas(self, source: int, deltas: Sequence[Delta]) -> bytes:
-        """The chunks for what a step, or several, brought."""
+        """The chunks of the deltas of one step or several."""
         parts = []
         for d in deltas:
             rest = d.finish is not None and self._stream.has_rest(d.choice)
@@ -307,11 +308,11 @@ class ChatAnswer:
         return b"".join(parts)
 
     def failure(self, deltas: Sequence[Delta]) -> StreamerError | None:
-        """What ends the answer with an error: a choice that was cancelled or has failed."""
+        """The error that ends the answer, if a choice was cancelled or has failed."""
         return first_failure(deltas)
 
     def closing(self) -> bytes:
-        """The usage chunk, if asked for, and the end."""
+        """The usage chunk, if the body asks for it, and the end."""
         finishes = enumerate(self._stream.finishes)
         ends = [self._end(i, f) for i, f in finishes if f is not None]
         if not self._include_usage or self._numbers > ends:
@@ -416,7 +417,7 @@ class ChatAnswer:
         return ".".join(map(str, self._numbers)) if self._n > 1 else str(self._numbers[0])
 
     def _around_text(self, index: int) -> tuple[bytes, bytes, bytes]:
-        """The frame of a text, around its number and the text: nothing else in there changes."""
+        """The frame of a text around its number and the text, its only parts that change."""
         chunk = self._chunk([ChunkChoice(index, ChunkDelta(content=TEXT_HERE))])
         whole = frame(NUMBER_HERE if self._has_ids else "", chunk)
         before, _, after = whole.rpartition(encode(TEXT_HERE))

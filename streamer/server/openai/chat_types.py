@@ -1,4 +1,4 @@
-"""What chat completions look like on the wire: chunks of a stream, and the whole answer.
+"""The types of chat completions on the wire: chunks of a stream, and the whole answer.
 
 Values alone, in the order and with the names of OpenAI's types; chat.py builds them.
 """

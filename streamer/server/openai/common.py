@@ -33,7 +33,7 @@ encode = msgspec.json.Encoder().encode
 
 
 def clip(text: str, limit: int = MAX_ECHO) -> str:
-    """The text, shortened: an answer is not to be as long as whatever it complains about."""
+    """The text, cut to `limit` characters: an error repeats no long value whole."""
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
@@ -74,13 +74,13 @@ def _field_of(parameter: Parameter) -> tuple[str, Any, None]:
         )
     lists = {tuple[str, ...]: str | list[str], tuple[int, ...]: list[int]}
     kind = lists.get(parameter.kind, parameter.kind)
-    # The bounds are said, not checked: SamplingParams does that, for every caller.
+    # The bounds are for the schema alone: SamplingParams checks them, for every caller.
     return parameter.name, Annotated[kind | None, Meta(extra_json_schema=about)], None
 
 
 IN_BODIES = tuple(p for p in PARAMETERS.values() if p.field.is_in_bodies)
 
-if TYPE_CHECKING:  # what it has is read by name, from IN_BODIES alone
+if TYPE_CHECKING:  # its fields are read by name, from IN_BODIES alone
     Sampled = msgspec.Struct
 else:
     Sampled = msgspec.defstruct("Sampled", map(_field_of, IN_BODIES), kw_only=True)
@@ -96,7 +96,7 @@ class SamplingFields(Sampled, kw_only=True):
 
     @property
     def names(self) -> dict[str, str]:
-        """What this body calls fields of the engine's request, where it calls them otherwise."""
+        """Names of the engine's fields -> this body's names of them, where they differ."""
         return {}
 
 
@@ -119,7 +119,7 @@ class PromptFields(Body, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
 
     def check_prompt_logprobs(self) -> None:
-        """They are part of a whole answer, as vLLM has them."""
+        """Refuse them with `stream`: they are part of a whole answer, as in vLLM."""
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest(
                 "prompt_logprobs does not go with stream: true", param="prompt_logprobs"
@@ -128,9 +128,9 @@ class PromptFields(Body, kw_only=True):
     def kept(self, context: int, max_tokens: int | None) -> int | None:
         """How many of the prompt's last tokens to take; None: all.
 
-        -1 in the body: what leaves room for the answer.
+        -1 in the body: as many as leave room for the answer.
 
-        context  tokens of the model's context;  max_tokens  of the answer; None: one at least
+        context  tokens of the model's context;  max_tokens  of the answer; None: room for one
         """
         wanted = self.truncate_prompt_tokens
         if wanted is None:
@@ -158,7 +158,7 @@ class StreamOptions(msgspec.Struct):
     include_event_ids: bool | None = None
 
     def check(self) -> None:
-        """Refuse what is known and not done."""
+        """Refuse options that are known and not supported."""
         if self.include_obfuscation:
             raise InvalidRequest(
                 "stream_options.include_obfuscation is not supported by this server",
@@ -274,7 +274,7 @@ def first_failure(deltas: Sequence[Delta]) -> StreamerError | None:
 
 
 def finish_reason(reason: FinishReason) -> str:
-    """The wire's word for an ordinary end (a cancel or failure is an error, not a reason)."""
+    """The wire's reason for an ordinary end (a cancel or failure is an error, not a reason)."""
     return "length" if reason is FinishReason.LENGTH else "stop"
 
 
@@ -352,7 +352,7 @@ PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
 def scored_prompt(logprobs: Sequence[TokenLogprob], text: TokenText) -> PromptLogprobs:
-    """vLLM's `prompt_logprobs`: nothing of the first token, then each with the best beside it."""
+    """vLLM's `prompt_logprobs`: None for the first token, then each token and the best ones."""
     out: PromptLogprobs = [None]
     for lp in logprobs:
         ranks = {token: rank for rank, (token, _) in enumerate(lp.top, 1)}
@@ -372,7 +372,7 @@ def token_id_text(token_id: int) -> bytes:
 
 
 def show(raw: bytes) -> str:
-    """A token's bytes as text; what is no text on its own is spelled out."""
+    """A token's bytes as text; bytes that are no text alone are written in hex."""
     try:
         return raw.decode()
     except UnicodeDecodeError:

@@ -31,7 +31,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     def add(
         self, offset: int, token_id: int, logprob: TokenLogprob | None, names: TokenText
     ) -> None:
-        """One more token, and its alternatives, as `names` writes them."""
+        """Append a token and its alternatives, as `names` writes them."""
         shown = show(names(token_id))
         self.text_offset.append(offset)
         self.tokens.append(shown)
@@ -48,7 +48,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
         self.top_logprobs.append(top)
 
     def __add__(self, more: CompletionLogprobs) -> CompletionLogprobs:
-        """These tokens, then those."""
+        """The lists of both, those of `more` last."""
         return CompletionLogprobs(
             self.text_offset + more.text_offset,
             self.token_logprobs + more.token_logprobs,
@@ -58,7 +58,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 
 
 def no_logprobs() -> CompletionLogprobs:
-    """Of no tokens."""
+    """Empty lists, to be added to."""
     return CompletionLogprobs([], [], [], [])
 
 
@@ -93,7 +93,7 @@ def prompt_logprobs(
     text: TokenText,
     names: TokenText,
 ) -> CompletionLogprobs:
-    """The legacy form of a prompt, of all tokens but the first one `logprobs`.
+    """The legacy form of a prompt, whose tokens after the first have `logprobs`.
 
     Offsets are into `echo`, the prompt's text, which has special tokens only where they are written
     in it, and not the space that SentencePiece puts before a text. Where a tokenizer changes the

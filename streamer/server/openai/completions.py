@@ -1,7 +1,7 @@
 """Completions: the body, its table of known fields, and the builder of its answers.
 
 Pure: a body may hold a batch of prompts, each with n choices; choice p * n + c is choice c of
-prompt p. app.py and sse.py drive the builder.
+prompt p. app.py and transport/sse.py drive the builder.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class CompletionRequest(PromptFields, kw_only=True):
 
     @property
     def is_only_echo(self) -> bool:
-        """Whether only the prompt is asked for: one token is drawn then, and nobody sees it."""
+        """Whether only the prompt is asked for: one token is drawn then, and not sent."""
         return bool(self.echo) and self.max_tokens == 0
 
 
@@ -231,7 +231,7 @@ class CompletionAnswer:
         return b""
 
     def deltas(self, source: int, deltas: Sequence[Delta]) -> bytes:
-        """The chunks for what a step, or several, brought to one prompt."""
+        """The chunks of the deltas of one step or several, for one prompt."""
         parts = []
         for d in map(self._shown, deltas):
             is_wanted = d.token_ids and (d.logprobs or self._body.return_token_ids)
@@ -245,11 +245,11 @@ class CompletionAnswer:
         return b"".join(parts)
 
     def failure(self, deltas: Sequence[Delta]) -> StreamerError | None:
-        """What ends the answer with an error: a choice that was cancelled or has failed."""
+        """The error that ends the answer, if a choice was cancelled or has failed."""
         return first_failure(deltas)
 
     def closing(self) -> bytes:
-        """The usage chunk, if asked for, and the end."""
+        """The usage chunk, if the body asks for it, and the end."""
         if not self._include_usage:
             return DONE
         return self._frame([], usage=self._usage()) + DONE
@@ -308,7 +308,7 @@ class CompletionAnswer:
         return usage_of(stream.num_prompt_tokens, num_tokens, stream.cached_tokens)
 
     def _shown(self, delta: Delta) -> Delta:
-        """The delta without its token, where nobody asked for one."""
+        """The delta; without its token where the body asks for the echo alone."""
         finish = delta.finish
         if not self._body.is_only_echo:
             return delta
@@ -319,7 +319,7 @@ class CompletionAnswer:
     def _logprobs(
         self, source: int, index: int, values: Sequence[TokenLogprob], is_first: bool
     ) -> CompletionLogprobs | None:
-        """Of the output's next tokens; with the first ones, of the echoed prompt before them."""
+        """Those of the output's next tokens, with the first also those of the echoed prompt."""
         out = self._offsets[index].build(values, self._text, self._names) if values else None
         stream = self._streams[source]
         if not is_first or not self._body.echo or self._body.logprobs is None:

@@ -41,7 +41,7 @@ Table = dict[str, Rule]
 
 
 def hint(kind: Any) -> Rule:
-    """A field that is taken, and asks for nothing this server could do otherwise."""
+    """A field that is accepted, and asks for nothing this server could do otherwise."""
     return Rule(harmless=None, kind=kind)
 
 
@@ -95,16 +95,16 @@ SAMPLING: Final[Table] = {
     "request_id": refused(),
 }
 
-# Who is asking, and where a cache might be warm: labels, nothing to act on.
+# Labels of the user and of the prompt cache: accepted, without effect.
 LABELS: Final[Table] = {
     "user": hint(str),
     "safety_identifier": hint(str),
     "prompt_cache_key": hint(str),
 }
 
-MAX_EXPLAINED_BYTES: Final = 64 << 10  # of a body that is built once more to say what is wrong
+MAX_EXPLAINED_BYTES: Final = 64 << 10  # of a body that is decoded again to find its fault
 MAX_HARMLESS_BYTES: Final = 1024  # a million `[],` take 0.4 s to build, to be refused then
-# What JSON must write as text is a number's own in MessagePack, where clients give either.
+# Keys that JSON must write as text; in MessagePack clients send text or numbers.
 _NUMBERED: Final[Mapping[str, Any]] = {
     p.name: p.kind | None for p in PARAMETERS.values() if p.kind == dict[int, float]
 }
@@ -154,14 +154,14 @@ def _fields_of(
 
 @cache
 def _raw_decoder(names: tuple[str, ...], is_packed: bool) -> Decoder[Any]:
-    """Of these fields alone: a dict of 400,000 others would take 0.1 s."""
+    """A decoder of these fields alone: a dict of 400,000 others would take 0.1 s."""
     fields = [(name, msgspec.Raw, msgspec.field(default_factory=msgspec.Raw)) for name in names]
     kind = msgspec.defstruct("Body", fields)
     return msgspec.msgpack.Decoder(kind) if is_packed else msgspec.json.Decoder(kind)
 
 
 def _check_known(body: Mapping[str, msgspec.Raw], table: Table, *, is_packed: bool) -> None:
-    """Refuse by name what asks for something this server does not do, and hints of a wrong type."""
+    """Refuse fields that ask for what this server does not do, and hints of a wrong type."""
     decode = msgspec.msgpack.decode if is_packed else msgspec.json.decode
     faults: dict[str, Rule] = {}
     for name, raw in body.items():
@@ -179,7 +179,7 @@ def _check_known(body: Mapping[str, msgspec.Raw], table: Table, *, is_packed: bo
 
 
 def small(raw: msgspec.Raw, *, is_packed: bool = False) -> Any:
-    """A value that is looked at only to see whether it asks for anything; a large one does."""
+    """A value, to be compared with harmless ones; a large one is LARGE, which equals none."""
     if len(raw) > MAX_HARMLESS_BYTES:
         return LARGE
     return (_ANY_PACKED if is_packed else _ANY).decode(raw) if raw else None
@@ -191,7 +191,7 @@ def _numbered(fields: dict[str, msgspec.Raw]) -> bytes:
         try:
             found[name] = msgspec.msgpack.decode(found[name], type=_NUMBERED[name], strict=False)
         except msgspec.ValidationError:
-            continue  # the typed body says where
+            continue  # the decoding of the typed body reports where
     return msgspec.msgpack.encode(found)
 
 
@@ -232,9 +232,9 @@ def _refuse(faults: Mapping[str, Rule]) -> None:
 def located(
     text: str, kind: Any = None, data: bytes | str = b"", *, code: str = "invalid_type"
 ) -> InvalidRequest:
-    """msgspec's complaint as an error whose `param` is the path of the field.
+    """msgspec's message as an error whose `param` is the path of the field.
 
-    kind, data  the Struct that was wanted and the JSON it was not: the error then says which values
+    kind, data  the Struct and the JSON that does not match it: the error then says which values
                 are accepted, where they are few, and which key of an object is at fault
     """
     match = _PATH.match(text)
@@ -292,7 +292,7 @@ def _with_key(kind: Any, name: str, data: bytes | str) -> str:
     """`name.key` for the first key of an object, a field of the body, that its type refuses."""
     hint = get_type_hints(kind).get(name)
     found = _ANY.decode(data)[name] if hint is not None else None
-    # of a name that is there twice this is the last, which may be no object
+    # of a repeated name this is the last value, which may be no object
     for key, value in found.items() if isinstance(found, dict) else ():
         try:
             msgspec.convert({key: value}, hint, str_keys=True)
@@ -306,7 +306,7 @@ def _not_finite(data: bytes | str) -> str | None:
     if len(data) > MAX_EXPLAINED_BYTES:
         return None
     try:
-        body = json.loads(data)  # takes them
+        body = json.loads(data)  # accepts NaN and Infinity
     except (ValueError, RecursionError):
         return None
     left: list[tuple[str, Any]] = [("", body)]

@@ -21,7 +21,7 @@ class Model(msgspec.Struct, frozen=True, tag_field="object", tag="model"):
 
 
 def check_model(given: str | None, served: tuple[str, ...]) -> str:
-    """The served name a request means; none given means the first."""
+    """The served name that a request means, the first if it gives none; NotFound if unknown."""
     if given is None:
         return served[0]
     if given in served:

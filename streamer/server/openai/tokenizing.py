@@ -86,11 +86,11 @@ class Detokenized(msgspec.Struct, frozen=True):
 
 
 def tokenized(tokens: Sequence[int], max_model_len: int, text: TokenText | None) -> bytes:
-    """The body; with `text` also each token's string."""
+    """The body of POST /tokenize's answer; with `text` also each token's string."""
     strings = None if text is None else [show(text(t)) for t in tokens]
     return encode(Tokenized(len(tokens), max_model_len, tokens, strings))
 
 
 def detokenized(text: str) -> bytes:
-    """The body."""
+    """The body of POST /detokenize's answer."""
     return encode(Detokenized(text))

@@ -183,7 +183,7 @@ class LineHandler(logging.Handler):
 def setup(level: str, form: Literal["text", "json"]) -> None:
     """Log to standard error, Python's warnings too; never uvicorn's lines of debug level.
 
-    At that level it writes the heads of WebSocket handshakes, keys included.
+    At that level uvicorn writes the heads of WebSocket handshakes, keys included.
     """
     handler = LineHandler(sys.stderr.fileno())
     if form == "json":
