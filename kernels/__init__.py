@@ -1,7 +1,7 @@
 """Every numeric op that has more than one backend: paged KV, attention, norms, rope, activations.
 
-`ops` has the contract, Backend, and chooses one for a device; who computes is handed it.
-`reference` is plain torch, the oracle of every other backend and the one that serves where
-there is none. `batch` describes who reads which blocks in one step. Imports torch, and nothing of
-streamer's other rooms; called by streamer.model alone.
+`ops` has the contract, Backend, and chooses a backend for a device; callers receive it as an
+argument. `reference` is plain torch: the oracle of the other backends, and the fallback without
+them. `batch` describes which rows read which blocks in one step. Imports torch and no other package
+of streamer; called by streamer.model alone.
 """

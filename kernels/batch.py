@@ -1,7 +1,7 @@
 """AttentionBatch: which rows of a step hold which tokens, and where their K and V live.
 
-Made once a step by model/runner/inputs.py, read by every layer of that step; a backend keeps what
-it derives from it in `derived`, so that only the first layer pays. Holds no K or V itself.
+Made once a step by model/runner, read by every layer of that step; a backend keeps what it derives
+from the batch in `derived`, so that only the first layer computes it. Holds no K or V itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Ints = NDArray[np.int64]
 
 
 class AttentionBatch:
-    """R rows with T packed query tokens in all; row r's are the last ones of its context.
+    """R rows with T packed query tokens in all; a row's are the last tokens of its context.
 
     query_lens    [R] int64, each at least 1: tokens the row computes in this step
     context_lens  [R] int64: tokens the row attends to, those of this step included; query token i
@@ -25,10 +25,10 @@ class AttentionBatch:
     max_context   the largest of context_lens, 0 without rows
     block_tables  [R, at least ceil(max(context_lens) / block_size)] int64: a row's blocks in
                   logical order, the last dimension dense; what lies beyond a row's context is
-                  never read, but is a valid id. May be a view of what later steps change
+                  never read, but is a valid id. May be a view of memory that later steps change
     slots         [T] int64: block * block_size + offset where a token's K and V are stored
     block_size    tokens a block
-    derived       a backend's own cache, keyed by what it likes
+    derived       a backend's own cache; the backend chooses the keys
     query_starts  [R + 1] int64: row r's packed tokens are [query_starts[r], query_starts[r + 1])
     num_rows, num_tokens  rows R, packed query tokens T
     """
@@ -76,9 +76,9 @@ class AttentionBatch:
         derived: dict[Any, Any],
         max_context: int = 0,
     ) -> AttentionBatch:
-        """What a recorded graph sees: buffers that each step fills, and no rows of its own.
+        """The batch of a recorded graph: buffers that each step fills, and no rows of its own.
 
-        max_context  the most that any of its steps will have
+        max_context  the largest that any of its steps will have
         """
         batch = cls.__new__(cls)
         batch.slots, batch.block_size, batch.derived = slots, block_size, derived

@@ -1,6 +1,7 @@
-"""Draws: who draws from which row of the logits, with what settings and whose noise.
+"""Draws: the row of the logits, the settings and the key of the noise of each token to draw.
 
-Made by the sampler when the rows change, with new positions every step; read by the CPU's backends.
+Made by model/sampling/host.py when the rows change, with new positions every step; read by
+the CPU's backends.
 """
 
 from __future__ import annotations

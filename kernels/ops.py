@@ -1,9 +1,9 @@
-"""The kernels' contract: what each op of a Backend takes and gives; and which backend a device has.
+"""The kernels' contract: what each op of a Backend takes and returns, and a device's backend.
 
-Three modules are such a backend: cpu/native.py, compiled on first use; reference.py, plain torch,
-where that can't be; gpu/backend.py. streamer.model's loader chooses one and hands it to all who
-compute. Ops check nothing a step; shapes are the caller's promise, and AttentionBatch checked its
-own.
+Three modules are backends: cpu/native.py, compiled on first use; reference.py, plain torch, where
+that can't be compiled; gpu/backend.py. model/runner/load.py chooses one and passes it to the model
+and the runner. Ops do not check shapes, which are the caller's responsibility; AttentionBatch
+checks its own when it is made.
 
 Letters: T packed tokens, R rows, Hq query heads, Hk KV heads (Hq is a multiple of Hk), D head_dim,
 B tokens a block, N blocks. Floats are fp32 or bf16, all of one call alike but for a quantized pool;
@@ -72,17 +72,18 @@ class Backend(Protocol):
         ...
 
     def graph(self, forward: Forward, limits: Limits) -> Forward:
-        """`forward` as one launch, where the backend can record its ops; else itself.
+        """`forward` as one launch, where the backend can record its ops; else `forward` itself.
 
-        It is run once, on buffers of the limits' size, and must call nothing but ops and views on
-        tensors whose first dimension is T or S. Steps beyond the limits take `forward` as it is.
+        `forward` is run once, on buffers of the limits' size, and must call nothing but ops and
+        views on tensors whose first dimension is T or S. Steps beyond the limits call `forward`
+        directly.
         """
         ...
 
     def pack_weight(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
     ) -> Linear:
-        """A weight [N, K] (and bias [N]) in the form that serves best; the argument may be freed.
+        """A weight [N, K] (and bias [N]) in the backend's own form; the argument may be freed.
 
         activation  silu, gelu or gelu_tanh: the first N / 2 outputs are gates, the others their
                     ups, and the result is act(gate) * up
@@ -108,7 +109,7 @@ class Backend(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Angles [P, rotary / 2] fp32 -> (cos, sin), each [P, rotary], for rope_and_store.
 
-        The first half of sin is negated, so that no layer has to. Scale factors (YaRN's attention
+        The first half of sin is negated, so that layers need not. Scale factors (YaRN's attention
         factor) may be multiplied into both.
         """
         ...
@@ -160,12 +161,12 @@ class Backend(Protocol):
         scale           multiplies q . k
         sliding_window  a token at position p sees positions p - sliding_window + 1 to p; None: all
         softcap         scores become softcap * tanh(score / softcap), before masking; None: off
-        sinks           [Hq] a logit per head that takes part in the softmax and adds no value
+        sinks           [Hq] a logit per head that enters the softmax's sum and adds no value
         """
         ...
 
     def best(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The largest of each row of x [S, V] and where it is -> [S] fp32, [S] ids.
+        """The largest value of each row of x [S, V] and its index -> [S] fp32, [S] ids.
 
         The first of equals; NaN (and any id) where the row has a NaN.
         """
@@ -186,15 +187,15 @@ class Backend(Protocol):
 
 
 class CpuBackend(Backend, Protocol):
-    """The ops on a CPU, drawing included: on a GPU gpu/sample.py does that."""
+    """The ops on a CPU, drawing included; on a GPU gpu/sample.py draws."""
 
     def draw(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
         """One token for each of F draws from rows of logits [S, V] -> [F] ids.
 
         Gumbel-max over logits / temperature, with philox.py's noise, over what the filters leave:
         min_p, then top_k, then top_p of what those two leave. Tokens that tie with the last one
-        kept are kept, so that the result does not depend on how a sort orders equals. A row without
-        a finite maximum gives any id.
+        kept are kept, so that the result does not depend on how a sort orders ties. A row without a
+        finite maximum gives any id.
         """
         ...
 
@@ -202,7 +203,7 @@ class CpuBackend(Backend, Protocol):
 def block_bytes(
     layers: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> int:
-    """Bytes of one block of such a pool, all layers, K and V, scales included."""
+    """Bytes of one block of a pool (see new_pool), all layers, K and V, scales included."""
     rows = block_size + scale_rows(block_size, head_dim, dtype)
     return layers * 2 * kv_heads * rows * head_dim * dtype.itemsize
 
@@ -235,7 +236,7 @@ def for_cpu() -> CpuBackend:
 
 
 def why_not_native() -> str:
-    """Why for_cpu gives torch's operators; empty where it does not."""
+    """Why for_cpu returns torch's operators; empty where it does not."""
     return "STREAMER_KERNELS=torch" if _is_torch_asked_for() else _native()[1]
 
 
@@ -245,7 +246,7 @@ def _is_torch_asked_for() -> bool:
 
 @functools.cache
 def _native() -> tuple[CpuBackend | None, str]:
-    """The native backend, compiled if need be, or why there is none: found out once."""
+    """The native backend, compiled if need be, or why there is none; tried once."""
     from streamer.kernels.cpu.library import Unavailable
 
     try:

@@ -1,7 +1,7 @@
 """Philox4x32-10 and the one mapping from its bits to Gumbel noise.
 
-Owns the definition every backend follows: whose noise it is, and how 32 bits become a float32.
-Pure functions of numpy arrays; called by reference_sampling.py.
+Owns the definition every backend follows: the key and counter of a token's noise, and how 32 bits
+become a float32. Functions without state; called by reference_sampling.py and model/sampling.
 
 The noise of a token is a function of the request alone:
     key      = (seed mod 2**32, seed div 2**32), the 64-bit seed in two's complement
@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 USE_SAMPLE: Final = 0  # the draw of an output token; other uses get other numbers
 
-# u is from 2**-24 to 1 - 2**-24, so noise is from -2.82 to 16.64, and no token whose logit is
-# further below the best one's than the difference can be drawn.
+# u is from 2**-24 to 1 - 2**-24, so noise is from -2.82 to 16.64, and a token whose
+# logit is below the best one's by more than the difference can't be drawn.
 GUMBEL_SPAN: Final = 19.5
 
 _BITS = NDArray[np.uint32]

@@ -1,22 +1,22 @@
 """K and V in eight bits: INT8 or FP8 (e4m3) codes, with a float32 scale for each token and KV head.
 
-Says how a pool of such codes is laid out and how a head's vector becomes codes; holds nothing.
-Called by ops.py and by every backend that serves these dtypes. A pool's dtype says what it is.
+Defines how a pool of such codes is laid out and how a head's vector becomes codes; keeps no state.
+Called by ops.py and by every backend that has these dtypes. A pool's dtype says which it holds.
 
 One scheme serves both dtypes: scale = max |x| / limit over the D elements of one token's K or V of
 one head, code = x / scale, rounded to the nearest, ties to even. Why this one:
 - A static scale of 1.0 for FP8 (vLLM's and SGLang's default) clips what exceeds 448, which keys of
   models with a bias in qkv do, and loses what is below 2**-6 to e4m3's subnormals. A scale for the
-  whole tensor wants a calibrated checkpoint; a scale for a whole block changes when the block's
+  whole tensor needs a calibrated checkpoint; a scale for a whole block changes when the block's
   next token arrives: codes would be rounded twice and depend on how a prompt was cut.
-- One for each token and head is known when the token is stored and never changes: a vector's codes
-  depend on it alone, not on a batch, on where a prompt is cut, on swap, copy or recompute.
+- A scale for each token and head is known when the token is stored and never changes: a vector's
+  codes depend on the vector alone, not on the batch, the prompt's chunks, swap, copy or recompute.
 
-Scales travel with their block, so that swap and copy-on-write remain one copy and know nothing of
-them: each head has `scale_rows` more rows of D bytes below its B tokens, which hold B float32 (at
-16 tokens a block one row: 6% at 128 dimensions, half of it unused). Not beside each token's codes:
-rows of D + 4 bytes are not aligned to the lines of a GPU's memory (vLLM's issue 56081 measured an
-attention kernel 6.3 times slower for that).
+Scales are stored in their block, so that swap and copy-on-write remain one copy without code for
+scales: each head has `scale_rows` more rows of D bytes below its B tokens, which hold B float32 (at
+16 tokens a block one row: 6% at 128 dimensions, half of it unused). Beside each token's codes,
+rows of D + 4 bytes would not be aligned to the lines of a GPU's memory (vLLM's issue 56081
+measured an attention kernel 6.3 times slower for that).
 
 Error: INT8's is at most scale / 2, 0.4% of the head's largest element. FP8's is at most a 16th of
 each element, or scale * 2**-10 for those below scale * 2**-6. Where a head has a NaN or an
@@ -35,7 +35,7 @@ LEAST = 1e-30  # a head whose elements are all below this is stored as zeros
 def scale_rows(block_size: int, head_dim: int, dtype: torch.dtype) -> int:
     """Rows below a head's tokens that hold their scales; 0 for a dtype that has none.
 
-    ValueError for heads of which a row does not hold whole scales.
+    ValueError for a head_dim of which a row does not hold whole scales.
     """
     if dtype not in LIMITS:
         return 0

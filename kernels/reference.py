@@ -1,8 +1,7 @@
-"""Plain torch of every op: the oracle of the other backends, and what serves without one.
+"""Every op in plain torch: the oracle of the other backends, and the fallback without one.
 
-It is an ops.CpuBackend. Attention lives in
-reference_attention.py, linear layers in reference_linear.py, drawing in reference_sampling.py;
-nothing here keeps state.
+The module is an ops.CpuBackend and keeps no state. Attention is in reference_attention.py, linear
+layers in reference_linear.py, drawing in reference_sampling.py.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def store_kv(
         scales = scales_of(pool_layer, batch.block_size)
         k, scales[block, 0, :, offset] = quantize(k, pool_layer.dtype)
         v, scales[block, 1, :, offset] = quantize(v, pool_layer.dtype)
-        # Indexing wants a dtype that every torch can index.
+        # Every torch can index int8, not every torch the pool's dtype.
         k, v, pool_layer = k.view(torch.int8), v.view(torch.int8), pool_layer.view(torch.int8)
     pool_layer[block, 0, :, offset] = k
     pool_layer[block, 1, :, offset] = v

@@ -1,11 +1,12 @@
 """Paged attention in plain torch: rows are sorted into groups, each gathered and multiplied whole.
 
-A group is a few rows with equally many query tokens, small enough that what it gathers stays in
-cache. Groups are planned once a step and used by every layer. Called through reference.py.
+A group is a few rows with the same number of query tokens, small enough that the K and V it gathers
+stay in cache. Groups are planned once a step and used by every layer. Called through reference.py.
 """
 
 # Measured on 2 shared cores of an EPYC Zen 5, torch 2.13, 2026-11-20: us a layer, single runs,
-# leads. "small" has 4 query and 2 KV heads of 64 and 6 layers, "half" 16 and 8 of 128 and 28.
+# so indications only. "small" has 4 query and 2 KV heads of 64 and 6 layers, "half" 16 and 8 of 128
+# and 28.
 # - Block-major pool (one block holds all layers) against a pool per layer, fp32. Small: decode of
 #   32 rows at 200 tokens 649 / 637, prefill of 512 1543 / 1518, 256 tokens at 1024 2171 / 2277;
 #   half: 5730 / 5613 (rows of 100 to 317 tokens), 21275 / 21689, 25806 / 31432. No difference
@@ -15,10 +16,11 @@ cache. Groups are planned once a step and used by every layer. Called through re
 #   equal (tested), so grouping costs no exactness.
 # - Half's 32 rows in one gather instead of groups of 4 MB: 22400 (fresh pages every time).
 # - Head-major blocks, gathered whole: a quarter off the gather, but then the unused tail of each
-#   last block has to be cleared (25): not worth another layout.
-# - torch's fused attention for decode: fp32 1.2 to 3 times these two matmuls, bf16 3 to 20 times.
-#   For a prefill of 512, without the gather, on one core: fp32 3987 against 5116 small and 32294
-#   against 39717 half; bf16 3574 against 1859 and 34736 against 15446. One path serves both.
+#   last block has to be cleared (25 us): not worth another layout.
+# - torch's fused attention for decode takes 1.2 to 3 times as long as these two matmuls in
+#   fp32, 3 to 20 times in bf16. For a prefill of 512, without the gather, on one core: fp32 3987
+#   against 5116 small and 32294 against 39717 half; bf16 3574 against 1859 and 34736 against
+#   15446. One path serves both.
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ import torch
 from streamer.kernels.batch import AttentionBatch
 from streamer.kernels.quantized import LIMITS, scales_of
 
-# Bytes of K and V a group gathers: past the cache every fresh page costs more than the arithmetic.
+# Bytes of K and V a group gathers: beyond the cache each new page costs more than the arithmetic.
 GROUP_BYTES = 4 << 20
 # Softmax adds in vectors of at most 16 lanes; keys are padded to a multiple of this.
 LANES = 16
@@ -40,7 +42,7 @@ QUERY_TILE = 256
 class _Tile:
     """Query tokens [first, last) of a group's rows, over keys [key_first, key_last) of them.
 
-    mask  [n, 1, 1, last - first, M] added to the scores' last M columns; None: all is seen
+    mask  [n, 1, 1, last - first, M] added to the scores' last M columns; None: no key is masked
     """
 
     __slots__ = ("first", "key_first", "key_last", "last", "mask")
@@ -97,7 +99,7 @@ class _Group:
 
 
 class _Layout:
-    """A step's groups; order and back sort its tokens into groups' order (None: they are)."""
+    """A step's groups; `order` sorts its tokens into theirs, `back` undoes it (None: in order)."""
 
     __slots__ = ("back", "groups", "order")
 
@@ -182,7 +184,7 @@ def _attend(
 def _plan(
     batch: AttentionBatch, pool_layer: torch.Tensor, window: int | None, dtype: torch.dtype
 ) -> _Layout:
-    """Sort rows by query tokens and keys, cut them into groups, and say what each gathers."""
+    """Sort rows by query tokens and keys, cut them into groups, and list what each gathers."""
     query_lens: list[int] = batch.query_lens.tolist()
     contexts: list[int] = batch.context_lens.tolist()
     firsts = [
@@ -206,11 +208,11 @@ def _plan(
 
 
 def _padded(size: int) -> int:
-    """Keys a short row of `size` keys is computed with: four sizes an octave, all of 16 or more.
+    """Keys a short row of `size` keys is padded to: four sizes an octave, all multiples of LANES.
 
-    A function of the row alone, and rows share a group only where it is equal: MKL sums in another
+    Depends on the row alone, and rows share a group only where it is equal: MKL sums in another
     order at other shapes (from 7 query heads a KV head on, 4% of the rows were off by 3e-7 in a
-    group that padded them further than alone), and this way a row's shape is always its own.
+    group that padded them further than alone).
     """
     step = max(LANES, 1 << max(0, (size - 1).bit_length() - 3))
     return -(-size // step) * step
@@ -253,8 +255,8 @@ def _make_group(
         keys = _padded(keys)
     first = torch.tensor([[firsts[r]] for r in members], device=device)
     last = torch.from_numpy(batch.context_lens[members] - 1).to(device)[:, None]
-    # Padding repeats the row's own last key: what another sequence left in the block, be it a
-    # NaN, is never read (0 * NaN is NaN).
+    # Padding repeats the row's own last key, so that another sequence's values in the block, which
+    # may be NaN, are never read (0 * NaN is NaN).
     positions = torch.minimum(first + torch.arange(keys, device=device), last)
     tables = batch.block_tables[torch.tensor(members, device=device)]
     block = tables.gather(1, positions // batch.block_size)
@@ -300,7 +302,7 @@ def _causal_tiles(
         last = min(queries, first + QUERY_TILE)
         end = context - queries + last
         begin = 0 if window is None else max(0, end - (last - first) - window + 1)
-        # Without a window everything before the tile's own tokens is seen by all of them.
+        # Without a window all keys before the tile's own tokens are visible to all of them.
         masked = last - first if window is None else end - begin
         query = torch.arange(end - (last - first), end, device=device)[:, None]
         key = torch.arange(end - masked, end, device=device)

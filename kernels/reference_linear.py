@@ -1,4 +1,4 @@
-"""Linear layers in torch: oneDNN's packed weights where they can be had, else F.linear.
+"""Linear layers in torch: oneDNN's packed weights where torch can make them, else F.linear.
 
 Called through reference.py.
 """
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 @lru_cache
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this torch and CPU multiply by packed weights, found out by doing it once."""
+    """Whether this torch and CPU multiply by packed weights, found by trying it once."""
     if not torch._C._has_mkldnn:
         return False
     weight = torch.eye(16, dtype=dtype)
@@ -33,8 +33,8 @@ class Linear:
 
     Packed weights read 1.5 (bf16) to 2.4 (fp32) times faster than F.linear at 1 to 32 rows (2 cores
     of an EPYC Zen 5, 2026-11-20), and a row's result does not depend on how many rows there are,
-    with one exception: a single row of a long K takes another path. A probe finds that at packing,
-    and such a layer computes two rows instead of one.
+    with one exception: a single row of a long K takes another path. A probe finds such layers at
+    packing, and they compute two rows instead of one.
     """
 
     __slots__ = ("_bias", "_pads", "_weight", "activation", "is_packed", "shape")
@@ -81,7 +81,7 @@ class Linear:
         return y
 
     def _single_row_differs(self, weight: torch.Tensor) -> bool:
-        """Probe once for a shape: layers share theirs, and a large model has hundreds."""
+        """Probe once a shape: a large model has hundreds of layers, and few shapes."""
         key = (weight.shape, weight.dtype, torch.get_num_threads())
         if key not in _SINGLE_ROW_DIFFERS:
             x = torch.linspace(-1.3, 1.7, 2 * weight.shape[1]).reshape(2, -1).to(weight.dtype)

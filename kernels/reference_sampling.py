@@ -1,7 +1,7 @@
 """Drawing in torch and numpy: Gumbel-max over logits, whole or after top-k, top-p and min-p.
 
-A row's result depends on its own logits, settings and noise alone: each is computed at a width that
-it chooses itself. Called through reference.py.
+A row's result depends on its own logits, settings and noise alone: the width it is computed at
+depends on nothing else. Called through reference.py.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from streamer.kernels.draws import Draws
 from streamer.kernels.philox import GUMBEL_SPAN, token_noise
 
-# How many of the best candidates filtering looks at before it sorts all; 64 hold what top-p keeps
-# of nearly every step of a real model. ms for 32 rows, one EPYC Zen 5 core, 2026-11-20: torch.topk
+# Numbers of best candidates that filtering tries before it sorts all; 64 hold what top-p keeps
+# in nearly every step of a real model. ms for 32 rows, one EPYC Zen 5 core, 2026-11-20: torch.topk
 # of 64, 512 and 4096 takes 2.0, 8.2 and 16 at 32,000 tokens and 0.7, 1.9 and 7.3 at 4,096;
 # torch.sort of all 69 and 7; numpy's sort, of values alone, 19 and 1.4.
 WIDTHS = (64, 512)
-# A width is tried where the vocabulary is this many times larger.
+# A width is tried where the vocabulary is at least this many times the width.
 WORTH = 16
 
 # rows and groups, [n] each -> noise of tokens 4 * group to 4 * group + 3 for that row, [n, 4]
@@ -46,7 +46,7 @@ class Filters(msgspec.Struct, frozen=True):
 
 
 class _Noise:
-    """Noise of rows that are numbered as in a part of the draws."""
+    """Noise for a part of the draws, whose rows are numbered from 0."""
 
     def __init__(self, origin: NDArray[np.uint32]) -> None:
         self._origin = np.ascontiguousarray(origin.T)
@@ -81,7 +81,7 @@ def draw_all(x: torch.Tensor, noise: Noise) -> torch.Tensor:
     """One token a row from all of x [F, V] (overwritten) -> [F] ids.
 
     Noise is computed only for groups of four in which some token can still win; the others keep
-    their bare logits, which are below what the best token has with the least noise there is.
+    their bare logits, which are below the best token's score with the smallest noise possible.
     """
     missing = -x.shape[1] % 4
     if missing:
@@ -99,7 +99,7 @@ def draw_filtered(x: torch.Tensor, filters: Filters, noise: Noise) -> torch.Tens
     """One token a row from what the filters leave of x [F, V] (overwritten) -> [F] ids.
 
     min_p, then top_k, then top_p of what those two leave. Tokens that tie with the last one kept
-    are kept, so that the result does not depend on how a sort orders equals.
+    are kept, so that the result does not depend on how a sort orders ties.
     """
     num_rows, vocab = x.shape
     tokens = torch.zeros(num_rows, dtype=torch.int64)
@@ -129,9 +129,9 @@ def draw_filtered(x: torch.Tensor, filters: Filters, noise: Noise) -> torch.Tens
 def _cut(
     x: torch.Tensor, values: torch.Tensor, filters: Filters
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the least value kept [F], whether that is certain [F]) from the K best values, sorted.
+    """(the smallest value kept [F], whether it is certain [F]) from the K best values, sorted.
 
-    It is certain where a value below it is among them, so that nothing kept lies beyond.
+    Certain where one of the K is below it, so that every value kept is among the K.
     """
     last = (filters.top_k.clamp(max=values.shape[1]) - 1).clamp(min=0).unsqueeze(1)
     cut = torch.where(filters.top_k > 0, values.gather(1, last)[:, 0], -torch.inf)
@@ -140,7 +140,7 @@ def _cut(
     done = whole | (values[:, -1] < cut)
     nucleus = filters.top_p < 1.0
     if bool(nucleus.any()):
-        # Probabilities of what is left: of all of x, or for a row that was cut, of what is in K.
+        # Probabilities among all of x, or, for a row that was cut, among the values kept.
         kept = values >= cut.unsqueeze(1)
         probs = torch.softmax(values.masked_fill(~kept, -torch.inf), -1)
         if bool((whole & nucleus).any()):
@@ -157,7 +157,7 @@ def _cut(
 def _draw(
     values: torch.Tensor, ids: torch.Tensor, cut: torch.Tensor, rows: torch.Tensor, noise: Noise
 ) -> torch.Tensor:
-    """Gumbel-max over candidates [F, K] from `cut` up; equals go to the lowest id, as in argmax."""
+    """Gumbel-max over candidates [F, K] from `cut` up; ties go to the lowest id, as in argmax."""
     row, column = (values >= cut.unsqueeze(1)).nonzero(as_tuple=True)
     token = ids[row, column]
     lanes = torch.from_numpy(noise(rows[row].numpy(), (token // 4).numpy()))

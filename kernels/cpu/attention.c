@@ -3,8 +3,8 @@
  * A chunk of work is a tile of one row's query tokens and one KV head with all its query heads.
  * TILE tokens of context at a time, from position 0 (or the window's start) on in steps of TILE:
  * their keys are packed into a panel as linear.c's weights are, multiplied by the queries, and enter
- * a running softmax (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022). What a query
- * gets depends on its own context alone: not on its tile, its chunk or the other rows.
+ * a running softmax (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022). A query's
+ * output depends on its own context alone: not on its tile, its chunk or the other rows.
  *
  *   p  q [T, Hq, D], pool layer [N, 2, Hk, B, D], out [T, Hq, D], sinks (float [Hq]) or 0,
  *      tiles (int64 [tiles, 2]: row, first query of the row), query_starts [R + 1],
@@ -14,16 +14,16 @@
  */
 #include "common.h"
 
-/* Reading keys and values from memory binds a decode: 32 rows at 200 tokens, 24 layers, 16/8 heads
- * of 128, bfloat16, 2 cores of an EPYC Zen 5 (2026-11-22): 15.9 to 18.8 ms, 33 to 40 GB/s, as the
- * machine's hour went (a plain read of the same blocks 43 to 46). A tile takes a core 412 ns where
- * its data is near, and memory 730, so lines are fetched a tile ahead, spread over all the work: of
- * the next keys half while packing and half while multiplying, of the values while adding, past the
- * second cache. In turns with this (19.0 ms): the keys all while packing 20 ms, heads dealt out one
- * by one (each with a cold first tile) 21.1, both 22.2; values also while softening no difference.
- * Older, at 128 rows: without fetching ahead 7.2 where 4.6 ms, all at once instead of spread 6.9,
- * every other line 6.6; masks and maxima lane by lane 1.1 times, values in float 1.2 times what
- * followed. */
+/* A decode is bound by reading keys and values: 32 rows at 200 tokens, 24 layers, 16/8 heads of
+ * 128, bfloat16, 2 cores of an EPYC Zen 5 (2026-11-22): 15.9 to 18.8 ms, 33 to 40 GB/s, varying
+ * with the hour (a plain read of the same blocks 43 to 46). A tile takes a core 412 ns with its
+ * data in cache and 730 from memory, so lines are fetched a tile ahead, spread over all the
+ * work: half of the next keys while packing and half while multiplying, the values while adding,
+ * past the L2 cache. In turns with this (19.0 ms): all keys while packing 20 ms, heads as chunks
+ * of their own (each with a cold first tile) 21.1, both 22.2; values also while softening no
+ * difference. Older, at 128 rows: 7.2 ms without fetching ahead and 4.6 with it, all at once
+ * instead of spread 6.9, every other line 6.6; masks and maxima lane by lane took 1.1 times and
+ * values in float 1.2 times as long as what replaced them. */
 #define TILE_QUERIES 48  /* query heads times query tokens a tile has at most (or one token's) */
 #define FLOOR -1e30f     /* below every score, and finite */
 
@@ -33,14 +33,14 @@ typedef struct {
     char *panel;                   /* TILE keys */
     char *values;                  /* [TILE, wide] dtype, where D is not a multiple of TILE */
     float *scores;                 /* [queries * share, TILE] */
-    void *weights;                 /* the same, softened: float, or bfloat16 for the dot product */
+    void *weights;                 /* of the softmax, likewise; bfloat16 for the dot product */
     float *sum;                    /* [queries * share, wide] float */
     float *top, *total;            /* running maximum and sum of each query */
     int64_t wide;                  /* D, rounded up to TILE */
 } Tile;
 
-/* Where the keys of TILE tokens from `start` on lie; for what is beyond the context, its last token
- * again. The values lie Hk * B * D further. */
+/* Addresses of the keys of TILE tokens from `start` on; beyond the context the last token's is
+ * repeated. The values lie Hk * B * D elements further. */
 INLINE void find_keys(const Op *op, const int64_t *table, int64_t head, int64_t start,
                       int64_t context, const char **keys, int dtype) {
     int64_t B = op->n[3], D = op->n[2], block = start / B, offset = start % B;
@@ -58,8 +58,8 @@ INLINE void find_keys(const Op *op, const int64_t *table, int64_t head, int64_t 
     }
 }
 
-/* TILE keys, or bfloat16 pairs of them, one below the other -> [D][TILE]; fetches those of `next`, or
- * the first half of them where the multiplication fetches the second. */
+/* TILE keys -> a panel [D][TILE], bfloat16 in pairs for the dot product; fetches the keys
+ * of `next`, or their first half where the multiplication fetches the second. */
 INLINE void pack_keys(char *panel, const char *const *keys, const char *const *next, int64_t D,
                       int dtype) {
 #if HAS_DOT
@@ -166,7 +166,7 @@ INLINE void add_values(const Tile *tile, int rows, int tiles, int64_t row,
     }
 }
 
-/* Put the columns of a query's sums in order. */
+/* Put the columns of a query's sums, which add_values left interleaved, in order. */
 INLINE void settle(float *sum, int64_t wide, int dtype) {
 #if HAS_DOT
     if (dtype != BF16) return;
@@ -189,7 +189,7 @@ INLINE void settle(float *sum, int64_t wide, int dtype) {
 INLINE void add_all_values(const Tile *tile, const char *const *values, const char *const *next,
                            int dtype) {
     int64_t r = 0, rows = tile->queries * tile->share;
-    if (VW == 16) { /* the others run out of registers */
+    if (VW == 16) { /* smaller vectors run out of registers */
         ADD(8, 1)
     }
     ADD(4, 1)
@@ -279,7 +279,7 @@ static Tile make_tile(const Op *op, int64_t queries, int64_t first, Worker *me) 
     return tile;
 }
 
-/* One head of a tile; `last` is the last head of the chunk, and what comes next is fetched. */
+/* One KV head of a tile; meanwhile the next head's first keys are fetched, up to head `last`. */
 INLINE void attend(const Op *op, int64_t row, int64_t start, int64_t head, int64_t last, Worker *me,
                    int dtype) {
     const int64_t *starts = op->p[5], *table = (const int64_t *)op->p[7] + row * op->n[5];
@@ -315,8 +315,8 @@ INLINE void attend(const Op *op, int64_t row, int64_t start, int64_t head, int64
     }
 }
 
-/* Chunks that the heads of a tile are divided into: one head after the other reads memory in order,
- * as long as there is enough to share out. */
+/* Chunks that the heads of a tile are divided into. A chunk of several heads reads memory in order;
+ * with few tiles there are more chunks, so that all threads have work. */
 static int64_t attention_groups(const Op *op, const Step *step, int threads) {
     int64_t tiles = most(1, step->counts[op->count]);
     return least(op->n[1], divide_up(16 * threads, tiles));

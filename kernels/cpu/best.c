@@ -15,8 +15,8 @@ INLINE void best_row(const Op *op, int64_t row, int dtype) {
     vf top = splat(-INFINITY), sum = {0};
     for (; i + VW <= V; i += VW) {
         vf v = load(x, i, dtype);
-        top = max_of(v, top); /* a NaN is no maximum */
-        sum += v * 0.0f;      /* but it and infinities show here */
+        top = max_of(v, top); /* never takes a NaN */
+        sum += v * 0.0f;      /* NaN where v is NaN or infinite */
     }
     float value = -INFINITY, doubt = 0;
     for (int j = 0; j < VW; j++) {
@@ -39,7 +39,7 @@ INLINE void best_row(const Op *op, int64_t row, int dtype) {
         }
         if (load_one(x, i, dtype) == value) best = i;
     }
-    if (doubt != 0) /* -inf is a ban, NaN is not */
+    if (doubt != 0) /* only a NaN, not -inf (a banned token), makes the value NaN */
         for (i = 0; i < V; i++)
             if (load_one(x, i, dtype) != load_one(x, i, dtype)) value = NAN;
     ((float *)op->p[1])[row] = value;

@@ -1,7 +1,7 @@
 /* What every op shares: vectors, bfloat16, and the records that Python fills in.
  *
  * VW floats a vector, TILE columns of a packed weight (two vectors), ROWS_MAX rows multiplied at
- * once: as many accumulators as the registers hold. Everything is written with GCC's vector types,
+ * once: as many accumulators as the registers hold. All of it is written with GCC's vector types,
  * which GCC and Clang compile for any CPU; AVX512 alone has intrinsics, for bfloat16's dot product,
  * transposing and adding up lanes.
  */
@@ -41,7 +41,7 @@ typedef uint32_t vu __attribute__((vector_size(VW * 4)));
 typedef uint16_t vh __attribute__((vector_size(VW * 2)));
 typedef uint16_t bf16;
 
-/* The same vectors wherever they lie in memory. */
+/* The same vectors without alignment to their size. */
 typedef vf vf_any __attribute__((aligned(4), may_alias));
 typedef int32_t int_any __attribute__((aligned(1), may_alias));
 typedef vh vh_any __attribute__((aligned(2), may_alias));
@@ -53,7 +53,7 @@ typedef struct {
     int64_t counts[COUNTS];
 } Step;
 
-/* One call of an op: its kind, which count bounds its rows, and arguments as the op's file names
+/* One call of an op: its kind, which count bounds its rows, and arguments as the op's file lists
  * them. */
 typedef struct {
     int32_t kind;
@@ -170,9 +170,9 @@ INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-/* exp by 2**n * 2**f, f within half of 0: a polynomial of degree 6, within 2 units in the last
- * place from -87 to 88; smaller arguments give 0, NaN gives NaN: both clamps keep it, and 2**n is
- * multiplied, since added to the exponent's bits it would turn some NaNs into numbers. */
+/* exp by 2**n * 2**f, f from -0.5 to 0.5: a polynomial of degree 6, within 2 units in the last
+ * place from -87 to 88. Smaller arguments give 0 and NaN gives NaN: both clamps keep a NaN, and
+ * 2**n is a factor, because adding n to the exponent's bits would turn some NaNs into numbers. */
 INLINE vf exp_of(vf x) {
     const vf magic = splat(12582912.0f); /* 1.5 * 2**23: adding it rounds to an integer */
     vf low = splat(-87.33654f), high = splat(88.37f);

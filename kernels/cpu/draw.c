@@ -1,9 +1,9 @@
-/* One token a row by Gumbel-max over what its filters leave; philox.py defines the noise, ops.draw
- * the filters.
+/* One token a row by Gumbel-max over the tokens that its filters leave; philox.py defines the
+ * noise, ops.py's CpuBackend.draw the filters.
  *
  * The cut of top_k and top_p is found by counting, not by sorting: a radix descent over the bits of
  * the distance to the best, with weights 1 or exp(-distance), which is exact and takes three passes
- * over the candidates. Few are near the best, so at first only those are looked at.
+ * over the candidates. Few tokens are near the best, so the first candidates are those alone.
  *
  *   p  x [S, V], rows (int64 [F]) of x, top_k (int64 [F]), settings (float [F, 3]: temperature,
  *      top_p, log_min_p), origin (uint32 [F, 5]), out (int64 [F])
@@ -71,8 +71,8 @@ static void noise_of(const uint32_t *origin, int64_t first, float *noise) {
     }
 }
 
-/* The smallest distance up to which the candidates weigh `target` in all; infinity where all of
- * them weigh less. */
+/* The smallest distance within which the candidates' weights add up to `target`; infinity where all
+ * of them add up to less. */
 static float reach(const Candidates *near, double target, int is_mass) {
     static const int shifts[] = {20, 9, 0}, widths[] = {11, 11, 9};
     uint32_t prefix = 0, known = 0;
@@ -97,7 +97,7 @@ static float reach(const Candidates *near, double target, int is_mass) {
     return found;
 }
 
-/* Candidates: those no further than `limit` from `top`. */
+/* Make the tokens no further than `limit` from `top` the candidates. */
 static void collect(const Op *op, const char *x, float top, float scale, float limit,
                     Candidates *near, int dtype) {
     int64_t V = op->n[0];
@@ -119,7 +119,7 @@ static void collect(const Op *op, const char *x, float top, float scale, float l
 static double mass_of(const Op *op, const char *x, float top, float scale, int dtype) {
     int64_t V = op->n[0], i = 0;
     double mass = 0;
-    while (i + VW <= V) { /* in float for a while, then in double */
+    while (i + VW <= V) { /* 64 vectors in float, their sum in double */
         vf part = {0};
         for (int n = 0; n < 64 && i + VW <= V; n++, i += VW)
             part += exp_of((load(x, i, dtype) - top) * scale);
@@ -136,7 +136,7 @@ static double mass_within(const Candidates *near, float limit) {
     return mass;
 }
 
-/* How far from the best a token may be. */
+/* The largest distance from the best that the row's filters keep. */
 static float cut_of(const Op *op, const char *x, int64_t row, float top, float scale, Worker *me,
                     int dtype) {
     static const float limits[] = {8, 24, INFINITY};
@@ -151,7 +151,7 @@ static float cut_of(const Op *op, const char *x, int64_t row, float top, float s
         if (top_k && near.count < top_k && !is_all) continue;
         cut = top_k ? reach(&near, (double)top_k, 0) : INFINITY;
         cut = cut < least_p ? cut : least_p;
-        if (cut < INFINITY && cut > limits[i]) continue; /* min_p allows more than was looked at */
+        if (cut < INFINITY && cut > limits[i]) continue; /* min_p keeps more than was collected */
         if (top_p < 1) {
             int is_whole = !top_k && least_p == INFINITY;
             double mass = is_whole ? all : mass_within(&near, cut);
@@ -170,7 +170,7 @@ INLINE void draw_row(const Op *op, int64_t row, Worker *me, int dtype) {
     const float *settings = (const float *)op->p[3] + 3 * row;
     const uint32_t *origin = (const uint32_t *)op->p[4] + 5 * row;
     float top = -INFINITY, noise[4 * GROUPS], score = -INFINITY;
-    float scale = fminf(1 / settings[0], FLT_MAX); /* 0 times infinity would be no distance */
+    float scale = fminf(1 / settings[0], FLT_MAX); /* 0 times infinity would be NaN */
     int64_t i = 0;
     vf tops = splat(-INFINITY);
     for (; i + VW <= V; i += VW) tops = max_of(load(x, i, dtype), tops);

@@ -1,7 +1,7 @@
 """The native library: compiled from the C files beside this one on first use, cached, loaded.
 
 Owns the choice of a compiler ($CC, then the system's, then the one in PyPI's ziglang; $CFLAGS come
-last) and the cache folder; knows no op. Raises Unavailable, with the reason, where there is no
+last) and the cache folder; contains no op. Raises Unavailable, with the reason, where there is no
 compiler or it fails.
 """
 
@@ -49,7 +49,7 @@ def load() -> ctypes.CDLL:
 
 
 def _load(command: list[str], folder: Path, when: str) -> ctypes.CDLL:
-    """The library from the folder, which may go once it is loaded."""
+    """The library from the folder, which may be deleted once it is loaded."""
     key = _key(command)
     path = _cached(folder, key)
     if path is None:
@@ -59,8 +59,8 @@ def _load(command: list[str], folder: Path, when: str) -> ctypes.CDLL:
 
 
 def _cached(folder: Path, key: str) -> Path | None:
-    """A whole library that this user made. What else has its name goes: a shortened file would
-    end the process when it is mapped, an empty one would leave torch to serve for ever.
+    """A complete library that only this user can write. Other files of its name are deleted: a
+    truncated one would end the process when mapped, an empty one would keep torch's backend in use.
     """
     for path in sorted(folder.glob(f"kernels-{key}-*.so")):
         try:
@@ -74,13 +74,13 @@ def _cached(folder: Path, key: str) -> Path | None:
 
 
 def _named(folder: Path, key: str, content: Path) -> Path:
-    """Where a library of this content belongs: its name says what is in it."""
+    """Path of a library of this content, whose digest is in the name."""
     digest = hashlib.blake2b(content.read_bytes(), digest_size=16).hexdigest()
     return folder / f"kernels-{key}-{digest}.so"
 
 
 def _is_private(about: os.stat_result) -> bool:
-    """Whether only this user could have written it."""
+    """Whether the owner is this user and no other user may write."""
     return about.st_uid == os.getuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
@@ -98,12 +98,12 @@ def _compiler() -> list[str]:
 
 
 def _native_flag() -> str:
-    """What makes the compiler use all of this CPU."""
+    """The compiler's flag for all instructions of this CPU."""
     return "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
 
 
 def _key(command: list[str]) -> str:
-    """Changes with the sources, the compiler, its flags and the CPU."""
+    """A digest of the sources, the compiler, its flags and the CPU."""
     digest = hashlib.blake2b(digest_size=16)
     for source in sorted(FOLDER.glob("*.[ch]")):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
@@ -121,7 +121,7 @@ def _key(command: list[str]) -> str:
 
 
 def _cache_folder() -> Path | None:
-    """A folder that only this user can write to, if there is one: what lies there is run."""
+    """A folder that only this user can write to, if there is one: its libraries are executed."""
     try:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = root / "streamer" / "kernels"
@@ -134,8 +134,8 @@ def _cache_folder() -> Path | None:
 
 
 def _compile(command: list[str], folder: Path, key: str) -> Path:
-    """Under another name first, and on the disk before it gets its own: no process ever sees half
-    a library.
+    """Compile under another name, renamed once the file is on the disk: no process sees half a
+    library.
     """
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         half = Path(scratch) / "kernels.so"

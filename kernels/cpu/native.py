@@ -1,7 +1,7 @@
 """The native backend: ops.CpuBackend on the team of threads that runs the C files beside this.
 
-Every function checks nothing and issues one op (see program.py); the layouts of packed weights and
-of the pool are private to it.
+Functions issue one op each (see program.py). Other modules do not rely on the layouts of its packed
+weights and of its pool.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from streamer.kernels.draws import Draws
 from streamer.kernels.quantized import LIMITS
 
 HUGE_PAGE = 2 << 20
-MADV_HUGEPAGE = 14  # Linux's number; where it is refused nothing is lost
+MADV_HUGEPAGE = 14  # Linux's number; a refusal is harmless
 MAX_DRAW = 500_000  # vocabulary for which draw.c has scratch memory
-MAX_HEAD, MAX_SHARE = 1024, 128  # head_dim, query heads a KV head: rope.c's and attention.c's room
-TILE_QUERIES = 48  # as attention.c has it
-TABLES, TABLE_STRIDE = 7, 5  # where it has them: of its pointers, of its integers
+MAX_HEAD, MAX_SHARE = 1024, 128  # head_dim, query heads a KV head: rope.c's, attention.c's limits
+TILE_QUERIES = 48  # as in attention.c
+TABLES, TABLE_STRIDE = 7, 5  # indices among attention.c's pointers and its integers
 
 Ints = NDArray[np.int64]
 
@@ -43,7 +43,7 @@ def new_pool(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """See Backend.new_pool; ValueError for heads beyond the C files' room, and for codes."""
+    """See Backend.new_pool; ValueError for heads beyond the C files' limits and quantized pools."""
     if dtype in LIMITS:
         raise ValueError(f"a pool of {dtype} is not for the native kernels")
     if head_dim > MAX_HEAD:
@@ -55,10 +55,10 @@ def new_pool(
 
 
 def in_huge_pages(memory: torch.Tensor) -> torch.Tensor:
-    """The same memory, untouched as yet, in pages of 2 MiB where the system has them.
+    """The same memory, not yet touched, in pages of 2 MiB where the system has them.
 
-    Every 4 KiB of a pool are another head or block: with small pages each is a walk of the page
-    tables.
+    Each 4 KiB of a pool belongs to another head or block: with small pages each costs a walk of the
+    page tables.
     """
     start = -(-memory.data_ptr() // HUGE_PAGE) * HUGE_PAGE
     end = (memory.data_ptr() + memory.numel() * memory.element_size()) // HUGE_PAGE * HUGE_PAGE
@@ -149,7 +149,7 @@ class Rows:
 
     @classmethod
     def of(cls, batch: AttentionBatch, per_tile: int) -> Rows:
-        """Made by the first layer of a step, used by all."""
+        """Rows of this batch, made by the first layer of a step and used by all."""
         rows: Rows | None = batch.derived.get("rows")
         if rows is None:
             starts, contexts = map(torch.from_numpy, (batch.query_starts, batch.context_lens))
@@ -261,8 +261,8 @@ def graph(forward: Forward, limits: Limits) -> Forward:
 
 
 class Graph:
-    """A forward recorded on fixed inputs, which every step fills anew; block tables are read
-    where the batch has them."""
+    """A forward recorded on fixed inputs, which every step overwrites; block tables are read
+    from the batch's own memory."""
 
     def __init__(self, forward: Forward, limits: Limits) -> None:
         self._forward = forward
@@ -284,7 +284,7 @@ class Graph:
         self._tables = rows.tables
         ops = self._program.ops
         self._readers = np.flatnonzero(ops["kind"] == Kind.ATTENTION)
-        # A copy through numpy takes a fifth of torch's time, where it is of a few numbers.
+        # For a few numbers, a copy through numpy takes a fifth of torch's time.
         fixed = (tokens, positions, slots, last, starts, contexts, rows.tiles)
         self._fixed: list[Ints] = [tensor.numpy() for tensor in fixed]
         self._in_order = np.arange(max(most, limits.max_rows + 1))
@@ -309,11 +309,11 @@ class Graph:
         batch: AttentionBatch,
         last: torch.Tensor | None,
     ) -> tuple[int, int, int]:
-        """Write a step within the limits where the program reads it -> tokens, drawn, tiles."""
+        """Write a step within the limits into the inputs -> numbers of tokens, draws and tiles."""
         at_tokens, at_positions, at_slots, at_last, starts, contexts, at_tiles = self._fixed
         count, num_rows = batch.num_tokens, batch.num_rows
         drawn = count if last is None else len(last)
-        is_even = count == num_rows  # a token each
+        is_even = count == num_rows  # one token a row
         tiles = (
             self._one_tile_each[:count] if is_even else tiles_of(batch.query_lens, self._per_tile)
         )
@@ -328,7 +328,7 @@ class Graph:
         return count, drawn, len(tiles)
 
     def _point_at(self, tables: torch.Tensor) -> None:
-        """Let attention read these tables; held until the next ones come."""
+        """Make the attention ops read these tables, which are kept alive until the next call."""
         before, self._tables = self._tables, tables
         ops = self._program.ops
         if tables.data_ptr() != before.data_ptr():

@@ -1,4 +1,4 @@
-/* out [R, H] = x / sqrt(mean(x**2) + eps) * weight, of all rows of x or of those named.
+/* out [R, H] = x / sqrt(mean(x**2) + eps) * weight, of all rows of x or of the given ones.
  *
  *   p  x, weight, out, rows or 0 (int64 [R])      n  H, stride of x      f  eps
  */
@@ -6,7 +6,7 @@
 
 #define NORM_ROWS 4 /* rows a chunk */
 
-/* One row; `weight` 0 for none. The sum runs over VW lanes in order, whatever the caller. */
+/* One row; `weight` 0 for none. The sum always runs over VW lanes in one order. */
 INLINE void norm_row(const void *x, const void *weight, void *out, int64_t H, float eps,
                      int dtype) {
     vf squares = {0};

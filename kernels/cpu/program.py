@@ -1,9 +1,9 @@
-"""Ops as records that the native team runs: one at once, or many, recorded and run in one call.
+"""Ops as records that the native team runs: one at a time, or many, recorded and run in one call.
 
 A recorded Program is what a CUDA graph is on a GPU: the Python that issues the ops runs once, on
-buffers as large as they may get; a step then is one call that releases the GIL once, with the
-number of rows as its only argument. Buffers whose times do not overlap share memory. Owns the team
-of threads; knows no op. Called by native.py.
+buffers of the largest step; a step is then one call that releases the GIL once, with the numbers
+of rows as its only arguments. Buffers whose lifetimes do not overlap share memory. Owns the team of
+threads; contains no op. Called by native.py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OP = np.dtype(
         ("f", np.float32, NUM_FLOATS),
     ]
 )
-RECORD = struct.Struct(f"=4i{NUM_POINTERS + NUM_INTEGERS}q{NUM_FLOATS}f")  # the same
+RECORD = struct.Struct(f"=4i{NUM_POINTERS + NUM_INTEGERS}q{NUM_FLOATS}f")  # the same fields
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -57,7 +57,7 @@ class Kind(IntEnum):
 
 
 class Count(IntEnum):
-    """What the number of rows of a tensor follows; the order of common.h."""
+    """The counts of a step that bound the rows of its tensors, in the order of common.h."""
 
     TOKENS = 0
     DRAWN = 1
@@ -109,7 +109,7 @@ def _padded(values: Sequence[float], size: int) -> tuple[float, ...]:
 
 
 class Team:
-    """The threads, opened on first use. Whoever runs something has them for so long."""
+    """The threads, opened on first use; one run at a time has all of them."""
 
     def __init__(self) -> None:
         self._library: Any = load()
@@ -136,7 +136,7 @@ class Team:
             self._threads = count
 
     def run(self, ops: int | bytes, num_ops: int, counts: int | bytes) -> None:
-        """Run records with the counts, both bytes or where they lie; the GIL is released."""
+        """Run records with the counts, each bytes or an address; the GIL is released."""
         with self._lock:
             if self._handle is None:
                 self._handle = self._library.team_open(self._threads)
@@ -163,7 +163,7 @@ _this_thread = _ThisThread()
 
 
 def issue(call: Call) -> None:
-    """Run the op now, or note it where a program is being recorded."""
+    """Run the op now, or add it to the program that this thread records."""
     recording = _this_thread.recording
     if recording is not None:
         recording.add(call)
@@ -207,7 +207,7 @@ class Program:
         self._regions: list[_Region] = []  # by start
         self._counts = np.zeros(len(Count), np.int64)
         self.ops: NDArray[np.void] = np.zeros(0, OP)
-        self._addresses = (0, 0, 0)  # of ops, how many, of counts: asking numpy takes 1 us
+        self._addresses = (0, 0, 0)  # of ops, their number, of counts: asking numpy takes 1 us
         self._arena = torch.empty(0, dtype=torch.uint8)
         self._out = torch.empty(0)
 
@@ -215,8 +215,8 @@ class Program:
     def record(
         cls, inputs: Mapping[Count, Sequence[torch.Tensor]], body: Callable[[], torch.Tensor]
     ) -> Program:
-        """The ops that `body` issues. Its rows follow those of `inputs`, which stay where they are;
-        what it returns is the program's output."""
+        """Record the ops that `body` issues; the tensor it returns is the program's output. Rows of
+        its tensors follow those of `inputs`, which keep their memory."""
         program = cls()
         with program._open():
             for count, tensors in inputs.items():
@@ -240,14 +240,14 @@ class Program:
         self._regions.insert(self._index(region.start), region)
 
     def count_of(self, tensor: torch.Tensor) -> Count:
-        """What the rows of a recorded tensor, or of a view of one, follow."""
+        """The count that the rows of a recorded tensor, or of a view of one, follow."""
         region = self._find(tensor.data_ptr())
         if region is None:
             raise ValueError("a recorded op was given a tensor that is no part of the recording")
         return region.count
 
     def add(self, call: Call) -> None:
-        """Note an op, and that the tensors it touches live until now."""
+        """Add an op; the tensors it touches live at least until it has run."""
         for tensor in call.pointers:
             region = None if tensor is None else self._find(tensor.data_ptr())
             if region is not None:
@@ -268,7 +268,7 @@ class Program:
         return self._regions[i] if i >= 0 and address < self._regions[i].end else None
 
     def _place(self, out: torch.Tensor) -> None:
-        """Give the buffers their memory, those that live at different times the same."""
+        """Place the buffers in the arena; those whose lifetimes do not overlap share memory."""
         result = self._find(out.data_ptr())
         if result is None:
             raise ValueError("the recorded function returned something it did not compute")

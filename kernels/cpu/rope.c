@@ -24,7 +24,7 @@ INLINE void rotate(const float *x, const void *cos, const void *sin, int64_t D, 
     for (; i < D; i++) store_one(out, i, x[i], dtype);
 }
 
-/* One head of one token: normed, rotated, and where it belongs. */
+/* Norm and rotate one head of one token into out or the pool; a head of v is copied. */
 INLINE void rope_head(const Op *op, int64_t t, int64_t h, int dtype) {
     int64_t Hq = op->n[0], Hk = op->n[1], D = op->n[2], rotary = op->n[3], B = op->n[4];
     int64_t position = ((const int64_t *)op->p[5])[t], slot = ((const int64_t *)op->p[6])[t];
@@ -78,7 +78,7 @@ static void rope_run(const Op *op, const Step *step, int64_t chunk, Worker *me) 
             else rope_head(op, t, h, BF16);
 }
 
-/* k and v [T, Hk, D] into the slots, as they are.
+/* k and v [T, Hk, D] into the slots, unchanged.
  *
  *   p  k, v, slots, pool layer      n  Hk, D, B, elements from block to block, strides of k: token,
  *      head, strides of v: token, head

@@ -1,8 +1,8 @@
 /* Runs lists of ops on a team of threads: the caller is one of them.
  *
  * Work is taken in chunks by a ticket (op number, chunk number), so a thread that the system has
- * put aside holds up nothing but the chunk it was in, and one that wakes late just joins. The last
- * chunk of an op to end opens the next op. Between runs the others wait: a moment in a loop, then
+ * descheduled holds up only the chunk it was in, and one that wakes late joins. The last chunk of
+ * an op to end opens the next op. Between runs the other threads wait: AWAKE_NS in a loop, then
  * asleep.
  */
 #ifndef _GNU_SOURCE
@@ -24,7 +24,7 @@
 #include "rope.c"
 
 #define THREADS_MAX 256
-#define PATIENCE 1000      /* looks at the ticket before giving way to other threads */
+#define PATIENCE 1000      /* reads of the ticket before yielding to other threads */
 #define AWAKE_NS 20000     /* how long an idle thread looks for work before it sleeps */
 
 typedef struct {
@@ -32,7 +32,7 @@ typedef struct {
     void (*run)(const Op *, const Step *, int64_t, Worker *);
 } Kind;
 
-/* In the order of library.py's KINDS. */
+/* In the order of program.py's Kind. */
 static const Kind kinds[] = {
     {linear_chunks, linear_run},       {attention_chunks, attention_run},
     {embedding_chunks, embedding_run}, {norm_chunks, norm_run},
@@ -42,8 +42,8 @@ static const Kind kinds[] = {
     {draw_chunks, draw_run},
 };
 
-/* A ticket is op << 52 | chunks of that op << 26 | next chunk, so that whoever takes one knows what
- * it is worth without a look at anything that a later run may have replaced. */
+/* A ticket is op << 52 | chunks of that op << 26 | next chunk, so that a thread that takes
+ * one can check that the chunk exists without reading anything that a later run may replace. */
 #define DONE ((uint64_t)0xfff << 52)
 
 typedef struct Team {
@@ -80,7 +80,7 @@ static void open_op(Team *team, int64_t number) {
     atomic_store(&team->ticket, (uint64_t)number << 52 | chunks << 26);
 }
 
-/* Take part until every op of the list is done. */
+/* Run chunks until every op of the list is done. */
 static void take_part(Team *team, Worker *me) {
     for (;;) {
         uint64_t ticket = atomic_fetch_add(&team->ticket, 1);
@@ -132,7 +132,7 @@ static void wake_all(Team *team) {
     pthread_mutex_unlock(&team->lock);
 }
 
-/* End the threads and free the team; nothing of it may run. */
+/* End the threads and free the team; no run may be in progress. */
 void team_close(Team *team) {
     atomic_store(&team->is_closing, 1);
     wake_all(team);

@@ -1,7 +1,7 @@
 """The GPU backend: Triton kernels, one op one file; backend.py is the Backend.
 
-Imported on first use, since triton is not everywhere. Nothing here waits for the device: what a
-launch needs to know is known on the host, or read by the kernel. With TRITON_INTERPRET=1, set
+Imported on first use, since triton is not installed everywhere. Nothing here waits for the device:
+a launch's arguments are known on the host, or the kernel reads them. With TRITON_INTERPRET=1, set
 before triton is imported, the same kernels run on CPU tensors; that is how they are tested without
-a GPU. Numbers called unmeasured were chosen without one.
+a GPU. Numbers called unmeasured were chosen without a GPU.
 """

@@ -1,4 +1,4 @@
-"""Gated activations: act(gate) * up, where the first half of a row are gates.
+"""Gated activations: act(gate) * up, where the first half of a row is the gates.
 
 One pass, computed in float32. Called by linear.py.
 """

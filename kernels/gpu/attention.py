@@ -1,10 +1,10 @@
 """paged_attention: prefill chunks and decodes of one step in one launch.
 
 A program holds some query tokens of a row with all query heads of one KV head, so that each key is
-read once for them and products fill their tiles (as in vLLM's and FlashInfer's GQA kernels); it
-walks the row's keys through the block table with an online softmax. Called through backend.py.
+read once for all of them and products fill their tiles (as in vLLM's and FlashInfer's GQA kernels),
+and reads the row's keys through the block table with an online softmax. Called through backend.py.
 
-Decodes with many keys are split among programs, and a second kernel puts the parts together
+Decodes with many keys are split among programs, and a second kernel merges the parts
 (Flash-Decoding). How a row is split depends on its own keys alone, and products of decodes have
 one tile shape in every launch: a decode's bits do not depend on what else is in the step. Keys
 before a sliding window are not read.
@@ -31,7 +31,7 @@ from streamer.kernels.quantized import LIMITS, scales_of
 
 # Unmeasured; chosen so that bfloat16 compiles for sm_90 without spilling a register (tests/kernels/
 # test_gpu_compile.py). float32, which has no tensor cores here, spills 264 bytes at 128 dimensions.
-NARROW = 16  # rows of a decode's tile: the least that tl.dot takes
+NARROW = 16  # rows of a decode's tile: the minimum of tl.dot
 WIDE = 64  # rows of a prefill's tile; half in float32 and beyond 128 dimensions
 KEY_ELEMENTS = {2: 8192, 4: 2048}  # elements of a tile of K, by bytes of one
 # Unmeasured.
@@ -39,7 +39,7 @@ MIN_SPLIT = 256  # keys below which a decode is not split
 MAX_SPLITS = 16  # programs that may share a decode
 
 
-# What changes from step to step must not make another kernel of it.
+# Arguments that change from step to step must not cause another compilation.
 @triton.jit(do_not_specialize=["num_wide", "splits", "window", "table_row"])
 def _attention_kernel(
     # pointers: q [T, Hq, D], pool's layer [N, 2, Hk, B, D], out [T, Hq, D], sinks float32 [Hq],
@@ -139,9 +139,10 @@ def _merge_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Program (narrow tile, query head): the row's parts, weighted by their sums, if it is split.
+    """Program (narrow tile, query head): merge the row's parts, weighted by their sums.
 
-    MOST_SPLITS parts are added whatever the launch has, in one order: see the file's contract.
+    A row that is not split is left as it is. MOST_SPLITS parts are added in one order in every
+    launch: see the file's contract.
     """
     tile, head = tiles_ptr + tl.program_id(0) * 4, tl.program_id(1)
     row = tl.load(tile)
@@ -256,7 +257,7 @@ def _shared_arguments(
     window: int | None,
     sinks: torch.Tensor | None,
 ) -> dict[str, Any]:
-    """What both kernels take, and the room for what one leaves to the other."""
+    """The arguments that both kernels take, with memory for the parts of split decodes."""
     _, heads, dim = out.shape
     stats = rows.num_parts * heads * splits if splits > 1 else 0
     stats = -(-stats // 4) * 4  # so that each part begins at a multiple of 16 bytes: see Rows
@@ -283,11 +284,11 @@ def _shared_arguments(
 
 
 def num_splits(rows: Rows, window: int, keys: int) -> int:
-    """Programs to launch for each narrow tile: what its most split row uses, a power of two.
+    """Programs to launch for each narrow tile: the largest number a row uses, to a power of two.
 
-    The kernels decide for each row (attention_tile.split_of, which this repeats); to launch more
-    costs programs that leave at once. Where only the device knows the contexts it is what the
-    longest would use without a window: no shorter one uses a greater power of two.
+    The kernels decide for each row (attention_tile.split_of, which this repeats); surplus programs
+    exit at once. Where only the device knows the contexts, the number is that of the longest
+    possible context without a window: no shorter one uses a greater power of two.
     """
     if not len(rows.spans):
         return 1

@@ -1,17 +1,17 @@
-"""What one program of paged attention does: one tile of queries over its share of the keys.
+"""One program of paged attention: one tile of queries over its share of the keys.
 
 Inlined into attention.py's kernel twice, for tiles of prefill and of decode. Launches nothing.
 
 How sums over many keys keep their precision, by the pool's dtype:
 - float32: products and sums are float32 throughout ("ieee", no tensor core).
-- bfloat16, float16: the tensor core multiplies them exactly and adds in float32; its accumulator
+- bfloat16, float16: the tensor core multiplies exactly and adds in float32; its accumulator
   runs over all keys of a program, and _merge_kernel adds the parts of a split decode in float32.
-- FP8, INT8: in two levels. Hopper's tensor core keeps but 14 bits of a sum of products of two e4m3
+- FP8, INT8: in two levels. Hopper's tensor core keeps only 14 bits of a sum of products of two e4m3
   operands; with those a needle test at 128k fell from 91% to 13% in vLLM, until each tile of keys
-  was summed apart and added to a float32 sum (its blog, 2026-04-22). So here no such product is
-  made: codes are widened to q's dtype, which holds either kind exactly, and the tensor core sums
-  one tile of keys at a time in float32, from zero. The second level is a float32 sum outside of it,
-  once a tile, and _merge_kernel's. An FP8 product would save time in prefill alone, where
+  had its own sum, added to a float32 sum (its blog, 2026-04-22). So no such product is made here:
+  codes are widened to q's dtype, which holds either kind exactly, and the tensor core sums one
+  tile of keys at a time in float32, from zero. The second level is a float32 sum outside the tensor
+  core, once a tile, and _merge_kernel's. An FP8 product would save time in prefill alone, where
   arithmetic is the limit, and would round the weights to four bits.
 tests/gpu/test_large.py holds 131,072 keys against float64.
 """
@@ -38,7 +38,7 @@ def split_of(
     """Keys [begin, end) of one split of a tile, and how many splits the tile has.
 
     The tile's query tokens are [first, first + QUERIES) of the row. Key tiles begin at multiples
-    of BLOCK_KEYS, whatever the tile, so a query sums in the same order wherever a chunk was cut.
+    of BLOCK_KEYS in every tile, so a query sums in the same order wherever a chunk was cut.
     """
     begin = context * 0
     if HAS_WINDOW:
@@ -137,7 +137,7 @@ def attend(
             head_at = block.to(tl.int64) * pool_block + kv_head * pool_head
             at = head_at + key % BLOCK_SIZE * pool_token
             kv_at = pool_ptr + at[:, None] + i[None, :]
-            # What is beyond the context may be another sequence's NaN, and 0 * NaN is NaN.
+            # Values beyond the context may be another sequence's NaN, and 0 * NaN is NaN.
             is_loaded = is_key[:, None] & (i < D)[None, :]
             # [BLOCK_KEYS, D_PAD] each
             k = tl.load(kv_at, mask=is_loaded, other=0.0)
@@ -163,7 +163,7 @@ def attend(
             weights = tl.exp2(scores - shift[:, None])
             keep = tl.exp2(top - shift)
             total = total * keep + tl.sum(weights, 1)
-            if HAS_SCALES:  # fma: of a product and an addition Triton makes one sum again
+            if HAS_SCALES:  # fma: else Triton folds the addition into the dot's sum
                 weights = (weights * v_scale[None, :]).to(v.dtype)
                 part = tl.dot(weights, v, input_precision="ieee")
                 acc = tl.fma(acc, tl.broadcast_to(keep[:, None], acc.shape), part)

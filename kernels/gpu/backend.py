@@ -1,7 +1,7 @@
 """ops.Backend on a CUDA device (or, under TRITON_INTERPRET=1, on CPU tensors).
 
-Tensors of one call, those of its batch included, are on one device, the current one; nothing waits
-for it. Drawing is not among the ops: what rows draw by lives on the device, see sample.py.
+Tensors of one call, those of its batch included, are on the current device; no op waits for it.
+Drawing is not among the ops: the rows' sampling settings live on the device, see sample.py.
 """
 
 import torch
@@ -22,7 +22,7 @@ has_quantized_pools = True
 
 rope_tables = reference.rope_tables
 set_threads = reference.set_threads
-# Runs of neighbours, each a copy that the host does not wait for where its memory is pinned. A
+# One copy a run of neighbouring blocks; the host does not wait where its memory is pinned. A
 # block is 0.4 to 2.5 MB, at which the copy engines do 40 GB/s and more on an H100 (published, not
 # measured here) and leave the multiprocessors alone.
 swap_blocks = reference.swap_blocks
@@ -40,7 +40,7 @@ def new_pool(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """See Backend.new_pool. A pool on the host is pinned, so that swaps wait for nobody.
+    """See Backend.new_pool. A pool on the host is pinned, so that the host does not wait for swaps.
 
     ValueError for FP8 on a device that does not convert e4m3 (below compute capability 8.9).
     """

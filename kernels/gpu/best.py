@@ -1,4 +1,4 @@
-"""best: the largest of each row and where it is; the reduction that sampling shares.
+"""best: the largest value of each row and its index, for greedy tokens and for sampling.
 
 A row is cut into chunks, so that one row of 150,000 logits is not one program's work; a second,
 small kernel takes the best of a row's chunks. Called through backend.py, and by sample.py.

@@ -27,7 +27,7 @@ def _copy_kernel(
     # meta
     BLOCK: tl.constexpr,
 ):
-    """pool[dst[c]] = pool[src[c]], a piece of it."""
+    """One piece of pool[dst[c]] = pool[src[c]]."""
     c = tl.program_id(0)
     # int64: a pool is far larger than 2**31 elements
     src = tl.load(src_ptr + c).to(tl.int64)

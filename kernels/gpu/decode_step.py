@@ -1,7 +1,7 @@
-"""What a decode step needs, made on the device from what the last step left there.
+"""The inputs of a decode step, made on the device from the state that the last step left there.
 
 Owns each row slot's latest token, progress and block table on the device. `prepare` turns them
-into a step's inputs, `commit` takes what was drawn: between them no host data is needed, so the
+into a step's inputs, `commit` stores the tokens drawn. Neither needs data from the host, so the
 next step can be launched before this one's tokens are read. All shapes are fixed by `size`, for
 CUDA graphs. Called by model/runner/cuda.py, which writes joins and new blocks into `flat`.
 """
@@ -17,7 +17,7 @@ from streamer.kernels.batch import AttentionBatch
 from streamer.kernels.gpu.rows import TILE_FIELDS, Rows
 
 BLOCK = 128  # rows a program; unmeasured
-ALIGNED = 2  # elements of int64 that are 16 bytes: by that Triton tells pointers apart
+ALIGNED = 2  # int64 elements in 16 bytes, the alignment by which Triton specializes
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def _prepare_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Row i of the step is row slot chosen[i]; where that is -1 it is padding."""
+    """Row i of the step is row slot chosen[i], or padding where chosen[i] is -1."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_inside = i < size
     chosen = tl.load(chosen_ptr + i, mask=is_inside, other=-1)
@@ -75,7 +75,7 @@ def _commit_kernel(
     # meta
     BLOCK: tl.constexpr,
 ):
-    """Slot chosen[i] drew drawn[i] (a failed row's -1 becomes token 0: it still has to be read)."""
+    """Slot chosen[i] drew drawn[i] (a failed row's -1 becomes token 0: the next step reads it)."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     chosen = tl.load(chosen_ptr + i, mask=i < size, other=-1)
     is_row = chosen >= 0
@@ -110,12 +110,12 @@ class RowState:
 
 
 class DecodeStep:
-    """Inputs of a decode of up to `size` rows, in tensors that stay where they are.
+    """Inputs of a decode of up to `size` rows, in tensors whose addresses do not change.
 
     chosen     [size] int64, the state's first ones: the row slot of each row, -1 for padding
     tokens     [size] int64;  positions  [size] int64
     drawn_at   [size] int64: position of the token that each row draws
-    batch      for the ops; padding stores nothing and its outputs mean nothing
+    batch      for the ops; padding stores nothing and its outputs are undefined
     """
 
     __slots__ = ("_rows", "batch", "chosen", "drawn_at", "positions", "state", "tokens")
@@ -142,7 +142,7 @@ class DecodeStep:
         )
 
     def prepare(self) -> None:
-        """Fill everything from `chosen` and the state."""
+        """Fill the inputs from `chosen` and the state."""
         size = self.chosen.shape[0]
         _prepare_kernel[(triton.cdiv(size, BLOCK),)](
             chosen_ptr=self.chosen,
@@ -163,7 +163,7 @@ class DecodeStep:
         torch.add(self.positions, 1, out=self.drawn_at)
 
     def commit(self, drawn: torch.Tensor) -> None:
-        """Each row's K and V are stored and it drew drawn [size] int64: the state moves on."""
+        """Update the state: each row's K and V are stored, and it drew drawn [size] int64."""
         size = self.chosen.shape[0]
         _commit_kernel[(triton.cdiv(size, BLOCK),)](
             chosen_ptr=self.chosen,

@@ -1,6 +1,6 @@
 """embedding: rows of a table.
 
-One program a token and piece of its row. Called through backend.py.
+One program for a token and a piece of its row. Called through backend.py.
 """
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs

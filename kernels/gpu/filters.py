@@ -1,9 +1,9 @@
 """Where top_k, top_p and min_p cut a row, found on the device without sorting.
 
 A token's distance below the best, (top - logit) / temperature, is not negative, so its bits as an
-integer ascend with it: the cut is a distance, found bit by bit by counting and adding up what lies
-within. 31 passes over a row each for top_k and top_p, which lies in L2; a sort of 152,000 logits
-moves more (both unmeasured). Called by sample.py.
+integer ascend with it: the cut is a distance, found bit by bit by counting the tokens within it and
+adding up their mass. top_k and top_p take 31 passes each over a row, which lies in L2; a sort of
+152,000 logits moves more (both unmeasured). Called by sample.py.
 """
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
@@ -26,7 +26,7 @@ def _within(row_ptr, width, top, temperature, limit, BLOCK: tl.constexpr):
     mass = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, width, BLOCK):
         i = first + tl.arange(0, BLOCK)
-        # [BLOCK]; what is beyond the row is infinitely far
+        # [BLOCK]; beyond the row the distance is infinite
         logits = tl.load(row_ptr + i, mask=i < width, other=float("-inf")).to(tl.float32)
         below = tl.div_rn(top - logits, temperature)
         is_within = (below.to(tl.int32, bitcast=True) <= limit) & (i < width)
@@ -54,7 +54,7 @@ def _cut_kernel(
 ):
     """The largest distance that a row keeps: min_p, then top_k, then top_p of what those leave.
 
-    Tokens as far as the last one kept are kept.
+    Tokens that tie with the last one kept are kept.
     """
     # int64: S * V passes 2**31 at 14,100 rows of 152,000
     row = tl.program_id(0).to(tl.int64)
@@ -67,7 +67,7 @@ def _cut_kernel(
         cut = tl.abs(tl.load(settings_ptr + 3 * slot + 2)).to(tl.int32, bitcast=True)
         low = tl.zeros((), tl.int32)
         if top_k > 0:
-            # The least distance within which there are top_k tokens.
+            # The smallest distance within which there are top_k tokens.
             high = cut
             while low < high:
                 middle = low + (high - low) // 2
@@ -77,7 +77,7 @@ def _cut_kernel(
                 low = tl.where(has_all, low, middle + 1)
             cut = high
         if top_p < 1.0:
-            # The largest distance short of which there is less than top_p of what is left.
+            # The largest distance below which there is less than top_p of the mass left.
             _, mass = _within(row_ptr, width, top, temperature, cut, BLOCK)
             low = tl.zeros((), tl.int32)
             high = cut
@@ -95,7 +95,7 @@ def find_cuts(logits: torch.Tensor, top_k: torch.Tensor, whose: dict[str, Any]) 
     """Bits of the largest distance that each row of logits [S, V] keeps -> int32 [S].
 
     `whose` are the arguments that sample.py's kernels share. Rows that are greedy or not finite get
-    nothing.
+    no value.
     """
     cuts = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
     _cut_kernel[(logits.shape[0],)](

@@ -1,7 +1,7 @@
-"""Linear layers: torch's own matrix products, with the gates' activation behind them.
+"""Linear layers: torch's own matrix products, followed by the gates' activation.
 
-cuBLAS chooses its kernel by the number of rows, so here a row's last bits may depend on how many
-rows there are, which ops.Linear promises only of the CPU's backends. Called through backend.py.
+cuBLAS chooses its kernel by the number of rows, so a row's last bits may depend on the number
+of rows here; ops.Linear rules that out only for the CPU's backends. Called through backend.py.
 """
 
 import torch
@@ -11,7 +11,7 @@ from streamer.kernels.gpu.activation import gate
 
 
 class Linear:
-    """A weight [N, K] as it came, with its bias and the activation of its gates."""
+    """A weight [N, K] as given, with its bias and the activation of its gates."""
 
     __slots__ = ("activation", "bias", "shape", "weight")
 

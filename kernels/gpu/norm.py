@@ -1,4 +1,4 @@
-"""rms_norm, of all rows or of those named. The residual is added by the matrix product before it.
+"""rms_norm, of all rows or of the given ones. The matrix product before it adds the residual.
 
 One program a row; the row stays in registers between its two uses. A row's result depends on that
 row alone. Called through backend.py.

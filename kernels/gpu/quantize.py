@@ -1,4 +1,4 @@
-"""Quantizing heads in registers, as kernels/quantized.py says it: scales, then codes.
+"""Quantizing heads in registers, as kernels/quantized.py defines it: scales, then codes.
 
 Inlined into the kernels that store K and V (rope.py, store_kv.py). Launches nothing.
 """
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from streamer.kernels.quantized import LEAST, LIMITS, scales_of
 
-INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2**23: added and taken away, it rounds to an integer
+INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds to an integer
 SMALLEST = tl.constexpr(24576.0)  # 1.5 * 2**14: likewise to 2**-9, the step of e4m3's subnormals
 TINY = tl.constexpr(LEAST)
 
@@ -20,8 +20,8 @@ TINY = tl.constexpr(LEAST)
 def scales_and_codes(x, LIMIT: tl.constexpr, IS_INTEGER: tl.constexpr):
     """x float32 [H, D] -> scales [H], and [H, D] values that the pool's dtype holds exactly.
 
-    Rounded here, to the nearest and ties to even, because not every way from float32 to e4m3 does:
-    the interpreter of Triton 3.9 makes 16 of 31.6.
+    Rounded here, to the nearest and ties to even, because not every conversion from float32 to e4m3
+    does so: the interpreter of Triton 3.9 turns 31.6 into 16.
     """
     is_nan = tl.max((x != x).to(tl.int32), 1) > 0
     scales = tl.max(tl.abs(x), 1) * (1.0 / LIMIT)
@@ -42,7 +42,7 @@ def scales_and_codes(x, LIMIT: tl.constexpr, IS_INTEGER: tl.constexpr):
 
 
 def arguments(pool_layer: torch.Tensor, block_size: int) -> dict[str, object]:
-    """What a kernel that stores must know of the pool's dtype; without scales LIMIT is 0."""
+    """A storing kernel's arguments that depend on the pool's dtype; without scales LIMIT is 0."""
     is_quantized = pool_layer.dtype in LIMITS
     return {
         "scales_ptr": scales_of(pool_layer, block_size) if is_quantized else None,

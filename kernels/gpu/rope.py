@@ -1,7 +1,7 @@
 """rope_and_store: norm and rotate q and k, store k and v, in one pass over qkv.
 
-One program a token and a few of its heads. A dimension reads its pair a second time, from cache,
-rather than exchanging registers. Called through backend.py.
+One program for a token and HEADS of its heads. The pair of each dimension is read a second time,
+from cache, rather than exchanged between registers. Called through backend.py.
 """
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
@@ -52,7 +52,7 @@ def _rope_kernel(
     IS_INTEGER: tl.constexpr,
 ):
     """Heads [0, Hq) are q, then k, then v, which is only stored."""
-    # int64: T * stride may pass 2**31, and a pool is far larger
+    # int64: T * stride may pass 2**31, and a pool has far more elements
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     i = tl.arange(0, D_PAD)
@@ -84,7 +84,7 @@ def _rope_kernel(
     tl.store(to_q, y, mask=is_inside & is_q[:, None])
     slot = tl.load(slots_ptr + token).to(tl.int64)
     if slot >= 0:
-        # By division: of a tl.where of strides Triton does not know that it is aligned, and stores
+        # By division: Triton does not know that a tl.where of strides is aligned, and would store
         # two bytes at a time.
         kv = tl.maximum(head - HEADS_Q, 0)
         in_block = kv // HEADS_K * pool_side + kv % HEADS_K * pool_head

@@ -27,7 +27,7 @@ class Rows:
     tables    [rows, W] int64
     num_parts query tokens in narrow tiles
     spans     contexts of the narrow rows on the host, queries their tokens; None: only the device
-              knows them, and spans has the most that one may be
+              knows the contexts, and spans holds the largest one possible
     """
 
     __slots__ = (
@@ -81,8 +81,8 @@ class Rows:
         large, small = wide_tiles(lens, contexts, ~is_narrow, wide), np.flatnonzero(is_narrow)
         before = np.cumsum(lens[small]) - lens[small]
         tiles = np.concatenate([large, np.stack((small, 0 * small, small, before), 1)])
-        # One copy to the device. Each part begins at a multiple of 16 bytes: by that Triton tells
-        # pointers apart, and would compile the kernel anew when it changes.
+        # One copy to the device. Each part begins at a multiple of 16 bytes: Triton specializes
+        # kernels by that alignment, and would compile another one where it differs.
         room = -len(starts) % 4
         packed = np.concatenate([tiles.ravel(), starts, np.zeros(room, np.int64), contexts])
         on_device = to_device(packed.astype(np.int32), batch.slots.device)

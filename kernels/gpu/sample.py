@@ -1,9 +1,9 @@
 """sample: tokens by Gumbel-max with noise by token id, from settings that live on the device.
 
-In place of CpuBackend.draw, whose draws the host lists: it gives what reference_sampling.py gives
-for the same logits, settings and noise, except where the noise's last bit or a sum's rounding
-decides, and takes greedy rows too. Logits come with bias, masks and penalties already in them.
-Called by model/sampling/device.py.
+Takes the place of CpuBackend.draw, whose draws the host lists. The tokens are those of
+reference_sampling.py for the same logits, settings and noise, except where the noise's last bit or
+a sum's rounding decides; greedy rows are included. Logits come with bias, masks and penalties
+already in them. Called by model/sampling/device.py.
 """
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
@@ -24,9 +24,9 @@ SLOT_BYTES = 8 + 12 + 20  # of SamplingRows
 
 
 class SamplingRows:
-    """Settings of row slots on the device; what Draws has, a row for each slot.
+    """Settings of row slots on the device; those of Draws, a row for each slot.
 
-    packed    everything below as bytes, one after the other, so that one copy writes all
+    packed    the tensors below as bytes, one after the other, so that one copy writes all
     top_k     [slots] int64; 0: off
     settings  [slots, 3] fp32: temperature (0: greedy), top_p (1: off), log(min_p) (-inf: off)
     origin    [slots, 5] int32, the bits of Draws.origin; the position in it is not read
@@ -46,7 +46,7 @@ class SamplingRows:
     def pack(
         self, top_k: NDArray[np.int64], settings: NDArray[np.float32], origin: NDArray[np.uint32]
     ) -> NDArray[np.uint8]:
-        """What `packed` has to become for these settings of all slots, as bytes on the host."""
+        """The content of `packed` for these settings of all slots, as bytes on the host."""
         packed = np.zeros(self.packed.shape[0], np.uint8)
         room = len(packed) // SLOT_BYTES
         for first, part in ((0, top_k), (room * 8, settings), (room * 20, origin)):
@@ -85,7 +85,7 @@ def _draw_kernel(
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.maximum(tl.load(slots_ptr + row), 0)
     temperature, top = tl.load(settings_ptr + 3 * slot), tl.load(top_ptr + row)
-    # top - top is 0 for what is finite and NaN for all else
+    # top - top is 0 where top is finite and NaN elsewhere
     if (temperature > 0.0) & (top - top == 0.0):
         group = chunk * GROUPS + tl.arange(0, GROUPS)
         origin = origin_ptr + 5 * slot
@@ -156,9 +156,9 @@ def sample(
     """One token a row -> [S] int64; -1 where the best logit is NaN or infinite.
 
     logits       [S, V] fp32, bf16 or fp16
-    slots        [S] int64: where in `settings` each row is; -1: padding, whose token means nothing
+    slots        [S] int64: where in `settings` each row is; -1: padding, whose token is undefined
     positions    [S] int64: absolute position of the token to be drawn
-    has_filters  whether any row has top_k, top_p or min_p (the caller knows; costs passes if so)
+    has_filters  whether any row has top_k, top_p or min_p (the caller knows; filters cost passes)
     """
     top, first = best(logits)
     rows, width = logits.shape

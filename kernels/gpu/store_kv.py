@@ -39,8 +39,8 @@ def _store_kernel(
     LIMIT: tl.constexpr,
     IS_INTEGER: tl.constexpr,
 ):
-    """pool[slot // B, 0 or 1, head, slot % B] = k or v[token, head]; LIMIT 0: as it is."""
-    # int64: a pool is far larger than 2**31 elements, and T * stride may be
+    """pool[slot // B, 0 or 1, head, slot % B] = k or v[token, head]; LIMIT 0: not quantized."""
+    # int64: a pool has far more than 2**31 elements, and T * stride may pass that
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     if slot >= 0:
