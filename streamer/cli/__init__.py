@@ -1,8 +1,8 @@
-"""The command line: picks a command, turns its outcome into an exit code.
+"""The command line: finds a command, runs it, and turns its outcome into an exit code.
 
 Imports a command's module only when that command runs, and heavy packages only inside its
-functions, so `--help` answers at once. 0: done; 1: a StreamerError, told without a traceback;
-2: wrong usage, with the flag, variable or key named; 130: interrupted.
+functions, so `--help` answers at once. Exit codes: 0: done; 1: a StreamerError, printed without a
+traceback; 2: wrong usage, with the flag, variable or key named; 130: interrupted.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _open_missing_streams() -> None:
     """Put the null device where standard input, output or error is closed.
 
-    Else the next file or socket gets that number: uvloop ends the process over one below 3.
+    Else the next file or socket gets its descriptor, and uvloop ends the process over one below 3.
     """
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
         try:

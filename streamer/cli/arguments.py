@@ -1,7 +1,8 @@
 """Flags of Config and SamplingParams, derived from their fields; there is no second list of names.
 
-Values stay text here: `load_config` and SamplingParams judge them. What they refuse becomes a
-UsageError that names the flag. Every command that opens a model uses these.
+Values of settings stay text here: `load_config` checks them, and SamplingParams its own. A value
+that they refuse becomes a UsageError that names the flag. Every command that opens a model uses
+these.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ FLAGGED = tuple(p for p in PARAMETERS.values() if p.field.is_flag)
 
 
 class UsageError(Exception):
-    """A command line that can't be run as it is written: exit code 2."""
+    """A wrong command line: exit code 2."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -91,7 +92,7 @@ def config_from(
 ) -> Config:
     """The Config of parsed flags over environment, file and defaults, or UsageError.
 
-    Variables that look like settings and are none are warned of, after `start_log`.
+    Logs a warning, after `start_log`, for each variable that looks like a setting and is none.
     """
     environment = os.environ if environment is None else environment
     prefix = "config_"
@@ -113,13 +114,13 @@ def config_from(
 
 
 def config_flags_given(args: argparse.Namespace) -> list[str]:
-    """The flags of Config that this command line has."""
+    """The flags of Config that were given, `--config` included."""
     found = [s.flag for s in settings() if getattr(args, f"config_{s.name}", None) is not None]
     return found if args.config is None else [*found, "--config"]
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    """A flag for each sampling parameter that makes sense in a terminal."""
+    """A flag for each sampling parameter whose field has `is_flag`."""
     group = parser.add_argument_group("sampling", "what is absent is as the model has it")
     for parameter in FLAGGED:
         options: dict[str, Any] = {"dest": f"sampling_{parameter.name}", "default": None}
@@ -135,7 +136,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_from(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling parameters that were given, by name and checked; UsageError names the flag."""
+    """The given sampling parameters by name, checked; UsageError names a wrong flag."""
     given: dict[str, Any] = {}
     for name, kind in ((p.name, p.kind) for p in FLAGGED):
         raw = getattr(args, f"sampling_{name}", None)

@@ -1,6 +1,6 @@
-"""`streamer bench WHAT`: the in-process measurements, each a module of the bench room.
+"""`streamer bench WHAT`: the in-process measurements, each a module of loadtest/.
 
-Only finds the module and hands the flags on; what is measured is that module's business.
+Only finds the module and passes the flags on; the module measures.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ BENCHES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The bench's name; what follows is its own."""
+    """The bench's name; the words after it are the bench's own flags."""
     add_door(parser, BENCHES)
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """The bench's own exit code."""
+    """Run the bench; returns its exit code."""
     return go_through(args, console, BENCHES)

@@ -1,7 +1,7 @@
 """`streamer chat`: a conversation in the terminal, streamed, with its timing.
 
-Ctrl-C cancels the answer that runs; at the prompt it leaves. Keeps the conversation, and nothing
-after it ends.
+Ctrl-C cancels a running answer; at the prompt it ends the program. The conversation is kept in
+memory only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Measured(msgspec.Struct):
-    """An answer as it arrives. Times in seconds since it was asked for; None: not yet known."""
+    """An answer as it arrives. Times in seconds since its request; None: not yet known."""
 
     text: str = ""
     num_tokens: int | None = None
@@ -51,7 +51,7 @@ class Measured(msgspec.Struct):
         self.total_s = elapsed_s
 
     def summary(self) -> str:
-        """Time to first token and tokens a second after it, as far as they are known."""
+        """Time to first token and tokens a second after it, where known."""
         parts = []
         if self.first_s is not None:
             parts.append(f"first token {self.first_s * 1e3:,.0f} ms")
@@ -76,9 +76,9 @@ async def stream(pieces: AsyncIterator[Piece], into: Measured, console: Console)
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Talk until the person leaves; 1 if something was asked and nothing was answered."""
+    """Converse until the user ends it; 1 if there were questions and no answer to any."""
     opening = talker_from(args)
-    # The loop stands still while a person types: nothing streams then, and Ctrl-C reaches input().
+    # The loop does not run while the user types: nothing streams then, and Ctrl-C reaches input().
     with new_runner() as runner:
         talker = runner.run(opening.__aenter__())
         try:
@@ -94,7 +94,7 @@ async def _close(opening: AbstractAsyncContextManager[Talker]) -> None:
 
 
 class Conversation(msgspec.Struct):
-    """What was said since it began or was forgotten, and how much was asked in all."""
+    """The messages since the beginning or /new, and the number of questions and answers in all."""
 
     messages: list[Message]
     num_asked: int = 0
@@ -104,7 +104,7 @@ class Conversation(msgspec.Struct):
 def converse(
     runner: asyncio.Runner, talker: Talker, console: Console, system: str | None
 ) -> Conversation:
-    """Ask and answer until end of input; returns the conversation as it stood at the end."""
+    """Ask and answer until the end of input; returns the conversation at the end."""
     opening: list[Message] = [{"role": "system", "content": system}] if system else []
     now = Conversation(list(opening))
     while True:
@@ -126,7 +126,7 @@ def converse(
 def _turn(
     runner: asyncio.Runner, talker: Talker, console: Console, messages: list[Message]
 ) -> list[Message]:
-    """The conversation after this turn; one that said nothing is left out of it."""
+    """The conversation after this turn; a turn without an answer is left out."""
     measured = Measured()
     try:
         runner.run(stream(talker.answer(messages), measured, console))

@@ -1,7 +1,7 @@
-"""Commands by name: each a module that adds its own flags and runs, imported when it is asked for.
+"""Commands by name: each a module that adds its own flags and runs, imported when it is used.
 
 `streamer NAME` is one; a door such as `streamer bench WHAT` is a command whose first word names
-another and whose other words are that one's flags.
+another command and whose other words are the flags of that command.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Command(NamedTuple):
 
 
 class CommandModule(Protocol):
-    """What a command's module offers."""
+    """The two functions that a command's module has."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
 
@@ -51,16 +51,16 @@ def load(command: Command) -> CommandModule:
 
 
 def add_door(parser: argparse.ArgumentParser, commands: Mapping[str, Command]) -> None:
-    """The name of one of these; what follows is its own."""
+    """The name of one of these commands; the words after it are that command's flags."""
     listed = "; ".join(f"{name}: {command.help}" for name, command in commands.items())
     parser.add_argument("what", metavar="WHAT", choices=commands, help=listed)
     rest = parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    rest.required = False  # else a missing WHAT is told together with it
+    rest.required = False  # else the error for a missing WHAT names both
     parser.set_defaults(prog=parser.prog)
 
 
 def go_through(args: argparse.Namespace, console: Console, commands: Mapping[str, Command]) -> int:
-    """Run the command that was named, by flags of add_door; its own exit code."""
+    """Run the command that the arguments of add_door name; returns its exit code."""
     command = commands[args.what]
     if command.is_foreign:
         code: int = import_module(command.module).main(args.rest)

@@ -1,6 +1,6 @@
-"""The consoles of the command line, the only place that makes them: lines wrap on a terminal alone.
+"""The only place that makes the command line's consoles: lines wrap only on a terminal.
 
-rich takes what is no terminal for one of 80 columns, which would cut the lines of logs and pipes.
+rich takes a file or a pipe for a terminal of 80 columns, which would cut the lines of logs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ UNWRAPPED = 10_000  # columns
 
 
 def new_console(*, stderr: bool = False) -> Console:
-    """For standard output or error; COLUMNS says how wide where there is no terminal."""
+    """For standard output or error; COLUMNS sets the width where there is no terminal."""
     from rich.console import Console
 
     console = Console(stderr=stderr, highlight=False)

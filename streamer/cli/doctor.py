@@ -1,7 +1,7 @@
-"""`streamer doctor`: looks at this machine, says what is missing and how to mend it.
+"""`streamer doctor`: checks this machine, says what is missing and how to mend it.
 
 Changes nothing. Each check is a function that returns findings; a finding with a remedy is a flaw,
-and only what is missing or fails makes the exit code 1.
+and only the states "missing" and "failing" make the exit code 1.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MARKS = {
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """What one check saw. `remedy` is empty where nothing need be done."""
+    """The result of one check. `remedy` is empty where nothing has to be done."""
 
     what: str
     state: Literal["good", "note", "missing", "failing"]
@@ -47,12 +47,12 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The settings whose effect is checked: where the server would listen."""
+    """The settings that are checked: where the server would listen."""
     add_config_flags(parser, sections=("server",), model=False)
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Print every finding; 1 if something that is needed is missing or fails."""
+    """Print every finding; 1 if a requirement is missing or fails."""
     from rich.table import Table
 
     config = config_from(args)
@@ -84,7 +84,7 @@ def python() -> list[Finding]:
 
 
 def packages() -> list[Finding]:
-    """Everything pyproject.toml asks for, as installed here."""
+    """The version of every package that pyproject.toml requires, or that it is not installed."""
     try:
         wanted = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
@@ -98,7 +98,7 @@ def packages() -> list[Finding]:
         try:
             findings.append(Finding(name, "good", metadata.version(name)))
         except metadata.PackageNotFoundError:
-            # what a platform marker leaves out is a note: the engine starts without it
+            # a package that a platform marker leaves out is a note: the engine starts without it
             state: Literal["note", "missing"] = "note" if marker else "missing"
             findings.append(Finding(name, state, "not installed", f"pip install '{line.strip()}'"))
     return findings
@@ -150,7 +150,7 @@ def _bfloat16() -> Finding:
 
 
 def memory() -> list[Finding]:
-    """What is free for weights and KV cache, within this process's limits."""
+    """Memory that is free for weights and KV cache, within this process's limits."""
     from streamer.model.memory import free_bytes
 
     free_gib = free_bytes() / (1 << 30)
@@ -161,7 +161,7 @@ def memory() -> list[Finding]:
 
 
 def browser() -> Finding:
-    """The browser that the page's tests drive; serving does without."""
+    """The browser that the page's tests drive; serving does not need it."""
     for name in BROWSERS:
         path = shutil.which(name)
         if path:
@@ -170,7 +170,7 @@ def browser() -> Finding:
 
 
 def port_free(config: Config) -> Finding:
-    """Whether the server could listen where the settings say."""
+    """Whether the server can listen on the configured address or socket."""
     if config.uds:
         folder = Path(config.uds).resolve().parent
         if not os.access(folder, os.W_OK):

@@ -1,6 +1,6 @@
 """`streamer generate`: one prompt, from an argument or standard input, and its answer.
 
-The answer alone goes to standard output, as it streams, so that it can be piped; timing goes to
+Only the answer goes to standard output, as it streams, so that it can be piped; timing goes to
 standard error.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The prompt; the model is a flag here."""
+    """The prompt as the positional argument; the model is a flag here."""
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="absent or -: standard input")
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
     parser.add_argument(

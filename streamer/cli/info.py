@@ -1,7 +1,7 @@
 """`streamer info MODEL`: what a checkpoint is, what it needs, and whether it can be served here.
 
-Reads headers and configs alone, never weights; a checkpoint that is refused is shown with the
-reason, and exit code 1.
+Reads only headers and configs, never weights; a refused checkpoint is shown with the reason, and
+the exit code is 1.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Print the facts; 0 if it can be served here."""
+    """Print the facts; 0 if the checkpoint can be served here, else 1."""
     from streamer.build import resolve_model
     from streamer.fake.model import is_fake
     from streamer.model.inspect import inspect_checkpoint
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def rows(facts: CheckpointFacts, config: Config) -> list[tuple[str, str]]:
-    """Name and text of every fact that is known."""
+    """(name, text) of every known fact."""
     found = [("checkpoint", facts.path)]
     if facts.architecture:
         by = SERVED_BY.get(facts.served_by)

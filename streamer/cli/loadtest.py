@@ -1,6 +1,6 @@
 """`streamer loadtest WHAT`: measurements from outside, of any OpenAI-compatible server.
 
-Only finds the program and hands the flags on; the programs know nothing of the engine.
+Only finds the program and passes the flags on; the programs know nothing of the engine.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ PROGRAMS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The program's name; what follows is its own."""
+    """The program's name; the words after it are the program's own flags."""
     add_door(parser, PROGRAMS)
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """The program's own exit code."""
+    """Run the program; returns its exit code."""
     return go_through(args, console, PROGRAMS)

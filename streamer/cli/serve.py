@@ -1,7 +1,7 @@
 """`streamer serve`: settings in, a running server out.
 
 Refuses to listen beyond this machine without a key, starts engine and server on one event loop and
-says what is served where. Draining and signals are the server's; the exit code says how it ended.
+prints what is served where. The server handles draining and signals.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# How long a thread waits for the GIL in silence before it asks for it. A loop that lets go of it
-# more often than that, for a microsecond each time, keeps it: at 0.5 ms the engine's thread
-# starved beside a saturated loop (inside/README.md).
+# How long a thread waits for the GIL before it requests it. A loop that releases the GIL more often
+# than that, for a microsecond each time, keeps it: at 0.5 ms the engine's thread starved beside a
+# saturated loop (loadtest/inside/README.md).
 SWITCH_INTERVAL_S = 0.00005
 
 
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
             return runner.run(_serve(config, console))
     except StreamerError as error:
         if config.log_format == "text":
-            raise  # the command line tells of it
+            raise  # the command line prints it
         log.critical("%s", error.message)
         return 1
 
@@ -63,7 +63,7 @@ async def _serve(config: Config, console: Console) -> int:
     from streamer.server.lifecycle import serve
 
     engine = AsyncEngine.from_config(config)
-    is_text = config.log_format == "text"  # in JSON the log's own line says it
+    is_text = config.log_format == "text"  # in JSON the log has a line for it
     code = await serve(
         engine,
         config,
@@ -83,7 +83,7 @@ def _leave(code: int) -> None:
 
 
 def check_bind(config: Config) -> None:
-    """UsageError if anybody on the network could use the engine without a key."""
+    """UsageError if other machines could use the engine without a key."""
     if config.uds or config.api_key or config.allow_public_bind or _is_loopback(config.host):
         return
     raise UsageError(
@@ -103,12 +103,12 @@ def _is_loopback(host: str) -> bool:
 
 
 def _tell(info: ModelInfo, url: str, console: Console) -> None:
-    with contextlib.suppress(SystemExit):  # rich's word for a pipe that nobody reads any more
+    with contextlib.suppress(SystemExit):  # rich raises it for a pipe whose reader is gone
         announce(info, url, console)
 
 
 def announce(info: ModelInfo, url: str, console: Console) -> None:
-    """The lines a person reads before the first request."""
+    """Print the model, its sizes and the address, before the first request."""
     tokens = info.num_blocks * info.block_size
     millions = info.num_parameters / 1e6
     kv_mib = info.num_blocks * info.block_bytes / (1 << 20)

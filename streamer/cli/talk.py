@@ -1,7 +1,7 @@
-"""Who answers in a terminal: an engine in this process, or a server over its WebSocket.
+"""The source of answers in a terminal: an engine in this process, or a server over its WebSocket.
 
-Both give the same pieces of text, so chat and generate don't know which they talk to. Leaving an
-answer's iterator cancels it on either side.
+Both yield the same pieces of text, so chat and generate treat them alike. Closing an answer's
+iterator cancels the answer in either.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Message = dict[str, Any]
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """A piece of an answer. `num_tokens` counts tokens so far where known; `end` on the last."""
+    """A piece of an answer. `num_tokens`: tokens so far, where known; `end`: on the last only."""
 
     text: str = ""
     num_tokens: int | None = None
@@ -47,7 +47,7 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class Talker(Protocol):
-    """Answers a list of messages."""
+    """A source of answers to lists of messages."""
 
     name: str
 
@@ -63,7 +63,7 @@ def add_talker_arguments(parser: argparse.ArgumentParser, *, model: bool) -> Non
 
 
 def talker_from(args: argparse.Namespace) -> AbstractAsyncContextManager[Talker]:
-    """The talker that the flags ask for, opened by `async with`."""
+    """The talker for these flags, opened by `async with`; UsageError for flags that clash."""
     given = sampling_from(args)
     if args.url is None:
         return _in_process(config_from(args), given)
@@ -128,12 +128,12 @@ async def _over_socket(url: str, key: str | None, given: dict[str, Any]) -> Asyn
 
 
 def socket_url(url: str) -> str:
-    """The WebSocket address of a server given as a person types it: `localhost:8000` will do."""
+    """The WebSocket address of a server; `localhost:8000` is enough. UsageError for no address."""
     schemes = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         is_address = parts.scheme in schemes and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, half a bracket
+    except ValueError:  # a port that is no number, an unpaired bracket
         is_address = False
     if not is_address or not url.isprintable() or " " in url:
         raise UsageError(f"--url: {url} is no address of a server, such as http://127.0.0.1:8000")
@@ -142,7 +142,7 @@ def socket_url(url: str) -> str:
 
 
 class OverSocket:
-    """Answers from a server; one connection an answer, so that nothing idles between lines."""
+    """Answers from a server, each over its own connection, so that none idles between answers."""
 
     def __init__(self, url: str, key: str | None, given: dict[str, Any]) -> None:
         self.name = url
@@ -153,7 +153,7 @@ class OverSocket:
             self._body["max_output_tokens"] = self._body.pop("max_tokens")
 
     async def check(self) -> None:
-        """StreamerError if no server lets us in: before a person has typed a question."""
+        """StreamerError if the server can't be reached or refuses, before the first question."""
         async with self._connected():
             pass
 
@@ -203,7 +203,7 @@ class OverSocket:
 
 
 def refusal(response: Response) -> str:
-    """Why a server did not open a socket: its own words where it has some."""
+    """Why a server did not open a socket: its error message, or else its HTTP status."""
     try:
         said = msgspec.json.decode(response.body or b"")["error"]["message"]
     except (msgspec.DecodeError, KeyError, TypeError):
@@ -217,7 +217,7 @@ def _id_in(event: Any) -> str | None:
 
 
 def piece_of(event: Any) -> Piece | None:
-    """What an event of the wire adds to the answer; None for most. Errors raise StreamerError."""
+    """The piece that a server event adds, None for most. An error event raises StreamerError."""
     match event.get("type"):
         case "response.output_text.delta":
             return Piece(event["delta"])

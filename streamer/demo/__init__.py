@@ -1,7 +1,7 @@
 """The bundled demo model: its weights and their card (report.md); training/ made them.
 
-Owns the paths of the checkpoints; importing it loads nothing. Called by the command line, which
-serves CHECKPOINT when no model is named.
+Owns the paths of the checkpoints; importing it loads nothing. build.py loads CHECKPOINT when no
+model is named.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What made the bundled model: its texts, their generators and the training script.
+"""The source of the bundled model: its texts, their generators and the training script.
 
-Needs a checkout: the wheel has the weights alone.
+Needs a checkout: the wheel has only the weights.
 """

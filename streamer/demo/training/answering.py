@@ -1,7 +1,7 @@
 """Answers of a checkpoint folder to single questions, all in one batch of this engine.
 
-Owns nothing: it loads, asks and forgets. The one place where the demo room generates text, so that
-report and tests ask in the same way. Called by report.py and the tests.
+The only place where demo/ generates text, so that report and tests ask in the same way. Keeps
+nothing between calls. Called by report.py and the tests.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def answers(
     seed: int = 0,
     max_new_tokens: int = MAX_NEW_TOKENS,
 ) -> list[str]:
-    """What the model in the folder says to each question, asked as a user through the template.
+    """The model's answer to each question, asked as a user message through the chat template.
 
-    Temperature 0 is greedy, others draw with top-p 0.9. An answer without an end after
+    Temperature 0 is greedy, others sample with top-p 0.9. An answer without an end after
     max_new_tokens is cut there.
     """
     from streamer.core.sampling import SamplingParams

@@ -1,7 +1,7 @@
 """The demo model's training text: documents drawn from a seed, and their packing into rows.
 
-Owns the mix (how much of the text is questions, stories, chat), and which tokens count how much in
-the loss. Never trains. Called by train.py, tokenizer_training.py, report.py and the tests.
+Owns the mix (the shares of questions, stories and chat) and each token's weight in the loss. Never
+trains. Called by train.py, tokenizer.py, report.py and the tests.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 BOS, START, END, END_OF_TEXT = "<|bos|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 SPECIAL_TOKENS = (BOS, START, END, END_OF_TEXT)
 
-# What share of the documents is what. Questions are short: 0.66 of the documents and 0.43 of the
+# Shares of the documents by kind. Questions are short: 0.66 of the documents and 0.43 of the
 # tokens; told stories are 0.30 of the tokens, chat 0.20, plain stories 0.06.
 MIX = {"questions": 0.66, "chat": 0.16, "story": 0.04, "told": 0.14}
 LOOKBACK_MIX = {**{kind: 0.7 * share for kind, share in MIX.items()}, "lookback": 0.3}
@@ -62,7 +62,7 @@ class Document(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """All the words, as the tokenizer's training sees them."""
+        """The roles and contents of all turns, as the tokenizer is trained on them."""
         return "\n".join(f"{turn.role}\n{turn.content}" for turn in self.turns)
 
 
@@ -74,7 +74,7 @@ class Row(NamedTuple):
 
 
 class Asker:
-    """Draws exchanges on the engine; every entry comes once before any comes twice.
+    """Draws exchanges on the engine; every entry is used once before any is used again.
 
     Phrasings whose words equal an excluded one are never drawn.
     """
@@ -164,7 +164,7 @@ def documents(
     excluded: frozenset[str] = frozenset(),
     mix: Mapping[str, float] = MIX,
 ) -> Iterator[Document]:
-    """Documents without end, the same for the same seed; `mix` is their shares by kind."""
+    """Endless documents, the same for the same seed; `mix` has the shares by kind."""
     rng = random.Random(seed)
     asker = Asker(entries, rng, excluded)
     kinds, shares = list(mix), list(mix.values())
@@ -222,9 +222,9 @@ class Packed(NamedTuple):
 
 
 def pack(rows: Iterator[Row], length: int, num_rows: int, pad: int) -> Packed:
-    """Documents laid into rows without crossing from one to the next; what is too long is cut.
+    """Documents packed into rows of `length`, none across two rows; a longer document is cut.
 
-    Each row takes the first of the waiting documents that still fits, so that little is padding.
+    Each row takes the first of 64 waiting documents that still fits, so that padding is short.
     """
     import numpy as np
 
@@ -251,7 +251,7 @@ def pack(rows: Iterator[Row], length: int, num_rows: int, pad: int) -> Packed:
 def single_documents(rows: Iterator[Row], num_tokens: int, pad: int) -> Iterator[Packed]:
     """Batches of about num_tokens in which each row is one document, padded to a multiple of 64.
 
-    A batch holds documents of one such length, and comes when it is full.
+    A batch has documents of one padded length, and is yielded when it is full.
     """
     import numpy as np
 

@@ -1,7 +1,7 @@
 """Small dialogues of several turns: everyday chat, stories on demand with follow-ups, and poems.
 
-Owns what a user may say and what the demo model answers, except for the questions about the engine
-(questions.py). Called by corpus.py.
+Owns the user's messages and the demo model's answers, except for the questions about the engine
+(questions.py). Called by corpus.py and lookback.py.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _talk_slots(rng: random.Random) -> dict[str, str]:
 
 
 def typed(text: str, rng: random.Random) -> str:
-    """The text as it may come from a keyboard: sometimes in lower case or without its last mark."""
+    """The text as a user may type it: sometimes in lower case or without its last mark."""
     if rng.random() < 0.2:
         text = text.lower()
     if rng.random() < 0.2 and len(text) > 1:
@@ -276,7 +276,7 @@ _POEM_REQUESTS = (
 
 
 def poem_exchange(rng: random.Random) -> list[Turn]:
-    """A poem on demand."""
+    """A request for a poem, and the poem."""
     kind = make_character(rng).kind
     asked = fill(rng.choice(_POEM_REQUESTS), {"a_kind": with_article(kind)})
     answer = fill(rng.choice(poems()), {"kind": kind})
@@ -299,7 +299,7 @@ _ASK_NAME = ("What is my name?", "Do you remember my name?", "Who am I?", "Do yo
 
 
 def name_exchange(rng: random.Random) -> list[Turn]:
-    """A user who tells a name, and may ask for it later."""
+    """A user gives a name, and may ask for it later."""
     name = pick(rng, rng.choice(("girls", "boys")))
     turns = [
         Turn("user", typed(fill(rng.choice(_MY_NAME), {"n": name}), rng)),
@@ -314,5 +314,5 @@ def name_exchange(rng: random.Random) -> list[Turn]:
 
 
 def system_turns(rng: random.Random) -> list[Turn]:
-    """Now and then a system prompt, else nothing."""
+    """A system prompt in 15% of the dialogues, else no turns."""
     return [Turn("system", rng.choice(SYSTEM_PROMPTS))] if rng.random() < 0.15 else []

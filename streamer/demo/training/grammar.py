@@ -1,7 +1,7 @@
 """Templates of the demo model's texts: `[a|b]` is a choice, `{slot}` a value, `{a:slot}` "a value".
 
-Owns the small template language and the readers of words.txt and plots.txt; never draws numbers of
-its own (the caller's generator decides). Called by stories.py, dialogues.py and questions.py.
+Owns the small template language and the readers of words.txt and plots.txt; random choices come
+from the caller's generator. Called by stories.py, dialogues.py and questions.py.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _SLOT = re.compile(r"\{(?:(a|A):)?([a-zA-Z0-9_.]+)\}")
 
 
 class TemplateError(ValueError):
-    """A template names a slot that nobody fills, or a text file is not in its format."""
+    """A template names a slot without a value, or a text file is not in its format."""
 
 
 def with_article(phrase: str) -> str:
-    """The phrase after "a" or "an", by its first sound as far as spelling tells."""
+    """The phrase after "a" or "an", by its first sound as guessed from its spelling."""
     first = phrase.split()[0].lower()
     exceptions_an = ("honest", "hour")
     exceptions_a = ("unicorn", "useful", "one", "university", "ukulele")
@@ -42,7 +42,7 @@ def capital(text: str) -> str:
 
 
 def choose(template: str, rng: random.Random) -> str:
-    """Every [a|b] of the template decided, the inner ones first."""
+    """The template with one alternative chosen for every [a|b], inner choices first."""
     while (match := _CHOICE.search(template)) is not None:
         picked = rng.choice(match.group(1).split("|"))
         template = template[: match.start()] + picked + template[match.end() :]
@@ -53,7 +53,7 @@ def fill(template: str, slots: Mapping[str, str]) -> str:
     """Every {slot} replaced; `{x.cap}` capitalises slot x.
 
     Raises:
-        TemplateError: the template names a slot that `slots` has not.
+        TemplateError: the template names a slot that is not in `slots`.
     """
 
     def value(match: re.Match[str]) -> str:
@@ -70,12 +70,12 @@ def fill(template: str, slots: Mapping[str, str]) -> str:
 
 
 def render(template: str, rng: random.Random, slots: Mapping[str, str]) -> str:
-    """The template's choices decided and its slots filled."""
+    """The template with its choices made and its slots filled."""
     return fill(choose(template, rng), slots)
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """A place of the stories: its name, how somebody lives there, and what can be visited."""
+    """A place of the stories: its name, preposition and home, and spots to visit there."""
 
     place: str
     preposition: str
@@ -91,7 +91,7 @@ class Words(msgspec.Struct, frozen=True):
 
 
 class Plot(msgspec.Struct, frozen=True):
-    """One plot of plots.txt: beats (each a set of templates) and what can be said about it."""
+    """One plot of plots.txt: beats (each a set of templates), and texts about the plot."""
 
     name: str
     beats: tuple[tuple[str, ...], ...]

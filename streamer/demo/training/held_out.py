@@ -1,7 +1,7 @@
-"""Phrasings that training never saw, and when an answer to one counts as right.
+"""Phrasings that are kept out of training, and when an answer to one counts as right.
 
-Owns the format of tests/demo/held_out.txt and the marking; never asks a model itself. Called by
-train.py, report.py and the tests.
+Owns the format of tests/demo/held_out.txt and the check of answers; never asks a model itself.
+Called by train.py, report.py and the tests.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from streamer.demo.training.questions import normalised
 
 
 class HeldOut(msgspec.Struct, frozen=True):
-    """A phrasing and its keywords: every group must be found, by one of its alternatives."""
+    """A phrasing and its keywords: an answer must have one alternative of every group."""
 
     question: str
     groups: tuple[tuple[str, ...], ...]
 
     def missing(self, answer: str) -> tuple[tuple[str, ...], ...]:
-        """The groups of which the answer has no alternative; case does not matter."""
+        """The groups without an alternative in the answer; case does not matter."""
         said = answer.lower()
         return tuple(
             group for group in self.groups if not any(part.lower() in said for part in group)
@@ -34,7 +34,7 @@ class HeldOut(msgspec.Struct, frozen=True):
 
 
 def read_held_out(path: Path) -> tuple[HeldOut, ...]:
-    """The records of a file: a Q line, then a K line with groups parted by ";".
+    """The records of a file: a Q line, then a K line; ";" separates groups, "|" alternatives.
 
     Raises:
         TemplateError: a record is not one Q line and one K line.
@@ -54,5 +54,5 @@ def read_held_out(path: Path) -> tuple[HeldOut, ...]:
 
 
 def excluded_phrasings(asked: Iterable[HeldOut]) -> frozenset[str]:
-    """The questions as the corpus compares them: words alone, in lower case."""
+    """The questions as the corpus compares them: only the words, in lower case."""
     return frozenset(normalised(record.question) for record in asked)

@@ -1,7 +1,7 @@
-"""Short exchanges whose answers stand in the question, which teach the model to look back.
+"""Short exchanges whose answers are in the question, which teach the model to look back.
 
 Owns the tasks (repeat this, who has what, very short stories). In stories of 240 tokens a name is
-too far from its first mention for a young network to find out that copying pays; here it is near.
+too far from its first mention for a network early in training to learn to copy it; here it is near.
 Called by corpus.py.
 """
 
@@ -68,7 +68,7 @@ def _slots(rng: random.Random) -> dict[str, str]:
 
 
 def repeat_exchange(rng: random.Random) -> list[Turn]:
-    """A few words to say again, exactly."""
+    """A few words, and the same words as the answer."""
     said = ", ".join(pick(rng, rng.choice(_LISTS)) for _ in range(rng.randint(1, 7)))
     return [Turn("user", fill(rng.choice(_REPEAT), {"x": said})), Turn("assistant", said)]
 
@@ -84,7 +84,7 @@ def fact_exchange(rng: random.Random) -> list[Turn]:
 
 
 def named_exchange(rng: random.Random) -> list[Turn]:
-    """A sentence or two about somebody whose name and kind are given."""
+    """A sentence or two about two characters whose names and kinds are given."""
     slots = _slots(rng)
     who = f"{slots['h']} the {slots['h.kind']} and {slots['f']} the {slots['f.kind']}"
     asked = rng.choice(("Say something about {x}.", "Tell me about {x}.", "{x}, please."))
@@ -95,7 +95,7 @@ def named_exchange(rng: random.Random) -> list[Turn]:
 
 
 def kind_exchange(rng: random.Random) -> list[Turn]:
-    """One sentence about a kind of being: how a story on demand begins."""
+    """The beginning of a story on demand, about a given kind of character."""
     who = make_character(rng)
     values = {"x": with_article(who.kind), "h": who.name, "k": who.kind, "adj": who.adjective}
     asked = rng.choice(("Begin a story about {x}.", "How does a story about {x} begin?"))
@@ -104,6 +104,6 @@ def kind_exchange(rng: random.Random) -> list[Turn]:
 
 
 def lookback_exchange(rng: random.Random) -> list[Turn]:
-    """One of the short tasks."""
+    """One of the short tasks, drawn at random."""
     tasks = (repeat_exchange, fact_exchange, named_exchange, kind_exchange)
     return rng.choice(tasks)(rng)

@@ -1,7 +1,7 @@
 """The demo model's network as plain torch modules, written for training speed on a CPU.
 
-Owns the parameters while they are trained and gives them back under the names and in the layout of
-a Llama checkpoint. Never used to serve: the engine reads the saved checkpoint like any other.
+Owns the parameters while they are trained and returns them under the names and in the layout of a
+Llama checkpoint. Never used to serve: the engine reads the saved checkpoint like any other.
 Called by train.py, which imports it inside functions because it needs torch.
 """
 
@@ -20,7 +20,7 @@ NORM_EPS = 1e-5
 
 
 def rotary_tables(length: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of shape (length, head_dim), the two halves alike, as in Llama."""
+    """Cosines and sines of shape (length, head_dim), with two equal halves, as in Llama."""
     inverse = ROPE_THETA ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angles = torch.arange(length, dtype=torch.float64)[:, None] * inverse[None, :]
     doubled = torch.cat([angles, angles], dim=-1)
@@ -28,7 +28,7 @@ def rotary_tables(length: int, head_dim: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions on x of shape (batch, length, heads, head_dim)."""
+    """x of shape (batch, length, heads, head_dim) with rotary positions applied."""
     first, second = x.chunk(2, dim=-1)
     return x * cos[:, None, :] + torch.cat([-second, first], dim=-1) * sin[:, None, :]
 
@@ -88,7 +88,7 @@ class Network(nn.Module):
         self.reset()
 
     def reset(self) -> None:
-        """Fresh weights: normal with 0.02, the layers' outputs scaled down by their number."""
+        """Initial weights: normal, std 0.02; o and down scaled by (2 * num_layers) ** -0.5."""
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:
                 continue
@@ -115,11 +115,11 @@ class Network(nn.Module):
         return F.cross_entropy(logits.float(), targets.flatten(), reduction="none")
 
     def hidden_matrices(self) -> list[nn.Parameter]:
-        """The layers' matrices: what Muon trains."""
+        """The layers' matrices, trained by Muon."""
         return [p for n, p in self.named_parameters() if p.ndim == 2 and n != "embed.weight"]
 
     def other_parameters(self) -> list[nn.Parameter]:
-        """The embedding and the norms: what AdamW trains."""
+        """The embedding and the norms, trained by AdamW."""
         return [p for n, p in self.named_parameters() if p.ndim != 2 or n == "embed.weight"]
 
     def llama_tensors(self) -> dict[str, Tensor]:

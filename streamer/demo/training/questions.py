@@ -128,7 +128,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 def read_questions(path: Path = QUESTIONS) -> tuple[Entry, ...]:
-    """The entries of a file: blank lines part them, Q lines ask, the A line answers.
+    """The entries of a file, separated by blank lines: Q lines, then one A line.
 
     Raises:
         TemplateError: an entry has no phrasing, not exactly one answer, or a line of another kind.
@@ -150,7 +150,7 @@ def read_questions(path: Path = QUESTIONS) -> tuple[Entry, ...]:
 
 
 def normalised(text: str) -> str:
-    """The words of a phrasing alone: lower case, no punctuation."""
+    """Only the words of a phrasing: lower case, no punctuation."""
     return " ".join(re.findall(r"[a-z0-9]+", text.lower()))
 
 

@@ -1,6 +1,6 @@
 """The report on the trained demo model: held-out perplexity, right answers, samples, time.
 
-Owns report.md; never trains. Called by train.py when both checkpoints stand.
+Owns report.md; never trains. Called by train.py when both checkpoints are written.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ KIND_NAMES = {
 def perplexities(
     folder: Path, entries: Sequence[Entry], excluded: frozenset[str]
 ) -> dict[str, float]:
-    """exp(mean cross entropy) of answers and story text, a kind of document, on unseen documents.
+    """exp(mean cross entropy) by kind of document, on unseen documents.
 
-    Only tokens that the model has to say count; the prompts do not.
+    Only the tokens of answers and story text count; the prompts do not.
     """
     import torch
     import torch.nn.functional as F
@@ -76,12 +76,12 @@ def perplexities(
 
 
 def quoted(text: str) -> str:
-    """The text as a block quote."""
+    """The text as a Markdown block quote."""
     return "\n".join(f"> {line}".rstrip() for line in text.splitlines())
 
 
 def samples(folder: Path, temperature: float) -> str:
-    """Questions and what the model said to them."""
+    """The questions of SAMPLED and the model's answers, as Markdown."""
     said = answers(folder, SAMPLED, temperature=temperature, seed=1)
     return "\n\n".join(
         f"**{question}**\n\n{quoted(answer)}"
@@ -90,7 +90,7 @@ def samples(folder: Path, temperature: float) -> str:
 
 
 def held_out_section(folder: Path, asked: Sequence[HeldOut]) -> str:
-    """The share of held-out phrasings answered right, and the ones that were not."""
+    """How many held-out phrasings were answered right, and those that were not."""
     said = answers(folder, [record.question for record in asked], max_new_tokens=120)
     wrong = [
         (record, answer)

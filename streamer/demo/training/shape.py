@@ -26,7 +26,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_parameters(self) -> int:
-        """Trained numbers, the tied embedding counted once."""
+        """Number of trained weights, the tied embedding counted once."""
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
         feed_forward = 3 * self.hidden_size * self.intermediate_size
         layer = attention + feed_forward + 2 * self.hidden_size

@@ -1,7 +1,7 @@
 """Short stories in plain English from plots.txt and words.txt, the same for the same seed.
 
-Owns the cast, the openings and the endings; never decides what a reader asked for (dialogues.py
-does). Called by corpus.py and dialogues.py.
+Owns the cast, the openings and the endings; dialogues.py decides what the user asks for. Called by
+corpus.py, dialogues.py and lookback.py.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ TITLES = (
 
 
 class Character(msgspec.Struct, frozen=True):
-    """Somebody in a story."""
+    """A character of a story."""
 
     name: str
     kind: str
@@ -75,7 +75,7 @@ class Character(msgspec.Struct, frozen=True):
 
 
 class Cast(msgspec.Struct, frozen=True):
-    """Everything that a story's templates may name."""
+    """The characters, the setting and the slots of a story's templates."""
 
     hero: Character
     friend: Character
@@ -84,7 +84,7 @@ class Cast(msgspec.Struct, frozen=True):
 
 
 class Story(msgspec.Struct, frozen=True):
-    """A story and what can be said about it."""
+    """A story, with its summary, its moral, questions about it and a sequel."""
 
     cast: Cast
     plot: str
@@ -123,7 +123,7 @@ def pick_kind(rng: random.Random) -> str:
 def make_character(
     rng: random.Random, kind: str | None = None, name: str | None = None
 ) -> Character:
-    """Somebody of that kind and name, or of any."""
+    """A character of that kind and name; None: any."""
     lists = words().lists
     kind = kind or pick_kind(rng)
     if kind == "boy" or kind in lists["only_boys"]:
@@ -164,7 +164,7 @@ def make_cast(
     thing: str | None = None,
     place: str | None = None,
 ) -> Cast:
-    """A cast in which nobody and nothing appears twice; what is given is kept."""
+    """A cast whose characters differ in kind; given values are kept where they fit."""
     hero = hero or make_character(rng)
     while friend is None or friend.kind == hero.kind or friend.name == hero.name:
         friend = make_character(rng)
@@ -200,7 +200,7 @@ def make_cast(
 
 
 def make_story(rng: random.Random, cast: Cast | None = None, plot: Plot | None = None) -> Story:
-    """A story of that cast and plot, or of any."""
+    """A story of that cast and plot; None: any."""
     cast = cast or make_cast(rng)
     plot = plot or rng.choice(plots())
     slots = dict(cast.slots)
@@ -238,7 +238,7 @@ def short_text(rng: random.Random, story: Story) -> str:
 
 
 def _merge(paragraphs: list[str], rng: random.Random) -> list[str]:
-    """Two beats in one paragraph here and there, so that paragraphs vary in length."""
+    """The paragraphs, some of them joined, so that their lengths vary."""
     merged: list[str] = []
     for text in paragraphs:
         if merged and len(merged[-1]) + len(text) < 420 and rng.random() < 0.4:

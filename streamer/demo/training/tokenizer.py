@@ -1,6 +1,7 @@
 """Trains the demo model's byte-level BPE tokenizer and writes its two files.
 
-Owns the chat template and the special tokens' ids; never sees the network. Called by train.py.
+Owns the chat template and the special tokens' ids; knows nothing of the network. Called by
+train.py.
 """
 
 from __future__ import annotations

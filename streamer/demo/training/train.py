@@ -79,11 +79,11 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
 
 # Why four phases, not one. After 4.6 M tokens of packed rows, and 2.6 M with one document a row,
 # the model answered questions but gave the hero of a story another name in every sentence: the
-# right one had 1% of the names' probability, as much as any other. Nothing had taught it to look
-# back. 250 steps of the short tasks in lookback.py did (their loss fell from 1.3 to 0.4), and 200
-# steps into the last phase the right name had 84%. What did not help: other rates in phase two; a
-# fifth phase of 380 steps with more stories (40 of the 50 held-out questions right instead of 42,
-# and in the greedy stories asked for, hero and friend were all called Peter).
+# right name had 1% of the names' probability, no more than any other. The model had not learned to
+# look back. 250 steps of the short tasks in lookback.py taught it (their loss fell from 1.3 to
+# 0.4), and 200 steps into the last phase the right name had 84%. Two changes did not help: other
+# rates in phase two; a fifth phase of 380 steps with more stories (40 of the 50 held-out questions
+# right instead of 42, and in the greedy stories asked for, hero and friend were all called Peter).
 DEMO_PHASES = (
     Phase(mix=MIX, num_steps=750, first_rate=3.09e-3, last_rate=2e-3, is_packed=True),
     Phase(mix=LOOKBACK_MIX, num_steps=400, first_rate=1e-3, last_rate=0.6e-3),
@@ -139,7 +139,7 @@ def batches(
     excluded: frozenset[str],
     seed: int,
 ) -> Iterator[Packed]:
-    """Endless batches of a phase: a packed one is a whole step, of the others a few make a step."""
+    """Endless batches of a phase: a packed batch is a whole step, several others make one step."""
     pad = special_id(tokenizer, END_OF_TEXT)
     rows = encoded_documents(documents(seed, entries, excluded, phase.mix), tokenizer)
     if not phase.is_packed:
@@ -153,7 +153,7 @@ def batches(
 
 
 def steps(stream: Iterator[Packed], num_steps: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """The (ids, weights) of the batches of each step: as many as make TOKENS_A_STEP."""
+    """The (ids, weights) of the batches of each step: at least TOKENS_A_STEP tokens."""
     import torch
 
     for _ in range(num_steps):
@@ -175,7 +175,7 @@ def train(
     compiled: bool,
     snapshot: Callable[[], None] | None = None,
 ) -> None:
-    """Train the network in place, with a progress bar and a line of figures now and then."""
+    """Train the network in place, with a progress bar and figures every LOG_EVERY steps."""
     import torch
 
     losses_of = torch.compile(network.token_losses) if compiled else network.token_losses
@@ -265,7 +265,6 @@ def make_one(
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(
         prog="python -m streamer.demo.training.train", description=__doc__
     )
@@ -285,7 +284,7 @@ def arguments() -> argparse.Namespace:
 
 
 def note_training(out: Path, title: str, figures: dict[str, float]) -> None:
-    """Keep what the training of one model took in training.json, for the report."""
+    """Record the figures of one model's training in training.json, for the report."""
     path = out / "training.json"
     noted = json.loads(path.read_text()) if path.exists() else {}
     noted[title] = figures
@@ -293,7 +292,6 @@ def note_training(out: Path, title: str, figures: dict[str, float]) -> None:
 
 
 def main() -> None:
-    """Train both models and write the report."""
     import torch
 
     options = arguments()
