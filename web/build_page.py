@@ -20,11 +20,11 @@ WANTED = "Node 20.19 or newer (not 21, nor 22 before 22.12)"
 
 
 class PageError(Exception):
-    """Why there is no page, in words for whoever started this."""
+    """Why the page could not be built, as a message for the user."""
 
 
 def find_node() -> tuple[Path, Path] | None:
-    """(node, npm's script): on this machine, or of the wheel; None if neither is there."""
+    """(node, npm's script): this machine's, or the wheel's; None if neither exists."""
     for name in (shutil.which("node"), _wheel_node()):
         if name is None:
             continue
@@ -60,7 +60,7 @@ def _is_new_enough(node: Path) -> bool:
 
 
 def install() -> Path:
-    """node_modules as the lock file has it; the node to run it with. PageError if that fails."""
+    """Install node_modules from the lock file; returns the node to run. PageError if that fails."""
     found = find_node()
     if found is None:
         raise PageError(f"building the page needs {WANTED}: pip install '{NODE_PACKAGE}'")
@@ -74,7 +74,7 @@ def install() -> Path:
 
 
 def build() -> None:
-    """dist/ anew. PageError if that fails."""
+    """Build dist/ afresh. PageError if that fails."""
     node = install()
     _run([node, WEB / "node_modules" / "typescript" / "bin" / "tsc", "--noEmit"], "types")
     _run([node, WEB / "node_modules" / "vite" / "bin" / "vite.js", "build"], "vite")
