@@ -1,1 +1,1 @@
-"""`streamer loadtest compare`: this engine beside installed others, on the same workloads."""
+"""`streamer loadtest compare`: this engine beside installed others, on equal workloads."""

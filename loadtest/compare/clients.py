@@ -1,7 +1,7 @@
 """Clients of a completions server: many at once on plain sockets, one connection a request.
 
-While answers come they do nothing but note when which bytes came; chunks, events and JSON are taken
-apart afterwards, so that the clients cost every server the same little on the cores they share.
+While answers stream the clients only record each read and its time. Chunks, events and JSON are
+parsed afterwards, so that the clients cost every server the same CPU time on the shared cores.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ READ_BYTES = 1 << 16
 class Ask(msgspec.Struct, frozen=True):
     """One request: `prompt` as token ids, or as text for a server that takes nothing else.
 
-    ignore_eos  absent for a server that refuses to know it; the checkpoints never end early anyway
+    ignore_eos  absent for a server that rejects it; the checkpoints never end early anyway
     """
 
     model: str
@@ -46,7 +46,7 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Seconds from the request to each event with text (to the end, of one that is whole)."""
+    """Seconds from the request to each event with text (to the end for a plain JSON answer)."""
 
     at_s: tuple[float, ...]
     tokens: int
@@ -77,9 +77,9 @@ Reads = list[Read]
 
 
 def run(port: int, clients: Sequence[Sequence[Ask]], timeout_s: float = ANSWER_S) -> Measured:
-    """Each client makes its requests one after the other, all clients at once.
+    """Run all clients at once; each makes its requests one after the other.
 
-    OSError (TimeoutError, too, where that takes longer than `timeout_s`) or BadAnswer.
+    OSError (TimeoutError after `timeout_s`) or BadAnswer.
     """
     requests = [[ask.bytes() for ask in asks] for asks in clients]
     begin = time.perf_counter()
@@ -97,7 +97,7 @@ async def _all(port: int, clients: Sequence[Sequence[bytes]], timeout_s: float) 
 
 
 async def _fetch(port: int, request: bytes) -> Reads:
-    """(time of the request, b"") and then every read."""
+    """(time of the request, b""), then every read."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=READ_BYTES)
     reads = [(time.perf_counter(), b"")]
     try:
@@ -110,7 +110,7 @@ async def _fetch(port: int, request: bytes) -> Reads:
 
 
 def parse(reads: Reads) -> Answer:
-    """The answer that these reads make up; BadAnswer if it is none."""
+    """The answer in these reads; BadAnswer if there is none."""
     head, bodies = split(iter(reads))
     if head.status != 200:
         raise BadAnswer(b"".join(data for _, data in reads)[:500].decode(errors="replace"))

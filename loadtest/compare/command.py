@@ -1,10 +1,9 @@
 """`streamer loadtest compare`: ours and every installed peer, on the same workloads.
 
-Every round measures the machine, then gives each engine its turn in a process of its own, in an
-order that moves on by one a round. Prints medians, ratios to the best peer and the share of what
-the machine allows; writes everything as JSON after each turn, and draws the chart. Where the
-engines are, and on what terms they run, is engines.py; what they do, workload.py; the machine's
-limit, limit.py.
+Every round measures the machine, then runs each engine in its own process, in an order that rotates
+by one per round. Prints medians, ratios to the best peer and the share of the machine's limit;
+writes everything as JSON after each turn, and draws the chart. engines.py has the engines' paths
+and settings, workload.py the workloads, limit.py the machine's limit.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from .workload import KV_BYTES, MAX_LEN, MAX_SEQS, MODELS, WORKS, Model
 
 OK, FAILED = 0, 1
 ROUNDS, THREADS = 5, 2
-SLOW = 3.0  # an engine so many times slower than the best in round 1 is not asked again
+SLOW = 3.0  # an engine this many times slower than the best in round 1 is not measured again
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
@@ -71,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Run, or show, what the flags say; 1 where nothing could be measured."""
+    """Run a comparison or show an earlier one; 1 where nothing could be measured."""
     if args.show:
         show(Results.read(args.show), args, console)
         return OK
@@ -88,7 +87,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         logs = args.logs or Path(temporary)
         logs.mkdir(parents=True, exist_ok=True)
-        # Asked to end, it ends its engine too.
+        # On SIGTERM, end the running engine too.
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             measure(plan, results, places, logs.resolve(), out, console)
@@ -102,7 +101,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def choose(names: Sequence[str] | None, places: Places, console: Console) -> tuple[Engine, ...]:
-    """The engines that are there; says which are not."""
+    """The installed engines; prints which are missing."""
     wanted = [ENGINES[name] for name in names or ENGINES]
     missing = [engine for engine in wanted if not places.is_installed(engine)]
     for engine in missing:
@@ -113,7 +112,7 @@ def choose(names: Sequence[str] | None, places: Places, console: Console) -> tup
 def make_models(
     models: Sequence[Model], engines: Sequence[Engine], places: Places, console: Console
 ) -> None:
-    """Checkpoints that are missing, and their form for llama.cpp, each by a process of its own."""
+    """Make missing checkpoints, and their GGUF for llama.cpp, each in its own process."""
     env = environment(ENGINES[OURS], places, THREADS)
     folder = Path(places.home / "models")
     for model in models:
@@ -138,7 +137,7 @@ def make_models(
 
 
 def new_results(plan: Plan) -> Results:
-    """Without samples, but with what is known before."""
+    """Results without samples: device, versions and settings."""
     settings: dict[str, str | int] = {"rounds": plan.rounds, "threads": plan.threads}
     settings |= {"kv_bytes": KV_BYTES, "max_len": MAX_LEN, "max_seqs": MAX_SEQS}
     date = datetime.datetime.now().strftime("%Y-%m-%d %H:%M")
@@ -146,7 +145,7 @@ def new_results(plan: Plan) -> Results:
 
 
 def device() -> dict[str, str | int]:
-    """The processor, its cores that may be used, the memory, Python."""
+    """The processor, its usable cores, the memory, Python's version."""
     found: dict[str, str | int] = {"cpu": cpu_name(), "cores": f"{num_cores()} cores"}
     if hasattr(os, "sysconf"):
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -155,13 +154,13 @@ def device() -> dict[str, str | int]:
 
 
 def num_cores() -> int:
-    """That this process may use."""
+    """Cores that this process may use."""
     has_affinity = hasattr(os, "sched_getaffinity")
     return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
 
 
 def cpu_name() -> str:
-    """As Linux has it, else as Python has it."""
+    """The processor's name from Linux, else from Python."""
     file = Path("/proc/cpuinfo")
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -169,7 +168,7 @@ def cpu_name() -> str:
 
 
 def turns(plan: Plan, round: int) -> Iterator[Turn]:
-    """A round's, engine by engine for each model; the first engine is another in every round."""
+    """A round's turns, engine by engine for each model; each round begins with another engine."""
     works = [WORKS[name] for name in plan.works]
     offline = tuple(work for work in works if not work.is_stream)
     streams = tuple(work for work in works if work.is_stream)
@@ -184,7 +183,7 @@ def turns(plan: Plan, round: int) -> Iterator[Turn]:
 
 
 def without_slow(turn: Turn, results: Results) -> Turn:
-    """The turn without workloads at which the engine was far behind in the first round."""
+    """The turn without the workloads in which the engine was SLOW in the first round."""
     name, model = turn.engine.name, turn.model.name
 
     def is_kept(work: str) -> bool:
@@ -203,10 +202,10 @@ def _rates(results: Results, engine: str, model: str, work: str) -> list[float]:
 def measure(
     plan: Plan, results: Results, places: Places, logs: Path, out: Path, console: Console
 ) -> None:
-    """All rounds; what they bring goes into `results`, and to disk after each turn."""
+    """Run all rounds; samples go into `results`, and to disk after each turn."""
     total = sum(1 for round in range(plan.rounds) for _ in turns(plan, round))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    # Redrawn between turns only: while an engine computes, the cores are its own.
+    # Redrawn between turns only: while an engine computes, it has all the cores.
     with Progress(
         *columns,
         TimeElapsedColumn(),
@@ -231,7 +230,7 @@ def measure(
 
 
 def _has_failed(turn: Turn, results: Results) -> bool:
-    """Whether the engine failed at this model before, in either kind of turn: not again."""
+    """Whether the engine failed with this model before, in either kind of turn."""
     mine = (turn.engine.name, turn.model.name)
     return any((f.engine, f.model) == mine and f.round < turn.round for f in results.failures)
 
@@ -239,7 +238,7 @@ def _has_failed(turn: Turn, results: Results) -> bool:
 def take(
     turn: Turn, results: Results, places: Places, threads: int, logs: Path, console: Console
 ) -> None:
-    """One turn into `results`; a failure is one of them."""
+    """Run one turn and add its samples, or its failure, to `results`."""
     try:
         for outcome in take_turn(turn, places, threads, logs):
             if isinstance(outcome, Sample):
@@ -259,7 +258,7 @@ def take(
 
 
 def measure_machine(plan: Plan, results: Results, places: Places, round: int) -> None:
-    """The machine's rates, by a process of its own; without them there are no limits."""
+    """Measure the machine's rates in a separate process; without them no limit is shown."""
     command = [sys.executable, "-m", "streamer.loadtest.compare.machine", str(plan.threads)]
     env = environment(ENGINES[OURS], places, plan.threads)
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
@@ -271,7 +270,7 @@ def measure_machine(plan: Plan, results: Results, places: Places, round: int) ->
 
 
 def show(results: Results, args: argparse.Namespace, console: Console) -> None:
-    """The tables on the terminal, and the files that were asked for."""
+    """Print the tables, and write the files that the flags name."""
     console.out(report(results), highlight=False)
     if args.svg:
         args.svg.write_text(svg(results), encoding="utf-8")

@@ -1,8 +1,8 @@
-"""The engines that compare knows: where each lives, how it is started, and on what terms.
+"""The engines of compare: each one's path, command line and settings.
 
-Facts only: nothing here starts an engine. Every engine gets the same threads, the same context, the
-same bytes of KV pool and no prefix cache; whatever else it does is its own default, or what its
-documentation asks for on a CPU.
+Nothing here starts an engine. Every engine gets the same threads, the same context, the same bytes
+of KV pool and no prefix cache; all else is its own default, or what its documentation requires on a
+CPU.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ ENGINES = {
 
 
 class Places(msgspec.Struct, frozen=True):
-    """Where environments and checkpoints are. `checkpoints` may be missing: they are made."""
+    """Folders of environments and checkpoints. `checkpoints` is filled where it is missing."""
 
     home: Path
 
@@ -113,7 +113,7 @@ class Places(msgspec.Struct, frozen=True):
 
 
 def job(engine: Engine, model: Model, places: Places, threads: int) -> Job:
-    """What a runner is told."""
+    """The job that a runner gets."""
     return Job(
         model=places.checkpoint(model),
         kv_bytes=KV_BYTES,
@@ -126,12 +126,12 @@ def job(engine: Engine, model: Model, places: Places, threads: int) -> Job:
 
 
 def kv_token_bytes(model: Model) -> int:
-    """Of a token in the pool; a model without weights takes what the small one would."""
+    """KV bytes of a token in the pool; a model without weights counts as `small`."""
     return model.kv_token_bytes or 8192
 
 
 def environment(engine: Engine, places: Places, threads: int) -> dict[str, str]:
-    """Variables in which an engine runs: this process's, with its own and without Python's."""
+    """An engine's environment variables: this process's and its own, without Python's."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -152,7 +152,7 @@ def environment(engine: Engine, places: Places, threads: int) -> dict[str, str]:
 
 
 def _preloads(home: Path) -> list[str]:
-    """An allocator and an OpenMP that vLLM wants loaded first, where its environment has them."""
+    """The allocator and OpenMP that vLLM needs preloaded, where its environment has them."""
     patterns = ("tcmalloc/usr/lib/*/libtcmalloc_minimal.so.4", "lib/libiomp5.so")
     return [str(path) for pattern in patterns for path in home.glob(pattern)]
 
@@ -187,7 +187,7 @@ def server_command(
 
 
 def version(engine: Engine, places: Places) -> str | None:
-    """Of an engine that has no runner to tell it; None if it does not say."""
+    """The version of an engine without a runner; None if its program prints none."""
     if engine.runner:
         return None
     command = [str(places.program(engine, "llama-server")), "--version"]
@@ -197,5 +197,5 @@ def version(engine: Engine, places: Places) -> str | None:
 
 
 def served_name(engine: Engine, model: Model, places: Places) -> str:
-    """What a request calls the model."""
+    """The model's name in requests."""
     return places.checkpoint(model) if engine.name == "transformers-cb" else SERVED

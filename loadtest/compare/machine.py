@@ -1,8 +1,8 @@
 """Measures this machine's memory and GEMM rates: `python -m streamer.loadtest.compare.machine N`.
 
-A process of its own. Prints one line of JSON: the
-rate at which memory is read, and of bfloat16 GEMMs with the rows of a decode step and of a prompt.
-The best of several tries counts, for a limit is what the machine can do.
+Runs as a separate process and prints one line of JSON: the rate of memory reads, and of bfloat16
+GEMMs with the rows of a decode step and of a prompt. The best of several tries counts, since a
+limit is what the machine can do.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ TRIES, TRY_S = 8, 0.1
 
 
 def total_rate(make: Callable[[], Callable[[], object]], threads: int, work: float) -> float:
-    """`work` units a second of all threads together, each with things of its own: the best try.
+    """`work` units a second of all threads together, each on its own data: the best try.
 
-    They do not wait for one another: what else runs on the machine then costs its share, not the
-    time that every barrier is late.
+    The threads share no barrier, so another process on the machine costs its share of CPU time and
+    not a wait of all threads.
     """
     runs = [make() for _ in range(threads)]
     start = threading.Barrier(threads)
@@ -41,7 +41,7 @@ def total_rate(make: Callable[[], Callable[[], object]], threads: int, work: flo
         start.wait()
         calls, begin = 0, time.perf_counter()
         while (took := time.perf_counter() - begin) < TRY_S:
-            run()  # lets go of the GIL
+            run()  # releases the GIL
             calls += 1
         return calls / took
 
@@ -102,7 +102,7 @@ def _operands(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def main() -> None:
-    """One line for compare."""
+    """Print one line of JSON for compare."""
     import torch
 
     threads = int(sys.argv[1]) if len(sys.argv) > 1 else 2

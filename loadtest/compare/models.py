@@ -39,7 +39,7 @@ def library_text() -> Iterator[str]:
 
 
 def write_tokenizer(folder: Path, vocabulary: int) -> None:
-    """A byte-level BPE with exactly so many tokens, and a template that only joins messages."""
+    """A byte-level BPE of `vocabulary` tokens, and a template that only joins messages."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -90,7 +90,7 @@ def write_model(folder: Path, model: Model) -> None:
 
 
 def make(folder: Path, model: Model) -> None:
-    """The whole checkpoint; it appears under its name only once it is complete."""
+    """Write the whole checkpoint, renamed to its final name only when complete."""
     part = folder.with_name(folder.name + ".part")
     part.mkdir(parents=True, exist_ok=True)
     write_model(part, model)

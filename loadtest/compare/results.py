@@ -1,7 +1,7 @@
-"""What a comparison has found: samples in, medians, verdicts, tables and pictures out. No clock.
+"""A comparison's results: samples in, medians, verdicts, tables and pictures out. No clock.
 
-The file on disk is `Results` as JSON; all that is shown is computed from it,
-so a finished run can be shown again.
+The file on disk is `Results` as JSON; all that is shown is computed from it, so a finished run can
+be shown again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PEAK_RATIO = {"half": 1.0, "small": 1.5}
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One workload of one engine in one round. The times are of streams, else absent."""
+    """One workload of one engine in one round. Times are only there for streams."""
 
     engine: str
     model: str
@@ -42,7 +42,7 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Peak(msgspec.Struct, frozen=True):
-    """Resident memory at its highest, of an engine's processes; `is_stream`: of the server."""
+    """Peak resident memory of an engine's processes; `is_stream`: of its server."""
 
     engine: str
     model: str
@@ -52,7 +52,7 @@ class Peak(msgspec.Struct, frozen=True):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """What an engine could not do."""
+    """An engine's failed turn."""
 
     engine: str
     model: str
@@ -63,8 +63,8 @@ class Failure(msgspec.Struct, frozen=True):
 class Results(msgspec.Struct):
     """One run of compare; grows turn by turn.
 
-    device    what the machine says of itself;  versions  of each engine
-    settings  what all engines were given
+    device    the machine's description;  versions  of each engine
+    settings  of all engines alike
     machine   its rates, measured once a round
     """
 
@@ -91,7 +91,7 @@ class Results(msgspec.Struct):
 
     @property
     def engines(self) -> list[str]:
-        """Those that have samples, in the order of the table of engines."""
+        """Engines that have samples, in the order of engines.py."""
         return [name for name in ENGINES if any(s.engine == name for s in self.samples)]
 
     @property
@@ -108,7 +108,7 @@ class Results(msgspec.Struct):
         return [s for s in self.samples if (s.engine, s.model, s.work) == wanted]
 
     def median(self, engine: str, model: str, work: str, field: str = "tokens_s") -> float | None:
-        """Over rounds; None where it was not measured."""
+        """The median over rounds; None where it was not measured."""
         return median(getattr(sample, field) for sample in self.of(engine, model, work))
 
     def peak_bytes(self, engine: str, model: str, is_stream: bool = False) -> float | None:
@@ -117,7 +117,7 @@ class Results(msgspec.Struct):
         return median(p.bytes for p in self.peaks if (p.engine, p.model, p.is_stream) == wanted)
 
     def limit(self, model: str, work: str) -> float | None:
-        """Tokens a second that the machine allows, from the medians of its rates."""
+        """The machine's limit in tokens a second, from the medians of its rates."""
         shape = MODELS[model]
         if not self.machine or not shape.vocabulary:
             return None
@@ -126,7 +126,7 @@ class Results(msgspec.Struct):
     def best_peer(
         self, model: str, work: str, field: str = "tokens_s", least: bool = False
     ) -> tuple[str, float] | None:
-        """The peer with the highest (or lowest) median of a column, and that."""
+        """The peer with the highest (or lowest) median of a column, and that median."""
         found: list[tuple[float, str]] = [
             (value, name)
             for name in self.engines
@@ -149,7 +149,7 @@ class Results(msgspec.Struct):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """One goal: what ours has, what it would need, and beside whom."""
+    """One goal: our value, the value it requires, and the peer or limit compared with."""
 
     model: str
     what: str
@@ -168,19 +168,19 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def median(values: Iterable[float | None]) -> float | None:
-    """Of those that are there; None of none."""
+    """The median of the values that are not None; None if there are none."""
     present = [value for value in values if value is not None]
     return statistics.median(present) if present else None
 
 
 def percentile(values: list[float], share: float) -> float | None:
-    """The smallest value that at least `share` of all do not exceed; None of none."""
+    """The smallest value that at least `share` of all do not exceed; None without values."""
     ranked = sorted(values)
     return ranked[max(0, math.ceil(share * len(ranked)) - 1)] if ranked else None
 
 
 def median_machine(measured: list[Machine]) -> Machine:
-    """Rate by rate."""
+    """The median of each rate."""
     rows = measured[0].gflops
     return Machine(
         statistics.median(m.read_gb_s for m in measured),
@@ -189,7 +189,7 @@ def median_machine(measured: list[Machine]) -> Machine:
 
 
 def verdicts(results: Results) -> list[Verdict]:
-    """Every goal that can be judged by what was measured."""
+    """Every goal that the measurements can judge."""
     found: list[Verdict] = []
     for model in results.models:
         for work in results.works:
@@ -289,7 +289,7 @@ def verdict_rows(found: Sequence[Verdict]) -> Rows:
 
 
 def conditions(results: Results) -> str:
-    """A few lines of what was measured on what."""
+    """A few lines on the machine, versions and settings."""
     device = ", ".join(str(value) for value in results.device.values())
     lines = [
         f"{results.date}, {device}; every engine on {results.settings['threads']} threads, "

@@ -1,7 +1,7 @@
 """One turn of one engine: start it, warm it, give it the round's workloads, end it.
 
 In process through a runner where the engine has one, else over HTTP through its own server; streams
-always over HTTP. Yields samples as they come, so that what was measured before a failure stays.
+always over HTTP. Yields each sample at once, so that samples before a failure are kept.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LAUNCH = (
 
 
 class Runner(Process):
-    """A runner of peers/ in an engine's interpreter, spoken to in lines of JSON."""
+    """A runner of peers/ in an engine's interpreter; jobs and answers are lines of JSON."""
 
     def __init__(self, python: Path, module: str, environment: dict[str, str], log: Path) -> None:
         command = [str(python), "-c", LAUNCH, str(Path(__file__).resolve().parent), module]
@@ -65,7 +65,7 @@ class Runner(Process):
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """An engine, a model, a round, and workloads that go through one process."""
+    """An engine, a model, a round, and the workloads of one process."""
 
     engine: Engine
     model: Model
@@ -75,11 +75,11 @@ class Turn(msgspec.Struct, frozen=True):
 
     @property
     def is_served(self) -> bool:
-        """Whether it goes over HTTP."""
+        """Whether the turn goes over HTTP."""
         return self.is_stream or not self.engine.runner
 
     def prompts(self, work: Work) -> list[list[int]]:
-        """Of this round, the same for every engine."""
+        """This round's prompts as token ids, the same for every engine."""
         return prompts(self.model, work.num_prompts, f"{work.name} {self.round}")
 
     @property
@@ -91,7 +91,7 @@ Outcome = Sample | Peak | str  # a str: the engine's version
 
 
 def run(turn: Turn, places: Places, threads: int, logs: Path) -> Iterator[Outcome]:
-    """The turn's outcomes; EngineFailed or BadAnswer where it can't go on."""
+    """The turn's outcomes; EngineFailed or BadAnswer ends it."""
     log = logs / f"{turn.engine.name}-{turn.model.name}-{turn.round}-{turn.is_stream:d}.log"
     if turn.is_served:
         yield from _served(turn, places, threads, log)
@@ -139,7 +139,7 @@ def _warm_asks(turn: Turn, places: Places) -> list[list[Ask]]:
 
 
 def asks_of(turn: Turn, work: Work, places: Places) -> list[list[Ask]]:
-    """What each client asks, one after the other."""
+    """Each client's requests, in order."""
     texts, num_clients = turn.prompts(work), len(work.lengths)
     return [
         [_ask(turn, text, length, work.is_stream, places) for text in texts[i::num_clients]]
@@ -156,7 +156,7 @@ def _ask(turn: Turn, prompt: list[int], length: int, stream: bool, places: Place
 
 
 def as_text(checkpoint: str, prompt: Sequence[int]) -> str:
-    """A prompt for a server that takes text alone; it finds about as many tokens in it."""
+    """A prompt as text, for a server that takes no token ids; about as many tokens."""
     return _decoder(checkpoint)(list(prompt))
 
 

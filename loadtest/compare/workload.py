@@ -1,7 +1,7 @@
-"""What every engine is asked to do: models, prompts and lengths. No clock, no engine.
+"""The workloads of compare: models, prompts and lengths. No clock, no engine.
 
-Prompts are random token ids, anew in every round so that no prefix cache helps, and the same for
-every engine of a round. Answers are greedy, and as long as asked for.
+Prompts are random token ids, new in every round so that no prefix cache helps, and the same for
+every engine of a round. Answers are greedy and have the requested lengths.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ class Model(msgspec.Struct, frozen=True):
 
     @property
     def layer_parameters(self) -> int:
-        """Of all layers' matrices."""
+        """Parameters of all layers' matrices."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.ffn)
 
     @property
     def head_parameters(self) -> int:
-        """Of the matrix from hidden states to logits."""
+        """Parameters of the matrix from hidden states to logits."""
         return self.vocabulary * self.hidden
 
     @property
     def step_bytes(self) -> int:
-        """Weights that a step reads, in bfloat16: all but the embedding's other rows."""
+        """Bytes of weights that a step reads, in bfloat16: all but the embedding's other rows."""
         return BF16 * (self.layer_parameters + self.head_parameters)
 
     @property
     def kv_token_bytes(self) -> int:
-        """Keys and values of one token, in 16 bits."""
+        """Bytes of one token's keys and values, in 16 bits."""
         return BF16 * 2 * self.layers * self.kv_heads * self.head_dim
 
 
@@ -74,7 +74,7 @@ class Work(msgspec.Struct, frozen=True):
 
     @property
     def num_tokens(self) -> int:
-        """Of all answers."""
+        """Output tokens of all answers."""
         return sum(self.lengths) * max(1, self.waves)
 
 
@@ -83,7 +83,7 @@ MODELS = {
     for model in (
         Model("small", 16000, 512, 8, 8, 4, 64, 1536),
         Model("half", 32000, 1024, 24, 16, 8, 128, 3072),
-        Model("fake", 0, 0, 0, 0, 0, 0, 0),  # ours without a model, to try compare itself
+        Model("fake", 0, 0, 0, 0, 0, 0, 0),  # this engine without a model, to test compare itself
     )
 }
 WORKS = {
@@ -99,7 +99,7 @@ FAKE_VOCABULARY = 1000
 
 
 def prompts(model: Model, count: int, seed: str) -> list[list[int]]:
-    """The same for the same model, count and seed, on every machine."""
+    """`count` random prompts; the same model, count and seed give the same on every machine."""
     source = random.Random(f"{model.name} {seed}")
     last = model.vocabulary or FAKE_VOCABULARY
     return [[source.randrange(FIRST_ID, last) for _ in range(PROMPT_TOKENS)] for _ in range(count)]

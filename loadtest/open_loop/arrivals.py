@@ -1,4 +1,4 @@
-"""When requests come, and which rate to try next.
+"""Arrival times of requests, and the next rate of a sweep.
 
 Pure: seeded draws and arithmetic, no clock.
 """
@@ -12,15 +12,15 @@ from collections.abc import Sequence
 
 GOOD_SHARE = 0.9  # of requests that must meet every objective for a rate to count as held
 PRECISION = 1.1  # of the knee, as a ratio
-LEAST_RATE, MOST_RATE = 0.01, 10_000.0  # a second; far above, the generator is what is measured
+LEAST_RATE, MOST_RATE = 0.01, 10_000.0  # a second; above the maximum the generator is the limit
 
 
 def offsets(rate: float, burstiness: float, count: int, seed: int | str) -> list[float]:
     """Seconds from the start to each of `count` arrivals, the first at 0, `rate` a second.
 
-    Gaps are gamma distributed with shape `burstiness`: 1 is Poisson, less comes in bursts, more is
-    more even, infinity is a clock. They are stretched so that the last comes when it should, as
-    `vllm bench serve` does: otherwise short runs differ in rate. An infinite rate: all at once.
+    Gaps are gamma distributed with shape `burstiness`: 1 is Poisson, below 1 comes in bursts, above
+    1 is more even, infinity is evenly spaced. Gaps are scaled so that the last arrival is on time,
+    as `vllm bench serve` does: otherwise short runs differ in rate. An infinite rate: all at once.
     """
     if rate <= 0 or burstiness <= 0:
         raise ValueError(f"rate {rate} and burstiness {burstiness} must be above 0")
@@ -34,15 +34,15 @@ def offsets(rate: float, burstiness: float, count: int, seed: int | str) -> list
 
 
 def keeps_up(arrived: int, finished: int) -> bool:
-    """Whether as many requests finish as come, but for chance: a queue that grows is not held."""
+    """Whether as many requests finish as arrive, within chance; False: the queue grows."""
     return finished >= GOOD_SHARE * arrived - math.sqrt(arrived)
 
 
 def next_rate(tried: Sequence[tuple[float, float]]) -> float | None:
     """The rate to try after these (rate, share of good requests); None when the knee is found.
 
-    Doubles while the share holds, halves while even the lowest is too much, then tries the
-    geometric middle until the rate that holds and the one that does not are within PRECISION.
+    Doubles while the rate holds, halves while even the lowest does not, then tries the geometric
+    mean until the highest rate that holds and the lowest that does not are within PRECISION.
     """
     held, failed = knee(tried), lowest_failed(tried)
     if failed is None:

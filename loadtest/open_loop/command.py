@@ -1,9 +1,9 @@
-"""`streamer loadtest open-loop`: requests come when they come, whatever the server does.
+"""`streamer loadtest open-loop`: requests arrive at times that do not depend on the server.
 
-At given rates, or at rising ones until too few requests meet the objectives or fewer finish than
-come (`--sweep`), or as a trace says, or so many at once (`--max-concurrency`: a closed loop).
-Prints a table; writes a file a rate in the field names of `vllm bench serve`, the table as Markdown
-and CSV and the curves as SVG. Any OpenAI-compatible server that reports usage.
+At given rates, or at rising rates until too few requests meet the objectives or fewer finish than
+arrive (`--sweep`), or at a trace's times, or N at once (`--max-concurrency N`: a closed loop).
+Prints a table; writes a file per rate in the field names of `vllm bench serve`, the table as
+Markdown and CSV and the curves as SVG. For any OpenAI-compatible server that reports usage.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from .jobs import WORKLOADS, Asked, Job, jobs, reworded, words
 from .served import METRICS, OBJECTIVES, Conditions, Outcome, Values, percentile, summary
 
 OK, FAILED, UNUSABLE = 0, 1, 2
-NAMED_ERRORS = 3  # that are shown of a rate
+NAMED_ERRORS = 3  # shown per rate
 DURATION_S, WARMUP_S = 30.0, 5.0
 TRACE_REQUESTS = 100
-DRAIN_S = 10.0  # at least, for answers that were asked for in time
-POOL = 1000  # jobs that are made at once where their number is not known
+DRAIN_S = 10.0  # minimum wait for answers whose requests were sent in time
+POOL = 1000  # jobs made in advance where their number is not known
 RECENT = 100  # requests of the live figures
 
 
@@ -83,10 +83,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Options(msgspec.Struct, frozen=True):
-    """The flags, those that were not given filled in.
+    """The flags, with defaults filled in.
 
-    requests    None: as many as come in `duration`
-    duration_s  None: until `requests` have come
+    requests    None: as many as arrive in `duration_s`
+    duration_s  None: until `requests` have arrived
     """
 
     url: str
@@ -110,7 +110,7 @@ class Options(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Options:
-        """ValueError names what can't be."""
+        """The flags as Options; ValueError names an invalid combination."""
         given = vars(args)
         is_trace = args.workload == "trace"
         requests, duration_s = given.get("requests"), given.get("duration")
@@ -145,7 +145,7 @@ class Options(msgspec.Struct, frozen=True):
         return found
 
     def check(self) -> None:
-        """ValueError names the flag."""
+        """ValueError names an invalid flag."""
         if self.is_sweep and not math.isfinite(self.rates[0]):
             raise ValueError("--sweep needs a finite rate to begin with")
         above: dict[str, float | None] = {
@@ -166,18 +166,18 @@ class Options(msgspec.Struct, frozen=True):
 
     @property
     def end_s(self) -> float:
-        """When the last request may come."""
+        """Seconds from the start within which requests may arrive."""
         return math.inf if self.duration_s is None else self.warmup_s + self.duration_s
 
     @property
     def bounds(self) -> Bounds:
-        """Of one rate's run."""
+        """The bounds of one rate's run."""
         if self.duration_s is None:
             return Bounds(self.at_once)
         return Bounds(self.at_once, self.end_s, max(DRAIN_S, self.duration_s))
 
     def count(self, rate: float) -> int | None:
-        """Requests that come at a rate; None: as many as there is time for."""
+        """Requests that arrive at a rate; None: as many as there is time for."""
         if math.isinf(self.end_s) or math.isinf(rate):
             return self.requests
         found = max(1, math.ceil(rate * self.end_s))
@@ -185,9 +185,9 @@ class Options(msgspec.Struct, frozen=True):
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Run what the flags say.
+    """Run all rates.
 
-    1 where a request failed or an objective of --slo is missed, 2 where nothing could be asked.
+    1 where a request failed or an objective of --slo is missed, 2 where no request could be sent.
     """
     try:
         options = Options.of(args)
@@ -216,7 +216,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def judged(options: Options, results: Sequence[Values], console: Console) -> bool:
-    """Whether the objectives of --slo are met; says which are not."""
+    """Whether the objectives of --slo are met; prints which are missed."""
     if not options.slos:
         return True
     rates = sweep.ordered(results)
@@ -235,7 +235,7 @@ def judged(options: Options, results: Sequence[Values], console: Console) -> boo
 
 
 def measured(result: Values, statistic: str, user: str) -> slo.Measured | None:
-    """What a rate's file says of a statistic; it knows no users."""
+    """A statistic of a rate's file; None for a user, since the file has no users."""
     if user:
         return None
     found = {name: float(str(value)) for name, value in result.items() if _is_number(value)}
@@ -252,7 +252,7 @@ def _is_number(value: object) -> bool:
 
 
 def objectives(said: Sequence[str]) -> dict[str, float]:
-    """From NAME:MS; ValueError names one that is none."""
+    """Objectives in ms from NAME:MS; ValueError names an invalid one."""
     found = {}
     for pair in said:
         name, _, number = pair.partition(":")
@@ -266,7 +266,7 @@ def objectives(said: Sequence[str]) -> dict[str, float]:
 
 
 def make(options: Options, ways: Ways) -> tuple[list[Job], Cut]:
-    """The workload, its text as long as this server's tokens make it, within its context."""
+    """The workload, with text scaled to the server's tokens and cut to the model's context."""
     most = [options.count(rate) or POOL for rate in options.rates]
     asked = Asked(min(POOL, max(most)), options.seed, trace=options.trace)
     if options.requests is not None:
@@ -281,7 +281,7 @@ def make(options: Options, ways: Ways) -> tuple[list[Job], Cut]:
 
 
 def supply(work: Sequence[Job], seed: int) -> Iterator[Job]:
-    """These, and then the same in other words, for ever."""
+    """These jobs, then endlessly the same with their words reordered."""
     while True:
         yield from work
         work = reworded(work, seed)
@@ -290,7 +290,7 @@ def supply(work: Sequence[Job], seed: int) -> Iterator[Job]:
 def measure(
     options: Options, ways: Ways, work: list[Job], cut: Cut, console: Console
 ) -> Iterator[Values]:
-    """A result a rate. Each rate asks anew, or the second would find the first's prompts cached."""
+    """A result per rate. Each rate has new prompts, which no earlier rate left in the cache."""
     tried: list[Values] = []
     is_trace = options.workload == "trace"
     waiting = list(options.rates[:1] if options.is_sweep else options.rates)
@@ -335,7 +335,7 @@ def measure(
 
 
 class Figures(ProgressColumn):
-    """What a run has shown so far, beside its bar: drawn twice a second."""
+    """A run's latest figures beside its progress bar; drawn twice a second."""
 
     max_refresh = 0.5
 
@@ -347,12 +347,12 @@ class Figures(ProgressColumn):
         self.began = time.monotonic()
 
     def start(self, driver: Driver) -> None:
-        """Another run."""
+        """Begin the figures of another run."""
         self.driver, self.outcomes, self.num_failed = driver, [], 0
         self.began = time.monotonic()
 
     def render(self, task: Task) -> Text:
-        """Of the task under way."""
+        """The figures of the current task."""
         if self.driver is None or task.finished:
             return Text("")
         seconds = max(1e-3, time.monotonic() - self.began)
@@ -374,7 +374,7 @@ def one_rate(
     shown: Progress,
     figures: Figures,
 ) -> Values:
-    """Run it, with a line that moves."""
+    """Run one rate with a progress bar."""
     rate = conditions.request_rate
     at_once = "all" if bounds.max_at_once is None else str(bounds.max_at_once)
     says = f"{rate:.3g} requests/s" if math.isfinite(rate) else f"{at_once} at once"
@@ -399,7 +399,7 @@ def one_rate(
 
 
 def write(folder: Path | None, results: Sequence[Values]) -> None:
-    """The latest rate's file, and everything so far as a page and a picture."""
+    """Write the latest rate's file, and the tables and picture of all rates so far."""
     if folder is None:
         return
     folder.mkdir(parents=True, exist_ok=True)

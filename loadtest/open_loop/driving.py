@@ -1,8 +1,8 @@
-"""Sends jobs when they are due, whatever has become of those before: the open loop, on asyncio.
+"""Sends jobs when they are due, whether or not earlier ones have ended: the open loop, on asyncio.
 
-Waiting for a slow server would hide its queue (coordinated omission), so nothing here waits, unless
-a bound on how many run at once closes the loop: each arrival has a task of its own. An answer is
-read as bytes with their times, and taken apart once it is complete.
+Waiting for a slow server would hide its queue (coordinated omission), so each arrival has its own
+task and waits for no other, unless `max_at_once` closes the loop. An answer is read as bytes with
+their times, and parsed once it is complete.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ UNASKED = "not asked: the turn before it failed"
 
 
 class Bounds(NamedTuple):
-    """Of a run. max_at_once: jobs; None: any number.
+    """A run's bounds. max_at_once: jobs; None: any number.
 
     end_s    no job begins after it
-    drain_s  so long are answers waited for afterwards
+    drain_s  maximum wait for answers afterwards
     """
 
     max_at_once: int | None = None
@@ -44,7 +44,7 @@ DEFAULT_BOUNDS = Bounds()
 
 
 class Ways(NamedTuple):
-    """How to ask. ignore_eos: answers are as long as wanted; not every server knows the field."""
+    """How requests are made. ignore_eos gives answers their full length; some servers lack it."""
 
     target: Target
     model: str
@@ -52,7 +52,7 @@ class Ways(NamedTuple):
 
 
 class Driver:
-    """One run at one rate. `on_done` hears of every request that has ended.
+    """One run at one rate. `on_done` is called with every request's outcome.
 
     num_open  jobs under way
     """
@@ -67,7 +67,7 @@ class Driver:
     ) -> tuple[list[Outcome], float]:
         """Every request's outcome, in order of arrival, and the seconds to the last one's end.
 
-        As many jobs as there are offsets, if no bound ends the run before.
+        Runs as many jobs as there are offsets, unless a bound ends the run first.
         """
         return asyncio.run(self._run(jobs, offsets_s, bounds))
 
@@ -92,7 +92,7 @@ class Driver:
         return outcomes, time.perf_counter() - self._start
 
     async def _turn(self, due_s: float, places: asyncio.Semaphore | None, end_s: float) -> bool:
-        """Wait until a job may begin; False where the run ends before."""
+        """Wait until a job may begin; False if the run ends first."""
         await asyncio.sleep(max(0.0, self._start + due_s - time.perf_counter()))
         if places is None:
             return True
@@ -110,7 +110,7 @@ class Driver:
             places.release()
 
     async def _job(self, job: Job, due_s: float) -> list[Outcome]:
-        """Its turns, one after the other; those after one that fails fail without being asked."""
+        """Run a job's turns in order; turns after a failed one fail without a request."""
         messages: list[dict[str, Any]] = []
         if job.system:
             messages.append({"role": "system", "content": job.system})
@@ -155,7 +155,7 @@ async def ask(ways: Ways, data: bytes) -> Reply:
 
 
 def timed(outcome: Outcome, reply: Reply, start: float) -> Outcome:
-    """The outcome with what the reply says; BadAnswer without text or usage, which it stands on."""
+    """The outcome with the reply's times and tokens; BadAnswer if it has no text or no usage."""
     if reply.usage is None:
         raise BadAnswer("an answer without usage: tokens can't be counted")
     if not reply.text_at:
@@ -172,7 +172,9 @@ def timed(outcome: Outcome, reply: Reply, start: float) -> Outcome:
 
 
 def measured_scale(ways: Ways, text: Callable[[int], str]) -> Scale:
-    """Of `text(words)`, by the server's own counts of a short and a long prompt; warms it up."""
+    """The scale of `text(words)`, from the server's token counts of a short and a long prompt.
+
+    The two requests also warm the server up."""
 
     async def tokens(num_words: int) -> int:
         turn = Turn(text(num_words), 2)

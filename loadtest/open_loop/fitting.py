@@ -1,9 +1,9 @@
-"""Jobs made to fit the context of the model that is asked. Values in, values out, no clock.
+"""Cuts jobs to fit the context of the served model. Values in, values out, no clock.
 
-A question and the answer that is wanted, with everything before them in the conversation, must fit;
-else the end of the question is cut, so that shared beginnings stay shared, until a quarter of what
-is free is left for the answer, and the answer is asked for as long as there is room. Where hardly
-anything is free, the conversation ends. How many tokens a text has is an estimate, taken high.
+A question and its answer must fit together with the conversation before them. If they do not, the
+end of the question is cut (shared prefixes stay shared) until a quarter of the free context is left
+for the answer, and the answer is shortened to what is left. With fewer than LEAST_FREE tokens free
+the conversation ends. A text's number of tokens is estimated, on the high side.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ import msgspec
 
 from .jobs import Job, Turn
 
-ANSWER_SHARE = 0.25  # of the free context, kept for an answer that wants as much
-LEAST_FREE = 16  # tokens; with less a turn makes no sense
-CAREFUL = 1 + 1 / 16  # texts of as many words differ in tokens
+ANSWER_SHARE = 0.25  # of the free context, kept for an answer that is at least as long
+LEAST_FREE = 16  # tokens; with fewer a turn is dropped
+CAREFUL = 1 + 1 / 16  # texts of equally many words differ in tokens
 
 
 class Scale(msgspec.Struct, frozen=True):
-    """A server's tokens: so many words to one, and so many that a message has besides its text."""
+    """A server's tokens: words per token, and tokens that a message has besides its text."""
 
     words_per_token: float
     frame: int = 0
 
     def tokens(self, text: str) -> int:
-        """Of a message with this text, rather too many."""
+        """Estimated tokens of a message with this text, on the high side."""
         return math.ceil(len(text.split()) / self.words_per_token * CAREFUL) + self.frame
 
     def cut(self, text: str, num_tokens: int) -> str:
-        """The beginning of a text, so that its message has no more tokens; a word at least."""
+        """The longest prefix whose message fits in `num_tokens`; at least one word."""
         count = math.floor((num_tokens - self.frame) / CAREFUL * self.words_per_token)
         return " ".join(text.split()[: max(1, count)])
 
 
 class Cut(msgspec.Struct):
-    """What was made to fit: counts, and the context in tokens (None: the server does not say)."""
+    """Counts of what was cut, and the context in tokens (None: the server lists none)."""
 
     max_model_len: int | None = None
     cut_prompts: int = 0
@@ -45,7 +45,7 @@ class Cut(msgspec.Struct):
     dropped_turns: int = 0
 
     def says(self, model: str) -> str:
-        """In a line; "" where nothing was cut."""
+        """The counts in one line; "" where nothing was cut."""
         if not (self.cut_prompts or self.cut_answers or self.dropped_turns):
             return ""
         return (
@@ -56,7 +56,7 @@ class Cut(msgspec.Struct):
 
 
 def fitted(jobs: Sequence[Job], scale: Scale, max_model_len: int | None) -> tuple[list[Job], Cut]:
-    """The jobs that fit, and what was cut; ValueError where a system prompt leaves no room."""
+    """The jobs cut to fit, and the counts; ValueError where a system prompt leaves no room."""
     cut = Cut(max_model_len)
     if max_model_len is None:
         return list(jobs), cut
@@ -87,7 +87,7 @@ def _fitted(job: Job, scale: Scale, max_model_len: int, cut: Cut) -> Job:
 
 
 def _shortened(prompt: str | list[int], scale: Scale, num_tokens: int) -> str | list[int]:
-    """The prompt itself, where it fits."""
+    """The prompt cut to `num_tokens`, or unchanged where it fits."""
     if _num_tokens(prompt, scale) <= num_tokens:
         return prompt
     return scale.cut(prompt, num_tokens) if isinstance(prompt, str) else prompt[:num_tokens]

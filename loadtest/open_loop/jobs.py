@@ -1,4 +1,4 @@
-"""What the open loop asks for: seeded workloads with the lengths of known data sets, and traces.
+"""The open loop's workloads: seeded, with the lengths of known data sets; and traces.
 
     sharegpt   inputs of 161 tokens on average, outputs of 338: the means of figure 11 of the
                PagedAttention paper (Kwon et al. 2023). It shows histograms and no formula; the
@@ -11,7 +11,7 @@
     trace      a file of JSON lines: timestamp (seconds), input_length, output_length, and hash_ids
                of blocks of 16 tokens where prefixes are shared, as Qwen's published traces have
 
-Lengths are in tokens; text is made of words, so many to a token as the server was found to need.
+Lengths are in tokens; text is made of words, as many per token as measured on the server.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ WORDS = COMMON.split()
 
 
 def words(source: random.Random, count: int) -> str:
-    """So many, drawn from a hundred common ones."""
+    """`count` words, drawn from a hundred common ones."""
     return " ".join(source.choices(WORDS, k=count))
 
 
 class Prompts:
-    """An endless supply of questions; system prompts are the same for everyone."""
+    """An endless supply of questions; system prompts are the same for all users."""
 
     def __init__(self, seed: int | str) -> None:
         self._source = random.Random(f"questions {seed}")
@@ -52,7 +52,7 @@ class Prompts:
         return words(self._source, self._source.randint(*QUESTION_WORDS))
 
     def system(self) -> str:
-        """One of NUM_SYSTEMS, which users of one server share."""
+        """One of NUM_SYSTEMS system prompts, which all users share."""
         return system(self._source.randrange(NUM_SYSTEMS))
 
 
@@ -78,9 +78,9 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What comes at one moment; a turn after the first waits for the answer before it.
+    """One arrival: its first turn is due at once, each later turn after the answer before it.
 
-    at_s  when, in a trace; else the arrival process says
+    at_s  arrival time in a trace; without one the arrival process sets it
     """
 
     turns: tuple[Turn, ...]
@@ -109,7 +109,7 @@ def _turn(source: random.Random, means: tuple[float, float], asked: Asked) -> Tu
 
 
 def _text(source: random.Random, num_tokens: int, asked: Asked) -> str:
-    """One draw of the source, whatever the length, so that lengths are the same on every server."""
+    """Draws once from the source at any length, so that lengths are the same on every server."""
     own = random.Random(source.random())
     return words(own, max(1, round(num_tokens * asked.words_per_token)))
 
@@ -130,7 +130,7 @@ def _prefix(source: random.Random, asked: Asked) -> list[Job]:
 
 
 def _multiturn(source: random.Random, asked: Asked) -> list[Job]:
-    """So many conversations, not questions."""
+    """`count` conversations, not questions."""
     return [
         Job(tuple(_turn(source, ALPACA, asked) for _ in range(source.randint(*TURNS))))
         for _ in range(asked.count)
@@ -138,7 +138,7 @@ def _multiturn(source: random.Random, asked: Asked) -> list[Job]:
 
 
 def _nano(source: random.Random, asked: Asked) -> list[Job]:
-    """In the order of its own draws, so that seed 0 gives its 133,966 output tokens."""
+    """nano-vllm's requests in its order of draws, so that seed 0 gives 133,966 output tokens."""
     source = random.Random(asked.seed)
     count = min(asked.count, NANO_REQUESTS)
     prompts = [
@@ -158,7 +158,7 @@ class _Line(msgspec.Struct):
 
 
 def _trace(source: random.Random, asked: Asked) -> list[Job]:
-    """The first `count` lines; times count from the first. ValueError names a line that is none."""
+    """The first `count` lines; times count from the first. ValueError names an invalid line."""
     if asked.trace is None:
         raise ValueError("the workload trace needs --trace FILE")
     decoder, first = msgspec.json.Decoder(_Line), None
@@ -179,7 +179,7 @@ def _trace(source: random.Random, asked: Asked) -> list[Job]:
 
 
 def _trace_text(source: random.Random, line: _Line, asked: Asked) -> str:
-    """The same words for the same hash, so that prefixes are shared as they were."""
+    """The same words for the same hash, so that prefixes are shared as in the trace."""
     shared = min(len(line.hash_ids), line.input_length // BLOCK_TOKENS)
     parts = [
         _text(random.Random(f"block {asked.seed} {block}"), BLOCK_TOKENS, asked)
@@ -200,14 +200,14 @@ WORKLOADS: dict[str, Callable[[random.Random, Asked], list[Job]]] = {
 
 
 def jobs(workload: str, asked: Asked) -> list[Job]:
-    """The same for the same workload and the same `asked`, on every machine."""
+    """The workload's jobs; the same arguments give the same jobs on every machine."""
     return WORKLOADS[workload](random.Random(f"{workload} {asked.seed}"), asked)
 
 
 def reworded(work: Sequence[Job], seed: int) -> list[Job]:
-    """Each prompt in another order of its words: as long, but in no cache that has seen it.
+    """Each prompt with its words reordered: equally long, but not in the prefix cache.
 
-    What jobs have in common as a whole, system prompts, stays in common.
+    System prompts stay as they are, shared by the jobs.
     """
 
     def shuffled(prompt: str | list[int]) -> Any:

@@ -1,7 +1,7 @@
 """One or two runs as a page: settings, throughput, latencies, distributions, curves, errors.
 
-A single file that asks for nothing: its style is inside, it has no script, and its policy forbids
-both. Follows the reader's light or dark theme. Values in, text out.
+A single file that loads nothing: its style is inside, it has no script, and its policy forbids
+loading either. Follows the reader's light or dark theme. Values in, text out.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ NAMES = {
     "itl": "Between pieces of text (ITL)",
     "e2el": "End to end (E2E)",
 }
-SAME = 0.05  # ratios nearer to 1 are nobody's win
+SAME = 0.05  # ratios nearer to 1 count as equal
 
 
 class Row(NamedTuple):
-    """A line of the table of rates; `more_is_better` None: neither is."""
+    """A line of the table of rates; `more_is_better` None: neither direction is better."""
 
     title: str
     value: Callable[[Result], float | None]
@@ -151,7 +151,7 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def _legend(runs: Sequence[Run]) -> Markup:
-    """Which line is whose."""
+    """Which line belongs to which run."""
     items = [
         tag(
             "li",
@@ -169,7 +169,7 @@ def _legend(runs: Sequence[Run]) -> Markup:
 
 
 def _settings(runs: Sequence[Run]) -> Markup:
-    """What was asked of each; what differs is marked."""
+    """The settings of each run; differences are marked."""
     asked = [_asked(run) for run in runs]
     rows = []
     for name in asked[0]:
@@ -189,7 +189,7 @@ def _settings(runs: Sequence[Run]) -> Markup:
 
 
 def _asked(run: Run) -> dict[str, str]:
-    """A run's settings; its rates together."""
+    """A run's settings, with all its rates in one entry."""
     found = settings(run.results[-1])
     if len(run.results) > 1:
         rates = [f"{r.rate:.4g}" for r in run.results if math.isfinite(r.rate)]
@@ -199,7 +199,7 @@ def _asked(run: Run) -> dict[str, str]:
 
 
 def _sweep(runs: Sequence[Run]) -> Markup:
-    """Curves over the rate; all at once has no place on them."""
+    """Curves over the rate; a run with all requests at once is left out."""
     pictures = []
     for index, curve in enumerate(CURVES):
         series = []
@@ -212,7 +212,7 @@ def _sweep(runs: Sequence[Run]) -> Markup:
 
 
 def _pair(name: str, pair: Pair, runs: Sequence[Run], is_open: bool) -> Markup:
-    """One rate: folded, but for the last."""
+    """One rate's section; folded, except for the last."""
     results = [result for result in pair if result is not None]
     titles = [rate_words(result.rate) for result in results]
     title = titles[0] if len(set(titles)) == 1 else " beside ".join(titles)
@@ -252,7 +252,7 @@ def _throughput(results: Sequence[Result]) -> Iterator[Markup]:
 
 
 def _latencies(times: Sequence[dict[str, list[float]]]) -> Iterator[Markup]:
-    """A body a metric, under its name."""
+    """A table body per metric, under its name."""
     width = len(times) + 1 + (len(times) > 1)
     for metric in METRICS:
         rows = [tag("tr", tag("th", NAMES[metric], scope="rowgroup", colspan=width, class_="of"))]
@@ -263,7 +263,7 @@ def _latencies(times: Sequence[dict[str, list[float]]]) -> Iterator[Markup]:
 
 
 def _row(title: str, values: Sequence[float | None], more_is_better: bool | None) -> Markup:
-    """Values, and what the second is of the first."""
+    """A row of values, and the ratio of the second to the first."""
     cells = [tag("td", number(value), class_="number") for value in values]
     if len(values) > 1:
         cells.append(_ratio(values[0], values[1], more_is_better))
@@ -271,7 +271,7 @@ def _row(title: str, values: Sequence[float | None], more_is_better: bool | None
 
 
 def _ratio(first: float | None, second: float | None, more_is_better: bool | None) -> Markup:
-    """In colours and in words, where it is far enough from 1 to mean something."""
+    """The ratio, in colour and words where it differs from 1 by more than SAME."""
     if not first or second is None:
         return tag("td", "-", class_="number")
     ratio = second / first
@@ -283,7 +283,7 @@ def _ratio(first: float | None, second: float | None, more_is_better: bool | Non
 
 
 def _errors(names: Sequence[str], results: Sequence[Result], title: str) -> Markup:
-    """Each message with how often it came, of each run."""
+    """Each error message with its count in each run."""
     counted = [result.failures() for result in results]
     messages = sorted({message for found in counted for message in found})
     if not messages:
@@ -306,10 +306,10 @@ def _table(
     where: str = "",
     kind: str = "number",
 ) -> Markup:
-    """In a frame that scrolls by itself, by keys too, where it is wider than the page.
+    """A table in a frame that scrolls, by keys too, where it is wider than the page.
 
-    where  tells tables with one caption apart, for who can't see what they stand under
-    kind   of what stands below the other headings: "number", or "word"
+    where  tells tables with the same caption apart for screen readers
+    kind   class of the columns after the first: "number" or "word"
     """
     first, *others = heading
     corner = tag("th", first, scope="col") if first else tag("td")
@@ -324,7 +324,7 @@ def _section(title: str, *inside: Markup) -> Markup:
 
 
 def _definitions(has_two: bool) -> Markup:
-    """What the words mean."""
+    """Definitions of the page's terms."""
     says = (
         "TTFT runs from sending to the first text; ITL between pieces of text, whatever their "
         "size; TPOT is the rest of the answer divided by its other tokens; E2E ends with the "

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def apart(runs: list[Run]) -> list[Run]:
-    """With different names, so that one can tell them apart."""
+    """The runs, renamed where two have the same name."""
     if len({run.name for run in runs}) == len(runs):
         return runs
     return [

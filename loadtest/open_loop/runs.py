@@ -1,4 +1,4 @@
-"""Result files of the open loop, read again: one run is a file, or a folder with a file a rate.
+"""Reads result files of the open loop: a run is a file, or a folder with a file per rate.
 
 Everything that is shown is computed from the requests' own times, by served.py. No clock.
 """
@@ -56,7 +56,7 @@ class Result(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, file: Path) -> Result:
-        """From JSON; ValueError names the file, and what it lacks. OSError if there is none."""
+        """From JSON; ValueError names the file and the error in it. OSError if there is none."""
         try:
             result = msgspec.json.decode(file.read_bytes(), type=cls)
             float(result.request_rate)
@@ -74,7 +74,7 @@ class Result(msgspec.Struct, frozen=True):
         return float(self.request_rate)
 
     def times_ms(self) -> dict[str, list[float]]:
-        """Of the requests that were answered, by served.METRICS."""
+        """Times of the answered requests, by the names of served.METRICS."""
         rows = zip(
             *(self.start_times, self.latencies, self.ttfts, self.itls),
             *(self.input_lens, self.output_lens, self.errors),
@@ -88,12 +88,12 @@ class Result(msgspec.Struct, frozen=True):
         return times_ms(done)
 
     def lengths(self, kind: str) -> list[float]:
-        """Tokens of the inputs or outputs ("input", "output") of requests that were answered."""
+        """Tokens of the inputs or outputs (`kind` "input" or "output") of answered requests."""
         found = self.input_lens if kind == "input" else self.output_lens
         return [float(n) for n, error in zip(found, self.errors, strict=True) if not error]
 
     def failures(self) -> Counter[str]:
-        """What went wrong, and how often."""
+        """Error messages and their counts."""
         return Counter(error for error in self.errors if error)
 
 
@@ -105,7 +105,7 @@ class Run(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, place: Path, name: str = "") -> Run:
-        """A file, or a folder that the open loop wrote; raises as Result.read does."""
+        """From a file or folder that the open loop wrote; raises as Result.read does."""
         files = sorted(place.glob("*qps.json")) if place.is_dir() else [place]
         if not files:
             raise ValueError(f"{place}: no result files (RATEqps.json) are in this folder")
@@ -118,7 +118,7 @@ class Run(msgspec.Struct, frozen=True):
 
     @property
     def best(self) -> Result:
-        """At the highest rate that held, else at the lowest that was tried."""
+        """The result at the highest rate that held, else at the lowest that was tried."""
         held = knee([(result.rate, result.goodput_share) for result in self.results])
         return (self.at(held) if held is not None else None) or self.results[0]
 
@@ -127,9 +127,9 @@ Pair = tuple[Result, Result | None]
 
 
 def pairs(runs: Sequence[Run]) -> list[Pair]:
-    """What to show beside each other: all rates of one run, or those that both have.
+    """Results to show side by side: all rates of one run, or those that both runs have.
 
-    Without a rate in common: each at the highest that it held.
+    Without a common rate: each run at the highest rate that held.
     """
     first, second = runs[0], runs[1] if len(runs) > 1 else None
     if second is None:
@@ -139,7 +139,7 @@ def pairs(runs: Sequence[Run]) -> list[Pair]:
 
 
 def settings(result: Result) -> dict[str, str]:
-    """What was asked, in words."""
+    """A result's settings in words."""
     is_even = result.burstiness is None or math.isinf(result.burstiness)
     goals = ", ".join(f"{name} {ms:g} ms" for name, ms in result.goodput.items())
     return {
@@ -157,5 +157,5 @@ def settings(result: Result) -> dict[str, str]:
 
 
 def rate_words(rate: float) -> str:
-    """A rate as people say it."""
+    """A rate in words."""
     return f"{rate:.4g} requests/s" if math.isfinite(rate) else "all at once"

@@ -1,8 +1,8 @@
-"""What an open-loop run has found, in the names of `vllm bench serve`'s result file. No clock.
+"""An open-loop run's results, in the field names of `vllm bench serve`'s result file. No clock.
 
-Definitions are its too: TTFT from sending to the first text; ITL between pieces of text, whatever
-their size; TPOT = (E2EL - TTFT) / (output tokens - 1); tokens as `usage` counts them; percentiles
-interpolated. Ours beside: goodput_share and p99_start_lag_ms.
+Definitions are vLLM's too: TTFT from sending to the first text; ITL between pieces of text of any
+size; TPOT = (E2EL - TTFT) / (output tokens - 1); tokens as in `usage`; percentiles interpolated.
+Fields of our own: goodput_share and p99_start_lag_ms.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ OBJECTIVES = ("ttft", "tpot", "e2el")
 class Outcome(msgspec.Struct, frozen=True):
     """One request. Times in seconds; `start_s` and `due_s` from the run's start.
 
-    due_s  when the arrival process wanted it
-    error  "" where it was answered; else the times mean nothing
+    due_s  its time in the arrival process
+    error  "" where it was answered; otherwise the times mean nothing
     """
 
     due_s: float
@@ -41,26 +41,26 @@ class Outcome(msgspec.Struct, frozen=True):
 
     @property
     def end_s(self) -> float:
-        """When the last of it was there."""
+        """When the answer's last byte had arrived."""
         return self.start_s + self.latency_s
 
     @property
     def tpot_s(self) -> float:
-        """0 where there was one token, as vLLM takes it for goodput."""
+        """Seconds per token after the first; 0 for an answer of one, as in vLLM's goodput."""
         return (self.latency_s - self.ttft_s) / max(1, self.num_output - 1) * (self.num_output > 1)
 
     def is_good(self, objectives_ms: dict[str, float]) -> bool:
-        """Answered, within every objective."""
+        """Whether the request was answered within every objective."""
         found = {"ttft": self.ttft_s, "tpot": self.tpot_s, "e2el": self.latency_s}
         return not self.error and all(found[n] * 1e3 <= ms for n, ms in objectives_ms.items())
 
 
 class Conditions(msgspec.Struct, frozen=True):
-    """What was asked: goes into the file as it is, and `cut`'s fields beside it.
+    """A run's settings: written to the file unchanged, with `cut`'s fields beside them.
 
     request_rate     requests a second; "inf" in the file
-    max_concurrency  requests at once; None: as many as come
-    asked_s          that requests came for, warmup_s before that not counted; None: until all came
+    max_concurrency  requests at once; None: no limit
+    asked_s          seconds of arrivals, after warmup_s not counted; None: until all arrived
     """
 
     date: str
@@ -80,10 +80,10 @@ Values = dict[str, object]
 
 
 def summary(outcomes: Sequence[Outcome], conditions: Conditions, run_s: float) -> Values:
-    """One rate's result file, of a run of so many seconds.
+    """One rate's result file, of a run of `run_s` seconds.
 
-    Requests that came in the time that counts are what is listed and counted; what is said a second
-    is of the answers that ended in it, whenever they were asked for.
+    Lists and counts requests that arrived in the measured period; rates per second are of the
+    answers that ended in it, whenever their requests were sent.
     """
     begin_s, asked_s = conditions.warmup_s, conditions.asked_s
     end_s = run_s if asked_s is None else begin_s + asked_s
@@ -134,9 +134,9 @@ def summary(outcomes: Sequence[Outcome], conditions: Conditions, run_s: float) -
 
 
 def later_half(outcomes: Sequence[Outcome], begin_s: float) -> tuple[int, int]:
-    """How many came in the later half of the time that requests came in, and how many ended in it.
+    """How many requests arrived in the later half of the arrival period, and how many ended in it.
 
-    By then a server that keeps up ends as many as come, unless one takes longer than half a run.
+    A server that keeps up ends as many as arrive, unless a request takes longer than half a run.
     """
     last_s = max((outcome.due_s for outcome in outcomes), default=0.0)
     middle_s = (begin_s + last_s) / 2
@@ -146,7 +146,7 @@ def later_half(outcomes: Sequence[Outcome], begin_s: float) -> tuple[int, int]:
 
 
 def times_ms(done: Sequence[Outcome]) -> dict[str, list[float]]:
-    """Of requests that were answered: a list for each of METRICS."""
+    """Times of answered requests: a list for each of METRICS."""
     seconds = {
         "ttft": [outcome.ttft_s for outcome in done],
         "tpot": [outcome.tpot_s for outcome in done if outcome.num_output > 1],
@@ -166,7 +166,7 @@ def _statistics(name: str, values_ms: list[float]) -> Values:
 
 
 def percentile(values: Iterable[float], percent: float) -> float:
-    """Between the two nearest, as numpy does; 0 of none."""
+    """Interpolated between the two nearest values, as in numpy; 0 without values."""
     ranked = sorted(values)
     if not ranked:
         return 0.0
@@ -177,14 +177,14 @@ def percentile(values: Iterable[float], percent: float) -> float:
 
 
 def most_at_once(outcomes: Sequence[Outcome]) -> int:
-    """Requests that were being answered, at the highest."""
+    """Maximum number of requests under way at once."""
     changes = [(outcome.start_s, 1) for outcome in outcomes]
     changes += [(outcome.start_s + outcome.latency_s, -1) for outcome in outcomes]
     return max(itertools.accumulate(change for _, change in sorted(changes)), default=0)
 
 
 def most_a_second(outcomes: Iterable[Outcome]) -> float:
-    """Pieces of text in the fullest second, as vLLM counts: it takes a piece for a token."""
+    """Maximum pieces of text in one second, as vLLM counts: it takes a piece for a token."""
     seconds: dict[int, int] = {}
     for outcome in outcomes:
         first = outcome.start_s + outcome.ttft_s

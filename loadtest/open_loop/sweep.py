@@ -41,7 +41,7 @@ Result = dict[str, Any]
 
 
 def tried(results: Sequence[Result]) -> list[tuple[float, float]]:
-    """(rate, share of good requests) of each; 0 good ones where fewer finished than came."""
+    """(rate, share of good requests) of each; the share is 0 where fewer finished than arrived."""
     return [
         (
             float(result["request_rate"]),
@@ -78,7 +78,7 @@ def ordered(results: Sequence[Result]) -> list[Result]:
 
 
 def conditions(results: Sequence[Result]) -> str:
-    """What was asked, of what, and where the knee is."""
+    """The settings, the server and the knee."""
     first = results[0]
     goals = ", ".join(f"{name} {ms:g} ms" for name, ms in first["goodput"].items())
     at_once = first["max_concurrency"]

@@ -40,7 +40,7 @@ SECONDS, LIMIT_S = 20, 900.0  # of a load; of a command
 HERE = Path(__file__).absolute().parent
 ROOT = HERE.parents[2]
 BUNDLED = HERE.parents[1] / "demo" / "checkpoint"
-FILES = {  # what commands find beside them
+FILES = {  # in every command's folder
     "locust_users.py": HERE.parent / "users" / "locustfile.py",
     "locust_plain.py": HERE / "locust_plain.py",
     "slo.toml": HERE / "slo.toml",
@@ -49,7 +49,7 @@ VERSIONS = "import sys, importlib.metadata as m; print(*map(m.version, sys.argv[
 
 
 class Where(NamedTuple):
-    """The server to ask: given, or to be started; the folder of its model."""
+    """The server, given or to be started, and the folder of its model."""
 
     url: str
     model_folder: Path
@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what the flags say."""
+    """Run the chosen tools; returns the exit code."""
     args, console = parser().parse_args(argv), Console(soft_wrap=True, emoji=False)
     places = Places.found()
     where = Where(args.url, args.model_folder.absolute(), args.seconds)
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def use(tool: Tool, where: Where, places: Places, out: Path, console: Console) -> Verdict:
-    """One tool, from its installation to its kept output."""
+    """Install one tool, run it and write its output."""
     try:
         versions = installed(tool, places, console)
         with tempfile.TemporaryDirectory() as temporary:
@@ -117,7 +117,7 @@ def use(tool: Tool, where: Where, places: Places, out: Path, console: Console) -
 
 
 def installed(tool: Tool, places: Places, console: Console) -> dict[str, str]:
-    """The versions in the tool's environment, which is made where it is not as it should be."""
+    """The versions in the tool's environment, made anew unless all pins are met."""
     found = versions_of(tool, places)
     if not found or any(pin not in found[name] for name, pin in tool.pins.items()):
         console.print(f"Installing {tool.name}")
@@ -138,7 +138,7 @@ def versions_of(tool: Tool, places: Places) -> dict[str, str]:
 
 
 def furnish(folder: Path, model_folder: Path) -> None:
-    """Lay out what commands find beside them."""
+    """Put the model, tasks and locustfiles into a command's folder."""
     (folder / MODEL).symlink_to(model_folder, target_is_directory=True)
     shutil.copytree(HERE / "tasks", folder / "tasks")
     for name, source in FILES.items():
@@ -147,7 +147,7 @@ def furnish(folder: Path, model_folder: Path) -> None:
 
 @contextmanager
 def server(tool: Tool, where: Where, places: Places, folder: Path) -> Iterator[Setting]:
-    """What the commands are made of, while the server runs."""
+    """The values for command lines, while the server runs."""
     about = json.loads((where.model_folder / "config.json").read_bytes())
     context = int(about["max_position_embeddings"])
     if where.url:
@@ -169,7 +169,7 @@ def server(tool: Tool, where: Where, places: Places, folder: Path) -> Iterator[S
 def run(
     tool: Tool, commands: Sequence[Command], places: Places, folder: Path, console: Console
 ) -> tuple[dict[str, str], list[str]]:
-    """Each command's output by its name, and those that ended badly."""
+    """Each command's output by its name, and the commands that failed."""
     env = environment(tool.engine, places, num_cores()) | tool.variables
     env |= {"HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HOME": str(folder / "hf")}
     env |= {"NO_COLOR": "1", "COLUMNS": "160", "PYTHONPATH": str(ROOT)}
@@ -195,7 +195,7 @@ def run(
 
 
 def ended(process: Process) -> int:
-    """Wait for it; EngineFailed if it takes too long."""
+    """Wait for the process's exit code; EngineFailed after LIMIT_S."""
     deadline = time.monotonic() + LIMIT_S
     while (code := process.exit_code) is None:
         if time.monotonic() > deadline:
@@ -205,12 +205,12 @@ def ended(process: Process) -> int:
 
 
 def stands_for(folder: Path, places: Places) -> dict[str, str]:
-    """What is written in place of paths."""
+    """Path -> what is written in its place."""
     return {str(folder): ".", str(places.home): "PEERS", str(ROOT): ".", str(Path.home()): "~"}
 
 
 def last_line(output: str) -> str:
-    """The last one that says something."""
+    """The last line that is not empty."""
     return next((line for line in reversed(output.splitlines()) if line.strip()), "")[:200]
 
 

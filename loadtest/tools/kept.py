@@ -1,7 +1,6 @@
 """The files that a run leaves in results/tools/: a heading, then each tool's own output.
 
-Nothing of this machine but what it is: paths and host names are taken out, and progress bars with
-them.
+The files name the machine's hardware only: paths, host names and progress bars are removed.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ HOST = re.compile(r"\] [^\s/]+/(?=(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)/)")
 
 
 class About(msgspec.Struct, frozen=True):
-    """What stands at the top: when, on what, which versions, what was typed."""
+    """The heading: date, machine, versions and command lines."""
 
     date: str
     device: str
@@ -36,14 +35,14 @@ class About(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """Line by line, as comments."""
+        """The heading's lines, as comments."""
         named = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         lines = [f"{self.date}, {self.device}", f"server: {self.server}", f"versions: {named}"]
         return "\n".join(f"# {line}" for line in [*lines, *self.commands])
 
 
 def cleaned(output: str, places: Mapping[str, str]) -> str:
-    """Without colours, bars and hosts; `places`: what stands for each path, longest paths first."""
+    """The output without colours, bars and hosts; `places`: path -> replacement, longest first."""
     text = ESCAPES.sub("", output)
     lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n")]
     text = HOST.sub("] ", "\n".join(lines))

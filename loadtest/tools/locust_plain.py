@@ -1,4 +1,4 @@
-"""What anybody would write for Locust: an HttpUser, its own client, no code of this repository.
+"""A plain locustfile: an HttpUser with Locust's own client, no code of this repository.
 
 `locust -f locust_plain.py --host http://127.0.0.1:8000`
 """
@@ -14,12 +14,12 @@ MESSAGES = [{"role": "user", "content": "What is the KV cache?"}]
 
 
 class Reader(HttpUser):
-    """Asks for short answers, whole and streamed."""
+    """Requests short answers, plain and streamed."""
 
     wait_time = between(0.1, 0.5)
 
     def on_start(self) -> None:
-        """The first model that the server names."""
+        """Set the model to the first one that the server lists."""
         models = self.client.get("/v1/models").json()
         self.body: dict[str, Any] = {"model": models["data"][0]["id"], "max_tokens": 48}
 

@@ -1,8 +1,8 @@
-"""What a public tool is here: its packages, the command lines it is run with, how it is judged.
+"""The description of a public tool: its packages, command lines and judgement.
 
-Values only. A command runs in a folder of its own, which holds `model` (the folder of the served
-model: its tokenizer, and the weights for who compares), the tasks and the locustfiles; so command
-lines, and what tools print of them, name no place on this machine.
+Values only. A command runs in its own folder, which holds `model` (the folder of the served model:
+its tokenizer, and the weights for lm-eval's comparison), the tasks and the locustfiles; so command
+lines, and what tools print of them, have no path of this machine.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ MODEL = "model"
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """What command lines are made of.
+    """The values in command lines.
 
     url        the server, without /v1
-    model      what requests call it
-    is_ours    it was started here, so it has what only Streamer has
+    model      its name in requests
+    is_ours    the server was started here, so it has Streamer's extensions
     context    tokens that the model takes
     seconds    of each load
     """
@@ -36,7 +36,7 @@ class Setting(msgspec.Struct, frozen=True):
 
 
 class Command(msgspec.Struct, frozen=True):
-    """One run of a tool: a program of its environment, and what it writes beside its output."""
+    """One run of a tool: a program of its environment, and the files it writes."""
 
     name: str
     says: str
@@ -45,12 +45,12 @@ class Command(msgspec.Struct, frozen=True):
 
     @property
     def line(self) -> str:
-        """As one types it."""
+        """The command line as typed in a shell."""
         return " ".join([self.program, *map(quoted, self.flags)])
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What a tool found.
+    """A tool's result.
 
     failures  in words; none where everything worked
     parts     heading and text, for the kept output
@@ -68,8 +68,8 @@ class Tool(msgspec.Struct, frozen=True):
     """A public tool.
 
     packages   rows of pip's arguments, in order
-    shown      packages whose versions are told
-    server     flags that our server gets for it
+    shown      packages whose versions are reported
+    server     flags of our server for this tool
     commands   its runs
     judge      reads the folder of the runs, and their outputs by command name
     variables  of its environment
@@ -85,18 +85,18 @@ class Tool(msgspec.Struct, frozen=True):
 
     @property
     def pins(self) -> dict[str, str]:
-        """Package -> the version that is wanted; "" for any."""
+        """Package -> the pinned version; "" for any."""
         words = [word.partition("==") for row in self.packages for word in row]
         return {name.partition("[")[0]: version for name, _, version in words}
 
     @property
     def engine(self) -> Engine:
-        """The place of its environment."""
+        """The tool as an Engine, whose environment install.py can make."""
         return Engine(self.name, self.name, self.name)
 
 
 def quoted(word: str) -> str:
-    """For a shell, where it must be."""
+    """The word, quoted for a shell where needed."""
     return f"'{word}'" if set(word) & set(' "{}[]()&;*?<>|$') else word
 
 
@@ -110,7 +110,7 @@ def read_json(file: Path) -> dict[str, object]:
 
 
 def at(value: object, *path: str, default: object = None) -> object:
-    """What lies at the end of a path of keys; `default` if it breaks off."""
+    """The value at a path of keys; `default` if a key is missing."""
     for step in path:
         if not isinstance(value, Mapping) or step not in value:
             return default

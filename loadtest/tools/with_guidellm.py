@@ -1,6 +1,6 @@
 """guidellm: synthetic prompts over chat completions, completions and responses.
 
-It ends with 0 though every request has failed, so its JSON is what is judged.
+guidellm exits with 0 even if every request failed, so its JSON is judged instead.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .parts import MODEL, Command, Setting, Tool, Verdict, at, read_json
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 64
 STREAMS = 8  # at once
-SWEEP = 4  # one after the other, as many as may be, and rates between
+SWEEP = 4  # strategies: one at a time, maximum throughput, and rates between
 BEGINS = "Run Summary Info"
 TIMES = ("request_latency", "time_to_first_token_ms", "inter_token_latency_ms")
 RATES = ("requests_per_second", "output_tokens_per_second", "request_concurrency")
@@ -26,7 +26,7 @@ KINDS = {
 
 
 def commands(setting: Setting) -> list[Command]:
-    """A run for each kind of request."""
+    """A run per kind of request."""
     return [command(kind, profile, setting) for kind, profile in KINDS.items()]
 
 
@@ -66,7 +66,7 @@ def _rate(strategy: Mapping[str, object]) -> float:
 
 
 def strategies(report: Mapping[str, object]) -> list[dict[str, object]]:
-    """Of guidellm's report: per strategy the counts of requests, and means and percentiles."""
+    """Per strategy of guidellm's report: counts of requests, means and percentiles."""
     found = []
     for benchmark in cast("list[object]", at(report, "benchmarks", default=[])):
         strategy = cast("dict[str, object]", at(benchmark, "config", "strategy", default={}))

@@ -1,7 +1,7 @@
 """lm-eval: the same tasks through the server (`local-completions`) and through transformers (`hf`).
 
-The second is the oracle: accuracies and greedy answers must be the same, log-likelihoods and
-perplexities within rounding, which in float32 is far below what any error would make of them.
+The second is the reference: accuracies and greedy answers must be the same, log-likelihoods and
+perplexities equal within rounding, which in float32 is far below the effect of any error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def commands(setting: Setting) -> list[Command]:
 
 
 def command(name: str, says: str, arguments: str, more: tuple[str, ...]) -> Command:
-    """All tasks; every answer is kept, to compare them one by one."""
+    """A run of all tasks that keeps every answer, to compare them one by one."""
     flags: tuple[str, ...] = (
         "--model",
         name,
@@ -49,7 +49,7 @@ def command(name: str, says: str, arguments: str, more: tuple[str, ...]) -> Comm
 
 
 class Pair(NamedTuple):
-    """One number of both runs."""
+    """One number in both runs."""
 
     task: str
     what: str
@@ -59,14 +59,14 @@ class Pair(NamedTuple):
 
     @property
     def is_same(self) -> bool:
-        """Within the tolerance, relative."""
+        """Whether both are equal within the relative tolerance."""
         if self.served is None or self.oracle is None:
             return False
         return abs(self.served - self.oracle) <= self.tolerance * abs(self.oracle)
 
 
 def judge(folder: Path, outputs: Mapping[str, str]) -> Verdict:
-    """Both side by side."""
+    """Compare both runs."""
     found = [*metrics(folder), *likelihoods(folder)]
     failures = [
         f"{p.task} {p.what}: {p.served} through the server, {p.oracle} by transformers"
@@ -106,12 +106,12 @@ def _of(values: Mapping[str, object], task: str) -> dict[str, float]:
 
 
 def results(folder: Path) -> dict[str, object]:
-    """lm-eval's results file; {} if it has not come so far."""
+    """lm-eval's results file; {} if there is none."""
     return read_json(next(folder.glob("*/results_*.json"), folder / "missing"))
 
 
 def samples(folder: Path, task: str) -> dict[int, Any]:
-    """Document -> what the model said of it."""
+    """Document number -> lm-eval's filtered responses."""
     file = next(folder.glob(f"*/samples_{task}_*.jsonl"), None)
     lines = file.read_text(encoding="utf-8").splitlines() if file else []
     rows = map(json.loads, lines)
@@ -119,7 +119,7 @@ def samples(folder: Path, task: str) -> dict[int, Any]:
 
 
 def likelihoods(folder: Path) -> Iterator[Pair]:
-    """The log-likelihoods that differ most, of each task that has them."""
+    """The pair of log-likelihoods with the largest difference, of each task that has any."""
     for task in TASKS[:2]:
         served, oracle = (samples(folder / name, task) for name in (SERVED, ORACLE))
         if served.keys() != oracle.keys():
@@ -139,7 +139,7 @@ def _sums(values: list[Any]) -> list[float]:
 
 
 def answers(folder: Path) -> list[tuple[Any, Any]]:
-    """What both said, question by question."""
+    """Both runs' answers, question by question."""
     served, oracle = (samples(folder / name, TASKS[2]) for name in (SERVED, ORACLE))
     return [(served.get(doc), oracle.get(doc)) for doc in sorted({*served, *oracle})]
 

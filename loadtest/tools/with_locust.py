@@ -1,6 +1,6 @@
-"""Locust's own command line: with the users of loadtest/locust, and with a plain HttpUser.
+"""Locust's own command line: with the users of loadtest/users, and with a plain HttpUser.
 
-Its exit code tells of failures, and so does its CSV, which also tells whether anything was asked.
+Its exit code and its CSV report failures; the CSV also shows whether any request was made.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def commands(setting: Setting) -> list[Command]:
 
 
 def command(name: str, says: str, setting: Setting, more: tuple[str, ...]) -> Command:
-    """Headless, for so many seconds."""
+    """A headless run of `setting.seconds`."""
     load = ("-u", str(NUM_USERS), "-r", str(NUM_USERS), "-t", f"{setting.seconds}s")
     flags = ("-f", f"{name}.py", "--host", setting.url, "--headless", *load)
     return Command(name, says, "locust", (*flags, "--only-summary", "--csv", name, *more))
 
 
 def judge(folder: Path, outputs: Mapping[str, str]) -> Verdict:
-    """Every kind of request must have been answered, and none refused or broken."""
+    """Every kind of request must have been answered, and none may have failed."""
     failures: list[str] = []
     parts: list[tuple[str, str]] = []
     lines = []
@@ -63,12 +63,12 @@ def read_rows(file: Path) -> list[Row]:
 
 
 def text_of(file: Path) -> str:
-    """Of a file that may be missing; Locust ends lines in a way of its own."""
+    """A file's text, or "" if it is missing; Locust's carriage returns are removed."""
     return file.read_text(encoding="utf-8").replace("\r", "") if file.exists() else ""
 
 
 def summary(output: str) -> str:
-    """What Locust printed, without the instants at which it began and ended."""
+    """Locust's output without its start and end times."""
     return "\n".join(line for line in output.splitlines() if "INFO" not in line).strip()
 
 

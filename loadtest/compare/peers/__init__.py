@@ -1,1 +1,1 @@
-"""Programs that run one engine each, in that engine's own interpreter: stdlib and that engine."""
+"""Programs that run one engine each in its own interpreter; they import stdlib and that engine."""

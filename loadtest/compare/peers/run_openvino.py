@@ -1,8 +1,8 @@
 """OpenVINO GenAI's continuous batching pipeline, in process.
 
-Wants the model in OpenVINO's own form, which `optimum-cli` of the same environment writes beside
-the checkpoint the first time. The option `kv` is the precision of its cache: bf16, or u8, which is
-what it takes by itself.
+Needs the model in OpenVINO's own format, which `optimum-cli` of the same environment writes beside
+the checkpoint the first time. The option `kv` is the precision of the cache: bf16, or u8, which is
+OpenVINO's default.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .talk import Generate, Job, serve
 
-STEP_TOKENS = 1024  # computed at once; its default of 256 is slower here
+STEP_TOKENS = 1024  # computed in a step; OpenVINO's default of 256 is slower here
 
 
 def exported(model: str) -> str:

@@ -1,6 +1,6 @@
-"""Ours, through the public names, as any program would use it.
+"""This engine through its public API, as any program would use it.
 
-The only file of this room that imports the rest of the package.
+The only file in peers/ that imports the rest of the package.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """transformers, in process: `generate` on one static batch, or its continuous batching.
 
-The option `mode` says which. A static batch has no pool: it runs until the longest answer ends and
-only the tokens that were asked for count.
+The option `mode` selects one. A static batch has no pool: it runs until the longest answer ends,
+and only the requested tokens count.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def load(job: Job) -> tuple[Generate, str]:
 
 
 def static(model: Any, job: Job) -> Generate:
-    """All prompts as one batch; they must be of one length."""
+    """All prompts as one batch; they must have the same length."""
     import torch
 
     def generate(prompts: list[list[int]], lengths: list[int]) -> int:
@@ -52,7 +52,7 @@ def static(model: Any, job: Job) -> Generate:
 
 
 def continuous(model: Any, job: Job) -> Generate:
-    """Its paged batching, which runs on a thread until the process ends."""
+    """transformers' paged batching, which runs on a thread until the process ends."""
     import transformers
 
     as_config: Any = transformers.GenerationConfig

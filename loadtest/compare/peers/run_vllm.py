@@ -1,7 +1,7 @@
 """vLLM's build for the CPU, in process.
 
-Its environment (threads, pool, libraries to load first) is set by who starts this. Runs in vLLM's
-own interpreter, never in ours.
+The parent process sets the environment (threads, pool, libraries to preload). Runs in vLLM's own
+interpreter, never in ours.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from .talk import Generate, Job, serve
 
 
 def load(job: Job) -> tuple[Generate, str]:
-    """vLLM with its own defaults but for what the job names; no prefix cache."""
+    """vLLM with its own defaults except for the job's fields; no prefix cache."""
     import vllm
 
     llm = vllm.LLM(

@@ -1,7 +1,7 @@
-"""How a runner talks with compare: lines of JSON on standard input and output.
+"""The protocol between a runner and compare: lines of JSON on standard input and output.
 
-The first line is the job; the answer says that the engine is loaded. Then every line is a batch
-of prompts, answered with how long it took and how many tokens came. Uses the stdlib alone, because
+The first line is the job; its answer means that the engine is loaded. Then every line is a batch of
+prompts, answered with the seconds it took and the number of tokens. Uses the stdlib alone, because
 it runs in every engine's interpreter.
 """
 
@@ -18,11 +18,11 @@ Generate = Callable[[list[list[int]], list[int]], int]
 
 
 class Job(NamedTuple):
-    """What to load, and within which bounds.
+    """What to load, and its limits.
 
     model           checkpoint folder
-    kv_bytes        size of the KV pool; kv_token_bytes: what a token takes of it in 16 bits
-    threads         how many the engine may compute with
+    kv_bytes        size of the KV pool; kv_token_bytes: of a token in it, in 16 bits
+    threads         that the engine may compute with
     max_len         prompt and output of one sequence, in tokens
     max_seqs        sequences at once
     options         of this engine alone
@@ -38,10 +38,10 @@ class Job(NamedTuple):
 
 
 def serve(load: Callable[[Job], tuple[Generate, str]]) -> None:
-    """Load what the first line says, then answer batches until standard input ends.
+    """Load the job of the first line, then answer batches until standard input ends.
 
     `load` returns the engine's version and a function that answers a batch greedily, each prompt
-    with exactly its number of tokens, and returns the number of tokens that came.
+    with exactly its number of tokens, and returns the number of tokens made.
     """
     wire = _take_output()
     generate, version = load(Job(**json.loads(sys.stdin.readline())))
@@ -55,7 +55,7 @@ def serve(load: Callable[[Job], tuple[Generate, str]]) -> None:
 
 
 def _take_output() -> TextIO:
-    """Standard output for us alone: engines print there too, which goes to the log instead."""
+    """Standard output for the protocol alone: what the engine prints there goes to the log."""
     wire = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return wire

@@ -1,8 +1,8 @@
 """Writes a Llama checkpoint as GGUF in bfloat16, for llama.cpp: `python to_gguf.py FOLDER FILE`.
 
-Covers what compare's own checkpoints are: the Llama architecture in one safetensors file and a
-byte-level BPE. Weights keep their bits; norms become float32, and the rows of queries and keys are
-put in the order in which llama.cpp rotates them. Runs where the `gguf` package is.
+Covers compare's own checkpoints: the Llama architecture in one safetensors file and a byte-level
+BPE. Weights keep their bits; norms become float32, and the rows of queries and keys are put in the
+order in which llama.cpp rotates them. Needs the `gguf` package.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def add_tokenizer(writer: Any, folder: Path) -> None:
 
 
 def convert(folder: Path, target: Path) -> None:
-    """Write `target`; it appears under its name only once it is whole."""
+    """Write `target`, renamed to its final name only when complete."""
     import gguf
     import numpy as np
 
