@@ -1,6 +1,6 @@
 """build: the only place where rooms are wired together.
 
-Finds the model that a Config names and makes what loads it, for AsyncEngine.from_config. Imported
+Finds the model that a Config names and returns its loaders, for AsyncEngine.from_config. Imported
 lazily, and imports every room inside functions.
 """
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from streamer.engine.core import ModelInfo, Runner, Tokenizer
 
 DEMO_NAME = "streamer-demo"
-# Nothing is pickled and no code runs: weights in any other form are not even fetched.
+# Beside safetensors nothing else is fetched: no pickled weights, no code.
 HUB_TEXTS = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "spiece.model")
 
 
@@ -24,13 +24,13 @@ LoadTokenizer: TypeAlias = "Callable[[], Tokenizer]"
 
 
 def loaders(config: Config) -> tuple[LoadRunner, LoadTokenizer]:
-    """What loads the runner and the tokenizer of a Config; nothing is loaded or fetched here."""
+    """Functions that load a Config's runner and tokenizer; this call loads and fetches nothing."""
     from streamer.fake.model import is_fake
 
     if is_fake(config.model):
         return _fake_loaders(config)
 
-    # Runner and tokenizer of one start share the folder, which a hub id is fetched for once.
+    # Runner and tokenizer share the folder, so that a hub id is fetched once.
     found: list[Path] = []
 
     def folder() -> Path:
@@ -38,7 +38,7 @@ def loaders(config: Config) -> tuple[LoadRunner, LoadTokenizer]:
             from streamer.model.checkpoint import open_checkpoint
 
             path = resolve_model(config)
-            open_checkpoint(path)  # reads heads alone, and says what a folder lacks
+            open_checkpoint(path)  # reads only headers; refuses an incomplete folder
             found.append(path)
         return found[0]
 
@@ -107,8 +107,8 @@ def _looks_like_path(model: str) -> bool:
 def _fetch(config: Config) -> Path:
     """A hub id's files, from the cache or the hub; progress bars if wanted, on a terminal.
 
-    Texts come first: a model that can't be served is refused before its weights travel, and of the
-    weights only those that will be read do.
+    Texts come first: a model that can't be served is refused before its weights are fetched, and
+    only weights that will be read are fetched.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

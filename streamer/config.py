@@ -2,7 +2,7 @@
 
 Flags, environment variables (STREAMER_...) and TOML keys derive from these fields, and so do their
 help texts and bounds; nothing else in the project reads the environment or a file for settings.
-Names are vLLM's where it has one. The cli calls `load_config`; everybody reads a Config.
+Names are vLLM's where it has one. The cli calls `load_config`; the other rooms read a Config.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from streamer.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "STREAMER_"
 FILE_VARIABLE = "STREAMER_CONFIG"
-# Read by kernels/ops.py when it chooses for a CPU, for finding faults: no setting.
+# Not a setting: for debugging, kernels/ops.py reads it to choose a CPU's kernels.
 KERNELS_VARIABLE = "STREAMER_KERNELS"
 _SERVICE_VARIABLE = re.compile(
     r"_SERVICE_(HOST|PORT)(_[A-Z0-9_]+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$"
@@ -41,9 +41,9 @@ Priority = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
 
 
 class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one key may do. 0: no limit. None: what every key may.
+    """Limits of one key. 0: no limit. None: the limit of every key.
 
-    priority  of its requests; they may name one that is no lower (a lower one runs first)
+    priority  of its requests; one may name a priority that is not lower (a lower one runs first)
     """
 
     max_requests_per_minute: Limit | None = None
@@ -54,7 +54,7 @@ class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 # Of a key where no setting says otherwise: far above what a client that waits for its answers
-# asks for, far below what it takes to fill the server. Tokens are shared out by the scheduler.
+# sends, far below what fills the server. The scheduler shares tokens among keys.
 KEY_DEFAULTS = KeyLimits(
     max_requests_per_minute=12_000,
     max_tokens_per_minute=0,
@@ -67,7 +67,7 @@ NO_LIMITS = KeyLimits(0, 0, 0, 0)
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All settings. None means "found out at start" (from the checkpoint or the machine).
 
-    A value out of bounds, given by whatever way, raises ConfigError with `param` set to the field.
+    A value out of bounds, however it was given, raises ConfigError with `param` set to the field.
     """
 
     # the model
@@ -264,7 +264,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def limits_of(self, key: str) -> KeyLimits:
         """The limits of a key, its own before those of every key; no field is None.
 
-        "" stands for all callers of a server without keys: no limit, where none is set.
+        "" stands for all callers of a server without keys: no limit where no setting has one.
         """
         ranks = (self.key_limits.get(key), self, KEY_DEFAULTS if key else NO_LIMITS)
         found = {}
@@ -353,8 +353,8 @@ def load_config(
     """The Config of flags > environment > TOML file > defaults.
 
     flags        field name -> text (a list of texts for lists, a bool for bools); None: not given
-    environment  usually os.environ; only STREAMER_... is looked at; `strangers` names what it has
-                 that is no setting
+    environment  usually os.environ; only STREAMER_... is read; `strangers` reports variables that
+                 are no setting
     file         TOML; without it the file that STREAMER_CONFIG names, if any
 
     Raises ConfigError that names the flag, variable or key.
@@ -372,9 +372,9 @@ def load_config(
 
 
 def strangers(environment: Mapping[str, str]) -> list[str]:
-    """What is to be said of each STREAMER_... variable that is no setting and so has no effect.
+    """A warning for each STREAMER_... variable that is no setting and so has no effect.
 
-    It may be another program's or a misspelt setting: worth a warning, not worth a refusal.
+    The variable may be another program's or a misspelt setting, so it is not refused.
     """
     known = {s.variable for s in settings()} | {FILE_VARIABLE, KERNELS_VARIABLE}
     return [
@@ -400,7 +400,7 @@ def _from_environment(
 
 
 def _is_orchestrators(variable: str, value: str) -> bool:
-    """Whether Kubernetes put it there: it describes a service named streamer or streamer-... so."""
+    """Whether Kubernetes set the variable, for a service named streamer or streamer-... ."""
     return bool(_SERVICE_VARIABLE.search(variable) or _SERVICE_ADDRESS.match(value))
 
 

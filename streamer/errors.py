@@ -1,4 +1,4 @@
-"""Every exception the project raises on purpose; each knows its HTTP status and machine code.
+"""Every exception the project raises on purpose; each has an HTTP status and a machine code.
 
 Rooms raise these, the server turns them into the wire's error object, the cli into an exit code.
 A message says what is wrong, with the numbers; `param` names the field where there is one.
@@ -36,16 +36,16 @@ class ContextLengthExceeded(InvalidRequest):
 
     @classmethod
     def of_prompt(cls, context: int, what: str, param: str = "prompt") -> ContextLengthExceeded:
-        """A prompt that alone is too long, in words by which client libraries know this error.
+        """A prompt that alone is too long, in words by which client libraries recognize it.
 
-        LiteLLM looks for the first half, LangChain for the second; not all of them read the code.
+        LiteLLM looks for the first half, LangChain for the second; not all libraries read the code.
         """
         text = f"This model's maximum context length is {context} tokens, and the prompt is too "
         return cls(f"{text}long: {what}", param=param)
 
 
 class NotAuthenticated(InvalidRequest):
-    """No key, or one that is not known."""
+    """No key, or an unknown one."""
 
     status = 401
     code = "invalid_api_key"
@@ -80,7 +80,7 @@ class TooLarge(InvalidRequest):
 
 
 class Overloaded(StreamerError):
-    """No room now; the client should come back after `retry_after_s`."""
+    """No capacity now; the client should retry after `retry_after_s`."""
 
     status = 503
     type = "server_error"
@@ -102,14 +102,14 @@ class RateLimited(Overloaded):
 
 
 class DeadlineExceeded(StreamerError):
-    """The answer was not there when the request's own deadline came."""
+    """The request's own deadline came before its answer."""
 
     status = 504
     code = "deadline_exceeded"
 
 
 class EngineDead(StreamerError):
-    """The engine stopped for good; why is its `__cause__`, for the log and the program alone."""
+    """The engine stopped for good; `__cause__` is why, for the log and the program alone."""
 
     status = 503
     code = "engine_dead"
@@ -128,7 +128,7 @@ class PoolHung(StreamerError):
 
 
 class RequestFailed(StreamerError):
-    """One request failed inside a step (a NaN row, say); its neighbours go on."""
+    """One request failed inside a step (a NaN row, say); the others go on."""
 
     code = "request_failed"
 
@@ -154,6 +154,6 @@ class NotEnoughMemory(ConfigError):
 
 
 class InvariantViolated(StreamerError):
-    """A `check()` found a sum that doesn't hold, or a state moved illegally: a bug of ours."""
+    """A `check()` found a sum that doesn't hold, or an illegal state transition: our bug."""
 
     code = "invariant_violated"

@@ -1,1 +1,1 @@
-"""The fake model: no torch, unbounded context, counting tokens that prove themselves."""
+"""The fake model: no torch, unbounded context, output that counts and so can be checked."""

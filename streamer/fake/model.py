@@ -1,9 +1,9 @@
-"""The fake model: torch-free, with unbounded context, and counting tokens that prove themselves.
+"""The fake model: torch-free, with unbounded context, and output that counts and so can be checked.
 
 Loaded by build.py for "fake" and names such as "fake:tokens_per_s=50"; benchmarks and the tests of
-the streaming layers run on it. What it says and how to check that: fake/tokenizer.py. It says it
-until max_tokens; where the prompt (of a chat: the last user message) asks to "count to N", until an
-end token after the number N. Every plan is checked: fake/runner.py.
+the streaming layers run on it. The output and how to check it: fake/tokenizer.py. It ends at
+max_tokens or, where the prompt (of a chat: the last user message) asks to "count to N", with an end
+token after the number N. fake/runner.py checks every plan.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 NUM_BLOCKS = 8192
-BYTES_PER_TOKEN = 1 << 14  # of a KV cache that is not there; 1024 host blocks by default
+BYTES_PER_TOKEN = 1 << 14  # of an imaginary KV cache; makes 1024 host blocks by default
 
 
 class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -47,7 +47,7 @@ class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     tokens_per_s  steps a second, hence tokens a second of each stream; 0: as fast as it goes
     depth         plans launched ahead, as on CUDA (0 or 1)
-    length        output tokens after which it ends where nobody asked otherwise; 0: never
+    length        output tokens after which it ends if the prompt names no N; 0: never
     """
 
     tokens_per_s: float = 0.0
@@ -83,9 +83,9 @@ def load_fake(
     tokens_per_s: float | None = None,
     depth: int | None = None,
 ) -> tuple[FakeRunner, ModelInfo]:
-    """The runner and what there is to know of it.
+    """The runner and its ModelInfo.
 
-    options  those of the model's name if absent; `tokens_per_s` and `depth` go before them
+    options  those of the model's name if absent; `tokens_per_s` and `depth` override them
     """
     if options is None:
         options = parse_name(config.model or "fake")

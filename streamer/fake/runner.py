@@ -1,8 +1,8 @@
 """FakeRunner: executes Plans without a model, and checks every one against the rows it holds.
 
-Computes nothing and stores no KV; a plan that does not fit raises InvariantViolated. A few hundred
-nanoseconds a row, so that what is measured on it is everything but a model. Runs on the GPU thread;
-made by fake.load_fake.
+Computes nothing and stores no KV; a plan that does not fit raises InvariantViolated. A plan takes
+a few hundred nanoseconds a row, so that measurements are of everything but a model. Runs on the GPU
+thread; made by fake/model.py.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COUNT_TO = re.compile(rb"count to (\d{1,9})", re.IGNORECASE)
 class _Row:
     """What the runner keeps of a sequence.
 
-    known, computed  tokens there are, prompt and drawn; tokens whose KV is stored
+    known, computed  tokens of prompt and output; tokens whose KV would be stored
     capacity         tokens that its block table has room for
     first            known tokens when the output begins
     plain            output tokens that are one number each, before its end
@@ -73,7 +73,7 @@ class _Row:
         return FIRST_NUMBER + index if index < self.plain else self.late(index)
 
     def score(self, chunk: Chunk) -> tuple[TokenLogprob, ...]:
-        """What the chunk asks of the prompt: this model was sure of every token."""
+        """The chunk's scores of prompt tokens: log probability 0 for each."""
         upto = chunk.start + chunk.count - chunk.sample + 1
         tokens = self.prompt[upto - chunk.score : upto]
         return tuple(sure_of(token, self.prompt_logprobs or 0) for token in tokens)
@@ -84,7 +84,7 @@ class _Row:
 
 
 def sure_of(token: int, wanted: int) -> TokenLogprob:
-    """A token that nothing else was possible for, and others that were not, `wanted` in all."""
+    """The token with log probability 0 and impossible alternatives, `wanted` in all."""
     others = ((token + i) % VOCAB_SIZE for i in range(1, wanted))
     top = ((token, 0.0), *((other, IMPOSSIBLE) for other in others))[:wanted]
     return TokenLogprob(token, 0.0, top)
@@ -95,7 +95,7 @@ def _end_of(join: RowJoin, length: int) -> int:
     if join.params.ignore_eos:
         return NEVER
     prompt = join.tokens[: join.num_prompt]
-    if USER in prompt:  # what earlier turns asked for is over
+    if USER in prompt:  # earlier turns do not count
         prompt = prompt[len(prompt) - 1 - prompt[::-1].index(USER) :]
     asked = COUNT_TO.findall(bytes(token for token in prompt if token < 256))
     end = num_tokens_to(int(asked[-1])) if asked else length or NEVER
@@ -152,7 +152,6 @@ class FakeRunner:
         return self._facts
 
     def close(self) -> None:
-        """Forget the rows."""
         self._rows.clear()
         self._order = ()
 
@@ -297,7 +296,6 @@ class FakeInFlight:
         self._due_s = due_s
 
     def collect(self) -> StepResult:
-        """What the plan drew."""
         if self._due_s:
             time.sleep(max(0.0, self._due_s - time.monotonic()))
         return self._result

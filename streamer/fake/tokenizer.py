@@ -1,12 +1,12 @@
 """The fake model's vocabulary: token ids that count, and the tokenizer that spells them, in memory.
 
-Arithmetic on the index of an output token; the fake runner uses it, and whoever checks a text. The
-tokenizer is a real one with a chat template, so that everything above the model runs as with any.
+Arithmetic on the index of an output token, for the fake runner and for checks of its text. The
+tokenizer is a real one with a chat template: all above the model runs as with any other model.
 
 Every output is " 1 2 3 4 ...". The first 99,999 output tokens are one number each: output token k
 (from 0) spells a space and k + 1. Beyond that a number takes two tokens, the thousands (" 100") and
 three digits ("000"). So the index among the output tokens alone determines the token, at any
-length, and any slice can be checked. Prompts are encoded a token a byte.
+length, and any slice can be checked. Prompts are encoded as one token a byte.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SINGLES = 99_999  # numbers that are one token
 FIRST_NUMBER = END + 1  # the token " 1"
 FIRST_DIGITS = FIRST_NUMBER + SINGLES  # the token "000"
 VOCAB_SIZE = FIRST_DIGITS + 1000
-MAX_LENGTH = 1 << 24  # tokens; as far as requests may go
+MAX_LENGTH = 1 << 24  # tokens of context by default
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -34,7 +34,7 @@ CHAT_TEMPLATE = (
 
 
 def token_at(index: int) -> int:
-    """The output token at an index from 0; any index."""
+    """The output token at an index from 0, without an upper bound."""
     if index < SINGLES:
         return FIRST_NUMBER + index
     above, is_second = divmod(index - SINGLES, 2)
@@ -64,13 +64,13 @@ def _spell(token: int) -> str:
 
 
 def fake_tokenizer() -> Tokenizer:
-    """The tokenizer: a token a byte for prompts, numbers for output."""
+    """The tokenizer: one token a byte for prompts, numbers for output."""
     return load_fake_tokenizer()
 
 
-@cache  # its vocabulary takes half a second, and many engines may want it
+@cache  # its vocabulary takes half a second; engines share it
 def load_fake_tokenizer(chat_template: str | None = None) -> Tokenizer:
-    """The same with the text of another chat template."""
+    """fake_tokenizer, with the text of another chat template if given."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 

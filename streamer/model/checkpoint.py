@@ -16,7 +16,7 @@ import msgspec
 
 from streamer.errors import ModelNotSupported
 
-# All headers of a checkpoint together: 91,000 tensors take 13 MB, and each byte some 40 of memory.
+# All headers of a checkpoint together: 91,000 tensors take 13 MB, each byte some 40 of memory.
 MAX_HEADER_BYTES = 32 << 20
 MAX_JSON_BYTES = 32 << 20  # the index of those 91,000 tensors has 9 MB
 DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
@@ -34,12 +34,11 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
     @property
     def num_elements(self) -> int:
-        """How many numbers it holds."""
         return math.prod(self.shape)
 
 
 class _HeaderEntry(msgspec.Struct):
-    """A tensor as a header says it; __metadata__, which has other fields, is one of defaults."""
+    """A tensor's entry in a header; __metadata__ has other fields and decodes to the defaults."""
 
     dtype: str = ""
     shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()
@@ -141,7 +140,7 @@ def _weight_files(path: Path) -> dict[str, set[str] | None]:
 
 
 def wanted_weights(path: Path) -> tuple[str, ...]:
-    """Names of the weight files that `open_checkpoint` will read, before they are there."""
+    """Names of the weight files that `open_checkpoint` will read, before they are fetched."""
     return tuple(_indexed_files(path)) or (SINGLE_FILE,)
 
 

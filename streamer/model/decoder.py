@@ -24,12 +24,10 @@ class WeightSource(Protocol):
     dtype: torch.dtype
     device: torch.device
 
-    def take(self, name: str) -> torch.Tensor:
-        """The tensor of that name."""
-        ...
+    def take(self, name: str) -> torch.Tensor: ...
 
     def merge(self, *names: str) -> torch.Tensor:
-        """The tensors of those names, one below the other."""
+        """The tensors of those names, concatenated along the first dimension."""
         ...
 
     def layer_done(self) -> None:
@@ -69,7 +67,7 @@ class DecoderLayer:
         )
 
     def __call__(self, residual: torch.Tensor, pool_layer: torch.Tensor, step: Step) -> None:
-        """residual [T, H] is what flows: both parts add to it."""
+        """Both parts add to residual [T, H] in place."""
         x = self._kernels.rms_norm(residual, self._input_norm, self._eps)
         self._attention(x, residual, pool_layer, step)
         x = self._kernels.rms_norm(residual, self._post_norm, self._eps)
@@ -103,7 +101,7 @@ class Decoder:
         self._limits: ops.Limits | None = None
 
     def prepare(self, limits: ops.Limits) -> None:
-        """What steps will be like: they are launched as one graph where the kernels have those."""
+        """Bounds of all steps, each launched as one graph where the kernels have graphs."""
         self._limits = limits
         self._graph_of = ()
 

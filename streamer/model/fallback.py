@@ -1,9 +1,9 @@
 """Any other causal LM: transformers' modelling code, with its attention replaced by the block pool.
 
-The only module that imports transformers. `examine` answers before any weight is read, on a
-model without memory (meta device), and refuses by name what would be silently wrong;
+The only module that imports transformers' modelling code. `examine` runs the model without memory
+(meta device) before any weight is read, and refuses by name what would be silently wrong;
 `load_fallback` compares the loaded model with its own eager attention before it may serve. Called
-by runner/cpu.py and inspect.py.
+by runner/load.py and inspect.py.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ logger = logging.getLogger(__name__)
 
 ATTENTION = "streamer_paged"
 RECORDING = "streamer_recording"  # the same in a trial run, where masks say what a layer sees
-FULL, ODD = 0, -1  # in place of a window: a layer sees all before; no window says what it sees
+FULL, ODD = 0, -1  # in place of a window: a layer sees all before; its mask is no window
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Kinds whose frequencies change with the longest sequence of the batch, once beyond a limit.
 UNSTEADY_ROPE = {
     "dynamic": "max_position_embeddings",
     "longrope": "original_max_position_embeddings",
 }
-COUNTED = re.compile(r"(num|n)_\w*(layer|expert|block|stage)")  # of what is made one by one
+COUNTED = re.compile(r"(num|n)_\w*(layer|expert|block|stage)")  # fields: counts of parts
 PROBE_TOKENS = 48
 # Mean difference of logits, in their standard deviations. Not the largest: over the 12 million
 # logits of a probe with a large vocabulary, bfloat16 rounding alone has outliers.
@@ -75,13 +75,13 @@ class PagedContext:
 
 
 class Recording:
-    """In the place of a PagedContext: what each layer asks of attention.
+    """Replaces a PagedContext in a trial run: records what each layer asks of attention.
 
     seen     layer -> (KV heads, key size, value size)
     windows  layer -> tokens that its mask lets it see, None: all before
 
-    The mask is what eager attention obeys, `sliding_window` is not: Qwen2-MoE, PhiMoE and others
-    have the one and don't pass the other.
+    Windows are read from the mask, which eager attention applies: Qwen2-MoE, PhiMoE and others have
+    a windowed mask and don't pass `sliding_window`.
     """
 
     def __init__(self, name: str, model_limit: int) -> None:
@@ -103,7 +103,7 @@ class Recording:
     def saw(
         self, module: Any, key: torch.Tensor, value_size: int, mask: torch.Tensor | None
     ) -> None:
-        """One layer's call of the hook."""
+        """Record one layer's call of the hook."""
         layer = module.layer_idx
         if not getattr(module, "is_causal", True):
             raise _refusal(self.name, "its attention is not causal")
@@ -151,10 +151,10 @@ def examine(checkpoint: Checkpoint) -> Shape:
 
 
 def window_of(mask_function: Any, limit: int) -> int:
-    """How many tokens a causal mask shows: FULL for all before, ODD where it is no such mask.
+    """Number of tokens that a causal mask shows: FULL for all before, ODD for any other mask.
 
     mask_function  transformers' (batch, head, query, key) -> whether the query sees the key
-    limit          tokens of context; the mask is asked at positions all over it
+    limit          tokens of context; the mask is checked at positions across it
     """
     key, zero = torch.arange(limit), torch.zeros((), dtype=torch.int64)
 
@@ -172,9 +172,9 @@ def window_of(mask_function: Any, limit: int) -> int:
 
 
 class FallbackModel:
-    """A transformers model behind the same door as decoder.Decoder."""
+    """A transformers model with decoder.Decoder's interface."""
 
-    is_recordable = False  # its code may look at numbers, and make tensors on the host
+    is_recordable = False  # its code may read values, and make tensors on the host
 
     def __init__(self, kernels: ops.Backend, model: Any, shape: Shape, dtype: torch.dtype) -> None:
         self.kernels = kernels
@@ -187,7 +187,7 @@ class FallbackModel:
         self._windows = shape.windows
 
     def prepare(self, limits: ops.Limits) -> None:
-        """Nothing: transformers' code can't be recorded."""
+        """Does nothing: transformers' code can't be recorded."""
 
     def forward(
         self,
@@ -282,7 +282,7 @@ def model_class_of(given: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _check_sizes(name: str, fields: Any) -> None:
-    """ModelNotSupported for a number of which something would be made without end."""
+    """ModelNotSupported for a size or count so large that making the model would not end."""
     for key, value in fields.items() if isinstance(fields, dict) else enumerate(fields):
         if isinstance(value, dict | list):
             _check_sizes(name, value)
@@ -312,7 +312,7 @@ def _record(model: Any, name: str, limit: int) -> Recording:
         with torch.inference_mode():
             model(
                 input_ids=ids[None],
-                attention_mask=torch.ones_like(ids)[None],  # without one, numbers are looked at
+                attention_mask=torch.ones_like(ids)[None],  # without one, values are read
                 position_ids=ids[None],
                 use_cache=False,
                 streamer_ctx=recording,
@@ -440,7 +440,7 @@ def _pack(kernels: ops.Backend, model: Any) -> None:
 
 
 class _Packed:
-    """A packed linear layer for inputs of any number of dimensions, rows none included."""
+    """A packed linear layer for inputs of any number of dimensions, also without rows."""
 
     def __init__(self, weight: ops.Linear) -> None:
         self._weight = weight
@@ -451,7 +451,7 @@ class _Packed:
 
 
 def _quiet(show_progress: bool) -> None:
-    """transformers' own bar only where one is wanted and seen, its log only for errors."""
+    """transformers' own progress bar only if wanted and on a terminal, its log only for errors."""
     log: Any = transformers.utils.logging
     log.set_verbosity_error()
     if show_progress and Console(stderr=True).is_terminal:

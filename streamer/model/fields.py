@@ -64,14 +64,12 @@ class Fields:
         return None if self._values.get(name) is None else self.number(name)
 
     def flag(self, name: str, default: bool) -> bool:
-        """A boolean."""
         value = self._get(name, default)
         if not isinstance(value, bool):
             raise self._wrong(name, value, "true or false")
         return value
 
     def text(self, name: str, default: str) -> str:
-        """A string."""
         value = self._get(name, default)
         if not isinstance(value, str):
             raise self._wrong(name, value, "a string")

@@ -1,7 +1,7 @@
 """A checkpoint's facts without its weights: what `streamer info MODEL` shows, and how to load it.
 
 Reads headers and config.json, decides decoder or fallback, counts parameters and KV bytes. Called
-by the cli (inspect_checkpoint) and by runner/cpu.py (recognize).
+by the cli (inspect_checkpoint), runner/load.py (recognize) and build.py (check_config).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Recognized(msgspec.Struct, frozen=True, kw_only=True):
         return count * self.item_bytes
 
     def kv_dtype(self, wanted: str, device: torch.device = CPU) -> torch.dtype:
-        """What the pools hold for a kv_cache_dtype; ConfigError where the kernels have no such."""
+        """The pools' dtype for a kv_cache_dtype; ConfigError if the kernels lack it."""
         if wanted == "auto":
             return DTYPES[self.dtype]
         why = ""
@@ -120,7 +120,7 @@ def check_config(config: dict[str, Any]) -> None:
 
 def recognize(checkpoint: Checkpoint, wanted_dtype: str, device: torch.device = CPU) -> Recognized:
     """How this checkpoint is served, or ModelNotSupported saying what is missing."""
-    generation_defaults(checkpoint)  # refused now, not after minutes
+    generation_defaults(checkpoint)  # refuses before minutes of loading
     dtype = str(choose_dtype(wanted_dtype, checkpoint.stored_dtype, device))
     dtype = dtype.removeprefix("torch.")
     if architecture_of(checkpoint.config) in FAMILIES:
@@ -159,7 +159,7 @@ def recognize(checkpoint: Checkpoint, wanted_dtype: str, device: torch.device = 
 
 
 def inspect_checkpoint(path: str | Path, config: Config | None = None) -> CheckpointFacts:
-    """Facts of the folder under this config; a refusal is a fact too, nothing is raised for it."""
+    """Facts of the folder under this config; a refusal is reported in `refused`, not raised."""
     config = config or Config()
     facts = CheckpointFacts(path=str(path), architecture="")
     replace = msgspec.structs.replace
@@ -220,7 +220,7 @@ def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
 def generation_defaults(checkpoint: Checkpoint) -> dict[str, float]:
     """Sampling settings of generation_config.json that requests start from.
 
-    ModelNotSupported names one that no request could have.
+    ModelNotSupported names a setting that no request could have.
     """
     found: dict[str, float] = {}
     checked: Any = SamplingParams
@@ -247,7 +247,7 @@ def model_info(
     block_bytes: int,
     device: torch.device,
 ) -> ModelInfo:
-    """What the other rooms learn of a loaded model."""
+    """The ModelInfo of a loaded model, for the other rooms."""
     return ModelInfo(
         name=config.served_model_name or known.checkpoint.path.name,
         dtype=known.dtype,

@@ -16,7 +16,7 @@ from streamer.model.runner.device import CPU
 
 Tables = tuple[torch.Tensor, torch.Tensor]  # cos and sin of Backend.rope_tables
 
-ROPE_CHUNK = 4096  # positions by which the table grows at least
+ROPE_CHUNK = 4096  # positions in a new table, at most
 
 
 @lru_cache
@@ -29,7 +29,7 @@ def has_bf16() -> bool:
 
 
 class RopeTable:
-    """cos and sin by position, as Backend.rope_and_store reads them; grows to what is asked for."""
+    """cos and sin by position, as Backend.rope_and_store reads them; grows on demand."""
 
     def __init__(
         self,
@@ -45,14 +45,14 @@ class RopeTable:
         self._tables = self._build(min(ROPE_CHUNK, rope.limit))
 
     def up_to(self, end: int) -> Tables:
-        """Rows of positions below `end` and maybe more; what was given before is not changed."""
+        """Tables of at least the positions below `end`; tables returned before do not change."""
         if end > self.length:
             self._tables = self._build(max(end, 2 * self.length))
         return self._tables
 
     @property
     def length(self) -> int:
-        """Positions it has now."""
+        """Positions in the table."""
         return self._tables[0].shape[0]
 
     def _build(self, num_positions: int) -> Tables:
@@ -101,7 +101,7 @@ class Attention:
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, pool_layer: torch.Tensor, step: Step
     ) -> None:
-        """Add the attention of x [T, H] to residual [T, H]; K and V are stored before any reads."""
+        """Add the attention of x [T, H] to residual [T, H]; stores K and V before it reads."""
         q = self._kernels.rope_and_store(
             self._qkv(x),
             step.tables,

@@ -1,8 +1,8 @@
 """Safetensors -> a model that computes: names and shapes first, then tensor by tensor.
 
-Owns no weights afterwards. `check_tensors` refuses leftovers and gaps by name before anything is
-read; `load_decoder` reads, merges, packs and frees layer by layer, so that the peak is one layer
-above the result. Called by runner/cpu.py (on the GPU thread) and inspect.py.
+Keeps no weights afterwards. `check_tensors` refuses leftovers and gaps by name before anything is
+read; `load_decoder` reads, merges, packs and frees layer by layer, so that peak memory is one layer
+above the result. Called by runner/load.py (on the GPU thread) and inspect.py.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class SafetensorsSource:
 
 @contextmanager
 def progress_bar(name: str, total: int, unit: str, show: bool) -> Iterator[Callable[[], None]]:
-    """A rich bar on stderr over `total` units, where that is a terminal."""
+    """A rich bar over `total` units on stderr, if stderr is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

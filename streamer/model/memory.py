@@ -1,8 +1,7 @@
 """How much memory there is, and how many KV blocks of it the pools get.
 
 Reads /proc, cgroups and the GPU's driver, allocates nothing; `plan_pools` is plain arithmetic over
-the numbers.
-Called by runner/cpu.py (after the weights are in) and by inspect.py.
+the numbers. Called by runner/load.py (before and after loading the weights) and by inspect.py.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from streamer.config import Config
 from streamer.errors import ConfigError, NotEnoughMemory
 
 GIB = 1 << 30
-SHARE, GPU_SHARE = 0.5, 0.9  # of the free memory, for the KV pool; a GPU is nobody else's
+SHARE, GPU_SHARE = 0.5, 0.9  # of the free memory, for the KV pool; a GPU is not shared
 MIN_MODEL_LEN = 512  # a context below this is refused rather than chosen for the user
 CGROUP = Path("/sys/fs/cgroup")
 STATUS = Path("/proc/self/status")
@@ -54,7 +53,7 @@ def plan_pools(
 
     The device pool takes gpu_memory_utilization of it, but no more than max_num_seqs full
     contexts; the host pool takes swap_space, but at most half of host_free, the memory beside a
-    GPU's, or (None: there is one memory for both) of what the device pool leaves. Without
+    GPU's, or, if None (one memory for both), half of what the device pool leaves. Without
     max_model_len the context shrinks to what the pool holds. NotEnoughMemory carries the numbers.
     """
     wanted = config.max_model_len
@@ -136,7 +135,7 @@ def cpu_quota() -> int | None:
 
 
 def _available_bytes() -> int:
-    """MemAvailable where /proc has it, else what sysconf knows."""
+    """MemAvailable where /proc has it, else sysconf's figure."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -187,7 +186,7 @@ def _cgroup_folders() -> list[tuple[Path, str, str]]:
         _, controllers, group = line.split(":", 2)
         if controllers == "":
             root, used = CGROUP, "memory.current"
-            limits = ["memory.max", "memory.high"]  # above the second it is slowed down
+            limits = ["memory.max", "memory.high"]  # above memory.high the process is slowed down
         elif "memory" in controllers.split(","):
             root, used = CGROUP / "memory", "memory.usage_in_bytes"
             limits = ["memory.limit_in_bytes"]
@@ -200,7 +199,7 @@ def _cgroup_folders() -> list[tuple[Path, str, str]]:
 
 
 def _reclaimable(stat: Path) -> int:
-    """Page cache that counts as used but goes away when asked."""
+    """Page cache that counts as used but can be reclaimed."""
     try:
         fields = dict(line.split() for line in stat.read_text().splitlines())
         return int(fields.get("inactive_file", 0))

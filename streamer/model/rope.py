@@ -110,8 +110,8 @@ def _scaled(
     factor = read.number_or_none("factor")
     if kind == "dynamic":
         # Beyond max_position_embeddings its frequencies depend on the longest context so far,
-        # so that K already cached would be wrong, and on who else is in the batch. Up to there
-        # it is the plain embedding: serve exactly that much.
+        # so that K already cached would be wrong, and on the other rows of the batch. Up to
+        # there it is the plain embedding, so that is the limit.
         return replace(plain, kind=kind, factor=factor or 1.0, limit=max_positions)
     original = read.size(
         "original_max_position_embeddings",
@@ -196,7 +196,7 @@ def _yarn(plain: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
     """YaRN (Peng et al. 2023): dimensions that turn often are kept, slow ones stretched."""
 
     def dimension(turns: float) -> float:
-        """The dimension pair that makes so many turns over the original context."""
+        """The dimension pair that makes `turns` turns over the original context."""
         waves = rope.original / (turns * 2 * math.pi)
         return rope.dim * math.log(waves) / (2 * math.log(rope.theta))
 

@@ -37,7 +37,7 @@ TEMPLATE_ERRORS = (
 
 
 class Said(NamedTuple):
-    """A turn that was computed: its ids count for its text, whatever that text would encode to.
+    """A turn that was computed: its ids stand for its text, however that text would encode.
 
     messages  what its prompt said;  is_open  with the generation prompt
     answer    the text that followed;  ids  of prompt and answer
@@ -58,16 +58,16 @@ _WIDE = re.compile(r"%[^a-zA-Z%]*(\*|[0-9]{5})|\{[^}]*(\{|:[^}]*[0-9]{5})")
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with a bound on what one operation makes of small things.
+    """The sandbox, with a bound on the size of one operation's result.
 
-    Operators that are intercepted are not folded either: `'a' * 10**10` took the host's memory
-    when the template was compiled.
+    Intercepted operators are not folded at compile time either: `'a' * 10**10` took the host's
+    memory when the template was compiled.
     """
 
     intercepted_binops = frozenset(("*", "**", "+", "%"))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Left and right are strings, lists or numbers of any size."""
+        """TemplateError for a result beyond the bounds; operands have any type and size."""
         sizes = [len(v) for v in (left, right) if isinstance(v, str | bytes | list | tuple)]
         if operator == "+" and sum(sizes) > MAX_MADE:
             raise TemplateError("a sum is too long")
@@ -84,13 +84,13 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """A string's own methods with a width (ljust, zfill ...) likewise."""
+        """Bounds the width in a string's own methods (ljust, zfill ...)."""
         if isinstance(getattr(obj, "__self__", None), str | bytes):
             _require_narrow(None, args, kwargs)
         return super().call(context, obj, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Any:
-        """`'{:9}'.format`, which the sandbox replaces with its own, likewise."""
+        """Bounds the width in `'{:9}'.format`, which the sandbox replaces with its own."""
         wrapped: Any = super().wrap_str_format(value)
         if wrapped is None:
             return None
@@ -114,7 +114,7 @@ def _require_narrow(template: str | None, args: Any, kwargs: Any) -> None:
 
 
 def _narrow(name: str, filter_: Any) -> Any:
-    """A filter that takes a width: bounded, and never folded when the template is compiled."""
+    """A filter with its width bounded, never folded when the template is compiled."""
 
     @pass_context
     def checked(_: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -161,7 +161,7 @@ class ChatTemplate:
     ) -> str:
         """The conversation as text; InvalidRequest if the messages don't suit the template.
 
-        variables  more that the template may use, by names that are not its own
+        variables  further variables of the template, under names that are not its own
         disguise  changes what the caller wrote, before the template sees it
         """
         flat = [_flatten(message, i) for i, message in enumerate(messages)]
@@ -192,7 +192,7 @@ class ChatTemplate:
 
 
 def _joined(pieces: Iterator[str]) -> str:
-    """A rendering's text; TemplateError where it has no end."""
+    """A rendering's text; TemplateError beyond MAX_MADE characters or MAX_RENDER_S."""
     made, num_made, until = [], 0, time.monotonic() + MAX_RENDER_S
     for piece in pieces:
         made.append(piece)
@@ -237,7 +237,7 @@ def _part_text(part: Any, where: str) -> str:
 
 
 def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    """Without HTML escapes, which Jinja's own filter adds and no model was trained on."""
+    """JSON without HTML escapes, which Jinja's filter adds and no model was trained on."""
     return json.dumps(value, ensure_ascii=False, indent=indent, **options)
 
 
@@ -250,11 +250,11 @@ def _strftime_now(pattern: str) -> str:
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}` marks what a model is trained on; here, nothing."""
+    """`{% generation %}...{% endgeneration %}` marks what a model is trained on; no effect here."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it as a set)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The body as it stands."""
+        """The block's body, unchanged."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)

@@ -1,8 +1,7 @@
 """SpecialText: keeps special tokens that a caller wrote in a message from becoming tokens.
 
 A template's special tokens steer the model, so a user must not be able to write them. Owned by
-streamer.tokenizer.tokenizer; called in the thread pool. It never changes what other texts encode
-to.
+streamer.tokenizer.tokenizer; called in the thread pool. Other texts encode as before.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ import tokenizers
 class Disguise:
     """For one conversation: each special token in the caller's strings becomes a random word.
 
-    Called with a string, it returns the one to give the template, equal ones for equal strings: the
-    rest of the string stays, so that a template can trim, split and search it. `hidden`, what was
-    replaced and its number, is empty if there was nothing to do.
+    Called with a string, it returns the string for the template, equal for equal strings: the rest
+    stays, so that a template can trim, split and search it. `hidden` maps each replaced text to its
+    number; it is empty if nothing was replaced.
     """
 
     def __init__(self, find: re.Pattern[str] | None, prefixes: frozenset[str]) -> None:
         self._find = find
         self._prefixes = prefixes
         self._longest = max(map(len, prefixes), default=0)
-        self._nonce = f"x{secrets.token_hex(16)}x"  # nobody can have written it
+        self._nonce = f"x{secrets.token_hex(16)}x"  # no caller can have written it
         self.hidden: dict[str, int] = {}
 
     def __call__(self, text: str) -> str:
@@ -56,8 +55,8 @@ class Disguise:
 class SpecialText:
     """The special tokens of a vocabulary as text.
 
-    Besides the backend it keeps a copy in which special tokens are plain text and stand-ins, which
-    nobody outside knows, are in their place.
+    Besides the backend it keeps a copy in which special tokens are plain text and random stand-ins,
+    unknown to callers, take their place.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -90,11 +89,11 @@ class SpecialText:
         return self._find is not None and self._find.match(text) is not None
 
     def disguise(self) -> Disguise:
-        """A new one, for one conversation."""
+        """A new Disguise, for one conversation."""
         return Disguise(self._find, self._prefixes)
 
     def encode(self, text: str, disguise: Disguise) -> list[int]:
-        """Ids of a rendered text: what it says undisguised is special, what is hidden is not."""
+        """Ids of a rendered text: its special tokens are special, hidden ones are plain text."""
         if self._find is not None:
             text = self._find.sub(lambda match: self._stand_ins[match[0]], text)
         text = disguise.reveal(text)
@@ -119,11 +118,11 @@ def change_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def longest_of(texts: Sequence[str]) -> str:
-    """An expression for the longest of these texts, sorted, that begins at a place.
+    """A regular expression for the longest of these sorted texts that begins at a place.
 
-    A tree, since alternatives side by side would all be tried at each place of a long text.
+    It is a tree: flat alternatives would all be tried at each place of a long text.
     """
-    # What the first and the last in order share, all share.
+    # A prefix of both the first and the last in order is a prefix of all.
     num_common = 0
     for one, other in zip(texts[0], texts[-1], strict=False):
         if one != other:

@@ -1,8 +1,8 @@
 """TextStream: tokens of one choice become text as they arrive, through the token-to-bytes table.
 
 Holds back what may still change: incomplete UTF-8 and what may be the beginning of a stop string.
-Decides nothing: where the text ends, the core has said. Needs no tokenizer library; the engine room
-calls it on the loop.
+The core decides where the text ends. Needs no tokenizer library; the engine room calls it on the
+event loop.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TextStream:
         self._table = token_bytes
         self._stop = [_StopPrefix(each) for each in stop]
         self._special = special or {}
-        # Bytes that never become valid turn into U+FFFD at once: it holds at most three.
+        # Bytes that never become valid turn into U+FFFD at once: the decoder holds at most three.
         self._decoder = _UTF8("replace")
         self._is_whole = True  # the decoder holds nothing
         self._is_plain = not self._stop and not self._special
@@ -63,7 +63,7 @@ class TextStream:
         return self._release(len(self._held) - held_back)
 
     def finish(self, text_bytes: int | None = None, token_id: int | None = None) -> str:
-        """The rest, with the last token's if given, cut at the output's byte `text_bytes`."""
+        """The remaining text, with the last token's if given, cut at output byte `text_bytes`."""
         if token_id is not None:
             self._hold(token_id)
         keep = len(self._held)
@@ -75,7 +75,7 @@ class TextStream:
         return text
 
     def _decode(self, piece: bytes) -> str:
-        """Whole characters of these bytes and of what was held; half a character waits."""
+        """Whole characters of the held and these bytes; an incomplete character is held."""
         if self._is_whole:
             try:
                 return piece.decode()  # a quarter of the incremental decoder's time
@@ -110,7 +110,7 @@ class TextStream:
 
 
 class _StopPrefix:
-    """How many bytes at the end of the output begin one stop string.
+    """Number of bytes at the end of the output that begin one stop string.
 
     Knuth, Morris and Pratt 1977: constant time a byte, also for stop strings made to be slow.
     """
@@ -123,7 +123,7 @@ class _StopPrefix:
         self._length = 0
 
     def push(self, piece: bytes) -> int:
-        """The length after `piece`; a whole stop string that ended nothing counts no more."""
+        """The length after `piece`; a whole stop string that ended nothing is not counted."""
         stop, fallback, length = self._stop, self._fallback, self._length
         for byte in piece:
             while length and stop[length] != byte:

@@ -1,8 +1,8 @@
 """The token-to-bytes table: what every token contributes to the text, as bytes.
 
 Pure functions over a vocabulary and the description of its decoder; streamer.tokenizer.tokenizer is
-the only caller. Stop strings are matched and text is made from this table, so that loop and
-scheduler agree.
+the only caller. Stop strings are matched and text is made from this table, so that event loop
+and scheduler agree.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def token_bytes(
                 special tokens, their own text for others
     decoder     the "decoder" of tokenizer.json
 
-    ModelNotSupported names a decoder under which a token's text depends on its neighbours. What
-    only the beginning of a text loses (a space) stays: an answer follows its prompt.
+    ModelNotSupported names a decoder under which a token's text depends on its neighbours. A
+    space that is dropped only at the beginning of a text stays: an answer follows its prompt.
     """
     steps = _steps(decoder)
     table = [b""] * (max(vocabulary.values(), default=-1) + 1)
@@ -150,7 +150,7 @@ def byte_alphabet() -> dict[str, int]:
 
 class _ByteLevel:
     def __init__(self) -> None:
-        # As Latin-1, whose characters are the bytes; what is not in the alphabet leaves it.
+        # As Latin-1, whose characters are the bytes; others become one that it does not have.
         self._latin = dict.fromkeys(range(256), "\uffff")
         self._latin |= {ord(char): chr(byte) for char, byte in byte_alphabet().items()}
 

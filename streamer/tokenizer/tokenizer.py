@@ -94,7 +94,7 @@ class Tokenizer:
         """Token ids of a text; InvalidRequest if it is no Unicode text (a lone surrogate).
 
         max_tokens  of a prompt, one less than the context: ContextLengthExceeded, without encoding
-                    it, for a text that must have more
+                    it, for a text that must have more tokens
         """
         self._require_short(text, max_tokens, "prompt")
         with _library():
@@ -103,7 +103,6 @@ class Tokenizer:
         return found[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids."""
         with _library():
             return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
@@ -127,12 +126,12 @@ class Tokenizer:
         said: Said | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation as the model was trained to see it; `max_tokens` likewise.
+        """Token ids of a conversation as the model was trained to see it; `max_tokens`: see encode.
 
-        variables  what the template may use besides
-        said  an earlier turn: its ids, and those of what follows, where the text extends its text
+        variables  further variables of the template
+        said  an earlier turn: if the text extends its text, its ids come first, then the rest's
 
-        Special tokens are the template's alone: where messages or tools spell one, it is text.
+        Only the template writes special tokens: one spelt in messages or tools is text.
         """
         special = self._special_text
         disguise = special.disguise() if special is not None else None
@@ -150,7 +149,7 @@ class Tokenizer:
             return known + special.encode(text, disguise)
 
     def encode_plain(self, text: str, max_tokens: int | None = None) -> list[int]:
-        """Token ids of a text in which no special token is meant; `max_tokens` likewise."""
+        """Token ids of a text, special tokens as plain text; `max_tokens`: see encode."""
         self._require_short(text, max_tokens, "prompt")
         special = self._special_text
         disguise = special.disguise() if special is not None else None
@@ -161,7 +160,7 @@ class Tokenizer:
             return special.encode(hidden, disguise)
 
     def _can_begin(self, text: str) -> bool:
-        """Whether a text has the same tokens alone as after another one, but for merges."""
+        """Whether a text has the same tokens alone as after another text, apart from merges."""
         return (
             not text
             or self._is_byte_level
@@ -211,7 +210,7 @@ class Tokenizer:
 
     @cached_property
     def _most_bytes(self) -> int | None:
-        """The most bytes of text that a token stands for; None if there is no bound."""
+        """Maximum bytes of text that a token stands for; None if there is no bound."""
         if not self._is_byte_level and not getattr(self._backend.model, "byte_fallback", False):
             return None  # the unknown token takes any number
         longest = max(map(len, (*self.token_bytes(), *self._added.values())), default=1)
@@ -237,9 +236,9 @@ class Tokenizer:
         return {name: _content(self._settings.get(name)) for name in NAMED}
 
     def _mark_named(self) -> None:
-        """What has a role is special, as in transformers, also where tokenizer.json forgets it.
+        """Make tokens with a role special, as transformers does, if tokenizer.json does not.
 
-        A name that is no token is left alone: it would grow the vocabulary beyond the model's.
+        A name that is no token is skipped: it would grow the vocabulary beyond the model's.
         """
         added = self._backend.get_added_tokens_decoder().values()
         # Added again, a token would lose its other settings (lstrip ...).
@@ -256,9 +255,9 @@ class Tokenizer:
 
 @contextmanager
 def _library() -> Iterator[None]:
-    """The library's refusal of a text is the caller's mistake, its panic one request's end.
+    """Turn the library's refusal of a text into InvalidRequest, its panic into RequestFailed.
 
-    A panic is no Exception: uncaught it would pass every handler on its way.
+    A panic is no Exception: uncaught it would pass every handler.
     """
     try:
         yield
@@ -284,7 +283,7 @@ def _described(part: Any) -> Mapping[str, Any] | None:
 
 
 def _require_size(file: Path, most: int) -> None:
-    """ConfigError for a file so large that reading it could take the machine's memory."""
+    """ConfigError above `most` bytes: reading the file could take the machine's memory."""
     size = file.stat().st_size
     if size > most:
         raise ConfigError(f"{file} has {size} bytes, at most {most} are read", param="model")
@@ -312,7 +311,7 @@ def read_template(file: str) -> str:
 
 
 def _find_templates(path: Path, settings: Mapping[str, Any], given: str | None) -> dict[str, Any]:
-    """ "chat_template" and, for chats with tools, "tool_template".
+    """The settings "chat_template" and, for chats with tools, "tool_template".
 
     The operator's template, else chat_template.jinja, else tokenizer_config.json's, which may be a
     list of named ones.
@@ -330,9 +329,9 @@ def _find_templates(path: Path, settings: Mapping[str, Any], given: str | None) 
 
 
 def _convert(path: Path) -> tokenizers.Tokenizer:
-    """A checkpoint without tokenizer.json: transformers' tokenizer code knows the older formats.
+    """The tokenizer of older formats than tokenizer.json, by transformers' tokenizer code.
 
-    The one place that imports it; it brings torch along, which nothing else here does.
+    The one place that imports this code; it imports torch, which nothing else here does.
     """
     if not any((path / name).is_file() for name in CONVERTIBLE):
         raise ModelNotSupported(

@@ -1,7 +1,7 @@
 """Costs: what prefill and swaps cost here, measured as they happen.
 
-Owns the running figures of core.plan.Facts. Called by runner/cpu.py, and by runner/cuda.py, whose
-seconds are the device's.
+Owns the running figures of core.plan.Facts. Called by runner/cpu.py with the host's seconds and by
+runner/cuda.py with the device's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import torch
 from streamer.core.plan import Facts
 
 WEIGHT = 0.2  # of the newest measurement in the running mean
-FORGET = 0.01  # of what swaps seemed to cost, at a prefill: who never swaps again would never learn
+# Share by which a prefill moves the swaps' cost back to the probed one: while no swaps happen, no
+# measurement corrects a cost that is too high.
+FORGET = 0.01
 PROBE_BYTES = 4 << 20
 
 
@@ -31,7 +33,7 @@ class Costs:
         self._swap_s_per_byte = self._probed
 
     def saw_step(self, seconds: float, num_tokens: int, num_chunk_tokens: int) -> None:
-        """A forward took so long: of decodes alone, or for prefill where half of it was chunks."""
+        """A forward's seconds: decode cost without chunk tokens, prefill cost if half are."""
         if num_tokens and not num_chunk_tokens:
             self._decode_s = _mean(self._decode_s, seconds)
         elif num_chunk_tokens * 2 >= num_tokens > 0:
@@ -39,8 +41,8 @@ class Costs:
             self._swap_s_per_byte += FORGET * (self._probed - self._swap_s_per_byte)
 
     def saw_swap(self, seconds: float, num_blocks: int, *, is_first: bool = False) -> None:
-        """So many blocks were copied, one way; `is_first`: into memory that had to be made, which
-        is no cost of later copies."""
+        """The seconds of copying num_blocks in one direction; `is_first`: into memory that had to
+        be allocated, which later copies do not pay for."""
         self._swap_s += seconds
         if is_first:
             return
@@ -49,7 +51,7 @@ class Costs:
         self._swap_s_per_byte = _mean(self._swap_s_per_byte, cost)
 
     def facts(self, copies_done: int) -> Facts:
-        """The figures so far; before the first prefill, Facts' own guess."""
+        """The figures so far; before the first prefill, prefill_s is Facts' default."""
         prefill_s = Facts().prefill_s if self._prefill_s is None else self._prefill_s
         return Facts(
             copies_done=copies_done,

@@ -1,7 +1,7 @@
 """CpuRunner: applies Plans to the rows, the KV pools and the model, and returns what was drawn.
 
-Owns both KV pools and the resident rows; decides nothing about who runs. Called only from the
-engine's GPU thread. A launched plan is done when `launch` returns (depth 0). load.py makes it.
+Owns both KV pools and the resident rows; does not choose which rows run. Called only from the
+engine's GPU thread, made by load.py. A launched plan is done when `launch` returns (depth 0).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Done:
         self._result = result
 
     def collect(self) -> StepResult:
-        """The plan's result; nothing to wait for."""
+        """The plan's result; does not wait."""
         return self._result
 
 
 class CpuRunner:
-    """See core.plan.Plan for the order of effects; raises InvariantViolated on a plan's mistake."""
+    """See core.plan.Plan for the order of effects; a wrong plan raises InvariantViolated."""
 
     depth = 0
 
@@ -47,7 +47,7 @@ class CpuRunner:
         self._sampler = Sampler(kernels, model.vocab_size, sizes.max_num_seqs)
         self._block_bytes = self._pool[:1].numel() * self._pool.element_size()
         self._costs = Costs(self._block_bytes, probe_copy)
-        self._host_upto = 0  # host blocks below are memory already, which the first write makes
+        self._host_upto = 0  # host blocks below have been written, which allocates their memory
         self._copies_done = 0
 
     @property
@@ -57,13 +57,13 @@ class CpuRunner:
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Done:
-        """Apply the plan; an exception in here is the end of the engine."""
+        """Apply the plan; an exception here ends the engine."""
         self._update_rows(plan)
         self._move_blocks(plan)
         inputs = self._rows.inputs(plan)
         began = time.perf_counter()
         result = self._draw(plan.number, inputs)
-        if inputs.scored is None:  # what scoring takes is no cost of a prefill
+        if inputs.scored is None:  # scoring's time is no prefill cost
             took_s = time.perf_counter() - began
             self._costs.saw_step(took_s, inputs.num_tokens, inputs.num_chunk_tokens)
         self._copies_done = plan.number
@@ -109,7 +109,6 @@ class CpuRunner:
             self._costs.saw_swap(time.perf_counter() - began, len(plan.swap_in))
 
     def _draw(self, number: int, inputs: StepInputs) -> StepResult:
-        """Forward, sample, remember."""
         logits, scores = self._logits(inputs), {}
         if logits is not None and inputs.scored is not None:
             scored, (logits, before) = inputs.scored, inputs.scored.split(logits)

@@ -1,11 +1,11 @@
-"""CudaRunner: the same work on a GPU, one plan ahead of what the host has read.
+"""CudaRunner: CpuRunner's work on a GPU, one plan ahead of the results that the host has read.
 
 Owns both KV pools, the rows and what a launched plan still needs. Nothing in `launch` waits for
 the device: a drawn token stays there for the next step, and reaches the host in one copy that
 `collect` waits for. Called only from the engine's GPU thread, made by load.py.
 
-The host counts every row's progress, since that does not depend on what is drawn. A steady decode
-sends nothing but new blocks; all that a plan sends goes in one copy.
+The host counts every row's progress, which does not depend on the drawn tokens. A steady decode
+uploads only new blocks; a plan's uploads go in one copy.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ALIGNED = 2  # int64 in 16 bytes: a kernel is compiled anew for pointers that are not multiples
+ALIGNED = 2  # int64 in 16 bytes: a kernel is compiled again for pointers not aligned to that
 
 
 class CudaInFlight:
-    """A launched plan. `result` is a copy on its way to the host, None where nobody draws;
-    `scores` likewise, of Scored.compute."""
+    """A launched plan. `result`: copy of the drawn tokens on its way to the host, None if no row
+    draws; `scores`: the same of Scored.compute, None if no row scores."""
 
     __slots__ = ("_collect", "began", "done", "draw", "inputs", "plan", "result", "scores")
 
@@ -66,7 +66,7 @@ class CudaInFlight:
 
 
 class CudaRunner:
-    """See core.plan.Plan for the order of effects; raises InvariantViolated on a plan's mistake."""
+    """See core.plan.Plan for the order of effects; a wrong plan raises InvariantViolated."""
 
     depth = 1
 
@@ -94,7 +94,7 @@ class CudaRunner:
         self._launched = 0
         self._fresh: dict[int, int] = {}  # row -> logical block from which its table is to be sent
         self._joined: list[int] = []  # rows whose progress and token are to be sent
-        self._latest: list[int] = []  # those tokens
+        self._latest: list[int] = []  # those rows' last tokens
         self._chosen: tuple[int, ...] = ()  # the rows that the device decodes
 
     @property
@@ -106,7 +106,7 @@ class CudaRunner:
     def record(self, reserved_bytes: int, show_progress: bool) -> None:
         """Record the pure decodes, before the first plan, with a progress bar.
 
-        They may take half of the memory that is left beyond reserved_bytes, which other steps need.
+        The records may take half of the free memory beyond reserved_bytes, which other steps need.
         """
         budget = max(0, self._device.free_bytes() - reserved_bytes) // 2
         sizes = self._decodes.sizes
@@ -122,7 +122,7 @@ class CudaRunner:
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> CudaInFlight:
-        """Queue the plan; an exception in here is the end of the engine."""
+        """Queue the plan; an exception here ends the engine."""
         main = self._device.main
         self._update_rows(plan)
         self._swaps.start(plan)
@@ -145,7 +145,7 @@ class CudaRunner:
         return self._costs.facts(self._swaps.copies_done(self._launched))
 
     def close(self) -> None:
-        """Free pools, graphs and weights, after all that was queued."""
+        """Free pools, graphs and weights, after all queued work."""
         self._device.synchronize()
         for name in ("_decodes", "_swaps", "_pool", "_state", "_model", "_sampler"):
             self.__dict__.pop(name, None)
@@ -156,7 +156,7 @@ class CudaRunner:
         if not (plan.num_tokens or plan.num_samples):
             self._swaps.wait()  # nothing else is under way: the core waits for a copy
         flight.done.wait()
-        if inputs.scored is None:  # what scoring takes is no cost of a prefill
+        if inputs.scored is None:  # scoring's time is no prefill cost
             took_s = flight.done.since(flight.began)
             self._costs.saw_step(took_s, inputs.num_tokens, inputs.num_chunk_tokens)
         scores = {}
@@ -169,7 +169,7 @@ class CudaRunner:
         drawn = self._sampler.finish(flight.draw, inputs.rows, flight.result)
         return step_result(plan.number, inputs, drawn.tokens, drawn.logprobs, drawn.failed, scores)
 
-    # ------------------------------------------------------------ what the device has to know
+    # ------------------------------------------------------------ changes sent to the device
 
     def _update_rows(self, plan: Plan) -> None:
         for row in plan.leaves:
@@ -189,7 +189,7 @@ class CudaRunner:
         self._latest.append(join.tokens[-1])
 
     def _changes(self, inputs: StepInputs) -> tuple[Ints, Ints]:
-        """Where RowState.flat changes, each place once, and to what."""
+        """Indices of RowState.flat that change, each once, and their new values."""
         state, size = self._state, len(self._state.latest)
         latest, computed, chosen, tables = (
             int(part.storage_offset())
@@ -206,7 +206,7 @@ class CudaRunner:
         joined = np.array(self._joined, np.int64)
         at.append(latest + joined)
         to.append(np.array(self._latest, np.int64))
-        # A steady step counts its rows on by itself; for others the host says where they will be.
+        # A steady step advances `computed` on the device; for other steps the host sends it.
         moved = joined if inputs.is_steady else np.union1d(joined, inputs.computing)
         at.append(computed + moved)
         done = self._rows.computed(moved)
@@ -233,7 +233,7 @@ class CudaRunner:
     # ------------------------------------------------------------ steps
 
     def _decode(self, flight: CudaInFlight) -> None:
-        """Every row decodes, from what the device has."""
+        """Every row decodes, from inputs on the device."""
         main, changes = self._device.main, self._changes(flight.inputs)
         if len(changes[0]):
             main.run(partial(self._state.flat.index_copy_, 0, *self._send(changes)))  # type: ignore[arg-type]
@@ -325,7 +325,7 @@ def step_bytes(
             query_lens=lens,
             context_lens=lens,
             block_tables=torch.arange(blocks, device=device.where).repeat(len(lens), 1),
-            slots=there,  # rows store over each other: nobody reads it
+            slots=there,  # rows overwrite each other's blocks, which is harmless here
             block_size=size,
         )
         last = there[: min(count, config.max_num_seqs + MAX_SCORED)]

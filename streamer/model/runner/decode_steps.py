@@ -1,9 +1,8 @@
 """DecodeSteps: pure decodes at a ladder of sizes, each recorded as two launches.
 
 Owns the sizes' inputs and graphs and the buffers that they share. One launch makes the inputs from
-what the last step left on the device and computes logits; the other draws and moves the rows on.
-Between them a step whose rows want more than that edits the logits by itself. Called by
-runner/cuda.py.
+what the last step left on the device and computes logits; the other draws and advances the rows. If
+a row has a bias, a mask or penalties, drawing runs op by op instead. Called by runner/cuda.py.
 """
 
 from __future__ import annotations
@@ -49,18 +48,18 @@ class DecodeSteps:
         # A graph's own outputs live in memory that the other graphs use too.
         self._logits = torch.zeros(max_rows, vocab_size, dtype=dtype, device=where)
         self._drawn = torch.zeros(max_rows, dtype=torch.int64, device=where)
-        self._recorded: dict[int, tuple[Launch, Launch]] = {}  # step -> what computes, what draws
+        self._recorded: dict[int, tuple[Launch, Launch]] = {}  # size's index -> two launches
 
     @property
     def num_recorded(self) -> int:
-        """Sizes that are one launch each; the others run op by op."""
+        """Sizes that were recorded; the others run op by op."""
         return len(self._recorded)
 
     def record(self, device: Device, budget_bytes: int, advance: Callable[[], None]) -> None:
         """Record the sizes, largest first, so that the smaller ones fit into its memory.
 
-        Ends early when that has taken budget_bytes. `advance` is called after each size. Nobody may
-        be resident.
+        Ends early when recording has taken budget_bytes. `advance` is called after each size. No
+        row may be resident.
         """
         least = device.free_bytes() - budget_bytes
         for n in reversed(range(len(self.sizes))):
@@ -89,7 +88,7 @@ class DecodeSteps:
         return logits, tokens
 
     def _launches(self, step: DecodeStep) -> tuple[Launch, Launch]:
-        """What computes the step, and what draws; made anew: kept here they would keep this."""
+        """What computes the step, and what draws; not stored, which would be a reference cycle."""
         return partial(self._compute_logits, step), partial(self._draw_plain, step)
 
     def _compute_logits(self, step: DecodeStep) -> None:
@@ -100,6 +99,6 @@ class DecodeSteps:
     def _draw_plain(self, step: DecodeStep) -> None:
         size = len(step.tokens)
         logits, drawn = self._logits[:size], self._drawn[:size]
-        # Filters cost passes only in rows that have some, so one graph does for all.
+        # Only rows with filters pay for them, so one graph serves all.
         drawn.copy_(self._sampler.draw_plain(logits, step.chosen, step.drawn_at))
         step.commit(drawn)

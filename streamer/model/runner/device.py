@@ -2,7 +2,7 @@
 
 Owns the three streams of a runner and what was recorded; knows no plan, no model and no pool. The
 protocols are all that runner/cuda.py sees of a device; CudaDevice is what `--device cuda` makes,
-and tests have one that runs on the CPU, as late and as disordered as the protocols allow.
+and tests have one on the CPU that delays and reorders work as far as the protocols allow.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ class Event(Protocol):
     """A point in a stream."""
 
     def is_done(self) -> bool:
-        """Whether the stream has come so far; asks, never waits."""
+        """Whether the stream has reached this point; does not wait."""
         ...
 
     def wait(self) -> None:
-        """Keep this thread until the stream has come so far."""
+        """Block this thread until the stream has reached this point."""
         ...
 
     def since(self, earlier: Event) -> float:
-        """Seconds of the device between two points that are done."""
+        """Seconds by the device's clock between two points that are done."""
         ...
 
 
 class Stream(Protocol):
-    """Work of the device in order; two streams know nothing of each other's order."""
+    """Device work in order; only `wait` orders the work of two streams."""
 
     def run(self, work: Callable[[], None]) -> None:
-        """Queue what `work` launches. It must not read host memory that changes later."""
+        """Queue what `work` launches. `work` must not read host memory that changes later."""
         ...
 
     def record(self) -> Event:
-        """The point behind what was queued so far."""
+        """The point after all work queued so far."""
         ...
 
     def wait(self, event: Event) -> None:
-        """What is queued from now on starts after the event; the host goes on."""
+        """Work queued from now on starts after the event; the host does not wait."""
         ...
 
 
 class Device(Protocol):
-    """Where tensors live, and how to get things there and back.
+    """Where tensors are, and copies to and from there.
 
-    where      for torch
-    main       computes;  out, into: copies between the pools, so that none waits for a step
+    where      torch's name of the device
+    main       computes;  out, into: copies between the pools, beside the steps
     """
 
     @property
@@ -68,15 +68,15 @@ class Device(Protocol):
     def into(self) -> Stream: ...
 
     def upload(self, values: NDArray[Any]) -> torch.Tensor:
-        """A copy on the device, queued in `main`; the argument may be changed at once."""
+        """A copy on the device, queued in `main`; `values` may be changed at once."""
         ...
 
     def download(self, values: torch.Tensor) -> torch.Tensor:
-        """A copy on the host, queued in `main`, to be read after an event recorded behind it."""
+        """A copy on the host, queued in `main`, to be read after an event recorded later."""
         ...
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Run `work`, then make of it one launch that does the same on the same tensors."""
+        """Run `work`; returns one launch that repeats it on the same tensors."""
         ...
 
     def free_bytes(self) -> int:
@@ -84,7 +84,7 @@ class Device(Protocol):
         ...
 
     def peak_bytes(self, work: Callable[[], None]) -> int:
-        """Run `work`; memory of the device that it took beside what was taken before."""
+        """Run `work`; returns the most device memory that it added to what was allocated."""
         ...
 
     def probe_copy(self) -> tuple[float, float]:
@@ -99,7 +99,7 @@ class Device(Protocol):
 def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
     """The device that a Config names: `auto` is CUDA where torch sees one.
 
-    ConfigError where `cuda` is asked for and can't be had.
+    ConfigError if `cuda` is asked for and not available.
     """
     is_there = wanted != "cpu" and torch.cuda.is_available()
     if wanted == "cuda" and not is_there:
@@ -121,7 +121,6 @@ class CudaEvent:
         self.event.record(stream)
 
     def is_done(self) -> bool:
-        """See Event."""
         return bool(self.event.query())
 
     def wait(self) -> None:
@@ -129,12 +128,11 @@ class CudaEvent:
         self.event.synchronize()
 
     def since(self, earlier: Event) -> float:
-        """See Event."""
         return float(_own(earlier).event.elapsed_time(self.event)) / 1e3
 
 
 class CudaStream:
-    """A Stream of CUDA. The main one is the thread's current one, and needs no switching."""
+    """A Stream of CUDA. The main stream is the thread's current one and needs no switch."""
 
     def __init__(self, stream: torch.cuda.Stream, is_current: bool) -> None:
         self.stream = stream
@@ -149,11 +147,9 @@ class CudaStream:
             work()
 
     def record(self) -> CudaEvent:
-        """See Stream."""
         return CudaEvent(self.stream)
 
     def wait(self, event: Event) -> None:
-        """See Stream."""
         self.stream.wait_event(_own(event).event)
 
 
@@ -163,7 +159,7 @@ class CudaDevice:
     def __init__(self, where: torch.device) -> None:
         self.where = where
         torch.cuda.set_device(where)
-        # The default stream waits for all others, and others for it: not for a runner.
+        # Not the default stream, which waits for all others, as they do for it.
         streams = [torch.cuda.Stream(where) for _ in range(3)]  # type: ignore[no-untyped-call]
         torch.cuda.set_stream(streams[0])
         self.main = CudaStream(streams[0], True)
@@ -171,23 +167,22 @@ class CudaDevice:
         self._graphs_pool: Any = None
 
     def upload(self, values: NDArray[Any]) -> torch.Tensor:
-        """See Device. torch keeps the pinned source until the copy is done, then uses it again."""
+        """See Device. torch keeps the pinned source until the copy is done, then reuses it."""
         return torch.from_numpy(values).pin_memory().to(self.where, non_blocking=True)
 
     def download(self, values: torch.Tensor) -> torch.Tensor:
-        """See Device."""
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         return host.copy_(values, non_blocking=True)
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """See Device. All graphs share one pool of memory: they never run at the same time, and
-        nothing in it is read after the graph that wrote it."""
+        no graph's data there is read after it has ended."""
         work()  # compiles, and lets libraries take their workspaces outside of the graph
         torch.cuda.synchronize()
         if self._graphs_pool is None:
             self._graphs_pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # "thread_local": the event loop's thread may use CUDA meanwhile; this one does not.
+        # "thread_local": the event loop's thread may use CUDA meanwhile; this thread does not.
         with torch.cuda.graph(
             graph,
             pool=self._graphs_pool,
@@ -198,12 +193,10 @@ class CudaDevice:
         return graph.replay
 
     def free_bytes(self) -> int:
-        """See Device."""
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self.where)[0]
 
     def peak_bytes(self, work: Callable[[], None]) -> int:
-        """See Device."""
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated(self.where)
         torch.cuda.reset_peak_memory_stats(self.where)
@@ -227,7 +220,6 @@ class CudaDevice:
         return fixed, max(large - fixed, 1e-6) / PROBE_BYTES
 
     def synchronize(self) -> None:
-        """See Device."""
         torch.cuda.synchronize(self.where)
 
 

@@ -2,7 +2,7 @@
 
 Owns each row's tokens, block table and progress on the host; checks every plan against them and
 raises InvariantViolated where a sum does not hold. Computes nothing; called by runner/cpu.py and
-runner/cuda.py. A steady decode step touches only arrays, never a row by itself.
+runner/cuda.py. A steady decode step works on whole arrays, not row by row.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from streamer.model.runner.scoring import Scored
 
 Ints = npt.NDArray[np.int64]
 
-UNKNOWN = -1  # in place of a token that was drawn and did not come back yet
+UNKNOWN = -1  # in place of a drawn token that the host has not received yet
 
 
 class StepInputs(msgspec.Struct, frozen=True):
     """One plan's forward. T packed tokens, S of them drawn from, F forks that only draw.
 
-    tokens, positions  [T]; None with batch where nothing is computed; a token that only the device
-               knows is UNKNOWN
+    tokens, positions  [T]; None, as is batch, where nothing is computed; a token that only the
+               device has is UNKNOWN
     computing          [R] the rows that compute, in the batch's order
     last               [S] packed index of each drawing row's last token, then [P] those of prompt
                tokens that are scored; None: S = T, in order, and no P
-    rows               the S drawing rows, then the F forks; one object as long as nothing changes
-    at                 [S + F] the same
+    rows               the S drawing rows, then the F forks; the same object until they change
+    at                 [S + F] the same as an array
     draw_at            [S + F] position of the token each of `rows` draws
-    parents            F indices into the S rows: whose logits the forks draw from
+    parents            F indices into the S rows whose logits the forks draw from
     """
 
     tokens: torch.Tensor | None
@@ -58,8 +58,8 @@ class StepInputs(msgspec.Struct, frozen=True):
 class Rows:
     """Up to `max_rows` resident rows with tables of up to `width` blocks out of `num_blocks`.
 
-    is_ahead  plans come before the last one's tokens are known: those stay on the device, and so
-              do the inputs of a steady step, which then has neither tokens nor batch here
+    is_ahead  a plan comes before the last one's tokens are known: they stay on the device, as do
+              the inputs of a steady step, which then has neither tokens nor batch here
     """
 
     def __init__(
@@ -69,18 +69,18 @@ class Rows:
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._joined: dict[int, tuple[int, ...]] = {}  # row -> the tokens it joined with
-        self._scoring: dict[int, tuple[int, int]] = {}  # row -> best tokens wanted, its prompt's
+        self._scoring: dict[int, tuple[int, int]] = {}  # row -> (alternatives, prompt tokens)
         self._tables: Ints = np.zeros((max_rows, width), np.int64)
         self._table_lens: Ints = np.zeros(max_rows, np.int64)
         self._capacity: Ints = np.zeros(max_rows, np.int64)  # tokens that the table has room for
-        self._known: Ints = np.zeros(max_rows, np.int64)  # tokens known
+        self._known: Ints = np.zeros(max_rows, np.int64)  # tokens of prompt and output
         self._computed: Ints = np.zeros(max_rows, np.int64)  # of them with KV
         self._latest: Ints = np.zeros(max_rows, np.int64)  # the last known token
         self._ones: Ints = np.ones(max_rows, np.int64)
-        # The resident rows, ascending, as of the latest step: as an array and by name.
+        # The resident rows, ascending, as of the latest step: as an array and as a tuple.
         self._resident: Ints = np.zeros(0, np.int64)
         self._names: tuple[int, ...] = ()
-        self._has_moved = False  # somebody joined or left since
+        self._has_moved = False  # a row joined or left since
 
     def leave(self, row: int) -> None:
         """The row is empty again."""
@@ -158,7 +158,7 @@ class Rows:
         return self._steady(plan)
 
     def _steady(self, plan: Plan) -> StepInputs:
-        """Every row decodes: nothing here looks at a row by itself."""
+        """Every row decodes: operations on whole arrays only."""
         rows, count = self._resident, len(self._resident)
         self._check_decoding(rows)
         self._check_sums(plan, count, count)
@@ -240,7 +240,7 @@ class Rows:
         )
 
     def _score(self, chunks: list[Chunk], ends: Ints) -> tuple[Scored, Ints]:
-        """What the chunks score, and its packed indices; `ends` are behind each chunk's tokens."""
+        """What the chunks score, and its packed indices; `ends`: index after each chunk."""
         rows: list[tuple[int, int]] = []
         targets: list[int] = []
         num_top, where = [], []
@@ -248,7 +248,7 @@ class Rows:
             if not chunk.score:
                 continue
             top, num_prompt = self._scoring.get(chunk.row, (0, 0))
-            upto = chunk.start + chunk.count - chunk.sample  # the token behind its last scored one
+            upto = chunk.start + chunk.count - chunk.sample  # position of its last target
             if not 0 < chunk.score <= chunk.count - chunk.sample or upto >= num_prompt:
                 raise InvariantViolated(
                     f"chunk of row {chunk.row}: {chunk.score} tokens up to {upto} are scored, of "
@@ -263,7 +263,7 @@ class Rows:
         return scored, np.concatenate(where)
 
     def append(self, rows: Ints, tokens: list[int] | Ints) -> None:
-        """These rows drew these tokens (or failed: what they have then is nobody's)."""
+        """These rows drew these tokens (a failed row's is not used)."""
         self._latest[rows] = tokens
 
     def _pack(
@@ -290,7 +290,7 @@ class Rows:
         slots = self._tables[owner, index] * block + offset
         width = -(-int(contexts.max()) // block)
         is_whole = rows is self._resident and int(rows[-1]) == len(rows) - 1
-        # Without holes among the rows their tables lie there already: nothing to copy.
+        # Without gaps among the rows their tables are a slice: nothing to copy.
         tables = self._tables[: len(rows), :width] if is_whole else self._tables[rows, :width]
         return slots, tables
 
@@ -304,7 +304,7 @@ class Rows:
         )
 
     def _chunk_tokens(self, chunk: Chunk) -> Ints:
-        """Tokens it joined with; or the one it drew last, since all before that are computed."""
+        """The row's tokens from its join, or its last drawn token: all others are computed."""
         joined = self._joined[chunk.row]
         if chunk.start >= len(joined):
             return self._latest[chunk.row : chunk.row + 1]
@@ -365,7 +365,7 @@ def step_result(
     failed: dict[int, str],
     prompt_logprobs: dict[int, tuple[TokenLogprob, ...]],
 ) -> StepResult:
-    """The result of `tokens`, parallel to inputs.rows: rows ascending, without those below 0."""
+    """The result of `tokens`, parallel to inputs.rows: rows ascending, without failed ones (-1)."""
     if inputs.is_steady and not failed:
         return StepResult(number, inputs.rows, tuple(tokens), logprobs)
     drawn = np.array(tokens, np.int64)

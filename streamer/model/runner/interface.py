@@ -35,7 +35,7 @@ class RunnerSizes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def limits(self) -> ops.Limits:
-        """Of the largest step, as the kernels have to know it."""
+        """Bounds of every step, for the kernels."""
         return ops.Limits(
             max_tokens=self.max_num_batched_tokens,
             max_rows=self.max_num_seqs,
@@ -43,13 +43,13 @@ class RunnerSizes(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def pool_shape(self, model: CausalModel) -> tuple[int, int, int, int, torch.dtype]:
-        """Of a pool's blocks, as Backend.new_pool takes it after their number."""
+        """Backend.new_pool's arguments after the number of blocks."""
         dtype = self.kv_dtype or model.dtype
         return model.num_layers, self.block_size, model.num_kv_heads, model.head_dim, dtype
 
 
 class CausalModel(Protocol):
-    """What the runner needs of a model: decoder.Decoder and fallback.FallbackModel."""
+    """What the runner needs of a model; decoder.Decoder and fallback.FallbackModel have it."""
 
     dtype: torch.dtype
     vocab_size: int
@@ -70,5 +70,5 @@ class CausalModel(Protocol):
         ...
 
     def prepare(self, limits: ops.Limits) -> None:
-        """No step will be larger than this."""
+        """No step will exceed `limits`."""
         ...

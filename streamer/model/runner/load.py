@@ -28,7 +28,7 @@ from streamer.model.runner.interface import CausalModel, RunnerSizes
 
 logger = logging.getLogger(__name__)
 
-SINGLE_THREAD_BYTES = 32 << 20  # weights below this are computed by one of torch's threads
+SINGLE_THREAD_BYTES = 32 << 20  # a model with fewer gets one of torch's threads
 
 
 def load_runner(
@@ -60,7 +60,7 @@ def load_runner(
             host_free=None if device is None else memory.free_bytes(),
         )
 
-    plan_pools(free - known.weight_bytes)  # refused now, not after minutes
+    plan_pools(free - known.weight_bytes)  # refuses before minutes of loading
     if device is None:
         _set_threads(known, kernels)
     model = _load_model(kernels, known, where, config.load_progress)
@@ -108,14 +108,14 @@ def _load_model(
 
 
 def _set_threads(known: Recognized, kernels: ops.Backend) -> None:
-    """Beside the native kernels torch only samples, or runs what transformers' code has of its own;
-    two pools of threads that spin would be in each other's way.
+    """Set the threads of torch and the kernels. Beside the native kernels torch only samples, or
+    runs transformers' own code; two pools of spinning threads would slow each other down.
 
     Where torch computes a small model it gets one thread: its many short parallel regions gain
-    nothing from a second one and lose everything when another process wants that core (the bundled
-    model's step on 2 cores, 2026-11-20: 3.1 ms with one thread, 4.1 with two, 55 to 400 with two
-    beside a busy process). The native team gains a third, and beside a busy process loses a tenth
-    at most (inside/README.md).
+    nothing from a second one and stall when another process takes that core (the bundled model's
+    step on 2 cores, 2026-11-20: 3.1 ms with one thread, 4.1 with two, 55 to 400 with two beside a
+    busy process). The native kernels' threads gain a third, and lose a tenth at most beside a busy
+    process (loadtest/inside/README.md).
     """
     is_by_torch = known.decoder is None or bool(ops.why_not_native())
     is_small = known.weight_bytes < SINGLE_THREAD_BYTES
@@ -126,9 +126,9 @@ def _set_threads(known: Recognized, kernels: ops.Backend) -> None:
 
 @functools.cache
 def _torch_threads() -> int:
-    """torch's own count, before an engine set it: the next one in this process wants it too.
+    """torch's own count from before the first engine set it, for later engines of this process.
 
-    The second got one thread, so it was a quarter slower (2 cores, 2026-11-22).
+    Without it the second engine got one thread and was a quarter slower (2 cores, 2026-11-22).
     """
     return torch.get_num_threads()
 

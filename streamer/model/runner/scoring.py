@@ -1,8 +1,8 @@
 """Scores: log probabilities of prompt tokens, out of the logits of the tokens before them.
 
-Owns Scored, which says what a step scores, and how its result travels from the device in one
-tensor. A vocabulary of fp32 is looked at a few rows at a time; only the wanted numbers become
-Python's. Called by inputs.py and both runners.
+Owns Scored: what a step scores, and the layout of the one tensor that the device returns. Logits
+become fp32 a few rows at a time; only the requested numbers become Python's. Called by inputs.py
+and both runners.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ PIECE = 32  # rows of logits: 16 MiB in fp32 at a vocabulary of 128k
 class Scored(msgspec.Struct, frozen=True):
     """What a step scores: P prompt tokens.
 
-    rows     (row, how many of its tokens), one after the other
-    num_top  best alternatives that each of `rows` wants
+    rows     (row, number of its scored tokens), in the order of `targets`
+    num_top  best alternatives that each of `rows` asks for
     targets  [P] int64: the tokens whose log probability is asked for
     """
 
@@ -42,7 +42,7 @@ class Scored(msgspec.Struct, frozen=True):
         the targets' log probabilities, the k best ones, their ids.
 
         logits   [P, V]: of the tokens before the targets
-        targets  [P], there
+        targets  [P], on the same device
         """
         most = max(self.num_top)
         parts = []
@@ -53,7 +53,7 @@ class Scored(msgspec.Struct, frozen=True):
         return torch.cat(parts)
 
     def by_row(self, result: torch.Tensor) -> dict[int, tuple[TokenLogprob, ...]]:
-        """StepResult.prompt_logprobs, from a copy of what `compute` gave on the host."""
+        """StepResult.prompt_logprobs, from a copy of compute's result on the host."""
         most = result.shape[1] // 2
         values: list[list[float]] = result[:, : most + 1].tolist()
         ids: list[list[int]] = result[:, most + 1 :].long().tolist()

@@ -1,6 +1,6 @@
-"""Swaps: blocks between the two pools on side streams, and copies within the device's pool.
+"""Swaps: copies of blocks between the two pools on side streams, and within the device's pool.
 
-Owns the copies that are under way and what they cost; decides nothing about who moves. A block is
+Owns the copies that are under way and what they cost; does not choose which blocks move. A block is
 freed by the core, when Facts say that its copy is done and the plans that can touch it are
 collected; so a block that is copied into has no other user left. Called by runner/cuda.py.
 """
@@ -21,7 +21,7 @@ from streamer.model.runner.device import Device, Event, Stream
 
 
 class _Copy(NamedTuple):
-    """One plan's copies in one direction. written: blocks of the pool that they go to."""
+    """One plan's copies in one direction. written: blocks of the destination pool."""
 
     number: int
     began: Event
@@ -31,7 +31,7 @@ class _Copy(NamedTuple):
 
 
 class Swaps:
-    """Between `pool` on the device and `host_pool`, which is pinned."""
+    """Copies between `pool` on the device and `host_pool`, which is pinned."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Swaps:
         self._pending: list[_Copy] = []  # by plan
 
     def start(self, plan: Plan) -> None:
-        """Queue a plan's copies, behind the steps launched before and ahead of its own."""
+        """Queue a plan's copies, after the steps launched before and ahead of its own."""
         if not (plan.swap_out or plan.copies or plan.swap_in):
             return
         check_moves(plan, self._pool.shape[0], self._host_pool.shape[0])
@@ -81,7 +81,7 @@ class Swaps:
         return self._pending[0].number - 1 if self._pending else launched
 
     def wait(self) -> None:
-        """Keep this thread until the oldest copy that is under way is done."""
+        """Block this thread until the oldest copy that is under way is done."""
         if self._pending:
             self._pending[0].done.wait()
 
@@ -102,6 +102,6 @@ class Swaps:
     def _touching(self, blocks: Iterable[int], *, is_out: bool) -> list[_Copy]:
         copies = [copy for copy in self._pending if copy.is_out is is_out]
         if not copies:
-            return []  # as nearly always
+            return []  # the usual case
         wanted = frozenset(blocks)
         return [copy for copy in copies if not copy.written.isdisjoint(wanted)]

@@ -1,9 +1,9 @@
-"""DeviceSampler: what sampling/host.py does, on the device, without the host looking at a number.
+"""DeviceSampler: what sampling/host.py does, on the device, without the host reading a number.
 
-Owns the rows' settings on the device and the token counts of those with penalties. The host says
-which rows draw, and where (`prepare`); everything else is queued in the device's main stream, and
-read after the step's event (`finish`). Order of processing, tables and formulas are
-sampling/host.py's. Called by runner/cuda.py.
+Owns the rows' settings on the device and the token counts of those with penalties. The host
+gives the rows that draw and their positions (`prepare`); all else is queued in the device's main
+stream, and its result is read after the step's event (`finish`). Order of processing, tables and
+formulas are sampling/host.py's. Called by runner/cuda.py.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ Ints = NDArray[np.int64]
 class TokenCounts:
     """[P, V] fp32: how often each token was output by the rows with penalties; -1: never seen.
 
-    Dense, unlike sampling_rows.History: a row's 0.6 MB (150,000 tokens) are 0.2 us of the device's
-    memory traffic, and nobody has to know which tokens there are. It grows as rows need it.
+    Dense, unlike rows.History: a row's 0.6 MB (150,000 tokens) are 0.2 us of the device's memory
+    traffic, and the distinct tokens need no list. The table grows as rows join.
     """
 
     def __init__(self, vocab_size: int, device: Device) -> None:
@@ -46,20 +46,20 @@ class TokenCounts:
         self._free: list[int] = []
 
     def join(self, row: int, ids: Ints, counts: NDArray[np.float32]) -> None:
-        """The row has seen these tokens."""
+        """The row has these tokens, output `counts` times each."""
         place = self._free.pop() if self._free else len(self._places)
         self._places[row] = place
         there = self._device.upload(ids), self._device.upload(counts)
         self._device.main.run(partial(self._set, place, *there))
 
     def leave(self, row: int) -> None:
-        """The row's place is free, where it had one."""
+        """Free the row's place, if it has one."""
         place = self._places.pop(row, None)
         if place is not None:
             self._free.append(place)
 
     def places(self, rows: Sequence[int]) -> Ints:
-        """Where these rows are."""
+        """The rows' places among P."""
         return np.array([self._places[row] for row in rows], np.int64)
 
     def penalise(self, x: torch.Tensor, at: torch.Tensor, places: torch.Tensor,
@@ -70,7 +70,7 @@ class TokenCounts:
         x[at] = torch.where(counts >= 0, changed, logits)
 
     def add(self, places: torch.Tensor, tokens: torch.Tensor) -> None:
-        """These rows drew these tokens (a failed row's -1 counts for nobody)."""
+        """Count a drawn token at each place (a failed row's -1 as token 0, never used)."""
         flat = self._counts.view(-1)
         at = places * self._vocab_size + tokens.clamp(min=0)
         flat.index_copy_(0, at, flat[at].clamp(min=0) + 1)
@@ -87,10 +87,10 @@ class TokenCounts:
 class Draw(NamedTuple):
     """What one step's drawing rows need beside their settings; tensors are on the device.
 
-    bias        where in the flattened logits, and how much
-    mask        where in the flattened logits -inf goes
+    bias        indices into the flattened logits, and the values to add
+    mask        indices into the flattened logits that become -inf
     penalties   indices of rows, their places among the TokenCounts, their settings [n, 1, 3]
-    logprobs    indices of rows that asked
+    logprobs    indices of rows that asked for them
     """
 
     layout: Layout
@@ -134,13 +134,12 @@ class DeviceSampler:
         self._has_joined = True
 
     def leave(self, row: int) -> None:
-        """Forget the row."""
         self._table.states[row] = None
         self._counts.leave(row)
         self._draw = None
 
     def prepare(self, rows: tuple[int, ...], positions: Ints) -> Draw:
-        """What rows that draw at these positions need; sends what the device does not have yet."""
+        """What rows need to draw at these positions; uploads settings the device lacks."""
         if self._has_joined:
             table = self._table
             packed = self._settings.pack(table.top_k, table.settings, table.origin)
@@ -219,8 +218,8 @@ class DeviceSampler:
         return tokens
 
     def result(self, draw: Draw, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """What `finish` reads, in one tensor: the tokens [S]; where somebody asked for log
-        probabilities, all in fp64, which holds every id and every fp32 exactly."""
+        """What `finish` reads, in one tensor: the tokens [S]; if a row asked for log probabilities,
+        those too, all in fp64, which holds every id and every fp32 exactly."""
         if draw.logprobs is None:
             return tokens
         raw = logits[draw.logprobs, : self._vocab_size].float()

@@ -1,7 +1,7 @@
 """Sampler: logits and each row's parameters -> token ids, log probabilities, failed rows.
 
 Owns the per-row state that sampling needs (parameters, token history for penalties); the runner
-tells it who joins and leaves and calls `sample` once a step. Never sees a Plan, a block or a clock.
+calls `join` and `leave` for its rows and `sample` once a step. Uses no Plan, block or clock.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ class Sampler:
         self._layout = None
 
     def leave(self, row: int) -> None:
-        """Forget the row."""
         self._table.states[row] = None
         self._layout = None
 
@@ -67,7 +66,7 @@ class Sampler:
         """Draw one token for each of `rows` (distinct) and append it to the row's history.
 
         logits     [S, V] fp32 or bf16, one row of it for each of `rows`; may be overwritten
-        positions  absolute position of the token to be drawn: how many tokens come before it
+        positions  absolute position of the token to be drawn: the number of tokens before it
         """
         layout = self._layout_of(rows)
         if logits.shape[1] != self.vocab_size:
@@ -97,7 +96,7 @@ class Sampler:
         )
 
     def _layout_of(self, rows: Sequence[int]) -> Layout:
-        wanted = tuple(rows)  # itself, where it is one: most often the very one of last time
+        wanted = tuple(rows)  # no copy of a tuple: most often it is the last step's object
         if self._layout is None or (wanted is not self._rows and wanted != self._rows):
             layout, table = Layout(self._table, wanted), self._table
             slots = layout.slots[layout.drawn]
@@ -115,7 +114,7 @@ class Sampler:
         bad: list[int],
         tokens: list[int],
     ) -> list[int]:
-        """`tokens` holds every row's bare argmax already; rows without a choice join `bad`."""
+        """`tokens` holds each row's argmax before edits; rows with all banned go to `bad`."""
         x = logits
         if layout.edited or layout.floors:
             x = logits.float().contiguous()
@@ -190,7 +189,7 @@ def top_logprobs(
     raw: torch.Tensor, drawn: torch.Tensor, num_top: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-softmax of logits [L, V] fp32: of tokens `drawn` [L], and the num_top best of each row
-    with their ids -> [L], [L, num_top], [L, num_top]. A failed row's -1 gets anything."""
+    with their ids -> [L], [L, num_top], [L, num_top]. For a failed row's -1 they mean nothing."""
     logs = torch.log_softmax(raw, -1)
     own = logs.gather(1, drawn.clamp(min=0).unsqueeze(1))[:, 0]
     values, ids = torch.topk(logs, min(num_top, logs.shape[1]))

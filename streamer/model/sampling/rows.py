@@ -1,4 +1,4 @@
-"""What sampling remembers of each resident row: parameters, bounded ids, token history.
+"""What sampling keeps of each resident row: parameters, bounded ids, token history.
 
 Owns RowTable, RowState, Layout and History; holds no logits and draws nothing. Called by
 sampling/host.py and sampling/device.py.
@@ -38,7 +38,6 @@ class History:
         self._slots = {int(token): slot for slot, token in enumerate(ids)}
 
     def append(self, token: int) -> None:
-        """One more output token."""
         slot = self._slots.get(token)
         if slot is None:
             if self._size == self._ids.shape[0]:
@@ -61,8 +60,8 @@ class History:
 
 
 class RowState:
-    """One resident sequence. Ids outside the vocabulary are dropped here: no row can be touched
-    through another one's bias."""
+    """One resident sequence. Ids outside the vocabulary are dropped here: a row's bias can't change
+    another row's logits."""
 
     __slots__ = (
         "bias_ids",
@@ -107,12 +106,12 @@ class RowState:
 
 
 class RowTable:
-    """The row slots: a state each, and what every new list of rows is looked through for, as
-    arrays over the slots (256 rows are looked through in 25 us; one by one it took 250).
+    """The row slots: a state each, and what a Layout reads of all its rows, as arrays over the
+    slots (25 us for 256 rows; one by one it took 250).
 
     top_k, settings, origin  as in ops.Draws, of rows that are not greedy
     floor                    first position without the min_tokens mask, 0: there is none
-    num_top                  alternatives wanted beside the drawn token's log probability, or -1
+    num_top                  alternatives asked for beside the drawn token's log probability, or -1
     """
 
     def __init__(self, max_rows: int, use: int) -> None:
@@ -149,13 +148,13 @@ class RowTable:
 
 
 class Layout:
-    """What a fixed list of rows needs, worked out when the list changes; indices are into it.
+    """What a fixed list of rows needs, computed when the list changes; indices are into the list.
 
     slots        [rows] int64: the rows themselves
-    edited       rows with bias or history
+    edited       indices of rows with bias or history
     floors       (index, first position without the min_tokens mask)
-    greedy       indices of rows that take the best;  drawn: of the others
-    logprobs     indices of rows that asked, num_top how many at most
+    greedy       indices of rows that take the argmax;  drawn: of the others
+    logprobs     indices of rows that asked;  num_top: their largest number of alternatives
     """
 
     def __init__(self, table: RowTable, rows: Sequence[int]) -> None:
@@ -171,11 +170,11 @@ class Layout:
         self.is_plain_greedy = not (self.drawn or self.edited or self.floors)
 
     def below_floor(self, positions: Sequence[int] | NDArray[np.int64]) -> list[int]:
-        """Rows whose stop ids are masked at these positions."""
+        """Indices of rows whose stop ids are masked at these positions."""
         return [i for i, floor in self.floors if positions[i] < floor]
 
     def biases(self, width: int) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
-        """Bias of all rows: where in their flattened logits [rows * width], and how much."""
+        """Bias of all rows: indices into their flattened logits [rows * width], and values."""
         biased = [i for i in self.edited if self.states[i].bias_ids.size]
         if not biased:
             return None
@@ -183,7 +182,7 @@ class Layout:
         return ids, np.concatenate([self.states[i].bias_values for i in biased])
 
     def masked(self, below: Sequence[int], width: int) -> NDArray[np.int64]:
-        """Where in the flattened logits the stop ids of these rows are; `below` is not empty."""
+        """Indices of these rows' stop ids in the flattened logits; `below` is not empty."""
         return np.concatenate([self.states[i].stop_ids + i * width for i in below])
 
 
