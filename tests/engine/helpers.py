@@ -1,4 +1,4 @@
-"""What the engine's tests share: the engine over the fake model, gates, streams without one."""
+"""Shared by the engine's tests: an engine over the fake model, gates, streams without an engine."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Wrapped:
 
 
 class Gated(Wrapped):
-    """Each step waits until the test lets it go."""
+    """Each step waits until the test permits it."""
 
     def __init__(self, inner: FakeRunner) -> None:
         super().__init__(inner)
@@ -60,12 +60,12 @@ class Gated(Wrapped):
         return _Held(super().launch(plan), self)
 
     def allow(self, n: int = 1) -> None:
-        """Let n steps go."""
+        """Permit n steps."""
         for _ in range(n):
             self._gate.release()
 
     def open(self) -> None:
-        """Let all steps go from now on."""
+        """Permit all steps from now on."""
         self._is_open = True
         self._gate.release()
 
@@ -103,7 +103,7 @@ def make_engine(
 
 
 class GatedEngine:
-    """An engine whose steps the test lets go one by one."""
+    """An engine whose steps the test permits one by one."""
 
     def __init__(self, **settings: Any) -> None:
         self.gates: list[Gated] = []
@@ -136,7 +136,7 @@ def request(max_tokens: int | None = 8, **fields: Any) -> GenerateRequest:
 
 
 class Calls:
-    """Records what a stream asks of its engine."""
+    """Records a stream's calls to its engine."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -167,7 +167,7 @@ def lone_stream(
 
 
 def write(stream: TokenStream, text: str, choice: int = 0) -> None:
-    """Append a text, a token a byte."""
+    """Append a text, one token per byte."""
     for byte in text.encode():
         stream.push(choice, byte, None, None)
         stream.wake()
@@ -182,12 +182,12 @@ def end(stream: TokenStream, choice: int = 0) -> Finish:
 
 
 async def all_deltas(stream: TokenStream, after: int = 0) -> list[Delta]:
-    """Everything a reader gets, notices left out."""
+    """Everything that a reader gets, except notices."""
     return [d async for items in stream.read(after) for d in items if isinstance(d, Delta)]
 
 
 async def until(engine: AsyncEngine, **wanted: int) -> None:
-    """Until the counts after a step are these."""
+    """Wait until the counts after a step are these."""
     stepped = asyncio.Event()
     original = engine.on_output
 
@@ -204,7 +204,7 @@ async def until(engine: AsyncEngine, **wanted: int) -> None:
 
 
 async def assert_all_back(engine: AsyncEngine) -> None:
-    """Nobody is left, and every block of both pools is free."""
+    """No request is left, and every block of both pools is free."""
     stats = engine.stats
     await until(
         engine,

@@ -1,4 +1,4 @@
-"""Cancelling through the engine, in every phase: one finish a choice, every block back."""
+"""Cancelling through the engine, in every phase: one finish a choice, all blocks free again."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def test_cancelling_the_task_that_generates_cancels() -> None:
 
 
 async def cancel_and_settle(gated: GatedEngine, stream: TokenStream) -> None:
-    """Cancel it, let the engine go on, and see that only it was cancelled."""
+    """Cancel it, let the engine go on, and check that no other request was cancelled."""
     gated.engine.cancel(stream.request_id)
     gated.gate.open()
     await stream.wait()
@@ -124,7 +124,7 @@ async def test_cancel_while_preempted(swap_space: float) -> None:
     notices = []
     settings: dict[str, Any] = {"num_gpu_blocks_override": 16, "swap_space": swap_space}
     async with asyncio.timeout(DEADLINE_S), make_engine(tokens_per_s=2000, **settings) as engine:
-        # Together they outgrow the pool: the younger gives way, and stays out for long.
+        # Together they exceed the pool: the younger is preempted, and stays out for long.
         older = engine.submit(request(220))
         younger = engine.submit(request(220))
         async with aclosing(younger.read()) as reader:

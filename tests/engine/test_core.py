@@ -1,4 +1,4 @@
-"""EngineCore: the order of one step, and one plan ahead at depth 1."""
+"""EngineCore: the order of one step, and at depth 1 one plan ahead."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_conservation_is_proved_once_each_time_the_work_is_done() -> None:
         checks.clear()
         while rig.core.step() is not None:
             assert not checks, "checked in a step"
-        assert rig.core.step() is None  # woken for nothing
+        assert rig.core.step() is None  # woken without a command
         return len(checks)
 
     assert [work("a"), work("b")] == [1, 1]
@@ -211,11 +211,11 @@ def test_the_inbox_sorts_what_comes() -> None:
     assert inbox.take() == []
 
 
-# ---------------------------------------------------------------- news of the queue
+# ---------------------------------------------------------------- notices of places
 
 
 def places(outputs: list[StepOutput]) -> list[list[tuple[str, int]]]:
-    """Who was told which place, step by step; steps that told nobody left out."""
+    """(request, place) of every notice, step by step; steps without notices left out."""
     told = [
         [(n.request_id, n.position) for n in o.notices if n.kind is NoticeKind.WAITING]
         for o in outputs
@@ -224,7 +224,7 @@ def places(outputs: list[StepOutput]) -> list[list[tuple[str, int]]]:
 
 
 def queue_up(rig: Rig, *told: int | None) -> None:
-    """Four that take all rows for ten steps, and these behind them."""
+    """Four requests that take all rows for ten steps, and these behind them."""
     for i in range(4):
         rig.add(f"first{i}", max_tokens=10 + i)
     for i, place in enumerate(told):

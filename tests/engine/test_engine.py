@@ -114,7 +114,7 @@ async def test_special_tokens_in_the_text_on_request() -> None:
         fields: dict[str, Any] = {"prompt": tuple(b"count to 2"), "skip_special_tokens": False}
         stream = engine.submit(request(5, **fields))
         await stream.wait()
-        assert stream.text() == " 1 2"  # the token that ended it is no part of the text
+        assert stream.text() == " 1 2"  # the token that ended it is not in the text
 
 
 async def test_logprobs_reach_the_reader() -> None:
@@ -150,13 +150,13 @@ async def test_a_slow_reader_pauses_its_own_sequence_and_nobody_elses() -> None:
     async with asyncio.timeout(DEADLINE_S), make_engine() as engine:
         slow = engine.submit(request(2000, window=64))
         async with aclosing(slow.read()) as reader:
-            await anext(reader)  # and then it does not come back
+            await anext(reader)  # and then it does not ask again
             other = engine.submit(request(600, window=64))
             await other.wait()
             assert other.text() == expected_text(600)
             await until(engine, paused=1, running=0)
             assert slow.is_paused
-            assert slow.num_output_tokens < 64 + 16  # the window, and what was under way
+            assert slow.num_output_tokens < 64 + 16  # the window, and the steps that were running
             async for _ in reader:
                 pass
         assert slow.text() == expected_text(2000)
@@ -248,7 +248,7 @@ async def test_drain_of_an_idle_or_dead_engine_returns() -> None:
 
 
 async def test_a_load_that_ends_when_it_was_given_up_opens_nothing() -> None:
-    """The news of it may be on its way to the loop when the engine is closed."""
+    """The report of it may be on its way to the loop when the engine is closed."""
     async with asyncio.timeout(DEADLINE_S):
         engine = make_engine()
         await engine.start()

@@ -57,9 +57,9 @@ async def test_exactly_one_wake_up_a_step(depth: int, monkeypatch: pytest.Monkey
     async with asyncio.timeout(DEADLINE_S), make_engine(depth=depth) as engine:
         streams = [engine.submit(request(50, n=2)) for _ in range(20)]
         await asyncio.gather(*(s.wait() for s in streams))
-    assert numbers == list(range(1, len(numbers) + 1))  # every step told once
+    assert numbers == list(range(1, len(numbers) + 1))  # each step reported once
     assert len(numbers) >= 50
-    assert calls == ["on_ready", *["on_output"] * len(numbers), "on_end"]  # and nothing else
+    assert calls == ["on_ready", *["on_output"] * len(numbers), "on_end"]  # and no other callback
 
 
 async def test_a_loop_that_does_not_come_round_is_at_most_two_steps_behind() -> None:
@@ -87,7 +87,7 @@ async def test_an_idle_engine_uses_no_cpu() -> None:
         before, thread_before = time.process_time(), time.clock_gettime(clock)
         await passed.wait()
         used_s, thread_s = time.process_time() - before, time.clock_gettime(clock) - thread_before
-    assert thread_s < 0.001  # what was left of the last step, and nothing else
+    assert thread_s < 0.001  # the rest of the last step, and nothing else
     assert used_s < 0.02
 
 
@@ -139,7 +139,7 @@ async def test_death_in_a_step_reaches_present_queued_and_future_requests() -> N
     engine = make_engine(wrap, max_num_seqs=2)
     async with asyncio.timeout(DEADLINE_S), engine:
         streams = [engine.submit(request(100)) for _ in range(5)]  # two run, three wait
-        late = engine.submit(request(100, detach_s=None))  # nobody reads it yet
+        late = engine.submit(request(100, detach_s=None))  # it has no reader yet
         results = await asyncio.gather(*(s.wait() for s in streams), return_exceptions=True)
         assert [type(r) for r in results] == [EngineDead] * 5
         assert {str(r) for r in results} == {DIED}
@@ -182,11 +182,11 @@ async def test_what_came_before_the_death_is_kept() -> None:
 
 
 async def test_a_request_that_is_on_its_way_when_the_engine_dies_is_told() -> None:
-    """Submitted after the thread's end, before the loop heard of it."""
+    """Submitted after the thread's end, before the loop was informed of it."""
     async with asyncio.timeout(DEADLINE_S), make_engine(Stillborn) as engine:
         first = engine.submit(request(100))
         (thread,) = threads()
-        thread.join(DEADLINE_S)  # the loop stands still: it can't hear
+        thread.join(DEADLINE_S)  # the loop is blocked: no callback runs
         assert not thread.is_alive()
         second = engine.submit(request(100))
         for stream in (first, second):
@@ -195,7 +195,7 @@ async def test_a_request_that_is_on_its_way_when_the_engine_dies_is_told() -> No
 
 
 async def test_a_fault_on_the_loop_is_death_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """News that could not be handed out: nobody may wait for it for ever."""
+    """An output that cannot be delivered ends the engine; else its reader would wait for ever."""
     async with asyncio.timeout(DEADLINE_S), make_engine() as engine:
 
         def push(self: TokenStream, *args: Any) -> None:
@@ -361,7 +361,7 @@ async def test_closing_under_load_ends_every_stream(depth: int) -> None:
 
 
 async def test_a_closed_engine_is_freed_and_so_are_the_programs_own_cycles() -> None:
-    """Nothing of the program that runs it is kept from the collector."""
+    """A running engine does not keep the program's own objects from the garbage collector."""
 
     class Cycle:
         me: Any

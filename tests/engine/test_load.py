@@ -1,4 +1,4 @@
-"""Load: how long a newcomer would wait, on a clock that the test moves."""
+"""Load: how long a new request would wait, on a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from streamer.engine.load import Load
 
 
 class Desk:
-    """A Load with so many rows, and its clock."""
+    """A Load of `num_rows` rows, and its clock."""
 
     def __init__(self, num_rows: int) -> None:
         self.load = Load()
@@ -26,7 +26,7 @@ class Desk:
         self.load.moved(name, is_scheduled=is_scheduled, now=self.now)
 
     def step(self, count: int = 1, seconds: float = 0.0) -> None:
-        """So many steps of so many seconds, in which no request begins."""
+        """`count` steps of `seconds` each, in which no request begins."""
         for _ in range(count):
             self.now += seconds
             self.load.stepped(self.now)
@@ -46,7 +46,7 @@ class Desk:
         return self.load.wait_s(priority, tenant, n, idle, self.now)
 
     def fill(self) -> None:
-        """All rows taken by requests of 2 s, after as many that are over."""
+        """All rows taken by requests of 2 s, after as many that have ended."""
         for _ in range(2):
             names = [self.ask() for _ in range(self.num_rows)]
             self.run(*names, seconds=2.0)
@@ -75,13 +75,13 @@ def test_idle_rows_are_no_wait_and_nothing_is_known_before_anything_ran() -> Non
     assert desk.wait_s() == pytest.approx(0.5)
     desk.num_rows = 100
     assert desk.wait_s() == 0.0
-    desk.step(11, seconds=0.1)  # blocks are what they wait for: rows are those that run
+    desk.step(11, seconds=0.1)  # requests wait for blocks: only the rows that run count
     assert desk.wait_s() == pytest.approx(3 * 0.5)
     new = Desk(1)
     new.move(new.ask())
     new.ask()
     assert new.wait_s() == 0.0
-    new.now += 3.0  # longer than nothing: what runs tells that
+    new.now += 3.0  # an answer that still runs has taken at least 3 s
     assert new.wait_s() == pytest.approx(6.0)
 
 
@@ -99,7 +99,7 @@ def test_a_slow_step_beside_idle_rows_is_no_queue() -> None:
     desk.fill()
     desk.num_rows = 8
     desk.ask()
-    desk.step(seconds=60.0)  # it came while a prompt was computed that takes long
+    desk.step(seconds=60.0)  # a long prompt was being computed when it came
     assert desk.wait_s() == 0.0
     desk.step(3, seconds=60.0)
     assert desk.wait_s() == 0.0
@@ -124,7 +124,7 @@ def test_who_was_paused_before_it_ran_is_waited_for_by_nobody() -> None:
     desk.load.hold(held, True)
     desk.step(10, seconds=1.0)
     assert desk.wait_s("a", n=1) == pytest.approx(10.0)
-    assert (desk.load.num_waiting_rows, desk.load.waiting_rows("a")) == (3, 3)  # it takes a place
+    assert (desk.load.num_waiting_rows, desk.load.waiting_rows("a")) == (3, 3)  # it holds a place
     desk.load.hold(held, False)
     assert desk.wait_s("a", n=1) == pytest.approx(40.0)
     desk.load.hold(held, True)
@@ -136,7 +136,7 @@ def test_who_was_paused_before_it_ran_is_waited_for_by_nobody() -> None:
 
 
 def test_rows_of_lower_priorities_are_no_wait() -> None:
-    """What runs and waits there gives way; what was preempted for it wants its rows back later."""
+    """Lower priorities give way; what was preempted needs its rows back later."""
     desk = Desk(2)
     desk.fill()
     for _ in range(2):
@@ -179,4 +179,4 @@ def test_a_paused_request_holds_no_row_and_what_left_the_queue_is_not_before() -
     assert (desk.load.num_waiting, desk.load.num_waiting_rows) == (1, 3)
     desk.end(left)
     assert (desk.load.num_waiting, desk.load.num_waiting_rows) == (0, 0)
-    assert desk.load.mean_s(desk.now) == pytest.approx(2.0)  # it held nothing, so says nothing
+    assert desk.load.mean_s(desk.now) == pytest.approx(2.0)  # it held no row, so it does not count

@@ -1,4 +1,4 @@
-"""ChoiceLog and TokenStream: what they say they occupy is what they occupy."""
+"""ChoiceLog and TokenStream: the bytes that they report are the bytes that they occupy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_TOKENS = 3000
 
 
 def stream_of(prompt: tuple[int, ...], num_tops: int | None) -> TokenStream:
-    """A stream of one choice of letters, `num_tops` alternatives a token where it has any."""
+    """A stream of one choice of letters; `num_tops` alternatives for each token, unless None."""
     params = SamplingParams(seed=5, logprobs=num_tops)
     request = GenerateRequest(prompt=prompt, params=params, request_id="r")
     stream = TokenStream(request, Limits(), Calls(), LETTERS, {})
@@ -37,8 +37,8 @@ def stream_of(prompt: tuple[int, ...], num_tops: int | None) -> TokenStream:
 
 
 def occupied(make: Callable[[], TokenStream]) -> tuple[int, TokenStream]:
-    """Bytes that what `make` returns keeps alive."""
-    make()  # what is made once only
+    """Bytes kept alive by what `make` returns."""
+    make()  # objects that are made once only
     gc.collect()
     tracemalloc.start()
     try:
@@ -81,7 +81,7 @@ def test_choices_and_what_was_asked_of_them_are_counted_as_they_are(n: int, aske
 
 
 async def test_what_is_kept_of_a_stream_is_no_other_stream() -> None:
-    """Its observers know all streams of a batch."""
+    """Each observer refers to all streams of a batch."""
     streams = [lone_stream(), lone_stream()]
     seen = Seen(streams)
     for stream in streams:

@@ -1,4 +1,4 @@
-"""Pool: work that hangs is given up, its thread is freed where that is possible, nothing waits."""
+"""Pool: hanging work is abandoned, its thread freed where that is possible; nothing else waits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIMIT_S = 0.1
 
 
 class Hanging:
-    """Work in a foreign library: nothing interrupts it until the test lets go."""
+    """Work in a foreign library: only the test can end it."""
 
     def __init__(self) -> None:
         self.let_go = threading.Event()
@@ -30,12 +30,12 @@ class Hanging:
 
     def __call__(self) -> str:
         self.num_begun += 1
-        self.let_go.wait(DEADLINE_S)  # one call, which no exception of another thread's ends
+        self.let_go.wait(DEADLINE_S)  # one call: no other thread can interrupt it
         return "late"
 
 
 def spin() -> None:
-    """What a template's endless loop is to Python."""
+    """Endless Python code, like a template's endless loop."""
     while True:
         pass
 
@@ -46,7 +46,7 @@ def pool_of(num_threads: int, limit_s: float = LIMIT_S) -> tuple[Pool, list[Pool
 
 
 async def until(is_so: Callable[[], object]) -> None:
-    """Between threads there is no event to wait for."""
+    """Threads have no asyncio event to wait for."""
     while not is_so():  # noqa: ASYNC110
         await asyncio.sleep(0.005)
 
@@ -107,7 +107,7 @@ async def test_one_thread_that_hangs_is_not_the_end() -> None:
 
 
 async def test_who_leaves_does_not_free_a_thread_that_hangs() -> None:
-    """The client's going is no reason to lose sight of what it left."""
+    """A caller that is cancelled leaves its work watched."""
     pool, _ = pool_of(1)
     async with asyncio.timeout(DEADLINE_S):
         task = asyncio.create_task(pool.run(spin))
@@ -118,7 +118,7 @@ async def test_who_leaves_does_not_free_a_thread_that_hangs() -> None:
 
 
 class Panic(BaseException):
-    """What a tokenizer in Rust raises where it is broken."""
+    """A broken Rust tokenizer raises this."""
 
 
 @pytest.mark.parametrize("error", [Panic("index out of bounds"), StopIteration("x")])
@@ -202,7 +202,7 @@ def test_work_that_hangs_does_not_keep_a_program_from_ending() -> None:
 
 
 class SlowToSay(SimpleQueue[Any]):
-    """Of a thread that another one interrupts between taking a job and saying so."""
+    """The queue of a thread that is interrupted between taking a job and recording it."""
 
     def __init__(self) -> None:
         self.is_looked_at = threading.Event()

@@ -1,4 +1,4 @@
-"""The pool of threads that work on texts: short ones never wait for long ones of others."""
+"""The thread pool that encodes texts: short texts never wait for long ones of other requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine says of itself: a maximum over a window, which reading leaves as it is."""
+"""The engine's statistics: a maximum over a window, which reading does not change."""
 
 from __future__ import annotations
 

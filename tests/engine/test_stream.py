@@ -38,7 +38,7 @@ async def test_any_number_is_a_cursor(after: int) -> None:
 
 @pytest.mark.parametrize("text", ["aé😀b", "日本語", "é"])
 async def test_a_cut_anywhere_loses_and_doubles_nothing(text: str) -> None:
-    """Read up to token k, then resume from k: the two texts make one."""
+    """Read up to token k, then resume from k: the two texts joined are the whole."""
     num_tokens = len(text.encode())
     for k in range(num_tokens + 1):
         stream = lone_stream()

@@ -1,4 +1,4 @@
-"""TokenStream: what follows from its readers: detaching cancels, lag pauses."""
+"""TokenStream and its readers: detaching cancels the request, lag pauses it."""
 
 from __future__ import annotations
 
@@ -120,13 +120,13 @@ async def test_it_pauses_above_the_window_and_resumes_at_half_of_it() -> None:
     stream = lone_stream(calls, window=8)
     async with aclosing(stream.read()) as reader:
         write(stream, "a")
-        await anext(reader)  # the reader has been given 1, and has not come back for more
+        await anext(reader)  # the reader was given 1, and has not asked again
         write(stream, "b" * 7)
         assert (stream.lag(), calls.log) == (8, [])
         write(stream, "c")
         assert (stream.lag(), calls.log) == (9, ["pause"])
         assert stream.is_paused
-        await anext(reader)  # it came back: 1 is consumed, 8 more are given
+        await anext(reader)  # it asked again: 1 is consumed, 8 more are given
         assert (stream.lag(), calls.log) == (8, ["pause"])
         waiting = asyncio.create_task(anext(reader))  # and again: all consumed
         await asyncio.sleep(0)
@@ -186,10 +186,10 @@ async def test_acknowledgements_replace_what_was_taken() -> None:
         assert (stream.lag(), calls.log) == (5, ["pause"])
         stream.acknowledge(number, 3)
         assert calls.log == ["pause"]  # 3 are left, half of the window is 2
-        stream.acknowledge(number, 2)  # old news
+        stream.acknowledge(number, 2)  # older than the last one
         stream.acknowledge(number, 4)
         assert (stream.lag(), calls.log) == (2, ["pause", "resume"])
-        stream.acknowledge(number, 10**9)  # no further than the head
+        stream.acknowledge(number, 10**9)  # taken as the head's number
         assert stream.lag() == 0
 
 
@@ -218,7 +218,7 @@ async def test_a_finished_stream_is_neither_paused_nor_resumed() -> None:
     assert calls.log == ["pause"]
 
 
-# ---------------------------------------------------------------- readers sent away
+# ---------------------------------------------------------------- dropped readers
 
 
 async def test_a_reader_that_lags_too_long_is_sent_away_and_the_stream_waits_paused() -> None:
@@ -266,7 +266,7 @@ async def test_a_second_reader_does_not_make_the_pause_endless() -> None:
     slow.acknowledged = 0
     gone = asyncio.Event()
     second = stream.attach(4, gone.set)
-    second.acknowledged = 4  # and takes no more
+    second.acknowledged = 4  # and acknowledges no more
     assert stream.is_paused
     async with asyncio.timeout(DEADLINE_S):
         await gone.wait()
@@ -282,7 +282,7 @@ async def test_a_cursor_beyond_the_head_is_refused_and_flow_control_stays() -> N
         stream.attach((10, 0), lambda: None)
     assert refusal.value.param == "starting_after"
     end(stream)
-    late = stream.attach((10, 0), lambda: None)  # the number of an end is one, too
+    late = stream.attach((10, 0), lambda: None)  # the number of an end is valid too
     assert late.position == 2
     stream.detach(late)
     write(stream, "cdef", choice=1)

@@ -1,4 +1,4 @@
-"""submit: everything that can be refused is refused before anything is queued."""
+"""submit: every possible refusal comes before anything is queued."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ async def test_default_params_come_from_the_model() -> None:
 
 
 async def test_a_long_prompts_hashes_are_made_in_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """encode hashes it off the loop; submit finds that, and hashes only what it does not know."""
+    """encode hashes the prompt off the loop; submit hashes only what has no hash yet."""
     import threading
 
     from streamer.core.blocks import BlockHasher
@@ -303,7 +303,7 @@ async def test_a_key_takes_of_the_queue_at_most_as_much_as_it_leaves() -> None:
             streams = [engine.submit(request(1))]
             await until(engine, running=0)
             assert [fill("many"), fill("more"), fill("most")] == [4, 2, 1]
-            assert fill("") == 1  # who has no key has no share: the queue's bound alone
+            assert fill("") == 1  # without a key there is no share: the queue's bound alone
             gated.gate.open()
             await asyncio.gather(*(s.wait() for s in streams))
 
@@ -315,7 +315,7 @@ async def test_what_would_wait_for_too_long_is_refused_and_says_when_to_come_bac
         with pytest.raises(Overloaded, match="choices are waiting") as refusal:
             engine.submit(request(20, max_wait_s=0.5))
         assert refusal.value.retry_after_s >= 1.0
-        with pytest.raises(Overloaded):  # it would not have begun when its own time is over
+        with pytest.raises(Overloaded):  # it would begin after its own deadline
             engine.submit(request(20, deadline_s=0.5))
         other = engine.submit(request(20, max_wait_s=1.0, tenant="few"))  # after one of the ten
         await other.wait()
@@ -337,7 +337,7 @@ async def test_a_request_ends_at_its_deadline_wherever_it_is() -> None:
 
 async def test_at_eight_times_capacity_what_is_let_in_is_answered() -> None:
     """Clients come at eight times the rate of 20/s and give up after 1.5 s; without a bound on the
-    wait, all who are served after the first 1.5 s are as good as gone. `streamer loadtest attacks
+    wait, nearly all served after the first 1.5 s would have given up. `streamer loadtest attacks
     overload` measures the share that is answered; here a busy machine may halve it."""
     answered, late, refused, patience_s, seconds = 0, 0, 0, 1.5, 3.0
 
@@ -368,14 +368,14 @@ async def test_at_eight_times_capacity_what_is_let_in_is_answered() -> None:
 
 
 async def test_what_was_paused_before_it_ran_refuses_nobody() -> None:
-    """Neither paused in the queue, nor in the moment between its first step and the news of it."""
+    """Paused in the queue, or between its first step and the report of it."""
     async with asyncio.timeout(DEADLINE_S), GatedEngine(max_num_seqs=1) as gated:
         engine, gate = gated.engine, gated.gate
         first = engine.submit(request(max_tokens=4))
         second = engine.submit(request(max_tokens=4))
         await asyncio.to_thread(gate.waits.acquire)
         engine.pause(second.request_id)
-        engine.pause(first.request_id)  # its first step is under way
+        engine.pause(first.request_id)  # its first step is running
         gate.open()
         third = engine.submit(request(max_tokens=4))
         await third.wait()
@@ -390,12 +390,12 @@ async def test_what_was_paused_before_it_ran_refuses_nobody() -> None:
 
 @pytest.mark.parametrize("n", [1, 2])
 async def test_an_id_is_taken_until_the_scheduler_has_ended_what_met_its_deadline(n: int) -> None:
-    """A finish that comes late would end another request of that id, whose Add then kills."""
+    """A late finish would end another request of that id, whose Add then fails the engine."""
     settings = {"max_num_seqs": 2, "retain_s": 0.0}
     async with asyncio.timeout(DEADLINE_S), GatedEngine(**settings) as gated:
         engine, gate = gated.engine, gated.gate
         first = engine.submit(request(n=n, request_id="mine", deadline_s=0.01))
-        await asyncio.to_thread(gate.waits.acquire)  # a step of it is under way, its finish far
+        await asyncio.to_thread(gate.waits.acquire)  # a step of it is running, its finish far off
         with pytest.raises(DeadlineExceeded):
             await first.wait()
         assert engine.get("mine") is None
@@ -423,7 +423,7 @@ async def test_long_answers_of_low_priority_refuse_no_urgent_request() -> None:
     """It would begin at once in one of their rows, so that it has nothing to wait for."""
     async with asyncio.timeout(DEADLINE_S), GatedEngine(max_num_seqs=2) as gated:
         engine, gate = gated.engine, gated.gate
-        engine._streams._load._mean_s = 600.0  # of answers before them
+        engine._streams._load._mean_s = 600.0  # mean of earlier answers
         low = [engine.submit(request(max_tokens=40, priority=5)) for _ in range(4)]
         for _ in range(8):
             gate.allow()

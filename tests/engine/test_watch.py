@@ -1,4 +1,4 @@
-"""Looks from the loop: one clock for everybody, steps only while somebody follows, and the end."""
+"""Looks from the loop: one clock for all callers, steps only while there is a follower, the end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def short_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def record_asks(engine: AsyncEngine) -> list[Wanted]:
-    """What reaches the GPU thread from here on."""
+    """Commands that reach the GPU thread from here on."""
     asks: list[Wanted] = []
     original = engine.watch._ask
 
@@ -113,7 +113,7 @@ async def test_the_end_of_the_engine_is_told_to_who_looks() -> None:
 
 
 async def test_each_look_after_the_end_raises_an_error_of_its_own() -> None:
-    """One that is raised again and again collects the frames of all who were told."""
+    """An exception that is raised repeatedly collects the frames of all its callers."""
     engine = make_engine()
     async with engine:
         pass

@@ -1,4 +1,4 @@
-"""The watch over steps: a hung one is the engine's death, a slow one is not, idleness is free."""
+"""The watchdog over steps: a hung step ends the engine, a slow one does not; idling is free."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WATCHDOG_S = 0.2
 
 
 class Stuck(Wrapped):
-    """Steps hang in `collect`, from a number on, until the test lets go."""
+    """From a given number on, steps hang in `collect` until the test releases them."""
 
     def __init__(self, inner: Runner, number: int) -> None:
         super().__init__(inner)
@@ -74,11 +74,11 @@ async def test_a_hung_step_is_death_and_closing_does_not_wait(
         assert str(engine.death.__cause__) == "a step took longer than 0.2 s"
         with pytest.raises(EngineDead):
             engine.submit(request())
-        await engine.aclose()  # although the thread is still there
+        await engine.aclose()  # although the thread still exists
     assert streams[0].num_output_tokens == 4
     assert "in collect" in caplog.text
     assert "test_watchdog.py" in caplog.text
-    made[0].let_go.set()  # it comes back: nobody is told anything, and it ends
+    made[0].let_go.set()  # the step returns: nothing is delivered, and the thread ends
     thread = engine._thread
     assert thread is not None
     thread._thread.join(DEADLINE_S)
@@ -114,7 +114,7 @@ async def test_a_hang_in_the_first_step_is_death_too() -> None:
 async def test_closing_and_draining_leave_a_hung_step_behind(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No watchdog, no end of the step: every wait has a deadline all the same."""
+    """Without a watchdog the step never ends; every wait has a deadline all the same."""
     monkeypatch.setattr(engines, "CANCEL_S", 0.05)
     made: list[Stuck] = []
     engine = make_engine(stuck_at(3, made), watchdog_s=0.0)
@@ -167,7 +167,7 @@ async def test_no_timer_is_left_when_nothing_runs(watchdog_s: float) -> None:
         await engine.submit(request(5)).wait()
         thread = engine._thread
         assert thread is not None
-        # the last timer finds nothing and sets no other: there is no event to wait for
+        # the last timer finds no step and sets no other: there is no event to wait for
         while thread._check is not None:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         assert not thread.is_hung

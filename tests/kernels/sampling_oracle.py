@@ -62,7 +62,7 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
 
 
 def noise(seed: int, position: int, choice: int, vocab: int) -> NDArray[np.float64]:
-    """[vocab] Gumbel noise of the draw at `position`, keyed as DESIGN section 7 says."""
+    """[vocab] Gumbel noise of the draw at `position`, keyed as docs/kernels.md says."""
     key = (seed % (1 << 64) % (1 << 32), seed % (1 << 64) >> 32)
     words = [philox((position, choice, 0, group), key) for group in range(-(-vocab // 4))]
     bits = np.array(words, dtype=np.uint64).reshape(-1)[:vocab]

@@ -1,7 +1,7 @@
-"""One way to ask for the three create bodies, over real sockets, and to see what became of them.
+"""One way to send the three create bodies, over real sockets, and to see what became of them.
 
-Chat and completions over HTTP, responses over their WebSocket. What reached the engine is kept, so
-that a test can show the effect of a field the fake model has no eyes for.
+Chat and completions over HTTP, responses over their WebSocket. Requests that reach the engine are
+kept, so that a test can show the effect of a field that the fake model ignores.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Clients on bare sockets: they read when they are told to, and what they have is what came whole.
+"""Clients on bare sockets: they read when the test calls for it, and keep what arrived whole.
 
-One class a transport, over a sans-I/O protocol: nothing is read behind the caller's back, and every
-byte counts. Their kernel buffers are small, so that what is not read is the server's business.
+One class a transport, over a sans-I/O protocol: nothing is read in the background, and every byte
+counts. Their kernel buffers are small, so that unread bytes stay with the server.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Bare:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Go without a word: the connection is reset."""
+        """Close without a close frame: the connection is reset."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, ABRUPT)
         self._socket.close()
 
     def read_until(self, is_enough: Callable[[Any], bool], most: int = 1 << 40) -> None:
-        """Up to an event of which this holds, or `most` bytes; what came with it is there too."""
+        """Read up to an event for which `is_enough` holds, or `most` bytes; more may follow."""
         seen, end = 0, self.num_bytes + most
         while self.num_bytes < end and not any(map(is_enough, self.events[seen:])):
             assert not self.is_over, "the server ended it"
@@ -70,7 +70,7 @@ class Bare:
 
 
 class BareSse(Bare):
-    """The `Event`s of a streamed answer; `num_bytes` has its head too."""
+    """The `Event`s of a streamed answer; `num_bytes` counts its head too."""
 
     def __init__(self, url: str, path: str, body: Any = None, **headers: str) -> None:
         super().__init__(url)

@@ -1,4 +1,4 @@
-"""What the fake model says, and how its text proves itself complete."""
+"""The fake model's text, and the check that it is complete."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ENDLESS: dict[str, Any] = {"max_tokens": 30_000, "ignore_eos": True}
 
 
 def check_counting(text: str) -> list[int]:
-    """The numbers in the text; they are consecutive, or a part is missing or doubled."""
+    """The numbers in the text; they are consecutive unless a part is missing or doubled."""
     numbers = [int(word) for word in text.split()]
     assert numbers, "no text"
     assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))

@@ -1,4 +1,4 @@
-"""A client that is cut off: raw sockets, closed after so many bytes, and what had arrived whole."""
+"""A client that is cut off: raw sockets, closed after N bytes, and the events that came whole."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ABRUPT = struct.pack("ii", 1, 0)  # SO_LINGER: closing resets the connection
 def cut_after(
     server: Running, num_bytes: int, method: str, path: str, body: Any = None, **headers: str
 ) -> list[Event]:
-    """The events whose every byte was among the first `num_bytes` of the response's body."""
+    """The events that end within the first `num_bytes` of the response's body."""
     host, port = server.url.removeprefix("http://").split(":")
     data = b"" if body is None else json.dumps(body).encode()
     head = f"{method} {path} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Length: {len(data)}\r\n"
@@ -38,7 +38,7 @@ def cut_after(
 
 
 def dechunk(data: bytes) -> bytes:
-    """What is whole or begun of a chunked body."""
+    """The body without its chunk frames; the last chunk may be incomplete."""
     plain = b""
     while b"\r\n" in data:
         size, _, data = data.partition(b"\r\n")

@@ -1,4 +1,4 @@
-"""What stands between a client and a server: a line that can be cut, or a proxy with a path."""
+"""A relay between a client and a server: a line that can be cut, or a proxy below a path."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Relay:
 
     def __init__(self, server: Running, prefix: str = "") -> None:
         self._server = server
-        self.target = server  # may be changed: who comes next is brought to another
+        self.target = server  # may be changed: the next connection goes to another server
         self._prefix = prefix
         self._writers: set[asyncio.StreamWriter] = set()
         self._listener: asyncio.Server
@@ -34,7 +34,7 @@ class Relay:
         self._server.on_loop(self._close())
 
     def cut(self) -> None:
-        """Both ends of all that there is lose what is in flight, and get no close frame."""
+        """Abort all connections on both sides: what is in flight is lost, without a close frame."""
         self._server.on_loop(self._abort())
 
     async def _open(self) -> None:

@@ -49,7 +49,7 @@ class Running:
         return self
 
     def begin_stop(self) -> None:
-        """What a first signal does."""
+        """The effect of a first signal."""
         self._loop.call_soon_threadsafe(self._stop.set)
 
     def stop(self) -> None:
@@ -61,11 +61,11 @@ class Running:
             raise self._error
 
     def build(self) -> AsyncEngine:
-        """The engine it serves."""
+        """The engine that the server serves."""
         return AsyncEngine.from_config(self.config)
 
     def on_loop(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run this on the server's loop."""
+        """Run the coroutine on the server's loop; returns its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(DEADLINE_S)
 
     @property
@@ -73,35 +73,34 @@ class Running:
         return self.url.replace("http://", "ws://") + "/v1/responses"
 
     def metrics(self, samples: Sequence[str]) -> dict[str, float]:
-        """The values of samples in /metrics, 0 if they are not there yet."""
+        """The values of samples in /metrics, 0 for those that are missing."""
         pairs = (line.rsplit(" ", 1) for line in self._get("/metrics").text.splitlines())
         return dict.fromkeys(samples, 0.0) | {n: float(v) for n, v in pairs if n in samples}
 
     def _get(self, path: str) -> httpx.Response:
-        """A poll's deadline is that of what it waits for: a busy machine may be slow to answer."""
+        """A poll's deadline is the whole wait's: a busy machine may be slow to answer."""
         return httpx.get(self.url + path, timeout=DEADLINE_S)
 
     def metric(self, sample: str) -> float:
-        """The value of one."""
         return self.metrics([sample])[sample]
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Ask the server until this holds; the requests themselves are the pace."""
+        """Poll the server until `is_so` holds; each poll is a request, so there is no sleep."""
         end = time.monotonic() + DEADLINE_S
         while not is_so():
             self._get("/health")
             assert time.monotonic() < end, "it never came to hold"
 
     def wait_metric(self, sample: str, value: float) -> None:
-        """Ask until it has this value; the requests themselves are the pace."""
+        """Poll until the sample has this value; each poll is a request, so there is no sleep."""
         end = time.monotonic() + DEADLINE_S
         while (seen := self.metric(sample)) != value:
             assert time.monotonic() < end, f"{sample} stayed at {seen}, wanted {value}"
 
     def wait_idle(self) -> None:
-        """Until no request is in the engine and every block is back."""
+        """Wait until no request is in the engine and every block is free."""
         end = time.monotonic() + DEADLINE_S
-        while self.engine.snapshot().live_streams:  # those that no step has seen yet included
+        while self.engine.snapshot().live_streams:  # including those that no step has seen yet
             assert time.monotonic() < end, "a stream does not end"
             time.sleep(0.001)
         while any((seen := self.metrics(IDLE)).values()):

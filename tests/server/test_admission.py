@@ -36,7 +36,7 @@ class Desk:
         self.admission.enter(tenant)
 
     def refused(self) -> float:
-        """Seconds to wait; and it is true: not earlier, and then."""
+        """The seconds to wait, checked: refused just before they are over, accepted then."""
         with pytest.raises(RateLimited) as caught:
             self.ask()
         wait_s = caught.value.retry_after_s
@@ -50,7 +50,7 @@ class Desk:
         return wait_s
 
     def submit(self, prompt: tuple[int, ...] = PROMPT, tenant: str = ME) -> TokenStream:
-        """A request to its stream; lone streams have prompts of three tokens."""
+        """A request up to its stream; lone streams have prompts of three tokens."""
         self.ask(tenant)
         self.admission.accept(tenant, [prompt])
         stream = lone_stream()
@@ -72,7 +72,7 @@ def test_requests_run_out_and_come_back_evenly() -> None:
     assert desk.refused() == pytest.approx(20.0)
     assert desk.refused() == pytest.approx(20.0)
     desk.now += 3600
-    for _ in range(3):  # what was not used in an hour is not saved up
+    for _ in range(3):  # quota unused in an hour is not saved up
         desk.ask()
     assert desk.refused() == pytest.approx(20.0)
 
@@ -283,7 +283,7 @@ def post(server: Running, body: dict[str, Any], path: str = "chat/completions") 
 
 @pytest.fixture
 def long_minute(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is refilled while a test runs, however slowly it does."""
+    """Quotas refilled so slowly that nothing comes back during a test."""
     monkeypatch.setattr(admission, "MINUTE_S", 1e9)
 
 
@@ -408,7 +408,7 @@ def test_a_full_queue_refuses_before_any_prompt_is_made(
 def test_a_create_that_waits_for_its_lane_is_not_refused_by_a_full_queue(server_with: Any) -> None:
     server = server_with(model="fake:tokens_per_s=200", max_num_seqs=1, max_queue=0)
     with connect(server.ws_url) as socket:
-        for _ in range(2):  # the second has its turn when the first has left the engine
+        for _ in range(2):  # the second runs when the first has left the engine
             body = {"input": "x", "max_output_tokens": 20, "ignore_eos": True}
             socket.send(json.dumps({"type": "response.create", **body}))
         kinds = []

@@ -1,7 +1,7 @@
-"""Cancel by every way there is, in every state a request can be seen in from outside.
+"""Cancel in every way, in every state of a request that can be seen from outside.
 
 The ways: `cancel(id)`, `response.cancel`, closing an SSE connection, closing a socket with
-`--detach-timeout 0`. Each ends the request, and every block on both pools comes back. A gate in
+`--detach-timeout 0`. Each ends the request, and frees all its blocks in both pools. A gate in
 front of the fake model stops a prefill, or the copies of a swap, until the cancel has come.
 """
 
@@ -28,7 +28,7 @@ from tests.server.running import BUNDLED, DEADLINE_S, Running
 PROMPT_TOKENS = 300
 LONG: dict[str, Any] = {"max_tokens": 250, "ignore_eos": True}
 WAYS = ("cancel(id)", "response.cancel", "closing SSE", "closing the socket")
-# State, and GiB of host pool: without one, who gives way is recomputed.
+# State, and GiB of host pool: without a host pool a preempted request is recomputed.
 STATES = {
     "waiting": 0.25,
     "prefilling": 0.25,
@@ -41,7 +41,7 @@ STATES = {
 
 
 class Gate:
-    """A runner whose prefills or swap copies stand still while it is closed."""
+    """A runner whose prefills or swap copies stop while it is closed."""
 
     def __init__(self, inner: Runner) -> None:
         self._inner = inner
@@ -110,7 +110,7 @@ class Gated(Running):
 
 
 class Client(Protocol):
-    """Somebody whose request is to be cancelled."""
+    """A client whose request is to be cancelled."""
 
     def read(self) -> None: ...
     def cancel(self) -> None: ...
@@ -186,7 +186,7 @@ def subject(server: Running) -> TokenStream:
 
 
 def crowd(server: Running, num_tokens: int) -> TokenStream:
-    """Somebody else, who stays until cancelled."""
+    """Another request, which runs until it is cancelled."""
     request = GenerateRequest(
         prompt=(65,) * num_tokens,
         params=SamplingParams(max_tokens=100, ignore_eos=True),
@@ -198,7 +198,7 @@ def crowd(server: Running, num_tokens: int) -> TokenStream:
 
 @pytest.fixture(scope="module")
 def pressed() -> Iterator[Callable[[str, float], Gated]]:
-    """Servers with two rows, 40 blocks of 16 tokens, 16 tokens a step; fakes do 200 in a second."""
+    """Servers with two rows, 40 blocks of 16 tokens, 16 tokens a step; fakes do 200 tokens/s."""
     started: dict[tuple[str, float], Gated] = {}
 
     def get(model: str, swap_space: float) -> Gated:
@@ -223,7 +223,7 @@ def pressed() -> Iterator[Callable[[str, float], Gated]]:
 
 
 def reach(server: Gated, state: str, client: Client) -> list[TokenStream]:
-    """Bring the client's request into the state and see it there; the others that helped."""
+    """Bring the client's request into the state and check it; returns the other requests."""
     requests = 'streamer_requests{{state="{}"}}'.format
     stream = subject(server)
     if state == "waiting":
@@ -248,21 +248,21 @@ def reach(server: Gated, state: str, client: Client) -> list[TokenStream]:
         server.gate.close_for("copies")
     others = [crowd(server, 400)]  # 25 blocks and more, where 20 are free
     server.wait_metric(requests("swapped" if state == "swapping" else state), 1)
-    if state == "swapped":  # its copies are done: who took its blocks runs
+    if state == "swapped":  # its copies are done: the request that took its blocks runs
         server.wait_metric(requests("running"), 1)
     return others
 
 
 def wait_until(server: Running, is_true: Callable[[], bool], says: str) -> None:
-    """Until something holds of a stream, without becoming a reader that would keep it alive."""
+    """Wait until `is_true` holds, without a reader of the stream, which would keep it alive."""
     end = time.monotonic() + DEADLINE_S
     while not is_true():
-        server.metric("streamer_steps_total")  # the request is the pace
+        server.metric("streamer_steps_total")  # each poll is a request, so there is no sleep
         assert time.monotonic() < end, says
 
 
 BY_FAKE = [("fake", state, way) for state in STATES for way in WAYS]
-BY_BUNDLED = [("bundled", state, "closing SSE") for state in [*STATES][2:]]  # those with KV to lose
+BY_BUNDLED = [("bundled", state, "closing SSE") for state in [*STATES][2:]]  # those with KV
 
 
 @pytest.mark.parametrize(("model", "state", "way"), BY_FAKE + BY_BUNDLED)
@@ -272,7 +272,7 @@ def test_cancel(pressed: Callable[[str, float], Gated], model: str, state: str, 
     if state == "waiting":
         others = [crowd(server, 20), crowd(server, 30)]
         wait_until(server, lambda: all(o.is_started for o in others), "not started")
-        server.gate.close_for("prefill")  # both rows stay taken: each of their steps is held up
+        server.gate.close_for("prefill")  # both rows stay taken: each of their steps is delayed
     elif state == "prefilling":
         server.gate.close_for("prefill")
     with contextlib.ExitStack() as exits:

@@ -70,7 +70,7 @@ def test_sigterm_lets_running_streams_finish_and_exits_0(process: Any) -> None:
 
 
 class SlowEngine(SimpleNamespace):
-    """An engine that loads until told otherwise, and can be told to die."""
+    """An engine that loads until the test releases it, and can be made to die."""
 
     def __init__(self) -> None:
         super().__init__(is_ready=False, is_dead=False, is_draining=False, death=None, closed=0)
@@ -196,7 +196,7 @@ def test_what_loading_left_is_frozen_while_it_serves_and_no_longer() -> None:
 
 
 class Breaking:
-    """A runner whose step fails once it is told to."""
+    """A runner whose step fails when the test asks for it."""
 
     def __init__(self, inner: Runner) -> None:
         self._inner, self.is_broken = inner, False

@@ -213,7 +213,7 @@ async def test_a_refused_create_is_an_error_event_and_the_socket_lives(
 
 
 async def test_lanes_lineage_and_forks_at_once(async_client: openai.AsyncOpenAI) -> None:
-    """A prefilled parent, two lanes that both go on from it, and a next turn on each."""
+    """A prefilled parent, two lanes that both continue it, and a next turn on each."""
     ends: dict[str, list[Any]] = {"a": [], "b": []}
     async with async_client.responses.connect() as connection:
         await connection.response.create(model="fake", input="count to 3", generate=False)

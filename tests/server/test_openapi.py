@@ -1,4 +1,4 @@
-"""/openapi.json: true to the app's routes, and to what schemathesis finds the server to do."""
+"""/openapi.json: it describes the app's routes, and the answers schemathesis gets from them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ENOUGH = {
     "/tokenize": "prompt",
     "/v1/responses": "input",
     "/v1/responses/input_tokens": "input",
-}  # their schemas demand no one field
+}  # these schemas require no field
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +56,9 @@ def small() -> Iterator[Running]:
 
 
 def tame(case: schemathesis.Case, answer_id: str, has_flags: bool) -> schemathesis.Case:
-    """The case without what is seldom good by chance: numbers within bounds, names and cursors.
+    """The case with valid values where random ones rarely are: bounded numbers, names, cursors.
 
-    With its flags it may be good; without them it is, whatever hypothesis thinks of.
+    With its flags the case may be valid; without them it always is.
     """
     if "model" in case.path_parameters:
         case.path_parameters["model"] = "fake"
@@ -82,7 +82,7 @@ def answer_for(small: Running, route: openapi.Route) -> str:
     kind = "chat/completions" if "chat" in route.path else "responses"
     body: dict[str, Any] = {"messages" if "chat" in route.path else "input": GOOD["messages"]}
     if route.path.endswith("/cancel"):
-        body["background"] = True  # others that have ended are not
+        body["background"] = True  # without it an answer that has ended can't be cancelled
     answer = httpx.post(f"{small.url}/v1/{kind}", json=body, timeout=20)
     assert answer.status_code == 200, answer.text
     return str(answer.json()["id"])
@@ -124,7 +124,7 @@ def test_it_wants_the_key(server_with: Any) -> None:
 
 @pytest.mark.parametrize("at", range(len(ROUTES)), ids=[f"{r.method} {r.path}" for r in ROUTES])
 def test_schemathesis_finds_nothing(small: Running, at: int) -> None:
-    """No 5xx, no status, content type or body that the document does not have."""
+    """No 5xx, and no status, content type or body that the document does not have."""
     route = ROUTES[at]
     schema = schemathesis.openapi.from_dict(httpx.get(small.url + "/openapi.json").json())
     schema.config.update(base_url=small.url)
@@ -166,7 +166,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 def test_bundled_whole_answers_are_as_described(bundled: Running) -> None:
-    """Those of a model that samples, with log probabilities that are no round numbers."""
+    """Answers of a model that samples, with log probabilities that are not round numbers."""
     schema = schemathesis.openapi.from_dict(httpx.get(bundled.url + "/openapi.json").json())
     schema.config.update(base_url=bundled.url)
     for path, body in BODIES.items():

@@ -21,7 +21,7 @@ SCRIPT = b"console.log(1)"
 def serving(folder: Path) -> TestClient:
     page = Page(folder)
     routes = [Route("/", page.index), Route("/assets/{name}", page.asset)]
-    # Where a brotli package is installed httpx asks for br too, and unpacks what is none.
+    # Where a brotli package is installed httpx asks for br too, and unpacks what is not br.
     return TestClient(Starlette(routes=routes), headers={"accept-encoding": "gzip"})
 
 

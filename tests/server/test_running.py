@@ -1,4 +1,4 @@
-"""The tests' own server: a failed test that leaves it alive holds nobody up."""
+"""The tests' own server: a failed test that leaves one running does not keep pytest from ending."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_websocket_from_elsewhere_is_denied(
         assert b"forbidden" in (caught.value.response.body or b"")
         status = caught.value.response.status_code
     assert status == 403
-    assert caplog.records == []  # a page that knocks all day must not fill the log
+    assert caplog.records == []  # a page that keeps trying must not fill the log
 
 
 def _raw_upgrade(server: Running, host: str) -> int:
@@ -249,7 +249,7 @@ async def test_of_bodies_that_never_end_the_oldest_gives_way() -> None:
     more.set()
     assert [len(await task) for task in (small, *large[1:])] == [900] + [len(free) + 900] * 2
     assert bodies._num_bytes == 0
-    late = await reading(bodies, free, b"y" * 2000, more=more)  # all of it is there again
+    late = await reading(bodies, free, b"y" * 2000, more=more)  # the whole budget is there again
     assert len(late) == len(free) + 2000
 
 
@@ -341,7 +341,7 @@ def test_large_bodies_of_which_prompts_are_made_are_bounded_by_key() -> None:
             pass
         with bodies.used("many", security.FREE_BYTES), bodies.used("few", size):
             pass
-    with bodies.used("many", 2 * size):  # all of it is there again
+    with bodies.used("many", 2 * size):  # the whole budget is there again
         pass
 
 

@@ -1,4 +1,4 @@
-"""How a process ends, as its clients see it: drained under 50 streams, given up when it hangs."""
+"""How a process ends, as its clients see it: drained under 50 streams, abandoned when it hangs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def _events(response: httpx.Response) -> AsyncIterator[str]:
 
 
 async def test_sigterm_under_50_streams() -> None:
-    """Half finish whole, half are cut at the deadline and told; nothing new is taken; exit 0."""
+    """Half finish whole, half are cut at the deadline with an error; nothing new; exit code 0."""
     words = ("fake:tokens_per_s=50", "--drain-timeout", "3")
     with serving(*words) as (process, url, _):
         limits = httpx.Limits(max_connections=None)
@@ -103,7 +103,7 @@ async def test_sigterm_under_50_streams() -> None:
 
 
 async def _first_refusal(client: httpx.AsyncClient, url: str) -> httpx.Response:
-    """The signal takes until the next tick; requests are the pace."""
+    """The signal takes effect at the next tick; each poll is a request, so there is no sleep."""
     while True:
         body = {**CHAT, "max_tokens": 1}
         response = await client.post(url + "/v1/chat/completions", json=body)
@@ -218,7 +218,7 @@ def test_a_forced_end_does_not_wait_for_the_drain() -> None:
         assert process.wait(DEADLINE_S) == 0
 
 
-# ---------------------------------------------------------------- told to stop while it hangs
+# ---------------------------------------------------------------- a signal while it hangs
 
 WEDGED = """
 import sys, threading
@@ -254,7 +254,7 @@ sys.exit(main(["serve", "fake", "--port", "0", *words]))
 
 @contextlib.contextmanager
 def wedged(where: str, *words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server that hangs there, and its URL."""
+    """A server whose part of that name hangs, and its URL."""
     child = subprocess.Popen(
         [sys.executable, "-c", WEDGED, where, *words],
         stdout=subprocess.PIPE,
@@ -295,7 +295,7 @@ def _lines_until(lines: IO[str], wanted: str) -> None:
 
 
 async def test_hung_templates_are_told_of_and_end_the_process() -> None:
-    """Both threads for prompts hang, so that nothing with a text is served: not for ever."""
+    """Both threads for prompts hang, so that no text can be served: the process ends."""
     with wedged("template", "--watchdog-s", "1.2") as (process, url):
         async with asyncio.timeout(DEADLINE_S), httpx.AsyncClient(timeout=60) as client:
             path, body = url + "/v1/chat/completions", {**CHAT, "max_tokens": 5}
@@ -350,7 +350,7 @@ def test_what_a_shutdown_cuts_off_says_so_on_every_transport(server_with: Any) -
 
 
 async def test_bundled_sigterm_lets_20_streams_finish() -> None:
-    """Told to stop, it takes nothing new, ends what it has begun, and exits with 0."""
+    """At SIGTERM it takes nothing new, finishes what it has begun, and exits with 0."""
     with serving("--drain-timeout", "60", "--max-num-seqs", "32") as (process, url, announced):
         limits = httpx.Limits(max_connections=None)
         async with asyncio.timeout(DEADLINE_S), httpx.AsyncClient(timeout=60, limits=limits) as c:

@@ -1,4 +1,4 @@
-"""Tickets on real sockets: for one socket, of the key that asked, for a while, and never logged."""
+"""Tickets on real sockets: for one socket, of the asking key, for a limited time; not logged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KEYS = ("first-key", "second-key")
 
 
 class Clock:
-    """Stands still until it is moved."""
+    """A clock that stands still until it is moved."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -48,7 +48,7 @@ def ask(
 
 
 def ticket_of(server: Running, key: str | None = KEYS[0], client: Any = httpx) -> str:
-    """The subprotocol that shows a new ticket of this key."""
+    """The subprotocol that carries a new ticket of this key."""
     response = ask(server.url, key, client=client)
     assert response.status_code == 200, response.text
     return PREFIX + str(response.json()["ticket"])
@@ -69,7 +69,7 @@ def clock() -> Clock:
 
 @pytest.fixture(scope="module")
 def keyed(clock: Clock) -> Iterator[Running]:
-    """A server with two keys, whose tickets live by a clock of ours."""
+    """A server with two keys, whose tickets expire by a clock of ours."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(service, "Tickets", partial(Tickets, clock))
         running = Running(model="fake:tokens_per_s=400", api_key=KEYS).start()
@@ -199,7 +199,7 @@ def test_a_standard_client_may_show_one_too(keyed: Running) -> None:
 
 
 def test_a_key_has_so_many_and_room_again_later(keyed: Running, clock: Clock) -> None:
-    clock.now += TICKET_S  # none waits now
+    clock.now += TICKET_S  # no ticket is unused now
     first = ticket_of(keyed)
     clock.now += 10
     with httpx.Client() as client:
@@ -233,7 +233,7 @@ def test_all_keys_together_have_so_many() -> None:
 
 
 def test_where_no_keys_are_asked_for_a_ticket_does_no_harm(server: Running) -> None:
-    with httpx.Client() as client:  # none is kept, so they have no bound
+    with httpx.Client() as client:  # these are not stored, so they have no bound
         tickets = [ticket_of(server, None, client) for _ in range(MAX_PER_KEY + 1)]
     for offered in (tickets[0], tickets[0], PREFIX + "anything"):
         with dial(server, offered, JSON) as socket:
@@ -262,7 +262,7 @@ def test_no_ticket_is_in_the_log_of_a_process() -> None:
         with pytest.raises(InvalidStatus):
             connect(url.replace("http", "ws") + "/v1/responses", subprotocols=offer)
         host, port = url.removeprefix("http://").split(":")
-        with sockets.create_connection((host, int(port))) as raw:  # a handshake that is none
+        with sockets.create_connection((host, int(port))) as raw:  # no valid handshake
             head = f"GET /v1/responses HTTP/1.1\r\nHost: {host}\r\nUpgrade: websocket\r\n"
             head += f"Connection: Upgrade\r\nSec-WebSocket-Protocol: {PREFIX}{secrets[1]}\r\n\r\n"
             raw.sendall(head.encode())

@@ -1,4 +1,4 @@
-"""response.waiting: the place in the queue is told, and told again as the queue moves."""
+"""response.waiting: the place in the queue is sent, and sent again as the queue moves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIRST = {**ASK, "max_output_tokens": 150}  # runs while the others come
 
 @pytest.fixture
 def narrow(server_with: Any, monkeypatch: pytest.MonkeyPatch) -> Running:
-    """One answer at a time, and news of the queue in every step."""
+    """One answer at a time, and notices of places in every step."""
     monkeypatch.setattr(core, "PLACES_S", 0.0)
     server: Running = server_with(model="fake:tokens_per_s=200", max_num_seqs=1, max_wait_s=0)
     return server
@@ -96,7 +96,7 @@ def test_who_comes_back_while_it_waits_is_told_where_it_is(narrow: Running) -> N
 
 
 def wait_for(socket: Any, number: int) -> list[dict[str, Any]]:
-    """Events up to so many responses that wait."""
+    """Events until `number` responses wait."""
     events: list[dict[str, Any]] = []
     while len({e["response_id"] for e in events if e["type"] == "response.waiting"}) < number:
         events.append(hear(socket))

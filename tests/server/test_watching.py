@@ -62,7 +62,7 @@ def test_the_stream_brings_each_step_once(server: Running) -> None:
         assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
         snapshots = events(response)
         before = next(snapshots)["scheduler"]["step"]
-        # as many steps as a look may carry, so that none can be missing
+        # the number of steps that one snapshot can carry, so that none is missing
         httpx.post(server.url + "/v1/completions", json={"prompt": "ab", "max_tokens": 100})
         seen: list[int] = []
         decoded = 0
@@ -75,7 +75,7 @@ def test_the_stream_brings_each_step_once(server: Running) -> None:
 
 
 def test_other_keys_requests_are_counts_only(server_with: Any) -> None:
-    # slow enough not to be paused for its reader, who takes nothing
+    # slow enough that its reader, which takes nothing, does not get it paused
     server = server_with(api_key=("first", "second"), model="fake:tokens_per_s=100")
     url = server.url + "/v1/engine"
     assert httpx.get(url).status_code == 401
@@ -106,7 +106,7 @@ def test_a_follower_that_leaves_leaves_nothing(
 ) -> None:
     monkeypatch.setattr(watch, "INTERVAL_S", 0.001)
     monkeypatch.setattr(watch, "MAX_FOLLOWERS", 4)
-    for _ in range(12):  # more than may follow at once
+    for _ in range(12):  # more than the number of followers allowed at once
         with httpx.stream("GET", server.url + "/v1/engine?stream=true", timeout=20) as response:
             assert response.status_code == 200
             snapshots = events(response)

@@ -33,7 +33,7 @@ LONG = 100_000
 
 
 def params(asker: Asker, kind: str, **fields: Any) -> SamplingParams:
-    """What the server made of these fields."""
+    """The SamplingParams that the server makes of these fields."""
     return asker.ask(kind, **fields).stream.params
 
 
@@ -58,7 +58,7 @@ def temperature(asker: Asker, kind: str) -> None:
 
 
 def keeps_only_the_best(**fields: Any) -> Any:
-    """A filter of the candidates, so narrow that one is left."""
+    """A filter so narrow that one candidate is left."""
 
     def effect(asker: Asker, kind: str) -> None:
         assert draw(params(asker, kind, seed=1, **fields), 1.1, 1) == {BEST}
@@ -153,7 +153,7 @@ def return_token_ids(asker: Asker, kind: str) -> None:
 
 
 def priority(asker: Asker, kind: str) -> None:
-    """The scheduler serves lower ones first (tests/core); here it is the request's own."""
+    """The scheduler serves lower values first (tests/core); here the request has the value."""
     assert asker.ask(kind, priority=3).request.priority == 3
 
 
@@ -165,7 +165,7 @@ def cache_salt(asker: Asker, kind: str) -> None:
 
 
 def detach_s(asker: Asker, kind: str) -> None:
-    """Closed connections: with 0 the answer ends, with a minute it is made to its end."""
+    """Of closed connections: with 0 the answer is cancelled, with a minute it runs to its end."""
     with asker.begun(kind, detach_s=0, **{LIMIT[kind]: LONG}) as dropped:
         pass
     with asker.begun(kind, detach_s=60, **{LIMIT[kind]: 2000}) as kept:
@@ -282,7 +282,7 @@ def prompt_logprobs(asker: Asker, kind: str) -> None:
     assert [int(next(iter(scores))) for scores in rest] == list(answer.stream.prompt[1:])
     assert all(2 <= len(scores) <= 3 for scores in rest)
     shown = [next(iter(scores.values())) for scores in rest]
-    assert {s["rank"] for s in shown} == {1}  # the fake model expects what it is told
+    assert {s["rank"] for s in shown} == {1}  # to the fake model each token is the best one
     text = fake_tokenizer().decode(answer.stream.prompt[1:], skip_special_tokens=False)
     assert "".join(s["decoded_token"] for s in shown) == text
     with pytest.raises(Refused) as caught:
@@ -360,7 +360,7 @@ def response_logprobs(asker: Asker, kind: str) -> None:
 
 
 def include(asker: Asker, kind: str) -> None:
-    """Log probabilities come; what is never made is taken, as OpenAI does; names are checked."""
+    """Log probabilities come; what never applies is accepted, like OpenAI; names are checked."""
     response_logprobs(asker, kind)
     asker.ask(kind, include=list(get_args(ResponseIncludable)))
     with pytest.raises(Refused, match=r"accepted: .code_interpreter_call") as caught:
@@ -369,7 +369,7 @@ def include(asker: Asker, kind: str) -> None:
 
 
 def says_again(name: str, value: Any) -> Any:
-    """A field that only the response's object shows."""
+    """A field that only the response object repeats."""
 
     def effect(asker: Asker, kind: str) -> None:
         assert asker.ask(kind, **{name: value}).body[name] == value
@@ -392,7 +392,7 @@ def obfuscation(asker: Asker, kind: str) -> None:
 
 
 def background(asker: Asker, kind: str) -> None:
-    """It is answered at once, and runs to its end though nobody reads it."""
+    """It is answered at once, and runs to its end without a reader."""
     body = post(asker, background=True, max_output_tokens=500)
     assert (body["background"], body["status"]) == (True, "queued")
     asker.server.wait_idle()

@@ -21,20 +21,20 @@ Effect = Callable[[Asker, str], None]
 
 
 class Honoured(NamedTuple):
-    """The effect is shown by this function."""
+    """`effect` shows the field's effect."""
 
     effect: Effect
 
 
 class Accepted(NamedTuple):
-    """Any value is taken, none has an effect: `why` says what there is to do nothing about."""
+    """Any value is accepted, none has an effect: `why` says why there is nothing to do."""
 
     value: Any
     why: str
 
 
 class Refused(NamedTuple):
-    """This value is a 400 that names the field; `why` not (yet)."""
+    """This value is a 400 that names the field; `why` gives the reason."""
 
     value: Any
     why: str
@@ -258,7 +258,7 @@ VLLM_CHAT = VLLM | {
 
 
 def official(kind: str) -> set[str]:
-    """The fields that the installed openai package, vLLM and SGLang know of a body."""
+    """The fields of a body that the installed openai package, vLLM and SGLang have."""
     if kind == "chat":
         return {*get_type_hints(chat_params.CompletionCreateParamsStreaming), *VLLM_CHAT, *SGLANG}
     if kind == "completions":

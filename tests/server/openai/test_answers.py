@@ -1,4 +1,4 @@
-"""The builders of answers by themselves: how often they go over what they are given."""
+"""The builders of answers by themselves: how often they iterate over their input."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VALUES = tuple(TokenLogprob(97 + k, -1.0, ((97, -1.0),)) for k in range(NUM_TOKE
 
 
 class Counting(list[Delta]):
-    """Deltas that know how often they were gone over."""
+    """Deltas that count the passes over them."""
 
     num_passes = 0
 
@@ -33,7 +33,7 @@ class Counting(list[Delta]):
 
 
 def stream(n: int = 1) -> Any:
-    """What the builders read of a finished stream whose text is abcde."""
+    """The part of a finished stream that the builders read; its text is abcde."""
     finishes = [Finish("r", c, FinishReason.LENGTH, NUM_TOKENS) for c in range(n)]
     return SimpleNamespace(
         request_id="r",

@@ -29,7 +29,7 @@ def complete(server: Running, **body: Any) -> Any:
 
 
 def check_offsets(choice: Any) -> None:
-    """Every token is where its offset says."""
+    """Every token is at its offset."""
     logprobs, text = choice["logprobs"], choice["text"]
     assert len({len(logprobs[name]) for name in logprobs}) == 1
     for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):

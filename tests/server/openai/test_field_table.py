@@ -1,4 +1,4 @@
-"""The table of every field, row by row: what is honoured has its effect, the rest is refused."""
+"""The table of every field, row by row: honoured fields have their effect, the rest is refused."""
 
 from __future__ import annotations
 

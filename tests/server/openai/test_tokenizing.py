@@ -40,7 +40,7 @@ def test_messages_count_what_a_chat_uses(server: Running) -> None:
     tokenizer = fake_tokenizer()
     assert bare["tokens"] == tokenizer.encode_chat(MESSAGES, add_generation_prompt=False)
     assert bare["count"] < answer["count"]
-    # special tokens are written out: nothing of what the model sees is lost
+    # special tokens are written out: the text has all that the model sees
     text = post(server, "/detokenize", tokens=answer["tokens"]).json()["prompt"]
     assert text == tokenizer.render_chat(MESSAGES)
 

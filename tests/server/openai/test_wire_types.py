@@ -123,7 +123,7 @@ def normal(kind: str) -> str:
 
 
 def split(kind: str) -> list[str]:
-    """The members of a union, with those in brackets left alone."""
+    """The members of a union; those in brackets stay whole."""
     parts, depth = [""], 0
     for sign in kind:
         depth += (sign in "([<") - (sign in ")]>")
@@ -140,7 +140,7 @@ def values(kind: str) -> list[str]:
 
 
 def agree(ours: str, theirs: str) -> bool:
-    """The same, or here the values that a string of the server has."""
+    """The same type, or in TypeScript the values of what is a string in the server."""
     only_values = all(re.fullmatch(r'"[^"]+"', part) for part in ours.split(" | "))
     return ours == theirs or (theirs == "string" and only_values)
 

@@ -1,4 +1,4 @@
-"""The builders by themselves: every number of a short answer is a cursor; nothing is lost."""
+"""The builders by themselves: any number of a short answer can be resumed from; nothing is lost."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def response_stream(reason: FinishReason | None, tail: bytes = b"", **fields: An
 
 
 async def events_after(stream: TokenStream, after: int, is_split: bool = False) -> list[Any]:
-    """What a reader gets that resumes after a number, as plain values."""
+    """The events of a reader that resumes after a number, as plain values."""
     context: Any = stream.context
     events = ResponseEvents(context, stream, letter, after=after)
     out: list[Event] = events.opening()
@@ -125,7 +125,7 @@ async def test_an_unmerged_replay_has_an_event_a_token_that_has_text() -> None:
 
 
 async def test_live_events_have_the_numbers_of_the_replay() -> None:
-    """A reader that takes each token as it comes sees what a later one is replayed."""
+    """A reader that takes each token as it comes gets what a later replay brings."""
     stream = lone_stream()
     body = responses.DECODER.decode(b'{"input": "x", "return_token_ids": true}')
     stream.context = Context(kind="response", tenant="", body=body, model="m")

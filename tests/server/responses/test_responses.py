@@ -139,7 +139,7 @@ def test_what_has_ended_is_cancelled_only_if_it_was_in_the_background(
 
 
 def test_a_reference_is_the_item_it_names(server: Running, client: openai.OpenAI) -> None:
-    """As the AI SDK of Vercel asks for a second turn: its own messages, the answer by its id."""
+    """As Vercel's AI SDK asks for a second turn: its own messages, the answer by its id."""
     first = client.responses.create(model="fake", input="count to 3")
     asked = client.responses.input_items.list(first.id).data[0].id
     turns: list[Any] = [
@@ -260,7 +260,7 @@ def test_store_false_is_not_readable_after_its_end(slow: Running) -> None:
     assert httpx.get(server.url + f"/v1/responses/{answer['id']}").status_code == 404
     body = {"input": "x", "stream": True, "store": False, **ENDLESS}
     with httpx.stream("POST", server.url + "/v1/responses", json=body) as response:
-        events = sse(response)  # held: collecting it would close the connection
+        events = sse(response)  # kept: a collected one would close the connection
         response_id = next(events).json["response"]["id"]
         live = httpx.get(server.url + f"/v1/responses/{response_id}")
         assert live.json()["status"] == "in_progress"
@@ -356,7 +356,7 @@ def test_a_parent_that_runs_is_refused_by_name(slow: Running) -> None:
     server = slow
     body = {"input": "x", "stream": True, **ENDLESS}
     with httpx.stream("POST", server.url + "/v1/responses", json=body) as response:
-        events = sse(response)  # held: collecting it would close the connection
+        events = sse(response)  # kept: a collected one would close the connection
         response_id = next(events).json["response"]["id"]
         answer = post(server, input="x", previous_response_id=response_id)
     error = answer.json()["error"]

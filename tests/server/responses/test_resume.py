@@ -1,4 +1,4 @@
-"""A stream outlives its connection: what a resume says, to whom; real sockets, raw bytes."""
+"""A stream outlives its connection: what a resume brings, to which key; real sockets, raw bytes."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_what_a_chat_resume_refuses(slow: Running, query: str, param: str) -> No
 def test_a_number_that_nobody_was_given_is_refused_while_the_answer_is_made(
     slow: Running, path: str, body: dict[str, Any]
 ) -> None:
-    """Else that reader would be ahead of every other for ever, and nothing would pause."""
+    """Otherwise that reader would be ahead of all others for ever, and nothing would pause."""
     tokens = "max_output_tokens" if "input" in body else "max_tokens"
     first, *_ = cut_after(slow, 1200, "POST", path, {**body, tokens: 400})
     response_id = first.json.get("id") or first.json["response"]["id"]

@@ -1,7 +1,7 @@
 """Cut after every event and at random bytes, resumed over the same transport and from each to each.
 
-The joined events are an uninterrupted run's: text, token ids, and every other event once. Second
-readers, the official helper and single cursors: test_resume.py, test_websocket_resume.py.
+The joined events are those of an uninterrupted run: text, token ids, and every other event once.
+Second readers, the official helper and single cursors: test_resume.py, test_socket_resume.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CREATE = {k: v for k, v in RESPONSE.items() if k != "stream"}
 
 
 def begin(server: Running, transport: str) -> Bare:
-    """Ask for the answer."""
+    """Send the create."""
     if transport == SSE:
         return BareSse(server.url, "/v1/responses", RESPONSE)
     if transport == CHAT:
@@ -42,7 +42,7 @@ def begin(server: Running, transport: str) -> Bare:
 
 
 def resume(server: Running, transport: str, events: list[Any], *, by_header: bool = False) -> Bare:
-    """Ask for what comes after these."""
+    """Resume after the last of these events."""
     last = events[-1].id
     if transport in (SSE, CHAT):
         if transport == CHAT:
@@ -59,7 +59,7 @@ def resume(server: Running, transport: str, events: list[Any], *, by_header: boo
 
 
 def standard(client: Bare) -> list[Any]:
-    """What has a number, in one form for all transports."""
+    """The events that have numbers, in one form for all transports."""
     if isinstance(client, BareSse):
         return list(client.events)
     return numbered([e for e in client.events if e["type"] != "session.created"])
@@ -78,7 +78,7 @@ def is_done(event: Any) -> bool:
 
 
 def check(events: list[Any]) -> None:
-    """These are everything, once."""
+    """Check that these are all events, each once."""
     if not is_done(events[-1]):
         check_response(events)
         return
@@ -117,7 +117,7 @@ def test_cut_at_random_bytes_again_and_again(slow: Running, transport: str) -> N
     num_cuts = 0
     for _ in range(8):
         events: list[Any] = []
-        while not events:  # cut before it had a name: it is asked for again
+        while not events:  # cut before it had an id: it is created again
             with begin(slow, transport) as client:
                 client.read_until(is_last, rng.randrange(1, 4000))
                 events = standard(client)

@@ -92,7 +92,7 @@ def test_a_fork_says_what_it_shared_and_what_it_copied(slow: Running, at: int) -
         say(socket, "response.create", input="x", stream_id="trunk", **ENDLESS)
         parent = until(socket, "response.created")[-1]["response"]["id"]
         number = 0
-        while number < 50:  # all that the fork keeps is computed
+        while number < 50:  # all tokens that the fork shares are computed
             number = until(socket, "response.output_text.delta")[-1]["sequence_number"]
         body = {"previous_response_id": parent, "fork": {"at": at}, "max_output_tokens": 30}
         say(socket, "response.create", stream_id="branch", ignore_eos=True, **body)
@@ -102,7 +102,7 @@ def test_a_fork_says_what_it_shared_and_what_it_copied(slow: Running, at: int) -
         final = branch[-1]
         say(socket, "response.resume", response_id=final["response"]["id"], starting_after=9)
         again = until(socket, *FINAL)[-1]
-    kept = final["response"]["usage"]["input_tokens"] - 1  # the last is computed again
+    kept = final["response"]["usage"]["input_tokens"] - 1  # the last one is computed again
     usage = {"cached_tokens": 0, "shared_tokens": kept, "copied_tokens": kept % 16}
     assert final["usage"] == again["usage"] == usage
     assert trunk["usage"]["copied_tokens"] == 0

@@ -1,5 +1,4 @@
-"""What one socket may ask of the server: bytes it holds, responses, events a second; and how many
-sockets a key may open."""
+"""Limits of one socket: bytes it holds, responses, events a second; and of a key: open sockets."""
 
 from __future__ import annotations
 
@@ -63,7 +62,7 @@ def test_what_has_run_no_longer_counts(server: Running, monkeypatch: pytest.Monk
             assert until(socket, *FINAL, "error")[-1]["type"] != "error"
         say(socket, "response.create", input="x", model="not this one")
         assert hear(socket)["status"] == 404
-        for _ in range(4):  # what the engine refuses is given back too
+        for _ in range(4):  # a refused request gives its bytes back too
             say(socket, "response.create", input="y" * 3000, max_output_tokens=1 << 24)
             assert hear(socket)["error"]["code"] == "context_length_exceeded"
 
@@ -203,7 +202,7 @@ def test_sockets_of_a_key_are_bounded_and_one_too_many_is_told_to_come_back(
             full = "1013 the limit is {} open sockets, and as many are open"
             assert refusal("mine") == full.format(2)
             assert refusal("theirs") == full.format(1)
-            say(first, "session.ping", t=1)  # who is in stays in
+            say(first, "session.ping", t=1)  # an open socket stays open
             assert hear(first)["type"] == "session.pong"
         server.wait_until(lambda: refusal("mine") is None)
 

@@ -1,4 +1,4 @@
-"""Sockets: acks, readers that lag, session settings, MessagePack, and the goaway of a drain."""
+"""Sockets: acks, lagging readers, session settings, MessagePack, and the goaway of a drain."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_acks_hold_a_response_back_and_let_it_go(slow: Running, server: Running)
         assert server.metric('streamer_requests{state="paused"}') == 1
         while events[-1]["type"] not in FINAL:
             number = events[-1].get("sequence_number", 0)
-            for _ in range(2):  # repeats and old news are harmless
+            for _ in range(2):  # repeated and older acks are harmless
                 say(socket, "response.ack", response_id=response_id, sequence_number=number)
             say(socket, "response.ack", response_id=response_id, sequence_number=5)
             say(socket, "response.ack", response_id="resp_nobody", sequence_number=5)
@@ -116,7 +116,7 @@ def test_after_the_detach_timeout_nobody_waits_for_it(server_with: Any) -> None:
 
 
 def narrow(server: Running) -> socketlib.socket:
-    """A bare connection with room for little."""
+    """A bare connection with a receive buffer of 4096 bytes."""
     host, port = server.url.removeprefix("http://").split(":")
     raw = socketlib.socket()
     raw.setsockopt(socketlib.SOL_SOCKET, socketlib.SO_RCVBUF, 4096)
@@ -126,7 +126,7 @@ def narrow(server: Running) -> socketlib.socket:
 
 
 def first_bytes(raw: socketlib.socket) -> tuple[bytes, str]:
-    """What comes up to the first id of an answer, and that id."""
+    """The bytes up to the first id of an answer, and that id."""
     got = b""
     while (found := re.search(rb'"id":"((?:resp_|chatcmpl-)\w+)"', got)) is None:
         part = raw.recv(512)
@@ -136,7 +136,7 @@ def first_bytes(raw: socketlib.socket) -> tuple[bytes, str]:
 
 
 def begin(raw: socketlib.socket, path: str, body: dict[str, Any]) -> tuple[bytes, str]:
-    """A request on it; what comes up to its id."""
+    """Send a request on it; the bytes up to its id, and that id."""
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
     raw.sendall(head.encode() + data)
@@ -144,7 +144,7 @@ def begin(raw: socketlib.socket, path: str, body: dict[str, Any]) -> tuple[bytes
 
 
 def begin_socket(raw: socketlib.socket, body: dict[str, Any]) -> tuple[bytes, str]:
-    """A handshake and a create on it; what comes up to its id."""
+    """Send a handshake and a create on it; the bytes up to its id, and that id."""
     raw.sendall(
         b"GET /v1/responses HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\n"
         b"Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
@@ -167,7 +167,7 @@ def texts(events: list[Event]) -> str:
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/chat/completions"])
 def test_a_stuck_connection_is_aborted_and_its_stream_resumed(server_with: Any, path: str) -> None:
-    """A client that takes nothing: its connection is dropped, its answer waits, paused."""
+    """The client reads nothing: its connection is dropped, its answer waits, paused."""
     server = server_with(pause_timeout=0.3)
     message = {"input": "x", "messages": [{"role": "user", "content": "x"}]}
     body = {**message, "stream": True, "max_tokens": 6000, "max_output_tokens": 6000}
@@ -234,7 +234,7 @@ def test_detach_s_of_the_session(slow: Running) -> None:
 
 
 def transcript(server: Running, protocol: str) -> list[Any]:
-    """What a session says to the same events, without what no two sessions share."""
+    """A session's answers to the same events, without what differs between any two sessions."""
     is_packed = protocol == MSGPACK
     encode: Any = msgspec.msgpack.encode if is_packed else lambda e: json.dumps(e)
     decode: Any = msgspec.msgpack.decode if is_packed else json.loads
@@ -270,7 +270,7 @@ def transcript(server: Running, protocol: str) -> list[Any]:
 
 
 def plain(event: Any) -> Any:
-    """An event without ids and times; the deltas of one response may be merged otherwise."""
+    """An event without ids and times."""
     volatile = ("id", "item_id", "response_id", "session_id", "created_at", "completed_at")
     if isinstance(event, dict):
         hidden = (*volatile, "timing", "usage", "input_tokens_details")
@@ -279,7 +279,7 @@ def plain(event: Any) -> Any:
 
 
 def joined(events: list[Any]) -> list[Any]:
-    """Neighbouring deltas as one."""
+    """Neighbouring deltas merged into one."""
     out: list[Any] = []
     for e in events:
         if out and e["type"] == out[-1]["type"] == "response.output_text.delta":

@@ -20,7 +20,7 @@ JSON, MSGPACK = "streamer.v1.json", "streamer.v1.msgpack"
 
 
 class Sent:
-    """A socket's event as `check_response` takes events."""
+    """A socket's event in the form that `check_response` takes."""
 
     def __init__(self, event: dict[str, Any]) -> None:
         self.json = event
@@ -29,7 +29,7 @@ class Sent:
 
 
 def numbered(events: list[dict[str, Any]]) -> list[Any]:
-    """The standard events among these: extensions take no numbers."""
+    """The standard events among these: extensions have no numbers."""
     ours = ("response.waiting", "response.running", "response.prefill", "response.resumed")
     return [Sent(e) for e in events if e["type"] not in ours]
 

@@ -1,5 +1,5 @@
-"""The log's lines: in JSON every one an object, whatever wrote it. A reader that stops reading
-holds up nothing, and what is lost is counted.
+"""The log's lines: in JSON every line is an object, whatever wrote it. A reader that stops reading
+delays nothing, and lost lines are counted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.test_cli_run import server as serving
 
 
 class Pipe:
-    """Its ends, as long as they are open; nothing more fits in until it is read."""
+    """A full pipe: no write fits until it is read."""
 
     def __init__(self, stack: ExitStack) -> None:
         self.read_end, self.write_end = os.pipe()
@@ -39,13 +39,13 @@ class Pipe:
             os.set_blocking(self.write_end, True)
 
     def close(self) -> None:
-        """Nobody reads any more."""
+        """Close the reader's end."""
         if self.read_end >= 0:
             os.close(self.read_end)
             self.read_end = -1
 
     def read(self, num_bytes: int) -> bytes:
-        """Exactly so many, however long that takes."""
+        """Exactly `num_bytes`, however long that takes."""
         data = b""
         while len(data) < num_bytes:
             data += os.read(self.read_end, num_bytes - len(data))
@@ -98,7 +98,7 @@ def test_a_reader_that_is_gone_is_waited_for_no_more(pipe: Pipe) -> None:
     pipe.close()
     began = time.monotonic()
     handler.flush()
-    assert time.monotonic() - began < 0.9  # else it was given up after a second
+    assert time.monotonic() - began < 0.9  # otherwise flush waits a second
 
 
 def test_a_server_whose_log_is_not_read_serves_on_and_stops() -> None:

@@ -203,7 +203,7 @@ def test_shared_prefixes_and_copies_on_write(server: Running) -> None:
 
 @pytest.mark.parametrize(("swap_space", "kind"), [(0.25, "swap"), (0.0, "recompute")])
 def test_preemptions_and_swaps(server_with: Any, swap_space: float, kind: str) -> None:
-    """Two that share 18 blocks and grow by 7 each, where there are 28."""
+    """Two requests that share 18 blocks and grow by 7 each, where there are 28."""
 
     def crowded() -> None:
         streams = [crowd(server, 300), crowd(server, 300)]

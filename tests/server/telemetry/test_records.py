@@ -117,7 +117,7 @@ def test_the_worst_choice_names_the_reason_and_death_its_status(lines: list[Fini
     record(two)
     write(two, "abc", choice=1)
     end(two)
-    assert not lines  # a choice is still open
+    assert not lines  # one choice has not ended
     end(two, 1)
     dead = lone_stream()
     record(dead)

@@ -147,7 +147,7 @@ async def test_a_stream_to_its_end(has_short_way: bool) -> None:
 
 async def test_a_replay_leaves_the_loop_to_others_after_each_portion() -> None:
     bench = Bench(has_short_way=True, num_tokens=8 * SPLIT, is_split=True)
-    num_events = [0]  # that came between two turns of the loop
+    num_events = [0]  # both came between two turns of the loop
     async with asyncio.timeout(DEADLINE_S):
         while sum(num_events) < 8 * SPLIT:
             await asyncio.sleep(0)

@@ -18,7 +18,7 @@ DEADLINE_S = 10.0
 
 
 class Connection:
-    """Takes what it is given while it is open."""
+    """Records what is written while it is open."""
 
     def __init__(self) -> None:
         self.texts: list[tuple[int, str]] = []
@@ -68,7 +68,7 @@ async def test_while_a_write_waits_the_rest_is_merged() -> None:
             write(stream, letter)
         await asyncio.sleep(0)
         assert (connection.num_begun, connection.texts) == (1, [])
-        assert stream.lag() == 3  # what is held has not been taken
+        assert stream.lag() == 3  # what is held does not count as taken
         write(stream, "d")
         end(stream)
         connection.is_open.set()

@@ -1,4 +1,4 @@
-"""Bounds on a request's head and trailers, on bare sockets; and that ordinary ones pass."""
+"""Bounds on a request's head and trailers, on bare sockets; ordinary requests pass."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read_to_end(raw: socket.socket) -> bytes:
 def test_a_head_that_never_ends_is_refused(server: Running, head: Callable[[int], bytes]) -> None:
     sent, i = 0, 0
     with dial(server) as raw:
-        while sent <= LIMIT:  # and not a byte that the server would not read
+        while sent <= LIMIT:  # and no byte beyond those that the server reads
             sent += raw.send(head(i))
             i += 1
         answer = read_to_end(raw)
@@ -51,7 +51,7 @@ def test_a_head_that_never_ends_is_refused(server: Running, head: Callable[[int]
 
 
 def answer_to(server: Running, request: bytes) -> bytes:
-    """Everything that comes of it, to the connection's end."""
+    """The whole answer to these bytes, to the connection's end."""
     with dial(server) as raw:
         raw.sendall(request)
         return read_to_end(raw)
@@ -89,7 +89,7 @@ def test_requests_sent_ahead_are_bounded(slow: Running) -> None:
         got = b""
         with contextlib.suppress(ConnectionError):
             got = read_to_end(raw)
-    assert not got.endswith(b"0\r\n\r\n")  # nor did any other request get an answer
+    assert not got.endswith(b"0\r\n\r\n")  # no other request got an answer
     slow.wait_idle()
 
 
@@ -127,7 +127,7 @@ def test_connections_of_an_address_are_bounded(server_with: Any) -> None:
             answer = read_to_end(raw)
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b"your address" in answer
-        first.sendall(START + b"\r\n")  # who is in stays in
+        first.sendall(START + b"\r\n")  # an accepted connection stays
         assert first.recv(100).startswith(b"HTTP/1.1 200 ")
         first.close()
         server.wait_until(lambda: True)  # there is room again

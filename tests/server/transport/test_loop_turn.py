@@ -12,7 +12,7 @@ from streamer.server.transport.loop_turn import MAX_PENDING_BYTES, READ_BYTES, T
 
 
 class Inner(asyncio.Transport):
-    """Notes what is asked of it."""
+    """Records the calls it gets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ async def test_a_peer_that_takes_nothing_can_not_keep_a_closed_connection(
     inner.num_left = 9
     transport = TurnTransport(inner, asyncio.get_running_loop())
     transport.close()
-    inner.num_left = 8  # it takes some, and then no more
+    inner.num_left = 8  # it takes some bytes, and then no more
     for _ in range(10):
         await asyncio.sleep(0)
     assert inner.calls == ["close", "abort"]

@@ -1,4 +1,4 @@
-"""Pace: slices of work take turns and leave the loop to others, whatever becomes of who waits."""
+"""Pace: slices of work take turns and leave the loop to others, also if a waiting caller leaves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SLICE_S = 0.01
 
 
 def slice_of_work() -> float:
-    """Hold the loop; the time at its end."""
+    """Hold the loop for SLICE_S; returns the time at its end."""
     loop = asyncio.get_running_loop()
     end = loop.time() + SLICE_S
     while loop.time() < end:
@@ -42,7 +42,7 @@ async def test_the_turn_of_who_left_goes_to_the_next(is_closed: bool) -> None:
     async with asyncio.timeout(DEADLINE_S):
         await first
         if is_closed:
-            is_given = asyncio.Event()  # its turn, and it never runs again
+            is_given = asyncio.Event()  # it is given its turn, but never runs again
             waits.add_done_callback(lambda _: is_given.set())
             await is_given.wait()
         leaver.close()

@@ -1,7 +1,7 @@
-"""A client that never reads, its answer 1 GB: what it costs the server, and what becomes of it.
+"""A client that never reads, its answer 1 GB: its cost to the server, and what becomes of it.
 
-A server in a process of its own, whose resident memory is read, over the fake model with few
-blocks; sixteen clients that read as fast as they can beside it. Rates are the benchmark's.
+The server is a process of its own, whose resident memory is read, over the fake model with few
+blocks; sixteen clients read as fast as they can beside it. Rates are measured by the benchmark.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from tests.test_cli_run import server as serving
 
 DEADLINE_S = 20.0
 GB_TOKENS = 790_000  # more than 1.3 KB each with twenty log probabilities
-NUM_TOKENS = 2000  # of the answer that is read after all
+NUM_TOKENS = 2000  # of the answer that is read to its end
 LARGE_TOKENS, LARGE_BYTES = 10_000, 10 << 20
-KEPT_BYTES = LARGE_TOKENS * (LOGPROB_BYTES + 20 * TOP_BYTES)  # what was said, for late readers
-BLOCK_SIZE, NUM_BLOCKS = 1024, 780  # no more than the large answer might need
+KEPT_BYTES = LARGE_TOKENS * (LOGPROB_BYTES + 20 * TOP_BYTES)  # kept for late readers
+BLOCK_SIZE, NUM_BLOCKS = 1024, 780  # no more than the large answer may need
 NUM_FAST, FAST_TOKENS = 16, 600
-CROWD = {"prompt": ["x"] * 256, "max_tokens": 50, "ignore_eos": True}  # thrice: want every block
+CROWD = {"prompt": ["x"] * 256, "max_tokens": 50, "ignore_eos": True}  # times 3: all blocks
 MOST_BYTES = 32 << 20
 
 
@@ -47,28 +47,28 @@ class Server:
         self._status = Path(f"/proc/{pid}/status")
 
     def memory(self) -> tuple[int, int]:
-        """Resident bytes now, and the most there ever were."""
+        """Resident bytes now, and their peak."""
         found = dict(re.findall(r"(VmRSS|VmHWM):\s*(\d+) kB", self._status.read_text()))
         return int(found["VmRSS"]) << 10, int(found["VmHWM"]) << 10
 
     def requests(self) -> dict[str, Any]:
-        """Those in the engine, by id."""
+        """The requests in the engine, by id."""
         body = httpx.get(self.url + "/v1/engine", timeout=20).json()
         return {r["request_id"]: SimpleNamespace(**r) for r in body["scheduler"]["requests"]}
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Ask until it holds; the answers are the pace."""
+        """Poll until `is_so` holds; each poll is a request, so there is no sleep."""
         end = time.monotonic() + DEADLINE_S
         while not is_so():
             assert time.monotonic() < end, f"it never came to hold: {self.requests()}"
 
     def states(self, *names: str) -> set[str]:
-        """Where these requests are."""
+        """The states of these requests."""
         found = self.requests()
         return {found[name].status for name in names}
 
     def fast_ones(self) -> None:
-        """Sixteen chats at once beside a crowd that wants every block, read to their ends."""
+        """Sixteen chats at once beside a crowd that needs every block, read to their ends."""
         url = self.url + "/v1/completions"
         with ThreadPoolExecutor(NUM_FAST + 3) as pool:
             crowds = [pool.submit(httpx.post, url, json=CROWD, timeout=60) for _ in range(3)]
@@ -85,8 +85,8 @@ class Server:
 
 @pytest.fixture
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    """With a host pool of so many GiB; warm. It keeps few finished answers: those of the fast ones,
-    round after round until the blocks are gone, would count as the slow one's."""
+    """With a host pool of the given GiB; warm. It retains few finished answers: those of the fast
+    clients, repeated until the blocks are gone, would count as the slow client's."""
     blocks = ("--num-gpu-blocks-override", str(NUM_BLOCKS), "--block-size", str(BLOCK_SIZE))
     words = (*blocks, "--swap-space", request.param, "--max-num-seqs", "1024")
     words += ("--max-wait-s", "0")
@@ -98,7 +98,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 
 def begin(server: Server, transport: str, num_tokens: int) -> tuple[Bare, str]:
-    """A client that has read the name of its answer, and no more."""
+    """A client that has read the id of its answer, and no more."""
     body: dict[str, Any] = {"ignore_eos": True, "top_logprobs": 20, "return_token_ids": True}
     client: Bare
     if transport == CHAT_SSE:
@@ -121,14 +121,14 @@ def begin(server: Server, transport: str, num_tokens: int) -> tuple[Bare, str]:
 
 
 def acknowledge(client: Bare, response_id: str) -> None:
-    """All that was read."""
+    """Acknowledge all that was read."""
     assert isinstance(client, BareSocket)
     number = client.events[-1]["sequence_number"]
     client.say("response.ack", response_id=response_id, sequence_number=number)
 
 
 def read_on(client: Bare, response_id: str, transport: str) -> str:
-    """The whole text, acknowledged as it comes where that is the way."""
+    """The whole text, acknowledged as it comes where the transport has acks."""
     while transport.endswith(" acks") and not is_last(client.events[-1]):
         acknowledge(client, response_id)
         seen = len(client.events)
@@ -149,7 +149,7 @@ def read_on(client: Bare, response_id: str, transport: str) -> str:
 
 
 def wait_until_given_up(server: Server, *names: str) -> None:
-    """Until all are paused, and others have taken all their blocks."""
+    """Wait until all are paused, and other requests have taken all their blocks."""
     server.wait_until(lambda: server.states(*names) == {"paused"})
     while not server.states(*names) <= {"swapped", "preempted"}:
         server.fast_ones()

@@ -136,7 +136,7 @@ def test_completion_stream_of_a_batch(server: Running) -> None:
     finishes = []
     for event in events:
         chunk = event.json
-        assert event.id is None  # nothing resumes it
+        assert event.id is None  # it can't be resumed
         assert chunk["object"] == "text_completion"
         (choice,) = chunk["choices"]
         texts[choice["index"]] += choice["text"]
@@ -173,7 +173,7 @@ def test_what_can_be_refused_is_refused_before_the_200(server: Running, path: st
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_a_reader_that_knows_data_lines_alone_reads_every_line(server: Running, path: str) -> None:
-    """vllm bench serve, SGLang's benchmark and llmperf parse whatever follows six characters."""
+    """vllm bench serve, SGLang's benchmark and llmperf parse what follows six characters."""
     body = {**CHAT, "prompt": "count", "stream": True, "max_tokens": 4, "ignore_eos": True}
     raw = httpx.post(server.url + path, json=body, timeout=20).text
     *lines, done = [line for line in raw.split("\n") if line]
@@ -193,7 +193,7 @@ def test_a_chat_that_asks_for_event_ids_has_them_on_every_chunk(server: Running)
 
 
 def test_the_official_client_reads_on_after_a_keep_alive() -> None:
-    """A blank line after an id is an event to it, one without data."""
+    """To it a blank line after an id is an event without data."""
     sent = [frame(str(n), b'{"type": "response.in_progress"}', "a") for n in range(2)]
     transport = httpx.MockTransport(
         lambda _: httpx.Response(200, content=sent[0] + KEEP_ALIVE + sent[1])
@@ -232,7 +232,7 @@ def test_a_reader_that_takes_nothing_is_paused_alone(server: Running) -> None:
         *events, _ = chat(server, max_tokens=2000, ignore_eos=True)
         text = "".join(e.json["choices"][0]["delta"].get("content", "") for e in events)
         assert check_counting(text)[-1] == 2000
-        # Paused it stays, but for moments: the kernel's buffers may yet take a little more.
+        # It stays paused, except for moments: the kernel's buffers may take a little more.
         server.wait_metric('streamer_requests{state="paused"}', 1)
     server.wait_idle()
 

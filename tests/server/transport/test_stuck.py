@@ -1,4 +1,4 @@
-"""StuckWatch: whoever takes nothing is cut off, and nobody else."""
+"""StuckWatch: a client that takes nothing is cut off, and no other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LIMIT_S, DEADLINE_S = 0.05, 20.0
 
 
 async def test_one_send_that_ends_does_not_hide_another_that_waits() -> None:
-    """Two lanes of one socket: the first sends again before the second is through."""
+    """Two lanes of one socket: the first sends again before the second's send has ended."""
     stuck, aborted = asyncio.Event(), asyncio.Event()
     scope: Any = {"extensions": {ABORT: aborted.set}}
     with StuckWatch(scope, LIMIT_S, stuck.set) as watch:

@@ -1,4 +1,4 @@
-"""The frames: those that websockets would write, and what a hostile client may send of them."""
+"""The frames: equal to those that websockets writes, and bounds on what a hostile client sends."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def opened(server: Running) -> socket.socket:
 
 
 def frames_to_end(raw: socket.socket) -> list[tuple[int, bytes]]:
-    """(opcode, payload) of everything that comes."""
+    """(opcode, payload) of every frame to the connection's end."""
     data, found = b"", []
     while part := raw.recv(1 << 16):
         data += part
@@ -121,7 +121,7 @@ async def test_pings_of_a_peer_that_reads_nothing_are_not_hoarded() -> None:
 
 @pytest.mark.parametrize("takes", [True, False])
 async def test_a_peer_that_answers_no_ping_and_takes_nothing_is_dropped(takes: bool) -> None:
-    """Closing politely would wait for what it does not take."""
+    """A close handshake would wait for a peer that reads nothing."""
     done: list[str] = []
     protocol = await protocol_with([])
     protocol.transport = SimpleNamespace(  # type: ignore[assignment]
