@@ -112,7 +112,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", ta
 class CacheUsage(msgspec.Struct, frozen=True):
     """Ours, on terminal events: prompt tokens not computed again, and those of them copied.
 
-    copied_tokens  KV of a block shared with the response it was forked from, before it wrote there
+    copied_tokens  KV of a block shared with the fork's parent, copied before the fork wrote there
     """
 
     cached_tokens: int

@@ -59,7 +59,7 @@ class _Follower:
         self._readers: list[Reader] = []
         self._held: tuple[int, Work, object] | None = None  # a waiting write, what it awaits
         self._error: Exception | None = None
-        self._is_due = asyncio.Event()  # there is something for the task to do
+        self._is_due = asyncio.Event()  # the task has to look again
 
     def attach(self, numbers: Sequence[int | None], after: int | Sequence[int]) -> None:
         for source, (stream, number) in enumerate(zip(self._streams, numbers, strict=True)):

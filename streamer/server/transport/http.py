@@ -159,7 +159,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._refuse()
 
     def on_message_begin(self) -> None:
-        """The first byte of a head."""
+        """At the first byte of a head: reset the counts, start the timer."""
         self._num_kept = self._num_headers = self._num_hosts = 0
         self._is_declined = False
         self._start_timer(HEAD_TIMEOUT_S, self._on_slow_head)
@@ -167,7 +167,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.scope["extensions"] = {ABORT: self.transport.abort}  # type: ignore[dict-item]
 
     def on_url(self, url: bytes) -> None:
-        """A piece of the target."""
+        """Count a piece of the target; refuse one over MAX_TARGET_BYTES."""
         self._keep(len(url))
         super().on_url(url)
         if len(self.url) > MAX_TARGET_BYTES:
@@ -175,7 +175,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._stop(b"414 URI Too Long", TooLarge(says))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header, or a trailer."""
+        """Count a header or a trailer."""
         self._keep(len(name) + len(value))
         self._num_headers += 1
         if self._num_headers > MAX_HEADERS:
@@ -184,7 +184,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The head is here."""
+        """At the end of a head: refuse it, decline its upgrade, or begin the request."""
         self._has_advanced = True
         is_old = self.parser.get_http_version() == "1.0"
         if self._num_hosts > 1 or not (self._num_hosts or is_old):  # RFC 9112, 3.2
@@ -208,7 +208,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request is complete."""
+        """At the end of a request: stop the timer of its body."""
         self._has_advanced = True
         if self._is_declined:
             return
