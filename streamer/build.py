@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from streamer.engine.core import ModelInfo, Runner, Tokenizer
 
 DEMO_NAME = "streamer-demo"
-# Beside safetensors nothing else is fetched: no pickled weights, no code.
+# Weights are fetched as safetensors only: nothing is unpickled and no code runs.
 HUB_TEXTS = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "spiece.model")
 
 

@@ -2,7 +2,7 @@
 
 Flags, environment variables (STREAMER_...) and TOML keys derive from these fields, and so do their
 help texts and bounds; nothing else in the project reads the environment or a file for settings.
-Names are vLLM's where it has one. The cli calls `load_config`; the other rooms read a Config.
+Names are vLLM's where vLLM has one. The cli calls `load_config`; the other rooms read a Config.
 """
 
 from __future__ import annotations
@@ -400,7 +400,7 @@ def _from_environment(
 
 
 def _is_orchestrators(variable: str, value: str) -> bool:
-    """Whether Kubernetes set the variable, for a service named streamer or streamer-... ."""
+    """Whether Kubernetes set the variable, for a service named streamer or streamer-*."""
     return bool(_SERVICE_VARIABLE.search(variable) or _SERVICE_ADDRESS.match(value))
 
 

@@ -154,6 +154,6 @@ class NotEnoughMemory(ConfigError):
 
 
 class InvariantViolated(StreamerError):
-    """A `check()` found a sum that doesn't hold, or an illegal state transition: our bug."""
+    """A `check()` found a sum that doesn't hold, or an illegal state change: a Streamer bug."""
 
     code = "invariant_violated"

@@ -93,7 +93,7 @@ class SpecialText:
         return Disguise(self._find, self._prefixes)
 
     def encode(self, text: str, disguise: Disguise) -> list[int]:
-        """Ids of a rendered text: its special tokens are special, hidden ones are plain text."""
+        """Ids of a rendered text: special tokens in it become ids, hidden ones are plain text."""
         if self._find is not None:
             text = self._find.sub(lambda match: self._stand_ins[match[0]], text)
         text = disguise.reveal(text)

@@ -33,7 +33,7 @@ class Costs:
         self._swap_s_per_byte = self._probed
 
     def saw_step(self, seconds: float, num_tokens: int, num_chunk_tokens: int) -> None:
-        """A forward's seconds: decode cost without chunk tokens, prefill cost if half are."""
+        """Decode cost if no token is of a chunk, prefill cost if at least half are."""
         if num_tokens and not num_chunk_tokens:
             self._decode_s = _mean(self._decode_s, seconds)
         elif num_chunk_tokens * 2 >= num_tokens > 0:

@@ -106,7 +106,7 @@ class CudaRunner:
     def record(self, reserved_bytes: int, show_progress: bool) -> None:
         """Record the pure decodes, before the first plan, with a progress bar.
 
-        The records may take half of the free memory beyond reserved_bytes, which other steps need.
+        The graphs may take half of the free memory beyond reserved_bytes, which other steps need.
         """
         budget = max(0, self._device.free_bytes() - reserved_bytes) // 2
         sizes = self._decodes.sizes
@@ -325,7 +325,7 @@ def step_bytes(
             query_lens=lens,
             context_lens=lens,
             block_tables=torch.arange(blocks, device=device.where).repeat(len(lens), 1),
-            slots=there,  # rows overwrite each other's blocks, which is harmless here
+            slots=there,  # rows overwrite each other's blocks: the values are not used
             block_size=size,
         )
         last = there[: min(count, config.max_num_seqs + MAX_SCORED)]

@@ -176,7 +176,7 @@ class CudaDevice:
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """See Device. All graphs share one pool of memory: they never run at the same time, and
-        no graph's data there is read after it has ended."""
+        nothing in the pool is read after the graph that wrote it."""
         work()  # compiles, and lets libraries take their workspaces outside of the graph
         torch.cuda.synchronize()
         if self._graphs_pool is None:

@@ -304,7 +304,7 @@ class Rows:
         )
 
     def _chunk_tokens(self, chunk: Chunk) -> Ints:
-        """The row's tokens from its join, or its last drawn token: all others are computed."""
+        """The row's tokens from its join, or its last drawn token, the only one not computed."""
         joined = self._joined[chunk.row]
         if chunk.start >= len(joined):
             return self._latest[chunk.row : chunk.row + 1]

@@ -49,7 +49,7 @@ class RunnerSizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CausalModel(Protocol):
-    """What the runner needs of a model; decoder.Decoder and fallback.FallbackModel have it."""
+    """What the runner needs of a model, as decoder.Decoder and fallback.FallbackModel have it."""
 
     dtype: torch.dtype
     vocab_size: int

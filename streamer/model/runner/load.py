@@ -28,7 +28,7 @@ from streamer.model.runner.interface import CausalModel, RunnerSizes
 
 logger = logging.getLogger(__name__)
 
-SINGLE_THREAD_BYTES = 32 << 20  # a model with fewer gets one of torch's threads
+SINGLE_THREAD_BYTES = 32 << 20  # with smaller weights torch computes on one thread
 
 
 def load_runner(

@@ -49,7 +49,7 @@ class Swaps:
         self._pending: list[_Copy] = []  # by plan
 
     def start(self, plan: Plan) -> None:
-        """Queue a plan's copies, after the steps launched before and ahead of its own."""
+        """Queue a plan's copies, after the steps launched earlier and before its own."""
         if not (plan.swap_out or plan.copies or plan.swap_in):
             return
         check_moves(plan, self._pool.shape[0], self._host_pool.shape[0])
