@@ -84,7 +84,7 @@ class Device(Protocol):
         ...
 
     def peak_bytes(self, work: Callable[[], None]) -> int:
-        """Run `work`; returns the most device memory that it added to what was allocated."""
+        """Run `work`; returns its peak of device memory above what was allocated before."""
         ...
 
     def probe_copy(self) -> tuple[float, float]:
