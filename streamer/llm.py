@@ -29,7 +29,7 @@ T = TypeVar("T")
 Prompt = str | Sequence[int]
 Params = SamplingParams | Sequence[SamplingParams] | None
 Encode = Callable[[Any], Coroutine[Any, Any, tuple[str | None, tuple[int, ...]]]]
-FEW = 4  # so many prompts need no progress bar
+FEW = 4  # up to here prompts need no progress bar
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -50,9 +50,9 @@ class Completion(msgspec.Struct, frozen=True):
 
 
 class Output(msgspec.Struct, frozen=True):
-    """The answer to one prompt; `text` and its like are those of the first choice.
+    """The answer to one prompt; `text`, `token_ids`, `finish_reason` are the first choice's.
 
-    prompt_logprobs  one a prompt token where they were asked for, the first None: nothing is before
+    prompt_logprobs  one a prompt token where they were asked for; the first token's is None
     """
 
     prompt: str | None
@@ -81,21 +81,21 @@ class LLM:
     model    a checkpoint folder or hub id; the bundled model if absent
     config   fields of Config by name
 
-    Raises what loading raises: ConfigError and its kin.
+    Raises what loading raises: ConfigError and other StreamerErrors.
     """
 
     def __init__(self, model: str | None = None, **config: Any) -> None:
         self.config = Config(model=model, **config)
         self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
-        self._lock = threading.Lock()  # of _is_open: what is asked for before it closes is ended
+        self._lock = threading.Lock()  # of _is_open: calls made before the close end with it
         self._is_open = True
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="streamer-llm", daemon=True
         )
         self._thread.start()
         self._engine: AsyncEngine | None = None
-        # As many as can run, and some that wait: never more choices than the queue takes.
+        # As many choices as can run, and some that wait: never more than the queue takes.
         waiting = min(self.config.max_num_seqs, self.config.max_queue)
         self._room = _Room(self.config.max_num_seqs + waiting)
         try:
@@ -135,7 +135,7 @@ class LLM:
     def close(self) -> None:
         """Free the model; what other threads wait for ends with EngineDead.
 
-        Twice is harmless, and so is a forked child's: nothing of it is there.
+        A second call is harmless, and so is one in a forked child, which has no thread of it.
         """
         if os.getpid() != self._pid:
             return
@@ -146,7 +146,7 @@ class LLM:
             return
         try:
             asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
-        finally:  # Ctrl-C too: the one who closes it again would wait for the thread
+        finally:  # on Ctrl-C too: a second close would wait for the thread
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
@@ -251,7 +251,7 @@ class LLM:
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
-        except BaseException:  # Ctrl-C too: what runs is cancelled, and gives its memory back
+        except BaseException:  # Ctrl-C too: its requests are cancelled and give their memory back
             future.cancel()
             raise
 
@@ -264,18 +264,18 @@ class LLM:
 class _Room:
     """The choices that may be in the engine at once, of all calls together; first come, first in.
 
-    num_free  may be fewer than a request wants: that one waits, and those behind it
+    num_free  if fewer than a request needs, it waits, and so do those behind it
     """
 
     def __init__(self, num_choices: int) -> None:
         self.num_choices = num_choices
         self.num_free = num_choices
-        self._turn = asyncio.Lock()  # held by the one who is next
+        self._turn = asyncio.Lock()  # held by the request that is next
         self._freed = asyncio.Event()
 
     @asynccontextmanager
     async def take(self, n: int) -> AsyncGenerator[None, None]:
-        """Wait for n choices, and have them until it is left."""
+        """Wait for room for n choices, and hold it until the context is left."""
         n = min(n, self.num_choices)  # more is the engine's to refuse
         async with self._turn:
             while self.num_free < n:

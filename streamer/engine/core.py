@@ -1,7 +1,7 @@
-"""EngineCore: the step on the GPU thread, and the doors behind which runner and tokenizer stand.
+"""EngineCore: the step on the GPU thread, and the Protocols of runner and tokenizer.
 
 Owns the scheduler, the runner and the plans in flight; everything here runs on one thread. It never
-waits for the loop: gpu_thread.py decides when to step. The loop speaks to it by the Inbox alone.
+waits for the loop: gpu_thread.py decides when to step. The loop reaches it through Inbox alone.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from streamer.tokenizer.chat import Said
 
 __all__ = ["EngineCore", "InFlight", "Inbox", "ModelInfo", "Runner", "Tokenizer"]
 
-# A round costs this thread up to 2 ms (a walk over 4,096) and the loop a frame for each of 512.
+# A round costs this thread up to 2 ms (4,096 requests sorted) and the loop a frame for each of 512.
 PLACES_S: Final = 0.5
 
 
 class InFlight(Protocol):
-    """A plan that was launched."""
+    """A launched plan."""
 
     def collect(self) -> StepResult:
-        """Wait for what the plan drew; called once."""
+        """Wait for the plan's result; called once."""
         ...
 
 
 class Runner(Protocol):
-    """Executes plans: model/runner/cpu.py, or fake/model.py without a model.
+    """Executes plans: model/runner/cpu.py and cuda.py, or fake/runner.py without a model.
 
     depth  plans that may be launched before the previous one is collected (0 on the CPU, 1 on CUDA)
     """
@@ -53,14 +53,14 @@ class Runner(Protocol):
         ...
 
     def close(self) -> None:
-        """Free what it holds; nothing is called afterwards."""
+        """Free memory and devices; nothing is called afterwards."""
         ...
 
 
 class Tokenizer(Protocol):
     """What engine and server need of streamer.tokenizer.tokenizer.Tokenizer.
 
-    special_bytes  special token id -> how it is written, where a request wants to see it
+    special_bytes  special token id -> its bytes, for requests that show special tokens
     """
 
     @property
@@ -101,7 +101,7 @@ _PERMIT, _STOP = _Signal(), _Signal()
 class Inbox:
     """What the loop sends the GPU thread: commands, looks, permits to step, the order to stop.
 
-    looks  that are not answered yet, oldest first
+    looks  the looks not answered yet, oldest first
 
     `put`, `permit` and `stop` may be called from any thread; the rest belongs to the GPU thread.
     """
@@ -126,7 +126,7 @@ class Inbox:
         self._queue.put(_STOP)
 
     def wait(self) -> None:
-        """Sleep until something comes. Uses no CPU: there is no time-out."""
+        """Sleep until a message comes. Uses no CPU: there is no time-out."""
         self._sort(self._queue.get())
 
     def take(self) -> list[Command]:
@@ -183,10 +183,10 @@ class EngineCore:
         return replace(output, times=times, notices=(*output.notices, *places))
 
     def _places(self, now: float) -> tuple[Notice, ...]:
-        """News of the queue for those who are told, at most one round every PLACES_S.
+        """Notices of places in the queue for readers that asked, at most once every PLACES_S.
 
-        They go out with a step's news, and only steps move the queue: no wake-up of their own.
-        Where nobody is told, as no standard client is, a step pays 0.1 us.
+        Sent with a step's output, since only steps move the queue: no wake-up of their own. Without
+        such readers (no standard client asks) a step pays 0.1 us.
         """
         if not self._scheduler.has_told or now < self._places_due:
             return ()
@@ -208,7 +208,7 @@ class EngineCore:
         return self._scheduler.snapshot(self._inbox.looks.pop(0))
 
     def close(self) -> None:
-        """Let the device finish what it was given, then free it."""
+        """Wait for the launched plans, then close the runner."""
         try:
             while self._launched:
                 self._launched.popleft()[1].collect()
@@ -221,7 +221,7 @@ class EngineCore:
                 self._scheduler.command(command)
             except InvariantViolated:
                 raise
-            except Exception as error:  # whatever it is about this request, the others go on
+            except Exception as error:  # only this request is refused, the others go on
                 if not isinstance(command, Add):
                     raise
                 self._scheduler.refuse(command, error)

@@ -1,8 +1,8 @@
-"""AsyncEngine: the loop's side of the engine, and the door for servers and programs.
+"""AsyncEngine: the loop's side of the engine, and the interface for servers and programs.
 
-Owns the streams: submits, cancels, pauses, drains, hands out each step's news, and tells everybody
-when the engine dies. Lives on one event loop and reaches the GPU thread by commands alone. Made by
-build.py, or by `AsyncEngine.from_config`.
+Owns the streams: submits, cancels, pauses, drains, distributes each step's output, and ends all
+streams with an error when the engine dies. Lives on one event loop and reaches the GPU thread by
+commands alone. Made by build.py, or by `AsyncEngine.from_config`.
 """
 
 from __future__ import annotations
@@ -140,19 +140,19 @@ class AsyncEngine:
 
     @property
     def is_hung(self) -> bool:
-        """Whether threads of it were given up: they can be left behind, but not ended."""
+        """Whether any of its threads was given up: it can be left behind, but not ended."""
         return self._prompts.is_hung or (self._thread is not None and self._thread.is_hung)
 
     @property
     def info(self) -> ModelInfo:
-        """The loaded model; Overloaded while it loads, EngineDead if it never will."""
+        """The loaded model; Overloaded while it loads, EngineDead if that ended without one."""
         if self._info is None or self._state in ("new", "loading"):
             raise self._unavailable()
         return self._info
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Its tokenizer; raises like `info`."""
+        """The model's tokenizer; raises like `info`."""
         self._require_own_process()
         if self._tokenizer is None or self._state in ("new", "loading"):
             raise self._unavailable()
@@ -161,7 +161,7 @@ class AsyncEngine:
     async def start(self) -> None:
         """Load the model and return when requests are taken; a second call waits for the first.
 
-        Raises what loading raised: ConfigError and its kin as they are, others as EngineDead.
+        Raises what loading raised: any StreamerError as it is, others as EngineDead.
         """
         if self._state == "new":
             self._state = "loading"
@@ -179,13 +179,13 @@ class AsyncEngine:
             raise gone(self.death)
 
     async def aclose(self, deadline_s: float = CLOSE_S) -> None:
-        """End everything, in whatever state: streams that are not finished end with EngineDead.
+        """End the engine, in any state: streams that are not finished end with EngineDead.
 
         Returns when the thread has ended. A step or a load that takes longer than `deadline_s` is
         left behind, as it can't be interrupted: if it ends after all, it frees what it holds.
         """
         if os.getpid() != self._pid:
-            return  # a forked child: nothing of it is here
+            return  # a forked child: the engine's threads are in the parent
         if self._state == "new":
             self._close(None)
         elif not self._is_ended.is_set() and self._thread is not None:
@@ -195,10 +195,10 @@ class AsyncEngine:
                 self._thread.give_up(None)
 
     async def drain(self, deadline_s: float) -> None:
-        """Take nothing new; let what runs finish for so long, then cut it off and see it end.
+        """Take no requests; let live ones finish for `deadline_s`, then cancel them and wait.
 
-        What is cut off says so: its finish has `detail` SHUTDOWN, or where a step hangs and no
-        finish comes, it ends with that error. Takes CANCEL_S longer than `deadline_s` at most.
+        A cancelled one has a finish with `detail` SHUTDOWN, or where a step hangs and no finish
+        comes, it ends with that error. Takes at most CANCEL_S longer than `deadline_s`.
         """
         self.is_draining = True
         if await _within(deadline_s, self._streams.wait_quiet()):
@@ -237,12 +237,12 @@ class AsyncEngine:
         return stream
 
     def require_room(self, asking: Asking) -> None:
-        """Overloaded where a request could not wait now, before its prompt is made at all."""
+        """Raise Overloaded if a request could not be queued now, before its prompt is made."""
         if self._sizes is not None:
             self._streams.require_room(asking, self.config.max_queue, self._sizes.max_num_seqs)
 
     def _end_at(self, stream: TokenStream, deadline_s: float) -> None:
-        """Cut it off when its deadline comes, wherever it is then."""
+        """End the stream at its deadline, whatever its status is then."""
 
         def expire() -> None:
             self._command(Cancel(stream.request_id))
@@ -265,8 +265,8 @@ class AsyncEngine:
     ) -> AsyncGenerator[Delta, None]:
         """The answer to a text or token ids, as it comes; leaving the iterator cancels.
 
-        Without `params`, the model's own defaults; the rest as in GenerateRequest: tenants share
-        fairly, salts share no blocks. Raises RequestFailed if a step fails it.
+        Without `params`, the model's own defaults hold; the rest as in GenerateRequest: tenants
+        share fairly, salts share no blocks. Raises RequestFailed if a step fails the request.
         """
         ids = await self.encode(prompt, True, cache_salt) if isinstance(prompt, str) else prompt
         stream = self.submit(
@@ -293,13 +293,13 @@ class AsyncEngine:
         return params_over(self.info.generation_defaults, given)
 
     def cancel(self, request_id: str) -> None:
-        """End a request, wherever it is; unknown and finished ids are ignored."""
+        """End a request, whatever its status; unknown and finished ids are ignored."""
         stream = self._streams.get(request_id)
         if stream is not None and not stream.is_finished:
             self._command(Cancel(request_id))
 
     def pause(self, request_id: str) -> None:
-        """Let a request give up its slot until `resume`; unknown and finished ids are ignored."""
+        """Let a request give up its rows until `resume`; unknown and finished ids are ignored."""
         stream = self._streams.get(request_id)
         if stream is not None:
             stream.hold(True)
@@ -311,7 +311,7 @@ class AsyncEngine:
             stream.hold(False)
 
     def hold(self, request_id: str, is_held: bool) -> None:
-        """What a stream asks for, after its caller's and its readers' wishes are settled."""
+        """Pause or resume a request, called by its stream for its caller and its readers."""
         self._streams.hold(request_id, is_held)
         self._command(Pause(request_id) if is_held else Resume(request_id))
 
@@ -340,7 +340,7 @@ class AsyncEngine:
     ) -> list[int]:
         """Token ids of a text, in a thread pool; `cache_salt` as the request will have it.
 
-        keep  only this many, the last ones; the text may then be longer than the context
+        keep  the number of last ids to keep; the text may then be longer than the context
         """
         return await self._prompts.encode(
             self.tokenizer, text, add_special_tokens, cache_salt.encode(), keep
@@ -357,9 +357,9 @@ class AsyncEngine:
         variables: Mapping[str, Any] | None = None,
         keep: int | None = None,
     ) -> list[int]:
-        """Token ids of a conversation through the chat template, likewise; after `said`.
+        """Like `encode`, for a conversation through the chat template, after `said`.
 
-        variables  what the template may use besides
+        variables  further variables of the template
         """
         salt = cache_salt.encode()
         return await self._prompts.encode_chat(
@@ -369,7 +369,7 @@ class AsyncEngine:
     async def in_pool(self, work: Callable[[], T], size: int = 0, cache_salt: str = "") -> T:
         """Other work on texts, such as decoding a long one, in the same thread pool.
 
-        size  characters or tokens of it: long ones take turns, by what their salts begin with
+        size  its characters or tokens: long ones take turns by tenant, the prefix of their salt
         """
         self._require_own_process()
         return await self._prompts.run(work, size, cache_salt.encode())
@@ -399,10 +399,10 @@ class AsyncEngine:
         self._first_stats = scheduler.stats()
         return EngineCore(runner, scheduler, inbox)
 
-    # ------------------------------------------------------------ told by the GPU thread
+    # ------------------------------------------------------------ called for the GPU thread
 
     def on_ready(self) -> None:
-        """Loading is done; too late where it was given up."""
+        """Loading is done; ignored if it was given up before."""
         if self._state != "loading":
             return
         self.stats = self._first_stats
@@ -410,7 +410,7 @@ class AsyncEngine:
         self._is_started.set()
 
     def on_output(self, output: StepOutput, sent: float) -> None:
-        """Hand a step's news to the streams; then the thread may take the step after next."""
+        """Distribute a step's output to the streams; then permit the step after next."""
         now = time.perf_counter()
         self._lag_s.observe(now - sent, now)
         self.stats = output.stats
@@ -419,16 +419,15 @@ class AsyncEngine:
             return
         try:
             self._streams.distribute(output)
-        except Exception as e:  # a bug of ours: nobody may be left waiting for what it lost
+        except Exception as e:  # a bug of ours: no reader may wait for what it lost
             self._die(e)
         self._thread.permit()
 
     def on_view(self, view: SchedulerView) -> None:
-        """Hand it to who looks."""
         self.watch.on_view(view)
 
     def on_end(self, cause: BaseException | None) -> None:
-        """The thread has ended: nobody will hear of a step again."""
+        """The thread has ended: no more steps."""
         if self._state == "loading":
             self._load_error = cause
         self._close(cause)
@@ -437,15 +436,15 @@ class AsyncEngine:
             self._thread.join()
 
     def _die(self, cause: Exception) -> None:
-        """End of a fault that the thread knows nothing of."""
+        """End the engine for a fault outside the GPU thread."""
         self._close(cause)
         if self._thread is not None:
             self._thread.stop()
 
     def _close(self, cause: BaseException | None) -> None:
-        """Tell everybody that it is over, and the log of what: the first cause, with its traceback.
+        """End all streams and looks with an error, and log the first cause with its traceback.
 
-        Who waits may be anybody's client: not told more than that it happened.
+        The error does not name the cause, since it may reach any client.
         """
         if cause is not None and self.death is None:
             self.death = EngineDead("the engine died of an internal error")
@@ -459,17 +458,17 @@ class AsyncEngine:
         self._is_started.set()
 
     def _require_own_process(self) -> None:
-        """EngineDead in a child of os.fork: its threads stayed in the parent, nothing would end."""
+        """Raise EngineDead in a child of os.fork: the threads stayed in the parent."""
         if os.getpid() != self._pid and self._state != "new":
             raise forked(self._pid)
 
     def _unavailable(self) -> StreamerError:
-        """Why it takes no requests: gone, or not there yet."""
+        """The error of an engine that has ended, or is not loaded yet."""
         return gone(self.death) if self._state in ("dead", "closed") else loading()
 
 
 async def _within(seconds: float, event: Awaitable[object]) -> bool:
-    """Whether this came to pass in time."""
+    """Whether the event came within `seconds`."""
     try:
         async with asyncio.timeout(seconds):
             await event

@@ -1,6 +1,6 @@
 """Flow: when a request pauses for its readers, and when it ends because they are gone.
 
-Owned by TokenStream, which tells it of readers and lag; it speaks to the engine through Control.
+Owned by TokenStream, which reports readers and lag to it; it reaches the engine through Control.
 Lives on the loop.
 """
 
@@ -14,7 +14,7 @@ import msgspec
 
 
 class Control(Protocol):
-    """What a stream may ask of its engine."""
+    """The engine's methods that a stream may call."""
 
     def cancel(self, request_id: str) -> None: ...
     def hold(self, request_id: str, is_held: bool) -> None: ...
@@ -58,12 +58,12 @@ class Flow:
         self._patience: asyncio.TimerHandle | None = None
 
     def hold(self, is_held: bool) -> None:
-        """Pause it for its caller, whatever its readers do, or stop doing so."""
+        """Pause the request for its caller, whatever its readers do, or end that pause."""
         self._is_held = is_held
         self._settle()
 
     def follow(self, lag: int) -> None:
-        """Its furthest reader lags by so many output tokens."""
+        """The furthest reader lags by `lag` output tokens."""
         if self._is_over:
             return
         window = self.limits.window
@@ -81,7 +81,7 @@ class Flow:
     def arrived(self, is_first: bool) -> None:
         """There is a new reader; `follow` comes next.
 
-        is_first  no other reads: one that was sent away leaves no pause behind
+        is_first  no other reader is attached: a dropped one's pause ends
         """
         self._stay()
         self._be_patient()
@@ -89,7 +89,7 @@ class Flow:
             self.is_behind = False
 
     def left(self) -> None:
-        """The last reader is gone of its own will."""
+        """The last reader has detached (it was not dropped)."""
         self._be_patient()
         detach_s = self.limits.detach_s
         if self._is_over:
@@ -103,12 +103,12 @@ class Flow:
             self._depart(detach_s)
 
     def missed(self) -> None:
-        """A reader that was expected will not come; a wait for another one goes on as it was."""
+        """An expected reader will not come; a wait that was begun for another one goes on."""
         if self._departure is None:
             self.left()
 
     def dropped(self) -> None:
-        """The last reader was sent away for its lag: wait for another one, paused."""
+        """The last reader was dropped for its lag: wait for another one, paused."""
         self._be_patient()
         if not self._is_over:
             self.is_behind = True

@@ -1,8 +1,8 @@
 """GpuThread: the one worker thread, its tick permits, its death, and the watch over its steps.
 
 Runs EngineCore: builds it (all torch work, loading included, happens on this thread), steps while
-it holds a permit and has work, sleeps otherwise. Knows nothing of streams: what happens is told to
-a Listener on the loop, with exactly one wake-up a step.
+it holds a permit and has work, sleeps otherwise. Knows nothing of streams: it calls a Listener on
+the loop, with exactly one wake-up a step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from streamer.core.view import SchedulerView, Wanted
 from streamer.engine.core import EngineCore, Inbox
 from streamer.errors import StepHung
 
-FIRST_TIMES = 5  # so much longer may the first step take, which may compile its kernels
+FIRST_TIMES = 5  # factor on the first step's limit: it may compile its kernels
 MAX_AHEAD = 2  # permits plus StepOutputs that the loop has not worked through
 CHECKS = 4  # in the time that a step may take; a hung one is found a quarter late at worst
 MIN_CHECK_S = 0.25
@@ -32,14 +32,14 @@ log = logging.getLogger(__name__)
 
 
 class Listener(Protocol):
-    """Hears of the thread; every method is called on the loop."""
+    """Receives the thread's events; every method is called on the loop."""
 
     def on_ready(self) -> None:
         """Loading is done."""
         ...
 
     def on_output(self, output: StepOutput, sent: float) -> None:
-        """A step's news, sent at `sent` (time.perf_counter)."""
+        """A step's output, sent at `sent` (time.perf_counter)."""
         ...
 
     def on_view(self, view: SchedulerView) -> None:
@@ -52,14 +52,14 @@ class Listener(Protocol):
 
 
 class _LoopGone(Exception):
-    """Nobody listens any more: the loop was closed without closing the engine."""
+    """The loop was closed without closing the engine, or the thread was given up."""
 
 
 class GpuThread:
     """A thread that runs what `build` returns, from `start` until `stop` or death.
 
     watchdog_s  a step that takes longer ends the engine; 0: it may take for ever
-    is_hung     the thread was given up, for that or by its owner, and is never joined
+    is_hung     the thread was given up, by the watchdog or its owner, and is never joined
     """
 
     def __init__(
@@ -102,13 +102,13 @@ class GpuThread:
         self._inbox.permit()
 
     def stop(self) -> None:
-        """Ask it to end after the current step (or after loading, which can't be interrupted)."""
+        """Ask the thread to end after the current step or, while it loads, after loading."""
         self._inbox.stop()
 
     def join(self) -> None:
         """Wait for the thread itself; only after on_end, when nothing is left to wait for."""
         if self._check is not None:
-            self._check.cancel()  # it would keep the engine until its time comes
+            self._check.cancel()  # the timer would keep the engine alive until it is due
             self._check = None
         if not self.is_hung:
             self._thread.join()
@@ -120,7 +120,7 @@ class GpuThread:
         self._check = self._loop.call_later(wait_s, self._watch)
 
     def _watch(self) -> None:
-        """Look whether the same step is still under way; no timer runs where no step does."""
+        """Check whether the same step is still under way; without a step no timer runs."""
         self._check = None
         ended, begun = self._num_ended, self._num_begun  # in this order: a step may end meanwhile
         last, since = self._seen
@@ -135,7 +135,7 @@ class GpuThread:
         self._watch_later()
 
     def give_up(self, cause: StepHung | None) -> None:
-        """Wait for the thread no longer; a step that hangs is shown, with every thread's stack."""
+        """Stop waiting for the thread; if a step hangs, log every thread's stack."""
         if self.is_hung:
             return
         if self._num_begun != self._num_ended:
@@ -155,7 +155,7 @@ class GpuThread:
             self._steps(core)
         except _LoopGone:
             pass
-        except BaseException as e:  # whatever it was, everybody who waits must learn of it
+        except BaseException as e:  # of any kind: all waiting callers must get it
             cause = e
         try:
             if core is not None:
@@ -186,7 +186,7 @@ class GpuThread:
             self._tell(self._listener.on_output, output, time.perf_counter())
 
     def _tell(self, listener: Callable[..., None], *args: object) -> None:
-        if self.is_hung:  # it came back after all, but everybody was told that it would not
+        if self.is_hung:  # it went on after all, but on_end was called already
             raise _LoopGone
         try:
             self._loop.call_soon_threadsafe(listener, *args)
@@ -195,7 +195,7 @@ class GpuThread:
 
 
 def _stacks() -> str:
-    """Where every thread is. In the log, which holds nobody up where it is not read."""
+    """The stack of every thread, for the log, which blocks no thread if it is not read."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"{names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"

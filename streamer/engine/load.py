@@ -1,4 +1,4 @@
-"""Load: what waits, what runs, and how long a newcomer would wait.
+"""Load: what waits, what runs, and how long a new request would wait.
 
 Counts choices, by priority and tenant while they wait; measures how long one holds its row. By
 Little's law `rows / mean_s` rows come free a second, whatever bounds how many run. Owned by
@@ -13,20 +13,20 @@ from typing import Final
 import msgspec
 
 RECENT: Final = 0.05  # weight of the newest in the mean
-# Who waits on beside idle rows through more steps than its command takes to be heard, and so long,
-# waits for blocks or for the prompts before it. A slow step alone says nothing.
+# A request that waits beside idle rows for more steps than its command takes to arrive, and for
+# STUCK_S, waits for blocks or for the prompts before it. One slow step alone is no sign of that.
 PASSED: Final = 4
 STUCK_S: Final = 0.5
-WINDOW_S: Final = 4.0  # in which the rate is measured at which the line moves then
+WINDOW_S: Final = 4.0  # over which the line's rate is measured then
 
 
 class Waiter(msgspec.Struct):
-    """One request.
+    """A live request.
 
     since    when it took its rows; None while it has none (it waits, or is paused)
-    held_s   how long it had them before
-    is_new   it has never had them
-    is_held  it was paused before it had them: the others go before it
+    held_s   how long it had rows before
+    is_new   it has never had rows
+    is_held  it was paused before it had rows: the others go before it
     """
 
     priority: int
@@ -51,8 +51,8 @@ class Load:
         self.num_rows = 0
         self._requests: dict[str, Waiter] = {}
         self._waiting: Counter[str] = Counter()  # choices that have never run, by tenant
-        # Of the requests they are of those that are not paused: priority -> id, by arrival -> steps
-        # before it.
+        # Waiting requests that are not paused: priority -> id, by arrival -> number of steps before
+        # it joined.
         self._line: dict[int, dict[str, int]] = {}
         self._lines: dict[int, dict[str, int]] = {}  # priority -> tenant -> choices in the line
         self._rows: Counter[int] = Counter()  # num_rows by priority
@@ -64,7 +64,7 @@ class Load:
         self._sum_begun = 0.0  # of (since - held_s), a choice each, of those that have a row
 
     def arrived(self, request_id: str, *, priority: int, tenant: str, n: int) -> None:
-        """It waits."""
+        """A request begins to wait."""
         r = self._requests[request_id] = Waiter(priority, tenant, n)
         self.num_waiting += 1
         self.num_waiting_rows += n
@@ -72,7 +72,7 @@ class Load:
         self._join_line(request_id, r)
 
     def hold(self, request_id: str, is_held: bool) -> None:
-        """It is paused before it ever ran, and others go before it, or no longer."""
+        """A request that never ran is paused, so that others go before it, or is so no longer."""
         r = self._requests[request_id]
         if not r.is_new or r.is_held == is_held:
             return
@@ -83,7 +83,7 @@ class Load:
         r.is_held = is_held
 
     def stepped(self, now: float) -> None:
-        """A step is over, and those that began in it have moved."""
+        """A step is over, after `moved` for the requests that began in it."""
         self._num_steps += 1
         if not any(map(self._is_passed_over, self._line)):
             self._begun.clear()
@@ -93,7 +93,7 @@ class Load:
             self._begun.popleft()
 
     def moved(self, request_id: str, *, is_scheduled: bool, now: float) -> None:
-        """It has begun, and has rows now (waits for them to come back, too), or has not."""
+        """A request has begun, and has rows now (or waits to have them back), or has none."""
         r = self._requests[request_id]
         if r.is_new:
             self._begin(request_id, r)
@@ -109,7 +109,7 @@ class Load:
             self._give_up(r, now)
 
     def ended(self, request_id: str, now: float) -> str:
-        """It is over, wherever it was; its tenant."""
+        """A request has ended, whatever its status was; returns its tenant."""
         r = self._requests.pop(request_id)
         if r.is_new:
             self._begin(request_id, r)
@@ -124,8 +124,8 @@ class Load:
     def mean_s(self, now: float) -> float:
         """Seconds that a choice holds its row: of those that ended, or of those that run if longer.
 
-        The latter is what tells of longer answers before the first of them has ended. A bound by
-        the time between two ends lets too many in: at 8 times capacity the queue took 7.6 s to
+        The age of running choices shows longer answers before the first of them has ended. Bounding
+        it by the time between two ends admits too many: at 8 times capacity the queue took 7.6 s to
         recover instead of 0.3 (2 cores, 2026-11-22).
         """
         age_s = now - self._sum_begun / self.num_rows if self.num_rows else 0.0
@@ -143,14 +143,14 @@ class Load:
         return urgent + own + sum(min(rows, own + n) for rows in others)
 
     def num_idle(self, priority: int, num_rows: int) -> int:
-        """Of so many rows, those a request can have at once: lower priorities give theirs up."""
+        """Of `num_rows`, those a request can have at once: lower priorities give theirs up."""
         return max(0, num_rows - sum(n for p, n in self._rows.items() if p <= priority))
 
     def wait_s(self, priority: int, tenant: str, n: int, num_idle: int, now: float) -> float:
         """Seconds until `n` more choices would run; `num_idle` rows can be had at once.
 
-        Unless the first in line is passed over in spite of them: then what the line moved at since
-        is a rate, too.
+        If the first in line is passed over all the same, idle rows do not count, and the line's
+        rate since then gives a second estimate: the lower of the two holds.
         """
         num_begun, over_s = 0, 0.0
         is_stuck = any(p <= priority and self._is_passed_over(p) for p in self._line)
@@ -166,11 +166,11 @@ class Load:
         return min(wait_s, rows * over_s / num_begun) if num_begun else wait_s
 
     def _is_passed_over(self, priority: int) -> bool:
-        """Whether the first in line with this priority, one of those in line, waits on and on."""
+        """Whether the first in line with this priority has waited for more than PASSED steps."""
         return self._num_steps - next(iter(self._line[priority].values())) > PASSED
 
     def _begin(self, request_id: str, r: Waiter) -> None:
-        """It waits no longer."""
+        """The request is no longer new: take it out of the counts and the line."""
         r.is_new = False
         self.num_waiting -= 1
         self.num_waiting_rows -= r.n

@@ -30,12 +30,12 @@ BIAS_BYTES = 90
 
 
 def bytes_of(logprobs: Sequence[TokenLogprob]) -> int:
-    """About what they occupy."""
+    """About the bytes of memory of these log probabilities."""
     return sum(LOGPROB_BYTES + TOP_BYTES * len(lp.top) for lp in logprobs)
 
 
 def bytes_of_params(params: SamplingParams) -> int:
-    """About what they occupy, and what their choices do for them."""
+    """About the bytes of memory of the parameters, and of their choices without output."""
     choices = params.n * (CHOICE_BYTES + MATCH_BYTES * len(params.stop))
     stops = sum(STOP_BYTES + 8 * len(text) for text in params.stop)
     ids = BIAS_BYTES * len(params.logit_bias) + PROMPT_TOKEN_BYTES * len(params.stop_token_ids)
@@ -75,7 +75,7 @@ class ChoiceLog:
 
     @property
     def num_bytes(self) -> int:
-        """About what it occupies."""
+        """About the bytes of memory the log occupies."""
         return len(self._text) + 12 * len(self.tokens) + self._logprob_bytes
 
     @property
@@ -133,7 +133,7 @@ class ChoiceLog:
 
     def delta(self, choice: int, start: int, finish: Finish | None) -> Delta:
         """Everything from token `start` on."""
-        if start == len(self.tokens) - 1 and self._logprobs is None:  # a reader who is not late
+        if start == len(self.tokens) - 1 and self._logprobs is None:  # a reader that is not late
             return Delta(choice, start, (self.tokens[start],), self._last, None, finish)
         return Delta(
             choice,

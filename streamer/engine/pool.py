@@ -1,8 +1,8 @@
 """Pool: a few threads for work on texts, which may hang: templates and tokenizers are not ours.
 
-Owns the threads and what is under way in them. Work that takes too long is given up: its caller is
-told, and its thread is interrupted, so that a template's endless loop ends. Where all threads hang
-nevertheless, the engine is told. Made by Prompts, called on the loop.
+Owns the threads and what is under way in them. Work that takes too long is given up: its caller
+gets an error, and its thread is interrupted, so that a template's endless loop ends. If all threads
+hang nevertheless, `on_hung` is called. Made by Prompts, called on the loop.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class _Worker:
     def __init__(self, jobs: SimpleQueue[_Job | None], name: str) -> None:
         self.job: _Job | None = None
         self._jobs = jobs
-        self._lock = threading.Lock()  # the job under way is the one that is interrupted
+        self._lock = threading.Lock()  # so that no other job than the given one is interrupted
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def interrupt(self, job: _Job) -> None:
-        """Raise in the thread if it is still at this job; code that is not Python's ends first."""
+        """Raise in the thread if it still runs this job; a call into native code ends first."""
         with self._lock:
             if self.job is job and self._thread.ident is not None:
                 ident = ctypes.c_ulong(self._thread.ident)
@@ -71,14 +71,14 @@ class _Worker:
                 is_open = self._serve()
 
     def _serve(self) -> bool:
-        """Do jobs until told to end: False."""
+        """Run jobs until the end marker; then False."""
         while (job := self._jobs.get()) is not None:
             result, error = None, None
             try:
                 with self._lock:
                     job.began_s = time.monotonic()
                     self.job = job
-                if not job.future.done():  # nobody waits, or it is closed
+                if not job.future.done():  # else its caller is gone, or the pool is closed
                     result = job.work()
             except BaseException as e:  # whatever it was, its caller waits
                 error = e
@@ -90,12 +90,12 @@ class _Worker:
         return False
 
     def _tell(self, job: _Job, result: object, error: BaseException | None) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits
             job.future.get_loop().call_soon_threadsafe(_settle, job.future, result, error)
 
 
 def _settle(future: asyncio.Future[Any], result: object, error: BaseException | None) -> None:
-    """Hand a job's end to its caller, if it still waits."""
+    """Set the result or error of a job whose caller still waits."""
     if future.done():
         return
     if error is None:
@@ -130,7 +130,7 @@ class Pool:
     async def run(self, work: Callable[[], T]) -> T:
         """What `work` returns or raises.
 
-        Raises RequestFailed where it is given up, and what `close` was given after it.
+        Raises RequestFailed if the work is given up, and after `close` the error given there.
         """
         if self._end is not None:
             raise anew(self._end)
@@ -146,7 +146,7 @@ class Pool:
         return await future
 
     def close(self, error: EngineDead) -> None:
-        """End the threads, but those that hang; whoever waits gets the error."""
+        """End the threads, but those that hang; waiting callers get the error."""
         if self._end is not None:
             return
         self._end = error
@@ -165,7 +165,7 @@ class Pool:
         self._check = loop.call_later(self._limit_s / CHECKS, self._watch)
 
     def _watch(self) -> None:
-        """Give up what takes too long; no timer runs where nothing does."""
+        """Give up jobs that take too long; without jobs no timer runs."""
         self._check = None
         now, num_hung = time.monotonic(), 0
         jobs = [(worker, worker.job) for worker in self._workers]
@@ -180,7 +180,7 @@ class Pool:
             self.is_hung = True
             self._on_hung(PoolHung(f"every thread for prompts hangs for {self._limit_s:g} s"))
         elif self._waiting or any(job is not None for _, job in jobs):
-            self._watch_later()  # of a job that a thread has just taken, its future alone tells
+            self._watch_later()  # a job just taken may show in its future alone
 
     def _give_up(self, job: _Job) -> None:
         job.is_given_up = True

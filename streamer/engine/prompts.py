@@ -108,14 +108,14 @@ class Prompts:
         return self._pool.is_hung
 
     def close(self, error: EngineDead) -> None:
-        """End the threads; who waits for them, or comes later, gets the error."""
+        """End the threads; waiting and later callers get the error."""
         self._pool.close(error)
 
     async def run(self, work: Callable[[], T], size: int = 0, salt: bytes = b"") -> T:
-        """Whatever else takes long over a text, in the same threads.
+        """Other long work on a text, in the same threads.
 
-        size  in characters or tokens;  salt  of the request: what stands before a colon is its
-              tenant's, see LONG
+        size  in characters or tokens;  salt  of the request: the part before a colon names its
+              tenant, see LONG
         """
         if size <= LONG:
             return await self._pool.run(work)

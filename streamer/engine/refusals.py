@@ -1,7 +1,7 @@
-"""Why an engine takes no requests: not loaded yet, draining, or gone for good.
+"""The errors of an engine that takes no requests: not loaded yet, draining, or ended.
 
-The errors that say so, made anew for everybody who is told: an exception carries the traceback of
-whoever raised it. Called by AsyncEngine, and by the server before it asks.
+Each is made anew for every caller, since an exception carries the traceback of each raise. Called
+by AsyncEngine, and by the server before it asks.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def anew(error: E) -> E:
 
 
 def loading() -> Overloaded:
-    """It will take them."""
+    """Not loaded yet: requests are taken later."""
     return Overloaded(
         "the model is still loading", retry_after_s=LOADING_RETRY_S, code="model_loading"
     )
 
 
 def draining() -> Overloaded:
-    """It takes none any more."""
+    """Shutting down: no new requests are taken."""
     return Overloaded(
         "the server is shutting down", retry_after_s=DRAINING_RETRY_S, code="draining"
     )
@@ -48,7 +48,7 @@ def cut_off() -> Overloaded:
 
 
 def forked(pid: int) -> EngineDead:
-    """It was started in another process, of which this one is a child."""
+    """The engine was started in process `pid`, and this process is a forked child of it."""
     return EngineDead(
         f"this engine's threads are in process {pid}, and not in the child that was forked from "
         f"it: make an engine there",
@@ -57,7 +57,7 @@ def forked(pid: int) -> EngineDead:
 
 
 def gone(death: EngineDead | None) -> EngineDead:
-    """It has ended: of what it died, or closed in order."""
+    """The engine has ended: by `death`, or closed in order (None)."""
     if death is None:
         return EngineDead("the engine is closed", code="engine_closed")
     return anew(death)

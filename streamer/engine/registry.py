@@ -21,7 +21,7 @@ MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 
 
 class Kept(NamedTuple):
-    """One finished stream, and since when."""
+    """One finished stream, and when it was kept."""
 
     since: float
     num_bytes: int
@@ -44,26 +44,26 @@ class Retention:
 
     @property
     def num_bytes(self) -> int:
-        """Of all that are kept."""
+        """Of all kept streams."""
         return self._bytes.total()
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def keep(self, stream: TokenStream, tenant: str, now: float) -> None:
-        """One more."""
+        """Keep one more stream."""
         kept = Kept(now, stream.num_bytes, tenant, stream)
         self._kept[stream.request_id] = kept
         self._by_tenant.setdefault(tenant, OrderedDict())[stream.request_id] = None
         self._bytes[tenant] += kept.num_bytes
 
     def get(self, request_id: str) -> TokenStream | None:
-        """A stream that is still here."""
+        """A stream that is still kept."""
         kept = self._kept.get(request_id)
         return None if kept is None else kept.stream
 
     def drop(self, request_id: str) -> TokenStream | None:
-        """Keep it no longer; the stream, if it was here."""
+        """Keep a stream no longer; returns it, if it was kept."""
         kept = self._kept.pop(request_id, None)
         if kept is None:
             return None
@@ -75,7 +75,7 @@ class Retention:
         return kept.stream
 
     def expire(self, now: float) -> None:
-        """Forget what is too old, and what is too much."""
+        """Forget streams older than `max_s`, then those beyond `max_bytes`."""
         while self._kept:
             name, oldest = next(iter(self._kept.items()))
             if oldest.since > now - self._max_s:
@@ -122,7 +122,7 @@ class Registry:
 
     @property
     def retained_bytes(self) -> int:
-        """About what they occupy."""
+        """About the bytes of memory of the retained streams."""
         return self._retained.num_bytes
 
     def live(self) -> list[TokenStream]:
@@ -138,7 +138,7 @@ class Registry:
         return stream
 
     def is_taken(self, request_id: str) -> bool:
-        """Whether a request has this id, or the news of one that had it may still come."""
+        """Whether a request has this id, or finishes of one that had it are still to come."""
         return request_id in self._leaving or self.get(request_id) is not None
 
     def forget(self, request_id: str) -> None:
@@ -150,10 +150,10 @@ class Registry:
             self._live[request_id].is_kept = False
 
     def require_room(self, asking: Asking, max_queue: int, max_num_seqs: int) -> None:
-        """Overloaded if it can't wait: the queue is full, or it would wait for too long.
+        """Raise Overloaded if a request can't wait: the queue is full, or the wait too long.
 
-        More than `max_queue` choices never wait; idle rows are no queue. Of those with a key, one
-        has at most as many as it leaves free, so that there is always room for another.
+        At most `max_queue` choices wait, those for idle rows not counted. A tenant with a key has
+        at most as many places as it leaves free, so that there is always room for another.
         """
         load, n = self._load, asking.n
         waiting, own = load.num_waiting_rows, load.waiting_rows(asking.tenant)
@@ -178,7 +178,7 @@ class Registry:
             )
 
     def add(self, stream: TokenStream, asking: Asking) -> int | None:
-        """A new request; if it wants that, its place in the queue as far as is known here."""
+        """A new request; returns its place in the queue, as known here, if it asks for that."""
         place = self.num_waiting + self._num_returning if asking.wants_place else None
         if place is not None:
             stream.notify(Notice(stream.request_id, NoticeKind.WAITING, position=place))
@@ -194,7 +194,7 @@ class Registry:
         return place
 
     def hold(self, request_id: str, is_held: bool) -> None:
-        """A stream has just been paused, or is no longer: its rows are others' meanwhile."""
+        """A stream was paused, or its pause has ended: others may have its rows in between."""
         stream = self._live.get(request_id)
         if stream is None:
             return
@@ -204,7 +204,7 @@ class Registry:
             self._load.hold(request_id, is_held)
 
     async def wait_quiet(self) -> None:
-        """Until nothing is live."""
+        """Wait until no request is live."""
         await self._is_quiet.wait()
 
     def distribute(self, output: StepOutput) -> None:
@@ -252,7 +252,7 @@ class Registry:
                     del self._leaving[finish.request_id]
 
     def fail(self, stream: TokenStream, error: StreamerError) -> None:
-        """End a live stream with an error, sooner than the scheduler does."""
+        """End a live stream with an error, before the scheduler ends its request."""
         self._leaving[stream.request_id] = stream.finishes.count(None)
         stream.fail(error)
         self._retire(stream, FinishReason.FAILED)
@@ -263,7 +263,7 @@ class Registry:
             self.fail(stream, error)
 
     def _retire(self, stream: TokenStream, reason: FinishReason) -> None:
-        """From live to retained, within the bounds."""
+        """Move a stream from live to retained, within the bounds."""
         del self._live[stream.request_id]
         tenant = self._load.ended(stream.request_id, time.perf_counter())
         self.num_ended[reason] += 1

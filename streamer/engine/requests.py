@@ -1,7 +1,7 @@
-"""What a request is before it is queued: its fields, every check, and the command it becomes.
+"""A request before it is queued: its fields, every check, and the command made from it.
 
-Pure functions over values, called by AsyncEngine.submit on the loop; whatever can be refused is
-refused here, so that the scheduler never sees a request it can't serve.
+Pure functions over values, called by AsyncEngine.submit on the loop; a request that can't be served
+is refused here, so that the scheduler never gets it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from streamer.engine.flow import Limits
 from streamer.errors import InvalidRequest
 
 MAX_PRIORITY = 1 << 31
-MAX_S = 1e9  # of what a request may name; timers take no more than a float
+MAX_S = 1e9  # of a request's times; timers take no more than a float
 
 
 class Asking(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request wants of the queue.
+    """What a request asks of the queue.
 
     priority    lower runs first
-    tenant      whose it is
+    tenant      its owner
     n           choices
-    patience_s  it is refused where it would wait for longer; None: it waits
+    patience_s  it is refused if it would wait for longer; None: it waits
     wants_place  its place in the queue is sent to its readers
     """
 
@@ -46,15 +46,15 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt      token ids, at least one
     request_id  drawn if empty; refused if it is live or still retained
     priority    lower runs first
-    tenant      whose it is: requests of one priority share fairly between tenants
+    tenant      its owner: requests of one priority share fairly between tenants
     cache_salt  blocks are shared only between requests of the same salt
     share_with  id of a request to fork from: its blocks serve as far as the tokens agree
     detach_s    seconds it runs on after its last reader left; None: for ever
     window      output tokens its furthest reader may lag before it is paused; 0: never paused
     wants_place  its readers are sent its place in the queue while it waits
-    max_wait_s  it is refused where it is expected to wait for longer; None: never for that
-    deadline_s  seconds from now after which nobody wants it: it is refused where it would not have
-                begun by then, and ended with DeadlineExceeded
+    max_wait_s  it is refused if it is expected to wait for longer; None: never for that
+    deadline_s  seconds from now after which it is useless: it is refused if it is not expected to
+                begin by then, and otherwise ended then with DeadlineExceeded
     context     kept beside the tokens as long as they are, counted with `context_bytes`
     """
 
@@ -90,7 +90,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def asking(self) -> Asking:
-        """What it wants of the queue."""
+        """The part that concerns the queue."""
         limits = [s for s in (self.max_wait_s, self.deadline_s) if s is not None]
         return Asking(
             priority=self.priority,
@@ -134,7 +134,7 @@ def accept(
 
 
 def limits_of(request: GenerateRequest, config: Config) -> Limits:
-    """How far its readers may lag, and how long it does without them."""
+    """How far the request's readers may lag, and how long it runs without them."""
     return Limits(request.window, request.detach_s, config.pause_timeout, config.detach_timeout)
 
 
@@ -151,7 +151,7 @@ def build_add(
     block_hashes: tuple[bytes, ...],
     place: int | None,
 ) -> Add:
-    """The command that enters the scheduler, of a request that was accepted."""
+    """The scheduler's command for an accepted request."""
     params = request.params
     ends = () if params.ignore_eos else info.eos_token_ids
     return Add(

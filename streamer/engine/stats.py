@@ -1,7 +1,7 @@
-"""What the engine says of itself: a Snapshot of one moment, and tallies.
+"""The engine's counts: a Snapshot of one moment, and tallies.
 
 Snapshots are made by AsyncEngine.snapshot on the loop, with the scheduler's counts after the last
-step. A Tally is a histogram's counts without a name, a lock or a label: metrics.py exposes it.
+step. A Tally is a histogram's counts without name, lock or label; server/telemetry exposes it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PHASE_S = (
 class Tally:
     """Observations by bucket, and their sum; 0.2 us each, a sixth of prometheus_client's own.
 
-    counts  one a bound, at most that much, and one for what is beyond the last; not cumulative
+    counts  values up to each bound (above the one before), then those above the last bound
     """
 
     __slots__ = ("bounds", "counts", "total")
@@ -45,7 +45,7 @@ class Tally:
 
 
 class RecentMax:
-    """The largest of what was seen in the last `window_s` seconds, to a second; 0.2 us a value.
+    """The maximum of the values of the last `window_s` seconds, to a second; 0.2 us a value.
 
     Times are seconds of one clock, rising. Reading changes nothing, so any number may read.
     """
@@ -57,7 +57,7 @@ class RecentMax:
         self._seconds: deque[tuple[int, float]] = deque(maxlen=window_s + 1)  # each with its max
 
     def observe(self, value: float, now: float) -> None:
-        """See one value."""
+        """Record one value, seen at `now`."""
         second = int(now)
         if not self._seconds or self._seconds[-1][0] != second:
             self._seconds.append((second, value))
@@ -65,13 +65,13 @@ class RecentMax:
             self._seconds[-1] = (second, value)
 
     def read(self, now: float) -> float:
-        """The maximum; 0 if nothing was seen."""
+        """The maximum; 0 without a value."""
         first = int(now) - self._window_s
         return max((value for second, value in self._seconds if second >= first), default=0.0)
 
 
 class PhaseTallies:
-    """How long each phase of a step took, of all steps so far."""
+    """Seconds of each phase of a step, over all steps so far."""
 
     __slots__ = ("by_phase",)
 
@@ -120,7 +120,7 @@ def take_snapshot(
     step: StepStats,
     max_loop_lag_s: float,
 ) -> Snapshot:
-    """What the engine says, with the counts of its streams."""
+    """A Snapshot, with the counts of the engine's streams."""
     ended = streams.num_ended
     return Snapshot(
         state=state,

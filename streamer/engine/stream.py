@@ -29,7 +29,7 @@ STREAM_BYTES = 1300  # of a stream without its choices
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """Seconds of one request's life; None: it has not come so far.
+    """Seconds of one request's phases; None: not reached yet.
 
     queue_s        from submission until it first ran;  prefill_s from then to the first token
     first_token_s  from submission to the first token
@@ -67,12 +67,12 @@ class Timing(msgspec.Struct, frozen=True):
 
 
 class Reader:
-    """One cursor into a stream: what it has been given, and what waits for it.
+    """One reader's cursors in a stream, and the notices it has not taken yet.
 
     Made by TokenStream.attach, which owns every field; the caller keeps it to take and detach.
 
     on_news     called when there is something to take, and when nothing more will come
-    is_dropped  it was sent away for its lag, and is detached
+    is_dropped  it was dropped for its lag, and is detached
     """
 
     __slots__ = (
@@ -98,12 +98,12 @@ class Reader:
 
     @property
     def position(self) -> int:
-        """Output tokens it has consumed."""
+        """Output tokens the reader has consumed."""
         return self.taken if self.acknowledged is None else self.acknowledged
 
 
 class TokenStream:
-    """The output of one request, to be read by anybody, any number of times, from anywhere.
+    """The output of one request, for any number of readers, each from any token on.
 
     seed           the one used, drawn or given; params has it too, and the clamped max_tokens
     created        unix seconds
@@ -111,10 +111,10 @@ class TokenStream:
                    request named in share_with; known once it runs
     copied_tokens  those copied out of shared blocks before a write (see Finish); final at its end
     finishes       a Finish for each choice that has ended
-    prompt_logprobs  one a prompt token but the first, where they were asked for: all are there
-                   before the first output token
+    prompt_logprobs  one a prompt token but the first, if asked for: complete before the first
+                   output token
     error          what ended the stream without finishes: the engine's death
-    context        whatever its maker wants to find again beside the tokens
+    context        GenerateRequest.context, unchanged
     is_kept        it is retained after its end
     is_cut_off     a shutdown cancels it: its finishes have `detail` SHUTDOWN
     observers      called when it starts, gets its first token, and ends; must not raise
@@ -166,7 +166,7 @@ class TokenStream:
 
     @property
     def seed(self) -> int:
-        """The 64-bit key of its noise."""
+        """The 64-bit key of the request's noise."""
         return self.params.seed or 0
 
     @property
@@ -181,14 +181,14 @@ class TokenStream:
 
     @property
     def num_bytes(self) -> int:
-        """About what it occupies, for retention."""
+        """About the bytes of memory the stream occupies, for retention."""
         asked = PROMPT_TOKEN_BYTES * len(self.prompt) + bytes_of_params(self.params)
         made = sum(c.num_bytes for c in self._choices) + bytes_of(self.prompt_logprobs)
         return asked + made + self._context_bytes + STREAM_BYTES
 
     @property
     def is_paused(self) -> bool:
-        """Whether the scheduler was asked to pause it."""
+        """Whether the scheduler was asked to pause the request."""
         return self._flow.is_paused
 
     @property
@@ -198,12 +198,12 @@ class TokenStream:
 
     @property
     def is_started(self) -> bool:
-        """Whether it has ever run."""
+        """Whether the request has ever run."""
         return self._started is not None
 
     @property
     def is_scheduled(self) -> bool:
-        """Whether it has run and is not paused: it has slots, or waits to have them back."""
+        """Whether the request ran and is not paused: it has rows, or waits to have them back."""
         return self.is_started and not self.is_paused
 
     @property
@@ -213,7 +213,7 @@ class TokenStream:
 
     @property
     def timing(self) -> Timing:
-        """Its times so far."""
+        """The request's times so far."""
         marks = (self._submitted, self._started, self._first, self._last, self._ended)
         return Timing.of(*marks, num_tokens=self._head)
 
@@ -222,12 +222,12 @@ class TokenStream:
         return self._choices[choice].text_from(0)
 
     def text_before(self, token: int, choice: int = 0) -> str:
-        """The text of the first `token` output tokens, as far as they had released it."""
+        """The text that the first `token` output tokens had released."""
         whole = self.text(choice)
         return whole[: len(whole) - len(self._choices[choice].text_from(token))]
 
     def has_rest(self, choice: int = 0) -> bool:
-        """Whether the end released text that no token had."""
+        """Whether the choice's end released text that no token had."""
         return self._choices[choice].has_rest
 
     def num_shown(self, end: int, choice: int = 0) -> int:
@@ -274,7 +274,7 @@ class TokenStream:
             self.detach(me)
 
     async def wait(self) -> None:
-        """Until it is finished, as a reader that takes everything; raises what ended it."""
+        """Wait for the end, as a reader that takes everything; raises the stream's error."""
         heads = [len(c.tokens) for c in self._choices]
         async with aclosing(self.read(heads)) as batches:
             async for _ in batches:
@@ -286,7 +286,7 @@ class TokenStream:
         return self._num_readers
 
     def acknowledge(self, reader: int, n: int) -> None:
-        """This reader has consumed `n` output tokens in all; repeats and old news are harmless."""
+        """The reader has consumed `n` output tokens in all; repeated or lower `n` are harmless."""
         for each in self._readers:
             if each.number == reader:
                 each.acknowledged = max(each.acknowledged or 0, min(n, self._head))
@@ -326,8 +326,8 @@ class TokenStream:
     def cursors_at(self, after: int | Sequence[int]) -> list[int]:
         """A cursor in each choice, none beyond what is there.
 
-        Raises InvalidRequest for one that no reader can have: what has ended may be passed (its end
-        is a number too), but tokens that are not made yet have not been seen.
+        Raises InvalidRequest for a cursor beyond the tokens of a choice that has not ended; in one
+        that has ended (its end has a number too) it is cut to the last.
         """
         n = self.params.n
         cursors = [after] * n if isinstance(after, int) else list(after)
@@ -366,7 +366,7 @@ class TokenStream:
         return items
 
     def took(self, reader: Reader) -> None:
-        """The reader has consumed what it was given."""
+        """The reader has consumed what `take` gave it."""
         reader.taken = sum(reader.cursors)
         if self._flow.is_behind:
             self._follow_lag()
@@ -374,7 +374,7 @@ class TokenStream:
     def is_over(self, reader: Reader) -> bool:
         """Whether nothing more comes to a reader that was given everything so far.
 
-        Raises ReaderTooSlow where it was sent away, and what ended the stream without finishes.
+        Raises ReaderTooSlow if the reader was dropped, or the error that ended the stream.
         """
         if reader.is_dropped:
             raise ReaderTooSlow(
@@ -386,7 +386,7 @@ class TokenStream:
         return self.is_finished
 
     def detach(self, reader: Reader) -> None:
-        """The reader reads no more: the last one's going may cancel the request."""
+        """Remove a reader; removing the last one may cancel the request."""
         if reader.is_dropped:
             return
         self._readers.remove(reader)
@@ -395,14 +395,14 @@ class TokenStream:
         self._follow_lag()
 
     def miss(self) -> None:
-        """The reader it was made for will not come: as if its last reader had left."""
+        """The expected reader will not come: as if the last reader had left."""
         if not self._readers:
             self._flow.missed()
 
     # ------------------------------------------------------------ flow control
 
     def hold(self, is_held: bool) -> None:
-        """Pause it for its caller, whatever its readers do, or stop doing so."""
+        """Pause the request for its caller, whatever its readers do, or end that pause."""
         self._flow.hold(is_held)
 
     def _follow_lag(self) -> None:
@@ -412,7 +412,7 @@ class TokenStream:
             self._flow.follow(lag)
 
     def drop(self, reader: int) -> None:
-        """Send a reader away whose transport takes nothing: its `read` raises ReaderTooSlow."""
+        """Drop a reader whose transport takes nothing: its `read` raises ReaderTooSlow."""
         self._drop([r for r in self._readers if r.number == reader])
 
     def _drop(self, readers: Sequence[Reader]) -> None:
@@ -447,7 +447,7 @@ class TokenStream:
             self._close(finish)
 
     def notify(self, notice: Notice) -> None:
-        """What happens while nothing streams."""
+        """Pass a notice to the readers; the first RUNNING starts the stream's times."""
         if notice.kind is NoticeKind.RUNNING and self._started is None:
             self._started = time.perf_counter()
             self.cached_tokens = notice.cached_tokens
@@ -459,7 +459,7 @@ class TokenStream:
             reader.notices[notice.kind] = notice
 
     def fail(self, error: StreamerError) -> None:
-        """End it without finishes, and wake its readers."""
+        """End the stream with an error, without finishes, and wake its readers."""
         if not self.is_finished:
             self.error = error
             self._over()
@@ -477,7 +477,7 @@ class TokenStream:
     def _over(self) -> None:
         self._ended = time.perf_counter()
         self._tell_observers()
-        self.observers.clear()  # they know other streams, which would be kept as long as this one
+        self.observers.clear()  # they hold other streams, which would be kept as long as this one
         self._flow.over()
 
     def _tell_observers(self) -> None:
@@ -485,7 +485,7 @@ class TokenStream:
             observer(self)
 
     def wake(self) -> None:
-        """Tell the readers that there is something; those who take it at once have no lag."""
+        """Call the readers' `on_news`; a reader that takes it at once has no lag."""
         for reader in self._readers:
             reader.on_news()
         if self._head > self._calm_until and self._flow.limits.window:

@@ -1,8 +1,8 @@
-"""Watch: looks at the scheduler from the loop, shared by everybody who looks.
+"""Watch: looks at the scheduler from the loop, shared by all callers.
 
-Owns the clock of the looks: at most one every INTERVAL_S, however many look, and none when nobody
-does. The GPU thread answers each with one SchedulerView; every caller gets its own part of it. Made
-by AsyncEngine, called on the loop.
+Owns the clock of the looks: at most one every INTERVAL_S for any number of callers, and none
+without callers. The GPU thread answers each with one SchedulerView; every caller gets the part of
+its own key. Made by AsyncEngine, called on the loop.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_FOLLOWERS: Final = 32
 class Watch:
     """One look at a time.
 
-    ask  sends what is wanted to the GPU thread; its answers come to `on_view` in the same order
+    ask  sends a Wanted to the GPU thread; the answers come to `on_view` in the same order
     """
 
     def __init__(self, ask: Callable[[Wanted], None]) -> None:
@@ -37,13 +37,13 @@ class Watch:
 
     @property
     def num_followers(self) -> int:
-        """How many follow now."""
+        """Readers in `follow` now."""
         return self._followers.total()
 
     async def look(self, owner: str = "") -> SchedulerView:
-        """The scheduler at the next tick; steps are in it while anybody follows.
+        """The scheduler at the next tick; steps are in it while a reader follows.
 
-        owner  salts that begin so are the caller's: others' requests are counted, not listed
+        owner  prefix of the caller's salts: others' requests are counted, not listed
 
         Raises Overloaded before the engine is started, EngineDead when it has ended or does so now.
         """
@@ -56,15 +56,15 @@ class Watch:
         if self._ticking is None:
             self._ticking = asyncio.create_task(self._tick())
         try:
-            return await asyncio.shield(future)  # one caller's leaving is not the others'
-        except StreamerError as e:  # nor is one caller's traceback
+            return await asyncio.shield(future)  # cancelling one caller leaves the others
+        except StreamerError as e:  # each caller has a traceback of its own
             raise anew(e) from e.__cause__
 
     async def follow(self, owner: str = "") -> AsyncGenerator[SchedulerView, None]:
         """A view a tick, each with the steps since the one before; to be closed (`aclosing`).
 
-        Who comes back late misses steps: their numbers tell. Raises Overloaded if too many follow:
-        of those with a key, one has at most as many places as it leaves free.
+        A late reader misses steps, which shows in their numbers. Raises Overloaded if too many
+        follow: a key's readers take at most as many places as they leave free.
         """
         free, own = MAX_FOLLOWERS - self.num_followers, self._followers[owner]
         if not free or (owner and own >= free):
@@ -88,13 +88,13 @@ class Watch:
             future.set_result(view)
 
     def close(self, error: StreamerError) -> None:
-        """No more answers: everybody who waits gets the error."""
+        """No more answers: all waiting callers get the error."""
         self._end = error
         asked, self._asked = self._asked, deque()
         for future in (*asked, *self._waiting.values()):
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # seen, also when nobody waits any more
+                future.exception()  # marked as seen, in case no caller waits any more
         self._waiting.clear()
 
     def _send(self, wanted: Wanted) -> asyncio.Future[SchedulerView]:
@@ -104,7 +104,7 @@ class Watch:
         return future
 
     async def _tick(self) -> None:
-        """Ask while anybody waits, then end."""
+        """Ask while a caller waits, then end."""
         loop = asyncio.get_running_loop()
         try:
             while self._waiting:
