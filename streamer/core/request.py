@@ -28,7 +28,7 @@ class Status(enum.Enum):
 
 
 class Event(enum.Enum):
-    """What can happen to a request."""
+    """An event in TRANSITIONS."""
 
     ADMIT = "admit"
     PAUSE = "pause"
@@ -60,7 +60,7 @@ MAY_BE_ADMITTED = frozenset((Status.WAITING, Status.PREEMPTED, Status.SWAPPED, S
 
 
 class Sequence:
-    """One choice: its tokens and how far the cache is.
+    """One choice: its tokens and how many of them are computed.
 
     num_computed  tokens whose KV is (or will be, by launched plans) in `blocks`
     num_pending   tokens drawn by launched plans that `apply` has not seen yet

@@ -35,7 +35,7 @@ MAX_ID = 1 << 62  # the vocabulary's own size is checked where it is known
 
 
 class Field(msgspec.Struct, frozen=True):
-    """What is known of a parameter besides its name, type and default.
+    """A parameter's help, limits and uses, beside its name, type and default.
 
     help           for `--help` and /openapi.json
     bounds         minimum and maximum of a number, of each number in a list or mapping

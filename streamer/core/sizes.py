@@ -22,7 +22,7 @@ BATCHED_TOKENS, CPU_BATCHED_TOKENS = 2048, 512
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known once a model is loaded.
+    """Names and sizes of a loaded model.
 
     name                 the served name
     dtype                "float32" or "bfloat16", as computed

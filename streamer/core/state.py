@@ -178,7 +178,7 @@ class News:
         return len(self._notices)
 
     def take(self) -> tuple[tuple[Finish, ...], tuple[Notice, ...]]:
-        """What was noted since the last call."""
+        """The finishes and notices since the last call."""
         finishes, notices = self._finishes, self._notices
         if finishes:
             self._finishes = []

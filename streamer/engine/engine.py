@@ -135,7 +135,7 @@ class AsyncEngine:
 
     @property
     def is_dead(self) -> bool:
-        """Whether it stopped by an error; `death` says which. False after an orderly `aclose`."""
+        """Whether the engine stopped by an error, `death`. False after an orderly `aclose`."""
         return self.death is not None
 
     @property
@@ -377,7 +377,7 @@ class AsyncEngine:
     # ------------------------------------------------------------ seen from outside
 
     def snapshot(self) -> Snapshot:
-        """Everything countable, now."""
+        """The engine's state and counts now."""
         max_lag_s = self._lag_s.read(time.perf_counter())
         state = "draining" if self.is_draining and self._state == "ready" else self._state
         return take_snapshot(self._streams, state=state, step=self.stats, max_loop_lag_s=max_lag_s)

@@ -80,7 +80,7 @@ class _Worker:
                     self.job = job
                 if not job.future.done():  # else its caller is gone, or the pool is closed
                     result = job.work()
-            except BaseException as e:  # whatever it was, its caller waits
+            except BaseException as e:  # of any kind: the job's caller waits
                 error = e
             finally:
                 with self._lock:
@@ -128,7 +128,7 @@ class Pool:
         self.is_hung = False
 
     async def run(self, work: Callable[[], T]) -> T:
-        """What `work` returns or raises.
+        """Run `work` in a thread: its result or error.
 
         Raises RequestFailed if the work is given up, and after `close` the error given there.
         """

@@ -32,8 +32,8 @@ class Kept(NamedTuple):
 class Retention:
     """Finished streams for late readers: `max_s` seconds, within `max_bytes`.
 
-    Beyond the bytes the tenant that holds most loses its oldest, so that no tenant pushes out
-    what others come back for.
+    Beyond `max_bytes` the tenant with the most bytes loses its oldest stream, so that no tenant
+    pushes out the streams of others.
     """
 
     def __init__(self, max_s: float, max_bytes: int) -> None:
@@ -51,7 +51,6 @@ class Retention:
         return len(self._kept)
 
     def keep(self, stream: TokenStream, tenant: str, now: float) -> None:
-        """Keep one more stream."""
         kept = Kept(now, stream.num_bytes, tenant, stream)
         self._kept[stream.request_id] = kept
         self._by_tenant.setdefault(tenant, OrderedDict())[stream.request_id] = None

@@ -39,7 +39,6 @@ class Tally:
         self.total = 0.0
 
     def observe(self, value: float) -> None:
-        """Count one value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
@@ -79,7 +78,6 @@ class PhaseTallies:
         self.by_phase = {phase: Tally(PHASE_S) for phase in PHASES}
 
     def saw(self, times: StepTimes) -> None:
-        """Count one step."""
         schedule, launch, collect, apply = self.by_phase.values()
         schedule.observe(times.schedule_s)
         launch.observe(times.launch_s)

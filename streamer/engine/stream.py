@@ -171,7 +171,6 @@ class TokenStream:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
         return len(self.prompt)
 
     @property
@@ -247,7 +246,7 @@ class TokenStream:
     async def read(
         self, after: int | Sequence[int] = 0, *, reader: int | None = None
     ) -> AsyncGenerator[list[Delta | Notice], None]:
-        """Everything beyond the cursor, then what comes, one list a wake-up; ends with the stream.
+        """All output beyond the cursor, then new output, a list per wake-up; ends with the stream.
 
         after   output tokens already seen: one number for every choice, or one a choice
         reader  a number from `new_reader`, for one that will acknowledge
@@ -346,7 +345,7 @@ class TokenStream:
         return cursors
 
     def take(self, reader: Reader) -> list[Delta | Notice]:
-        """What is beyond the reader's cursors; moves them."""
+        """The notices and tokens beyond the reader's cursors, which move to the end."""
         items: list[Delta | Notice] = []
         if reader.notices:
             items.extend(reader.notices.values())
