@@ -74,7 +74,7 @@ def make_checkpoint(
     model = getattr(transformers, model_name)(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias"):  # transformers starts them at zero
+            if name.endswith("bias"):  # transformers initializes these to zero
                 parameter.normal_(0.0, 0.3)
             elif "norm" in name or "ln_" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.2)

@@ -1,5 +1,6 @@
-"""What every test shares: an environment without settings, offline, hypothesis' profiles, and the
-sums that a run prints at its end."""
+"""Shared by all tests: an environment without settings, offline, hypothesis' profiles, and the sums
+that a run prints at its end.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shape of the code, proved on its syntax trees.
+"""The structure of the code, checked on its syntax trees.
 
 Which room may import which, how long functions and files may be, what must not be in them, and
 what stands at the top of the repository. Every rule is first tried on small bad snippets.
@@ -55,7 +55,7 @@ def _room(rooms: str = "", packages: str = "", **more: str | frozenset[str]) -> 
 
 
 # Rooms that wire others together import them inside functions; the pure core's values are free.
-# Nobody imports these five at module level.
+# No room imports these five at module level.
 LAZY = frozenset(["build", "inside", "cli", "demo", "cluster"])
 ROOMS = {
     "errors": _room(),
@@ -88,7 +88,7 @@ ROOMS = {
 # What a folder of the server may import of the rest of the server, at any level.
 SERVER_FOLDERS = {
     "openai": frozenset(["transport.frames"]),  # pure: bodies and events, no connection
-    "transport": frozenset(["openai.common", "service"]),  # of the first the body of an error
+    "transport": frozenset(["openai.common", "service"]),  # common: only an error's body
     "telemetry": frozenset[str](),
 }
 OPEN_ROOMS = frozenset(["errors", "config", "package"])
@@ -199,7 +199,7 @@ def size_faults(source: str, tree: ast.Module, module: str) -> Iterator[str]:
 
 
 def contract_faults(tree: ast.Module, module: str) -> Iterator[str]:
-    """A module says what it owns; all but package files in at least two lines."""
+    """A module docstring says what the module owns; two lines or more, but in package files."""
     doc = ast.get_docstring(tree)
     if not doc:
         yield f"{module}: no contract"
@@ -293,7 +293,7 @@ def test_the_rooms_are_there() -> None:
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    """No circles: imports inside functions and under TYPE_CHECKING count too."""
+    """No cycles: imports inside functions and under TYPE_CHECKING count too."""
     names = {module_of(path).removesuffix(".__init__"): path for path in PRODUCT}
     graph = {
         name: {
@@ -304,7 +304,7 @@ def test_no_module_imports_itself_through_others() -> None:
         }
         for name, path in names.items()
     }
-    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, with the circle
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, with the cycle
 
 
 def test_top_of_the_repository() -> None:
@@ -320,7 +320,7 @@ TORCH_FREE = "tokenizer core.scheduler engine.engine server.lifecycle fake.model
 
 @pytest.mark.parametrize("module", [f"streamer.{name}" for name in TORCH_FREE.split()])
 def test_torch_is_not_loaded(module: str) -> None:
-    """What the table says of the text holds for the process, dependencies included."""
+    """What the table says of the source holds for the process, dependencies included."""
     script = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr or f"{module} loads torch"

@@ -74,7 +74,7 @@ LLAMA = {
 def test_only_texts_and_the_weights_that_will_be_read_are_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], is_served: bool
 ) -> None:
-    """Weights not at all where config.json can't be served."""
+    """No weights at all where config.json can't be served."""
     import huggingface_hub
 
     asked: list[tuple[str, str | None]] = []

@@ -35,7 +35,7 @@ HEAVY = ("torch", "transformers", "starlette", "uvicorn", "rich", "numpy", "webs
 
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["serve", "--help"], ["chat", "-h"]])
 def test_help_imports_nothing_heavy(words: list[str]) -> None:
-    """No timing: what makes `--help` slow is what it loads."""
+    """Imports are checked instead of times: what makes `--help` slow is what it loads."""
     script = (
         "import sys; from streamer.cli import main\n"
         f"code = main({words!r})\n"

@@ -25,7 +25,7 @@ DEADLINE_S = 60.0
 
 
 def numbers(text: str) -> list[int]:
-    """The fake model's answer, which counts; fails unless it does."""
+    """The numbers in the fake model's answer; fails unless they count up."""
     found = [int(word) for word in text.split()]
     assert found
     assert found == list(range(found[0], found[0] + len(found)))
@@ -91,7 +91,7 @@ def server(*words: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
         assert process.stderr is not None
         is_json = "json" in words
         announced = ""
-        for line in process.stderr if is_json else process.stdout:  # ends where the process does
+        for line in process.stderr if is_json else process.stdout:  # ends when the process ends
             announced += line
             if ('"started"' if is_json else "serving on") in line:
                 break
@@ -215,7 +215,7 @@ def test_piped_lines_without_an_answer_are_a_failure(
 def test_chat_without_a_server_says_so_before_it_asks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a terminal too: a person has typed nothing in vain."""
+    """On a terminal too, so that nothing is typed in vain."""
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks"))
     assert main(["chat", "--url", "127.0.0.1:9"]) == 1
     told = capsys.readouterr()

@@ -177,7 +177,7 @@ class Scripted:
 def conversation(
     monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException], system: str | None = None
 ) -> tuple[Scripted, list[Message], str]:
-    """What was asked, the conversation at the end, and the screen."""
+    """The questions, the conversation at the end, and the screen."""
     typed = iter([*lines, EOFError])
 
     def read(*_: object) -> str:

@@ -1,4 +1,4 @@
-"""Config: its sources and their order, its bounds, and refusals that name what is wrong."""
+"""Config: its sources and their order, its bounds, and refusals that name the field."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_more_choices_than_the_queue_takes_wait_their_turn() -> None:
 
 
 def test_threads_that_ask_at_once_share_the_queue() -> None:
-    """Its bound holds for all calls together: no thread is told that the server is overloaded."""
+    """The queue's bound holds for all calls together: no thread gets an overload error."""
     with LLM("fake", max_num_seqs=2, max_queue=1) as llm, ThreadPoolExecutor(8) as threads:
         params = SamplingParams(n=2, max_tokens=5)
         calls = [threads.submit(llm.generate, ["count"] * 4, params) for _ in range(8)]
@@ -187,7 +187,7 @@ def test_closing_ends_its_threads_and_refuses_what_follows() -> None:
 
 
 def test_what_other_threads_wait_for_ends_when_it_is_closed() -> None:
-    """Whether it runs, waits its turn or comes just then; and one thread may close it, or two."""
+    """Whether a call runs, waits or has just begun; one thread may close it, or two."""
     for _ in range(5):
         llm = LLM("fake", max_num_seqs=2, max_queue=1)
         ends: Queue[StreamerError] = Queue()

@@ -27,7 +27,7 @@ CALL = "import sys, backend; print(getattr(backend, sys.argv[1])(sys.argv[2]))"
 
 
 def call(source: Path, hook: str, out: Path, **environment: str) -> Path:
-    """What pip does in an environment that has all that the hook requires."""
+    """A hook's call as pip makes it, in an environment that has all that the hook requires."""
     done = subprocess.run(
         [sys.executable, "-c", CALL, hook, str(out)],
         cwd=source,
@@ -50,7 +50,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ).stdout
     for name in filter(None, listed.split("\0")):
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
-        if (ROOT / name).exists() or (ROOT / name).is_symlink():  # or it was removed just now
+        if (ROOT / name).exists() or (ROOT / name).is_symlink():  # it may have been removed since
             shutil.copy2(ROOT / name, tree / name, follow_symlinks=False)
     (tree / "web" / "node_modules").symlink_to(ROOT / "web" / "node_modules")
     return call(tree, "build_sdist", out)
@@ -90,7 +90,7 @@ def test_an_sdist_has_the_built_page_and_what_builds_a_wheel_of_it(unpacked: Pat
     names = {str(p.relative_to(unpacked)) for p in unpacked.rglob("*") if p.is_file()}
     assert {"pyproject.toml", "README.md", "LICENSE"} <= names
     assert {"web/backend.py", "web/build_page.py", "streamer/web/index.html"} <= names
-    assert "web/package.json" not in names  # by that the backend knows there is nothing to build
+    assert "web/package.json" not in names  # without package.json the backend does not build
     assert not [name for name in names if "node_modules" in name]
 
 
@@ -103,7 +103,7 @@ def test_a_wheel_has_the_page_and_everything_that_index_names(wheel: set[str]) -
             assert [name for name in page if re.fullmatch(pattern, name)], (kind, suffix)
 
 
-# What is used in a checkout alone.
+# Files that are used in a checkout alone.
 LEFT_OUT = (
     "streamer/demo/draft/",
     "streamer/demo/training",  # the folder, and what the training noted in a file

@@ -1,4 +1,4 @@
-"""The package's own names: what a program imports from `streamer`, and what that loads."""
+"""The package's public names: what a program imports from `streamer`, and what it loads."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_make_has_what_it_is_asked_for() -> None:
 
 @pytest.mark.parametrize("page", TEXTS)
 def test_flags_in_the_text_exist(page: str) -> None:
-    """Those of the server by name; a flag of another command stands in a command line."""
+    """A server flag may be named alone; another command's flag stands in a command line."""
     known = {setting.flag for setting in settings()} | {"--config", "--help"} | OTHERS_FLAGS
     lines = " ".join(line for _, line in SHELL)
     for flag in re.findall(r"`(--[a-z][a-z-]+)", FENCED.sub("", TEXTS[page])):
@@ -138,7 +138,7 @@ def test_flags_in_the_text_exist(page: str) -> None:
 
 
 def is_a_flag_of_ours(flag: str) -> bool:
-    """Whether some command has it."""
+    """Whether any command has the flag."""
     quoted = f'"{flag}"'
     folders = (ROOT / "streamer", ROOT / "loadtest")
     files = [file for folder in folders for file in folder.rglob("*.py")]

@@ -1,7 +1,7 @@
-"""What programs and people rely on is still there: flags, routes, fields of bodies, metrics.
+"""Flags, routes, fields of bodies and metrics that programs and people rely on still exist.
 
-surface.json is what there was on 2026-11-22, before the files were moved into rooms. More is
-welcome; what goes needs a line in GONE that says why.
+surface.json lists those of 2026-11-22, before the files were moved into rooms. Additions are free;
+a removal needs a line in GONE that says why.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def missing(before: list[str], now: set[str]) -> set[str]:
 
 @pytest.mark.parametrize("command", BEFORE["flags"])
 def test_no_flag_is_gone(command: str) -> None:
-    """In a process of its own: Locust patches the sockets of the process that asks for its help."""
+    """In a subprocess: Locust patches the sockets of the process that asks for its help."""
     words = [sys.executable, "-m", "streamer", *command.split(), "--help"]
     done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60)
     flags = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", done.stdout))

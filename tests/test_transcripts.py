@@ -36,7 +36,7 @@ ANYTHING, SKIP = "...", "..."
 
 
 class Names:
-    """What the server calls what the page calls resp_1."""
+    """The server's names for those of the page, such as resp_1."""
 
     def __init__(self) -> None:
         self._found: dict[str, str] = {}
@@ -49,7 +49,7 @@ class Names:
 
 
 def same(told: Any, real: Any, names: Names) -> bool:
-    """Whether what the page shows of a value is in it; objects may have more fields."""
+    """Whether a value has all that the page shows; objects may have more fields."""
     if isinstance(told, dict):
         return isinstance(real, dict) and all(
             name in real and same(value, real[name], names) for name, value in told.items()
@@ -99,7 +99,7 @@ def follow(told: Iterator[str], hear: Callable[[], Any], names: Names) -> Iterat
 
 
 def matches(wanted: Any, real: Any, names: Names) -> bool:
-    """As `same`; a delta may have the text of those after it too, and their number."""
+    """As `same`; a delta may also have the text of those after it, and their number."""
     text = text_of(wanted)
     if text and text_of(real).startswith(text) and text_of(real) != text:
         wanted = {k: v for k, v in wanted.items() if k not in ("delta", "sequence_number")}
@@ -133,7 +133,7 @@ def test_exchanges_on_sockets(counting: Running, protocol: str, code: str, form:
 
 
 def test_exchanges_over_http(counting: Running) -> None:
-    """In the order of the page: what one made, another resumes."""
+    """In the order of the page: one exchange makes an answer, another resumes it."""
     names = Names()
     with ExitStack() as answers:
         for code in HTTP:
@@ -153,7 +153,7 @@ def test_exchanges_over_http(counting: Running) -> None:
 
 
 def check_stream(told: list[str], answer: httpx.Response, names: Names) -> None:
-    """Of a stream, each event that is shown; `...` stands for any before the next."""
+    """Each event shown is in the stream; `...` stands for any events before the next."""
     events = sse(answer)
     groups = re.split(r"^< \.\.\.$", "\n".join(told), flags=re.MULTILINE)
     for i, group in enumerate(groups):
@@ -200,7 +200,7 @@ def test_every_field_of_ours_is_told(body: Any) -> None:
 
 
 MIB, KIB = 1 << 20, 1 << 10
-LIMITS = {  # a row's first cell: what its second says
+LIMITS = {  # first cell of a row -> second
     "a body; a WebSocket message": f"{security.MAX_BODY_BYTES // MIB} MiB; "
     f"{socket_events.MAX_MESSAGE_BYTES // MIB} MiB",
     "bodies on their way in, all together": f"{security.MAX_COMING_BYTES // MIB} MiB, and "
@@ -240,7 +240,7 @@ def test_every_metric_is_told(counting: Running) -> None:
 
 
 def test_every_error_code_is_told() -> None:
-    """Those that a request can meet: the server's, and the engine's that reach it."""
+    """The codes that a request can meet: the server's, and the engine's that reach it."""
     ours = {"bad_config", "model_not_supported", "not_enough_memory", "invariant_violated"}
     ours |= {"step_hung", "pool_hung", "engine_forked", "engine_closed", "client_left"}
     found = set()

@@ -27,7 +27,7 @@ def chat(server: Running, **settings: Any) -> ChatOpenAI:
 
 @pytest.fixture
 async def http() -> AsyncIterator[openai.DefaultAsyncHttpxClient]:
-    """Its own would outlive the test's event loop: LangChain keeps one for all."""
+    """LangChain keeps one client for all, which would outlive the test's event loop."""
     async with openai.DefaultAsyncHttpxClient() as client:
         yield client
 

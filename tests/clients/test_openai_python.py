@@ -1,7 +1,7 @@
 """OpenAI's Python package, unchanged: its own reconnection, cut streams, the bundled model.
 
-What else of it is held to is beside the thing it tests: tests/server/test_official_client.py (chat,
-completions, lanes, forks), test_responses.py, test_steer.py.
+Other tests of it are beside what they test: tests/server/test_official_client.py (chat,
+completions, lanes, forks), test_responses.py and test_steer.py in tests/server/responses.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def test_it_reconnects_and_the_answer_goes_on_over_the_socket(relay: Relay) -> N
 
 
 async def test_it_reconnects_and_the_answer_goes_on_over_http(relay: Relay) -> None:
-    """As the package is: the answer is read on where it was cut, its next turn is on the socket."""
+    """Unchanged package: the answer is read over HTTP from the cut on, the next turn by socket."""
     heard, attempts, is_reconnecting = Heard(), [], asyncio.Event()
 
     def note(event: Any) -> None:
@@ -133,7 +133,7 @@ async def test_it_reconnects_and_the_answer_goes_on_over_http(relay: Relay) -> N
 
 
 async def read_turn(connection: Any) -> Any:
-    """The end of the next answer; what was under way when the line was cut may come before it."""
+    """The end of the next answer; events in flight at the cut may come before it."""
     async for event in connection:
         assert event.type != "error", event
         if event.type == "response.completed":
@@ -142,7 +142,7 @@ async def read_turn(connection: Any) -> Any:
 
 
 def test_it_finds_the_server_that_took_the_place_of_one_that_stopped() -> None:
-    """Its creates wait for the new server, which says what it lost and answers the rest."""
+    """Its creates wait for the new server, which reports the lost answer and answers the rest."""
     first = Running(model="fake:tokens_per_s=400", drain_timeout=0.1).start()
     second = Running(port=int(first.url.rpartition(":")[2]))
     codes: list[int] = []
@@ -223,7 +223,7 @@ def test_bundled_chat_streams_what_it_answers_whole(bundled: Running) -> None:
 
 
 async def test_bundled_lanes_and_lineage(bundled: Running) -> None:
-    """Two lanes at once from one answer; each is what the same request says alone."""
+    """Two lanes at once from one answer; each equals the same request run alone."""
     settings: Any = {"model": "streamer-demo", "temperature": 0, "max_output_tokens": 40}
     lanes = {"a": "Why?", "b": "What is a prefix cache?"}
     ends: dict[str, Any] = {}

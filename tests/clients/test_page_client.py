@@ -1,6 +1,6 @@
 """The page's client under Node: its own tests, those against a real server among them, and types.
 
-vitest runs web/test/; its words are shown where it fails.
+vitest runs web/test/; its output is shown when it fails.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def test_its_own_tests(node: Path) -> None:
             PAGE_TEST_KEYED_URL=keyed.url,
             PAGE_TEST_KEY="the-key",
         )
-        server.wait_idle()  # nothing that a client left behind goes on
+        server.wait_idle()  # no request that a client left behind is still running
     finally:
         keyed.stop()
         server.stop()
 
 
 def test_the_lock_file_names_no_host() -> None:
-    """`npm ci` asks the registry of the machine it runs on."""
+    """`npm ci` uses the registry that is configured on the machine."""
     lock = (WEB / "package-lock.json").read_text()
     assert '"integrity": "sha512-' in lock
     assert '"resolved"' not in lock

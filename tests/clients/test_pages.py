@@ -39,5 +39,5 @@ def run_example(server: Running, name: str, code: str) -> str:
 
 @pytest.mark.parametrize(("name", "code"), [e for e in EXAMPLES if "litellm" not in e[1]])
 def test_examples_run_and_say_something(server: Running, name: str, code: str) -> None:
-    """litellm's is run in test_litellm.py, which knows what it leaves behind."""
+    """litellm's example runs in test_litellm.py, which closes the clients it leaves open."""
     assert run_example(server, name, code).strip()

@@ -1,4 +1,4 @@
-"""The questions file is large enough, well formed, and no phrasing asks for two answers."""
+"""The questions file is large enough and well formed, and no phrasing has two answers."""
 
 from collections import defaultdict
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The batches and the schedule of the training, and that a step of it makes a network better."""
+"""The training's batches and schedule, and that a training step improves a network."""
 
 import random
 from itertools import islice

@@ -1,6 +1,6 @@
 """The chat as a reader uses it: ask, wait for the end of an answer, limit its length.
 
-And `say`, which makes an answer of the fake model contain any text, by way of a fork.
+`say` makes an answer of the fake model contain any text, by way of a fork.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ def connected(page: Page) -> Page:
 
 
 def limit(page: Page, tokens: int) -> None:
-    """Answers have at most so many tokens from now on."""
+    """Answers have at most `tokens` tokens from now on."""
     page.get_by_role("button", name="Settings", exact=True).click()
     page.get_by_label("Longest answer").fill(str(tokens))
     page.get_by_role("button", name="Done", exact=True).click()
 
 
 def ask(page: Page, text: str) -> Locator:
-    """Send by keyboard; the article of the answer."""
+    """Send by keyboard; returns the article of the answer."""
     box = page.get_by_label("Message")
     box.fill(text)
     box.press("Enter")
@@ -37,7 +37,7 @@ def text_of(answer: Locator) -> str:
 
 
 def finished(answer: Locator) -> str:
-    """Its text, once nothing more comes."""
+    """The answer's text, once it is complete."""
     expect(answer).not_to_have_class(LIVE)
     return text_of(answer)
 
@@ -48,12 +48,12 @@ def begun(answer: Locator) -> Locator:
 
 
 def act(answer: Locator, name: str) -> None:
-    """Press one of the buttons below it."""
+    """Press one of the buttons below the answer."""
     answer.get_by_role("button", name=name, exact=True).click()
 
 
 def say(page: Page, text: str) -> Locator:
-    """An answer that is this text, and a number or two of the fake model's after it."""
+    """An answer that is this text, followed by a number or two of the fake model's."""
     limit(page, 2)
     answer = ask(page, "Say something.")
     finished(answer)

@@ -1,4 +1,4 @@
-"""What the page's tests share: one browser, two servers, and pages that must not complain."""
+"""Shared by the page's tests: one browser, two servers, and pages that must report no error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.server.running import Running
 
 __all__ = ["server_with"]  # a fixture of the server's tests, for these too
 
-expect.set_options(timeout=20_000)  # a busy machine may be slow; nothing here waits for time itself
+expect.set_options(timeout=20_000)  # a busy machine may be slow; no test waits for a fixed time
 
 OpenPage = Callable[..., Page]
 
@@ -46,8 +46,8 @@ def short() -> Iterator[Running]:
 def open_page(browser: Browser, server_with: Any) -> Iterator[OpenPage]:
     """open_page(url, **context): a page of a context of its own, at that URL.
 
-    An error in its script or a broken policy fails the test; that a key is wanted, or a server is
-    not there, does not. Pages are closed before the servers of the test.
+    An error in its script or a policy violation fails the test; a missing key or server does not.
+    Pages are closed before the servers of the test.
     """
     contexts = []
     complaints: list[str] = []

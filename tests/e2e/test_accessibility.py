@@ -1,6 +1,6 @@
 """axe-core on everything that can be seen, in both themes, wide and on a phone; reduced motion.
 
-A route that is added to ROUTES, or a state to STATES, is looked at in every theme and size.
+A route that is added to ROUTES, or a state to STATES, is checked in every theme and size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.server.running import Running
 AXE = Path(__file__).parents[2] / "web" / "node_modules" / "axe-core" / "axe.min.js"
 SIZES = {"wide": {"width": 1280, "height": 800}, "phone": {"width": 390, "height": 844}}
 THEMES = ("light", "dark")
-# While one theme or panel gives way to another, colours are those of neither.
+# While one theme or panel changes into another, colours belong to neither.
 AT_REST = """() => Promise.all(
     document.getAnimations()
         .filter((it) => it.effect.getComputedTiming().endTime < Infinity)
@@ -76,7 +76,7 @@ def finished_one(page: Page) -> Locator:
 
 
 def what_waits(page: Page) -> None:
-    """Below a system prompt, where no socket opens."""
+    """A waiting message below a system prompt: no socket opens."""
     settings(page)
     page.get_by_label("System prompt").fill("Be brief. " * 40)
     page.get_by_role("button", name="Done", exact=True).click()
@@ -101,7 +101,7 @@ STATES: dict[str, Callable[[Page], None]] = {
 
 
 def faults(page: Page) -> list[str]:
-    """What axe finds, grave or not: its rule, where, and what it says."""
+    """Every violation that axe finds, of any severity: its rule, where, and its text."""
     page.evaluate(AXE.read_text(encoding="utf-8"))
     page.evaluate(AT_REST)
     found: dict[str, Any] = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")
@@ -143,7 +143,7 @@ def test_where_a_key_is_wanted(open_page: OpenPage, server_with: Any) -> None:
 
 
 def test_a_fault_is_found(open_page: OpenPage, short: Running) -> None:
-    """Else the tests above would pass on anything."""
+    """Otherwise the tests above would pass on anything."""
     page = connected(open_page(short.url))
     page.evaluate(
         """() => {

@@ -84,14 +84,14 @@ def test_a_fork_keeps_what_stands_before_the_token(page: Page) -> None:
     page.get_by_role("button", name="Go on with ␣7, 0%").click()
     expect(version(answer)).to_have_text("2/2")
     forked = finished(answer).split()
-    assert forked[:6] == ["1", "2", "3", "4", "7", "1"]  # the fake model counts anew
+    assert forked[:6] == ["1", "2", "3", "4", "7", "1"]  # the fake model counts from 1 again
     expect(answer.locator(".meta")).to_contain_text("12 tokens")
     act(answer, "Earlier answer")
     expect(tokens).to_have_count(12)
     act(answer, "Show tokens")
     assert text_of(answer) == whole
     act(answer, "Later answer")
-    act(answer, "Show tokens")  # of the fork: what it kept is one piece
+    act(answer, "Show tokens")  # of the fork; the kept text is one piece
     expect(page.locator(".kept")).to_have_text(" 1 2 3 4 7")
     expect(tokens).to_have_count(12)
 
@@ -99,7 +99,7 @@ def test_a_fork_keeps_what_stands_before_the_token(page: Page) -> None:
 def test_tokens_that_are_drawn_otherwise_are_not_shown(
     open_page: OpenPage, server: Running
 ) -> None:
-    """A kept answer that is not what the server says, as from another model."""
+    """A kept answer whose tokens are not those of the server, as from another model."""
     page = connected(open_page(server.url))
     limit(page, 5)
     finished(ask(page, "How far can you count?"))

@@ -1,4 +1,4 @@
-"""What is not said yet: drafts, edits and messages that wait, each in its own chat."""
+"""Text that is not sent yet: drafts, edits and messages that wait, each in its own chat."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_draft_and_an_edit_belong_to_their_chat_and_stay_after_a_reload(page: 
     expect(message(page)).to_have_value("a draft on pears")
     apples.click()
     expect(message(page)).to_have_value("Of apples and trees")
-    page.keyboard.press("Escape")  # the edit ends, and what was there before it is there again
+    page.keyboard.press("Escape")  # the edit ends, and the earlier draft is there again
     expect(message(page)).to_have_value("a draft on apples")
     expect(page.locator(".editing")).to_have_count(0)
     new_chat(page)
@@ -82,7 +82,7 @@ def test_what_is_sent_while_an_answer_streams_waits_and_is_shown(page: Page) -> 
     page.get_by_role("button", name="Stop", exact=True).click()
     expect(waits).to_have_count(0)
     answers = page.locator("article.assistant")
-    expect(answers).to_have_count(2)  # one for both: they are one turn
+    expect(answers).to_have_count(2)  # one answer for both: they are one turn
     check_counting(finished(answers.last))
     expect(questions(page)).to_have_text(["Never stop.", "And then?", "And more?"])
     expect(other.locator("article")).to_have_count(5)

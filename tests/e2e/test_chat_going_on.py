@@ -1,5 +1,6 @@
-"""An answer goes on: through a reload, in a second tab, over a cut network; and where it can't, the
-page says so."""
+"""An answer goes on: through a reload, in a second tab, over a cut network; where it can't, the
+page says so.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from tests.server.counting import check_counting
 from tests.server.relay import Relay
 from tests.server.running import Running
 
-LENGTH = 600  # one and a half seconds of the server's
+LENGTH = 600  # the server takes 1.5 s
 
 
 def test_a_reload_in_an_answer_goes_on_with_it(page: Page) -> None:
@@ -37,7 +38,7 @@ def test_a_second_tab_follows_and_both_have_all_of_it(page: Page, server: Runnin
     begun(answers[1])
     for answer in answers:
         assert len(check_counting(finished(answer))) == LENGTH
-    begun(ask(other, "Once more."))  # and the first hears of it
+    begun(ask(other, "Once more."))  # and the first tab gets it too
     expect(page.locator("article")).to_have_count(4)
     assert len(check_counting(finished(page.locator("article.assistant").last))) > 10
     other.close()
@@ -77,7 +78,7 @@ def test_a_cut_network_loses_nothing(open_page: OpenPage, server: Running) -> No
 def test_what_a_server_forgot_is_said_and_what_came_is_kept(
     server_with: Any, open_page: OpenPage
 ) -> None:
-    """A server that knows nothing of the answer takes the place of the one that made it."""
+    """A server without the answer takes the place of the one that made it."""
     first = server_with(model="fake:tokens_per_s=400", drain_timeout=0.0)
     second = server_with(model="fake:tokens_per_s=400")
     with Relay(first, "") as proxy:

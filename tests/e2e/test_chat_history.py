@@ -64,7 +64,7 @@ MARKS = "(words) => [...(CSS.highlights.get('found') ?? [])].map(String).join() 
 
 def test_search_jumps_to_its_hit_and_marks_it(page: Page) -> None:
     page.set_viewport_size({"width": 900, "height": 320})
-    limit(page, 400)  # more than the screen is high
+    limit(page, 400)  # more than fit on the screen
     finished(ask(page, "Of apples and APPLE trees"))
     question = page.locator("article.user .text")
     expect(question).not_to_be_in_viewport()
@@ -152,7 +152,7 @@ def test_what_is_exported_comes_in_again(page: Page, tmp_path: Path) -> None:
     page.get_by_label("File with chats").set_input_files(file)
     said = page.locator("main > [role=status]")
     expect(said).to_have_text("2 chats imported")
-    page.get_by_label("File with chats").set_input_files(file)  # twice adds nothing
+    page.get_by_label("File with chats").set_input_files(file)  # a second import adds nothing
     expect(said).to_have_text("Nothing is new in this file: 2 chats")
     expect(entries(page)).to_have_text(["Of pears", "Of apples"])
     page.reload()

@@ -49,7 +49,7 @@ def test_a_reader_who_scrolled_away_can_jump_to_the_latest(page: Page) -> None:
     page.wait_for_function(AT_END)
     page.get_by_role("button", name="Stop", exact=True).click()
     finished(answer)
-    page.evaluate(GROW)  # and hear of an earlier scroll only then
+    page.evaluate(GROW)  # the earlier scroll's event comes only then
     page.wait_for_function(AT_END)
     expect(jump).to_have_count(0)
 
@@ -74,7 +74,7 @@ def test_an_answer_goes_on_after_a_length_limit_and_after_stop(page: Page) -> No
     expect(answer.locator(".meta")).to_contain_text("4 tokens after")
     assert third == second + " 1 2 3 4"
     expect(page.locator("article")).to_have_count(2)
-    act(answer, "Show tokens")  # of its end; what was kept is one piece
+    act(answer, "Show tokens")  # of the new tokens; the kept text is one piece
     expect(page.locator(".token")).to_have_count(4)
     expect(page.locator(".kept")).to_have_text(second)
 
@@ -82,7 +82,7 @@ def test_an_answer_goes_on_after_a_length_limit_and_after_stop(page: Page) -> No
 def test_an_answer_that_cannot_be_continued_stays_what_it_was(
     server_with: Any, open_page: OpenPage
 ) -> None:
-    """The server keeps no answer, so it has forgotten this one."""
+    """The server retains no answer, so it does not have this one any more."""
     page = connected(open_page(server_with(model="fake", retain_s=0.0).url))
     limit(page, 7)
     answer = ask(page, "How far can you count?")

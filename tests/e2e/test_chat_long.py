@@ -48,7 +48,7 @@ def test_the_end_is_in_view_unless_the_reader_went_up(
 
 
 def noted(page: Page) -> Callable[[], set[str]]:
-    """From now on: what stands first below an answer, and how far a bar goes; whatever was seen."""
+    """From now on: the first words below an answer and ends of progress bars, as they were seen."""
     page.evaluate(
         """() => {
             window.noted = new Set();
@@ -65,7 +65,7 @@ def noted(page: Page) -> Callable[[], set[str]]:
 
 
 def test_what_an_answer_waits_for_is_said(server_with: Any, open_page: OpenPage) -> None:
-    """One at a time: the second waits in the queue, then its prompt is read in pieces."""
+    """One row: the second answer waits in the queue, then its prompt is prefilled in chunks."""
     server = server_with(model="fake:tokens_per_s=60", max_num_seqs=1, max_num_batched_tokens=64)
     page = connected(open_page(server.url))
     page.get_by_label("Answers to each question").select_option("2")
@@ -85,7 +85,7 @@ def test_what_an_answer_waits_for_is_said(server_with: Any, open_page: OpenPage)
 
 
 def test_who_gives_way_is_told_and_goes_on(server_with: Any, open_page: OpenPage) -> None:
-    """A pool that is too small for two."""
+    """The pool is too small for two."""
     server = server_with(model="fake:tokens_per_s=200", num_gpu_blocks_override=16)
     page = connected(open_page(server.url))
     page.get_by_label("Answers to each question").select_option("2")
@@ -107,7 +107,7 @@ def test_a_slow_tab_pauses_its_own_answer_alone(server_with: Any, open_page: Ope
     answer = begun(ask(slow, "How far can you count?"))
     debugger = slow.context.new_cdp_session(slow)
     debugger.send("Debugger.enable")
-    debugger.send("Debugger.pause")  # its script stands still, as where a tab has too much to do
+    debugger.send("Debugger.pause")  # its script stands still, as in a tab that is too busy
     server.wait_metric('streamer_requests{state="paused"}', 1)
     assert len(check_counting(finished(ask(other, "And you?")))) == 200
     server.wait_metric('streamer_requests{state="paused"}', 1)
@@ -138,7 +138,7 @@ def test_the_chat_on_a_phone(server_with: Any, open_page: OpenPage) -> None:
     expect(page.get_by_role("button", name="Draw again from here")).to_be_in_viewport()
     page.get_by_role("button", name="Menu", exact=True).tap()
     expect(page.get_by_role("button", name="Close menu")).to_be_focused()
-    page.keyboard.press("Shift+Tab")  # what is behind it can't be reached
+    page.keyboard.press("Shift+Tab")  # nothing behind the menu can be reached
     assert (
         page.evaluate("document.querySelector('.stage').contains(document.activeElement)") is False
     )

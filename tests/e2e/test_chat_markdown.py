@@ -1,4 +1,4 @@
-"""Answers as Markdown: what is drawn, and what tricks in it come to."""
+"""Answers as Markdown: what is drawn, and the effect of hostile text in it."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ BAD_ATTRIBUTES = """(prose) => [...prose.querySelectorAll("*")].flatMap((element
         name.startsWith("on") || /^\\s*(javascript|data|vbscript):/i.test(value)
         || (name === "href" && !/^(https?|mailto):/.test(value)))
     .map(({ name, value }) => `${element.tagName} ${name}=${value}`))"""
-# Middles of what is drawn outside of it: how many of them are on top of what else is there?
+# Number of elements drawn outside of the prose, on top of what else is there.
 SPILT = """(prose) => {
     const own = prose.getBoundingClientRect();
     const isOut = ({ x, y }) =>
@@ -125,7 +125,7 @@ def test_tricks_come_to_nothing(page: Page) -> None:
 
 
 def test_an_answer_never_covers_what_is_around_it(page: Page) -> None:
-    """Neither a word without end nor a wide table or line of code."""
+    """Neither an endless word nor a wide table or line of code."""
     page.set_viewport_size({"width": 390, "height": 760})
     table = "|" + "wide cell|" * 30 + "\n|" + "---|" * 30 + "\n|" + "cell|" * 30
     answer = say(page, f"{'x' * 400}\n\n{table}\n\n```\n{'y' * 400}\n```\n\n$${'z+' * 200}z$$")

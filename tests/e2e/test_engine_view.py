@@ -1,5 +1,6 @@
-"""The engine view in a real browser: what it shows is what the server says, and it asks for nothing
-while nobody looks."""
+"""The engine view in a real browser: it shows the server's figures, and sends no request while it
+is not looked at.
+"""
 
 from __future__ import annotations
 
@@ -170,7 +171,7 @@ def test_pause_stops_the_drawing_and_live_goes_on(page: Page, server: Running) -
     numbers = figures.all_text_contents()
     assert len(numbers) == 2
     step = said(server)["step"]
-    # two looks later: the slider, which counts them, says that they came
+    # two snapshots later: the slider, which counts them, says that they came
     slider = page.get_by_role("slider", name="Moment that is shown")
     top = int(slider.get_attribute("max") or 0)
     page.wait_for_function(f"() => document.querySelector('.scrubber').max >= {top + 2}")
@@ -194,7 +195,7 @@ def test_slow_motion_replays_what_is_buffered(page: Page, server: Running) -> No
     button(page, "1⁄16×").click()
     finish(page, server)
     expect(page.get_by_role("button", name=re.compile("s behind · go live"))).to_be_visible()
-    expect(figure(page, "Running")).not_to_contain_text(re.compile("^0"))  # it was so, then
+    expect(figure(page, "Running")).not_to_contain_text(re.compile("^0"))  # as it was at that time
     expect(page.locator(".load")).to_contain_text("answers so far")
     button(page, "1×").click()
     expect(figure(page, "Running")).to_contain_text(re.compile("^0"))

@@ -1,5 +1,6 @@
-"""Where the page is reached by another way: below a proxy's path, and from vite's server; and that
-it asks no other host for anything."""
+"""The page reached in other ways: below a proxy's path, and from vite's server; and that it asks no
+other host for anything.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ import build_page  # noqa: E402
 
 
 def urls_of(page: Page) -> list[str]:
-    """Every address that the page and what it starts asks for from now on, sockets included."""
+    """Every URL that the page requests from now on, sockets included."""
     asked: list[str] = []
     page.context.on("request", lambda request: asked.append(request.url))
     page.on("websocket", lambda socket: asked.append(socket.url))
@@ -62,7 +63,7 @@ def test_no_other_host_is_asked_for_anything(open_page: OpenPage, short: Running
 
 @pytest.mark.parametrize("key", ["", "the-key"])
 def test_below_a_proxys_path(server_with: Any, open_page: OpenPage, key: str) -> None:
-    """All of it works, and nothing is asked for outside of that path."""
+    """All of it works, and no request goes outside of that path."""
     server = server_with(
         model="fake:tokens_per_s=400,length=60",
         root_path="/models/one",

@@ -1,4 +1,4 @@
-"""The fake model: what it says, the plans it refuses, and the real scheduler over it."""
+"""The fake model: its text, the plans it refuses, and the real scheduler over it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from streamer.fake.model import (
 )
 from streamer.fake.tokenizer import END, MAX_LENGTH, SINGLES, VOCAB_SIZE, num_tokens_to
 
-# ------------------------------------------------------------ what it says
+# ------------------------------------------------------------ its text
 
 
 def text_of(tokens: list[int]) -> str:
@@ -58,7 +58,7 @@ def test_any_slice_is_known_from_its_place(start: int, count: int) -> None:
     half = count // 2
     assert tokens[half:] == expected_tokens(start + half, count - half)
     words = text_of(tokens).split()
-    if start + count > SINGLES:  # it may begin and end inside a number
+    if start + count > SINGLES:  # the text may begin and end inside a number
         words = words[1:-1]
     first = int(words[0]) if words else 0
     assert [int(word) for word in words] == [*range(first, first + len(words))]
@@ -269,7 +269,7 @@ def test_log_probabilities_where_they_are_asked_for() -> None:
 
 
 def test_a_rate_is_kept_on_average() -> None:
-    """30 steps at 500 a second take 60 ms at least, however late single ones are."""
+    """30 steps at 500 a second take at least 60 ms, however late single ones are."""
     e = Engine()
     e.runner = FakeRunner(block_size=4, num_blocks=64, num_host_blocks=9, tokens_per_s=500.0)
     e.add(max_tokens=30)

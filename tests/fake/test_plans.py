@@ -40,7 +40,7 @@ def runner() -> FakeRunner:
 
 
 def run(*plans: Plan) -> list[dict[int, int]]:
-    """Launch these; what each row drew."""
+    """Launch these plans; the tokens of each row."""
     r = runner()
     results = [r.launch(plan).collect() for plan in plans]
     assert [x.number for x in results] == [p.number for p in plans]
@@ -82,7 +82,7 @@ def test_rows_are_reported_ascending() -> None:
 
 
 def changed(plan: Plan, **changes: Any) -> Callable[[], list[Plan]]:
-    """The good plans up to this one, which is spoilt."""
+    """The good plans up to this one, which is changed for the worse."""
     good = [PREFILL, DECODE, STEADY]
     return lambda: [*good[: plan.number - 1], replace(plan, **changes)]
 

@@ -25,7 +25,7 @@ def kernels() -> Any:
 
 @pytest.fixture
 def quantizer(kernels: Any) -> Any:
-    """All that there are here."""
+    """All backends here have quantized pools."""
     return kernels
 
 

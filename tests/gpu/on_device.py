@@ -1,4 +1,4 @@
-"""A backend's doors with every tensor on another device, for tests that make theirs on the CPU.
+"""A backend's ops with every tensor on another device, for tests that make theirs on the CPU.
 
 Arguments go there with their strides; what an op wrote comes back into them, and so do results.
 """
@@ -18,13 +18,13 @@ HERE = {"new_pool", "rope_tables", "set_threads", "graph", "pack_weight"}
 
 
 def require_cuda() -> None:
-    """Skip the file that calls this where there is no device."""
+    """Skip the calling test file where there is no CUDA device."""
     if not torch.cuda.is_available():
         pytest.skip("torch.cuda.is_available() is false: no CUDA device", allow_module_level=True)
 
 
 class OnDevice:
-    """The doors of `backend` for tensors that live on the CPU."""
+    """The ops of `backend` for tensors that live on the CPU."""
 
     def __init__(self, backend: ModuleType, device: str) -> None:
         self._backend = backend
@@ -42,7 +42,7 @@ class OnDevice:
         return self._travelling(door)
 
     def _travelling(self, door: Callable[..., Any]) -> Callable[..., Any]:
-        """The op with its tensors brought there and back."""
+        """The op with its tensors copied to the device and back."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             trip = _Trip(self._device)
@@ -55,7 +55,7 @@ class OnDevice:
 
 
 class _Linear:
-    """A packed weight of the device, for rows that are here."""
+    """A packed weight on the device, for rows on the CPU."""
 
     def __init__(self, multiply: Callable[..., Any], shape: tuple[int, int]) -> None:
         self._multiply = multiply
@@ -102,7 +102,7 @@ class _Trip:
         return there
 
     def bring_back(self) -> None:
-        """What the op may have written."""
+        """Copy back what the op may have written."""
         for here, there in self._pairs:
             here.copy_(there)
 

@@ -1,6 +1,6 @@
-"""What only a GPU's memory holds: offsets beyond 2**31, and a graph whose steps follow each other.
+"""Cases that need a GPU's memory: offsets beyond 2**31, and a graph whose steps follow each other.
 
-Small in what they compute, so that they take seconds; they need 10 GB.
+They compute little, so that they take seconds; they need 10 GB.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """tests/model's suites on a CUDA device: plans by hand, parity, preemption, seeds; and races.
 
-The same functions, with runners made on CUDA. Bit equality between batch shapes is not among them:
+The same functions, with runners made on CUDA. Bit equality between batch shapes is not tested:
 cuBLAS chooses its kernel by the number of rows.
 """
 
@@ -61,7 +61,7 @@ def _on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class SlowStream(CudaStream):
-    """All that is queued here sleeps first; what a copy will write is spoilt at once."""
+    """All work queued here sleeps first; a copy's destination is overwritten at once."""
 
     def run(self, work: Callable[[], None]) -> None:
         """See CudaStream."""
@@ -96,7 +96,7 @@ def test_swaps_race_with_replays(
     checkpoint: Any, oracle: Any, record_property: Any, monkeypatch: pytest.MonkeyPatch,
     slow: str, policy: str,
 ) -> None:  # fmt: skip
-    """Blocks that are freed while a step or a copy that touches them is on its way would show."""
+    """It would show blocks that are freed while a step or a copy still uses them."""
     monkeypatch.setattr(Where, "make", partial(SlowCuda, slow))
     parity.test_64_requests_in_a_pool_that_preempts_at_least_50_times(
         checkpoint, oracle, record_property, "llama", policy, 0

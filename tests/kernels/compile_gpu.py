@@ -1,9 +1,9 @@
 """A process that compiles every GPU kernel for sm_90 (H100, H200), on a machine without one.
 
-Triton needs no device to compile, only to be told of one. The launchers run on CPU tensors, and
-stop short of the launch. Prints one JSON line a kernel: name, what it was for, bytes of stack
-(registers that did not fit), bytes of shared memory, what its tensor core products multiply, and
-whether their sums are added outside of it. Called by test_gpu_compile.py.
+Triton needs no device to compile, only its description. The launchers run on CPU tensors, and stop
+before the launch. Prints one JSON line per kernel: name, case, bytes of stack (registers that did
+not fit), bytes of shared memory, what its tensor core products multiply, and whether their sums are
+added outside of it. Called by test_gpu_compile.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NO_OPTIONS = {"sliding_window": None, "softcap": None, "sinks": None}
 
 
 class Driver:
-    """What Triton asks a driver before it compiles."""
+    """Triton's queries to a driver before it compiles."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -102,7 +102,7 @@ def small_ops(dtype: torch.dtype) -> None:
 
 
 def quantized_stores(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
-    """What writes codes and scales."""
+    """The kernels that write codes and scales."""
     from streamer.kernels.gpu import backend
 
     case = Case(MIXED, heads=4, kv_heads=2, dim=128, block=16)
@@ -119,7 +119,7 @@ def quantized_stores(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
 
 
 def main() -> None:
-    """Compile all, a line each."""
+    """Compile all; print a line for each."""
     driver.set_active(Driver())
     compile_and_launch, label = JITFunction.run, ""
 

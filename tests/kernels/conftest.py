@@ -20,29 +20,29 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def kernels(backend: str) -> ops.Backend:
-    """The ops of that name."""
+    """The ops of backend `backend`."""
     return ops_of(backend)
 
 
 @pytest.fixture(params=["torch", "triton"])
 def quantizing(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Like `backend`, of those that have INT8 and FP8 pools."""
+    """Like `backend`, limited to those that have INT8 and FP8 pools."""
     yield from use(request.param)
 
 
 @pytest.fixture
 def quantizer(quantizing: str) -> ops.Backend:
-    """The ops of that name."""
+    """The ops of backend `quantizing`."""
     return ops_of(quantizing)
 
 
 def use(name: str) -> Iterator[str]:
-    """Where the backend of that name can be used."""
+    """Set the environment in which the backend of that name can be used."""
     if name == "native" and (why := ops.why_not_native()):
         pytest.fail(f"the native kernels do not compile here: {why}")
     if name == "triton":
         skip_without_interpreter()
-    # The interpreter computes with numpy, which warns of what a GPU does in silence.
+    # The interpreter computes with numpy, which warns of what a GPU does without a warning.
     with np.errstate(all="ignore"):
         yield name
 
@@ -61,7 +61,7 @@ def ops_of(name: str) -> ops.Backend:
 
 
 def skip_without_interpreter() -> None:
-    """Where Triton can't interpret CPU tensors in this process."""
+    """Skip the test where Triton can't interpret CPU tensors in this process."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("there is no triton for this platform")
     if os.environ.get("TRITON_INTERPRET") != "1":

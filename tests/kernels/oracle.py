@@ -106,13 +106,13 @@ class Case:
         return torch.cat([v[-n:] for v, n in zip(self.v, self.query_lens, strict=True)])
 
     def run(self, kernels: ops.Backend, scale: float, **options: object) -> torch.Tensor:
-        """By this backend: what the step stores, then its attention."""
+        """The backend's output: the step's store, then its attention."""
         layer, batch = ops.layer_view(self.pool, self.layer), self.batch()
         kernels.store_kv(self.new_k(), self.new_v(), layer, batch)
         return kernels.paged_attention(torch.cat(self.q), layer, batch, scale, **options)  # type: ignore[arg-type]
 
     def expected(self, scale: float, **options: object) -> torch.Tensor:
-        """By the oracle."""
+        """The oracle's output."""
         return torch.cat(
             [
                 attention_oracle(q, k, v, scale, **options)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""paged_attention and store_kv against the oracle, at shapes that fit nothing."""
+"""paged_attention and store_kv against the oracle, at shapes that are no multiple of any tile."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_bfloat16_is_near(kernels: ops.Backend) -> None:
 
 
 def test_a_row_reads_what_another_stores_in_the_same_step(kernels: ops.Backend) -> None:
-    """Row 1 shares row 0's first block, which is filled by this very step."""
+    """Row 1 shares row 0's first block, which is filled in this very step."""
     case = Case([(16, 16), (2, 18)], heads=2, kv_heads=1, dim=16, block=16)
     case.tables[1, 0] = case.tables[0, 0]
     case.k[1][:16], case.v[1][:16] = case.k[0], case.v[0]
@@ -108,7 +108,7 @@ def test_decode_rows_are_bit_equal_alone_and_in_a_batch(kernels: ops.Backend, ba
 
 
 def test_a_prompt_in_chunks_equals_itself_whole(kernels: ops.Backend, backend: str) -> None:
-    """Natively bit for bit, wherever it is cut, and beside other rows."""
+    """With native kernels bit for bit, wherever it is cut, and beside other rows."""
     for dtype in (torch.float32, torch.bfloat16):
         case = Case([(70, 70)], heads=6, kv_heads=2, dim=32, block=16, dtype=dtype)
         whole = case.run(kernels, 0.2)
@@ -153,13 +153,13 @@ NAN_OPTIONS = [{}, {"sliding_window": 60}, {"softcap": 2.0}, {"sinks": torch.ten
 def test_nan_in_q_k_or_v_is_nan_in_every_output_that_sees_it(
     kernels: ops.Backend, place: str, options: dict[str, Any], bad: float, backend: str
 ) -> None:
-    """In the first, a middle or the last tile of keys, natively with any payload."""
+    """In the first, a middle or the last tile of keys; with native kernels for any payload."""
     places = ((12, torch.float32), (40, torch.bfloat16), (69, torch.float32))
     for at, dtype in places[-1 if backend == "triton" else 0 :]:  # interpreted: slow
         case = Case([(70, 70)], heads=4, kv_heads=2, dim=16, block=16, dtype=dtype)
         clean, of_head_0 = case.run(kernels, 0.2, **options), slice(0, 2 if place == "q" else 1)
         getattr(case, place)[0][at, of_head_0] = bad
-        if bad is torch.nan and dtype is torch.float32:  # its bits are lost in a shift by 23
+        if bad is torch.nan and dtype is torch.float32:  # a shift by 23 drops the payload's bits
             getattr(case, place)[0].view(torch.int32)[at, of_head_0] = 0x7F800001
         if bad == torch.inf and place == "k":
             case.q[0].abs_()  # scores of inf, and inf - inf is NaN, not of -inf, which is no weight
@@ -167,7 +167,7 @@ def test_nan_in_q_k_or_v_is_nan_in_every_output_that_sees_it(
         sees = slice(at, at + 1 if place == "q" else at + options.get("sliding_window", 70))
         if bad is torch.nan or "softcap" not in options or place == "v":
             assert not out[sees, :2].isfinite().any(), (at, dtype)
-        if backend != "torch" and bad is torch.nan and place != "v":  # torch adds -inf to hide
+        if backend != "torch" and bad is torch.nan and place != "v":  # torch adds -inf to mask
             hidden = torch.ones(70, dtype=torch.bool)
             hidden[sees] = False
             assert torch.equal(out[hidden, :2], clean[hidden, :2]), (at, dtype)

@@ -72,7 +72,7 @@ def test_rows_that_are_not_finite_give_some_id() -> None:
 @pytest.mark.parametrize("temperature", [1e-37, 1e-39, 1e-300])
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 def test_next_to_no_temperature_draws_the_best(temperature: float, top_p: float) -> None:
-    """Its reciprocal, and then itself, is beyond a float."""
+    """Its reciprocal, and then the temperature itself, is beyond a float."""
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(1))
     origin = np.ones((2, 5), np.uint32)
     draws = ops.Draws([0, 1], [0, 0], [(temperature, top_p, -math.inf)] * 2, origin)

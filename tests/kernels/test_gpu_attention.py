@@ -98,7 +98,7 @@ def test_a_split_decode_is_bit_equal_alone_and_beside_prefill(
 def test_dtypes_and_odd_heads(
     device: str, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, chunk: int
 ) -> None:
-    """Groups of 7, of more heads than a narrow tile has rows, and heads beyond 128."""
+    """Groups of 7, groups of more heads than a narrow tile has rows, and heads beyond 128."""
     rows = [(1, 20), (3, 9), (chunk, chunk + 6)]
     case = Case(rows, heads=heads, kv_heads=kv_heads, dim=dim, block=8)
     case.pool = case.pool.to(dtype)
@@ -138,7 +138,7 @@ def test_the_host_launches_as_many_splits_as_rows_use(window: int) -> None:
 def test_rows_that_only_the_device_knows_have_as_many_splits_as_any_uses(
     window: int, longest: int
 ) -> None:
-    """Whatever their contexts become, up to the most; a window may make them fewer."""
+    """For all contexts up to the longest; a window may need fewer."""
     from streamer.kernels.gpu.attention import num_splits
 
     for keys in (16, 32, 64):
@@ -149,7 +149,7 @@ def test_rows_that_only_the_device_knows_have_as_many_splits_as_any_uses(
 
 
 def splits_used(context: int, window: int, keys: int) -> int:
-    """Programs that share a decode, by the kernel's own rule, restated."""
+    """Number of programs that share a decode, by the kernel's own rule, written again."""
     from streamer.kernels.gpu.attention import MAX_SPLITS, MIN_SPLIT
 
     begin = max(0, context - window) // keys * keys if window else 0
@@ -160,7 +160,7 @@ def splits_used(context: int, window: int, keys: int) -> int:
 
 
 def rows_of(spans: list[int], queries: Any) -> Any:
-    """Narrow rows of which only that is known."""
+    """Narrow rows of which only spans and queries are known."""
     from streamer.kernels.gpu.rows import Rows
 
     nothing: Any = torch.empty(0)

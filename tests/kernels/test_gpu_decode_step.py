@@ -1,4 +1,4 @@
-"""Decode steps made on the device from what the last one left there, against the host's own."""
+"""Decode steps made on the device from the last step's results, against the host's own."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def batch_of(table: torch.Tensor, count: int) -> ops.AttentionBatch:
 
 
 def greedy_by_the_host(tables: torch.Tensor, known: list[list[int]], steps: int) -> list[list[int]]:
-    """What plain torch draws, every sequence computed whole again for every token."""
+    """Greedy tokens by plain torch, every sequence computed whole again for every token."""
     model, out = Model("cpu", reference), [list(tokens) for tokens in known]
     for _ in range(steps):
         for table, tokens in zip(tables, out, strict=True):
@@ -81,7 +81,7 @@ def test_steps_need_no_host_data(device: str, monkeypatch: pytest.MonkeyPatch) -
         state.tables[slot], state.latest[slot], state.computed[slot] = table, tokens[-1], done
     step = DecodeStep(state, 5)
     step.chosen.copy_(torch.tensor([5, -1, 0, 2, -1]))
-    order = [0, 2, 3]  # places of the rows in the step
+    order = [0, 2, 3]  # positions of the rows in the step
     drawn = []
     for n in range(6):
         step.prepare()

@@ -77,7 +77,7 @@ def draws_of(
 def sampled(
     device: str, logits: torch.Tensor, draws: ops.Draws, slots: list[int], *, has_filters: bool
 ) -> list[int]:
-    """What the rows draw on the device, the settings of each in its slot (-1: it is padding)."""
+    """Tokens that the rows draw on the device, with the settings of their slots (-1: padding)."""
     from streamer.kernels.gpu.sample import SamplingRows, sample
 
     settings = SamplingRows(16, device)
@@ -111,7 +111,7 @@ FILTERS = [
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a row of a few hundred tokens has several of them."""
+    """Small pieces, so that a row of a few hundred tokens has several."""
     from streamer.kernels.gpu import filters, sample
 
     monkeypatch.setattr(sample, "CHUNK", 64)
@@ -139,7 +139,7 @@ def test_rows_draw_what_the_reference_draws(
 
 @pytest.mark.parametrize("has_filters", [False, True])
 def test_greedy_rows_failed_rows_and_padding(device: str, has_filters: bool) -> None:
-    """In scattered slots: the best where greedy, -1 where not finite; nobody else is touched."""
+    """In scattered slots: the best where greedy, -1 where not finite; the others are unchanged."""
     logits = torch.randn(10, 77, generator=torch.Generator().manual_seed(0))
     draws = draws_of(TEMPERATURES, FILTERS if has_filters else [(0, 1.0, 0.0)] * 10)
     expected = reference.draw(logits, draws).tolist()

@@ -49,7 +49,7 @@ def test_older_machines_compute_the_same(machine: str, tmp_path: Path) -> None:
 
 
 def test_without_a_compiler_torch_serves(tmp_path: Path) -> None:
-    """And it says why."""
+    """The reason is reported."""
     done = run(["-c", WHICH], CC="/nowhere/cc", XDG_CACHE_HOME=str(tmp_path))
     assert done.stdout.startswith("reference the kernels can't be compiled"), (
         done.stdout + done.stderr
@@ -79,7 +79,7 @@ def test_it_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "changed", "writable"])
 def test_a_damaged_cached_library_is_compiled_again(damage: str, tmp_path: Path) -> None:
-    """A shortened one was the end of every process that loaded it (SIGBUS), an empty one torch."""
+    """A shortened one ended every process that loaded it (SIGBUS); an empty one led to torch."""
     code = "from streamer.kernels.cpu import library; print(library.load().lanes())"
     quick = {"CFLAGS": "-O0", "XDG_CACHE_HOME": str(tmp_path)}
     assert run(["-c", code], **quick).returncode == 0
@@ -97,7 +97,7 @@ def test_a_damaged_cached_library_is_compiled_again(damage: str, tmp_path: Path)
 
 
 def test_what_another_user_made_is_not_loaded() -> None:
-    """Also in a folder that is this user's by now."""
+    """Also in a folder that now belongs to this user."""
     mode, ours = 0o100700, os.getuid()
     for owner, extra, is_private in ((ours, 0, True), (ours + 1, 0, False), (ours, 0o20, False)):
         about = os.stat_result((mode | extra, 0, 0, 1, owner, 0, 0, 0, 0, 0))
@@ -107,7 +107,7 @@ def test_what_another_user_made_is_not_loaded() -> None:
 def test_a_folder_that_others_can_write_to_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What lies there would be run. The library is loaded all the same, and leaves nothing."""
+    """A library there would be run. The library is compiled and loaded without leaving a file."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = library._cache_folder()
     assert folder == tmp_path / "streamer" / "kernels"
@@ -121,7 +121,7 @@ def test_a_folder_that_others_can_write_to_is_not_used(
 
 
 def test_a_user_without_a_home_has_no_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a container's may be, whose number has no entry."""
+    """As in a container whose user id has no entry."""
 
     def unknown(_: int) -> None:
         raise KeyError
@@ -147,7 +147,7 @@ def test_this_machine_has_the_native_kernels() -> None:
 
 
 def test_heads_that_the_c_files_have_no_room_for_are_refused() -> None:
-    """With the numbers, and what to do."""
+    """The error has the numbers and the remedy."""
     with pytest.raises(ValueError, match=r"head_dim 2048 exceeds 1024; STREAMER_KERNELS=torch"):
         native.new_pool(1, 1, 16, 1, 2048, torch.float32, "cpu")
     pool = native.new_pool(1, 1, 16, 1, 8, torch.float32, "cpu")

@@ -1,4 +1,4 @@
-"""Linear layers: against float64, rows that do not depend on their number, gates, sums."""
+"""Linear layers: against float64, rows independent of the batch size, gates, sums."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
 def test_equals_float64(
     kernels: ops.Backend, k: int, n: int, dtype: torch.dtype, has_bias: bool
 ) -> None:
-    """Within rounding, for 1 to 100 rows; and added to what was there."""
+    """Within rounding, for 1 to 100 rows; and added to the output's previous values."""
     weight = random(n, k, dtype=dtype)
     bias = random(n, dtype=dtype, seed=2) if has_bias else None
     packed = kernels.pack_weight(weight, bias)
@@ -50,7 +50,7 @@ def test_equals_float64(
 def test_rows_do_not_depend_on_their_number(
     kernels: ops.Backend, k: int, n: int, dtype: torch.dtype, backend: str
 ) -> None:
-    """Bit for bit, 1 to 40 rows and more than are taken at once, the single row included."""
+    """Bit for bit: a single row, 1 to 40 rows, and more than one pass takes."""
     if backend in ("triton", "cuda"):
         pytest.skip("torch multiplies there, by a kernel that it chooses by the number of rows")
     if backend == "torch" and not reference_linear.can_pack(dtype):

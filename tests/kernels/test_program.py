@@ -52,7 +52,7 @@ def record(depth: int) -> tuple[Program, torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_equals_op_by_op(threads: int) -> None:
-    """For every number of rows, in any order, none included."""
+    """For every number of rows up to the limit, in any order, zero included."""
     team.set_threads(threads)
     program, tokens, table = record(3)
     stack = layers(3)
@@ -67,7 +67,7 @@ def test_equals_op_by_op(threads: int) -> None:
 
 
 def test_depth_costs_no_memory() -> None:
-    """Buffers that live at different times are the same memory."""
+    """Buffers with different lifetimes share memory."""
     few, many = record(1)[0], record(12)[0]
     assert many._arena.numel() == few._arena.numel()
 
@@ -85,7 +85,7 @@ def test_threads_that_sleep_are_woken() -> None:
 
 
 def test_a_foreign_tensor_is_refused() -> None:
-    """Its rows would follow nothing."""
+    """The program would not know how many of its rows to take."""
     foreign, weight = torch.zeros(ROWS, WIDTH), native.pack_weight(torch.zeros(8, WIDTH))
     with pytest.raises(ValueError, match="no part of the recording"):
         Program.record({}, lambda: weight(foreign))
@@ -126,7 +126,7 @@ def test_a_graph_equals_its_forward() -> None:
 
 
 def test_two_engines_in_one_process() -> None:
-    """Threads that run, and one that records meanwhile, are not in each other's way."""
+    """One engine's running threads and another's recording do not disturb each other."""
     team.set_threads(2)
     stack = layers(2)
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(4))

@@ -18,9 +18,9 @@ OPTIONS = [{}, {"sliding_window": 9}, {"softcap": 2.0}, {"sliding_window": 20, "
 
 
 def quantized_case(rows: list[tuple[int, int]], dtype: torch.dtype, **shape: int) -> Case:
-    """A case whose stored K and V are codes, and whose `k` and `v` are what these stand for.
+    """A case whose stored K and V are codes, and whose `k` and `v` are the values of these codes.
 
-    What a step stores itself is left as it is, for the store to quantize.
+    K and V that the step itself stores are left as they are, for the store to quantize.
     """
     case = Case(rows, **shape)  # type: ignore[arg-type]
     blocks, layers, _, heads, block, dim = case.pool.shape
@@ -28,7 +28,7 @@ def quantized_case(rows: list[tuple[int, int]], dtype: torch.dtype, **shape: int
     pool.view(torch.int8).fill_(-1)  # NaN as FP8, and as a scale
     layer, old = ops.layer_view(pool, case.layer), ops.layer_view(case.pool, case.layer)
     codes, scales = quantized.quantize(old, dtype)
-    # What a case has not stored is NaN; as a code it is whatever the conversion makes of it.
+    # What a case has not stored is NaN; as a code it is whatever the conversion makes of NaN.
     layer.view(torch.int8)[:, :, :, :block] = codes.view(torch.int8)
     quantized.scales_of(layer, block).copy_(scales)
     case.pool = pool
@@ -36,18 +36,18 @@ def quantized_case(rows: list[tuple[int, int]], dtype: torch.dtype, **shape: int
 
 
 def read_back(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What a store of x and a load give, in float64."""
+    """x after a store and a load, in float64."""
     codes, scales = quantized.quantize(x, dtype)
     return codes.float().double() * scales.double().unsqueeze(-1)
 
 
 def as_stored(case: Case, dtype: torch.dtype) -> None:
-    """From now on the case expects what its K and V are once they are codes."""
+    """Replace the case's K and V by the values of their codes."""
     case.k, case.v = ([read_back(x, dtype) for x in side] for side in (case.k, case.v))
 
 
 def off_by(quantizing: str, dtype: torch.dtype) -> float:
-    """What a code may be off: a GPU that fuses operations may take the next one."""
+    """The allowed difference of codes: a GPU that fuses operations may round to the next one."""
     if quantizing != "cuda":
         return 0.0
     return 1.0 if dtype is torch.int8 else 32.0
@@ -68,7 +68,7 @@ def test_the_error_of_a_code_is_bounded(dtype: torch.dtype, spread: float) -> No
     else:
         bound = torch.maximum(x.double().abs() / 16, steps * 2**-10)
     assert bool((error <= bound * (1 + 1e-5)).all())
-    assert float((error / bound.clamp(min=1e-30)).max()) > 0.9  # and no less than it is said to be
+    assert float((error / bound.clamp(min=1e-30)).max()) > 0.9  # the bound is nearly reached
     assert not read_back(x, dtype)[7].any()
 
 
@@ -154,7 +154,7 @@ def test_stored_codes_are_the_references(
 def test_rope_stores_what_store_kv_does(
     quantizer: ops.Backend, dtype: torch.dtype, has_norms: bool, quantizing: str
 ) -> None:
-    """k as float32 rounding has it on this backend, v to the bit."""
+    """k to float32 rounding of this backend, v to the bit."""
     tables = quantizer.rope_tables(rand(20, 16) * 5, torch.float32)
     positions, slots = torch.tensor([3, 19, 0]), torch.tensor([7, 2, 16])
     qkv = rand(3, 6 * 64)
@@ -209,7 +209,7 @@ def test_attention_over_codes_in_bfloat16(
     layer, batch = ops.layer_view(case.pool, case.layer), case.batch()
     quantizer.store_kv(case.new_k(), case.new_v(), layer, batch)
     stored = [(t, r) for t in (case.k, case.v) for r in range(len(MIXED))]
-    for tensors, r in stored:  # what was there before came from float32
+    for tensors, r in stored:  # earlier K and V came from float32
         before = MIXED[r][1] - MIXED[r][0]
         side = 0 if tensors is case.k else 1
         at = torch.arange(before)
@@ -227,7 +227,7 @@ def test_attention_over_codes_in_bfloat16(
 def test_attention_moves_little_when_its_cache_is_quantized(
     quantizer: ops.Backend, dtype: torch.dtype, quantizing: str
 ) -> None:
-    """Of random heads: what 8 bits cost beside no quantization at all. INT8 costs less."""
+    """The error from 8 bits, for random heads, against no quantization. INT8 has less of it."""
     case = quantized_case(MIXED, dtype, heads=4, kv_heads=2, dim=64, block=16)
     exact = case.expected(0.125)
     error = (case.run(quantizer, 0.125).double() - exact).pow(2).mean().sqrt() / exact.pow(

@@ -1,4 +1,4 @@
-"""Runs Locust on our users as a process of its own (it patches whatever imports it), and reads what
+"""Runs Locust on our users in a subprocess (it patches the process that imports it), and reads what
 it measured; and a peer that has chat completions and nothing else.
 """
 
@@ -31,12 +31,12 @@ class Run(NamedTuple):
         return int(self.rows.get((statistic, name), {}).get("Request Count", 0))
 
     def tokens(self, name: str) -> float:
-        """Mean of an answer."""
+        """Mean number of tokens of an answer."""
         return float(self.rows["E2E", name]["Average Content Size"])
 
 
 def locust(folder: Path, url: str, *flags: str) -> Run:
-    """Headless, with hardly a pause; `folder` takes the CSV."""
+    """A headless run with almost no pause; `folder` takes the CSV."""
     command = [sys.executable, "-m", "streamer", "loadtest", "locust", "--host", url]
     command += [
         "--headless",
@@ -88,7 +88,7 @@ class _Peer(BaseHTTPRequestHandler):
 
 @contextmanager
 def peer() -> Iterator[str]:
-    """The URL of a server that knows nothing of ours."""
+    """The URL of a server without our extensions."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Peer)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()

@@ -1,4 +1,4 @@
-"""Axes, and what is drawn to scale, in files that ask for nothing."""
+"""Axes, drawing to scale, and files that load nothing from elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streamed answers of any server, read from bytes: what is whole, what is not; no server."""
+"""Streamed answers of any server, read from bytes: complete ones and broken ones; no server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events folded into an answer: what is lost, doubled, cut or gone is told."""
+"""Events folded into an answer: what is lost, doubled, cut or gone is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of text, and numbers as they stand in them."""
+"""Tables of text, and the format of numbers in them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Public tools against a server: their command lines, what counts as a failure, what is kept.
 
-The tools themselves are not installed here: programs of a few lines stand in for them.
+The tools themselves are not installed here: programs of a few lines replace them.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def test_guidellm_is_judged_by_its_report(
 
 
 def lm_eval_run(folder: Path, likelihood: float, acc: float, answer: str) -> None:
-    """What lm-eval leaves behind."""
+    """The files of a finished lm-eval run."""
     place = folder / "m"
     place.mkdir(parents=True)
     scores = {"streamer_choice": {"alias": "c", "acc,none": acc, "acc_stderr,none": 0.1}}
@@ -201,7 +201,7 @@ def stand_in(code: int, version: str = "1.2.3", failures: Sequence[str] = ()) ->
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Peers' home, with an environment in which the stand-in is said to be installed."""
+    """Peers' home, with an environment in which the stand-in is recorded as installed."""
     place = tmp_path / "peers" / "standin" / "bin"
     place.mkdir(parents=True)
     program = place / "python"

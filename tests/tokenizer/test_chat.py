@@ -1,4 +1,4 @@
-"""Chat templates: where they are found, what they may do, and whose mistake a refusal is."""
+"""Chat templates: where they are found, what they may do, and which party an error is blamed on."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_template_uses_what_a_request_gives_it() -> None:
     settings = {"chat_template": template, "bos_token": "<s>"}
     t = Tokenizer(backend(), settings)
     ids = t.encode_chat(HI, variables={"enable_thinking": True, "note": "</s>"})
-    assert t.decode(ids) == "[think]</s>hi"  # text, as a special token is in a message
+    assert t.decode(ids) == "[think]</s>hi"  # as text, like a special token in a message
     assert t.decode(t.encode_chat(HI)) == "hi"
     for taken in ("messages", "bos_token"):
         with pytest.raises(InvalidRequest) as caught:
@@ -176,7 +176,7 @@ def test_a_template_that_is_no_jinja_stops_the_start(tmp_path: Path) -> None:
 
 
 def test_where_templates_are_found(tmp_path: Path) -> None:
-    """The operator's, then the folder's own file, then the settings."""
+    """The operator's first, then the folder's own file, then the settings."""
     path = folder(tmp_path, chat_template="settings")
     assert Tokenizer.from_folder(path).render_chat(HI) == "settings"
     (path / "chat_template.jinja").write_text("file")

@@ -1,4 +1,4 @@
-"""TextStream against the core: wherever `apply` may end a text, nothing released is taken back."""
+"""TextStream against the core: wherever `apply` may end a text, released text is not taken back."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ STOPS = st.lists(st.text("abé😀", min_size=1, max_size=4), max_size=3)
 def test_text_is_the_cut_bytes(
     pieces: list[bytes], stops: list[str], min_tokens: int, ends_by_id: bool
 ) -> None:
-    """The core's way with stop strings: from `min_tokens` on, the earliest that ends just now."""
+    """The core's rule for stop strings: from `min_tokens` on, the earliest that has just ended."""
     written = tuple(s.encode() for s in stops)
     stream = TextStream(pieces, written)
     text, tail, whole = "", b"", b""
     for token, piece in enumerate(pieces):
-        if ends_by_id and token == len(pieces) - 1:  # a stop token: no part of the text
+        if ends_by_id and token == len(pieces) - 1:  # a stop token is not in the text
             text += stream.finish(len(whole))
             assert text == whole.decode("utf-8", "replace")
             return

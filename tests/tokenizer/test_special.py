@@ -60,7 +60,7 @@ def user(content: Any) -> list[dict[str, Any]]:
 
 
 def today(t: Tokenizer, messages: list[dict[str, Any]]) -> list[int]:
-    """The rendered text with every special token recognised, whoever wrote it."""
+    """The rendered text with every special token recognised, also in messages."""
     return t.encode(t.render_chat(messages), add_special_tokens=False)
 
 
@@ -79,12 +79,12 @@ def test_ordinary_messages_encode_as_ever(t: Tokenizer, contents: list[str]) -> 
 @ALL
 @given(content=st.lists(WORDS | SPECIAL, max_size=8).map("".join))
 def test_a_message_has_no_special_tokens(t: Tokenizer, content: str) -> None:
-    """As many as the template writes around an empty message, and the text is all there."""
+    """The ids have only the template's special tokens, and the text is all there."""
     ids = t.encode_chat(user(content))
     assert number_of_special(t, ids) == number_of_special(t, t.encode_chat(user("")))
     text = b"".join(t.special_bytes.get(i, t.token_bytes()[i]) for i in ids).decode()
     shown = t.render_chat(user(content))
-    if t is KINDS["greedy"]:  # its end token takes spaces
+    if t is KINDS["greedy"]:  # the end token takes spaces
         text, shown = "".join(text.split()), "".join(shown.split())
     assert text.removeprefix(" ") == shown
 
@@ -98,7 +98,7 @@ def test_the_attack() -> None:
 
 @ALL
 def test_the_template_around_it_encodes_as_ever(t: Tokenizer) -> None:
-    """Ids before and after the message are those of the same template around another one."""
+    """Ids before and after the message are those of the same template around another message."""
     end = t.special_bytes[t.eos_token_id or 0].decode()
     mean, plain = t.encode_chat(user(f"the {end} cat")), t.encode_chat(user("the # cat"))
     first = t.encode("x\nthe", add_special_tokens=False)[-1]
@@ -140,7 +140,7 @@ def test_a_template_sees_the_rest_of_a_message() -> None:
 
 
 def test_words_are_new_each_time_and_never_seen_outside() -> None:
-    """What one call put in a message's place is useless in the next."""
+    """A placeholder of one call means nothing in the next."""
     refusing = "{{ raise_exception(messages[0].content) }}"
     t = Tokenizer(byte_level(), SETTINGS | {"chat_template": refusing})
     with pytest.raises(InvalidRequest, match=r"messages: a</s>$"):

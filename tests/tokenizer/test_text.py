@@ -1,4 +1,4 @@
-"""TextStream: what is released when, and that the end equals a plain decode."""
+"""TextStream: when text is released, and that the whole equals a plain decode."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SPECIAL = 256
 
 
 def spell(text: bytes, **kwargs: object) -> tuple[list[str], str]:
-    """What each byte releases, and the rest."""
+    """The text that each byte releases, and the rest."""
     stream = TextStream(BYTES, **kwargs)  # type: ignore[arg-type]
     return [stream.push(b) for b in text], stream.finish()
 
@@ -77,7 +77,7 @@ def test_a_cut_takes_the_stop_string_and_all_after_it() -> None:
 
 
 def test_a_stop_string_that_was_not_heeded_is_text() -> None:
-    """min_tokens: the core lets the first one pass, and cuts at the second."""
+    """Before min_tokens the core lets a stop string pass, and cuts at the second."""
     stream = TextStream((b"END.", b"yes", b"END"), stop=[b"END"])
     text = stream.push(0) + stream.push(1) + stream.finish(text_bytes=7, token_id=2)
     assert text == "END.yes"
@@ -85,7 +85,7 @@ def test_a_stop_string_that_was_not_heeded_is_text() -> None:
 
 @given(st.text("ab", max_size=40), st.text("ab", min_size=1, max_size=5))
 def test_held_text_always_covers_a_stop_string_in_the_making(text: str, stop: str) -> None:
-    """Wherever the stop string first ends, nothing of it was released before."""
+    """Wherever the stop string first ends, no part of it was released before."""
     end = text.find(stop)
     stream = TextStream(BYTES, stop=[stop.encode()])
     released = ""

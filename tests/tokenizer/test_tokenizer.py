@@ -115,13 +115,13 @@ def test_bytes_of_tokens_are_the_text(t: Tokenizer, text: str) -> None:
 @pytest.mark.parametrize("t", [BYTE_LEVEL, SENTENCE_PIECE], ids=["byte_level", "sentence_piece"])
 @given(data=st.data())
 def test_any_tokens_decode_as_their_bytes(t: Tokenizer, data: st.DataObject) -> None:
-    """Whatever a model draws, also halves of characters, and special tokens in between."""
+    """Any tokens a model draws, also halves of characters, and special tokens in between."""
     ids = data.draw(st.lists(st.integers(0, t.vocab_size - 1), max_size=12))
     joined = b"".join(t.token_bytes()[i] for i in ids)
     try:
         text = joined.decode()
     except UnicodeDecodeError:
-        return  # the library writes other counts of U+FFFD for byte tokens
+        return  # the library writes another number of U+FFFD for byte tokens
     assert t.decode(ids) == text
 
 
@@ -203,7 +203,7 @@ WRITTEN = [
 
 @pytest.mark.parametrize("name", STEPS)
 def test_every_decoder_streams_what_the_library_decodes(name: str) -> None:
-    """Whatever stands for a space; the first token apart, which may lose it."""
+    """Whatever stands for a space; except the first token, which may lose it."""
     backend = tokenizers.Tokenizer(models.WordLevel({t: i for i, t in enumerate(WRITTEN)}))
     backend.decoder = decoders.Sequence(STEPS[name])
     table = Tokenizer(backend, {}).token_bytes()
@@ -261,7 +261,7 @@ def test_a_lone_surrogate_is_the_callers_mistake() -> None:
 
 
 def test_a_panic_of_the_library_is_one_requests_failure() -> None:
-    """It is a BaseException: neither a route's handler nor a lane's saw it."""
+    """A panic is a BaseException, which the handlers of routes and lanes do not catch."""
     backend = tokenizers.Tokenizer(models.WordLevel({"o": 0}, unk_token="o"))
     backend.decoder = decoders.Strip("o", 0, 2)  # more than the token has
     with pytest.raises(RequestFailed, match="the tokenizer failed: index out of bounds"):
@@ -271,7 +271,7 @@ def test_a_panic_of_the_library_is_one_requests_failure() -> None:
 def test_a_tokenizer_file_beyond_any_size_is_not_read(tmp_path: Path) -> None:
     for name in ("tokenizer_config.json", "tokenizer.json"):
         with (tmp_path / name).open("wb") as file:
-            file.truncate(1 << 34)  # no blocks on the disk
+            file.truncate(1 << 34)  # a sparse file
         with pytest.raises(ConfigError, match=rf"{name} has 17179869184 bytes, at most"):
             Tokenizer.from_folder(tmp_path)
         (tmp_path / name).unlink()

@@ -1,4 +1,4 @@
-"""compare itself: which turns there are, what a failure does, and one whole small run."""
+"""compare itself: the turns, the effect of a failure, and one whole small run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_engines_take_turns_and_the_first_changes() -> None:
         ("streamer", True),
         ("vllm", False),
         ("vllm", True),
-        ("transformers", False),  # its static batch has no server
+        ("transformers", False),  # transformers' static batch has no server
     ]
     assert next(compare.turns(wanted, 1)).engine is VLLM
     assert next(compare.turns(wanted, 3)).engine is OURS
@@ -97,7 +97,7 @@ def test_peers_do_not_see_our_modules(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_an_engine_that_ends_says_why(tmp_path: Path) -> None:
-    """The interpreter here has no vLLM, which is what its runner then tells."""
+    """The interpreter here has no vLLM; the runner reports that."""
     places = Places(tmp_path)
     env = environment(VLLM, places, 1)
     with (
@@ -133,7 +133,7 @@ def test_memory_of_a_process_and_its_children(tmp_path: Path) -> None:
     )
     log = tmp_path / "log"
     with Process([sys.executable, "-c", code], environment(OURS, Places(tmp_path), 1), log) as p:
-        follower = subprocess.run(  # waits until the child has spoken
+        follower = subprocess.run(  # waits until the child has printed
             ["sh", "-c", f"for i in $(seq 300); do grep -q 1 {log} && exit; sleep 0.05; done"],
             check=False,
         )

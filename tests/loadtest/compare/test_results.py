@@ -25,7 +25,7 @@ from streamer.loadtest.compare.results import (
 )
 
 MIB = 1 << 20
-RATES = {  # small: eq, mix, one, stream; three rounds around these
+RATES = {  # rates of "small": eq, mix, one, stream; three rounds around these
     "streamer": (4000, 2500, 500, 2600),
     "openvino": (3000, 2400, 460, None),
     "vllm": (2300, 1900, 300, 1800),
@@ -55,9 +55,9 @@ def results() -> Results:
                 found.samples.append(sample)
     found.peaks += [
         Peak("streamer", "small", 0, False, 700 * MIB),
-        Peak("streamer", "small", 0, True, 9000 * MIB),  # the server's is another matter
+        Peak("streamer", "small", 0, True, 9000 * MIB),  # not comparable: the server's
         Peak("openvino", "small", 0, False, 500 * MIB),
-        Peak("transformers", "small", 0, False, 100 * MIB),  # has no pool
+        Peak("transformers", "small", 0, False, 100 * MIB),  # transformers has no pool
     ]
     return found
 

@@ -1,4 +1,4 @@
-"""Prompts and lengths: what is asked is the same everywhere, and new in every round."""
+"""Prompts and lengths: the same for every engine, and new in every round."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bench gpu: every section's code, on tiny shapes; what it says, writes and survives."""
+"""bench gpu: every section's code, on tiny shapes; its output, its files, failures it survives."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CPU = gpu_models.Where(torch.device("cpu"), is_tiny=True)
 
 
 def run(*flags: str) -> tuple[int, str]:
-    """Exit code and what was printed."""
+    """Exit code and output."""
     parser = argparse.ArgumentParser()
     gpu.add_arguments(parser)
     text = io.StringIO()
@@ -78,7 +78,7 @@ def test_every_section_runs_and_is_written(tmp_path: Path) -> None:
 def test_sections_with_models_on_the_gpus_runner(
     monkeypatch: pytest.MonkeyPatch, section: str
 ) -> None:
-    """That runner, one plan ahead and with recorded decodes, on a device that does all late."""
+    """The CUDA runner, one plan ahead, with recorded decodes, on a device that delays all work."""
     skip_without_interpreter()
     from streamer.kernels.gpu import sample
 
@@ -221,7 +221,7 @@ def test_figures_without_targets_where_none_are_kept() -> None:
 
 
 def test_the_requests_are_nano_vllms() -> None:
-    """Its bench prints 133,966 tokens of output; its prompts have 142,827."""
+    """Its benchmark prints 133,966 tokens of output; its prompts have 142,827."""
     requests = gpu_engine.nano_vllm_requests(is_tiny=False)
     assert len(requests) == 256
     assert sum(r.num_output for r in requests) == 133_966

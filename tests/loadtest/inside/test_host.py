@@ -1,4 +1,4 @@
-"""Host time of a step: the cases are what they say, and the table shows them."""
+"""Host time of a step: the cases are as named, and the table shows them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_phases_add_up() -> None:
 
 
 def test_mixed_steps_go_on_as_sequences_leave_and_join() -> None:
-    """Twice as many steps as a sequence has tokens: all that began have been replaced."""
+    """Twice as many steps as a sequence has tokens: all the first sequences have been replaced."""
     got = measure_host(8, 2 * MIXED_OUTPUT, is_mixed=True)
     assert isinstance(got, HostTime)
     assert got.case == "mixed"

@@ -1,4 +1,4 @@
-"""`streamer bench offline` with the fake model: its sums, its files, what it refuses."""
+"""`streamer bench offline` with the fake model: its sums, its files, its refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bench page: it measures what it says, in a real browser, for a moment. No time is asserted."""
+"""bench page: a short run in a real browser has all its measurements. No time is asserted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bench step: every case runs, and its figures are of the case it says."""
+"""bench step: every case runs, and its figures belong to the case."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bench stream: a small run of every transport, and the parts that its figures rest on."""
+"""bench stream: a small run of every transport, and the parts that compute its figures."""
 
 from __future__ import annotations
 

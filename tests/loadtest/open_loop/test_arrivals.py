@@ -1,4 +1,4 @@
-"""Arrivals: rates, burstiness, seeds; and the way to the knee, on servers that are functions."""
+"""Arrivals: rates, burstiness, seeds; and the search for the knee, with functions as servers."""
 
 from __future__ import annotations
 
@@ -67,4 +67,4 @@ def test_servers_that_hold_nothing_or_everything() -> None:
     assert knee([(1.0, 0.5)]) is None
     assert (
         knee([(1.0, 1.0), (2.0, 0.5), (4.0, 1.0)]) == 1.0
-    )  # luck above the limit counts for nothing
+    )  # a lucky result above the limit does not count

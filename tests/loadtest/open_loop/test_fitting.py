@@ -1,4 +1,4 @@
-"""Jobs fit the context of the model that is asked, whatever the workload."""
+"""Jobs fit the context of the model under test, whatever the workload."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SCALE = Scale(0.75, 6)
 
 
 def most_tokens(job: Job) -> int:
-    """Of the last turn with all before it and its answer, every text at its highest estimate."""
+    """Tokens of the last turn with all before it and its answer, by the highest estimates."""
     texts = [job.system] if job.system else []
     prompts = [turn.prompt for turn in job.turns]
     ids = sum(len(prompt) for prompt in prompts if not isinstance(prompt, str))

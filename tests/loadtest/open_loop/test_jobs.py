@@ -54,7 +54,7 @@ def test_text_is_as_long_as_the_servers_tokens() -> None:
 
 @pytest.mark.parametrize("name", ["prefix", "nano"])
 def test_reworded_is_as_long_and_shares_as_much(name: str) -> None:
-    """What one job has of its own begins otherwise, so a prefix cache finds nothing."""
+    """A job's own text begins with other words, so a prefix cache finds nothing."""
     work = jobs(name, Asked(9, 0, 2.0))
     again = reworded(work, 0)
     assert again == reworded(work, 0)

@@ -39,7 +39,7 @@ def ways(server: Running) -> Ways:
 
 
 def test_rates_files_and_tokens(slow: Running, tmp_path: Path) -> None:
-    """The server gives every answer as many tokens as were asked for."""
+    """The server gives every answer exactly the number of tokens asked for."""
     flags = ["--url", slow.url, "--workload", "alpaca", "--requests", "12", "--out", str(tmp_path)]
     assert open_loop([*flags, "--rates", "20", "inf", *EASY]) == 0
     twenty, whole = read(tmp_path, "20qps.json"), read(tmp_path, "infqps.json")
@@ -50,7 +50,7 @@ def test_rates_files_and_tokens(slow: Running, tmp_path: Path) -> None:
         assert result["goodput_share"] == 1.0
         assert result["total_output_tokens"] == sum(result["output_lens"])
         assert result["errors"] == [""] * 12
-    assert twenty["start_times"][-1] >= 11 / 20  # when it was due, not before
+    assert twenty["start_times"][-1] >= 11 / 20  # sent when it was due, not before
     assert all(abs(n - 20) < 100 for n in twenty["input_lens"])
     assert "| 20 |" in (tmp_path / "report.md").read_text(encoding="utf-8")
     assert (tmp_path / "rates.svg").read_text(encoding="utf-8").startswith("<svg")
@@ -58,7 +58,7 @@ def test_rates_files_and_tokens(slow: Running, tmp_path: Path) -> None:
 
 
 def test_nobody_waits_for_an_answer(slow: Running) -> None:
-    """All are sent while the first is still being made."""
+    """All are sent while the first answer is still streaming."""
     work = [Job((Turn("count", 80),)) for _ in range(6)]
     done: list[Outcome] = []
     outcomes, _ = Driver(ways(slow), done.append).run(work, [0.01 * i for i in range(6)])
@@ -87,7 +87,7 @@ def test_turns_follow_one_another(slow: Running) -> None:
 
 
 def test_turns_that_are_never_asked_fail_too() -> None:
-    """Else a conversation that breaks at once weighs less than one that goes on to its end."""
+    """Otherwise a conversation that fails at once weighs less than one that goes on to its end."""
     done: list[Outcome] = []
     job = Job(tuple(Turn("one", 4) for _ in range(3)))
     with peer() as url:
@@ -98,7 +98,7 @@ def test_turns_that_are_never_asked_fail_too() -> None:
 
 
 def test_words_and_tokens(slow: Running) -> None:
-    """The fake model takes a token a byte; the last word has no space after it."""
+    """The fake model has one token per byte; the last word has no space after it."""
     scale = measured_scale(ways(slow), lambda count: " ".join(["four"] * count))
     assert scale.words_per_token == 1 / 5
     assert 0 < scale.frame < 20
@@ -108,7 +108,7 @@ def test_words_and_tokens(slow: Running) -> None:
 def test_a_sweep_ends_by_itself(
     slow: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No server answers in a ten thousandth of a millisecond, so every rate is too much."""
+    """No server answers in 0.0001 ms, so every rate is too high."""
     monkeypatch.setattr(arrivals, "LEAST_RATE", 20.0)
     flags = ["--url", slow.url, "--workload", "alpaca", "--requests", "3", "--out", str(tmp_path)]
     flags += ["--rates", "50", "--burstiness", "inf", "--sweep", "--goodput", "ttft:0.0001"]

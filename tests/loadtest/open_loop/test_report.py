@@ -1,4 +1,4 @@
-"""The HTML report: its structure, figures by hand, escaping, and what it says of bad files."""
+"""The HTML report: its structure, figures by hand, escaping, and errors for bad files."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_what_files_say_is_escaped(tmp_path: Path) -> None:
 
 
 def test_colours_can_be_told_from_the_page() -> None:
-    """WCAG's contrast, 4.5 and more, of every colour of words and lines on what they stand on."""
+    """WCAG's contrast, 4.5 and more, of every colour of text and lines on their background."""
 
     def luminance(colour: str) -> float:
         parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
@@ -217,7 +217,7 @@ def test_runs_of_one_name_and_without_a_rate_in_common(tmp_path: Path) -> None:
 
 
 def test_percentiles_are_those_of_the_file(tmp_path: Path) -> None:
-    """The page counts anew from the requests' times, and finds what the open loop found."""
+    """The page computes them anew from the requests' times, and finds what the open loop found."""
     found = values()
     result = Result.read(write(tmp_path / "a.json", found))
     for metric, times in result.times_ms().items():

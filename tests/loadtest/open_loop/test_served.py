@@ -1,4 +1,4 @@
-"""What is computed from outcomes, by hand; tables and curves of it."""
+"""Figures computed from outcomes, by hand; their tables and curves."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ def test_nothing_but_failures() -> None:
 
 
 def test_a_rate_is_held_only_if_what_finishes_keeps_up() -> None:
-    """A hundred requests within a second are a burst: good, and far more than finish a second."""
+    """A hundred requests within a second are a burst: all good, but more than finish per second."""
 
     def answered(rate: float, done_s: float) -> Values:
-        """Each within its time, and so many a second."""
+        """Each within its time; `done_s` of them finish per second."""
         outcomes = [Outcome(i / rate, i / rate, (i + 1) / done_s - i / rate) for i in range(100)]
         conditions = Conditions("d", "alpaca", "m", rate, 1.0, {}, 0, Cut(1024, 0, 0))
         return summary(outcomes, conditions, 100 / done_s)

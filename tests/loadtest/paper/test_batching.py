@@ -18,7 +18,7 @@ ASKS = [Ask((5,), 1), Ask((5,), 3), Ask((5,), 2)]
 
 
 class Clock:
-    """Seconds that pass when somebody works."""
+    """A clock that the servers' work moves."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
@@ -26,7 +26,7 @@ class Clock:
 
 
 class PlainSteps:
-    """Two rows, a token each a step, a second a step."""
+    """Two rows, a token per row and step, a second per step."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

@@ -1,4 +1,4 @@
-"""bench paper: each comparison runs apart, what failed is said, and the report has it all."""
+"""bench paper: each comparison runs in a process, failures are reported, the report has all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def comparison(name: str, finding: str = "here 3") -> Comparison:
 
 
 def run(*flags: str) -> tuple[int, str]:
-    """Exit code and what was printed."""
+    """Exit code and output."""
     parser = argparse.ArgumentParser()
     paper.add_arguments(parser)
     text = io.StringIO()
@@ -34,7 +34,7 @@ def run(*flags: str) -> tuple[int, str]:
 
 
 def scripted(scripts: dict[str, str]) -> Callable[..., list[str]]:
-    """Instead of this program: a script a comparison, which is given its file's name."""
+    """In place of this program: one script per comparison, which gets the name of its file."""
 
     def command(name: str, file: Path, **_: Any) -> list[str]:
         return [sys.executable, "-c", f"import os, sys, time; {scripts[name]}", str(file)]
@@ -48,7 +48,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def leaves(name: str, finding: str = "here 3") -> str:
-    """A script that leaves this comparison."""
+    """A script that writes this comparison."""
     part = msgspec.json.encode(Part(comparison(name, finding)))
     return f"print('half way', flush=True); open(sys.argv[1], 'wb').write({part!r})"
 

@@ -1,4 +1,4 @@
-"""bench paper flow: what is counted of an answer, and all of it over the fake model."""
+"""bench paper flow: the figures of an answer, and the whole command over the fake model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_reader_notes_arrivals_and_asks_again_at_the_end(monkeypatch: pytest.M
     now[0] = 12.0
     reader.take(b"NE]\n\n", 12.0)  # cut between two reads
     assert len(fake.sent) == 2
-    assert fake.sent[0] != fake.sent[1]  # another prompt: no cache helps
+    assert fake.sent[0] != fake.sent[1]  # another prompt, so that the cache has no block of it
     assert b'"max_tokens":3' in fake.sent[0]
     reader.end(15.0)
     assert reader.gaps_ms == [250]

@@ -1,4 +1,4 @@
-"""What the KV cache holds: counted right where it can be done by hand."""
+"""Memory of the KV cache, against counts by hand."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ask(num_prompt: int, num_output: int, first: int = 100) -> Ask:
 def test_pages_of_one_request_step_by_step() -> None:
     """7 tokens of prompt, then two that are written after them; the last is only drawn."""
     usage = paged(CHECKPOINT, [ask(7, 3)], block_size=4, pool_tokens=64, context=64)
-    # after the steps: 7 of 8 written, 8 of 8; the third step ends it
+    # after the steps: 7 of 8 written, 8 of 8; the third step ends the request
     assert usage.wasted == pytest.approx(100 * (1 - 15 / 16))
     assert (usage.mean_running, usage.peak_running) == (1, 1)
     assert usage.filled == pytest.approx(100 * 7.5 / 64)
@@ -51,7 +51,7 @@ def test_as_many_run_at_once_as_have_blocks() -> None:
 
 
 def test_averages_of_moments() -> None:
-    """What is filled and who runs counts while others wait."""
+    """Only moments in which requests wait count for what is filled and what runs."""
     moments = [Moment(6, 8, 2, True), Moment(4, 8, 1, True), Moment(1, 4, 5, False)]
     usage = summed(moments, 16)
     assert usage.wasted == pytest.approx(45)

@@ -1,4 +1,4 @@
-"""Gaps, first tokens and preemptions of hand-made steps, and what the tables say."""
+"""Gaps, first tokens and preemptions of hand-made steps, and the tables of them."""
 
 from __future__ import annotations
 

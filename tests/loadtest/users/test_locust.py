@@ -41,7 +41,7 @@ p50_ms = 60000
 
 
 def test_every_user_measures_and_loses_nothing(slow: Running, tmp_path: Path) -> None:
-    """Each answer is verified by its user: the model counts, and failures would be told."""
+    """Each user verifies its answers: the model counts, and failures would be reported."""
     slo = tmp_path / "slo.toml"
     slo.write_text(EASY)
     flags = ["-u", "8", "-r", "8", "-t", "4s", "--max-tokens", str(TOKENS), "--counting"]
@@ -58,7 +58,7 @@ def test_every_user_measures_and_loses_nothing(slow: Running, tmp_path: Path) ->
             assert run.count("TTFT", name) >= run.count("E2E", name)
     for name in ("Flaky sse", "Flaky ws"):
         answers, resumes = run.count("E2E", name), run.count("RESUME", name)
-        assert answers <= resumes <= 2 * (answers + 1)  # one more may have been cut by the end
+        assert answers <= resumes <= 2 * (answers + 1)  # the end of the run may have cut one more
     assert run.count("FORK", "Fork") >= run.count("E2E", "Fork")
     assert run.tokens("Cancel") < 100 * TOKENS
     slow.wait_idle()

@@ -49,7 +49,7 @@ for slo, shape in ((sys.argv[1], ""), (SLO, "spike")):
 
 
 def test_shapes_exit_codes_and_refusals(tmp_path: Path) -> None:
-    """Locust patches sockets and threads where it is imported, so not here."""
+    """In a subprocess: Locust patches sockets and threads of the process that imports it."""
     slo = tmp_path / "slo.toml"
     slo.write_text('[[objective]]\nstatistic = "TTFF"\np50_ms = 1\n')
     command = [sys.executable, "-c", SCRIPT, str(slo)]

@@ -78,7 +78,7 @@ def test_lines_wait_for_the_reader_in_order_and_long_ones_are_whole(pipe: Pipe) 
 
 def test_lines_beyond_the_limit_are_lost_and_counted_where_they_are_missing(pipe: Pipe) -> None:
     handler = LineHandler(pipe.write_end, max_bytes=40)
-    write(handler, "first")  # in the thread's hands, soon
+    write(handler, "first")  # the thread soon takes it
     end = time.monotonic() + DEADLINE_S
     while handler.num_waiting_bytes:
         assert time.monotonic() < end
