@@ -142,7 +142,7 @@ def _begins(name: str, prefixes: frozenset[str]) -> str | None:
 
 
 def import_faults(tree: ast.Module, module: str) -> Iterator[str]:
-    """Imports against the table."""
+    """Imports that the table does not allow."""
     here = room_of(module)
     rule = ROOMS[here]
     for name, line, is_lazy in imports_of(tree, module):

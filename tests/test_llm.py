@@ -171,7 +171,7 @@ def test_a_forked_child_is_told_at_once_and_its_parent_goes_on() -> None:
 
 
 async def test_it_works_beside_a_running_loop(llm: LLM) -> None:
-    """In a notebook."""
+    """As in a notebook."""
     assert llm.generate("count to 2")[0].text == expected_text(2)
     assert asyncio.get_running_loop().is_running()
 

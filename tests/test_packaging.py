@@ -147,7 +147,7 @@ def test_an_sdist_s_page_is_the_wheel_s(wheel: set[str], unpacked: Path) -> None
 
 
 def test_what_a_wheel_has_imports_nothing_that_it_has_not(installed: Path) -> None:
-    """Imports inside functions too."""
+    """Imports inside functions count too."""
     sources = list((installed / "streamer").rglob("*.py"))
     names = {".".join(path.relative_to(installed).with_suffix("").parts) for path in sources}
     modules = names | {name.removesuffix(".__init__") for name in names}

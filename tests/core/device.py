@@ -31,7 +31,7 @@ def extend(chain: int, token: int) -> int:
 
 
 def chain_of(tokens: list[int]) -> list[int]:
-    """Hash after each token."""
+    """The hash of the prefix after each token."""
     chains, chain = [], ROOT
     for token in tokens:
         chain = extend(chain, token)

@@ -49,7 +49,7 @@ def test_older_machines_compute_the_same(machine: str, tmp_path: Path) -> None:
 
 
 def test_without_a_compiler_torch_serves(tmp_path: Path) -> None:
-    """The reason is reported."""
+    """Also reports the reason."""
     done = run(["-c", WHICH], CC="/nowhere/cc", XDG_CACHE_HOME=str(tmp_path))
     assert done.stdout.startswith("reference the kernels can't be compiled"), (
         done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""K and V in INT8 and FP8: errors of a code, bits of the backends, attention on what was stored."""
+"""K and V in INT8 and FP8: errors of a code, bit equality of backends, attention over the codes."""
 
 from __future__ import annotations
 

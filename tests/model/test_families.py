@@ -144,7 +144,7 @@ def test_auto_map_means_nothing() -> None:
     ],
 )
 def test_refusals(architecture: str, fields: dict[str, Any], param: str, says: str) -> None:
-    """Each names the field."""
+    """Each refusal names the field."""
     with pytest.raises(ModelNotSupported, match=says) as error:
         parse(architecture, **fields)
     assert error.value.param == param

@@ -126,7 +126,7 @@ def test_choose_dtype(
 
 
 def test_an_unknown_dtype() -> None:
-    """Named, with the field."""
+    """The refusal names the dtype and the field."""
     with pytest.raises(ModelNotSupported, match="'float64'"):
         choose_dtype("float64", "F32")
 

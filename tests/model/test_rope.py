@@ -98,7 +98,7 @@ def test_null_scaling_is_none() -> None:
     ],
 )
 def test_refusals(fields: dict[str, Any], param: str, says: str) -> None:
-    """Each names the field."""
+    """Each refusal names the field."""
     with pytest.raises(ModelNotSupported, match=says) as error:
         parse_rope({"rope_scaling": fields}, 64, 2048)
     assert error.value.param == param

@@ -73,8 +73,6 @@ class Refused(Exception):
 
 
 class Asker:
-    """Asks one server."""
-
     def __init__(self, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
         self.server = server
         self.seen: list[tuple[GenerateRequest, TokenStream]] = []

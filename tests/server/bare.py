@@ -112,7 +112,6 @@ class BareSocket(Bare):
         self._is_packed = subprotocol == MSGPACK
 
     def say(self, kind: str, **fields: Any) -> None:
-        """Send an event."""
         event = {"type": kind, **fields}
         if self._is_packed:
             self._ws.send_binary(msgspec.msgpack.encode(event))

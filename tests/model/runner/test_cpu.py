@@ -314,7 +314,7 @@ def test_model_info(checkpoint: Any) -> None:
 def test_settings_that_do_not_fit(
     checkpoint: Any, settings: dict[str, Any], error: type[Exception], says: str
 ) -> None:
-    """Refused with the numbers."""
+    """The refusal has the numbers."""
     with pytest.raises(error, match=says):
         make_runner(checkpoint("llama", 1), **settings)
 

@@ -53,7 +53,7 @@ class Both:
         self.here.join(join)
 
     def leave(self, row: int) -> None:
-        """Remove it from both."""
+        """Remove the row from both."""
         self.there.leave(row)
         self.here.leave(row)
 

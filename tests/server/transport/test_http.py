@@ -243,7 +243,7 @@ def test_a_handshake_with_a_header_too_long_for_websockets_is_answered(server: R
 def test_a_handshake_may_say_that_it_has_no_body(
     server: Running, length: int, status: bytes
 ) -> None:
-    """Java's client does."""
+    """As Java's client does."""
     head = UPGRADE % (b"1.1", b"13") + b"Content-Length: %d\r\n\r\n" % length
     with dial(server) as raw:
         raw.sendall(head)
