@@ -6,7 +6,7 @@ import { Blocks, newMarked } from "../src/chat/markdown/blocks.ts";
 const marked = newMarked();
 const lex = (source: string) => marked.lexer(source);
 
-/** All blocks of a text that comes in pieces of this size; what was open at the end is the last. */
+/** All blocks of a text fed in pieces of this size; the last is the one open at the end. */
 function inPieces(text: string, size: number): string[] {
   const blocks = new Blocks(lex);
   const all: string[] = [];

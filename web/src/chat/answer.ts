@@ -1,8 +1,8 @@
 /**
  * Answer: a response as the page shows it, live or kept from before.
  *
- * A stream's events come by the hundred a second; signals change once a frame. What is drawn
- * depends on the signals alone, so a component needs to know nothing of streams.
+ * Hundreds of stream events come a second; signals change once a frame. What is drawn depends on
+ * the signals alone, so components do not use streams.
  */
 
 import { signal } from "@preact/signals";
@@ -167,7 +167,7 @@ export class Answer {
     this.stream?.cancel();
   }
 
-  /** Nothing follows: show all of it. */
+  /** The stream ended: show all of its text. */
   settle(): void {
     this.#draw();
     if (this.#before && this.stream?.text === "") {

@@ -1,4 +1,4 @@
-/** What asks the server: a question, another answer, an edited question, a fork, a look at the tokens. */
+/** Requests to the server: a question, another answer, an edited question, a fork, an answer's tokens. */
 
 import { effect, signal, untracked } from "@preact/signals";
 import { client, connection, isConnected } from "../app/connection.ts";
@@ -113,7 +113,7 @@ export function regenerate(conversation: Conversation, message: Message): void {
   if (message.parent && isConnected.value && !isBusy.value) answer(conversation, message.parent);
 }
 
-/** Continue an answer from one of its tokens: drawn anew, or replaced by `text`. */
+/** Continue an answer from one of its tokens, which is drawn again or replaced by `text`. */
 export function fork(conversation: Conversation, message: Message, token: Token, text?: string): void {
   if (!message.parent || isBusy.value || !isConnected.value) return;
   const at: Fork = { at: token.at };

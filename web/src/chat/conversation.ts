@@ -36,7 +36,7 @@ export class Conversation {
   readonly beside = signal<readonly Message[]>([]);
   /** The system prompt of its answers. */
   readonly system = signal("");
-  /** What is typed and not sent: see drafts.ts. */
+  /** Typed and unsent text: see drafts.ts. */
   readonly draft = signal("");
   readonly edit = signal<Edit | null>(null);
   readonly path = computed(() => pathTo(this.leaf.value));

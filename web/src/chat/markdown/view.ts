@@ -1,5 +1,5 @@
 /**
- * MarkdownView: a growing text drawn into an element, finished blocks once, the open one anew.
+ * MarkdownView: draws a growing text into an element, finished blocks once, the open one again.
  *
  * Text that can't be Markdown is appended to the open block, so that a long paragraph costs only
  * its end. Where drawing is slow it is done less often, and always at the end.
