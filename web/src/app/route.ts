@@ -1,4 +1,4 @@
-/** What the address behind "#" names: a chat, a new one, or the engine. A reload keeps it, and back works. */
+/** The address behind "#": a chat, a new one, or the engine view. Reload keeps it, and back works. */
 
 import { batch, signal } from "@preact/signals";
 

@@ -1,4 +1,4 @@
-/** Requests to the server: a question, another answer, an edited question, a fork, an answer's tokens. */
+/** Requests to the server: questions, edited ones, further answers, forks, an answer's tokens. */
 
 import { effect, signal, untracked } from "@preact/signals";
 import { client, connection, isConnected } from "../app/connection.ts";

@@ -23,7 +23,10 @@ function has(conversation: Conversation, words: string[]): boolean {
   return words.every((word) => all.includes(word));
 }
 
-/** The message with most of the words; of equals one on the shown path, then the first. null: only the title has them. */
+/**
+ * The message with most of the words; of equals one on the shown path, then the first.
+ * null: only the title has them.
+ */
 export function messageWith(conversation: Conversation, words: readonly string[]): Message | null {
   const path = new Set(conversation.path.value);
   let best: Message | null = null;

@@ -94,7 +94,7 @@ function Messages({ conversation }: { conversation: Conversation }) {
   );
 }
 
-/** Keep the end in view while the content grows and the user is there: [is away, function back to it]. */
+/** Keep the end in view while the content grows and the user is there: [is away, go to the end]. */
 function useFollowing(box: preact.RefObject<HTMLDivElement | null>, conversation: Conversation): [boolean, () => void] {
   const isAtEnd = useRef(true);
   const top = useRef(0); // the last scroll position

@@ -1,4 +1,4 @@
-/** Keys that work anywhere on the page, and the dialog that names them. None of them types a character. */
+/** Keys that work anywhere on the page, and the dialog that lists them. None types a character. */
 
 import { signal } from "@preact/signals";
 import { show } from "../app/route.ts";

@@ -26,7 +26,7 @@ export type StreamStatus =
 const ENDS: ReadonlySet<StreamStatus> = new Set(["completed", "incomplete", "cancelled", "failed", "gone"]);
 const OPENING_EVENTS = 4; // numbers before the first token's, a kept prefix not counted
 
-/** Figures of a status: requests before it in the queue, prefilled tokens of the total, how it was preempted. */
+/** Of a status: requests before it in the queue, prefilled tokens of all, how it was preempted. */
 export interface Progress {
   position?: number;
   done?: number;

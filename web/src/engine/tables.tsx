@@ -1,4 +1,4 @@
-/** Page tables: one row for each choice of a live request, its blocks in order, coloured as in the grid. */
+/** Page tables: a row for each choice of a live request, its blocks in order, coloured as the grid. */
 
 import { useComputed, useSignal } from "@preact/signals";
 import { useRef } from "preact/hooks";

@@ -10,7 +10,7 @@ import { Marked, type Token, type Tokens } from "marked";
 const INLINE_MATHS = /^(?:\\\(([\s\S]{1,2000}?)\\\)|\$\$([^$\n]{1,2000}?)\$\$|\$(?![\s$])((?:\\.|[^\\$\n]){1,1000}?)(?<!\s)\$(?!\d))/;
 const LONGEST_MATHS = 8000; // characters in which a closing sign must come
 const MATHS_BEGIN = /^ {0,3}(?:\$\$|\\\[)/m;
-// No space beside the formula: in an unclosed one, each would be tried with every length of the other.
+// No space beside the formula: if unclosed, each would be tried with every length of the other.
 const BLOCK_MATHS = /^ {0,3}(?:\$\$([^$]{1,8000})\$\$|\\\[([\s\S]{1,8000}?)\\\])[ \t]*(?:\n+|$)/;
 
 export interface Maths extends Tokens.Generic {

@@ -34,7 +34,7 @@ marked.use({
   ],
 });
 
-// marked goes into nested quotes and lists by calling itself, so depth is limited: deeper source is text.
+// marked parses nested quotes and lists by recursion, so depth is limited: deeper source is text.
 
 export function lex(source: string): Token[] {
   try {
