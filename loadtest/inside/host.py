@@ -1,8 +1,8 @@
 """Host time of a step: schedule, launch and apply of the real scheduler and runner, no forward.
 
-One thread steps the scheduler and a CpuRunner whose model fills the inputs that the kernels
-would read and computes nothing; its greedy rows are drawn from logits of two tokens. Part of
-`streamer bench step`.
+One thread steps the scheduler and a CpuRunner whose model fills the kernels' input buffers and
+computes nothing; its greedy rows are drawn from logits of two tokens. Part of `streamer bench
+step`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 SIZES = (1, 16, 256, 1024, 4096)
 MIXED = 256
 BLOCK_SIZE = 16
-NUM_SHARED = 256  # tokens that every prompt begins with, and the cache holds
+NUM_SHARED = 256  # tokens of the cached prefix that all prompts share
 MAX_MODEL_LEN = 1024
 CHUNK_TOKENS = 512  # of prefill in a step of the mixed case, beside its decodes
 MIXED_OUTPUT = 64  # tokens a sequence draws there: four of 256 leave and join a step
@@ -54,7 +54,7 @@ class HostTime(msgspec.Struct, frozen=True):
 
 
 def report_host(console: Console, num_steps: int, sizes: tuple[int, ...] = SIZES) -> None:
-    """The table: every size decoding, then the mixed case."""
+    """Measure and print a table: every size decoding, then the mixed case."""
     heading = ("case", "sequences", "schedule", "inputs", "draw", "apply", "step", "a sequence")
     rows: list[Sequence[str]] = [heading]
     for num_sequences, is_mixed in (*((n, False) for n in sizes), (MIXED, True)):
@@ -69,7 +69,7 @@ def report_host(console: Console, num_steps: int, sizes: tuple[int, ...] = SIZES
 
 
 class NoModel:
-    """A model's place in CpuRunner: fills what kernels would read, and computes nothing.
+    """A stand-in for CpuRunner's model: fills the kernels' inputs, and computes nothing.
 
     filled  when the latest step's buffers were full, seconds of perf_counter
     """
@@ -115,7 +115,7 @@ class NoModel:
 
 
 class _Inputs:
-    """A recorded graph of the native kernels that is filled and never run."""
+    """A recorded graph of the native kernels whose inputs are filled but which is never run."""
 
     def __init__(self, limits: ops.Limits, head_dim: int) -> None:
         import torch
@@ -199,14 +199,14 @@ class _Bench:
         return CpuRunner(ops.for_cpu(), self._model, sizes)
 
     def _add(self) -> None:
-        """One more request, whose blocks fill in another step than its neighbours'."""
+        """Add a request whose blocks fill in another step than those of the requests before it."""
         number = self._num_added
         self._num_added += 1
         own = [number, *range(number % BLOCK_SIZE)]
         max_tokens = MAX_MODEL_LEN // 2
         if self._is_mixed:
             own = [number] * (CHUNK_TOKENS // 4)
-            # The first ones end one after the other, as if they had begun so.
+            # The first ones end one after the other, as if they had begun one after the other.
             max_tokens = MIXED_OUTPUT + number % MIXED_OUTPUT if number < MIXED else MIXED_OUTPUT
         params = SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens)
         prompt = (*[7] * NUM_SHARED, *own)

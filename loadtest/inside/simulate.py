@@ -1,4 +1,4 @@
-"""`streamer simulate`: the real scheduler over a fake model, beside what it replaced.
+"""`streamer simulate`: the real scheduler over a fake model, beside older methods.
 
 Runs the requests that the flags describe through core.Scheduler, step by step, and prints the same
 work under static batching and contiguous allocation. No torch, no clock: a run repeats exactly.
@@ -26,7 +26,7 @@ MAX_LENGTH = 1 << 20
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """What is simulated: lengths in tokens, pools in blocks; 0 rows or blocks: enough for all."""
+    """The simulated work: lengths in tokens, pools in blocks; 0 rows or blocks: enough for all."""
 
     lengths: tuple[int, ...]
     prompt: int = 16
@@ -40,7 +40,7 @@ class Workload(msgspec.Struct, frozen=True):
 
     @property
     def num_choices(self) -> int:
-        """Sequences in all."""
+        """Total number of sequences."""
         return len(self.lengths) * self.n
 
     @property
@@ -49,7 +49,7 @@ class Workload(msgspec.Struct, frozen=True):
         return self.rows or self.num_choices
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold so many tokens."""
+        """Blocks that hold `num_tokens`."""
         return -(-num_tokens // self.block_size)
 
     @property
@@ -59,7 +59,7 @@ class Workload(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """What one step looked like.
+    """One step's state.
 
     states  request -> "prefill", "decode", "swapped", "preempted" or "waiting"
     held    distinct blocks in block tables; listed: entries of all tables
@@ -94,17 +94,17 @@ class Outcome(msgspec.Struct, frozen=True):
 
     @property
     def slot_efficiency(self) -> float:
-        """Tokens drawn for each row-step the batch occupied, prefill steps included."""
+        """Tokens drawn per occupied row and step, prefill steps included."""
         return self.samples / max(sum(s.rows for s in self.steps), 1)
 
     @property
     def peak_held(self) -> int:
-        """Most blocks in use at once."""
+        """Maximum blocks in use at once."""
         return max((s.held for s in self.steps), default=0)
 
     @property
     def saved(self) -> int:
-        """Most blocks that sharing saved at once."""
+        """Maximum blocks that sharing saved at once."""
         return max((s.listed - s.held for s in self.steps), default=0)
 
 
@@ -217,7 +217,7 @@ def simulate(work: Workload, costs: Facts, block_bytes: int) -> Outcome:
         num_host_blocks=config.num_host_blocks,
     )
     for i, length in enumerate(work.lengths):
-        # A token of its own keeps requests apart; the fake model reads no meaning into ids.
+        # A distinct token per request keeps prompts apart; the fake model ignores ids.
         prompt = (300,) * work.shared_prefix + (301 + i,) * work.prompt
         params = SamplingParams(max_tokens=length, n=work.n, seed=0, ignore_eos=True)
         scheduler.command(Add(str(i), prompt, params))
@@ -269,7 +269,7 @@ def _look(scheduler: Scheduler, plan: Plan) -> Step:
     return Step(states, len(fill), listed, sum(fill.values()), plan.num_rows, plan.num_samples)
 
 
-# ---------------------------------------------------------------- what people see
+# ---------------------------------------------------------------- the report
 
 KINDS = {"decode": "s0", "prefill": "s2", "swapped": "s3", "preempted": "s5", "waiting": "s1"}
 MARGIN, CHART = 56, 150  # pixels beside the pictures; the height of the lower one
@@ -284,7 +284,7 @@ def static_batching(work: Workload) -> tuple[int, float]:
 
 
 def contiguous(work: Workload) -> tuple[int, float]:
-    """(blocks reserved at once, share of all wasted) when each sequence reserves the longest."""
+    """(blocks reserved at once, wasted share) when each sequence reserves the longest's blocks."""
     prompt = work.prompt + work.shared_prefix
     room = work.worst_blocks * work.block_size * work.num_choices
     used = sum(prompt + n for n in work.lengths) * work.n
@@ -292,7 +292,7 @@ def contiguous(work: Workload) -> tuple[int, float]:
 
 
 def paged_waste(outcome: Outcome, block_size: int) -> float:
-    """Share of the blocks' room without a token, over all steps."""
+    """Share of the held blocks' token slots that are empty, over all steps."""
     room = sum(s.held for s in outcome.steps) * block_size
     return 1 - sum(s.tokens for s in outcome.steps) / room if room else 0.0
 
@@ -328,7 +328,7 @@ def print_report(work: Workload, outcome: Outcome, console: Console) -> None:
 
 
 def svg(work: Workload, outcome: Outcome) -> str:
-    """Two pictures over the steps: who did what, and how many blocks were held."""
+    """Two pictures over the steps: each request's state, and the blocks held."""
     num_rows, pool = len(work.lengths), outcome.pool
     right, top = plots.WIDTH - MARGIN, 64.0
     rows = plots.Frame(MARGIN, top, right, top + num_rows * max(2.0, min(16.0, 400 / num_rows)))

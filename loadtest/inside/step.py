@@ -1,10 +1,10 @@
-"""`streamer bench step`: what a step costs besides the model, beside an idle and a busy event loop.
+"""`streamer bench step`: a step's cost without the model, beside an idle and a busy event loop.
 
 Runs the whole engine over the fake model, over a runner that makes 100 short calls a step which
 release the GIL, as a CPU model does, and, where --model names one, over a real model, whose threads
-want every core. The busy loop writes to a socket as fast as it can: the GIL is the budget that both
-share. Lag is how late the loop comes to a step's news, or to a timer that is due every 5 ms. Then
-host.py's part: schedule, inputs, draw and apply by themselves.
+use every core. The busy loop writes to a socket without pause, so that it competes with the
+engine's thread for the GIL. Lag is the delay until the loop takes a step's output, or runs a timer
+that is due every 5 ms. Then host.py measures schedule, inputs, draw and apply by themselves.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 class TimedRunner:
-    """A runner that notes when it is asked to launch, and makes `num_calls` short calls before,
+    """A runner that records the time of each launch, and before it makes `num_calls` short calls
     which release the GIL."""
 
     def __init__(self, inner: Runner, num_calls: int) -> None:
@@ -88,7 +88,7 @@ class TimedRunner:
 
 
 class Case(msgspec.Struct, frozen=True):
-    """Whose steps: of the fake model with so many calls, or of a checkpoint (`model`, a folder)."""
+    """The model: the fake one with `num_calls` calls a step, or a checkpoint's folder (`model`)."""
 
     num_calls: int = 0
     model: str | None = None
@@ -130,7 +130,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 async def report(
     console: Console, num_sequences: int, seconds: float, model: str | None = None
 ) -> None:
-    """The table; each case on an engine of its own."""
+    """Measure each case on its own engine, and print the table."""
     rows = [("runner", "loop", "steps", "step p50", "p99", "lag p50", "p99", "frames/s")]
     cases = [Case(), Case(num_calls=NUM_CALLS)] + ([Case(model=model)] if model else [])
     for case in cases:
@@ -145,7 +145,7 @@ async def report(
 
 
 async def measure(case: Case, is_busy: bool, num_sequences: int, seconds: float) -> Measured:
-    """One case, for so many seconds after every sequence has a token."""
+    """One case, for `seconds` after every sequence has a token."""
     runners: list[TimedRunner] = []
     late: list[float] = []  # seconds from each wake-up to the loop's turn
     engine = _build(case, num_sequences, runners, late)
@@ -221,7 +221,7 @@ def _build(
 
 @contextlib.asynccontextmanager
 async def _reading(engine: AsyncEngine, params: SamplingParams, number: int) -> AsyncIterator[None]:
-    """So many answers under way, each past its first token; Ctrl-C cancels them too."""
+    """`number` answers under way, each past its first token; Ctrl-C cancels them too."""
     begun = [asyncio.Event() for _ in range(number)]
     readers = [
         asyncio.create_task(_read(engine, params, i + 1, event)) for i, event in enumerate(begun)
@@ -244,7 +244,7 @@ async def _read(
 
 @contextlib.asynccontextmanager
 async def _ticking(late: list[float]) -> AsyncIterator[None]:
-    """Note how late a timer is that is due every TIMER_S."""
+    """Record the delay of a timer that is due every TIMER_S."""
     loop = asyncio.get_running_loop()
 
     def tick(due: float) -> None:
@@ -260,13 +260,13 @@ async def _ticking(late: list[float]) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def _writing(is_busy: bool) -> AsyncIterator[list[int]]:
-    """Frames written so far, in a list of one; written without pause if the loop is to be busy."""
+    """Frames written so far, in a list of one; with `is_busy` the loop writes without pause."""
     frames = [0]
     if not is_busy:
         yield frames
         return
     loop = asyncio.get_running_loop()
-    # Datagrams that nobody reads are dropped: writing never waits, and reading costs nothing.
+    # Unread datagrams are dropped: writing never waits, and there is no cost of reading.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sink:
         sink.bind(("127.0.0.1", 0))
         transport, _ = await loop.create_datagram_endpoint(

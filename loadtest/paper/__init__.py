@@ -1,1 +1,1 @@
-"""`make paper`: what the papers on batching and paging published, measured here."""
+"""`make paper`: the figures that papers on batching and paging published, measured here."""

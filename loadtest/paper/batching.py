@@ -1,10 +1,10 @@
 """Continuous against static batching: transformers, this engine held to batches, this engine.
 
-The same requests and weights for all three. Static batches take what waits, up to their size, and
-the next one begins when all of the last have ended; held to that, this engine shows what scheduling
-alone is worth, beside its kernels. No rates of arrivals, the papers' other measure: a rate that
-transformers can't sustain shows only after minutes, and 32 requests (half a minute) did not tell 16
-a second from one.
+All three have the same requests and weights. A static batch takes waiting requests, up to its size,
+and the next one begins when all of the last have ended; this engine held to that separates the gain
+of scheduling from that of its kernels. Arrival rates, the papers' other measure, are left out: a
+rate that transformers can't sustain shows only after minutes, and 32 requests (half a minute) did
+not distinguish 16 a second from one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import torch
 
 
-# ---------------------------------------------------------------- what serves
+# ---------------------------------------------------------------- the systems
 
 
 PAD = 2
@@ -44,7 +44,7 @@ PAD = 2
 class Run(msgspec.Struct, frozen=True):
     """Requests served to their ends.
 
-    seconds  until the last one ended;  slots  rows there were, summed over the steps
+    seconds  until the last one ended;  slots  rows of the batch, summed over the steps
     ends     seconds until each ended;  answers  each one's tokens
     """
 
@@ -55,7 +55,7 @@ class Run(msgspec.Struct, frozen=True):
 
     @property
     def num_tokens(self) -> int:
-        """Of all answers, as far as they were asked for."""
+        """Requested tokens of all answers."""
         return sum(map(len, self.answers))
 
     @property
@@ -64,18 +64,18 @@ class Run(msgspec.Struct, frozen=True):
 
     @property
     def slot_efficiency(self) -> float:
-        """Share of the slots that drew a token which was asked for."""
+        """Share of the slots that drew a requested token."""
         return self.num_tokens / self.slots
 
     @property
     def latency_s(self) -> float:
-        """The mean over requests of seconds from the start to their end, a token of the answer."""
+        """Mean over requests of the seconds from the start to their end, per output token."""
         each = zip(self.ends, self.answers, strict=True)
         return sum(end / len(answer) for end, answer in each) / len(self.ends)
 
 
 class Server(Protocol):
-    """Something that serves requests, all of them there from the start."""
+    """A system that serves requests, all of which are waiting at the start."""
 
     def __call__(self, requests: Sequence[Ask]) -> Run: ...
 
@@ -96,7 +96,7 @@ class Generate:
             dtype=dtype,
             attn_implementation="eager",
         )
-        self._model.generation_config.eos_token_id = None  # every answer is as long as asked for
+        self._model.generation_config.eos_token_id = None  # every answer has its requested length
 
     def __call__(self, requests: Sequence[Ask]) -> Run:
         now, slots = 0.0, 0
@@ -167,7 +167,7 @@ class Engine:
         return Run(now, num_steps * self._size, tuple(ends[name] for name in names), answers)
 
     def _num_welcome(self, num_waiting: int, num_inside: int) -> int:
-        """How many of those who wait are let in now."""
+        """How many waiting requests are added now."""
         if not self._is_static:
             return num_waiting  # the engine has a queue of its own
         return 0 if num_inside else min(num_waiting, self._size)
@@ -185,7 +185,7 @@ SYSTEMS: tuple[System, ...] = (TRANSFORMERS, STATIC, CONTINUOUS)
 
 
 class Throughput(msgspec.Struct, frozen=True):
-    """All at once: a workload's runs with one batch size, by system."""
+    """A workload's runs with one batch size, by system; all requests at once."""
 
     kind: Kind
     size: int
@@ -224,7 +224,7 @@ TINY_PLAN = Plan(
 
 
 def measure(progress: Callable[[str], None], *, tiny: bool = False) -> Comparison:
-    """Every batch size, all requests there from the start."""
+    """Measure every batch size, all requests waiting at the start."""
     plan = TINY_PLAN if tiny else PLAN
     progress("writing the model")
     with checkpoint(tiny=tiny) as folder:
@@ -243,7 +243,7 @@ def measure(progress: Callable[[str], None], *, tiny: bool = False) -> Compariso
 def _server(
     folder: Path, system: System, size: int, plan: Plan
 ) -> tuple[Server, Callable[[], None]]:
-    """A system that has served before, and what ends it."""
+    """A warmed-up system, and the function that closes it."""
     import torch
 
     from streamer.loadtest.compare.command import num_cores
@@ -336,7 +336,7 @@ def _compare(
 
 
 def _ratios(values: Sequence[float]) -> tuple[str, str]:
-    """Of the last to the others."""
+    """The ratios of the last value to the others."""
     first, second = (f"{values[-1] / v:.2f}" if v else "" for v in values[:2])
     return first, second
 

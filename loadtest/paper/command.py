@@ -1,8 +1,8 @@
-"""`streamer bench paper`: what the papers published, measured with this engine and put beside it.
+"""`streamer bench paper`: the papers' published figures beside this engine's.
 
-Runs each comparison in a process of its own with a time limit, since they load models and take
-their time on purpose: one that fails, hangs or dies is said, and the others run. Their tables and
-pictures go to a folder; with --only the others' figures there stay. With --tiny everything runs in
+Runs each comparison in its own process with a time limit, since they load models and run for
+minutes: one that fails, hangs or dies is reported, and the others run. Tables and pictures go to a
+folder; with --only the other comparisons' figures there stay. With --tiny everything runs in
 seconds, and its figures mean nothing.
 """
 
@@ -36,7 +36,7 @@ PACKAGES = ("torch", "transformers")
 
 
 class Entry(NamedTuple):
-    """A comparison: the seconds that it may take, and what it compares."""
+    """A comparison: its time limit in seconds, and what it compares."""
 
     limit_s: float
     help: str
@@ -53,14 +53,14 @@ ENTRIES: dict[str, Entry] = {
 
 
 class Part(msgspec.Struct, frozen=True):
-    """What a process leaves: the comparison, or what went wrong."""
+    """A process's result: the comparison, or its error."""
 
     comparison: Comparison | None = None
     failure: str = ""
 
 
 def _measure(name: str) -> Measure:
-    """What makes a comparison."""
+    """The function that makes a comparison."""
     from streamer.loadtest.paper import batching, flow, memory, scheduling
 
     return {
@@ -88,13 +88,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Every comparison asked for; 1 if one of them failed."""
+    """Run the chosen comparisons; 1 if one of them failed."""
     names = [name for name in ENTRIES if not args.only or name in args.only]
     if args.part is not None:
         return _run_here(names[0], console, args.part, is_tiny=args.tiny)
     out = args.out or (None if args.tiny else OUT)
     if out is not None:
-        _make(out)  # before minutes are spent on what could not be written
+        _make(out)  # fails before minutes are spent on figures that can't be written
     parts, seconds = _run_all(names, console, is_tiny=args.tiny)
     before = read(out) if out else Report()
     measured = dict(before.measured)
@@ -122,7 +122,7 @@ def _make(out: Path) -> None:
 def _run_all(
     names: list[str], console: Console, *, is_tiny: bool
 ) -> tuple[dict[str, Part], dict[str, float]]:
-    """One after the other, with a bar that says what goes on."""
+    """Run the comparisons one after the other, with a progress bar."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     told = TextColumn("{task.description}")
@@ -148,7 +148,7 @@ def _run_all(
 
 
 def _run_apart(name: str, say: Callable[[str], None], *, is_tiny: bool) -> Part:
-    """In a process of its own, whose lines say what it does."""
+    """Run one comparison in its own process, whose output lines report its progress."""
     limit_s = ENTRIES[name].limit_s
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "part.json"
@@ -159,7 +159,7 @@ def _run_apart(name: str, say: Callable[[str], None], *, is_tiny: bool) -> Part:
 
 
 def _command(name: str, file: Path, *, is_tiny: bool) -> list[str]:
-    """What makes one comparison and writes its part to a file."""
+    """The command line that makes one comparison and writes its part to a file."""
     command = [sys.executable, "-m", "streamer", "bench", "paper", "--only", name]
     return [*command, "--part", str(file), *(["--tiny"] if is_tiny else [])]
 
@@ -194,7 +194,7 @@ TINY_NOTE = "Tiny shapes: they exercise the code and say nothing about speed."
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """A comparison, and when and where it was made."""
+    """A comparison, with its date and machine."""
 
     comparison: Comparison
     date: str
@@ -205,7 +205,7 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """All that is known, as its JSON has it. `failures`: name -> what the last run met."""
+    """The report, as written to JSON. `failures`: name -> the last run's error."""
 
     measured: dict[str, Measured] = {}
     failures: dict[str, str] = {}
@@ -215,7 +215,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def read(folder: Path) -> Report:
-    """What was written there before; an empty report if nothing was."""
+    """The report in a folder; an empty one if there is none."""
     file = folder / JSON
     return msgspec.json.decode(file.read_bytes(), type=Report) if file.exists() else Report()
 
@@ -271,7 +271,7 @@ def _section(name: str, made: Measured) -> list[str]:
 
 
 def print_comparison(console: Console, made: Measured) -> None:
-    """The table, what was published and what was seen."""
+    """Print the table, the published figures and the finding."""
     it = made.comparison
     rows = [it.columns, *(tuple(map(table.number, row)) for row in it.rows)]
     console.print(table.terminal(rows, it.title))

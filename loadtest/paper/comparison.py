@@ -1,8 +1,8 @@
-"""What comparisons are made of: their values, requests, and an engine that is stepped by hand.
+"""The parts of comparisons: their values, requests, and an engine that is stepped by hand.
 
-A Comparison is what each module here makes. Requests have the lengths of the papers' data sets and
-random token ids, so no two begin alike; a synthetic checkpoint, made anew in a temporary folder,
-stands behind the real scheduler and runner, without event loop and sockets.
+Each module here makes a Comparison. Requests have the lengths of the papers' data sets and random
+token ids, so no two share a prefix. The real scheduler and runner run a synthetic checkpoint, made
+in a temporary folder, without event loop and sockets.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
     published      the paper's figures in a sentence, with the source (paper, section)
     columns, rows  the table; numbers are shown as `table.number` does
-    finding        what was seen here, in a sentence or two, computed from the rows
+    finding        the result here, in a sentence or two, computed from the rows
     setting        model, lengths, pools, seeds
     """
 
@@ -82,7 +82,7 @@ Kind = Literal["ShareGPT", "Alpaca"]
 
 
 class Ask(NamedTuple):
-    """A request: token ids, and how many to answer with."""
+    """A request: token ids, and the number of output tokens."""
 
     prompt: tuple[int, ...]
     num_output: int
@@ -127,14 +127,14 @@ EVERYTHING = Wanted((b"",))
 
 @contextlib.contextmanager
 def checkpoint(*, tiny: bool) -> Iterator[Path]:
-    """A folder with MODEL, gone afterwards; with `tiny` the bundled model."""
+    """A temporary folder with MODEL; with `tiny` the bundled model."""
     if tiny:
         from streamer.demo import CHECKPOINT
 
         yield CHECKPOINT
         return
     with tempfile.TemporaryDirectory() as folder:
-        # By another process: torch at work on this thread first would slow the runner's later.
+        # In another process: torch used on this thread first would slow the runner's thread later.
         command = [sys.executable, "-m", "streamer.loadtest.compare.models", folder, MODEL]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         yield Path(folder) / f"{MODEL}-bf16"
@@ -155,7 +155,7 @@ class Priced:
         return self._inner.launch(plan)
 
     def facts(self) -> Facts:
-        """What was measured, but for the given costs."""
+        """The measured facts, with the given costs in place of theirs."""
         return msgspec.structs.replace(self._inner.facts(), **self._costs)
 
     def close(self) -> None:
@@ -163,19 +163,19 @@ class Priced:
 
 
 def settings(**given: Any) -> Config:
-    """A Config on the CPU, quiet."""
+    """A quiet Config for the CPU."""
     return Config(device="cpu", load_progress=False, **given)
 
 
 def load(folder: Path, config: Config) -> tuple[Runner, ModelInfo]:
-    """The checkpoint's runner, and what is known of the model."""
+    """The checkpoint's runner, and the model's info."""
     from streamer.model.runner.load import load_runner
 
     return load_runner(msgspec.structs.replace(config, model=str(folder)))
 
 
 class Steps:
-    """Requests of one checkpoint, as long as asked for, one step at a time. To be closed.
+    """An engine on one checkpoint, run one step at a time; answers have their full length.
 
     answers  request id -> its tokens so far, of all its choices;  stats  as of the last step
     """
@@ -203,7 +203,7 @@ class Steps:
         temperature: float = 0.0,
         n: int = 1,
     ) -> None:
-        """One more request; the noise of its draws is its own."""
+        """Add a request, which has its own seed for sampling."""
         self.answers[name] = []
         params = SamplingParams(
             temperature=temperature,
@@ -215,7 +215,7 @@ class Steps:
         self._inbox.put(Add(name, tuple(prompt), params))
 
     def step(self) -> StepOutput | None:
-        """One step of the engine; None when all is done."""
+        """One step of the engine; None when all requests have ended."""
         output = self._core.step()
         if output is not None:
             self.stats = output.stats
@@ -224,7 +224,7 @@ class Steps:
         return output
 
     def run(self) -> None:
-        """To the end of every request."""
+        """Step until every request has ended."""
         while self.step() is not None:
             pass
 
@@ -244,6 +244,6 @@ class Steps:
 
 
 def prompt(length: int, seed: str, last: int = LAST_ID) -> list[int]:
-    """Random token ids from FIRST_ID to before `last`, none of them special in these models."""
+    """Random token ids from FIRST_ID up to `last`, exclusive; none is special in these models."""
     source = random.Random(seed)
     return [source.randrange(FIRST_ID, last) for _ in range(length)]

@@ -1,8 +1,9 @@
-"""What clients that never read cost those that do: with flow control and without.
+"""The cost of clients that never read for those that do: with flow control and without.
 
-`streamer serve` in a process of its own with a real model, real sockets on this side: some ask for
-long answers and read nothing, others read as fast as they can and ask again at each answer's end.
-Without flow control (`--stream-window 0`) no request is ever paused.
+`streamer serve` runs in its own process with a real model; the clients here use real sockets. Some
+(the stuck ones) request long answers and read nothing; the fast ones read without pause and send
+the next request at each answer's end. Without flow control (`--stream-window 0`) no request is ever
+paused.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ PUBLISHED = (
     "a change proposed in 2026 aborts its request at 256 queued outputs (vllm-project/vllm#56094)."
 )
 READ_BYTES = 1 << 16
-STUCK_BYTES = 4096  # else the kernel takes in megabytes for a client that does not read
+STUCK_BYTES = 4096  # else the kernel buffers megabytes for a client that does not read
 NONE = "no token came"
 EVENT = b'"text":'
 START_S = 120.0
@@ -41,7 +42,7 @@ Body = dict[str, Any]
 
 
 class Case(msgspec.Struct, frozen=True):
-    """Clients that never read, what window they have (0: no flow control), the pool's tokens."""
+    """Clients that never read, their window (0: no flow control), and the pool in tokens."""
 
     name: str
     num_stuck: int
@@ -49,13 +50,13 @@ class Case(msgspec.Struct, frozen=True):
     pool: int
 
 
-FAKE = "fake:tokens_per_s=500"  # the tiny one's model: its answers may be as long as one likes
+FAKE = "fake:tokens_per_s=500"  # the model of --tiny: its answers may have any length
 
 
 class Work(msgspec.Struct, frozen=True):
     """Readers, and their answers' and prompts' tokens; `stuck` tokens for those that never read.
 
-    settle_s, measure_s  from the stuck ones' start to the readers', and how long these read
+    settle_s, measure_s  from the stuck ones' start to the readers', and the readers' duration
     """
 
     cases: tuple[Case, ...]
@@ -87,12 +88,12 @@ TINY = Work(_cases(2, {"": 1 << 16}), 2, 1000, 8, 16, 20_000, 0.1, 0.3)
 class Run(msgspec.Struct, frozen=True):
     """One case, over the time that the fast ones read.
 
-    speed           tokens a second of theirs, from the engine
-    gaps_ms         between arrivals on a socket of one answer, also the one up to the end
-    first_ms        to each answer's first event, or up to the end if none came
+    speed           output tokens a second of the fast ones, from the engine
+    gaps_ms         between arrivals of one answer on a socket, and from the last to the end
+    first_ms        to each answer's first event, or to the end if none came
     stuck_tokens    KV tokens that the stuck ones hold on the device at the end
-    stuck_speed     tokens a second computed for the stuck
-    grown_bytes     of the server's most resident memory, since before the stuck ones came
+    stuck_speed     tokens a second computed for the stuck ones
+    grown_bytes     growth of the server's peak resident memory since before the stuck ones
     """
 
     speed: float
@@ -104,7 +105,7 @@ class Run(msgspec.Struct, frozen=True):
 
 
 def measure(progress: Callable[[str], None], *, tiny: bool = False) -> Comparison:
-    """Every case on a server of its own."""
+    """Measure every case on its own server."""
     work = TINY if tiny else FULL
     progress("making the model")
     runs = {}
@@ -119,7 +120,7 @@ def measure(progress: Callable[[str], None], *, tiny: bool = False) -> Compariso
 
 
 def run_case(model: str, work: Work, case: Case) -> Run:
-    """The stuck ones, then the fast ones beside them for `measure_s`."""
+    """Start the stuck ones, then measure the fast ones beside them for `measure_s`."""
     with _serving(model, case) as (port, peak_bytes):
         warm = Readers(port, work.num_fast, work, "warm")
         warm.read(min(2.0, work.measure_s))
@@ -147,7 +148,7 @@ def run_case(model: str, work: Work, case: Case) -> Run:
 
 @contextlib.contextmanager
 def _serving(model: str, case: Case) -> Iterator[tuple[int, Callable[[], int]]]:
-    """The server's port, and what tells the most memory it ever had."""
+    """The server's port, and a function that returns its peak resident memory in bytes."""
     from streamer.loadtest.processes import Server, free_port
 
     port = free_port()
@@ -174,7 +175,7 @@ def _serving(model: str, case: Case) -> Iterator[tuple[int, Callable[[], int]]]:
 
 
 class Counts(msgspec.Struct, frozen=True):
-    """Output tokens so far, of the stuck and of all others, and KV tokens that the stuck hold."""
+    """Output tokens so far of the stuck and of all others, and the KV tokens of the stuck."""
 
     stuck: int
     others: int
@@ -192,7 +193,7 @@ def engine(port: int) -> Body:
 
 
 def counts(scheduler: Body, stuck_tokens: int, num_stuck: int) -> Counts:
-    """The stuck ones are known by how much they asked for; StreamerError if one has ended."""
+    """Counts; stuck requests are known by their max_tokens. StreamerError if one has ended."""
     found = [one for one in scheduler["requests"] if one["max_tokens"] == stuck_tokens]
     if len(found) != num_stuck:
         raise StreamerError(f"{len(found)} of {num_stuck} answers that nobody reads are there")
@@ -214,7 +215,7 @@ def request(ids: list[int], max_tokens: int) -> bytes:
 
 
 class Reader:
-    """One socket that asks again when an answer has ended, and notes when its events came."""
+    """One socket that sends the next request when an answer ends, and records event times."""
 
     def __init__(self, port: int, work: Work, seed: str) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port))
@@ -234,7 +235,7 @@ class Reader:
         self._seen = 0.0  # nothing of this answer yet
 
     def take(self, data: bytes, now: float) -> None:
-        """What a read has brought."""
+        """Process the bytes of a read."""
         events = self._lines.feed(data)
         if any(EVENT in event for event in events):
             self._note(now)
@@ -249,19 +250,19 @@ class Reader:
         self._seen = now
 
     def end(self, now: float) -> None:
-        """What is still waited for counts as long as it was waited for."""
+        """Count the pending wait (for a first event or the next) up to `now`."""
         self._note(now)
         self.socket.close()
 
 
 class Readers:
-    """All fast ones, read by this thread."""
+    """All fast clients, read by this thread."""
 
     def __init__(self, port: int, count: int, work: Work, seed: str) -> None:
         self._readers = [Reader(port, work, f"{seed} {i}") for i in range(count)]
 
     def read(self, seconds: float) -> None:
-        """Read and ask for so long."""
+        """Read and send requests for `seconds`."""
         with selectors.DefaultSelector() as selector:
             for reader in self._readers:
                 selector.register(reader.socket, selectors.EVENT_READ, reader)
@@ -274,7 +275,7 @@ class Readers:
                     key.data.take(data, time.perf_counter())
 
     def close(self) -> None:
-        """Leave."""
+        """Close all sockets."""
         for reader in self._readers:
             reader.end(time.perf_counter())
 
@@ -291,7 +292,7 @@ class Readers:
 
 
 def compare(work: Work, runs: dict[str, Run]) -> Comparison:
-    """The table and what it says."""
+    """The table and its finding."""
     rows = [
         (
             name,
@@ -328,7 +329,7 @@ def compare(work: Work, runs: dict[str, Run]) -> Comparison:
 
 
 def _plot(work: Work, runs: Mapping[str, Run]) -> Plot:
-    """A group of bars a pool; the first pool's cases name them."""
+    """A group of bars per pool; the first pool's cases name the bars."""
     pools: dict[int, list[Case]] = {}
     for case in work.cases:
         pools.setdefault(case.pool, []).append(case)

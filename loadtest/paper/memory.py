@@ -1,14 +1,14 @@
-"""What the KV cache holds: paged beside contiguous allocation, and blocks that choices share.
+"""Use of the KV cache: paged beside contiguous allocation, and blocks that choices share.
 
-Allocation: paged is the real engine, its page tables read after every step while it runs.
-Contiguous is a model of what the PagedAttention paper compared with: each request reserves one
-piece of the same pool, found by a buddy allocator, for the longest answer there may be (Max), for
-the next power of two of its answer (Pow2), or for just its answer (Oracle); one token a step, first
-come first served, none ever set aside.
+Allocation: paged is the real engine, whose block tables are read after every step while it runs.
+Contiguous is a model of the systems that the PagedAttention paper compared with: each request
+reserves one piece of the same pool, found by a buddy allocator, for the longest possible answer
+(Max), for the next power of two of its answer (Pow2), or for just its answer (Oracle); one token a
+step, first come first served, none ever preempted.
 
 Sharing: the same prompts twice, as requests with n choices, and as n separate requests without a
-prefix cache. Counts the distinct blocks in the page tables after every step. As in the paper, the
-saving is the blocks that sharing saved, of all blocks that there would be without it, on average.
+prefix cache. Counts the distinct blocks in the block tables after every step. As in the paper, the
+saving is the average share of the blocks without sharing that sharing saved.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from streamer.loadtest.paper.comparison import (
 )
 
 BLOCK_SIZES = (8, 16, 32)
-# In tokens. The paper's OPT-13B has 15,700 (table 1); a look lists no more than 256 requests, so
-# short ones get less.
+# In tokens. The paper's OPT-13B has 15,700 (table 1); a SchedulerView lists at most 256 requests,
+# so short ones get less.
 POOLS: dict[Kind, int] = {"ShareGPT": 8 * CONTEXT, "Alpaca": 2 * CONTEXT}
 NUM_REQUESTS: dict[Kind, int] = {"ShareGPT": 128, "Alpaca": 192}
 
 
 class Moment(msgspec.Struct, frozen=True):
-    """One step: tokens written and tokens held by those who run, how many, do others wait."""
+    """One step: tokens written and tokens held by running requests, their number, any waiting."""
 
     used: int
     held: int
@@ -53,9 +53,9 @@ class Moment(msgspec.Struct, frozen=True):
 
 
 class Occupancy(msgspec.Struct, frozen=True):
-    """A run: per cent of what is held without a token, and of the pool with one; running at once.
+    """A run: per cent of held memory without a token, of the pool with one; requests at once.
 
-    The latter two while others wait, which is when room is short.
+    `filled` and the numbers running are of steps with requests waiting: the pool limits those.
     """
 
     wasted: float
@@ -81,7 +81,7 @@ def summed(moments: Sequence[Moment], pool_tokens: int) -> Occupancy:
 def paged(
     folder: Path, requests: Sequence[Ask], block_size: int, pool_tokens: int, context: int
 ) -> Occupancy:
-    """The engine on a pool of so many tokens, all requests there from the start."""
+    """The engine on a pool of `pool_tokens`, all requests waiting at the start."""
     moments = []
     config = settings(
         block_size=block_size,
@@ -100,7 +100,7 @@ def paged(
 
 
 def moment_of(view: SchedulerView) -> Moment:
-    """What the page tables hold; a block that several share counts once."""
+    """A step's Moment from the block tables; a shared block counts once."""
     if view.unlisted.get("running"):
         raise RuntimeError(f"a look does not list all that run, but {view.unlisted}")
     fill: dict[int, int] = {}
@@ -124,7 +124,7 @@ class Buddies:
         self._free: dict[int, set[int]] = {size: {0}}
 
     def take(self, num_tokens: int) -> tuple[int, int] | None:
-        """(start, size) of a piece that holds so many; None if there is none."""
+        """(start, size) of a piece of at least `num_tokens`; None if there is none."""
         wanted = 1 << (num_tokens - 1).bit_length()
         sizes = [size for size, starts in self._free.items() if starts and size >= wanted]
         if not sizes:
@@ -138,7 +138,7 @@ class Buddies:
         return start, size
 
     def give_back(self, start: int, size: int) -> None:
-        """Join it with its buddy as long as that is free."""
+        """Free a piece and join it with its buddy for as long as the buddy is free."""
         while start ^ size in self._free.get(size, ()):
             self._free[size].remove(start ^ size)
             start, size = min(start, start ^ size), 2 * size
@@ -146,12 +146,12 @@ class Buddies:
 
 
 def reserve_longest(ask: Ask, context: int) -> int:
-    """Tokens for the longest there may be: the paper's Orca (Max)."""
+    """Tokens for the longest possible answer: the paper's Orca (Max)."""
     return context
 
 
 def reserve_power(ask: Ask, context: int) -> int:
-    """Tokens for the answer, up to a power of two: the paper's Orca (Pow2)."""
+    """Tokens for the answer, rounded up to a power of two: the paper's Orca (Pow2)."""
     return len(ask.prompt) + (1 << (ask.num_output - 1).bit_length())
 
 
@@ -170,7 +170,7 @@ POLICIES: dict[str, Callable[[Ask, int], int]] = {
 def contiguous(
     requests: Sequence[Ask], reserve: Callable[[Ask, int], int], pool_tokens: int, context: int
 ) -> Occupancy:
-    """Each request in one piece until it ends; its prompt is there after its first step."""
+    """Each request in one piece until it ends; its prompt is written in its first step."""
     pool = Buddies(pool_tokens)
     running: list[list[int]] = []  # [tokens written, tokens at its end, start, size]
     moments, num_begun = [], 0
@@ -204,7 +204,7 @@ def contiguous(
 
 
 def measure_allocation(progress: Callable[[str], None], *, tiny: bool = False) -> Comparison:
-    """Both workloads under every policy and block size."""
+    """Measure both workloads under every policy and block size."""
     found: dict[Kind, dict[str, Occupancy]] = {}
     progress("writing the model")
     with checkpoint(tiny=tiny) as folder:
@@ -319,7 +319,7 @@ PUBLISHED_SAVED = {
 
 
 class Blocks(msgspec.Struct, frozen=True):
-    """A run: blocks held, and entries of all page tables, summed over its steps; its speed."""
+    """A run: blocks held, and entries of all block tables, summed over its steps; its speed."""
 
     held: int
     listed: int
@@ -337,17 +337,17 @@ class Sharing(msgspec.Struct, frozen=True):
 
     @property
     def saved(self) -> float:
-        """Per cent of the blocks, on average over the steps of the two runs."""
+        """Per cent of blocks saved, on average over the steps of the two runs."""
         return saving(self.shared, self.alone)
 
 
 def saving(shared: Blocks, alone: Blocks) -> float:
-    """Per cent: blocks saved by sharing, of those without it."""
+    """Blocks saved by sharing, in per cent of those without it."""
     return 100 * (1 - shared.held / alone.held)
 
 
 def count_blocks(view: SchedulerView) -> tuple[int, int]:
-    """(distinct blocks, entries) of all page tables."""
+    """(distinct blocks, entries) of all block tables."""
     tables = [blocks for _, blocks in page_tables(view)]
     return len({block for table in tables for block in table}), sum(map(len, tables))
 
@@ -355,7 +355,7 @@ def count_blocks(view: SchedulerView) -> tuple[int, int]:
 def run_choices(
     folder: Path, requests: Sequence[Ask], n: int, *, is_shared: bool, room: int
 ) -> Blocks:
-    """Every request n times, all at once, in a pool of `room` blocks that holds them all."""
+    """Run every request n times, all at once, in a pool of `room` blocks that holds them all."""
     config = settings(
         block_size=BLOCK_SIZE,
         max_num_seqs=len(requests) * n,
@@ -384,7 +384,7 @@ def run_choices(
 
 
 def measure_sharing(progress: Callable[[str], None], *, tiny: bool = False) -> Comparison:
-    """Both workloads with each n."""
+    """Measure both workloads with each n."""
     cases = []
     progress("writing the model")
     with checkpoint(tiny=tiny) as folder:
@@ -405,7 +405,7 @@ def measure_sharing(progress: Callable[[str], None], *, tiny: bool = False) -> C
 
 
 def room_for(requests: Sequence[Ask], n: int) -> int:
-    """Blocks in which all choices run at once without sharing, above the watermark."""
+    """Blocks with which all choices run at once without sharing, above the watermark."""
     blocks = sum(-(-(len(a.prompt) + a.num_output) // BLOCK_SIZE) for a in requests) * n
     return blocks + max(2, blocks // 16)
 

@@ -1,13 +1,13 @@
-"""What two of the scheduler's means do: chunked prefill, and preemption by swap or recompute.
+"""Effects of chunked prefill, and of preemption by swap or recompute.
 
-Chunks: some streams run; long prompts come at given tokens of theirs, so that every token budget
-has the same work. A budget that holds a whole prompt beside all streams is no chunking: Orca's
-iterations, which the Sarathi-Serve paper calls hybrid batching.
+Chunks: some streams run; long prompts arrive when the streams have given numbers of tokens, so that
+every token budget has the same work. A budget that holds a whole prompt beside all streams is no
+chunking: Orca's iterations, which the Sarathi-Serve paper calls hybrid batching.
 
-Preemption, by block size: figure 19 of PagedAttention. First the two by themselves: one sequence's
-blocks copied out and back, and its tokens computed again, by the real runner. Then requests whose
-blocks do not fit, with every preemption one way, the other way, and as the engine chooses from
-measured costs; their answers must not differ.
+Preemption, by block size: figure 19 of PagedAttention. First each way by itself on the real runner:
+one sequence's blocks copied out and back, and its tokens recomputed. Then requests whose blocks do
+not fit, with every preemption by swap, by recompute, and as the engine chooses from measured costs;
+their answers must not differ.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ NONE = "no long prompts"
 
 
 class ChunkWork(msgspec.Struct, frozen=True):
-    """Streams of `output` tokens, and long prompts that come when every stream has had `first`,
+    """Streams of `output` tokens, and long prompts that arrive when every stream has `first`,
     `first + every`, ... tokens.
 
-    budgets  tokens computed in a step;  rounds  of all budgets; medians count
+    budgets  tokens computed in a step;  rounds  of all budgets, of which medians are taken
     """
 
     budgets: tuple[int, ...] = (64, 128, 256, 512, 1024)
@@ -101,7 +101,7 @@ class Case(msgspec.Struct, frozen=True):
 
 
 def measure_chunks(progress: Callable[[str], None], *, tiny: bool = False) -> Comparison:
-    """Every budget in rounds that take turns."""
+    """Measure every budget, in rounds over all of them."""
     work = TINY_CHUNKS if tiny else ChunkWork()
     names = {WHOLE: work.whole} | {f"budget {n}": n for n in reversed(work.budgets)}
     runs: dict[str, list[ChunkRun]] = {NONE: [], **{name: [] for name in names}}
@@ -117,7 +117,7 @@ def measure_chunks(progress: Callable[[str], None], *, tiny: bool = False) -> Co
 
 
 def run_budget(folder: Path, work: ChunkWork, budget: int, *, num_long: int) -> ChunkRun:
-    """The streams, and so many long prompts beside them."""
+    """Run the streams, and `num_long` long prompts beside them."""
     num_blocks = (work.num_streams * (work.output + SHORT) + 2 * work.long) // 16 * 2
     config = settings(
         max_num_seqs=work.num_streams + 2,
@@ -173,7 +173,7 @@ def summary(runs: Sequence[ChunkRun]) -> Case:
 
 
 def share(values: Sequence[float], part: float) -> float:
-    """The smallest value that so large a part of them does not exceed (nearest rank)."""
+    """The smallest value that `part` of the values do not exceed (nearest rank)."""
     return sorted(values)[max(0, math.ceil(part * len(values)) - 1)]
 
 
@@ -181,7 +181,7 @@ def share(values: Sequence[float], part: float) -> float:
 
 
 def compare_chunks(work: ChunkWork, cases: dict[str, Case]) -> Comparison:
-    """The table and what it says."""
+    """The table and its finding."""
     whole = cases[WHOLE]
     rows = []
     for name, it in cases.items():
@@ -257,7 +257,7 @@ SWAP_PUBLISHED = (
     "16 to 64 the two are even end to end (PagedAttention, SOSP 2023, section 7.3, figure 19; "
     "A100)."
 )
-# How each way is made the cheaper one: by what the engine believes that a prefilled token costs.
+# Each way is made the cheaper one by the cost of a prefilled token that the engine is given.
 WAYS: dict[str, dict[str, float]] = {
     "swap": {"prefill_s": 1e6},
     "recompute": {"prefill_s": 0.0},
@@ -266,10 +266,10 @@ WAYS: dict[str, dict[str, float]] = {
 
 
 class SwapWork(msgspec.Struct, frozen=True):
-    """Requests of `prompt` and `output` tokens, and what share of their KV the pool holds.
+    """Requests of `prompt` and `output` tokens, and the share of their KV that the pool holds.
 
-    length  of the one sequence that is swapped and computed again by itself;  tries  of each
-    rounds  of all block sizes and ways; medians count
+    length  of the one sequence that is swapped and recomputed by itself;  tries  of each
+    rounds  of all block sizes and ways, of which medians are taken
     """
 
     block_sizes: tuple[int, ...] = (1, 4, 16, 32, 64, 128)
@@ -283,7 +283,7 @@ class SwapWork(msgspec.Struct, frozen=True):
 
     @property
     def num_tokens(self) -> int:
-        """That one request has at its end."""
+        """Tokens of one request at its end."""
         return self.prompt + self.output
 
 
@@ -299,7 +299,7 @@ class Alone(msgspec.Struct, frozen=True):
 
 
 class SwapRun(msgspec.Struct, frozen=True):
-    """All requests once: output tokens a second, how they were preempted, what they were told."""
+    """One run of all requests: output tokens a second, preemptions by kind, the answers."""
 
     speed: float
     num_swaps: int
@@ -308,7 +308,7 @@ class SwapRun(msgspec.Struct, frozen=True):
 
 
 def measure_swap(progress: Callable[[str], None], *, tiny: bool = False) -> Comparison:
-    """Every block size by itself, then in every way, in rounds that take turns."""
+    """Measure one sequence with every block size, then all requests in every way, in rounds."""
     work = TINY_SWAP if tiny else SwapWork()
     progress("making the model")
     with checkpoint(tiny=tiny) as folder:
@@ -329,7 +329,7 @@ def measure_swap(progress: Callable[[str], None], *, tiny: bool = False) -> Comp
 
 
 def measure_alone(folder: Path, work: SwapWork, block_size: int) -> Alone:
-    """Copies and a prefill through the runner, the blocks in no order, as in a used pool."""
+    """Copies and a prefill through the runner; block ids are shuffled, as in a used pool."""
     num_blocks = -(-work.length // block_size)
     config = settings(
         max_num_seqs=1,
@@ -365,7 +365,7 @@ def measure_alone(folder: Path, work: SwapWork, block_size: int) -> Alone:
 
 
 def medians(work: SwapWork, alone: list[Alone]) -> dict[int, Alone]:
-    """By block size, of what was measured in rounds of all sizes."""
+    """Medians over the rounds, by block size."""
     found = {}
     for i, size in enumerate(work.block_sizes):
         rounds = alone[i :: len(work.block_sizes)]
@@ -406,7 +406,7 @@ def _seconds(runner: Runner, plan: Plan) -> float:
 def run_all(
     folder: Path, work: SwapWork, block_size: int, costs: dict[str, float], share: float = 0.0
 ) -> SwapRun:
-    """All requests at once, to their ends; `share`: of their KV that fits, if not the work's."""
+    """Run all requests at once; `share` of their KV that fits overrides the work's."""
     needed = work.num_requests * -(-work.num_tokens // block_size)
     config = settings(
         max_num_seqs=work.num_requests,
@@ -469,7 +469,7 @@ def compare_swaps(
 
 
 def num_changed(expected: dict[str, list[int]], runs: Iterable[SwapRun]) -> int:
-    """Answers of all runs that are not those of the run without preemption."""
+    """Number of answers that differ from those of the run without preemption."""
     return sum(run.answers.get(name) != expected[name] for run in runs for name in expected)
 
 

@@ -1,9 +1,9 @@
 """`streamer bench gpu`: a GPU's figures, each beside its target, in one command under ten minutes.
 
-Runs sections one after the other, each in a process of its own, since what goes wrong on a GPU
-takes its process along: one that fails, hangs or dies is reported, what it found until then is
-kept, and the others run. Models have known shapes and random weights, made on the device. With
---tiny every section runs on any machine, and its figures mean nothing.
+Runs sections one after the other, each in its own process, since an error on a GPU can end its
+process: a section that fails, hangs or dies is reported, its figures so far are kept, and the
+others run. Models have known shapes and random weights, made on the device. With --tiny every
+section runs on any machine, and its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Section(NamedTuple):
-    """A part of the bench: the seconds that it may take, and what it measures."""
+    """A part of the bench: its time limit in seconds, and what it measures."""
 
     budget_s: float
     help: str
@@ -46,11 +46,11 @@ SECTIONS = {
     "swap": Section(20, "beside a plain pinned copy"),
     "attention": Section(100, "beside torch's SDPA on contiguous K and V"),
 }
-GRACE_S = 15.0  # to start a process, and to end by itself when the section's seconds are over
+GRACE_S = 15.0  # for a process to start, and to end by itself when the section's time is over
 
 
 def _function(name: str) -> Callable[[Where, Report], None]:
-    """What does a section."""
+    """The function that measures a section."""
     from streamer.loadtest.inside.gpu import engine as gpu_engine
     from streamer.loadtest.inside.gpu import kernels as gpu_kernels
     from streamer.loadtest.inside.gpu import peer as gpu_peer
@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Every section asked for; 1 if one of them failed."""
+    """Run the chosen sections; 1 if one of them failed."""
     from streamer.loadtest.inside.gpu import report as gpu_report
 
     names = _sections(args.only)
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def _run_apart(name: str, where: Where) -> Part:
-    """A section in a process of its own, which shares this one's terminal."""
+    """Run a section in its own process, which shares this one's terminal."""
     from streamer.loadtest.inside.gpu.report import Part
 
     with tempfile.TemporaryDirectory() as folder:
@@ -126,14 +126,14 @@ def _run_apart(name: str, where: Where) -> Part:
 
 
 def _command(name: str, where: Where, file: Path) -> list[str]:
-    """What runs a section and writes its part to a file."""
+    """The command line that runs a section and writes its part to a file."""
     command = [sys.executable, "-m", "streamer", "bench", "gpu", "--only", name]
     command += ["--device", where.device.type, "--part", str(file)]
     return command + (["--tiny"] if where.is_tiny else [])
 
 
 def _run_here(name: str, where: Where, console: Console, file: Path | None) -> Part:
-    """A section in this process; its figures are written to `file` as they come."""
+    """Run a section in this process; each figure is written to `file` at once."""
     from streamer.loadtest.inside.gpu import report as gpu_report
 
     section = SECTIONS[name]
@@ -151,11 +151,11 @@ def _run_here(name: str, where: Where, console: Console, file: Path | None) -> P
 
 
 def _unseen(what: str) -> None:
-    """Where there is no terminal nobody sees what goes on; figures are printed as they come."""
+    """Ignores progress, where there is no terminal; figures are printed all the same."""
 
 
 def _sections(only: str | None) -> list[str]:
-    """The names asked for, in the bench's order; ConfigError names an unknown one."""
+    """The chosen sections, in the bench's order; ConfigError names an unknown one."""
     wanted = [name.strip() for name in only.split(",")] if only else list(SECTIONS)
     for name in wanted:
         if name not in SECTIONS:
@@ -164,7 +164,7 @@ def _sections(only: str | None) -> list[str]:
 
 
 def _where(device: str, *, is_tiny: bool) -> Where:
-    """The device; ConfigError where it is not there, or can only be tried with tiny shapes."""
+    """The device; ConfigError where it is missing, or only supports --tiny."""
     import torch
 
     from streamer.loadtest.inside.gpu.models import Where

@@ -1,7 +1,7 @@
 """The sections of `streamer bench gpu` with whole models: one stream, 256 requests, a step's parts.
 
-Requests go through the real scheduler and runner on this thread (gpu_models.Bed); no event loop and
-no sockets, which `bench step` and `bench stream` measure.
+Requests go through the real scheduler and runner on this thread (models.Bed); no event loop and no
+sockets, which `bench step` and `bench stream` measure.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HOST_MS = 0.3
 
 
 class Request(NamedTuple):
-    """Token ids, and how many to answer with."""
+    """Token ids, and the number of output tokens."""
 
     prompt: list[int]
     num_output: int
@@ -52,7 +52,7 @@ def nano_vllm_requests(*, is_tiny: bool) -> list[Request]:
 
 
 def single(where: Where, report: Report) -> None:
-    """Tokens a second of one stream, beside how often memory could be read for its weights."""
+    """Tokens a second of one stream, beside the limit of reading its weights from memory."""
     output = 16 if where.is_tiny else SINGLE_OUTPUT
     rate = memory_rate(where, report)
     for name in SHAPES:
@@ -114,7 +114,7 @@ def _run_requests(
         model,
         where,
         max_num_seqs=len(requests),
-        num_blocks=blocks + blocks // 16,  # above the watermark: nobody is preempted
+        num_blocks=blocks + blocks // 16,  # above the watermark: no request is preempted
         max_model_len=longest,
         max_num_batched_tokens=BATCH_TOKENS,
         kv_dtype=kind,
@@ -129,7 +129,7 @@ def _run_requests(
 
 
 def step(where: Where, report: Report) -> None:
-    """A steady decode step of 256 rows: what the host does, and what the device takes."""
+    """Times of a steady decode step of 256 rows, on the host and on the device."""
     rows, count = (8, 10) if where.is_tiny else (STEP_ROWS, STEPS)
     report.doing(f"making {SMALLEST}")
     bed = Bed(
@@ -164,7 +164,7 @@ def step(where: Where, report: Report) -> None:
 def _report_step(
     report: Report, what: str, times: list[StepTimes], wall_s: float, where: Where
 ) -> None:
-    """A step whole, and its parts on the host: medians."""
+    """Report medians of the whole step and of its parts on the host."""
     on_host = [t.schedule_s + t.launch_s + t.apply_s for t in times]
     waits = [t.collect_s for t in times]
     parts = ("schedule", "launch", "apply")
@@ -228,7 +228,7 @@ def _run_to_end(
 
 
 def _until(bed: Bed, report: Report, is_there: Callable[[int], bool]) -> None:
-    """Step until a step's number of tokens is as wanted."""
+    """Step until `is_there` accepts a step's number of tokens."""
     while (output := bed.step()) is not None:
         report.check()
         if is_there(len(output.tokens)):

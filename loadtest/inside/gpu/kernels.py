@@ -1,7 +1,7 @@
 """The sections of `streamer bench gpu` below the model: memory's rate, swaps, attention.
 
-Each calls the kernels' doors on tensors of its own. Times are the device's: on CUDA an event before
-and behind a graph of several calls, so that no launch is in them; on a CPU the clock.
+Each calls the kernels' entry points on its own tensors. Times are the device's: on CUDA between
+events before and after a graph of several calls, without launches; on a CPU by the clock.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Shape(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Of both products, only what is seen."""
+        """Operations of both matrix products, without masked positions."""
         seen = self.query * (self.context - (self.query - 1) / 2)
         return 4.0 * self.rows * self.heads * self.head_dim * seen
 
@@ -67,7 +67,7 @@ TINY_SHAPES = (
 
 
 def kernels_of(where: Where) -> Backend:
-    """The backend that runs there: Triton's on a GPU, else the plain torch one."""
+    """The device's backend: Triton's on a GPU, else the plain torch one."""
     if where.device.type == "cuda":
         from streamer.kernels.gpu import backend
 
@@ -78,7 +78,7 @@ def kernels_of(where: Where) -> Backend:
 
 
 def seconds_of(work: Callable[[], object], where: Where, report: Report) -> float:
-    """Seconds of one call of `work` on the device, the median of some tries."""
+    """Seconds of one call of `work` on the device, the median of TRIES."""
     if where.device.type != "cuda":
         return _time(work, where)
     work()  # compiles
@@ -97,7 +97,7 @@ def seconds_of(work: Callable[[], object], where: Where, report: Report) -> floa
 
 
 def _on_device(work: Callable[[], object]) -> float:
-    """Seconds between two events around `work`, the median of some tries."""
+    """Seconds between two events around `work`, the median of TRIES."""
     work()
     times: list[float] = []
     new_event: Any = torch.cuda.Event  # untyped
@@ -122,7 +122,7 @@ def memory_rate(where: Where, report: Report) -> float:
 
 
 def bandwidth(where: Where, report: Report) -> None:
-    """What everything that waits for memory is held against."""
+    """The memory's rate, with which memory-bound sections are compared."""
     report.doing("reading and writing memory")
     note = "the greater of a copy, both ways counted, and a sum"
     report.add("memory", "rate", memory_rate(where, report) / GB, "GB/s", note)
@@ -136,7 +136,7 @@ def swap(where: Where, report: Report) -> None:
     pool = kernels.new_pool(total, *shape, where.dtype, where.device)
     host = kernels.new_pool(count, *shape, where.dtype, "cpu")
     plain = torch.empty(host.shape, dtype=host.dtype, pin_memory=where.device.type == "cuda")
-    # Neighbours in pairs: runs are coalesced, and few of a sequence's blocks have more.
+    # Adjacent blocks in pairs: runs are coalesced, and a sequence has few longer runs.
     random = np.random.default_rng(0)
     starts = random.choice(total // 4, count // 2, replace=False) * 4
     places = sorted([*starts.tolist(), *(starts + 1).tolist()])
@@ -158,7 +158,7 @@ def swap(where: Where, report: Report) -> None:
 
 
 def _time(work: Callable[[], object], where: Where) -> float:
-    """Seconds of one call that may use the copy engines: not recorded."""
+    """Seconds of one call without a recorded graph, since it may use the copy engines."""
     if where.device.type == "cuda":
         return _on_device(work)
     work()
@@ -193,7 +193,7 @@ def attention(where: Where, report: Report) -> None:
 def _tell(
     report: Report, shape: Shape, name: str, took_s: float, item_bytes: float, rate: float
 ) -> None:
-    """One time, as a share of memory's rate or as arithmetic."""
+    """Report one time, as a share of the memory's rate or as arithmetic."""
     if shape.query == 1:
         share = shape.kv_bytes(item_bytes) / took_s / rate
         note = f"reads K and V at {share:.2f} of memory's rate"
@@ -215,7 +215,7 @@ def _contiguous(shape: Shape, where: Where) -> Callable[[], object]:
 
 
 def _paged(shape: Shape, kind: torch.dtype, where: Where) -> Callable[[], object]:
-    """Ours, over blocks in random order."""
+    """This engine's paged attention, over blocks in random order."""
     from streamer.kernels import ops
 
     kernels = kernels_of(where)
@@ -241,7 +241,7 @@ def _paged(shape: Shape, kind: torch.dtype, where: Where) -> Callable[[], object
 
 
 def _batch(rows: int, query: int, context: int, tables: torch.Tensor) -> AttentionBatch:
-    """Rows that are all alike."""
+    """A batch of equal rows."""
     from streamer.kernels.batch import AttentionBatch
 
     positions = torch.arange(context - query, context, device=tables.device)

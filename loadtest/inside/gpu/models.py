@@ -1,4 +1,4 @@
-"""Models for `streamer bench gpu`: known shapes with random weights, made where they run.
+"""Models for `streamer bench gpu`: known shapes with random weights, made on their device.
 
 No file and no checkpoint: RandomWeights is a WeightSource of model/decoder.py. Bed is such a model
 behind the real scheduler and runner, stepped by this thread.
@@ -93,7 +93,7 @@ TINY = {
 
 
 class Where(msgspec.Struct, frozen=True):
-    """Where models run, and whether they are tiny stand-ins of their names."""
+    """The models' device, and whether tiny stand-ins replace the shapes."""
 
     device: torch.device
     is_tiny: bool
@@ -108,7 +108,7 @@ class Where(msgspec.Struct, frozen=True):
         return {**SHAPES[name], **(TINY if self.is_tiny else {})}
 
     def new_device(self) -> Device | None:
-        """The device as a runner wants it; None: the CPU."""
+        """The device in the form that a runner takes; None: the CPU."""
         from streamer.model.runner.device import CudaDevice
 
         return None if self.device.type == "cpu" else CudaDevice(self.device)
@@ -171,7 +171,7 @@ def make_model(name: str, where: Where) -> Model:
 
 
 def read_elements(config: DecoderConfig) -> int:
-    """Elements of the weights that a decode step reads: all but an embedding that is no head."""
+    """Weight elements that a decode step reads: all but an embedding not tied to the head."""
     from streamer.model.families import expected_tensors
 
     sizes = {name: math.prod(shape) for name, shape in expected_tensors(config)}
@@ -180,7 +180,7 @@ def read_elements(config: DecoderConfig) -> int:
 
 
 class Bed:
-    """A model behind the real scheduler and runner, for requests of which all sizes are known."""
+    """A model with the real scheduler and runner, for requests of known sizes."""
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class Bed:
         self._num_added = 0
 
     def add(self, prompt: Sequence[int], max_tokens: int, temperature: float) -> None:
-        """One more request, that only its length ends."""
+        """Add a request that ends only at `max_tokens`."""
         self._num_added += 1
         params = SamplingParams(
             temperature=temperature, seed=self._num_added, max_tokens=max_tokens, ignore_eos=True
@@ -229,7 +229,7 @@ class Bed:
         self._inbox.put(Add(str(self._num_added), tuple(prompt), params))
 
     def step(self) -> StepOutput | None:
-        """One step; None when all is done."""
+        """One step; None when all requests have ended."""
         return self._core.step()
 
     def close(self) -> None:
@@ -238,7 +238,7 @@ class Bed:
 
 
 def new_runner(decoder: Decoder, where: Where, sizes: RunnerSizes) -> CpuRunner | CudaRunner:
-    """The runner of this device for a decoder that is there already; on a GPU decodes recorded."""
+    """The device's runner for a loaded decoder; on a GPU with recorded decode graphs."""
     from streamer.kernels import ops
     from streamer.model.runner.cpu import CpuRunner
     from streamer.model.runner.cuda import CudaRunner
@@ -253,5 +253,5 @@ def new_runner(decoder: Decoder, where: Where, sizes: RunnerSizes) -> CpuRunner 
 
 
 def blocks_for(num_tokens: int) -> int:
-    """Blocks that hold so many tokens of one sequence."""
+    """Blocks that hold `num_tokens` of one sequence."""
     return -(-num_tokens // BLOCK_SIZE)

@@ -1,7 +1,7 @@
 """The section of `streamer bench gpu` that runs transformers' continuous batching beside ours.
 
-The same shape with random weights, the same requests, sampled alike; what `generate_batch` does
-inside, but with each request's own length.
+The same shape with random weights, the same requests and sampling; runs the internals of
+`generate_batch`, but with each request's own length.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from streamer.loadtest.inside.gpu.engine import SMALLEST, Request, free, nano_vl
 from streamer.loadtest.inside.gpu.models import Where
 from streamer.loadtest.inside.gpu.report import Report
 
-RESERVE_S = 10.0  # of the section's, for what comes after the last answer
+RESERVE_S = 10.0  # of the section's time, for the work after the last answer
 
 
 def transformers(where: Where, report: Report) -> None:
-    """Tokens a second of the same requests; only of what ended, where it is too slow for all."""
+    """Tokens a second of the same requests; if the time is too short, of those that ended."""
     requests = nano_vllm_requests(is_tiny=where.is_tiny)
     report.doing(f"making {SMALLEST} for transformers")
     model = _make(where)
@@ -66,7 +66,7 @@ def _manager(model: Any, requests: list[Request], *, is_tiny: bool) -> AbstractC
         pad_token_id=0,
     )
     sizes: dict[str, Any] = {}
-    if is_tiny:  # on a CPU it can't find out for itself
+    if is_tiny:  # transformers can't find these sizes on a CPU
         sizes = {"page_size": 16, "num_blocks": 64, "max_batch_tokens": 64}
     hints = WorkloadHints(
         max_prompt_length=max(len(r.prompt) for r in requests),

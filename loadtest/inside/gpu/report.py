@@ -1,6 +1,6 @@
-"""What `streamer bench gpu` says: figures, each beside its target, as lines, a table and JSON.
+"""The output of `streamer bench gpu`: figures beside their targets, as lines, a table and JSON.
 
-Values and their printing; measures nothing. Used by gpu.py and the sections beside it.
+Values and their printing; measures nothing. Used by command.py and the sections beside it.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ TINY = "tiny shapes: they exercise the code and say nothing about speed"
 
 
 class OutOfTime(StreamerError):
-    """A section has used up its seconds."""
+    """A section has reached its time limit."""
 
 
 class Figure(msgspec.Struct, frozen=True):
     """One measured number.
 
-    what       of which model or shape
-    measure    what was measured;  unit  its unit
-    note       what it stands beside, or how it was taken
-    target     what it should reach (None: none is set), at most which where `is_ceiling`
+    what       the model or shape
+    measure    the measured quantity;  unit  its unit
+    note       what it is compared with, or how it was taken
+    target     its minimum, or its maximum where `is_ceiling`; None: no target
     """
 
     section: str
@@ -57,14 +57,14 @@ class Figure(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """What a section found, and what went wrong with it, or ""."""
+    """A section's figures, and its error, or ""."""
 
     figures: list[Figure]
     failure: str = ""
 
 
 class Results(msgspec.Struct, frozen=True):
-    """A whole run, as its JSON has it. `failures`: section -> what went wrong."""
+    """A whole run, as written to JSON. `failures`: section -> error."""
 
     device: str
     date: str
@@ -78,7 +78,7 @@ class Results(msgspec.Struct, frozen=True):
 
 
 class Report:
-    """One section's way to say what it does and finds, within its seconds."""
+    """Collects one section's progress and figures, and enforces its time limit."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Report:
         has_targets: bool = True,
         file: Path | None = None,
     ) -> None:
-        """Without `has_targets` none is kept: tiny shapes have none. `file` has the latest part."""
+        """Without `has_targets` targets are dropped (tiny shapes). `file` gets the latest part."""
         self.part = Part([])
         self._file = file
         self._section = section
@@ -101,12 +101,12 @@ class Report:
         self._has_targets = has_targets
 
     def doing(self, what: str) -> None:
-        """Show what goes on; OutOfTime where the section's seconds are over."""
+        """Show progress; OutOfTime after the section's time limit."""
         self.check()
         self._say(f"{self._section}: {what}")
 
     def check(self) -> None:
-        """OutOfTime where the section's seconds are over."""
+        """OutOfTime after the section's time limit."""
         if self.left_s <= 0:
             raise OutOfTime(f"not done within its {self._budget_s:g} s")
 
@@ -126,7 +126,7 @@ class Report:
         target: float | None = None,
         is_ceiling: bool = False,
     ) -> None:
-        """One more figure; it stays though the section should fail later."""
+        """Add a figure; it is kept even if the section fails later."""
         target = target if self._has_targets else None
         figure = Figure(self._section, what, measure, value, unit, note, target, is_ceiling)
         self._keep(Part([*self.part.figures, figure]))
@@ -135,18 +135,18 @@ class Report:
         )
 
     def fail(self, why: str) -> None:
-        """The section's end, and why."""
+        """Record why the section failed."""
         self._keep(Part(self.part.figures, why))
 
     def _keep(self, part: Part) -> None:
-        """A process that dies in the middle leaves what it has found."""
+        """Write the part to the file at once, for a process that dies later."""
         self.part = part
         if self._file is not None:
             self._file.write_bytes(msgspec.json.encode(part))
 
 
 def number(value: float) -> str:
-    """Three digits that matter, thousands in groups."""
+    """Three significant digits, grouped by thousands."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
@@ -160,7 +160,7 @@ def device_name(device: torch.device) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, the driver's CUDA and the packages that matter."""
+    """Versions of Python, the driver's CUDA and the packages used."""
     import torch
 
     found = {"python": platform.python_version(), "cuda": str(torch.version.cuda)}
@@ -180,7 +180,7 @@ def results(
     *,
     is_tiny: bool,
 ) -> Results:
-    """Everything of a run, dated now."""
+    """A run's results, dated now."""
     return Results(
         device=device_name(device),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -213,7 +213,7 @@ def print_table(console: Console, found: Results) -> None:
 
 
 def write(found: Results, out: Path) -> None:
-    """As JSON, readable."""
+    """Write indented JSON."""
     out.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
 
 

@@ -1,8 +1,8 @@
 """`streamer bench offline`: the engine without a server: throughput, latency of a batch, swap.
 
 `swap` runs the same requests with a pool that holds them all and with one that does not, and
-compares the answers: what was set aside must come back unchanged. Each engine has a process of its
-own, offline/engine.py; what is found is said by offline/report.py.
+compares the answers: swapped KV must come back unchanged. Each engine runs in its own process,
+offline/engine.py; offline/report.py formats the results.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HEADROOM = 1.125  # of a pool that holds everything: admission keeps a watermark
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to ask, in the names of `vllm bench`, and the engine's settings."""
+    """The workload's flags, with the names of `vllm bench`, and the engine's settings."""
     from streamer.cli.arguments import add_config_flags
 
     add, asked = parser.add_argument, Asked()
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Every part that is asked for; 1 if answers differ between the pools."""
+    """Run the chosen parts; 1 if answers differ between the pools."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from streamer.cli.arguments import config_from
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def _parts(only: str | None) -> list[str]:
-    """The parts asked for, in their order; ConfigError names an unknown one."""
+    """The chosen parts, in their order; ConfigError names an unknown one."""
     wanted = [name.strip() for name in only.split(",")] if only else list(PARTS)
     for name in wanted:
         if name not in PARTS:
@@ -93,7 +93,7 @@ def _parts(only: str | None) -> list[str]:
 
 
 def swap(config: Config, asked: Asked, results: Results, bar: Progress) -> Swap:
-    """The same requests with both pools."""
+    """Run the same requests with both pools."""
     rows = min(asked.num_prompts, config.max_num_seqs)
     each = asked.blocks(config.block_size)
     large = math.ceil(HEADROOM * rows * each)
@@ -112,13 +112,13 @@ def swap(config: Config, asked: Asked, results: Results, bar: Progress) -> Swap:
 
 
 def _about(results: Results, found: Found) -> None:
-    """Take down what was loaded."""
+    """Record the loaded model in the results."""
     results.model, results.dtype, results.device = found.model, found.dtype, found.device
     results.block_size = found.block_size
 
 
 def ask(job: Job, bar: Progress) -> Found:
-    """What a process finds that runs the job; StreamerError says why it found nothing."""
+    """Run a job in its own process and return its results; StreamerError if it fails."""
     decoder = msgspec.json.Decoder(Line)
     command = [sys.executable, "-m", "streamer.loadtest.inside.offline.engine"]
     pipe, found, task = subprocess.PIPE, None, bar.add_task("loading", total=1)

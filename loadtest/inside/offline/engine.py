@@ -1,9 +1,9 @@
-"""One engine of `streamer bench offline`, in a process of its own: a Job on standard input, and on
-standard output a line for everything that happens, the last of which is what was found.
+"""One engine of `streamer bench offline`, in its own process: reads a Job from standard input and
+writes a line per event to standard output, the last of which is Found or Failed.
 
-Of its own, because a second engine in a process is slower than the first (see the README of this
-folder). Prompts are random tokens, none of which comes twice; answers are greedy and as long as
-asked. Every part warms up before it measures.
+A process per engine, because a second engine in a process is slower than the first
+(loadtest/inside/README.md). Prompts are random tokens, no prompt comes twice; answers are greedy
+and have the requested length. Every part warms up before it measures.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Tokens = tuple[int, ...]
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """Lengths in tokens. pool_share: of what all sequences need at their ends, for `swap`."""
+    """Lengths in tokens. pool_share: of the blocks of all sequences at their ends, for `swap`."""
 
     input_len: int = 128
     output_len: int = 128
@@ -52,12 +52,12 @@ class Asked(msgspec.Struct, frozen=True):
             raise ConfigError("--pool-share is above 0 and at most 1", param="pool_share")
 
     def blocks(self, block_size: int) -> int:
-        """Of one sequence at its end."""
+        """Blocks of one sequence at its end."""
         return -(-(self.input_len + self.output_len) // block_size)
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What an engine is to measure: some of "throughput", "latency" and "pool"."""
+    """An engine's job: some of the parts "throughput", "latency" and "pool"."""
 
     config: Config
     asked: Asked
@@ -65,18 +65,18 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Doing(msgspec.Struct, frozen=True, tag=True):
-    """What begins, and of how many Steps."""
+    """An activity that begins, and its number of Steps."""
 
     what: str
     total: int
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
-    """One of them is done; the first of all: the model is loaded."""
+    """One step of the current activity is done; the first Step of all: the model is loaded."""
 
 
 class Found(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The model as it was loaded, and the parts. tokens: of each answer, of `pool`."""
+    """The loaded model, and the parts' results. tokens: each answer's in `pool`."""
 
     model: str
     dtype: str
@@ -89,7 +89,7 @@ class Found(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """It can't be done, and why."""
+    """The job failed, and why."""
 
     message: str
 
@@ -98,7 +98,7 @@ Line = Doing | Step | Found | Failed
 
 
 def main() -> None:
-    """The job that standard input has."""
+    """Run the job read from standard input."""
     from streamer.cli.loop import new_runner
     from streamer.cli.serve import SWITCH_INTERVAL_S
 
@@ -112,13 +112,13 @@ def main() -> None:
 
 
 def say(line: Line) -> None:
-    """To the process that asked."""
+    """Write a line to the parent process."""
     sys.stdout.buffer.write(msgspec.json.encode(line) + b"\n")
     sys.stdout.buffer.flush()
 
 
 def begin(what: str, total: int) -> Callable[[], None]:
-    """Say what begins; the function says that a step of it is done."""
+    """Report that an activity begins; the returned function reports one step of it."""
     say(Doing(what, total))
     return lambda: say(Step())
 
@@ -178,7 +178,7 @@ async def measure_latency(engine: AsyncEngine, asked: Asked, prompts: Iterator[P
 async def measure_pool(
     engine: AsyncEngine, asked: Asked, prompts: Iterator[Prompt]
 ) -> tuple[Pool, tuple[Tokens, ...]]:
-    """All prompts at once. The warm-up is a whole run: it touches the host pool too."""
+    """All prompts at once, after a whole run as a warm-up, which touches the host pool too."""
     count, num_blocks = asked.num_prompts, engine.info.num_blocks
     for what in (f"{num_blocks} blocks, warm-up", f"{num_blocks} blocks"):
         before, done = engine.snapshot().step, begin(what, count)
@@ -210,7 +210,7 @@ def drawn(engine: AsyncEngine, asked: Asked) -> Iterator[Prompt]:
 
 
 def take(prompts: Iterator[Prompt], count: int) -> list[Prompt]:
-    """The next ones."""
+    """The next `count` prompts."""
     return [next(prompts) for _ in range(count)]
 
 
@@ -220,7 +220,7 @@ async def answers(
     output_len: int,
     done: Callable[[], None] | None = None,
 ) -> tuple[float, tuple[Tokens, ...]]:
-    """Seconds of all together, and each one's tokens: so many, greedily, past the model's end."""
+    """Seconds until all have ended, and each answer's `output_len` tokens (greedy, no EOS)."""
     from streamer.engine.engine import GenerateRequest
 
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)

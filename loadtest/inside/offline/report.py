@@ -1,4 +1,4 @@
-"""What `streamer bench offline` has found: values, their JSON and their Markdown. No clock but now.
+"""Results of `streamer bench offline`: values, their JSON and their Markdown. No clock but `now`.
 
 Fields have the names of `vllm bench throughput` and `vllm bench latency` where those have one;
 times are in seconds.
@@ -32,14 +32,14 @@ class Throughput(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, took_s: float, count: int, num_in: int, num_out: int) -> Throughput:
-        """From the seconds and what was asked, tokens of one request."""
+        """From the seconds, the number of requests, and one request's tokens in and out."""
         rate = count / took_s
         total = num_in + num_out
         return cls(took_s, count, count * total, rate, rate * total, rate * num_in, rate * num_out)
 
 
 class Latency(msgspec.Struct, frozen=True):
-    """Of a batch, whole. percentiles: percentage -> seconds, interpolated."""
+    """Latency of a whole batch. percentiles: percentage -> seconds, interpolated."""
 
     batch_size: int
     avg_latency: float
@@ -48,7 +48,7 @@ class Latency(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, latencies: list[float], batch_size: int) -> Latency:
-        """From an iteration's seconds each."""
+        """From the seconds of each iteration."""
         from streamer.loadtest.open_loop.served import percentile
 
         found = {percent: percentile(latencies, percent) for percent in PERCENTAGES}
@@ -56,7 +56,7 @@ class Latency(msgspec.Struct, frozen=True):
 
 
 class Pool(msgspec.Struct, frozen=True):
-    """All requests at once with so many blocks. swap_time: of the copies, both ways."""
+    """All requests at once in one pool. swap_time: of the copies, both ways."""
 
     num_blocks: int
     elapsed_time: float
@@ -69,7 +69,7 @@ class Pool(msgspec.Struct, frozen=True):
 
     @property
     def gb_s(self) -> float | None:
-        """Of the copies; None where none took any time."""
+        """Rate of the copies; None where they took no time."""
         return self.swapped_bytes / GB / self.swap_time if self.swap_time > 0 else None
 
 
@@ -82,7 +82,7 @@ class Swap(msgspec.Struct, frozen=True):
 
 
 class Results(msgspec.Struct):
-    """A whole run, as its JSON has it; a part that was not asked for is None."""
+    """A whole run, as written to JSON; a part that did not run is None."""
 
     date: str
     settings: dict[str, float]
@@ -97,7 +97,7 @@ class Results(msgspec.Struct):
 
 
 def now() -> str:
-    """The date as results have it."""
+    """The date in the results' format."""
     return datetime.datetime.now().strftime("%Y-%m-%d %H:%M")
 
 

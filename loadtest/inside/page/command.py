@@ -1,8 +1,8 @@
-"""`streamer bench page`: what the page takes in a browser, beside its budget.
+"""`streamer bench page`: the page's cost in a browser, beside its budget.
 
-The built page in Chromium over the fake model, each server a process of its own: bytes of the first
-load, time until one can type, how evenly frames come while answers stream, memory after. What it
-finds is printed and asserted nowhere; web/README.md has figures.
+The built page in Chromium over the fake model, each server in its own process: bytes of the first
+load, time until the user can type, frame times while answers stream, memory afterwards. The figures
+are printed and not asserted; web/README.md has some.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 FIRST_LOAD_BYTES, INTERACTIVE_S, FRAMES_PER_S = 250_000, 1.0, 60
 FRAME_MS = 1000 / FRAMES_PER_S
-JITTER_MS = 1.0  # a frame that comes so much later is still the one that was due
+JITTER_MS = 1.0  # a frame up to this much late still counts as on time
 NUM_ANSWERS = 4
 RATE = 100  # tokens a second of each
 LONG_RATE = 400  # of the one long answer
@@ -39,7 +39,7 @@ WAIT_MS = 120_000.0
 VIEW: ViewportSize = {"width": 1280, "height": 800}
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking")
 
-# In every page from its start: when one could type and the server was there; every frame's time.
+# In every page from its start: records when the user can type and the socket is open, and frames.
 WATCH = """(() => {
     const seen = (window.__bench = { frames: [], ready: 0 });
     const each = (now) => {
@@ -55,7 +55,7 @@ WATCH = """(() => {
 class Load(msgspec.Struct, frozen=True):
     """A first load with nothing cached.
 
-    num_bytes      of all bodies as they were sent, with what is fetched ahead for a first answer
+    num_bytes      of all bodies as sent, with files that are prefetched for a first answer
     painted_s      from the start of the navigation to the first content
     interactive_s  until the message box had the focus and the socket was open
     """
@@ -66,7 +66,7 @@ class Load(msgspec.Struct, frozen=True):
 
 
 class Frames(msgspec.Struct, frozen=True):
-    """How frames came while answers streamed.
+    """Frame times while answers streamed.
 
     frames_per_s   of the whole period;  p50_ms, p95_ms, p99_ms, worst_ms  from one to the next
     late, missed   share that took longer than one, and than two, sixtieths of a second
@@ -99,7 +99,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """How often, for how long."""
+    """The numbers of loads and seconds to measure."""
     parser.add_argument("--loads", type=int, default=7, help="first loads, the median counts (7)")
     parser.add_argument(
         "--seconds", type=float, default=15.0, help="that four answers are watched for (15)"
@@ -111,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Measure all of it, then print one table."""
+    """Measure everything, then print one table."""
     with contextlib.ExitStack() as stack:
         browser = stack.enter_context(chromium())
         four = stack.enter_context(_server(f"fake:tokens_per_s={RATE}"))
@@ -164,7 +164,7 @@ def _long_answer(browser: Browser, url: str) -> Frames:
         cdp = _begin(page)
         before = _mark(page, cdp)
         for _ in range(int(WAIT_MS / 250)):
-            page.wait_for_timeout(250)  # a look at every frame would cost the page some of it
+            page.wait_for_timeout(250)  # polling every frame would take time from the page
             if not page.locator("article.assistant.live").count():
                 return _frames(page, cdp, before)
     raise StreamerError(f"the long answer took more than {WAIT_MS / 1000:.0f} s")
@@ -183,7 +183,7 @@ def _open(page: Page, url: str) -> None:
 
 
 def _begin(page: Page) -> CDPSession:
-    """Ask; returns when the first token is on the screen."""
+    """Send a message; returns when the first token is on the screen."""
     cdp = page.context.new_cdp_session(page)
     cdp.send("Performance.enable")
     page.keyboard.type("How far can you count?")
@@ -200,7 +200,7 @@ class _Mark(msgspec.Struct, frozen=True):
 
 
 def _mark(page: Page, cdp: CDPSession) -> _Mark:
-    """Counts since the start; frames are noted anew from here on."""
+    """Counts since the start; restarts the recording of frames."""
     metrics = _metrics(cdp)
     texts = page.locator("article.assistant .text").all_text_contents()
     page.evaluate("void (__bench.frames.length = 0)")
@@ -240,7 +240,7 @@ def _metrics(cdp: CDPSession) -> dict[str, float]:
     return {m["name"]: m["value"] for m in cdp.send("Performance.getMetrics")["metrics"]}
 
 
-# ---------------------------------------------------------------- what it needs
+# ---------------------------------------------------------------- browser and server
 
 
 @contextlib.contextmanager
@@ -285,7 +285,7 @@ def _server(model: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _page(browser: Browser, url: str, settings: dict[str, Any] | None = None) -> Iterator[Page]:
-    """A page of a browser that was never here, with these settings of its reader."""
+    """A page in a new browser context with these stored settings."""
     context = browser.new_context(viewport=VIEW)
     context.add_init_script(WATCH)
     if settings:

@@ -1,8 +1,8 @@
 """The client of `streamer bench stream`: opens streams on plain sockets and counts their events.
 
-A process of its own, so that it shares no GIL with what it measures: `python -m
-streamer.loadtest.inside.stream.client ORDER`. It decodes nothing; of every SAMPLE-th read it notes
-when it came and which tokens it brought, found in the counting text of the fake model. Commands
+A separate process, so that it shares no GIL with the server: `python -m
+streamer.loadtest.inside.stream.client ORDER`. It decodes nothing; of every SAMPLE-th read it
+records the arrival time and the tokens, found in the counting text of the fake model. Commands
 ("begin", "end") come on standard input, answers go to standard output, a line of JSON each.
 """
 
@@ -19,11 +19,11 @@ import time
 import msgspec
 
 READ_BYTES = 1 << 16
-STUCK_BYTES = 4096  # else the kernel takes in megabytes for a client that does not read
-SAMPLE = 17  # coprime to the numbers of sockets, so that every socket's turn comes
+STUCK_BYTES = 4096  # else the kernel buffers megabytes for a client that does not read
+SAMPLE = 17  # coprime to the numbers of sockets, so that every socket is sampled
 CONNECT_S = 60.0
 TRANSPORTS = {"sse": 1, "ws": 1, "ws16": 16}  # lanes a socket
-# What every event of a token holds once, and where it names its stream and its oldest token.
+# The mark that every token's event has once, and where its stream and its oldest token are named.
 EVENT = {"sse": b'"content":" ', "ws": b'"delta":" '}
 SAMPLED = {
     "sse": re.compile(rb'"id":"chatcmpl-(\w+)"[^\n]*"content":" (\d+)'),
@@ -47,16 +47,16 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """Every stream was accepted and has sent its first bytes."""
+    """Every stream was accepted, and its first bytes have arrived."""
 
     num_sockets: int
 
 
 class Counted(msgspec.Struct, frozen=True):
-    """From "begin" to "end".
+    """Counts from "begin" to "end".
 
-    events   events of tokens;  num_reads, num_bytes  what brought them
-    took_s   how long it was;  cpu_s  what this process used of it
+    events   events of tokens;  num_reads, num_bytes  of the reads with them
+    took_s   seconds of the period;  cpu_s  CPU time of this process in it
     samples  (request id without its prefix, output token from 0, arrival on the machine's clock)
     """
 
@@ -129,7 +129,7 @@ class Client:
             sock.sendall(b"".join(_create(i, self._order.max_tokens) for i in range(lanes)))
 
     def _connect(self, room: int = 0) -> socket.socket:
-        """A socket; `room` is for what is not read, in bytes, if not as the system has it."""
+        """A socket; `room`: its receive buffer in bytes, 0 for the system's default."""
         sock = socket.socket()
         if room:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
@@ -141,7 +141,7 @@ class Client:
         return sock
 
     def _read(self) -> bool:
-        """Read what there is, without sleeping: waking this process would cost the server.
+        """Read all available data, without sleeping: waking this process would cost the server.
 
         False when standard input has ended.
         """
@@ -240,7 +240,7 @@ def main() -> None:
 
 
 def raise_file_limit() -> None:
-    """As many sockets as the machine lets this process have."""
+    """Raise the limit of open files to the maximum that the system allows."""
     try:
         import resource
     except ImportError:  # Windows has no such limit
@@ -250,7 +250,7 @@ def raise_file_limit() -> None:
 
 
 def pin(core: int | None) -> None:
-    """Keep this process, and threads it will start, on one core."""
+    """Pin this process, and threads it will start, to one core."""
     if core is not None and sys.platform == "linux":
         os.sched_setaffinity(0, {core})
 

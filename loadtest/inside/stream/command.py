@@ -2,7 +2,7 @@
 
 The real server over the fake model in one process, a client that only counts bytes in another, each
 on a core of its own where there are two. Every case runs twice: as fast as it goes, and with the
-tokens at a set rate a little below that. README.md beside this file says how each figure is taken.
+tokens at a set rate a little below that. loadtest/inside/README.md says how each figure is taken.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-MAX_TOKENS = 99_000  # of a stream: one number, one token, so far
-STEADY_S = 30.0  # at most so long until every stream has a token a step
-SETTLE_S = 0.5  # after that
-ANSWER_S = 120.0  # a process that says nothing for so long is killed
-IDLE_RATE = 0.005  # tokens a second: nothing comes while the memory is read
+MAX_TOKENS = 99_000  # of a stream: up to here the fake model's numbers are one token each
+STEADY_S = 30.0  # maximum wait until every stream has a token a step
+SETTLE_S = 0.5  # wait after that
+ANSWER_S = 120.0  # a process without output for this time is killed
+IDLE_RATE = 0.005  # tokens a second: no token is drawn while the memory is read
 ACTIVE_RATE = 20.0
 T = TypeVar("T")
 
@@ -92,7 +92,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which cases, for how long."""
+    """The cases and their duration."""
     parser.add_argument(
         "--streams", type=_numbers, default=(1, 16, 256, 1024), help="at once (1,16,256,1024)"
     )
@@ -117,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Measure every case, a row as soon as it is there."""
+    """Measure every case; each row is printed at once."""
     from rich.live import Live
 
     cases: list[Measured] = []
@@ -165,7 +165,7 @@ def measure(
         client.tell("begin")
         time.sleep(seconds)
         after = server.ask("mark", Mark)
-        counted = client.ask("end", Counted)  # while it works that out, it reads nothing
+        counted = client.ask("end", Counted)  # the client reads nothing while it computes this
         steps = server.ask("steps", Steps)
     took_s = after.at - before.at
     events_per_s = counted.events / counted.took_s
@@ -189,7 +189,7 @@ def measure(
 
 
 def _settled(server: Process) -> Mark:
-    """Counts, once the streams run evenly."""
+    """Counts, once every stream gets a token a step."""
     end = time.monotonic() + STEADY_S
     while not server.ask("mark", Mark).is_steady and time.monotonic() < end:
         time.sleep(SETTLE_S / 10)
@@ -198,12 +198,12 @@ def _settled(server: Process) -> Mark:
 
 
 def measure_memory(transport: str, num_streams: int) -> Memory:
-    """What a stream adds to the server's resident memory, idle and active."""
+    """A stream's share of the server's resident memory, idle and active."""
     grown, num_tokens = [], 0
     for rate in (IDLE_RATE, ACTIVE_RATE):
         with _server(num_streams, rate) as (server, port):
             with _client(port, transport, 1):
-                pass  # what the first request loads and builds is not a stream's
+                pass  # memory that the first request allocates for good is not a stream's
             before = server.ask("mark", Mark)
             with _client(port, transport, num_streams):
                 time.sleep(2 * SETTLE_S)
@@ -258,7 +258,7 @@ class Process:
             stdin.flush()
 
     def ask(self, command: str, answer: type[T]) -> T:
-        """Send a command and wait for what it answers."""
+        """Send a command and wait for its answer."""
         self.tell(command)
         return self.wait(answer)
 
@@ -274,7 +274,7 @@ class Process:
         return msgspec.json.decode(line, type=answer)
 
     def close(self) -> None:
-        """Kill it: what it holds is of no more use."""
+        """Kill the process; nothing in it needs saving."""
         self._process.kill()
         self._process.communicate()
 

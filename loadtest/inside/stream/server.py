@@ -1,9 +1,9 @@
 """The server of `streamer bench stream`: what `streamer serve` runs, over the fake model, recorded.
 
-A process of its own: `python -m streamer.loadtest.inside.stream.server ORDER`. Beside the real
-stack it keeps one time a step and a count of tokens; nothing a token while the streams run
-steadily. Commands ("mark", "steps") come on standard input, which ends it; answers are a line of
-JSON each.
+A separate process: `python -m streamer.loadtest.inside.stream.server ORDER`. Beside the real stack
+it records one time a step and a count of tokens, and nothing per token while the streams run
+steadily. Commands ("mark", "steps") come on standard input, whose end ends the process; answers are
+a line of JSON each.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from streamer.core.plan import StepOutput
     from streamer.engine.engine import AsyncEngine
 
-BLOCK_SIZE = 1024  # large, so that the scheduler has little to do: it is not what is measured
+BLOCK_SIZE = 1024  # large, so that the scheduler, which is not measured here, has little to do
 
 
 class Order(msgspec.Struct, frozen=True):
-    """How many streams of up to how many tokens will come, the fake model's rate, the core.
+    """The streams to expect and their maximum tokens, the fake model's rate, the core.
 
-    num_stuck  that many more will be paused, since nobody reads them
+    num_stuck  further streams that will be paused, since no client reads them
     """
 
     num_streams: int
@@ -43,7 +43,7 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """Requests are taken."""
+    """The server accepts requests."""
 
     port: int
 
@@ -64,10 +64,10 @@ class Mark(msgspec.Struct, frozen=True):
 
 
 class Steps(msgspec.Struct, frozen=True):
-    """Every step: when the GPU thread sent it, and the seconds until the loop had it.
+    """Every step: when the GPU thread sent it, and the seconds until the loop took it.
 
-    From step `steady_from` on every stream got one token a step; `before` has the tokens each had
-    by then. -1 if the last step was none of these.
+    From step `steady_from` on every stream got one token a step; `before` has each stream's tokens
+    until then. -1 if some stream got no token in the last step.
     """
 
     sent: list[float]
@@ -77,7 +77,7 @@ class Steps(msgspec.Struct, frozen=True):
 
 
 class Record:
-    """What is kept of every step; written on the loop, read by the thread that answers."""
+    """The record of all steps; written on the loop, read by the thread that answers commands."""
 
     def __init__(self, num_streams: int) -> None:
         self.sent = array("d")
@@ -89,7 +89,7 @@ class Record:
         self._num_streams = num_streams
 
     def step(self, output: StepOutput, sent: float) -> None:
-        """One more step."""
+        """Record a step."""
         self.sent.append(sent)
         self.lag_s.append(time.perf_counter() - sent)
         self.loop_cpu_s = time.thread_time()
@@ -161,7 +161,7 @@ def _engine(config: Config, record: Record) -> AsyncEngine:
     from streamer.fake.model import load_fake, load_fake_tokenizer
 
     class Recorded(AsyncEngine):
-        """Notes every step before its news are handed out."""
+        """Records every step before its output is distributed."""
 
         def on_output(self, output: StepOutput, sent: float) -> None:
             record.step(output, sent)
