@@ -2,8 +2,8 @@
 
 Pure: values in, markup out. A file is self-contained, without script, and follows the reader's
 light or dark theme; a page gives its own colours. Lines differ in dashes as well as in colours, and
-a picture in a page says in words what it shows. Our own, since what libraries write has no dark
-theme (matplotlib) or needs a script to be drawn (Vega, Plotly).
+a picture in a page has a text description. Our own code, since libraries' output has no dark theme
+(matplotlib) or needs a script to be drawn (Vega, Plotly).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Point = tuple[float, float]
 
 
 class Palette(NamedTuple):
-    """CSS colours: of words, of lines behind, of what is a limit, and of series."""
+    """CSS colours: of text, of grid lines, of limits, and of series."""
 
     text: str
     soft: str
@@ -55,7 +55,7 @@ DARK = Palette(
 
 
 def sheet(colours: Palette) -> str:
-    """The rules of every class that is used here."""
+    """The CSS rules of every class used here."""
     series = "\n".join(f".s{i} {{ fill: {c}; stroke: {c} }}" for i, c in enumerate(colours.series))
     return f"""
 svg text {{ font: 12px system-ui, sans-serif; fill: {colours.text} }}
@@ -91,14 +91,14 @@ class Axis(NamedTuple):
     is_log: bool = False
 
     def share(self, value: float) -> float:
-        """Where a value is on it, from 0 to 1."""
+        """A value's position on the axis, from 0 to 1."""
         low, high, at = self.low, self.high, min(self.high, max(self.low, value))
         if self.is_log:
             low, high, at = (math.log(each) for each in (low, high, at))
         return (at - low) / (high - low)
 
     def marks(self) -> list[tuple[float, str]]:
-        """Each tick's share, and what stands at it."""
+        """Each tick's share, and its label."""
         says = self.names or [_mark(tick, self.unit) for tick in self.ticks]
         return [(self.share(tick), name) for tick, name in zip(self.ticks, says, strict=True)]
 
@@ -178,7 +178,7 @@ def text(x: float, y: float, says: str, kind: str = "note", anchor: str = "start
 
 
 def rect(x: float, y: float, width: float, height: float, kind: str, **more: float) -> Markup:
-    """A filled one, in the colour of its class."""
+    """A filled rectangle, in the colour of its class."""
     return tag("rect", x=x, y=y, width=width, height=height, class_=f"bar {kind}", **more)
 
 
@@ -200,7 +200,7 @@ def grid(frame: Frame, x: Axis, y: Axis, has_columns: bool = False) -> list[Mark
 def curves(
     frame: Frame, lines: Sequence[Line], x: Axis, y: Axis, has_dots: bool = True
 ) -> list[Markup]:
-    """A line a series, with a dot a point."""
+    """A line per series, with a dot per point."""
     parts = []
     for i, line in enumerate(lines):
         if not line.points:
@@ -215,7 +215,7 @@ def curves(
 
 
 def columns(frame: Frame, lines: Sequence[Line], x: Axis, y: Axis) -> list[Markup]:
-    """A group a name of x, a column a series, with its value where there is room for the digits."""
+    """A group per name of x, a column per series, with its value where the digits fit."""
     room = (frame.right - frame.left) / max(1, len(x.names))
     width = min(MAX_COLUMN, room * GROUP_SHARE / max(1, len(lines)))
     parts = []
@@ -231,7 +231,7 @@ def columns(frame: Frame, lines: Sequence[Line], x: Axis, y: Axis) -> list[Marku
 
 
 def legend(entries: Sequence[tuple[str, str]], y: float) -> list[Markup]:
-    """A square of a class and a name each, and another line below where one is full."""
+    """A coloured square and a name per entry; a full line is followed by another below."""
     parts, x = [], float(MARGIN)
     for kind, name in entries:
         room = 24 + LETTER * len(name)
@@ -243,7 +243,7 @@ def legend(entries: Sequence[tuple[str, str]], y: float) -> list[Markup]:
 
 
 def timeline(frame: Frame, rows: Sequence[Sequence[str]], kinds: Mapping[str, str]) -> list[Markup]:
-    """A row each, of a state a step; equal states beside each other are one rectangle.
+    """A row of one state per step each; adjacent equal states are one rectangle.
 
     kinds  state -> class; steps in other states stay empty
     """
@@ -264,7 +264,7 @@ def timeline(frame: Frame, rows: Sequence[Sequence[str]], kinds: Mapping[str, st
 
 
 def area(frame: Frame, values: Sequence[float], y: Axis, kind: str) -> Markup:
-    """A value a step, filled from 0."""
+    """A curve with one value per step, filled from 0."""
     step = (frame.right - frame.left) / max(1, len(values))
     points = " ".join(
         f"{frame.left + (i + edge) * step:.1f},{frame.up(y.share(value)):.1f}"
@@ -332,7 +332,7 @@ class Bar(NamedTuple):
 
 
 def bars(title: str, note: str, rows: Sequence[Bar], limit: float | None = None) -> list[Markup]:
-    """A panel: bars from the highest to the lowest, and a dashed line at what can't be passed."""
+    """A panel: bars from the highest to the lowest, and a dashed line at the limit."""
     longest = max([limit or 0.0, *(row.value for row in rows), 1e-9])
     scale = (PANEL_WIDTH - LABEL - VALUE) / longest
     parts = [text(0, 14, title, "title"), text(0, 29, note)]
@@ -353,7 +353,7 @@ def bars(title: str, note: str, rows: Sequence[Bar], limit: float | None = None)
 
 
 def bars_height(num_rows: int) -> float:
-    """Of a panel of bars, with the gap below it."""
+    """The height of a panel of bars, with the gap below it."""
     return HEADING + ROW * max(1, num_rows) + GAP
 
 
@@ -427,7 +427,7 @@ def _in_page(lines: Sequence[Line], x: Axis, y: Axis, x_label: str, has_dots: bo
 
 
 def _figure(name: str, title: str, said: str, inside: Sequence[Markup]) -> Markup:
-    """With its heading; the words in it are for who can't see it."""
+    """A figure with its heading; `said` is its description for screen readers."""
     svg = tag(
         "svg",
         tag("title", title, id=f"{name}-title"),
