@@ -70,8 +70,8 @@ def test_an_answer_goes_on_after_a_length_limit_and_after_stop(page: Page) -> No
     page.reload()
     connected(page)
     continue_(page).click()
-    third = finished(answer).rstrip("\n")
     expect(answer.locator(".meta")).to_contain_text("4 tokens after")
+    third = finished(answer).rstrip("\n")
     assert third == second + " 1 2 3 4"
     expect(page.locator("article")).to_have_count(2)
     act(answer, "Show tokens")  # of the new tokens; the kept text is one piece
