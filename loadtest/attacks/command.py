@@ -128,6 +128,8 @@ def measure(name: str, command: str, seconds: float) -> Found:
         pool.submit(time.perf_counter).result()  # starts the process before counting
         time.sleep(SETTLE_S)
         alone_s, _ = neighbour.count(seconds / 2)
+        if not alone_s:
+            raise BadAnswer(f"{name}: the neighbour has no token before the attack begins")
         before = peak = server.resident_bytes()
         attacker = msgspec.structs.replace(target, key=KEYS[1])
         neighbour.count(0.0)
@@ -168,7 +170,9 @@ class Neighbour:
     """A well-behaved client: streams several answers at once and counts their tokens."""
 
     def __init__(self, target: Target, model: str) -> None:
-        body = {"model": model, "prompt": "count", "max_tokens": ANSWER_TOKENS, "stream": True}
+        context = target.max_model_len(model) or 2 * ANSWER_TOKENS
+        tokens = min(ANSWER_TOKENS, context // 2)
+        body = {"model": model, "prompt": "count", "max_tokens": tokens, "stream": True}
         body |= {"ignore_eos": True, "return_token_ids": True}
         self._target = target
         self._request = target.request("POST", "/v1/completions", body)

@@ -115,10 +115,6 @@ class BlockPool:
             states[block] = COOLING
         return bytes(states)
 
-    def is_published(self, block: int) -> bool:
-        """Whether the block's content can be found by hash."""
-        return block in self._published
-
     def take(self, n: int) -> list[int] | None:
         """`n` blocks with one reference each, or None when fewer are free."""
         if n > self.num_free:
