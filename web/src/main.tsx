@@ -3,7 +3,7 @@
 import { render } from "preact";
 import { App } from "./app/app.tsx";
 import { start } from "./app/connection.ts";
-import { begin } from "./chat/history.ts";
+import { begin } from "./chat/history/history.ts";
 import "./ui/theme.css";
 import "./ui/base.css";
 import "./app/frame.css";

@@ -1,9 +1,9 @@
 /** The tree of a conversation, and its way into records and files and back. */
 
 import { beforeAll, describe, expect, test, vi } from "vitest";
-import { Answer } from "../src/chat/answer.ts";
-import { Conversation, inputFor, latestBelow, siblings, type Message } from "../src/chat/conversation.ts";
-import { asKeptConversation, asKeptMessage, fromFile, merge, toConversation, toFile } from "../src/chat/kept.ts";
+import { Answer } from "../src/chat/conversation/answer.ts";
+import { Conversation, inputFor, latestBelow, siblings, type Message } from "../src/chat/conversation/conversation.ts";
+import { asKeptConversation, asKeptMessage, fromFile, merge, toConversation, toFile } from "../src/chat/history/records.ts";
 
 beforeAll(() => vi.stubGlobal("cancelAnimationFrame", () => undefined));
 

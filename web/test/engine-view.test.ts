@@ -2,12 +2,12 @@
 
 import { expect, test } from "vitest";
 import type { EngineBody, RequestView, StepStats, StepView } from "../src/client/index.ts";
-import { countStates, describe, frameOf, idsOf, ownersOf, stateOf, type Frame } from "../src/engine/frames.ts";
-import { cellAt, fit, moved, placeOf } from "../src/engine/layout.ts";
-import { sizesFor } from "../src/engine/load-sizes.ts";
-import { MAX_FRAMES, Playback } from "../src/engine/playback.ts";
-import { ceiling, hitRate, recentHitRate, sampleOf } from "../src/engine/rates.ts";
-import { MAX_COLUMNS, seenFrom, Timeline } from "../src/engine/timeline-model.ts";
+import { countStates, describe, frameOf, idsOf, ownersOf, stateOf, type Frame } from "../src/engine/snapshots/frames.ts";
+import { cellAt, fit, moved, placeOf } from "../src/engine/blocks/layout.ts";
+import { sizesFor } from "../src/engine/load/sizes.ts";
+import { MAX_FRAMES, Playback } from "../src/engine/snapshots/playback.ts";
+import { ceiling, hitRate, recentHitRate, sampleOf } from "../src/engine/snapshots/rates.ts";
+import { MAX_COLUMNS, seenFrom, Timeline } from "../src/engine/timeline/model.ts";
 
 const packed = (bytes: Iterable<number>): string => Buffer.from(Uint8Array.from(bytes)).toString("base64");
 const table = (ids: number[]): string => Buffer.from(Uint32Array.from(ids).buffer).toString("base64");

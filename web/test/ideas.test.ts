@@ -1,7 +1,7 @@
 /** Suggestions fit the model that is served. */
 
 import { expect, test } from "vitest";
-import { ideasFor } from "../src/chat/ideas.ts";
+import { ideasFor } from "../src/chat/composer/ideas.ts";
 
 test("of this engine the bundled model is asked, others are not, and no model nothing", () => {
   expect(ideasFor("streamer-demo").join()).toContain("PagedAttention");

@@ -1,6 +1,6 @@
 import { expect, test } from "vitest";
-import { backoffMs, RECONNECT_CODES } from "../src/client/backoff.ts";
-import { readSse, type SseEvent } from "../src/client/sse.ts";
+import { backoffMs, RECONNECT_CODES } from "../src/client/transport/backoff.ts";
+import { readSse, type SseEvent } from "../src/client/transport/sse.ts";
 
 const BODY = ': keep-alive\nid: 4\nevent: a\ndata: {"x": "é"}\n\ndata: one\ndata: two\n\nid: 5\ndata: cut';
 

@@ -1,6 +1,6 @@
 """The page's wire types against the server's: every interface has the fields that the Struct has.
 
-web/src/client/wire*.ts are written by hand. Here each is compared with the Struct of the same
+web/src/client/wire/*.ts are written by hand. Here each is compared with the Struct of the same
 meaning, field by field: the name, whether it may be left out, and the type.
 """
 
@@ -24,8 +24,8 @@ from streamer.server.responses import socket_events, steering
 from streamer.server.responses import types as response_types
 from streamer.server.responses.events import STATUSES
 
-CLIENT = Path(__file__).parents[3] / "web" / "src" / "client"
-TEXT = "".join((CLIENT / name).read_text() for name in ("wire.ts", "wire-engine.ts"))
+CLIENT = Path(__file__).parents[3] / "web" / "src" / "client" / "wire"
+TEXT = "".join((CLIENT / name).read_text() for name in ("responses.ts", "engine.ts"))
 INTERFACES = dict(re.findall(r"^export interface (\w+) \{\n(.*?)^\}", TEXT, re.M | re.S))
 OTHER_NAMES: dict[str, type] = {  # or names that several Structs have
     "InputItem": responses.InputItem,

@@ -3,9 +3,9 @@
 import { signal } from "@preact/signals";
 import type { ComponentType } from "preact";
 import { useEffect } from "preact/hooks";
-import { DeleteDialog } from "../chat/history-list.tsx";
+import { DeleteDialog } from "../chat/history/list.tsx";
 import { ChatPane, focusComposer } from "../chat/pane.tsx";
-import { SettingsDialog } from "../chat/settings.tsx";
+import { SettingsDialog } from "../chat/composer/settings.tsx";
 import { HelpDialog, onShortcut } from "../chat/shortcuts.tsx";
 import { Header } from "./header.tsx";
 import { KeyDialog } from "./key-dialog.tsx";

@@ -1,8 +1,8 @@
 /** The header: the model, the state of the connection, theme and settings. */
 
 import type { ConnectionState } from "../client/index.ts";
-import { newChat } from "../chat/store.ts";
-import { isSettingsOpen } from "../chat/settings.tsx";
+import { newChat } from "../chat/conversation/store.ts";
+import { isSettingsOpen } from "../chat/composer/settings.tsx";
 import { Key, Menu, Moon, Plus, Sliders, Sun } from "../ui/icons.tsx";
 import { connection, session } from "./connection.ts";
 import { askForKey } from "./key-dialog.tsx";

@@ -3,9 +3,9 @@
 import { signal } from "@preact/signals";
 import type { RefObject } from "preact";
 import { useEffect, useRef } from "preact/hooks";
-import { HistoryList, Transfer } from "../chat/history-list.tsx";
+import { HistoryList, Transfer } from "../chat/history/list.tsx";
 import { isHelpOpen } from "../chat/shortcuts.tsx";
-import { newChat } from "../chat/store.ts";
+import { newChat } from "../chat/conversation/store.ts";
 import { Chat, Close, Engine, Keyboard, Mark, Plus } from "../ui/icons.tsx";
 import { hrefOf, route, type Route } from "./route.ts";
 

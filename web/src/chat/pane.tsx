@@ -3,15 +3,15 @@
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { session } from "../app/connection.ts";
 import { Down, Pencil } from "../ui/icons.tsx";
-import { Composer } from "./composer.tsx";
-import type { Conversation } from "./conversation.ts";
-import { send } from "./asking.ts";
-import { hit, rangesOf } from "./finding.ts";
-import { ideasFor } from "./ideas.ts";
-import { AnswerView, Question } from "./message.tsx";
-import { loadMarkdown } from "./prose.tsx";
-import { isSettingsOpen } from "./settings.tsx";
-import { announcement, current, isUnknown, newChat } from "./store.ts";
+import { Composer } from "./composer/composer.tsx";
+import type { Conversation } from "./conversation/conversation.ts";
+import { send } from "./conversation/requests.ts";
+import { hit, rangesOf } from "./history/search.ts";
+import { ideasFor } from "./composer/ideas.ts";
+import { AnswerView, Question } from "./message/message.tsx";
+import { loadMarkdown } from "./message/prose.tsx";
+import { isSettingsOpen } from "./composer/settings.tsx";
+import { announcement, current, isUnknown, newChat } from "./conversation/store.ts";
 
 const NEAR_PX = 60;
 

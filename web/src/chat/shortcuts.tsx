@@ -3,13 +3,13 @@
 import { signal } from "@preact/signals";
 import { show } from "../app/route.ts";
 import { Dialog } from "../ui/dialog.tsx";
-import { regenerate, toggleTokens } from "./asking.ts";
-import type { Message } from "./conversation.ts";
-import { copy } from "./copy.ts";
-import { endEdit } from "./drafts.ts";
+import { regenerate, toggleTokens } from "./conversation/requests.ts";
+import type { Message } from "./conversation/conversation.ts";
+import { copy } from "./message/copy.ts";
+import { endEdit } from "./conversation/drafts.ts";
 import { focusComposer } from "./pane.tsx";
-import { announcement, current, newChat, stop } from "./store.ts";
-import { isSettingsOpen } from "./settings.tsx";
+import { announcement, current, newChat, stop } from "./conversation/store.ts";
+import { isSettingsOpen } from "./composer/settings.tsx";
 
 export const isHelpOpen = signal(false);
 

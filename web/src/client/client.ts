@@ -4,17 +4,17 @@
  * No DOM and no UI here: it runs in browsers, in workers, and in Node with a WebSocket given.
  */
 
-import { json, type Codec } from "./codec.ts";
-import { Connection, type ConnectionState, type Session, type SocketClass, type TransportName } from "./connection.ts";
+import { json, type Codec } from "./transport/codec.ts";
+import { Connection, type ConnectionState, type Session, type SocketClass, type TransportName } from "./transport/connection.ts";
 import { Emitter } from "./emitter.ts";
 import { followEngine } from "./engine.ts";
 import { asError, type ClientError } from "./errors.ts";
-import { Http, type Fetch } from "./http.ts";
+import { Http, type Fetch } from "./transport/http.ts";
 import { Lanes } from "./lanes.ts";
-import { cancelOverHttp, followOverHttp } from "./sse-transport.ts";
+import { cancelOverHttp, followOverHttp } from "./transport/sse-response.ts";
 import { ResponseStream, type Known, type Port } from "./stream.ts";
-import type { Fork, ResponseCreate, SessionUpdate } from "./wire.ts";
-import type { EngineBody } from "./wire-engine.ts";
+import type { Fork, ResponseCreate, SessionUpdate } from "./wire/responses.ts";
+import type { EngineBody } from "./wire/engine.ts";
 
 export interface ClientOptions {
   /** The server's URL, ending in "/"; with --root-path it includes that path. */

@@ -1,9 +1,9 @@
 /** Snapshots of the engine over SSE, until the caller aborts. */
 
-import { backoffMs } from "./backoff.ts";
+import { backoffMs } from "./transport/backoff.ts";
 import { asError, ClientError } from "./errors.ts";
-import type { Http } from "./http.ts";
-import type { EngineBody } from "./wire-engine.ts";
+import type { Http } from "./transport/http.ts";
+import type { EngineBody } from "./wire/engine.ts";
 
 /** Runs until `signal` is aborted; reconnects after a cut. A refusal is reported and ends it. */
 export async function followEngine(

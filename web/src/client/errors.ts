@@ -1,6 +1,6 @@
 /** ClientError: what the server refused, or what this side could not do. */
 
-import type { ApiError } from "./wire.ts";
+import type { ApiError } from "./wire/responses.ts";
 
 export class ClientError extends Error {
   /** The HTTP status, also of a refusal on a socket; 0 if the error is not the server's. */

@@ -7,7 +7,7 @@
 
 import { ClientError } from "./errors.ts";
 import type { ResponseStream } from "./stream.ts";
-import type { ClientEvent, ErrorEvent, NumberedEvent, Resumed, ServerEvent, StateEvent } from "./wire.ts";
+import type { ClientEvent, ErrorEvent, NumberedEvent, Resumed, ServerEvent, StateEvent } from "./wire/responses.ts";
 
 /** detached: to be requested; asking: no answer yet; attached: its events come on this connection. */
 type Phase = "detached" | "asking" | "attached";

@@ -7,7 +7,7 @@
 
 import { Emitter } from "./emitter.ts";
 import { ClientError } from "./errors.ts";
-import type { CacheUsage, DeltaEvent, NumberedEvent, Response, ResponseCreate, StateEvent, Timing } from "./wire.ts";
+import type { CacheUsage, DeltaEvent, NumberedEvent, Response, ResponseCreate, StateEvent, Timing } from "./wire/responses.ts";
 
 /** The stream's state. The last five are ends. */
 export type StreamStatus =

@@ -1,8 +1,8 @@
 /** Four small charts of the last minute, with the current figures above them. */
 
 import { useComputed } from "@preact/signals";
-import { ceiling, recentHitRate, type Sample } from "./rates.ts";
-import { samples, shown } from "./store.ts";
+import { ceiling, recentHitRate, type Sample } from "./snapshots/rates.ts";
+import { samples, shown } from "./snapshots/store.ts";
 
 const SPAN_MS = 60_000;
 const [WIDE, HIGH] = [300, 80];

@@ -1,7 +1,7 @@
 /** The figures of the shown snapshot. */
 
-import { hitRate } from "./rates.ts";
-import { samples, shown } from "./store.ts";
+import { hitRate } from "./snapshots/rates.ts";
+import { samples, shown } from "./snapshots/store.ts";
 
 const whole = (value: number): string => Math.round(value).toLocaleString();
 

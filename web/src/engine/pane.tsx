@@ -2,14 +2,14 @@
 
 import { useEffect } from "preact/hooks";
 import { Charts } from "./charts.tsx";
-import { Controls } from "./controls.tsx";
+import { Controls } from "./snapshots/controls.tsx";
 import { Figures } from "./figures.tsx";
-import { LoadButton, LoadCard } from "./load-card.tsx";
+import { LoadButton, LoadCard } from "./load/card.tsx";
 import { probe } from "./palette.ts";
-import { Pools } from "./pools.tsx";
-import { fault, look, shown } from "./store.ts";
-import { Tables } from "./tables.tsx";
-import { TimelineView } from "./timeline.tsx";
+import { Pools } from "./blocks/pools.tsx";
+import { fault, look, shown } from "./snapshots/store.ts";
+import { Tables } from "./blocks/tables.tsx";
+import { TimelineView } from "./timeline/timeline.tsx";
 import "./engine.css";
 
 export function EnginePane() {

@@ -6,7 +6,7 @@
 import { afterEach, describe, expect, test } from "vitest";
 import WebSocket from "ws";
 import { Client, ClientError, type ClientOptions, type EngineBody, type ResponseStream, type SocketClass } from "../../src/client/index.ts";
-import { msgpack } from "../../src/client/msgpack.ts";
+import { msgpack } from "../../src/client/transport/msgpack.ts";
 import { Relay } from "./relay.ts";
 
 const SERVER = new URL(process.env["PAGE_TEST_URL"] ?? "");

@@ -1,7 +1,7 @@
 /** Additions to a drawn block: a bar on code, room for wide tables; colours and maths
  *  where needed, from chunks loaded on demand. */
 
-import { copy } from "../copy.ts";
+import { copy } from "../message/copy.ts";
 import { languageOf } from "./html.ts";
 
 /** At once, on blocks that may be drawn again. */

@@ -1,0 +1,81 @@
+/** How answers are made: sampling, length, system prompt. A change applies from the next question on. */
+
+import { signal } from "@preact/signals";
+import { change, DEFAULTS, settings } from "../../app/preferences.ts";
+import { Dialog } from "../../ui/dialog.tsx";
+import { focusComposer } from "../pane.tsx";
+import { RANGES, type Range } from "../conversation/sampling.ts";
+import { current, instruct, usual } from "../conversation/store.ts";
+
+export const isSettingsOpen = signal(false);
+
+export function SettingsDialog() {
+  const { maxTokens, seed, answers } = settings.value;
+  const conversation = current.value;
+  const system = conversation.system.value;
+  const isUsual = system === settings.value.system;
+  const done = (event: Event) => {
+    event.preventDefault();
+    isSettingsOpen.value = false;
+  };
+  return (
+    <Dialog title="Settings" open={isSettingsOpen} onClose={focusComposer}>
+      <form onSubmit={done}>
+        <div class="field">
+          <label for="system">System prompt</label>
+          <textarea id="system" rows={3} value={system} aria-describedby="system-hint" onInput={(e) => instruct(conversation, e.currentTarget.value)} />
+          <small id="system-hint">Of this chat, from its next answer on. {isUsual ? "New chats begin with it too." : "New chats do not begin with it."}</small>
+          {!isUsual && (
+            <button class="button small" type="button" onClick={() => usual(system)}>
+              Begin new chats with it
+            </button>
+          )}
+        </div>
+        <div class="fields">
+          <div class="field">
+            <label for="max-tokens">Longest answer</label>
+            <input id="max-tokens" type="number" min="1" step="1" placeholder="as many tokens as fit" value={maxTokens ?? ""} onInput={(e) => change({ maxTokens: wholeOf(e.currentTarget.value, 1) })} />
+          </div>
+          <div class="field">
+            <label for="seed">Seed</label>
+            <input id="seed" type="number" min="0" step="1" placeholder="another each time" value={seed ?? ""} onInput={(e) => change({ seed: wholeOf(e.currentTarget.value, 0) })} />
+          </div>
+        </div>
+        <div class="fields">
+          {RANGES.map((range) => (
+            <Slider key={range.name} range={range} />
+          ))}
+        </div>
+        <div class="row">
+          <button class="button" type="button" onClick={() => (change({ ...DEFAULTS, answers }), usual(""), instruct(conversation, ""))}>
+            Reset
+          </button>
+          <button class="button primary" type="submit">
+            Done
+          </button>
+        </div>
+      </form>
+    </Dialog>
+  );
+}
+
+function Slider({ range }: { range: Range }) {
+  const { name, label, hint, min, max, step, rest } = range;
+  const value = settings.value[name];
+  const digits = step < 1 ? 2 : 0;
+  return (
+    <div class="field">
+      <label for={name}>
+        <span>{label}</span>
+        <output for={name}>{value === null ? "model's own" : value.toFixed(digits)}</output>
+      </label>
+      <input id={name} type="range" min={min} max={max} step={step} value={value ?? rest} aria-describedby={`${name}-hint`} onInput={(e) => change({ [name]: Number(e.currentTarget.value) })} />
+      <small id={`${name}-hint`}>{hint}</small>
+    </div>
+  );
+}
+
+function wholeOf(text: string, least: number): number | null {
+  const value = parseInt(text, 10);
+  return Number.isSafeInteger(value) && value >= least ? value : null;
+}

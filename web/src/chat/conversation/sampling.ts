@@ -1,0 +1,38 @@
+/** Sampling settings: their names and ranges, and which of them are sent. */
+
+import type { Settings } from "../../app/preferences.ts";
+import type { Ask } from "../../client/index.ts";
+
+/** A setting with a slider; null in Settings means the model's own. */
+export interface Range {
+  name: "temperature" | "topP" | "topK" | "minP" | "repetitionPenalty";
+  label: string;
+  hint: string;
+  min: number;
+  max: number;
+  step: number;
+  /** Where the slider stands while the model's own value is used. */
+  rest: number;
+}
+
+export const RANGES: readonly Range[] = [
+  { name: "temperature", label: "Temperature", hint: "0 always takes the likeliest token; above 1 it gets wild.", min: 0, max: 2, step: 0.05, rest: 1 },
+  { name: "topP", label: "Top p", hint: "Only the likeliest tokens that together have this probability.", min: 0.05, max: 1, step: 0.05, rest: 1 },
+  { name: "topK", label: "Top k", hint: "Only so many of the likeliest tokens; 0 for all.", min: 0, max: 200, step: 1, rest: 0 },
+  { name: "minP", label: "Min p", hint: "Only tokens at least this likely, against the likeliest.", min: 0, max: 0.5, step: 0.01, rest: 0 },
+  { name: "repetitionPenalty", label: "Repetition penalty", hint: "Above 1, what was said before becomes less likely.", min: 0.8, max: 1.5, step: 0.01, rest: 1 },
+];
+
+export function askOf(settings: Settings, system: string): Ask {
+  const { temperature, topP, topK, minP, repetitionPenalty, maxTokens, seed } = settings;
+  const ask: Ask = {};
+  if (temperature !== null) ask.temperature = temperature;
+  if (topP !== null) ask.top_p = topP;
+  if (topK !== null) ask.top_k = topK;
+  if (minP !== null) ask.min_p = minP;
+  if (repetitionPenalty !== null) ask.repetition_penalty = repetitionPenalty;
+  if (maxTokens !== null) ask.max_output_tokens = maxTokens;
+  if (seed !== null) ask.seed = seed;
+  if (system.trim()) ask.instructions = system;
+  return ask;
+}

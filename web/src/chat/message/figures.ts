@@ -1,0 +1,36 @@
+/** The line below an answer: its state while it is not simply streaming, and its figures. */
+
+import type { Answer, Figures } from "../conversation/answer.ts";
+
+export function noteOf(answer: Answer): string {
+  const { position, done, total, how } = answer.progress.value;
+  if (answer.isLive.value && answer.isStopping.value) return "stopping";
+  switch (answer.status.value) {
+    case "sending":
+      return "sending";
+    case "waiting":
+      return position ? `waiting, ${position} before it` : "waiting";
+    case "prefill":
+      return `reading ${(done ?? 0).toLocaleString()} of ${(total ?? 0).toLocaleString()} tokens`;
+    case "preempted":
+      return how ? `preempted (${how}), will go on` : "preempted, will go on";
+    case "paused":
+      return "paused";
+    case "cancelled":
+      return "stopped";
+    case "incomplete":
+      return "length limit reached";
+    default:
+      return "";
+  }
+}
+
+export function figuresOf({ tokens, tokensPerS, firstMs, cachedTokens }: Figures, kept = 0): string[] {
+  if (tokens === 0) return [];
+  return [
+    `${tokens.toLocaleString()} token${tokens === 1 ? "" : "s"}${kept > 0 ? ` after ${kept.toLocaleString()} that were kept` : ""}`,
+    tokensPerS ? `${tokensPerS < 10 ? tokensPerS.toFixed(1) : Math.round(tokensPerS).toLocaleString()} tokens/s` : "",
+    firstMs === null ? "" : `first token after ${Math.max(1, Math.round(firstMs))} ms`,
+    cachedTokens ? `${cachedTokens.toLocaleString()} from the cache` : "",
+  ].filter(Boolean);
+}

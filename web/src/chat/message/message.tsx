@@ -1,0 +1,202 @@
+/** One message: a question as it was typed; an answer with its state, figures, faults and actions. */
+
+import { useState } from "preact/hooks";
+import { Again, Check, Columns, Copy, Left, Onward, Pencil, Right, Tokens } from "../../ui/icons.tsx";
+import type { Answer } from "../conversation/answer.ts";
+import { isConnected } from "../../app/connection.ts";
+import { continueAnswer, NOT_SENT, reasonToWait, regenerate, send, sendWaiting, takeBack, toggleTokens } from "../conversation/requests.ts";
+import { siblings, type Conversation, type Message } from "../conversation/conversation.ts";
+import { copy } from "./copy.ts";
+import { beginEdit } from "../conversation/drafts.ts";
+import { figuresOf, noteOf } from "./figures.ts";
+import { isFull } from "../composer/meter.tsx";
+import { Prose } from "./prose.tsx";
+import { choose, current, instruct, isBusy, newChat, prefer, showBeside } from "../conversation/store.ts";
+import { TokenView } from "./token-view.tsx";
+
+const MOST_BESIDE = 4;
+
+interface Props {
+  conversation: Conversation;
+  message: Message;
+}
+
+export function Question({ conversation, message }: Props) {
+  const edit = () => {
+    beginEdit(conversation, message);
+    document.getElementById("prompt")?.focus();
+  };
+  const reason = reasonToWait(conversation, message);
+  if (reason) return <Waiting conversation={conversation} message={message} reason={reason} />;
+  return (
+    <article class={conversation.edit.value?.message === message ? "message user edited" : "message user"} data-message={message.id}>
+      <div class="bubble">
+        <p class="who">You</p>
+        <div class="text">{message.text}</div>
+      </div>
+      <div class="actions">
+        <Picker conversation={conversation} message={message} what="question" />
+        <Action label="Edit question" disabled={isBusy.value} onClick={edit}>
+          <Pencil />
+        </Action>
+      </div>
+    </article>
+  );
+}
+
+function Waiting({ conversation, message, reason }: Props & { reason: string }) {
+  const isLast = message === conversation.leaf.value;
+  return (
+    <article class="message user waits" data-message={message.id}>
+      <div class="bubble">
+        <p class="who">You</p>
+        <div class="text">{message.text}</div>
+      </div>
+      <div class="wait">
+        <span>{reason}</span>
+        {isLast && reason === NOT_SENT && (
+          <button class="button small" type="button" onClick={() => sendWaiting(message)}>
+            Send it
+          </button>
+        )}
+        {isLast && (
+          <button class="button small" type="button" onClick={() => (takeBack(conversation, message), document.getElementById("prompt")?.focus())}>
+            Take back
+          </button>
+        )}
+      </div>
+    </article>
+  );
+}
+
+export function AnswerView({ conversation, message, answer, place }: Props & { answer: Answer; place?: string }) {
+  const isLive = answer.isLive.value;
+  const isSplit = answer.isOpened.value && !isLive;
+  return (
+    <article class={isLive ? "message assistant live" : "message assistant"} aria-busy={isLive} aria-label={place} data-message={message.id}>
+      <p class="who">Streamer</p>
+      {isSplit ? <TokenView conversation={conversation} message={message} answer={answer} /> : <Prose answer={answer} />}
+      <div class="meta">{[noteOf(answer), ...figuresOf(answer.figures.value, answer.origin.kept)].filter(Boolean).join(" · ")}</div>
+      <Progress answer={answer} />
+      <Fault conversation={conversation} message={message} answer={answer} />
+      {answer.lookFault.value && <Alert>{answer.lookFault}</Alert>}
+      {!isLive && <AnswerActions conversation={conversation} message={message} answer={answer} isBeside={place !== undefined} />}
+    </article>
+  );
+}
+
+function Progress({ answer }: { answer: Answer }) {
+  const { done, total } = answer.progress.value;
+  if (answer.status.value !== "prefill" || !total) return null;
+  return <progress aria-label="Tokens of the question read" value={done ?? 0} max={total} />;
+}
+
+function AnswerActions({ conversation, message, answer, isBeside }: Props & { answer: Answer; isBeside: boolean }) {
+  const others = siblings(conversation.messages.value, message);
+  const [isCopied, setCopied] = useState(false);
+  const copyIt = async () => {
+    setCopied(await copy(answer.text.value));
+    setTimeout(() => setCopied(false), 1500);
+  };
+  return (
+    <div class="actions">
+      {isBeside ? (
+        <button class="button small" type="button" onClick={() => prefer(conversation, message)}>
+          Go on with this
+        </button>
+      ) : (
+        <Picker conversation={conversation} message={message} what="answer" />
+      )}
+      {!isBeside && answer.isCut && message === conversation.leaf.value && !isFull(conversation) && (
+        <button class="button small" type="button" disabled={isBusy.value || !isConnected.value} onClick={() => continueAnswer(conversation, message)}>
+          <Onward /> Continue
+        </button>
+      )}
+      <Action label={isCopied ? "Copied" : "Copy answer"} onClick={() => void copyIt()}>
+        {isCopied ? <Check /> : <Copy />}
+      </Action>
+      <Action label="Show tokens" isPressed={answer.isOpened.value} disabled={answer.figures.value.tokens === 0} onClick={() => toggleTokens(message)}>
+        <Tokens />
+      </Action>
+      {!isBeside && (
+        <Action label="Regenerate" disabled={isBusy.value} onClick={() => regenerate(conversation, message)}>
+          <Again />
+        </Action>
+      )}
+      {!isBeside && others.length > 1 && (
+        <Action label="Side by side" onClick={() => showBeside(conversation, others.slice(-MOST_BESIDE))}>
+          <Columns />
+        </Action>
+      )}
+    </div>
+  );
+}
+
+function Action(props: { label: string; children: preact.ComponentChildren; onClick: () => void; disabled?: boolean; isPressed?: boolean }) {
+  const { label, children, onClick, disabled = false, isPressed } = props;
+  return (
+    <button class="button action" type="button" aria-label={label} title={label} aria-pressed={isPressed} disabled={disabled} onClick={onClick}>
+      {children}
+    </button>
+  );
+}
+
+/** ‹ 2/3 ›: which of a message's siblings is shown. */
+function Picker({ conversation, message, what }: Props & { what: string }) {
+  const all = siblings(conversation.messages.value, message);
+  if (all.length < 2) return null;
+  const at = all.indexOf(message);
+  const go = (step: number) => {
+    const other = all[at + step];
+    if (other) choose(conversation, other);
+  };
+  return (
+    <div class="picker" role="group" aria-label={`Versions of this ${what}`}>
+      <Action label={`Earlier ${what}`} disabled={at === 0} onClick={() => go(-1)}>
+        <Left />
+      </Action>
+      <span>
+        {at + 1}/{all.length}
+      </span>
+      <Action label={`Later ${what}`} disabled={at === all.length - 1} onClick={() => go(1)}>
+        <Right />
+      </Action>
+    </div>
+  );
+}
+
+function Fault({ conversation, message, answer }: Props & { answer: Answer }) {
+  const error = answer.error.value;
+  if (!error) return null;
+  const question = message.parent?.text ?? "";
+  const isFirst = conversation.path.value.length <= 2;
+  if (error.code === "gone") return <Alert>{answer.text.value ? "The server no longer has this answer. What had come is kept." : error.message}</Alert>;
+  if (error.code === "previous_response_not_found") {
+    const what = answer.isCut ? "this answer, so it cannot go on with it. Answer the question anew." : "the answer that this one was to go on from. Answer the question anew, and fork that.";
+    return <Alert>The server no longer has {what}</Alert>;
+  }
+  if (error.code !== "context_length_exceeded") return <Alert>{error.message}</Alert>;
+  if (isFirst) return <Alert>This message is longer than the model can read.</Alert>;
+  const again = () => {
+    const { system } = conversation;
+    newChat();
+    instruct(current.value, system.value);
+    send(question);
+  };
+  return (
+    <Alert>
+      This conversation is too long for the model. Your question is kept.
+      <button class="button" type="button" onClick={again}>
+        New chat with this question
+      </button>
+    </Alert>
+  );
+}
+
+function Alert({ children }: { children: preact.ComponentChildren }) {
+  return (
+    <div class="fault" role="alert">
+      {children}
+    </div>
+  );
+}
