@@ -27,8 +27,9 @@ from streamer.errors import InvalidRequest, NotFound, Overloaded, StreamerError
 from streamer.server import openapi, tickets
 from streamer.server.admission import LimitHeaders, tenant_of
 from streamer.server.context import Context
+from streamer.server.errors import error_body
 from streamer.server.openai import chat, completions, tokenizing
-from streamer.server.openai.common import encode, error_body, new_id
+from streamer.server.openai.common import encode, new_id
 from streamer.server.openai.fields import decode_body
 from streamer.server.openai.models import check_model, model_body, models_body
 from streamer.server.page import Page

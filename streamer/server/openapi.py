@@ -12,8 +12,9 @@ from typing import Any, Final
 
 import msgspec
 
+from streamer.server.errors import ApiError
 from streamer.server.openai import chat, chat_types, completions, models, tokenizing
-from streamer.server.openai.common import ApiError, encode
+from streamer.server.openai.common import encode
 from streamer.server.openai.fields import Table
 from streamer.server.responses import body as responses
 from streamer.server.responses import types as response_types

@@ -29,7 +29,7 @@ from streamer.errors import (
     TooLarge,
 )
 from streamer.server.admission import TENANT, digest
-from streamer.server.openai.common import error_body
+from streamer.server.errors import error_body
 from streamer.server.tickets import Tickets, take_tickets
 
 MAX_BODY_BYTES: Final = 4 << 20

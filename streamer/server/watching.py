@@ -18,7 +18,8 @@ from streamer.core.view import SchedulerView
 from streamer.engine.stats import Snapshot
 from streamer.errors import InvalidRequest, StreamerError
 from streamer.server.admission import tenant_of
-from streamer.server.openai.common import clip, encode, error_body
+from streamer.server.errors import clip, error_body
+from streamer.server.openai.common import encode
 from streamer.server.transport.frames import frame
 from streamer.server.transport.sse import HEADERS, KEEP_ALIVE_S, ClientWatch
 

@@ -15,6 +15,7 @@ from msgspec import UNSET
 from streamer.core.plan import Finish
 from streamer.core.sampling import SamplingParams
 from streamer.errors import InvalidRequest, StreamerError
+from streamer.server.errors import error_body
 from streamer.server.openai.chat_types import (
     ChatCompletion,
     Choice,
@@ -33,7 +34,6 @@ from streamer.server.openai.common import (
     chat_logprobs,
     check_metadata,
     encode,
-    error_body,
     failure,
     finish_reason,
     first_failure,

@@ -1,4 +1,4 @@
-"""What the bodies share: sampling fields to SamplingParams, usage, log probabilities, errors.
+"""What the bodies share: sampling fields to SamplingParams, usage, log probabilities.
 
 Pure builders over values of the core; chat.py, completions.py and responses/body.py call them.
 """
@@ -27,34 +27,7 @@ MAX_SALT = 256
 MAX_METADATA = 16
 MAX_METADATA_KEY, MAX_METADATA_VALUE = 64, 512  # characters
 
-MAX_ECHO, MAX_MESSAGE = 200, 1000  # characters of what a client sent, and of a whole message
-
 encode = msgspec.json.Encoder().encode
-
-
-def clip(text: str, limit: int = MAX_ECHO) -> str:
-    """The text, cut to `limit` characters: an error repeats no long value whole."""
-    return text if len(text) <= limit else text[: limit - 3] + "..."
-
-
-class ApiError(msgspec.Struct, frozen=True):
-    """OpenAI's error object."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-def api_error(error: StreamerError) -> ApiError:
-    """The wire's object for one of our exceptions."""
-    param = None if error.param is None else clip(error.param)
-    return ApiError(clip(error.message, MAX_MESSAGE), error.type, param, error.code)
-
-
-def error_body(error: StreamerError) -> bytes:
-    """`{"error": {...}}`."""
-    return encode({"error": api_error(error)})
 
 
 def new_id(prefix: str) -> str:

@@ -16,6 +16,7 @@ from msgspec import UNSET, UnsetType
 from streamer.core.plan import FinishReason, TokenLogprob
 from streamer.core.sampling import SamplingParams
 from streamer.errors import InvalidRequest, StreamerError
+from streamer.server.errors import error_body
 from streamer.server.openai.common import (
     PromptFields,
     PromptLogprobs,
@@ -24,7 +25,6 @@ from streamer.server.openai.common import (
     Usage,
     by_choice,
     encode,
-    error_body,
     failure,
     finish_reason,
     first_failure,

@@ -8,7 +8,8 @@ from __future__ import annotations
 import msgspec
 
 from streamer.errors import NotFound
-from streamer.server.openai.common import clip, encode
+from streamer.server.errors import clip
+from streamer.server.openai.common import encode
 
 
 class Model(msgspec.Struct, frozen=True, tag_field="object", tag="model"):

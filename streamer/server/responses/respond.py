@@ -13,7 +13,8 @@ import msgspec
 from streamer.errors import NotFound
 from streamer.server.admission import tenant_of
 from streamer.server.context import Context, TurnItem, context_of
-from streamer.server.openai.common import clip, named
+from streamer.server.errors import clip
+from streamer.server.openai.common import named
 from streamer.server.responses.events import item_id
 from streamer.server.responses.turns import Turn, make_turn
 

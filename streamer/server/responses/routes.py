@@ -19,8 +19,9 @@ from starlette.types import ASGIApp
 from streamer.core.plan import FinishReason
 from streamer.errors import InvalidRequest, NotFound, StreamerError
 from streamer.server.context import TurnItem, context_of
+from streamer.server.errors import api_error
 from streamer.server.openai import chat
-from streamer.server.openai.common import api_error, encode, new_id
+from streamer.server.openai.common import encode, new_id
 from streamer.server.prepared import Form
 from streamer.server.responses.body import DECODER, FIELDS, Includable
 from streamer.server.responses.events import ResponseEvents

@@ -19,7 +19,8 @@ from starlette.types import Receive, Scope, Send
 
 from streamer.errors import InvalidRequest, StreamerError
 from streamer.server.admission import tenant_of
-from streamer.server.openai.common import clip, encode
+from streamer.server.errors import clip
+from streamer.server.openai.common import encode
 from streamer.server.openai.fields import located
 from streamer.server.responses.body import DECODER
 from streamer.server.responses.lanes import MAX_LANES, MAX_QUEUED, MAX_RESPONSES, Lanes

@@ -12,7 +12,8 @@ from msgspec import UNSET, Meta, UnsetType
 
 from streamer.core.sampling import MAX_TOKENS
 from streamer.errors import InvalidRequest, StreamerError
-from streamer.server.openai.common import MAX_DETACH_S, MAX_ECHO, ApiError, api_error, clip
+from streamer.server.errors import MAX_ECHO, ApiError, api_error, clip
+from streamer.server.openai.common import MAX_DETACH_S
 from streamer.server.responses.body import check_stream_id
 from streamer.server.responses.events import EVERYTHING
 

@@ -13,7 +13,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from streamer.errors import InvalidRequest
-from streamer.server.openai.common import clip, new_id
+from streamer.server.errors import clip
+from streamer.server.openai.common import new_id
 from streamer.server.openai.fields import located
 from streamer.server.responses.body import InputItem, InputText, ResponseCreate
 

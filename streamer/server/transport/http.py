@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from streamer.errors import InvalidRequest, Overloaded, StreamerError, TooLarge
-from streamer.server.openai.common import error_body
+from streamer.server.errors import error_body
 from streamer.server.transport.loop_turn import WRITE_PART, TurnTransport
 from streamer.server.transport.stuck import ABORT
 
