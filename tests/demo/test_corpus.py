@@ -9,11 +9,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from streamer.demo.training.corpus import MIX, PROMPT_WEIGHT, Document, documents, encode, pack
-from streamer.demo.training.dialogues import Turn, poem_exchange, small_talk, story_exchange
-from streamer.demo.training.grammar import TemplateError, choose, fill, plots, with_article
 from streamer.demo.training.held_out import excluded_phrasings, read_held_out
-from streamer.demo.training.questions import normalised, read_questions, reworded
-from streamer.demo.training.stories import make_cast, make_character, make_story
+from streamer.demo.training.texts.dialogues import Turn, poem_exchange, small_talk, story_exchange
+from streamer.demo.training.texts.grammar import TemplateError, choose, fill, plots, with_article
+from streamer.demo.training.texts.questions import normalised, read_questions, reworded
+from streamer.demo.training.texts.stories import make_cast, make_character, make_story
 
 HELD_OUT = Path(__file__).parent / "held_out.txt"
 TOKENIZER = Path(__file__).parents[2] / "streamer/demo/checkpoint/tokenizer.json"

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from streamer.demo.training.grammar import TemplateError
 from streamer.demo.training.held_out import HeldOut, read_held_out
-from streamer.demo.training.questions import normalised, read_questions
+from streamer.demo.training.texts.grammar import TemplateError
+from streamer.demo.training.texts.questions import normalised, read_questions
 
 HELD_OUT = Path(__file__).parent / "held_out.txt"
 

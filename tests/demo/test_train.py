@@ -14,10 +14,10 @@ from streamer.demo.training.corpus import (
     encoded_documents,
     single_documents,
 )
-from streamer.demo.training.lookback import fact_exchange, lookback_exchange, repeat_exchange
 from streamer.demo.training.network import Network
-from streamer.demo.training.questions import read_questions
 from streamer.demo.training.shape import DEMO, DRAFT, Shape
+from streamer.demo.training.texts.lookback import fact_exchange, lookback_exchange, repeat_exchange
+from streamer.demo.training.texts.questions import read_questions
 from streamer.demo.training.train import DEMO_PHASES, DRAFT_PHASES, Masters, Phase, steps
 
 TOKENIZER = Path(__file__).parents[2] / "streamer/demo/checkpoint/tokenizer.json"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from streamer.demo.training.dialogues import (
+from streamer.demo.training.texts.dialogues import (
     Turn,
     name_exchange,
     poem_exchange,
@@ -21,10 +21,10 @@ from streamer.demo.training.dialogues import (
     system_turns,
     typed,
 )
-from streamer.demo.training.grammar import TemplateError
-from streamer.demo.training.lookback import lookback_exchange
-from streamer.demo.training.questions import Entry, normalised, reworded
-from streamer.demo.training.stories import make_story
+from streamer.demo.training.texts.grammar import TemplateError
+from streamer.demo.training.texts.lookback import lookback_exchange
+from streamer.demo.training.texts.questions import Entry, normalised, reworded
+from streamer.demo.training.texts.stories import make_story
 
 if TYPE_CHECKING:
     import numpy as np

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from streamer.demo.training.grammar import TemplateError
-from streamer.demo.training.questions import normalised
+from streamer.demo.training.texts.grammar import TemplateError
+from streamer.demo.training.texts.questions import normalised
 
 
 class HeldOut(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ from rich.console import Console
 from streamer.demo.training.answering import answers
 from streamer.demo.training.corpus import MIX, Document, documents, encode
 from streamer.demo.training.held_out import HeldOut, excluded_phrasings
-from streamer.demo.training.questions import Entry
+from streamer.demo.training.texts.questions import Entry
 
 HELD_OUT_SEED = 999_331
 DOCUMENTS_A_KIND = 60

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from streamer.demo.training.corpus import BOS, END, END_OF_TEXT, SPECIAL_TOKENS, documents
-from streamer.demo.training.questions import Entry
 from streamer.demo.training.shape import MAX_POSITIONS, VOCAB_SIZE
+from streamer.demo.training.texts.questions import Entry
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

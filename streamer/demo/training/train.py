@@ -34,8 +34,8 @@ from streamer.demo.training.corpus import (
     special_id,
 )
 from streamer.demo.training.held_out import excluded_phrasings, read_held_out
-from streamer.demo.training.questions import Entry, read_questions
 from streamer.demo.training.shape import DEMO, DRAFT, MAX_POSITIONS, Shape, llama_config
+from streamer.demo.training.texts.questions import Entry, read_questions
 from streamer.demo.training.tokenizer import train_tokenizer, write_tokenizer
 
 if TYPE_CHECKING:

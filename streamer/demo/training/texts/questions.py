@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from streamer.demo.training.grammar import HERE, TemplateError
+from streamer.demo.training.texts.grammar import HERE, TemplateError
 
 QUESTIONS = HERE / "questions.txt"
 

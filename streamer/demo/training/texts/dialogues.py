@@ -10,8 +10,16 @@ import random
 from functools import cache
 from typing import NamedTuple
 
-from streamer.demo.training.grammar import HERE, choose, fill, plots, render, with_article, words
-from streamer.demo.training.stories import (
+from streamer.demo.training.texts.grammar import (
+    HERE,
+    choose,
+    fill,
+    plots,
+    render,
+    with_article,
+    words,
+)
+from streamer.demo.training.texts.stories import (
     Cast,
     Story,
     described,

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import random
 
-from streamer.demo.training.dialogues import Turn, typed
-from streamer.demo.training.grammar import fill, with_article, words
-from streamer.demo.training.stories import make_character, pick
+from streamer.demo.training.texts.dialogues import Turn, typed
+from streamer.demo.training.texts.grammar import fill, with_article, words
+from streamer.demo.training.texts.stories import make_character, pick
 
 _REPEAT = (
     "Repeat after me: {x}",

@@ -10,7 +10,7 @@ import random
 
 import msgspec
 
-from streamer.demo.training.grammar import (
+from streamer.demo.training.texts.grammar import (
     Plot,
     Setting,
     capital,
