@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from streamer.server import openapi
-from tests.server.running import Running
+from tests.server.support.running import Running
 
 BEFORE: dict[str, Any] = json.loads(Path(__file__).with_name("surface.json").read_text())
 GONE: frozenset[str] = frozenset()

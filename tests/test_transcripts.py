@@ -23,8 +23,8 @@ from streamer.server.openai.common import SamplingFields
 from streamer.server.responses import lanes, socket, socket_events
 from streamer.server.responses.body import ResponseCreate
 from streamer.server.transport import http, websocket
-from tests.server.counting import sse
-from tests.server.running import DEADLINE_S, Running
+from tests.server.support.counting import sse
+from tests.server.support.running import DEADLINE_S, Running
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")

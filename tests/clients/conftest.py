@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.server.conftest import bundled, server, slow
-from tests.server.relay import Relay
-from tests.server.running import Running
+from tests.server.support.relay import Relay
+from tests.server.support.running import Running
 
 __all__ = ["bundled", "server", "slow"]  # fixtures of the server's tests, for these too
 

@@ -14,7 +14,7 @@ from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, System
 from langchain_openai import ChatOpenAI
 
 from streamer.fake.model import expected_text
-from tests.server.running import Running
+from tests.server.support.running import Running
 
 USAGE = ("input_tokens", "output_tokens", "total_tokens")
 QUESTION = "What is paged attention?"

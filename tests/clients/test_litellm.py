@@ -15,8 +15,8 @@ import pytest
 
 from streamer.fake.model import expected_text
 from tests.clients.test_pages import EXAMPLES, run_example
-from tests.server.counting import check_counting
-from tests.server.running import Running
+from tests.server.support.counting import check_counting
+from tests.server.support.running import Running
 
 QUESTION = "What is paged attention?"
 BUNDLED = "openai/streamer-demo"

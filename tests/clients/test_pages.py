@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.running import Running
+from tests.server.support.running import Running
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLES = [

@@ -11,7 +11,7 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, expect
 from streamer.loadtest.inside.page.command import chromium
 from tests.e2e.chatting import connected
 from tests.server.conftest import server_with
-from tests.server.running import Running
+from tests.server.support.running import Running
 
 __all__ = ["server_with"]  # a fixture of the server's tests, for these too
 

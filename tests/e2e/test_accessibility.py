@@ -16,7 +16,7 @@ from playwright.sync_api import Locator, Page, expect
 from tests.e2e.chatting import act, ask, connected, finished, say
 from tests.e2e.conftest import OpenPage
 from tests.e2e.test_chat_markdown import GOOD
-from tests.server.running import Running
+from tests.server.support.running import Running
 
 AXE = Path(__file__).parents[2] / "web" / "node_modules" / "axe-core" / "axe.min.js"
 SIZES = {"wide": {"width": 1280, "height": 800}, "phone": {"width": 390, "height": 844}}

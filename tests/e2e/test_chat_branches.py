@@ -8,8 +8,8 @@ from playwright.sync_api import Locator, Page, expect
 
 from tests.e2e.chatting import act, ask, begun, connected, finished, limit, text_of
 from tests.e2e.conftest import OpenPage
-from tests.server.counting import check_counting
-from tests.server.running import BUNDLED, Running
+from tests.server.support.counting import check_counting
+from tests.server.support.running import BUNDLED, Running
 
 OTHER_TEXT = """() => new Promise((resolve) => {
     indexedDB.open("streamer").onsuccess = ({ target }) => {

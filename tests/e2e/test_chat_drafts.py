@@ -9,8 +9,8 @@ from playwright.sync_api import Locator, Page, expect
 from tests.e2e.chatting import ask, begun, connected, finished, limit
 from tests.e2e.conftest import OpenPage
 from tests.e2e.test_chat_history import entries, two_chats
-from tests.server.counting import check_counting
-from tests.server.running import Running
+from tests.server.support.counting import check_counting
+from tests.server.support.running import Running
 
 CHAT = re.compile(r"#/chat/[0-9a-f]{32}$")
 

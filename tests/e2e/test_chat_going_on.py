@@ -10,9 +10,9 @@ from playwright.sync_api import Page, expect
 
 from tests.e2e.chatting import ask, begun, connected, finished, limit
 from tests.e2e.conftest import OpenPage
-from tests.server.counting import check_counting
-from tests.server.relay import Relay
-from tests.server.running import Running
+from tests.server.support.counting import check_counting
+from tests.server.support.relay import Relay
+from tests.server.support.running import Running
 
 LENGTH = 600  # the server takes 1.5 s
 

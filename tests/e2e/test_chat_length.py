@@ -8,7 +8,7 @@ from playwright.sync_api import Locator, Page, expect
 
 from tests.e2e.chatting import act, ask, begun, connected, finished, limit, text_of
 from tests.e2e.conftest import OpenPage
-from tests.server.counting import check_counting
+from tests.server.support.counting import check_counting
 
 AT_END = """() => {
     const box = document.querySelector(".scroller");

@@ -10,7 +10,7 @@ from playwright.sync_api import Page, expect
 
 from tests.e2e.chatting import ask, begun, connected, finished, limit, text_of
 from tests.e2e.conftest import OpenPage
-from tests.server.counting import check_counting
+from tests.server.support.counting import check_counting
 
 
 def test_ten_thousand_tokens_are_complete_and_the_page_answers_meanwhile(

@@ -15,7 +15,7 @@ import pytest
 from playwright.sync_api import Locator, Page, expect
 
 from tests.e2e.conftest import OpenPage
-from tests.server.running import Running
+from tests.server.support.running import Running
 
 STATES = {0: "free", 1: "cached", 2: "leaving", 4: "private", 8: "shared"}
 TINY = {"model": "fake:tokens_per_s=200", "num_gpu_blocks_override": 64}

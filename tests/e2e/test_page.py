@@ -10,8 +10,8 @@ from playwright.sync_api import Page, expect
 
 from tests.e2e.chatting import ask, begun, connected, finished, limit
 from tests.e2e.conftest import OpenPage
-from tests.server.counting import check_counting
-from tests.server.running import Running
+from tests.server.support.counting import check_counting
+from tests.server.support.running import Running
 
 
 def test_a_question_is_answered_and_measured(page: Page) -> None:

@@ -17,9 +17,9 @@ from playwright.sync_api import Page, expect
 
 from tests.e2e.chatting import ask, connected, finished
 from tests.e2e.conftest import OpenPage
-from tests.server.counting import check_counting
-from tests.server.relay import Relay
-from tests.server.running import Running
+from tests.server.support.counting import check_counting
+from tests.server.support.relay import Relay
+from tests.server.support.running import Running
 
 WEB = Path(__file__).parents[2] / "web"
 sys.path.append(str(WEB))

@@ -21,7 +21,7 @@ from streamer.loadtest.tools import kept, with_guidellm, with_lm_eval, with_locu
 from streamer.loadtest.tools.parts import MODEL, Command, Setting, Tool, Verdict
 from streamer.loadtest.users.options import USERS
 from tests.loadtest.locusts import peer
-from tests.server.running import Running
+from tests.server.support.running import Running
 
 OURS = Setting("http://127.0.0.1:8000", "m", True, 1024, 20)
 OTHER = msgspec.structs.replace(OURS, is_ours=False)

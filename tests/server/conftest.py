@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from streamer.demo import CHECKPOINT
-from tests.server.running import BUNDLED, Running
+from tests.server.support.running import BUNDLED, Running
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from streamer.errors import InvalidRequest, RateLimited
 from streamer.server import admission
 from streamer.server.admission import Admission, deadline_of, digest, duration
 from tests.engine.helpers import end, lone_stream, write
-from tests.server.counting import CHAT, ENDLESS, sse
-from tests.server.running import BUNDLED, Running
+from tests.server.support.counting import CHAT, ENDLESS, sse
+from tests.server.support.running import BUNDLED, Running
 
 KEY, OTHER = "key-of-ours", "key-of-theirs"
 ME, THEM = digest(KEY), digest(OTHER)

@@ -23,7 +23,7 @@ from streamer.core.sizes import ModelInfo
 from streamer.engine.core import InFlight, Runner
 from streamer.engine.engine import AsyncEngine, GenerateRequest, TokenStream
 from tests.server.responses.test_socket import dial, hear, say
-from tests.server.running import BUNDLED, DEADLINE_S, Running
+from tests.server.support.running import BUNDLED, DEADLINE_S, Running
 
 PROMPT_TOKENS = 300
 LONG: dict[str, Any] = {"max_tokens": 250, "ignore_eos": True}

@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from streamer.server.transport.frames import DONE
-from tests.server.counting import CHAT
-from tests.server.running import BUNDLED, Running
+from tests.server.support.counting import CHAT
+from tests.server.support.running import BUNDLED, Running
 
 ROWS, MANY, FEW = 4, 50, 2
 ANSWER = {**CHAT, "max_tokens": 8, "ignore_eos": True, "stream": True}

@@ -9,8 +9,8 @@ import pytest
 
 import streamer
 from streamer.fake.tokenizer import FIRST_NUMBER
-from tests.server.counting import CHAT, sse
-from tests.server.running import Running
+from tests.server.support.counting import CHAT, sse
+from tests.server.support.running import Running
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ from streamer.engine.core import InFlight, Runner
 from streamer.engine.engine import AsyncEngine
 from streamer.errors import ConfigError, EngineDead
 from streamer.server.lifecycle import bind, serve
-from tests.server.counting import CHAT, check_counting, sse
-from tests.server.running import BUNDLED, Running
+from tests.server.support.counting import CHAT, check_counting, sse
+from tests.server.support.running import BUNDLED, Running
 
 SCRIPT = """
 import asyncio, sys

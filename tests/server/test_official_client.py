@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from streamer.fake.model import expected_text
-from tests.server.counting import CHAT, check_counting
-from tests.server.running import Running
+from tests.server.support.counting import CHAT, check_counting
+from tests.server.support.running import Running
 
 MESSAGES: Any = CHAT["messages"]
 

@@ -25,7 +25,7 @@ from streamer.server.app import build_service_app
 from streamer.server.openapi import ROUTES
 from streamer.server.page import FOLDER
 from streamer.server.service import Service
-from tests.server.running import Running
+from tests.server.support.running import Running
 
 CHECKS = [
     not_a_server_error,

@@ -13,7 +13,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from streamer.server.page import Page
-from tests.server.running import Running
+from tests.server.support.running import Running
 
 SCRIPT = b"console.log(1)"
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 LEFT_ALIVE = """
-from tests.server.running import Running
+from tests.server.support.running import Running
 
 server = Running(model="fake:tokens_per_s=100").start()
 engine = server.engine

@@ -18,8 +18,8 @@ from websockets.sync.client import connect
 from streamer.errors import Forbidden, NotAuthenticated, Overloaded, StreamerError
 from streamer.server import security
 from streamer.server.security import Bodies, deny, split_host
-from tests.server.counting import CHAT
-from tests.server.running import BUNDLED, Running
+from tests.server.support.counting import CHAT
+from tests.server.support.running import BUNDLED, Running
 
 SECRET = "a secret of many tokens " * 30
 ROUTES = [

@@ -20,8 +20,8 @@ import pytest
 
 from streamer.server.service import Service
 from tests.engine.helpers import make_engine
-from tests.server.bare import BareSocket
-from tests.server.counting import CHAT, check_counting
+from tests.server.support.bare import BareSocket
+from tests.server.support.counting import CHAT, check_counting
 from tests.test_cli_run import server as serving
 
 NUM_STREAMS, DEADLINE_S = 50, 60.0

@@ -18,10 +18,10 @@ from websockets.typing import Subprotocol
 from streamer.errors import NotAuthenticated, Overloaded, RateLimited
 from streamer.server import service
 from streamer.server.tickets import MAX_PER_KEY, MAX_TICKETS, PREFIX, TICKET_S, Tickets
-from tests.server.counting import CHAT
-from tests.server.greedy import NAME, telling
 from tests.server.responses.test_socket import FINAL, dial, hear, say, until
-from tests.server.running import BUNDLED, Running
+from tests.server.support.counting import CHAT
+from tests.server.support.greedy import NAME, telling
+from tests.server.support.running import BUNDLED, Running
 from tests.test_cli_run import DEADLINE_S
 from tests.test_cli_run import server as serving
 

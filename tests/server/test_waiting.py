@@ -10,7 +10,7 @@ import pytest
 from streamer.core.plan import NoticeKind
 from streamer.engine import core
 from tests.server.responses.test_socket import FINAL, dial, hear, say, until
-from tests.server.running import Running
+from tests.server.support.running import Running
 
 ASK: dict[str, Any] = {"input": "x", "max_output_tokens": 10, "ignore_eos": True}
 FIRST = {**ASK, "max_output_tokens": 150}  # runs while the others come

@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from streamer.engine import watch
-from tests.server.counting import CHAT, sse
-from tests.server.running import Running
+from tests.server.support.counting import CHAT, sse
+from tests.server.support.running import Running
 
 ONE, TWO = ({"authorization": f"Bearer {key}"} for key in ("first", "second"))
 

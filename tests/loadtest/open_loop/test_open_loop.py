@@ -19,7 +19,7 @@ from streamer.loadtest.open_loop.served import Outcome
 from streamer.loadtest.responses import check_counting
 from streamer.loadtest.target import Target
 from tests.loadtest.locusts import peer
-from tests.server.running import Running
+from tests.server.support.running import Running
 
 EASY = ["--goodput", "ttft:60000", "e2el:60000"]
 

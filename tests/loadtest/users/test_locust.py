@@ -12,7 +12,7 @@ import pytest
 
 from streamer.loadtest.users.options import USERS
 from tests.loadtest.locusts import PEER_TOKENS, ROOT, locust, peer
-from tests.server.running import Running
+from tests.server.support.running import Running
 
 TOKENS = 24
 ANSWER = ("TTFT", "ITL", "TPOT", "E2E")

@@ -24,8 +24,8 @@ from streamer.kernels.ops import for_cpu
 from streamer.model.sampling.host import Sampler
 from tests.engine.helpers import Calls
 from tests.model.sampling.joins import join
-from tests.server.asking import LIMIT, PATHS, Asker, Refused
-from tests.server.counting import sse
+from tests.server.support.calls import LIMIT, PATHS, Asker, Refused
+from tests.server.support.counting import sse
 
 VOCAB = 64
 BEST, NEXT = 7, 9

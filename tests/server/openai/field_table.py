@@ -14,8 +14,8 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params, responses_client_event_param
 
-from tests.server.asking import Asker
 from tests.server.openai import field_effects as effects
+from tests.server.support.calls import Asker
 
 Effect = Callable[[Asker, str], None]
 

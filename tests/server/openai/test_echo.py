@@ -16,8 +16,8 @@ from streamer.core.plan import TokenLogprob
 from streamer.demo import CHECKPOINT
 from streamer.fake.model import expected_text
 from streamer.server.openai.completion_logprobs import OffsetCounter, prompt_logprobs
-from tests.server.counting import sse
-from tests.server.running import Running
+from tests.server.support.counting import sse
+from tests.server.support.running import Running
 
 LONG = "a prompt that takes more than one step to score. " * 12
 

@@ -9,11 +9,11 @@ import pytest
 
 from streamer.server.openai import chat, completions
 from streamer.server.responses import body as responses
-from tests.server import asking
-from tests.server.asking import KINDS, Asker
-from tests.server.greedy import GREEDY, STORY
 from tests.server.openai.field_table import FIELDS, Accepted, Honoured, Refused, official
-from tests.server.running import Running
+from tests.server.support import calls
+from tests.server.support.calls import KINDS, Asker
+from tests.server.support.greedy import GREEDY, STORY
+from tests.server.support.running import Running
 
 TYPES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     "chat": (chat.ChatRequest, chat.FIELDS),
@@ -50,7 +50,7 @@ def test_what_is_honoured_has_its_effect(asker: Asker, kind: str, name: str, row
 
 @pytest.mark.parametrize(("kind", "name", "row"), rows(Refused))
 def test_what_is_refused_is_named(asker: Asker, kind: str, name: str, row: Refused) -> None:
-    with pytest.raises(asking.Refused) as caught:
+    with pytest.raises(calls.Refused) as caught:
         asker.ask(kind, **{name: row.value})
     assert (caught.value.status, caught.value.param) == (400, name)
     assert row.why

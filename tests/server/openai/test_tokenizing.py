@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 
 from streamer.demo import CHECKPOINT
 from streamer.fake.model import fake_tokenizer
-from tests.server.counting import check_counting, sse
-from tests.server.running import Running
+from tests.server.support.counting import check_counting, sse
+from tests.server.support.running import Running
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
 

@@ -17,7 +17,7 @@ from streamer.server.responses import body as responses
 from streamer.server.responses.events import ResponseEvents
 from streamer.server.responses.types import Event
 from tests.engine.helpers import lone_stream
-from tests.server.counting import Event as Frame
+from tests.server.support.counting import Event as Frame
 
 TEXT = "aé😀b"  # 8 bytes, a token each: several numbers have no text
 HALF = b"\xf0\x9f"  # of a character: only the end releases it

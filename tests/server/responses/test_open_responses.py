@@ -12,8 +12,8 @@ import httpx
 import msgspec
 import pytest
 
-from tests.server.counting import sse
-from tests.server.running import Running
+from tests.server.support.counting import sse
+from tests.server.support.running import Running
 
 
 class TopLogprob(msgspec.Struct):

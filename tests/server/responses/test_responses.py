@@ -11,9 +11,9 @@ import openai
 import pytest
 
 from streamer.fake.model import expected_text
-from tests.server.counting import CHAT, check_counting, sse
-from tests.server.greedy import story, telling
-from tests.server.running import Running
+from tests.server.support.counting import CHAT, check_counting, sse
+from tests.server.support.greedy import story, telling
+from tests.server.support.running import Running
 
 ENDLESS: dict[str, Any] = {"max_output_tokens": 30_000, "ignore_eos": True}
 

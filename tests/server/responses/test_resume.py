@@ -11,9 +11,9 @@ import pytest
 
 from streamer.demo import CHECKPOINT
 from streamer.fake.model import expected_text, expected_tokens
-from tests.server.counting import CHAT, Event, sse
-from tests.server.cutting import cut_after, follow
-from tests.server.running import Running
+from tests.server.support.counting import CHAT, Event, sse
+from tests.server.support.cutting import cut_after, follow
+from tests.server.support.running import Running
 
 NUM_TOKENS = 12
 RESPONSE: dict[str, Any] = {

@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 
 from streamer.fake.model import expected_text, expected_tokens
-from tests.server.bare import JSON, MSGPACK, Bare, BareSocket, BareSse
-from tests.server.counting import Event
 from tests.server.responses.test_resume import (
     CHAT_BODY,
     NUM_TOKENS,
@@ -24,7 +22,9 @@ from tests.server.responses.test_resume import (
 )
 from tests.server.responses.test_socket import FINAL
 from tests.server.responses.test_socket_resume import numbered
-from tests.server.running import Running
+from tests.server.support.bare import JSON, MSGPACK, Bare, BareSocket, BareSse
+from tests.server.support.counting import Event
+from tests.server.support.running import Running
 
 SSE, CHAT = "sse", "chat"
 CREATE = {k: v for k, v in RESPONSE.items() if k != "stream"}

@@ -12,9 +12,9 @@ from websockets.sync.client import ClientConnection, connect
 from websockets.typing import Subprotocol
 
 from streamer.server.responses.lanes import Lanes
-from tests.server.counting import check_counting
-from tests.server.greedy import NAME, story, telling
-from tests.server.running import Running
+from tests.server.support.counting import check_counting
+from tests.server.support.greedy import NAME, story, telling
+from tests.server.support.running import Running
 
 FINAL = ("response.completed", "response.incomplete", "response.failed")
 ENDLESS = {"max_output_tokens": 30_000, "ignore_eos": True}

@@ -17,7 +17,7 @@ from streamer.server.responses.socket import Session
 from streamer.server.responses.socket_events import Pong
 from streamer.server.transport.websocket import EVENT_BURST, EVENTS_PER_S, FrameBudget
 from tests.server.responses.test_socket import ENDLESS, FINAL, dial, hear, say, until, until_lane
-from tests.server.running import Running
+from tests.server.support.running import Running
 
 LONG = "y" * (1 << 19)
 

@@ -13,9 +13,6 @@ import msgspec
 import pytest
 from websockets.sync.client import ClientConnection
 
-from tests.server.counting import Event, check_counting
-from tests.server.cutting import dechunk, follow
-from tests.server.greedy import story, telling
 from tests.server.responses.test_resume import check_response
 from tests.server.responses.test_socket import FINAL, dial, hear, say, until
 from tests.server.responses.test_socket_resume import (
@@ -25,7 +22,10 @@ from tests.server.responses.test_socket_resume import (
     numbered,
     socket,
 )
-from tests.server.running import Running
+from tests.server.support.counting import Event, check_counting
+from tests.server.support.cutting import dechunk, follow
+from tests.server.support.greedy import story, telling
+from tests.server.support.running import Running
 
 __all__ = ["socket"]  # the fixture
 

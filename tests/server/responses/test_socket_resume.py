@@ -11,10 +11,10 @@ from websockets.sync.client import ClientConnection
 
 from streamer.fake.model import expected_text, expected_tokens
 from streamer.server.responses.lanes import Lanes
-from tests.server.cutting import cut_after, follow
 from tests.server.responses.test_resume import RESPONSE, check_response
 from tests.server.responses.test_socket import FINAL, dial, hear, say, until
-from tests.server.running import Running
+from tests.server.support.cutting import cut_after, follow
+from tests.server.support.running import Running
 
 JSON, MSGPACK = "streamer.v1.json", "streamer.v1.msgpack"
 

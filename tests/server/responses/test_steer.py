@@ -10,10 +10,10 @@ import openai
 import pytest
 
 from streamer.fake.model import expected_text
-from tests.server.counting import check_counting
-from tests.server.greedy import story, telling
 from tests.server.responses.test_socket import FINAL, dial, hear, say, until
-from tests.server.running import Running
+from tests.server.support.counting import check_counting
+from tests.server.support.greedy import story, telling
+from tests.server.support.running import Running
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import pytest
 from streamer.errors import NotFound
 from streamer.server.telemetry.logs import LineHandler
 from streamer.server.telemetry.refusals import REFUSALS_A_SECOND, Refusals, Refused
-from tests.server.running import DEADLINE_S
+from tests.server.support.running import DEADLINE_S
 from tests.test_cli_run import server as serving
 
 

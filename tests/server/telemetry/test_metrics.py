@@ -18,9 +18,9 @@ from streamer.core.plan import Facts
 from streamer.core.scheduler import Scheduler, SchedulerConfig
 from streamer.engine.stats import PHASES
 from streamer.server.telemetry.metrics import Metrics
-from tests.server.counting import CHAT, ENDLESS, sse
 from tests.server.responses.test_socket import FINAL, dial, hear, say, until
-from tests.server.running import DEADLINE_S, Running
+from tests.server.support.counting import CHAT, ENDLESS, sse
+from tests.server.support.running import DEADLINE_S, Running
 from tests.server.test_cancel_states import crowd
 from tests.server.transport.test_sse import post_raw
 

@@ -19,9 +19,9 @@ from streamer.server.telemetry.logs import JsonFormatter
 from streamer.server.telemetry.metrics import Metrics
 from streamer.server.telemetry.records import Asked, Finished, Record
 from tests.engine.helpers import end, lone_stream, make_engine, write
-from tests.server.counting import CHAT, ENDLESS, sse
 from tests.server.responses.test_socket import FINAL, dial, say, until
-from tests.server.running import DEADLINE_S, Running
+from tests.server.support.counting import CHAT, ENDLESS, sse
+from tests.server.support.running import DEADLINE_S, Running
 from tests.test_cli_run import server as serving
 
 SECRET, QUESTION = "sk-very-secret-0123456789", "count to 3, dear zebra"

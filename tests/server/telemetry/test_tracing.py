@@ -15,9 +15,9 @@ from streamer.config import Config
 from streamer.errors import ConfigError
 from streamer.server import lifecycle
 from streamer.server.telemetry.tracing import OpenTelemetry, make_tracer
-from tests.server.counting import CHAT, sse
 from tests.server.responses.test_socket import FINAL, dial, say, until
-from tests.server.running import BUNDLED
+from tests.server.support.counting import CHAT, sse
+from tests.server.support.running import BUNDLED
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from streamer.server.transport import http as protocol
-from tests.server.running import Running
+from tests.server.support.running import Running
 
 START = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 LIMIT = protocol.MAX_HEAD_BYTES

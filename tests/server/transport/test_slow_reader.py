@@ -19,13 +19,13 @@ import pytest
 
 from streamer.engine.log import LOGPROB_BYTES, TOP_BYTES
 from streamer.fake.model import expected_text, expected_tokens
-from tests.server.bare import JSON, MSGPACK, Bare, BareSocket, BareSse
-from tests.server.counting import CHAT, check_counting, sse
-from tests.server.greedy import story, telling
 from tests.server.responses.test_resume import chat_of
 from tests.server.responses.test_resume_everywhere import CHAT as CHAT_SSE
 from tests.server.responses.test_resume_everywhere import is_last, standard
-from tests.server.running import BUNDLED
+from tests.server.support.bare import JSON, MSGPACK, Bare, BareSocket, BareSse
+from tests.server.support.counting import CHAT, check_counting, sse
+from tests.server.support.greedy import story, telling
+from tests.server.support.running import BUNDLED
 from tests.test_cli_run import server as serving
 
 DEADLINE_S = 20.0

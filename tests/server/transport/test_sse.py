@@ -13,8 +13,8 @@ import pytest
 
 from streamer.server.transport.frames import frame
 from streamer.server.transport.sse import KEEP_ALIVE
-from tests.server.counting import CHAT, ENDLESS, Event, check_counting, sse
-from tests.server.running import Running
+from tests.server.support.counting import CHAT, ENDLESS, Event, check_counting, sse
+from tests.server.support.running import Running
 
 IDS: dict[str, Any] = {"stream_options": {"include_event_ids": True}}
 

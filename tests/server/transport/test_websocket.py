@@ -20,7 +20,7 @@ from streamer.loadtest.attacks.attackers import frame as client_frame
 from streamer.server.transport import websocket as websocket_protocol
 from streamer.server.transport.websocket import BINARY, TEXT, Frames, StreamingWebSocket, frame
 from tests.server.responses.test_socket import ENDLESS
-from tests.server.running import Running
+from tests.server.support.running import Running
 
 HANDSHAKE = (
     b"GET /v1/responses HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\n"

@@ -20,7 +20,7 @@ from websockets.protocol import State
 from websockets.typing import Subprotocol
 from websockets.uri import parse_uri
 
-from tests.server.counting import Event
+from tests.server.support.counting import Event
 
 ABRUPT = struct.pack("ii", 1, 0)  # SO_LINGER: closing resets the connection
 JSON, MSGPACK = "streamer.v1.json", "streamer.v1.msgpack"

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from tests.server.running import Running
+from tests.server.support.running import Running
 
 NAME = "streamer-demo"
 STORY = "Tell me a story."

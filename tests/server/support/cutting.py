@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 
-from tests.server.counting import Event, sse
-from tests.server.running import Running
+from tests.server.support.counting import Event, sse
+from tests.server.support.running import Running
 
 ABRUPT = struct.pack("ii", 1, 0)  # SO_LINGER: closing resets the connection
 

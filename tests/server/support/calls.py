@@ -16,8 +16,8 @@ import pytest
 from websockets.sync.client import connect
 
 from streamer.engine.engine import GenerateRequest, TokenStream
-from tests.server.counting import sse
-from tests.server.running import Running
+from tests.server.support.counting import sse
+from tests.server.support.running import Running
 
 KINDS = ("chat", "completions", "responses")
 PATHS = {
