@@ -187,7 +187,7 @@ class Backend(Protocol):
 
 
 class CpuBackend(Backend, Protocol):
-    """The ops on a CPU, drawing included; on a GPU gpu/sample.py draws."""
+    """The ops on a CPU, drawing included; on a GPU gpu/sampling/sample.py draws."""
 
     def draw(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
         """One token for each of F draws from rows of logits [S, V] -> [F] ids.

@@ -1,20 +1,20 @@
 """ops.Backend on a CUDA device (or, under TRITON_INTERPRET=1, on CPU tensors).
 
 Tensors of one call, those of its batch included, are on the current device; no op waits for it.
-Drawing is not among the ops: the rows' sampling settings live on the device, see sample.py.
+Drawing is not among the ops: rows' sampling settings live on the device, see sampling/sample.py.
 """
 
 import torch
 
 from streamer.kernels import reference
-from streamer.kernels.gpu.attention import paged_attention as paged_attention
-from streamer.kernels.gpu.best import best as best
-from streamer.kernels.gpu.copy_blocks import copy_blocks as copy_blocks
-from streamer.kernels.gpu.embedding import embedding as embedding
-from streamer.kernels.gpu.linear import pack_weight as pack_weight
+from streamer.kernels.gpu.attention.paged import paged_attention as paged_attention
+from streamer.kernels.gpu.cache.copy_blocks import copy_blocks as copy_blocks
+from streamer.kernels.gpu.cache.rope import rope_and_store as rope_and_store
+from streamer.kernels.gpu.cache.store_kv import store_kv as store_kv
+from streamer.kernels.gpu.linear.dense import pack_weight as pack_weight
+from streamer.kernels.gpu.linear.embedding import embedding as embedding
 from streamer.kernels.gpu.norm import rms_norm as rms_norm
-from streamer.kernels.gpu.rope import rope_and_store as rope_and_store
-from streamer.kernels.gpu.store_kv import store_kv as store_kv
+from streamer.kernels.gpu.sampling.best import best as best
 from streamer.kernels.quantized import scale_rows
 
 FP8_CAPABILITY = (8, 9)

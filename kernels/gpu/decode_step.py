@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from streamer.kernels.batch import AttentionBatch
-from streamer.kernels.gpu.rows import TILE_FIELDS, Rows
+from streamer.kernels.gpu.attention.rows import TILE_FIELDS, Rows
 
 BLOCK = 128  # rows a program; unmeasured
 ALIGNED = 2  # int64 elements in 16 bytes, the alignment by which Triton specializes

@@ -125,8 +125,8 @@ def test_a_captured_decode_equals_the_steps_it_was_captured_from(device: str) ->
     """prepare, attention, sampling and commit as one CUDA graph, replayed without host data."""
     from streamer.kernels.gpu import backend
     from streamer.kernels.gpu.decode_step import DecodeStep, RowState
-    from streamer.kernels.gpu.sample import SamplingRows, sample
-    from tests.kernels.test_gpu_decode_step import BLOCK, Model
+    from streamer.kernels.gpu.sampling.sample import SamplingRows, sample
+    from tests.kernels.gpu.test_decode_step import BLOCK, Model
 
     def start() -> tuple[Model, DecodeStep, SamplingRows]:
         state = RowState(4, 8, BLOCK, device)

@@ -8,10 +8,10 @@ from tests.gpu.on_device import require_cuda
 
 require_cuda()
 
+from tests.kernels.gpu.test_attention import *  # noqa: E402, F403
+from tests.kernels.gpu.test_decode_step import *  # noqa: E402, F403
+from tests.kernels.gpu.test_sample import *  # noqa: E402, F403
 from tests.kernels.test_attention import *  # noqa: E402, F403
-from tests.kernels.test_gpu_attention import *  # noqa: E402, F403
-from tests.kernels.test_gpu_decode_step import *  # noqa: E402, F403
-from tests.kernels.test_gpu_sample import *  # noqa: E402, F403
 from tests.kernels.test_linear import *  # noqa: E402, F403
 from tests.kernels.test_ops import *  # noqa: E402, F403
 from tests.kernels.test_quantized import *  # noqa: E402, F403

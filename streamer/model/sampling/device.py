@@ -112,7 +112,7 @@ class DeviceSampler:
     def __init__(
         self, device: Device, kernels: ops.Backend, vocab_size: int, max_rows: int
     ) -> None:
-        from streamer.kernels.gpu.sample import SamplingRows, sample
+        from streamer.kernels.gpu.sampling.sample import SamplingRows, sample
 
         self._device = device
         self._kernels = kernels
@@ -188,7 +188,7 @@ class DeviceSampler:
     ) -> torch.Tensor:
         """[S] tokens from logits [S, V or more] as they are; -1 where they are not finite.
 
-        slots, positions  [S], as in kernels/gpu/sample.py
+        slots, positions  [S], as in kernels/gpu/sampling/sample.py
         """
         return self._sample(
             logits[:, : self._vocab_size], self._settings, slots, positions, has_filters=has_filters

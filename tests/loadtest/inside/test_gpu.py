@@ -80,7 +80,7 @@ def test_sections_with_models_on_the_gpus_runner(
 ) -> None:
     """The CUDA runner, one plan ahead, with recorded decodes, on a device that delays all work."""
     skip_without_interpreter()
-    from streamer.kernels.gpu import sample
+    from streamer.kernels.gpu.sampling import sample
 
     devices: list[LateDevice] = []
 

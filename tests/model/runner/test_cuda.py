@@ -70,7 +70,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
     """Runners are made on late devices; `late(seed)` returns one. Ops are plain torch, except for
     sampling and the making of decode steps."""
     skip_without_interpreter()
-    from streamer.kernels.gpu import sample
+    from streamer.kernels.gpu.sampling import sample
 
     def put(seed: int = 0) -> LateDevice:
         device = LateDevice(seed)
@@ -112,11 +112,13 @@ def test_greedy_equals_transformers(
     late: Late, family: str,
 ) -> None:  # fmt: skip
     """Chunks, late joins and recorded decodes by the GPU's own kernels; gpt2 is not recorded."""
-    from streamer.kernels.gpu import attention, backend, sample
+    from streamer.kernels.gpu import backend
+    from streamer.kernels.gpu.attention import paged
+    from streamer.kernels.gpu.sampling import sample
 
     monkeypatch.setattr(ops, "choose", lambda device: backend)
     monkeypatch.setattr(sample, "best", backend.best)
-    monkeypatch.setattr(attention, "MAX_SPLITS", 2)  # programs of a decode: 16 are slow
+    monkeypatch.setattr(paged, "MAX_SPLITS", 2)  # programs of a decode: 16 are slow
     small = TINY if family == "llama" else {"n_layer": 1, "n_embd": 32, "n_head": 2}
     folder = checkpoint(family, 0, **small)
     asks = mixed_asks(1, 4, longest=20, output=(4, 6))

@@ -1,6 +1,6 @@
 """One program of paged attention: one tile of queries over its share of the keys.
 
-Inlined into attention.py's kernel twice, for tiles of prefill and of decode. Launches nothing.
+Inlined into paged.py's kernel twice, for tiles of prefill and of decode. Launches nothing.
 
 How sums over many keys keep their precision, by the pool's dtype:
 - float32: products and sums are float32 throughout ("ieee", no tensor core).
@@ -56,7 +56,7 @@ def split_of(
 
 @triton.jit
 def attend(
-    # pointers, as in attention.py; tile_ptr: this tile's four fields
+    # pointers, as in paged.py; tile_ptr: this tile's four fields
     q_ptr,
     pool_ptr,
     scales_ptr,

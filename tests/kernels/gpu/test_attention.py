@@ -53,11 +53,11 @@ def test_split_decodes(
     device: str, monkeypatch: pytest.MonkeyPatch, options: dict[str, float], has_sinks: bool
 ) -> None:
     """Rows in one to four parts beside prefill, of one token or a few."""
-    from streamer.kernels.gpu import attention
+    from streamer.kernels.gpu.attention import paged
 
-    monkeypatch.setattr(attention, "MIN_SPLIT", 32)
-    monkeypatch.setattr(attention, "MAX_SPLITS", 4)
-    monkeypatch.setitem(attention.KEY_ELEMENTS, 4, 16 * 32)  # 16 keys a tile
+    monkeypatch.setattr(paged, "MIN_SPLIT", 32)
+    monkeypatch.setattr(paged, "MAX_SPLITS", 4)
+    monkeypatch.setitem(paged.KEY_ELEMENTS, 4, 16 * 32)  # 16 keys a tile
     rows = [(1, 150), (5, 97), (2, 33), (12, 40), (1, 1)]
     case = Case(rows, heads=6, kv_heads=2, dim=20, block=16)
     everything = dict(options)
@@ -72,9 +72,9 @@ def test_split_decodes(
 def test_a_split_decode_is_bit_equal_alone_and_beside_prefill(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from streamer.kernels.gpu import attention
+    from streamer.kernels.gpu.attention import paged
 
-    monkeypatch.setattr(attention, "MIN_SPLIT", 64)
+    monkeypatch.setattr(paged, "MIN_SPLIT", 64)
     case = Case(LONG, heads=4, kv_heads=2, dim=64, block=16)
     together = run(case, device, batch_of(case, device))
     for r, token in ((0, 0), (1, 1), (3, 7)):
@@ -124,7 +124,7 @@ def test_any_strides_of_q(device: str) -> None:
 
 @pytest.mark.parametrize("window", [0, 1, 100, 300])
 def test_the_host_launches_as_many_splits_as_rows_use(window: int) -> None:
-    from streamer.kernels.gpu.attention import num_splits
+    from streamer.kernels.gpu.attention.paged import num_splits
 
     for contexts in ([1], [257, 3], [100_000], [4097, 8192], []):
         for keys in (16, 64):
@@ -139,7 +139,7 @@ def test_rows_that_only_the_device_knows_have_as_many_splits_as_any_uses(
     window: int, longest: int
 ) -> None:
     """For all contexts up to the longest; a window may need fewer."""
-    from streamer.kernels.gpu.attention import num_splits
+    from streamer.kernels.gpu.attention.paged import num_splits
 
     for keys in (16, 32, 64):
         most = max(splits_used(n, window, keys) for n in range(1, longest + 1))
@@ -150,7 +150,7 @@ def test_rows_that_only_the_device_knows_have_as_many_splits_as_any_uses(
 
 def splits_used(context: int, window: int, keys: int) -> int:
     """Number of programs that share a decode, by the kernel's own rule, written again."""
-    from streamer.kernels.gpu.attention import MAX_SPLITS, MIN_SPLIT
+    from streamer.kernels.gpu.attention.paged import MAX_SPLITS, MIN_SPLIT
 
     begin = max(0, context - window) // keys * keys if window else 0
     tiles = -(-(context - begin) // keys)
@@ -161,7 +161,7 @@ def splits_used(context: int, window: int, keys: int) -> int:
 
 def rows_of(spans: list[int], queries: Any) -> Any:
     """Narrow rows of which only spans and queries are known."""
-    from streamer.kernels.gpu.rows import Rows
+    from streamer.kernels.gpu.attention.rows import Rows
 
     nothing: Any = torch.empty(0)
     return Rows(

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from streamer.kernels.batch import AttentionBatch
+from streamer.kernels.gpu.cache.quantize import arguments, scales_and_codes
 from streamer.kernels.gpu.common import power_of_2
-from streamer.kernels.gpu.quantize import arguments, scales_and_codes
 
 
 @triton.jit

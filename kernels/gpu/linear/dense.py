@@ -7,7 +7,7 @@ of rows here; ops.Linear rules that out only for the CPU's backends. Called thro
 import torch
 import torch.nn.functional as F
 
-from streamer.kernels.gpu.activation import gate
+from streamer.kernels.gpu.linear.activation import gate
 
 
 class Linear:

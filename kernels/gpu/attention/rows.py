@@ -2,7 +2,7 @@
 
 Cuts the rows' query tokens into tiles. Wide tiles are pieces of prefill chunks and read their keys
 alone; narrow tiles are whole rows of few tokens (decodes), whose keys may be split among several
-programs. Called by attention.py, and by decode_step.py, whose rows live on the device.
+programs. Called by paged.py, and by decode_step.py, whose rows live on the device.
 """
 
 import numpy as np

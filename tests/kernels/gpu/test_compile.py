@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SHARED_BYTES = 227 << 10  # of an H200's multiprocessor, for one program
 KERNELS = {
     *("_attention_kernel", "_merge_kernel", "_rope_kernel", "_store_kernel", "_norm_kernel"),
@@ -25,7 +25,7 @@ KERNELS = {
 def test_every_kernel_compiles_and_keeps_to_its_registers(tmp_path: Path) -> None:
     environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.kernels.compile_gpu"],
+        [sys.executable, "-W", "ignore", "-m", "tests.kernels.gpu.compile"],
         env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
         cwd=ROOT,
         capture_output=True,
@@ -41,4 +41,4 @@ def test_every_kernel_compiles_and_keeps_to_its_registers(tmp_path: Path) -> Non
             assert stack <= 0, (name, stack)
         if name == "_attention_kernel" and label != "fp32":
             assert {factor.split(".f32")[0] for factor in factors} == {"bf16.bf16"}
-            assert is_apart == (label == "codes")  # attention_tile.py: two levels
+            assert is_apart == (label == "codes")  # tile.py: two levels

@@ -3,7 +3,7 @@
 Triton needs no device to compile, only its description. The launchers run on CPU tensors, and stop
 before the launch. Prints one JSON line per kernel: name, case, bytes of stack (registers that did
 not fit), bytes of shared memory, what its tensor core products multiply, and whether their sums are
-added outside of it. Called by test_gpu_compile.py.
+added outside of it. Called by test_compile.py.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def attention(
 
 def small_ops(dtype: torch.dtype) -> None:
     """Everything but attention, once."""
-    from streamer.kernels.gpu import activation, backend, decode_step, sample
+    from streamer.kernels.gpu import backend, decode_step
+    from streamer.kernels.gpu.linear import activation
+    from streamer.kernels.gpu.sampling import sample
 
     case = Case(MIXED, heads=4, kv_heads=2, dim=128, block=16)
     layer, batch = ops.layer_view(case.pool.to(dtype), 1), case.batch()

@@ -13,7 +13,7 @@ from streamer.kernels.philox import gumbel, philox4x32
 
 triton: Any = pytest.importorskip("triton")
 tl: Any = triton.language
-philox: Any = pytest.importorskip("streamer.kernels.gpu.philox")
+philox: Any = pytest.importorskip("streamer.kernels.gpu.sampling.philox")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -78,7 +78,7 @@ def sampled(
     device: str, logits: torch.Tensor, draws: ops.Draws, slots: list[int], *, has_filters: bool
 ) -> list[int]:
     """Tokens that the rows draw on the device, with the settings of their slots (-1: padding)."""
-    from streamer.kernels.gpu.sample import SamplingRows, sample
+    from streamer.kernels.gpu.sampling.sample import SamplingRows, sample
 
     settings = SamplingRows(16, device)
     of_slots = np.zeros(16, np.int64), np.ones((16, 3), np.float32), np.zeros((16, 5), np.uint32)
@@ -112,7 +112,7 @@ FILTERS = [
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small pieces, so that a row of a few hundred tokens has several."""
-    from streamer.kernels.gpu import filters, sample
+    from streamer.kernels.gpu.sampling import filters, sample
 
     monkeypatch.setattr(sample, "CHUNK", 64)
     monkeypatch.setattr(filters, "BLOCK", 256)

@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from streamer.kernels.gpu.best import best
 from streamer.kernels.gpu.common import power_of_2
-from streamer.kernels.gpu.filters import find_cuts
-from streamer.kernels.gpu.philox import gumbel, philox4x32
+from streamer.kernels.gpu.sampling.best import best
+from streamer.kernels.gpu.sampling.filters import find_cuts
+from streamer.kernels.gpu.sampling.philox import gumbel, philox4x32
 
 CHUNK = 4096  # tokens a program; unmeasured
 SLOT_BYTES = 8 + 12 + 20  # of SamplingRows

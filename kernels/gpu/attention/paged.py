@@ -11,7 +11,7 @@ before a sliding window are not read.
 
 A quantized pool's codes are widened in registers to q's dtype, which holds them exactly, and
 multiplied as such; the keys' scales multiply the scores, the values' scales the weights. So sums
-over long contexts are as precise as without quantization: attention_tile.py says how.
+over long contexts are as precise as without quantization: tile.py says how.
 """
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
@@ -24,9 +24,9 @@ import triton
 import triton.language as tl
 
 from streamer.kernels.batch import AttentionBatch
-from streamer.kernels.gpu.attention_tile import attend, split_of
+from streamer.kernels.gpu.attention.rows import Ints, Rows
+from streamer.kernels.gpu.attention.tile import attend, split_of
 from streamer.kernels.gpu.common import IS_INTERPRETED, power_of_2
-from streamer.kernels.gpu.rows import Ints, Rows
 from streamer.kernels.quantized import LIMITS, scales_of
 
 # Unmeasured; chosen so that bfloat16 compiles for sm_90 without spilling a register (tests/kernels/
@@ -286,7 +286,7 @@ def _shared_arguments(
 def num_splits(rows: Rows, window: int, keys: int) -> int:
     """Programs to launch for each narrow tile: the largest number a row uses, to a power of two.
 
-    The kernels decide for each row (attention_tile.split_of, which this repeats); surplus programs
+    The kernels decide for each row (tile.split_of, which this repeats); surplus programs
     exit at once. Where only the device knows the contexts, the number is that of the longest
     possible context without a window: no shorter one uses a greater power of two.
     """

@@ -1,6 +1,6 @@
 """Gated activations: act(gate) * up, where the first half of a row is the gates.
 
-One pass, computed in float32. Called by linear.py.
+One pass, computed in float32. Called by dense.py.
 """
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
