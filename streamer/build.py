@@ -132,7 +132,7 @@ def _fetch(config: Config) -> Path:
         return fetch((*HUB_TEXTS, *wanted_weights(folder)))
     except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as e:
         raise ConfigError(
-            f"{model} is no folder here, and the hub did not give it: {e}", param="model"
+            f"{model} is not a folder here, and the hub did not provide it: {e}", param="model"
         ) from e
 
 

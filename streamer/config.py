@@ -82,11 +82,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = None
     revision: Annotated[str | None, Meta(description="branch, tag or commit on the hub")] = None
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"], Meta(description="of weights and activations")
+        Literal["auto", "float32", "bfloat16"],
+        Meta(description="data type of weights and activations"),
     ] = "auto"
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8", "int8"],
-        Meta(description="of the KV cache; auto: the model's; fp8 and int8 take about half of it"),
+        Meta(
+            description="data type of the KV cache; auto: the model's; fp8 "
+            "and int8 take about half of it"
+        ),
     ] = "auto"
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
@@ -100,7 +104,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str | None, Meta(description="path of a Jinja file, instead of the checkpoint's template")
     ] = None
     seed: Annotated[
-        int | None, Meta(description="of the seeds drawn for requests that name none")
+        int | None, Meta(description="seed of the random seeds given to requests without one")
     ] = None
     load_progress: Annotated[bool, Meta(description="progress bars while loading")] = True
 
@@ -146,10 +150,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Meta(description="keys that clients may use; none: no key is asked for"),
     ] = ()
     allowed_origins: Annotated[
-        tuple[str, ...], Meta(description="Origins let in besides the server's own")
+        tuple[str, ...], Meta(description="Origins allowed besides the server's own")
     ] = ()
     allowed_hosts: Annotated[
-        tuple[str, ...], Meta(description="Host headers let in besides localhost and the address")
+        tuple[str, ...], Meta(description="Host headers allowed besides localhost and the address")
     ] = ()
     allow_public_bind: Annotated[
         bool, Meta(description="listen beyond this machine without a key")
@@ -159,17 +163,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ssl_keyfile: Annotated[str | None, Meta(description="its private key")] = None
     log_level: Annotated[
         Literal["critical", "error", "warning", "info", "debug"],
-        Meta(description="the least serious messages to log"),
+        Meta(description="minimum severity of the messages to log"),
     ] = "info"
     log_format: Annotated[
-        Literal["text", "json"], Meta(description="of the log's lines, on standard error")
+        Literal["text", "json"], Meta(description="format of the log's lines, on standard error")
     ] = "text"
     log_prompts: Annotated[
         bool, Meta(description="log the text of prompts with their finished requests")
     ] = False
     otlp_endpoint: Annotated[
         str | None,
-        Meta(description="where to send OpenTelemetry traces over HTTP; wants the extra [otel]"),
+        Meta(description="where to send OpenTelemetry traces over HTTP; requires the extra [otel]"),
     ] = None
     watchdog_s: Annotated[
         Annotated[float, Meta(ge=0.0)],
@@ -195,11 +199,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 4.0
     max_requests_per_minute: Annotated[
         Limit | None,
-        Meta(description="of each key; beyond it the answer is 429; 0: no limit; else 12,000"),
+        Meta(
+            description="requests a minute of each key; beyond it the answer is "
+            "429; 0: no limit; else 12,000"
+        ),
     ] = None
     max_tokens_per_minute: Annotated[
         Limit | None,
-        Meta(description="of each key, prompts and output together; 0 or absent: no limit"),
+        Meta(description="tokens a minute of each key, prompts and output; 0 or absent: no limit"),
     ] = None
     max_streams_per_key: Annotated[
         Limit | None,
@@ -214,7 +221,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = None
     priority: Annotated[
         Priority,
-        Meta(description="of requests; a lower one runs first, and none may name a lower one"),
+        Meta(
+            description="default priority; a lower one runs first, and "
+            "no request may set a lower one"
+        ),
     ] = 0
     key_limits: Annotated[
         dict[str, KeyLimits],
@@ -222,12 +232,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = {}
     metrics_key: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
-        Meta(description="the one key for /metrics, good for nothing else; absent: any api_key"),
+        Meta(description="the one key for /metrics, valid for nothing else; absent: any api_key"),
     ] = None
     max_connections_per_address: Annotated[
         Limit,
         Meta(
-            description="open at once; 0: no limit, as behind a proxy, where all have its address"
+            description="connections open at once; 0: no limit, as behind a "
+            "proxy, where all have its address"
         ),
     ] = 2048
     stream_window: Annotated[
@@ -240,7 +251,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 30.0
     pause_timeout: Annotated[
         Annotated[float, Meta(ge=0.0)],
-        Meta(description="seconds a reader may lag beyond the window before it is sent away"),
+        Meta(description="seconds a reader may lag beyond the window before it is disconnected"),
     ] = 60.0
     retain_s: Annotated[
         Annotated[float, Meta(ge=0.0)], Meta(description="seconds a finished response is kept")
@@ -254,7 +265,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             value = setting.parse(getattr(self, setting.name), where=setting.name, is_text=False)
             msgspec.structs.force_setattr(self, setting.name, value)
         if self.root_path.strip("/") and not self.root_path.startswith("/"):
-            raise ConfigError("root_path: it begins with a /", param="root_path")
+            raise ConfigError("root_path: must begin with a /", param="root_path")
         msgspec.structs.force_setattr(self, "root_path", self.root_path.rstrip("/"))
         if not self.key_limits.keys() <= set(self.api_key):
             raise ConfigError("key_limits: a key that is not in api_key", param="key_limits")
@@ -378,7 +389,7 @@ def strangers(environment: Mapping[str, str]) -> list[str]:
     """
     known = {s.variable for s in settings()} | {FILE_VARIABLE, KERNELS_VARIABLE}
     return [
-        f"environment variable {variable} is no setting{_hint(variable, sorted(known))}"
+        f"environment variable {variable} is not a setting{_hint(variable, sorted(known))}"
         for variable in sorted(environment)
         if variable.startswith(ENVIRONMENT_PREFIX)
         and variable not in known
@@ -415,7 +426,7 @@ def _from_file(known: Mapping[str, Setting], file: Path) -> dict[str, Any]:
     for key, raw in table.items():
         setting = known.get(key)
         if setting is None:
-            raise ConfigError(f"{file}: {key} is no setting{_hint(key, known)}", param=key)
+            raise ConfigError(f"{file}: {key} is not a setting{_hint(key, known)}", param=key)
         values[key] = setting.parse(raw, where=f"{file}: {key}", is_text=False)
     return values
 

@@ -296,7 +296,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if prompts and isinstance(prompts[0], int):
         return [prompts]  # type: ignore[list-item]
     if not all(isinstance(p, str | Sequence) for p in prompts):
-        raise InvalidRequest("a prompt is a text or a sequence of token ids", param="prompts")
+        raise InvalidRequest("a prompt must be a text or a sequence of token ids", param="prompts")
     return list(prompts)  # type: ignore[arg-type]
 
 

@@ -49,7 +49,7 @@ def test_a_path_that_is_not_there_is_never_looked_for_on_the_hub(model: str) -> 
 
 def test_a_hub_id_out_of_reach_is_a_clear_refusal() -> None:
     """Tests are offline: only the cache could have it."""
-    with pytest.raises(ConfigError, match="the hub did not give it") as refusal:
+    with pytest.raises(ConfigError, match="the hub did not provide it") as refusal:
         resolve_model(Config(model="nobody/no-such-model", load_progress=False))
     assert refusal.value.param == "model"
 

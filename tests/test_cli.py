@@ -96,7 +96,7 @@ def test_locust_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> No
         (["loadtest", "x"], "invalid choice: 'x'"),
         (["loadtest", "open-loop", "--rate"], "unrecognized arguments: --rate"),
         ([], "usage: streamer"),
-        (["swerve"], "no command is called 'swerve'"),
+        (["swerve"], "unknown command 'swerve'"),
         (["serve", "--prot", "1"], "unrecognized arguments: --prot"),
         (["serve", "--max-num", "1"], "unrecognized arguments: --max-num"),
         (["serve", "--port", "x"], "--port: expected `int`, got 'x'"),
@@ -108,7 +108,7 @@ def test_locust_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> No
         (["generate", "hi", "--top-k", "x"], "--top-k: expected `int`"),
         (["generate", " "], "PROMPT is empty"),
         (["generate", "hi", "--raw", "--system", "x"], "leave --raw out"),
-        (["chat", "--url", "ftp://x"], "--url: ftp://x is no address"),
+        (["chat", "--url", "ftp://x"], "--url: ftp://x is not the address of a server"),
         (["chat", "fake", "--url", "localhost:1"], "leave MODEL out"),
         (["chat", "--url", "localhost:1", "--max-num-seqs", "3"], "leave --max-num-seqs out"),
         (["simulate", "--lengths", "1,x"], "--lengths wants numbers"),
@@ -129,7 +129,7 @@ def test_an_unknown_variable_is_warned_of(
     monkeypatch.setenv("STREAMER_PROT", "1")
     assert main(["info"]) == 0
     (warning,) = caplog.records
-    assert "STREAMER_PROT is no setting" in warning.getMessage()
+    assert "STREAMER_PROT is not a setting" in warning.getMessage()
 
 
 def test_a_streamer_error_is_1_without_a_traceback(

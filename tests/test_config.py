@@ -77,7 +77,7 @@ def test_a_variable_that_is_no_setting_is_warned_of_and_not_refused() -> None:
     said = strangers(environment)
     assert [line.split()[2] for line in said] == sorted(list(environment)[:3])
     assert said[0] == (
-        "environment variable STREAMER_PROT is no setting; did you mean STREAMER_PORT?"
+        "environment variable STREAMER_PROT is not a setting; did you mean STREAMER_PORT?"
     )
 
 
@@ -107,10 +107,10 @@ def test_refusals_name_the_place(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("prot = 1", "prot is no setting; did you mean port?"),
+        ("prot = 1", "prot is not a setting; did you mean port?"),
         ('port = "8000"', "port: expected `int`"),
         ("port = ", "settings.toml:"),
-        ("[server]\nport = 1", "server is no setting"),
+        ("[server]\nport = 1", "server is not a setting"),
     ],
 )
 def test_files_are_refused_by_key(tmp_path: Path, text: str, message: str) -> None:

@@ -24,12 +24,12 @@ COMMANDS = {
     "chat": Command("streamer.cli.chat", "talk to a model, or to a server, in the terminal"),
     "generate": Command("streamer.cli.generate", "answer one prompt"),
     "info": Command("streamer.cli.info", "what a checkpoint is and what it needs"),
-    "doctor": Command("streamer.cli.doctor", "check this machine and say how to mend it"),
+    "doctor": Command("streamer.cli.doctor", "check this machine and say how to fix it"),
     "simulate": Command(
-        "streamer.loadtest.inside.simulate", "the scheduler on paper, without a model"
+        "streamer.loadtest.inside.simulate", "simulate the scheduler, without a model"
     ),
-    "bench": Command("streamer.cli.bench", "measure a part by itself"),
-    "loadtest": Command("streamer.cli.loadtest", "put load on a server, this one or another"),
+    "bench": Command("streamer.cli.bench", "benchmark one part by itself"),
+    "loadtest": Command("streamer.cli.loadtest", "load-test a server, this one or another"),
 }
 
 
@@ -77,7 +77,7 @@ def _without_command(words: list[str]) -> int:
     parser.add_argument("--version", action="version", version=f"streamer {__version__}")
     parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)
     if words and not words[0].startswith("-"):
-        parser.error(f"no command is called {words[0]!r}; there are {', '.join(COMMANDS)}")
+        parser.error(f"unknown command {words[0]!r}; the commands are {', '.join(COMMANDS)}")
     parser.parse_args(words)
     parser.print_help()
     return OK if words else USAGE

@@ -121,7 +121,7 @@ def config_flags_given(args: argparse.Namespace) -> list[str]:
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """A flag for each sampling parameter whose field has `is_flag`."""
-    group = parser.add_argument_group("sampling", "what is absent is as the model has it")
+    group = parser.add_argument_group("sampling", "defaults are the model's")
     for parameter in FLAGGED:
         options: dict[str, Any] = {"dest": f"sampling_{parameter.name}", "default": None}
         options["help"] = parameter.field.help

@@ -22,7 +22,7 @@ PROGRAMS = {
         "streamer.loadtest.open_loop.report", "one or two open-loop runs as an HTML page"
     ),
     "attacks": Command(
-        "streamer.loadtest.attacks.command", "what a neighbour of an attacker keeps"
+        "streamer.loadtest.attacks.command", "throughput left to other clients during attacks"
     ),
     "compare": Command("streamer.loadtest.compare.command", "this engine beside installed others"),
 }

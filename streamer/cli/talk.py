@@ -136,7 +136,9 @@ def socket_url(url: str) -> str:
     except ValueError:  # a port that is no number, an unpaired bracket
         is_address = False
     if not is_address or not url.isprintable() or " " in url:
-        raise UsageError(f"--url: {url} is no address of a server, such as http://127.0.0.1:8000")
+        raise UsageError(
+            f"--url: {url} is not the address of a server, such as http://127.0.0.1:8000"
+        )
     path = parts.path.rstrip("/").removesuffix("/responses").removesuffix("/v1")
     return urlunsplit((schemes[parts.scheme], parts.netloc, path + "/v1/responses", "", ""))
 

@@ -135,7 +135,9 @@ class BlockPool:
         for block in blocks:
             if self._refs[block] == 0 and self._cool_until.pop(block, None) is None:
                 if block not in self._cached:
-                    raise InvariantViolated(f"{self.name} block {block} is blank: not to share")
+                    raise InvariantViolated(
+                        f"{self.name} block {block} is blank: it can't be shared"
+                    )
                 del self._cached[block]
             self._refs[block] += 1
 
@@ -177,7 +179,9 @@ class BlockPool:
         if block_hash in self._index or block in self._published:
             return False
         if self._refs[block] == 0:
-            raise InvariantViolated(f"{self.name} block {block} is nobody's: not published")
+            raise InvariantViolated(
+                f"{self.name} block {block} has no reference: it can't be published"
+            )
         self._index[block_hash] = block
         self._published[block] = (block_hash, tokens)
         return True

@@ -165,7 +165,7 @@ class FairQueue:
         for request in requests:
             add = request.add
             if self._levels[add.priority].shares.get(add.tenant) is not request.share:
-                raise InvariantViolated(f"request {add.request_id} pays for another tenant")
+                raise InvariantViolated(f"request {add.request_id} is charged to another tenant")
             live[request.share] = live.get(request.share, 0) + 1
         for priority, level in self._levels.items():
             total = 0

@@ -29,7 +29,9 @@ def apply_result(state: State, result: StepResult) -> StepOutput:
     for row, token in zip(result.rows, result.tokens, strict=True):
         seq = owners[row]
         if seq is None:
-            raise InvariantViolated(f"plan {result.number} drew a token for row {row}, nobody's")
+            raise InvariantViolated(
+                f"plan {result.number} drew a token for row {row}, which no sequence has"
+            )
         seq.num_pending -= 1
         if seq.finish_reason is not None:
             continue
@@ -62,7 +64,7 @@ def fail_row(state: State, row: int, reason: str) -> None:
     """End the request of a row whose logits were not finite, and unpublish its blocks."""
     seq = state.rows.owners[row]
     if seq is None:
-        raise InvariantViolated(f"row {row} failed, but is nobody's: {reason}")
+        raise InvariantViolated(f"row {row} failed, but no sequence has it: {reason}")
     seq.num_pending -= 1
     if seq.finish_reason is not None:
         return
@@ -82,7 +84,9 @@ def prompt_scores(state: State, result: StepResult) -> dict[str, tuple[TokenLogp
     for row, found in result.prompt_logprobs.items():
         seq = state.rows.owners[row]
         if seq is None:
-            raise InvariantViolated(f"plan {result.number} scored a prompt in row {row}, nobody's")
+            raise InvariantViolated(
+                f"plan {result.number} scored a prompt in row {row}, which no sequence has"
+            )
         if seq.finish_reason is not None:
             continue
         if any(math.isnan(lp.logprob) for lp in found):

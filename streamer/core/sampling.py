@@ -85,19 +85,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0.0
     # divides positive and multiplies negative logits of tokens in prompt or output (Keskar 2019)
     repetition_penalty: Annotated[
-        float, Field("above 1: what was said is less likely", (0.01, 10.0), is_of_model=True)
+        float,
+        Field(
+            "above 1: tokens already in prompt or answer are less likely",
+            (0.01, 10.0),
+            is_of_model=True,
+        ),
     ] = 1.0
     # these two are subtracted from the logits of output tokens
     presence_penalty: Annotated[
-        float, Field("taken from tokens already in the answer", (-2.0, 2.0))
+        float, Field("subtracted from the logits of tokens already in the answer", (-2.0, 2.0))
     ] = 0.0
     frequency_penalty: Annotated[
-        float, Field("the same, for each time they occur", (-2.0, 2.0))
+        float, Field("the same, once for each time a token occurs", (-2.0, 2.0))
     ] = 0.0
     logit_bias: Annotated[
         dict[int, float],
         Field(
-            "token id: what is added to its logit",
+            "token id: a number that is added to its logit",
             (-100.0, 100.0),
             max_entries=MAX_LOGIT_BIAS,
             is_flag=False,
@@ -116,7 +121,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: Annotated[
         int | None, Field("the longest answer, in tokens", (1, MAX_TOKENS), is_in_bodies=False)
     ] = None
-    min_tokens: Annotated[int, Field("no end before so many tokens", (0, MAX_TOKENS))] = 0
+    min_tokens: Annotated[
+        int, Field("the answer does not end before this many tokens", (0, MAX_TOKENS))
+    ] = 0
     ignore_eos: Annotated[bool, Field("go on after the model's own end")] = False
     # None: none; k: the drawn token's log probability and the k best ones'
     logprobs: Annotated[
@@ -132,7 +139,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: Annotated[
         int | None,
         Field(
-            "the same of the prompt's tokens", (0, MAX_LOGPROBS), is_in_bodies=False, is_flag=False
+            "likewise for the prompt's tokens", (0, MAX_LOGPROBS), is_in_bodies=False, is_flag=False
         ),
     ] = None
     n: Annotated[
@@ -237,7 +244,7 @@ def text(name: str, value: object) -> str:
     except UnicodeEncodeError as error:
         at = error.start
         raise InvalidRequest(
-            f"{name} is no valid Unicode: a lone surrogate at {at}", param=name
+            f"{name} is not valid Unicode: a lone surrogate at {at}", param=name
         ) from None
     return value
 

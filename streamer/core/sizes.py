@@ -111,7 +111,7 @@ def check_fits(num_prompt: int, n: int, max_tokens: int | None, config: Schedule
         # OpenAI's words here too
         raise ContextLengthExceeded(
             f"This model's maximum context length is {context} tokens, but "
-            f"{num_prompt + max_tokens} were asked for: {num_prompt} of the prompt and "
+            f"{num_prompt + max_tokens} were requested: {num_prompt} of the prompt and "
             f"{max_tokens} of output",
             param="max_tokens",
         )

@@ -12,4 +12,4 @@ CHECKPOINT: Path = Path(__file__).parent / "checkpoint"
 """The demo model: an ordinary Llama checkpoint folder with tokenizer and chat template."""
 
 DRAFT: Path = Path(__file__).parent / "draft"
-"""A model of a tenth of its size with the same tokenizer, to draft for it; a wheel has it not."""
+"""A model of a tenth of its size with the same tokenizer, to draft for it; not part of a wheel."""

@@ -247,7 +247,7 @@ class AsyncEngine:
         def expire() -> None:
             self._command(Cancel(stream.request_id))
             what = "was not complete" if stream.is_started else "had not begun"
-            says = f"the answer {what} within the {deadline_s:g} s that the request gave it"
+            says = f"the answer {what} within the request's deadline of {deadline_s:g} s"
             self._streams.fail(stream, DeadlineExceeded(says))
 
         timer = asyncio.get_running_loop().call_later(deadline_s, expire)

@@ -178,7 +178,9 @@ class Pool:
             worker.interrupt(job)
         if num_hung == self._num_threads and not self.is_hung:
             self.is_hung = True
-            self._on_hung(PoolHung(f"every thread for prompts hangs for {self._limit_s:g} s"))
+            self._on_hung(
+                PoolHung(f"every thread that prepares prompts has hung for {self._limit_s:g} s")
+            )
         elif self._waiting or any(job is not None for _, job in jobs):
             self._watch_later()  # a job just taken may show in its future alone
 

@@ -163,7 +163,7 @@ class Registry:
             theirs = f"{waiting} choices are waiting" if n > free else f"{own} choices of this key"
             ahead = load.rows_before(asking.priority, asking.tenant, n)
             raise _too_many(
-                f"{theirs} and {n} more asked for; the limit is {max_queue}",
+                f"{theirs} and {n} more requested; the limit is {max_queue}",
                 ahead * load.mean_s(now) / max_num_seqs,
             )
         if asking.patience_s is None:

@@ -176,4 +176,4 @@ def check_ids(name: str, given: Sequence[int], vocab_size: int) -> tuple[int, ..
     if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
         return ids
     wrong = next(i for i in ids if not 0 <= i < vocab_size)
-    raise InvalidRequest(f"{name}: {wrong} is no token id below {vocab_size}", param=name)
+    raise InvalidRequest(f"{name}: {wrong} is not a token id below {vocab_size}", param=name)

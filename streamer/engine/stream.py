@@ -332,7 +332,7 @@ class TokenStream:
         cursors = [after] * n if isinstance(after, int) else list(after)
         if len(cursors) != n or any(c < 0 for c in cursors):
             raise InvalidRequest(
-                f"a cursor of {n} numbers from 0 on is wanted, got {after}", param="starting_after"
+                f"the cursor must be {n} numbers of 0 or more, got {after}", param="starting_after"
             )
         for choice, log in enumerate(self._choices):
             head, is_live = len(log.tokens), self.finishes[choice] is None and self.error is None

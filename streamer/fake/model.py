@@ -71,7 +71,7 @@ def parse_name(model: str) -> FakeOptions:
     is_rate = 0 <= options.tokens_per_s < math.inf
     if not is_rate or options.depth not in (0, 1) or options.length < 0:
         raise ConfigError(
-            f"model {model}: tokens_per_s and length are 0 or more, depth is 0 or 1", param="model"
+            f"model {model}: tokens_per_s and length must be 0 or more, depth 0 or 1", param="model"
         )
     return options
 

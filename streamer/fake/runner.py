@@ -200,7 +200,7 @@ class FakeRunner:
                 rows.append(number)
                 tokens.append(row.draw())
         if chunks:
-            raise InvariantViolated(f"plan {plan.number}: chunks of rows {[*chunks]}, nobody's")
+            raise InvariantViolated(f"plan {plan.number}: no sequence has the rows {[*chunks]}")
         for number, join in forks.items():
             row = self._rows[number]
             is_whole = row.computed == row.known == row.first <= row.capacity
@@ -244,7 +244,9 @@ class FakeRunner:
         rows = self._rows
         for number in plan.leaves:
             if rows.pop(number, None) is None:
-                raise InvariantViolated(f"plan {plan.number}: row {number} leaves, but is not here")
+                raise InvariantViolated(
+                    f"plan {plan.number}: row {number} leaves, but is not in the batch"
+                )
         for join in plan.joins:
             if join.row in rows or join.row < 0:
                 raise InvariantViolated(f"plan {plan.number}: row {join.row} joins twice")
@@ -269,7 +271,7 @@ class FakeRunner:
             if row is None or not 0 <= update.start <= row.num_blocks:
                 raise InvariantViolated(
                     f"plan {plan.number}: blocks for row {update.row} from {update.start} on, "
-                    f"but it {'has ' + str(row.num_blocks) if row else 'is not here'}"
+                    f"but it {'has ' + str(row.num_blocks) if row else 'is not in the batch'}"
                 )
             self._check_blocks(plan, update.blocks)
             row.num_blocks = update.start + len(update.blocks)

@@ -130,7 +130,7 @@ class ChatTemplate:
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
         if len(source) > MAX_TEMPLATE:
             raise ConfigError(
-                f"the chat template has {len(source)} characters, at most {MAX_TEMPLATE} may be",
+                f"the chat template has {len(source)} characters; the maximum is {MAX_TEMPLATE}",
                 param="chat_template",
             )
         environment = _Environment(
@@ -212,7 +212,9 @@ def _flatten(message: Mapping[str, Any], index: int) -> dict[str, Any]:
         flat["content"] = ""
     elif not isinstance(content, str):
         if not isinstance(content, Sequence):
-            raise InvalidRequest("content is a string or parts", param=f"messages[{index}].content")
+            raise InvalidRequest(
+                "content must be a string or parts", param=f"messages[{index}].content"
+            )
         texts = [
             _part_text(part, f"messages[{index}].content[{i}]") for i, part in enumerate(content)
         ]
@@ -229,10 +231,12 @@ def _part_text(part: Any, where: str) -> str:
         return part
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind not in TEXT_PARTS:
-        raise InvalidRequest(f"{where}: this model reads text parts alone, got {kind}", param=where)
+        raise InvalidRequest(
+            f"{where}: this model accepts only text parts, got {kind}", param=where
+        )
     text = part.get("text")
     if not isinstance(text, str):
-        raise InvalidRequest(f"{where}.text is no string", param=f"{where}.text")
+        raise InvalidRequest(f"{where}.text is not a string", param=f"{where}.text")
     return text
 
 

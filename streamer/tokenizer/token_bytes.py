@@ -58,7 +58,7 @@ def _steps(decoder: Mapping[str, Any] | None) -> list[_Step]:
     """What a decoder does to each token, in order; tokens are one text from Fuse on."""
     parts = list(_parts(decoder))
     if not parts:
-        raise _cannot_stream("none", "says nothing of how tokens become text")
+        raise _cannot_stream("none", "does not say how tokens become text")
     steps: list[_Step] = []
     is_fused = has_bytes = False
     for part in parts:
@@ -78,7 +78,9 @@ def _steps(decoder: Mapping[str, Any] | None) -> list[_Step]:
         elif kind == "Replace":
             pattern = part["pattern"].get("String")
             if not pattern:
-                raise _cannot_stream(kind, f"has the pattern {part['pattern']}, which is no string")
+                raise _cannot_stream(
+                    kind, f"has the pattern {part['pattern']}, which is not a string"
+                )
             if is_fused and len(pattern) > 1:
                 raise _cannot_stream(kind, f"of {pattern!r} after Fuse is found across tokens")
             steps.append(_replace(pattern, part["content"]))

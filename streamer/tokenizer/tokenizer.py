@@ -262,7 +262,7 @@ def _library() -> Iterator[None]:
     try:
         yield
     except (UnicodeError, TypeError) as e:
-        raise InvalidRequest(f"the prompt is no valid Unicode text: {e}", param="prompt") from e
+        raise InvalidRequest(f"the prompt is not valid Unicode text: {e}", param="prompt") from e
     except BaseException as e:
         if type(e).__name__ != "PanicException":
             raise
@@ -286,7 +286,7 @@ def _require_size(file: Path, most: int) -> None:
     """ConfigError above `most` bytes: reading the file could take the machine's memory."""
     size = file.stat().st_size
     if size > most:
-        raise ConfigError(f"{file} has {size} bytes, at most {most} are read", param="model")
+        raise ConfigError(f"{file} has {size} bytes; the maximum is {most}", param="model")
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -298,7 +298,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as e:
         raise ConfigError(f"{file}: {e}", param="model") from e
     if not isinstance(table, dict):
-        raise ConfigError(f"{file} holds no table", param="model")
+        raise ConfigError(f"{file} is not a JSON object", param="model")
     return table
 
 

@@ -109,7 +109,7 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(InvariantViolated, match="given back without a reference"):
         pool.give_back([block], 0)
     pool = BlockPool(2, "device")
-    with pytest.raises(InvariantViolated, match="blank: not to share"):
+    with pytest.raises(InvariantViolated, match="blank: it can't be shared"):
         pool.share([0])
 
 

@@ -231,7 +231,7 @@ def test_check_finds_a_lost_account_and_a_wrong_one() -> None:
         state.queue.check(state.requests.by_id.values())
     first.share.num_live -= 1
     first.share, second.share = second.share, first.share
-    with pytest.raises(InvariantViolated, match="pays for another"):
+    with pytest.raises(InvariantViolated, match="charged to another"):
         state.queue.check(state.requests.by_id.values())
 
 

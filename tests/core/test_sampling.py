@@ -65,7 +65,7 @@ def test_a_value_out_of_bounds_is_refused_by_name(field: str, value: Any) -> Non
         ("skip_special_tokens", None, "skip_special_tokens must be true or false, got NoneType"),
         ("stop", 5, "stop must be a list, got int 5"),
         ("stop", (5,), "stop[0] must be a string, got int 5"),
-        ("stop", ("ok", "a\ud800"), "stop[1] is no valid Unicode: a lone surrogate at 1"),
+        ("stop", ("ok", "a\ud800"), "stop[1] is not valid Unicode: a lone surrogate at 1"),
         ("stop_token_ids", 7, "stop_token_ids must be a list, got int 7"),
         ("stop_token_ids", (7, 1.5), "stop_token_ids[1] must be an integer, got float 1.5"),
         ("logit_bias", [1], "logit_bias must map token ids to numbers"),

@@ -237,7 +237,7 @@ def test_a_request_that_can_never_run_is_refused_with_the_numbers() -> None:
     config = make_config(num_blocks=10)
     with pytest.raises(ContextLengthExceeded, match=r"need 12 blocks of 4 tokens; .* has 10"):
         check_fits(10, 3, 6, config)
-    with pytest.raises(ContextLengthExceeded, match="64 tokens, but 65 were asked for: 60 "):
+    with pytest.raises(ContextLengthExceeded, match="64 tokens, but 65 were requested: 60 "):
         check_fits(60, 1, 5, make_config())
     with pytest.raises(ContextLengthExceeded, match="too long: it has 64, "):
         check_fits(64, 1, None, make_config())

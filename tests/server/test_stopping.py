@@ -304,7 +304,7 @@ async def test_hung_templates_are_told_of_and_end_the_process() -> None:
             assert (answer.status_code, answer.json()["error"]["code"]) == (500, "prompt_timeout")
         _, told = await asyncio.to_thread(process.communicate, timeout=DEADLINE_S)
     assert process.returncode == 1
-    assert told.count("PoolHung: every thread for prompts hangs for 0.3 s") == 1
+    assert told.count("PoolHung: every thread that prepares prompts has hung for 0.3 s") == 1
 
 
 # ---------------------------------------------------------------- what is cut off says so
