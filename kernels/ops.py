@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -23,6 +24,8 @@ from streamer.kernels.batch import Forward as Forward
 from streamer.kernels.batch import Limits as Limits
 from streamer.kernels.draws import Draws as Draws
 from streamer.kernels.quantized import scale_rows
+from streamer.kernels.weights import QuantizedWeight as QuantizedWeight
+from streamer.kernels.weights import Weight as Weight
 
 
 class Linear(Protocol):
@@ -36,6 +39,11 @@ class Linear(Protocol):
         With add_to [T, N], which is not for gates, the product is added to it and it is returned.
         On a CPU a row's result does not depend on how many rows there are.
         """
+        ...
+
+    def rows(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Rows of the matrix for tokens [T] -> [T, K], as Backend.embedding; only of a weight that
+        was packed with is_table."""
         ...
 
 
@@ -81,12 +89,21 @@ class Backend(Protocol):
         ...
 
     def pack_weight(
-        self, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
+        self,
+        parts: Sequence[Weight],
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        is_table: bool = False,
     ) -> Linear:
-        """A weight [N, K] (and bias [N]) in the backend's own form; the argument may be freed.
+        """Weights [N_i, K], stacked to [N, K], in the backend's own form; they may be freed.
 
+        bias        [N]
         activation  silu, gelu or gelu_tanh: the first N / 2 outputs are gates, the others their
                     ups, and the result is act(gate) * up
+        dtype       of x and of the result; None: that of the parts, if they are dense
+        is_table    whether its rows are looked up, too (Linear.rows)
         """
         ...
 

@@ -5,10 +5,13 @@ Called through reference.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
+
+from streamer.kernels.weights import Weight, stack
 
 
 @lru_cache
@@ -37,15 +40,21 @@ class Linear:
     packing, and they compute two rows instead of one.
     """
 
-    __slots__ = ("_bias", "_pads", "_weight", "activation", "is_packed", "shape")
+    __slots__ = ("_bias", "_pads", "_table", "_weight", "activation", "is_packed", "shape")
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
+        *,
+        is_table: bool = False,
     ) -> None:
         self.shape = (weight.shape[0], weight.shape[1])
         self.activation = activation
         self.is_packed = weight.device.type == "cpu" and can_pack(weight.dtype)
         self._bias = bias
+        self._table = weight if is_table else weight[:0]
         self._pads = False
         if self.is_packed:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
@@ -65,6 +74,10 @@ class Linear:
             return F.silu(gate).mul_(up)
         approximate = "tanh" if self.activation == "gelu_tanh" else "none"
         return F.gelu(gate, approximate=approximate).mul_(up)
+
+    def rows(self, tokens: torch.Tensor) -> torch.Tensor:
+        """See ops.Linear."""
+        return F.embedding(tokens, self._table)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, K] -> [T, N], the activation left out."""
@@ -91,7 +104,12 @@ class Linear:
 
 
 def pack_weight(
-    weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
+    parts: Sequence[Weight],
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    is_table: bool = False,
 ) -> Linear:
-    """See Backend.pack_weight."""
-    return Linear(weight, bias, activation)
+    """See Backend.pack_weight: codes are dequantized once, here, and multiplied as dense."""
+    return Linear(stack(parts, dtype), bias, activation, is_table=is_table)

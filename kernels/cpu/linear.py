@@ -5,9 +5,12 @@ Called through native.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from streamer.kernels.cpu.program import Call, Kind, issue, new_rows, team
+from streamer.kernels.weights import Weight, stack
 
 ACTIVATIONS = {None: 0, "silu": 2, "gelu": 3, "gelu_tanh": 4}  # linear.c's flags
 ADD = 1
@@ -16,14 +19,20 @@ ADD = 1
 class Linear:
     """A packed weight [N, K] with its bias and the activation of its gates. See ops.Linear."""
 
-    __slots__ = ("activation", "bias", "packed", "shape")
+    __slots__ = ("_table", "activation", "bias", "packed", "shape")
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: str | None,
+        *,
+        is_table: bool,
     ) -> None:
         n, k = weight.shape
         width = 2 * team.lanes
         self.shape = (n, k)
+        self._table = weight if is_table else weight[:0]
         self.activation = activation
         self.packed = torch.empty(-(-n // width) * width * -(-k // 2) * 2, dtype=weight.dtype)
         self.bias = None
@@ -52,6 +61,17 @@ class Linear:
         )
         return out
 
+    def rows(self, tokens: torch.Tensor) -> torch.Tensor:
+        """See ops.Linear."""
+        return embedding(tokens, self._table)
+
+
+def embedding(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """See Backend.embedding."""
+    out = new_rows(tokens, table.shape[1], dtype=table.dtype)
+    issue(Call(Kind.EMBEDDING, tokens, table.dtype, (tokens, table, out), (table.shape[1],)))
+    return out
+
 
 def _interleave(bias: torch.Tensor, lanes: int) -> torch.Tensor:
     """The bias of gates and ups in the order of their panels: `lanes` of each in turn."""
@@ -61,7 +81,12 @@ def _interleave(bias: torch.Tensor, lanes: int) -> torch.Tensor:
 
 
 def pack_weight(
-    weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
+    parts: Sequence[Weight],
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    is_table: bool = False,
 ) -> Linear:
     """See Backend.pack_weight."""
-    return Linear(weight, bias, activation)
+    return Linear(stack(parts, dtype), bias, activation, is_table=is_table)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from streamer.kernels import reference
 from streamer.kernels.batch import AttentionBatch, Forward, Limits
+from streamer.kernels.cpu.linear import embedding as embedding
 from streamer.kernels.cpu.linear import pack_weight as pack_weight
 from streamer.kernels.cpu.program import Call, Count, Kind, Program, issue, new_rows, team
 from streamer.kernels.draws import Draws
@@ -67,13 +68,6 @@ def in_huge_pages(memory: torch.Tensor) -> torch.Tensor:
             ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_HUGEPAGE
         )
     return memory
-
-
-def embedding(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """See Backend.embedding."""
-    out = new_rows(tokens, table.shape[1], dtype=table.dtype)
-    issue(Call(Kind.EMBEDDING, tokens, table.dtype, (tokens, table, out), (table.shape[1],)))
-    return out
 
 
 def rms_norm(

@@ -24,10 +24,12 @@ class WeightSource(Protocol):
     dtype: torch.dtype
     device: torch.device
 
-    def take(self, name: str) -> torch.Tensor: ...
+    def take(self, name: str) -> torch.Tensor:
+        """A tensor that is dense whatever the checkpoint's format: a norm's, a bias."""
+        ...
 
-    def merge(self, *names: str) -> torch.Tensor:
-        """The tensors of those names, concatenated along the first dimension."""
+    def weight(self, module: str) -> ops.Weight:
+        """The matrix [N, K] of a module such as model.layers.0.mlp.up_proj, or of an embedding."""
         ...
 
     def layer_done(self) -> None:
@@ -87,15 +89,25 @@ class Decoder:
         self.num_layers = config.num_layers
         self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
-        self._embedding = source.take("model.embed_tokens.weight")
+        table = source.weight("model.embed_tokens")
+        embedding = None
+        if config.tied or not isinstance(table, torch.Tensor):
+            embedding = kernels.pack_weight([table], dtype=source.dtype, is_table=True)
+            self._embed = embedding.rows
+        else:
+            self._embed = partial(kernels.embedding, table=table)
+        del table
         self._rope = RopeTable(kernels, config.rope, source.dtype, source.device)
         self._layers = []
         for i in range(config.num_layers):
             self._layers.append(DecoderLayer(kernels, config, i, source))
             source.layer_done()
         self._norm = source.take("model.norm.weight")
-        head = self._embedding if config.tied else source.take("lm_head.weight")
-        self._head = kernels.pack_weight(head)
+        self._head = (
+            embedding
+            if config.tied and embedding is not None
+            else kernels.pack_weight([source.weight("lm_head")], dtype=source.dtype)
+        )
         self._graph: ops.Forward | None = None
         self._graph_of: tuple[object, ...] = ()
         self._limits: ops.Limits | None = None
@@ -136,7 +148,7 @@ class Decoder:
         last: torch.Tensor | None,
     ) -> torch.Tensor:
         step = Step(batch, positions, tables)
-        residual = self._kernels.embedding(tokens, self._embedding)
+        residual = self._embed(tokens)
         for i, layer in enumerate(self._layers):
             layer(residual, ops.layer_view(pool, i), step)
         eps = self.config.rms_norm_eps
@@ -152,6 +164,6 @@ def _weight(
     activation: str | None = None,
 ) -> ops.Linear:
     """One packed weight of the named projections; the unpacked one is freed here."""
-    weight = source.merge(*(f"{name}.weight" for name in names))
-    bias = source.merge(*(f"{name}.bias" for name in names)) if has_bias else None
-    return kernels.pack_weight(weight, bias, activation)
+    parts = [source.weight(name) for name in names]
+    bias = torch.cat([source.take(f"{name}.bias") for name in names]) if has_bias else None
+    return kernels.pack_weight(parts, bias, activation, dtype=source.dtype)

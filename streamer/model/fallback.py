@@ -434,7 +434,7 @@ def _pack(kernels: ops.Backend, model: Any) -> None:
         else:
             continue
         bias = None if module.bias is None else module.bias.detach()
-        module.forward = _Packed(kernels.pack_weight(weight.detach(), bias))
+        module.forward = _Packed(kernels.pack_weight([weight.detach()], bias))
         if id(module.weight) not in shared:
             module.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
 

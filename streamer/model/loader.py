@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 
 from streamer.errors import ModelNotSupported
-from streamer.kernels.ops import Backend
+from streamer.kernels.ops import Backend, Weight
 from streamer.model.checkpoint import DTYPE_BYTES, Checkpoint
 from streamer.model.decoder import Decoder
 from streamer.model.families import DecoderConfig, expected_tensors
@@ -147,11 +147,9 @@ class SafetensorsSource:
         """The tensor in the computing dtype; a copy, since the file may change under a mapping."""
         return self._read(name).to(self.device, self.dtype, copy=True)
 
-    def merge(self, *names: str) -> torch.Tensor:
-        """Tensors of equal width, stacked along the first dimension."""
-        if len(names) == 1:
-            return self.take(names[0])
-        return torch.cat([self._read(name).to(self.device, self.dtype) for name in names])
+    def weight(self, module: str) -> Weight:
+        """See decoder.WeightSource."""
+        return self.take(f"{module}.weight")
 
     def layer_done(self) -> None:
         """Advance the progress bar, and unmap the files: pages that were read count as resident."""

@@ -30,9 +30,12 @@ class OnDevice:
         self._backend = backend
         self._device = device
 
-    def pack_weight(self, *args: Any) -> Any:
+    def pack_weight(self, parts: list[Any], *args: Any, **kwargs: Any) -> Any:
         """The packed weight stays on the device."""
-        packed = self._backend.pack_weight(*(_Trip(self._device).there(a) for a in args))
+        there = _Trip(self._device).there
+        packed = self._backend.pack_weight(
+            [there(part) for part in parts], *(there(a) for a in args), **kwargs
+        )
         return _Linear(self._travelling(packed), packed.shape)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

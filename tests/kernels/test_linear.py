@@ -29,7 +29,7 @@ def test_equals_float64(
     """Within rounding, for 1 to 100 rows; and added to the output's previous values."""
     weight = random(n, k, dtype=dtype)
     bias = random(n, dtype=dtype, seed=2) if has_bias else None
-    packed = kernels.pack_weight(weight, bias)
+    packed = kernels.pack_weight([weight], bias)
     assert packed.shape == (n, k)
     for rows in (1, 7, 13, 100):
         x = random(rows, k, dtype=dtype, seed=rows)
@@ -55,7 +55,7 @@ def test_rows_do_not_depend_on_their_number(
         pytest.skip("torch multiplies there, by a kernel that it chooses by the number of rows")
     if backend == "torch" and not reference_linear.can_pack(dtype):
         pytest.skip("no packed weights on this CPU: rows may differ in the last bits")
-    weight = kernels.pack_weight(random(n, k, dtype=dtype))
+    weight = kernels.pack_weight([random(n, k, dtype=dtype)])
     x = random(40, k, dtype=dtype, seed=1)
     whole = weight(x)
     wrong = [r for r in range(1, 41) if not torch.equal(weight(x[:r]), whole[:r])]
@@ -69,7 +69,7 @@ def test_without_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where oneDNN is missing, F.linear serves."""
     monkeypatch.setattr(reference_linear, "can_pack", lambda dtype: False)
     weight, x = random(8, 6), random(3, 6)
-    packed = reference_linear.pack_weight(weight)
+    packed = reference_linear.pack_weight([weight])
     assert not packed.is_packed
     assert torch.equal(packed(x), F.linear(x, weight))
 
@@ -77,7 +77,7 @@ def test_without_packing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_strided_input(kernels: ops.Backend) -> None:
     """A view of a wider tensor."""
     weight, x = random(8, 6), random(3, 12)
-    got = kernels.pack_weight(weight)(x[:, 6:])
+    got = kernels.pack_weight([weight])(x[:, 6:])
     torch.testing.assert_close(got, F.linear(x[:, 6:], weight))
 
 
@@ -86,7 +86,7 @@ def test_strided_input(kernels: ops.Backend) -> None:
 def test_gates(kernels: ops.Backend, activation: str, half: int) -> None:
     """act(gate) * up, gates first, bias included."""
     weight, bias, x = random(2 * half, 24), random(2 * half, seed=1), random(5, 24, seed=2)
-    got = kernels.pack_weight(weight, bias, activation)(x)
+    got = kernels.pack_weight([weight], bias, activation)(x)
     gate, up = F.linear(x.double(), weight.double(), bias.double()).chunk(2, -1)
     tanh = 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
     exact = 0.5 * gate * (1 + torch.erf(gate / math.sqrt(2)))
@@ -100,5 +100,12 @@ def test_gates_far_from_zero(kernels: ops.Backend) -> None:
     gates = torch.tensor([-1e4, -200.0, -90.0, -20.0, 20.0, 90.0, 200.0, 1e4])
     for activation, act in (("silu", F.silu), ("gelu", F.gelu), ("gelu_tanh", F.gelu)):
         weight = torch.cat([gates, torch.ones(8)])[:, None]
-        got = kernels.pack_weight(weight, None, activation)(torch.ones(1, 1))
+        got = kernels.pack_weight([weight], None, activation)(torch.ones(1, 1))
         torch.testing.assert_close(got[0], act(gates), atol=1e-5, rtol=1e-5)
+
+
+def test_rows_of_a_packed_table_are_its_rows(kernels: ops.Backend) -> None:
+    table = random(37, 24, dtype=torch.bfloat16)
+    packed = kernels.pack_weight([table], is_table=True)
+    tokens = torch.tensor([36, 0, 5, 5])
+    assert torch.equal(packed.rows(tokens), table[tokens])

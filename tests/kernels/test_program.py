@@ -24,8 +24,8 @@ def layers(count: int) -> list[tuple[ops.Linear, ops.Linear, torch.Tensor]]:
 
     return [
         (
-            native.pack_weight(weight(6 * WIDTH, WIDTH), None, "silu"),
-            native.pack_weight(weight(WIDTH, 3 * WIDTH), weight(WIDTH)),
+            native.pack_weight([weight(6 * WIDTH, WIDTH)], None, "silu"),
+            native.pack_weight([weight(WIDTH, 3 * WIDTH)], weight(WIDTH)),
             weight(WIDTH) + 1,
         )
         for _ in range(count)
@@ -86,7 +86,7 @@ def test_threads_that_sleep_are_woken() -> None:
 
 def test_a_foreign_tensor_is_refused() -> None:
     """The program would not know how many of its rows to take."""
-    foreign, weight = torch.zeros(ROWS, WIDTH), native.pack_weight(torch.zeros(8, WIDTH))
+    foreign, weight = torch.zeros(ROWS, WIDTH), native.pack_weight([torch.zeros(8, WIDTH)])
     with pytest.raises(ValueError, match="no part of the recording"):
         Program.record({}, lambda: weight(foreign))
     assert torch.equal(weight(foreign), torch.zeros(ROWS, 8))
@@ -97,7 +97,7 @@ def test_a_graph_equals_its_forward() -> None:
     case = Case([(3, 20), (1, 33), (40, 50)], heads=4, kv_heads=2, dim=16, block=16)
     layer = ops.layer_view(case.pool, case.layer)
     projection = native.pack_weight(
-        torch.randn(8 * 16, 24, generator=torch.Generator().manual_seed(2))
+        [torch.randn(8 * 16, 24, generator=torch.Generator().manual_seed(2))]
     )
     table = torch.randn(50, 24, generator=torch.Generator().manual_seed(3))
     rope = native.rope_tables(torch.arange(60.0)[:, None] * torch.ones(8), torch.float32)

@@ -4,10 +4,14 @@ cuBLAS chooses its kernel by the number of rows, so a row's last bits may depend
 of rows here; ops.Linear rules that out only for the CPU's backends. Called through backend.py.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
 from streamer.kernels.gpu.linear.activation import gate
+from streamer.kernels.gpu.linear.embedding import embedding
+from streamer.kernels.weights import Weight, stack
 
 
 class Linear:
@@ -32,9 +36,18 @@ class Linear:
         y = F.linear(x, self.weight, self.bias)
         return y if self.activation is None else gate(y, self.activation)
 
+    def rows(self, tokens: torch.Tensor) -> torch.Tensor:
+        """See ops.Linear."""
+        return embedding(tokens, self.weight)
+
 
 def pack_weight(
-    weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
+    parts: Sequence[Weight],
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    is_table: bool = False,
 ) -> Linear:
-    """See Backend.pack_weight: nothing is rearranged, the argument's memory is kept."""
-    return Linear(weight, bias, activation)
+    """See Backend.pack_weight: a single dense part is not rearranged and its memory is kept."""
+    return Linear(stack(parts, dtype), bias, activation)

@@ -138,9 +138,9 @@ class RandomWeights:
         weight = torch.empty(shape, dtype=self.dtype, device=self.device)
         return weight.normal_(0.0, SPREAD, generator=self._random)
 
-    def merge(self, *names: str) -> torch.Tensor:
+    def weight(self, module: str) -> torch.Tensor:
         """See decoder.WeightSource."""
-        return torch.cat([self.take(name) for name in names])
+        return self.take(f"{module}.weight")
 
     def layer_done(self) -> None:
         """See decoder.WeightSource."""

@@ -36,7 +36,7 @@ class Model:
         y = self.ops.paged_attention(
             q, layer, batch, 0.25, sliding_window=None, softcap=None, sinks=None
         )
-        return self.ops.pack_weight(self.head)(y.flatten(1))
+        return self.ops.pack_weight([self.head])(y.flatten(1))
 
 
 def batch_of(table: torch.Tensor, count: int) -> ops.AttentionBatch:

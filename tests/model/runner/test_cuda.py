@@ -326,7 +326,7 @@ def test_a_row_that_is_not_finite_fails_alone(checkpoint: Any, oracle: Any, late
     late(2)
     engine = SyncEngine(folder, max_num_seqs=2, max_model_len=48)
     with torch.inference_mode():
-        engine.runner._model._embedding[poison] = torch.nan  # type: ignore[attr-defined]
+        engine.runner._model._embed.keywords["table"][poison] = torch.nan  # type: ignore
     for i, (prompt, count) in enumerate(asks):
         engine.add(f"r{i}", prompt, count)
     engine.run()

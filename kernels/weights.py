@@ -1,0 +1,77 @@
+"""A weight that pack_weight takes: dense, or as codes with scales, whatever format it came from.
+
+Defines the one form between checkpoint formats and kernels; keeps no state. Parsers in
+model/quantization and model/gguf make it, a matrix at a time and without a dense copy; ops.py and
+every backend take it. What a code means is `dequantize`, the reference of every kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """w[n, k] = scales[n, k // group] * (value - zero) + offsets[n, k // group].
+
+    codes        uint8 [N, K], one a byte, each below 2**bits; value = table[code] where there is a
+                 table, else the code. Or float8_e4m3fn [N, K]: bits 8, zero 0, no table, no offsets
+    scales       float32 [N, ceil(K / group)]; the last group may be shorter
+    group        16, 32, 64, 128 or K (a scale for each output)
+    bits         2 to 8
+    zero         the constant zero point of a symmetric format: 8 of Q4_0, 128 of int8 as uint8
+    offsets      float32 like scales: -scale * zero point of an asymmetric format, -dmin * m of Q4_K
+    table        uint8 [16], the values of 4-bit codes that are no integers in order (IQ4_NL, MXFP4)
+    permutation  int64 [K]: column k of codes multiplies x[:, permutation[k]] (GPTQ's desc_act)
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    group: int
+    bits: int
+    zero: int = 0
+    offsets: torch.Tensor | None = None
+    table: torch.Tensor | None = None
+    permutation: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """[N, K]."""
+        return self.codes.shape
+
+
+Weight = torch.Tensor | QuantizedWeight
+
+
+def dequantize(weight: Weight) -> torch.Tensor:
+    """The weight as float32 [N, K], columns in the order of x; a dense one is converted."""
+    if isinstance(weight, torch.Tensor):
+        return weight.float()
+    n, k = weight.shape
+    values = weight.codes
+    if weight.table is not None:
+        values = weight.table.to(values.device)[values.long()]
+    dense = values.float() - weight.zero
+    groups = weight.scales.shape[1]
+    dense = torch.nn.functional.pad(dense, (0, groups * weight.group - k))
+    dense = dense.view(n, groups, weight.group) * weight.scales.unsqueeze(-1)
+    if weight.offsets is not None:
+        dense += weight.offsets.unsqueeze(-1)
+    dense = dense.view(n, -1)[:, :k]
+    if weight.permutation is None:
+        return dense.contiguous()
+    out = torch.empty(n, k, device=dense.device)
+    out[:, weight.permutation] = dense
+    return out
+
+
+def stack(parts: Sequence[Weight], dtype: torch.dtype | None) -> torch.Tensor:
+    """The parts [N_i, K] as one dense weight of the dtype (None: theirs), stacked along N."""
+    dense = [
+        part if isinstance(part, torch.Tensor) else dequantize(part).to(dtype) for part in parts
+    ]
+    whole = dense[0] if len(dense) == 1 else torch.cat(dense)
+    return whole if dtype is None else whole.to(dtype)
