@@ -24,7 +24,7 @@ from streamer.core.plan import Add, Facts, Plan, StepOutput, StepStats
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler
 from streamer.core.sizes import sizes_of
-from streamer.core.view import SchedulerView, Wanted
+from streamer.core.view import SchedulerView, ViewQuery
 
 if TYPE_CHECKING:
     from streamer.core.sizes import ModelInfo
@@ -122,7 +122,7 @@ def page_tables(view: SchedulerView) -> list[tuple[int, memoryview]]:
 
 MODEL = "small"  # of loadtest/compare/workload.py: 8 layers, 25 million parameters in its layers
 FIRST_ID, LAST_ID = 100, 4000
-EVERYTHING = Wanted((b"",))
+EVERYTHING = ViewQuery((b"",))
 
 
 @contextlib.contextmanager

@@ -67,7 +67,7 @@ class Sequence:
     plain_until   while num_computed is below this, it decodes one token a plan without a check: its
                   row has joined, its block is there and not full, its last token is not due
     look_at       number of known tokens from which `apply` looks at it, whatever the newest one is
-    found         while it holds no blocks: its published prefix, as of the last look
+    found         while it holds no blocks: its published prefix, as last matched
     """
 
     __slots__ = (

@@ -31,7 +31,7 @@ from streamer.core.results import apply_result
 from streamer.core.sizes import SchedulerConfig, check_fits
 from streamer.core.state import Draft, State
 from streamer.core.tokens import continue_running
-from streamer.core.view import Recorder, SchedulerView, Wanted, look
+from streamer.core.view import Recorder, SchedulerView, ViewQuery, view_of
 from streamer.errors import InvalidRequest, InvariantViolated
 
 __all__ = ["Scheduler", "SchedulerConfig", "check_fits"]
@@ -110,12 +110,12 @@ class Scheduler:
             self._recorder.applied(output, state)
         return output
 
-    def snapshot(self, wanted: Wanted) -> SchedulerView:
-        """The view that a look asks for; steps are recorded from here on if it asks for some."""
+    def snapshot(self, query: ViewQuery) -> SchedulerView:
+        """The view for this query; steps are recorded from here on if it requests some."""
         recorder = self._recorder or Recorder()
-        steps, owner_of = recorder.take(wanted.num_steps)
-        self._recorder = recorder if wanted.num_steps else None
-        return look(self.state, wanted, steps, owner_of)
+        steps, owner_of = recorder.take(query.num_steps)
+        self._recorder = recorder if query.num_steps else None
+        return view_of(self.state, query, steps, owner_of)
 
     @property
     def has_told(self) -> bool:

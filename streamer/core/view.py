@@ -1,8 +1,8 @@
-"""What a look at the scheduler shows: pools, page tables, and the steps since the last look.
+"""Views of the scheduler: pools, page tables, and the steps since the last view.
 
-Frozen values, and pure functions over them: `seen_by` keeps what one key may see. `look` and the
+Frozen values, and pure functions over them: `seen_by` keeps what one key may see. `view_of` and the
 Recorder read State, called by the scheduler alone, and change nothing it decides. Views are made on
-the GPU thread, only while a reader looks (otherwise a step pays one test of an attribute), and
+the GPU thread, only when a reader asks (otherwise a step pays one test of an attribute), and
 their size is bounded, whatever the pools' size.
 """
 
@@ -24,15 +24,15 @@ from streamer.core.state import Draft, State
 MAX_CELLS = 1 << 16  # of a pool's grid
 MAX_LISTED = 256  # requests of one owner with their page tables
 MAX_TABLE_BLOCKS = 1 << 15  # of one owner's page tables, all together
-MAX_STEPS = 256  # recorded between two looks
+MAX_STEPS = 256  # recorded between two views
 MAX_ENTRIES = 1 << 13  # of those steps, all together
 
 
-class Wanted(msgspec.Struct, frozen=True):
-    """What a look asks for.
+class ViewQuery(msgspec.Struct, frozen=True):
+    """What a view contains.
 
     owners     prefixes of salts: requests with one of them are listed, the others counted
-    num_steps  steps to record until the next look; 0: none
+    num_steps  steps to record until the next view; 0: none
     """
 
     owners: tuple[bytes, ...] = ()
@@ -57,7 +57,7 @@ class SequenceView(msgspec.Struct, frozen=True):
 
     tokens, computed  known tokens, and those whose KV is (or will be, by launched plans) there
     blocks            device block ids in order, 4 bytes each, little-endian (base64 in JSON); cut
-                      off beyond what a look may carry: num_blocks counts all
+                      off beyond what a view may carry: num_blocks counts all
     host_blocks       likewise while it is swapped out
     """
 
@@ -118,9 +118,9 @@ class StepView(msgspec.Struct, frozen=True):
 class SchedulerView(msgspec.Struct, frozen=True):
     """The scheduler at one moment.
 
-    requests   those of the owners that were asked for, at most MAX_LISTED of each
+    requests   those of the query's owners, at most MAX_LISTED of each
     unlisted   every other live request, counted by status
-    steps      recorded since the last look; a number that is missing was not recorded
+    steps      recorded since the last view; a number that is missing was not recorded
     owner_of   number of each listed or recorded request -> its salt; not for the wire
     """
 
@@ -286,16 +286,16 @@ class Recorder:
         return self._numbers.get(request_id)
 
 
-def look(
-    state: State, wanted: Wanted, steps: tuple[StepView, ...], owner_of: dict[int, bytes]
+def view_of(
+    state: State, query: ViewQuery, steps: tuple[StepView, ...], owner_of: dict[int, bytes]
 ) -> SchedulerView:
     """The scheduler now, with the steps that were recorded and the owners of their requests."""
     positions = {request: i for i, request in enumerate(state.queue.in_order())}
     listed: list[RequestView] = []
     unlisted: Counter[str] = Counter()
-    budgets = {owner: [MAX_LISTED, MAX_TABLE_BLOCKS] for owner in wanted.owners}
+    budgets = {owner: [MAX_LISTED, MAX_TABLE_BLOCKS] for owner in query.owners}
     for request in _in_order(state):
-        owner = next((o for o in wanted.owners if request.add.salt.startswith(o)), None)
+        owner = next((o for o in query.owners if request.add.salt.startswith(o)), None)
         budget = budgets[owner] if owner is not None else None
         if budget is None or not budget[0]:
             unlisted[request.status.value] += 1

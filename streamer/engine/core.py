@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from streamer.core.plan import Add, Command, Facts, Notice, Plan, StepOutput, StepResult, StepTimes
 from streamer.core.scheduler import Scheduler
 from streamer.core.sizes import ModelInfo
-from streamer.core.view import SchedulerView, Wanted
+from streamer.core.view import SchedulerView, ViewQuery
 from streamer.errors import InvariantViolated
 from streamer.tokenizer.chat import Said
 
@@ -99,22 +99,22 @@ _PERMIT, _STOP = _Signal(), _Signal()
 
 
 class Inbox:
-    """What the loop sends the GPU thread: commands, looks, permits to step, the order to stop.
+    """What the loop sends the GPU thread: commands, view queries, permits to step, and the stop.
 
-    looks  the looks not answered yet, oldest first
+    view_queries  those not answered yet, oldest first
 
     `put`, `permit` and `stop` may be called from any thread; the rest belongs to the GPU thread.
     """
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[Command | Wanted | _Signal] = SimpleQueue()
+        self._queue: SimpleQueue[Command | ViewQuery | _Signal] = SimpleQueue()
         self._commands: list[Command] = []
-        self.looks: list[Wanted] = []
+        self.view_queries: list[ViewQuery] = []
         self.permits = 0
         self.is_stopped = False
 
-    def put(self, command: Command | Wanted) -> None:
-        """Send a command, or ask for a look."""
+    def put(self, command: Command | ViewQuery) -> None:
+        """Send a command or a view query."""
         self._queue.put(command)
 
     def permit(self) -> None:
@@ -136,13 +136,13 @@ class Inbox:
         commands, self._commands = self._commands, []
         return commands
 
-    def _sort(self, message: Command | Wanted | _Signal) -> None:
+    def _sort(self, message: Command | ViewQuery | _Signal) -> None:
         if message is _PERMIT:
             self.permits += 1
         elif message is _STOP:
             self.is_stopped = True
-        elif isinstance(message, Wanted):
-            self.looks.append(message)
+        elif isinstance(message, ViewQuery):
+            self.view_queries.append(message)
         elif not isinstance(message, _Signal):
             self._commands.append(message)
 
@@ -204,8 +204,8 @@ class EngineCore:
             self._scheduler.check()
 
     def snapshot(self) -> SchedulerView:
-        """The answer to the oldest look."""
-        return self._scheduler.snapshot(self._inbox.looks.pop(0))
+        """The answer to the oldest view query."""
+        return self._scheduler.snapshot(self._inbox.view_queries.pop(0))
 
     def close(self) -> None:
         """Wait for the launched plans, then close the runner."""

@@ -24,7 +24,7 @@ from streamer.core.plan import Cancel, Command, FinishReason, Pause, Resume, Ste
 from streamer.core.sampling import SamplingParams, params_over
 from streamer.core.scheduler import Scheduler
 from streamer.core.sizes import ModelInfo, SchedulerConfig, sizes_of
-from streamer.core.view import SchedulerView, Wanted
+from streamer.core.view import SchedulerView, ViewQuery
 from streamer.engine.core import EngineCore, Inbox, Runner, Tokenizer
 from streamer.engine.gpu_thread import GpuThread
 from streamer.engine.prompts import Prompts
@@ -40,7 +40,7 @@ from streamer.engine.requests import (
 )
 from streamer.engine.stats import LAG_WINDOW_S, PhaseTallies, RecentMax, Snapshot, take_snapshot
 from streamer.engine.stream import Delta, Timing, TokenStream
-from streamer.engine.watch import Watch
+from streamer.engine.view_feed import ViewFeed
 from streamer.errors import (
     DeadlineExceeded,
     EngineDead,
@@ -98,7 +98,7 @@ class AsyncEngine:
         self._first_stats = StepStats()
         self._special: Mapping[int, bytes] = {}
         self._prompts = Prompts(config.watchdog_s / PROMPT_PART, self._die)
-        self.watch = Watch(self._command)
+        self.view_feed = ViewFeed(self._command)
         self._streams = Registry(config.retain_s, config.retain_bytes)
         self._random = random.SystemRandom() if config.seed is None else random.Random(config.seed)
         self._lag_s = RecentMax(LAG_WINDOW_S)
@@ -315,7 +315,7 @@ class AsyncEngine:
         self._streams.hold(request_id, is_held)
         self._command(Pause(request_id) if is_held else Resume(request_id))
 
-    def _command(self, command: Command | Wanted) -> None:
+    def _command(self, command: Command | ViewQuery) -> None:
         if self._thread is None:
             raise self._unavailable()
         self._thread.command(command)
@@ -424,7 +424,7 @@ class AsyncEngine:
         self._thread.permit()
 
     def on_view(self, view: SchedulerView) -> None:
-        self.watch.on_view(view)
+        self.view_feed.on_view(view)
 
     def on_end(self, cause: BaseException | None) -> None:
         """The thread has ended: no more steps."""
@@ -442,7 +442,7 @@ class AsyncEngine:
             self._thread.stop()
 
     def _close(self, cause: BaseException | None) -> None:
-        """End all streams and looks with an error, and log the first cause with its traceback.
+        """End all streams and view queries with an error; log the first cause with its traceback.
 
         The error does not name the cause, since it may reach any client.
         """
@@ -453,7 +453,7 @@ class AsyncEngine:
                 log.critical("the engine died", exc_info=cause)
         self._state = "closed" if self.death is None else "dead"
         self._streams.fail_all(gone(self.death))
-        self.watch.close(gone(self.death))
+        self.view_feed.close(gone(self.death))
         self._prompts.close(gone(self.death))
         self._is_started.set()
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from streamer.core.plan import Command, StepOutput
-from streamer.core.view import SchedulerView, Wanted
+from streamer.core.view import SchedulerView, ViewQuery
 from streamer.engine.core import EngineCore, Inbox
 from streamer.errors import StepHung
 
@@ -43,7 +43,7 @@ class Listener(Protocol):
         ...
 
     def on_view(self, view: SchedulerView) -> None:
-        """The answer to the oldest look."""
+        """The answer to the oldest view query."""
         ...
 
     def on_end(self, cause: BaseException | None) -> None:
@@ -88,10 +88,10 @@ class GpuThread:
             self._inbox.permit()
         self._thread.start()
 
-    def command(self, command: Command | Wanted) -> None:
-        """Send a command, which takes effect within one step, or ask for a look.
+    def command(self, command: Command | ViewQuery) -> None:
+        """Send a command, which takes effect within one step, or a view query.
 
-        Looks are answered between two steps, also when there is nothing to do.
+        Queries are answered between two steps, also when there is nothing to do.
         """
         self._inbox.put(command)
         if self._check is None and self._watchdog_s:
@@ -176,7 +176,7 @@ class GpuThread:
                 self._num_ended += 1
             if inbox.is_stopped:
                 return
-            while inbox.looks:
+            while inbox.view_queries:
                 self._tell(self._listener.on_view, core.snapshot())
             if output is None:
                 inbox.wait()

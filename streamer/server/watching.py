@@ -1,6 +1,6 @@
 """GET /v1/engine: the engine as the page draws it, once or as a stream of snapshots.
 
-Bodies and the SSE response of the stream. Without followers nothing is built: engine/watch.py
+Bodies and the SSE response of the stream. Without followers nothing is built: engine/view_feed.py
 times the snapshots, and removes what belongs to other keys. app.py calls this.
 """
 
@@ -52,7 +52,7 @@ def owner_of(scope: Scope) -> str:
 
 async def engine_body(service: Service, scope: Scope) -> bytes:
     """The body of GET /v1/engine."""
-    view = await service.engine.watch.look(owner_of(scope))
+    view = await service.engine.view_feed.next(owner_of(scope))
     return _body(service, view)
 
 
@@ -75,7 +75,7 @@ class SnapshotStream:
 
         A follower is refused with an exception, before anything is sent.
         """
-        follower = self._service.engine.watch.follow(owner_of(scope))
+        follower = self._service.engine.view_feed.follow(owner_of(scope))
         async with ClientWatch(receive), contextlib.aclosing(follower) as views:
             first = await anext(views)
             await send({"type": "http.response.start", "status": 200, "headers": [*HEADERS]})

@@ -14,10 +14,10 @@ from streamer.core.blocks import COOLING, FREE, PRIVATE, SHARED, BlockHasher, Bl
 from streamer.core.plan import Add, Pause
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler
-from streamer.core.view import SchedulerView, StepView, Wanted, pool_view, seen_by
+from streamer.core.view import SchedulerView, StepView, ViewQuery, pool_view, seen_by
 from tests.core.driver import RECOMPUTE, SWAP, Driver, make_config
 
-ALL = Wanted((b"",), views.MAX_STEPS)
+ALL = ViewQuery((b"",), views.MAX_STEPS)
 MIB = 1 << 20
 
 
@@ -37,14 +37,14 @@ def crowded(depth: int = 0) -> Driver:
     return driver
 
 
-def run(driver: Driver, wanted: Wanted = ALL) -> list[StepView]:
+def run(driver: Driver, query: ViewQuery = ALL) -> list[StepView]:
     """Run to the end, looking after every third step."""
     steps: list[StepView] = []
-    driver.scheduler.snapshot(wanted)
+    driver.scheduler.snapshot(query)
     while driver.step():
         if driver.steps % 3 == 0:
-            steps += driver.scheduler.snapshot(wanted).steps
-    return steps + list(driver.scheduler.snapshot(wanted).steps)
+            steps += driver.scheduler.snapshot(query).steps
+    return steps + list(driver.scheduler.snapshot(query).steps)
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -149,7 +149,7 @@ def test_looking_changes_no_plan() -> None:
 
 
 def test_without_a_follower_a_step_makes_nothing_for_one() -> None:
-    """No allocation in the files of the looks; with a follower there are some."""
+    """No allocation in the files of the views; with a follower there are some."""
     files = [tracemalloc.Filter(True, views.__file__)]
 
     def allocated(driver: Driver) -> int:
@@ -166,23 +166,23 @@ def test_without_a_follower_a_step_makes_nothing_for_one() -> None:
     driver = crowded()
     driver.scheduler.snapshot(ALL)
     assert allocated(driver) > 0
-    driver.scheduler.snapshot(Wanted())  # the last follower left
+    driver.scheduler.snapshot(ViewQuery())  # the last follower left
     assert allocated(driver) == 0
 
 
 def test_a_look_without_steps_records_none() -> None:
     driver = crowded()
-    driver.scheduler.snapshot(Wanted((b"",)))
+    driver.scheduler.snapshot(ViewQuery((b"",)))
     driver.run()
-    assert driver.scheduler.snapshot(Wanted((b"",))).steps == ()
+    assert driver.scheduler.snapshot(ViewQuery((b"",))).steps == ()
 
 
 def test_a_recorder_that_nobody_empties_is_full() -> None:
     driver = Driver(make_config(num_blocks=40, max_model_len=160))
     driver.add(prompt(4), max_tokens=120)
-    driver.scheduler.snapshot(Wanted((b"",), 7))
+    driver.scheduler.snapshot(ViewQuery((b"",), 7))
     driver.run()
-    view = driver.scheduler.snapshot(Wanted((b"",), 7))
+    view = driver.scheduler.snapshot(ViewQuery((b"",), 7))
     assert [s.number for s in view.steps] == list(range(1, 8))
 
 
@@ -247,8 +247,8 @@ def test_states_of_a_block_in_more_tables_than_a_byte_counts() -> None:
 def shared_house() -> tuple[Scheduler, SchedulerView]:
     """Two requests of one key, one of another; the steps of all."""
     scheduler = Scheduler(make_config(), BlockHasher(4, b"s" * 32))
-    wanted = Wanted((b"one:", b"two:"), 9)
-    scheduler.snapshot(wanted)
+    query = ViewQuery((b"one:", b"two:"), 9)
+    scheduler.snapshot(query)
     for name, salt in (("a", b"one:"), ("b", b"two:"), ("c", b"one:x")):
         scheduler.command(
             Add(name, tuple(prompt(5, ord(name))), SamplingParams(max_tokens=3), salt=salt)
@@ -259,7 +259,7 @@ def shared_house() -> tuple[Scheduler, SchedulerView]:
     driver.launch()
     plan = driver.inflight.popleft()
     scheduler.apply(plan, driver.device.run(plan.number))
-    return scheduler, scheduler.snapshot(wanted)
+    return scheduler, scheduler.snapshot(query)
 
 
 def test_others_requests_are_counts_only() -> None:
@@ -281,6 +281,6 @@ def test_others_requests_are_counts_only() -> None:
 
 def test_who_was_not_asked_for_is_not_listed_at_all() -> None:
     scheduler, _ = shared_house()
-    view = scheduler.snapshot(Wanted((b"two:",), 9))
+    view = scheduler.snapshot(ViewQuery((b"two:",), 9))
     assert [r.request_id for r in view.requests] == ["b"]
     assert view.unlisted == {"running": 2}

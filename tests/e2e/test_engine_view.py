@@ -225,7 +225,7 @@ def test_a_tiny_pool_shows_preemption_and_swap(page: Page, tiny: Running) -> Non
 
 def test_nobody_looks_nobody_follows(page: Page, server: Running) -> None:
     def followed_by(number: int) -> None:
-        server.wait_until(lambda: server.engine.watch.num_followers == number)
+        server.wait_until(lambda: server.engine.view_feed.num_followers == number)
 
     look(page, server)
     followed_by(1)

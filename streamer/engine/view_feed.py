@@ -1,6 +1,6 @@
-"""Watch: looks at the scheduler from the loop, shared by all callers.
+"""ViewFeed: views of the scheduler for the loop, shared by all callers.
 
-Owns the clock of the looks: at most one every INTERVAL_S for any number of callers, and none
+Owns the interval of the queries: at most one every INTERVAL_S for any number of callers, and none
 without callers. The GPU thread answers each with one SchedulerView; every caller gets the part of
 its own key. Made by AsyncEngine, called on the loop.
 """
@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable
 from typing import Final
 
-from streamer.core.view import MAX_STEPS, SchedulerView, Wanted, seen_by
+from streamer.core.view import MAX_STEPS, SchedulerView, ViewQuery, seen_by
 from streamer.engine.refusals import anew
 from streamer.errors import Overloaded, StreamerError
 
@@ -20,15 +20,15 @@ INTERVAL_S: Final = 0.25
 MAX_FOLLOWERS: Final = 32
 
 
-class Watch:
-    """One look at a time.
+class ViewFeed:
+    """One query at a time.
 
-    ask  sends a Wanted to the GPU thread; the answers come to `on_view` in the same order
+    send_query  sends a ViewQuery to the GPU thread; the answers come to `on_view` in the same order
     """
 
-    def __init__(self, ask: Callable[[Wanted], None]) -> None:
-        self._ask = ask
-        self._asked: deque[asyncio.Future[SchedulerView]] = deque()
+    def __init__(self, send_query: Callable[[ViewQuery], None]) -> None:
+        self._send_query = send_query
+        self._unanswered: deque[asyncio.Future[SchedulerView]] = deque()
         self._waiting: dict[bytes, asyncio.Future[SchedulerView]] = {}  # by owner
         self._ticking: asyncio.Task[None] | None = None
         self._next_s = 0.0
@@ -40,7 +40,7 @@ class Watch:
         """Readers in `follow` now."""
         return self._followers.total()
 
-    async def look(self, owner: str = "") -> SchedulerView:
+    async def next(self, owner: str = "") -> SchedulerView:
         """The scheduler at the next tick; steps are in it while a reader follows.
 
         owner  prefix of the caller's salts: others' requests are counted, not listed
@@ -75,32 +75,32 @@ class Watch:
         self._followers[owner] += 1
         try:
             while True:
-                yield await self.look(owner)
+                yield await self.next(owner)
         finally:
             self._followers -= Counter({owner: 1})
             if not self._followers:
-                self._send(Wanted())  # record no more
+                self._send(ViewQuery())  # record no more
 
     def on_view(self, view: SchedulerView) -> None:
-        """The GPU thread's answer to the oldest look."""
-        future = self._asked.popleft()
+        """The GPU thread's answer to the oldest query."""
+        future = self._unanswered.popleft()
         if not future.done():
             future.set_result(view)
 
     def close(self, error: StreamerError) -> None:
         """No more answers: all waiting callers get the error."""
         self._end = error
-        asked, self._asked = self._asked, deque()
+        asked, self._unanswered = self._unanswered, deque()
         for future in (*asked, *self._waiting.values()):
             if not future.done():
                 future.set_exception(error)
                 future.exception()  # marked as seen, in case no caller waits any more
         self._waiting.clear()
 
-    def _send(self, wanted: Wanted) -> asyncio.Future[SchedulerView]:
-        self._ask(wanted)
+    def _send(self, query: ViewQuery) -> asyncio.Future[SchedulerView]:
+        self._send_query(query)
         future: asyncio.Future[SchedulerView] = asyncio.get_running_loop().create_future()
-        self._asked.append(future)
+        self._unanswered.append(future)
         return future
 
     async def _tick(self) -> None:
@@ -112,15 +112,15 @@ class Watch:
                 self._next_s = loop.time() + INTERVAL_S
                 waiting, self._waiting = self._waiting, {}
                 num_steps = MAX_STEPS if self._followers else 0
-                await self._answer(waiting, Wanted(tuple(waiting), num_steps))
+                await self._answer(waiting, ViewQuery(tuple(waiting), num_steps))
         finally:
             self._ticking = None
 
     async def _answer(
-        self, waiting: dict[bytes, asyncio.Future[SchedulerView]], wanted: Wanted
+        self, waiting: dict[bytes, asyncio.Future[SchedulerView]], query: ViewQuery
     ) -> None:
         try:
-            view = await self._send(wanted)
+            view = await self._send(query)
         except StreamerError as e:
             for future in waiting.values():
                 future.set_exception(e)
