@@ -1,6 +1,6 @@
 /**
- * The build: relative URLs, so that the page works under any root path; every asset in assets/ under
- * a name with its hash; beside each file a gzip and a brotli copy.
+ * The build: relative URLs, so that the page works under any root path; every asset in assets/
+ * under a name with its hash; beside each file a gzip and a brotli copy.
  */
 import { brotliCompressSync, constants, gzipSync } from "node:zlib";
 import { readdirSync, readFileSync, writeFileSync } from "node:fs";

@@ -20,7 +20,7 @@ def connected(page: Page) -> Page:
 def limit(page: Page, tokens: int) -> None:
     """Answers have at most `tokens` tokens from now on."""
     page.get_by_role("button", name="Settings", exact=True).click()
-    page.get_by_label("Longest answer").fill(str(tokens))
+    page.get_by_label("Maximum tokens").fill(str(tokens))
     page.get_by_role("button", name="Done", exact=True).click()
 
 
@@ -59,8 +59,8 @@ def say(page: Page, text: str) -> Locator:
     finished(answer)
     act(answer, "Show tokens")
     answer.locator(".token").first.click()
-    page.get_by_label("Your own words from here").fill(text)
-    page.get_by_role("button", name="Go on", exact=True).click()
+    page.get_by_label("Your own text from here").fill(text)
+    page.get_by_role("button", name="Continue from here", exact=True).click()
     expect(answer.locator(".picker")).to_contain_text("2/2")
     finished(answer)
     return answer

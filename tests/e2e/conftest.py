@@ -53,8 +53,8 @@ def open_page(browser: Browser, server_with: Any) -> Iterator[OpenPage]:
     complaints: list[str] = []
 
     def note(message: ConsoleMessage) -> None:
-        told = ("status of 401", "Authentication failed", "ERR_CONNECTION")
-        if message.type == "error" and not any(words in message.text for words in told):
+        expected = ("status of 401", "Authentication failed", "ERR_CONNECTION")
+        if message.type == "error" and not any(words in message.text for words in expected):
             complaints.append(message.text)
 
     def make(url: str, **settings: Any) -> Page:

@@ -61,10 +61,10 @@ def markdown(page: Page) -> None:
 
 
 def tokens_beside_each_other(page: Page) -> None:
-    page.get_by_label("Answers to each question").select_option("2")
+    page.get_by_label("Answers per question").select_option("2")
     act(finished_one(page), "Show tokens")
     page.locator(".token").nth(3).click()
-    expect(page.get_by_role("button", name="Draw again from here")).to_be_visible()
+    expect(page.get_by_role("button", name="Regenerate from here")).to_be_visible()
 
 
 def finished_one(page: Page) -> Locator:
@@ -138,7 +138,7 @@ def test_every_state(open_page: OpenPage, short: Running, size: str, state: str)
 
 def test_where_a_key_is_wanted(open_page: OpenPage, server_with: Any) -> None:
     page = open_page(server_with(model="fake", api_key=("a-key",)).url)
-    expect(page.get_by_role("dialog", name="This server wants an API key")).to_be_visible()
+    expect(page.get_by_role("dialog", name="This server requires an API key")).to_be_visible()
     assert faults_in_each_theme(page) == []
 
 

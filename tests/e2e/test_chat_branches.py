@@ -66,7 +66,7 @@ def test_an_edit_can_be_given_up_and_begun_by_the_arrow(page: Page) -> None:
     finished(ask(page, "A question"))
     page.get_by_label("Message").press("ArrowUp")
     expect(page.get_by_label("Message")).to_have_value("A question")
-    page.get_by_role("button", name="Do not edit").click()
+    page.get_by_role("button", name="Cancel editing").click()
     expect(page.get_by_label("Message")).to_have_value("")
     finished(ask(page, "The next"))
     expect(page.locator("article.user .text")).to_have_text(["A question", "The next"])
@@ -81,7 +81,7 @@ def test_a_fork_keeps_what_stands_before_the_token(page: Page) -> None:
     expect(tokens).to_have_count(12)
     expect(tokens.nth(4)).to_have_accessible_name("␣5, 100%")
     tokens.nth(4).click()
-    page.get_by_role("button", name="Go on with ␣7, 0%").click()
+    page.get_by_role("button", name="Continue with ␣7, 0%").click()
     expect(version(answer)).to_have_text("2/2")
     forked = finished(answer).split()
     assert forked[:6] == ["1", "2", "3", "4", "7", "1"]  # the fake model counts from 1 again
@@ -109,7 +109,7 @@ def test_tokens_that_are_drawn_otherwise_are_not_shown(
     expect(answer.locator(".text")).to_have_text("Something else.")
     connected(page)
     act(answer, "Show tokens")
-    expect(answer.get_by_role("alert")).to_contain_text("drew other tokens")
+    expect(answer.get_by_role("alert")).to_contain_text("generated different tokens")
     expect(answer.locator(".text")).to_have_text("Something else.")
 
 
@@ -126,7 +126,7 @@ def test_tokens_by_keyboard(page: Page) -> None:
     expect(tokens.nth(1)).to_be_focused()
     page.keyboard.press("Enter")
     expect(tokens.nth(1)).to_have_attribute("aria-pressed", "true")
-    page.get_by_role("button", name="Draw again from here").click()
+    page.get_by_role("button", name="Regenerate from here").click()
     expect(version(answer)).to_have_text("2/2")
     assert finished(answer).split()[:2] == ["1", "1"]
 
@@ -145,14 +145,14 @@ def test_on_a_mac_option_and_a_letter_are_typed(open_page: OpenPage, server: Run
 
 def test_answers_side_by_side_and_one_to_go_on_with(page: Page) -> None:
     limit(page, 20)
-    page.get_by_label("Answers to each question").select_option("3")
+    page.get_by_label("Answers per question").select_option("3")
     begun(ask(page, "How far can you count?"))
     columns = page.get_by_role("group", name="Answers side by side").locator("article")
     expect(columns).to_have_count(3)
     for i in range(3):
         assert len(check_counting(finished(columns.nth(i)))) > 10
-    page.get_by_label("Answers to each question").select_option("1")
-    act(columns.nth(1), "Go on with this")
+    page.get_by_label("Answers per question").select_option("1")
+    act(columns.nth(1), "Continue with this answer")
     expect(columns).to_have_count(0)
     answer = page.locator("article.assistant").first
     expect(version(answer)).to_have_text("2/3")
@@ -164,7 +164,7 @@ def test_answers_side_by_side_and_one_to_go_on_with(page: Page) -> None:
 
 def test_stop_ends_all_of_them(page: Page, server: Running) -> None:
     limit(page, 50_000)
-    page.get_by_label("Answers to each question").select_option("4")
+    page.get_by_label("Answers per question").select_option("4")
     begun(ask(page, "Never stop."))
     expect(page.locator("article.live")).to_have_count(4)
     page.keyboard.press("Escape")
@@ -214,4 +214,4 @@ def test_the_bundled_model_forks_at_its_own_alternatives(
     before = "".join(page.locator(".token").all_text_contents()[:8])
     assert forked != first
     assert forked.startswith(before)
-    assert "from the cache" in (answer.locator(".meta").text_content() or "")
+    assert "from the prefix cache" in (answer.locator(".meta").text_content() or "")

@@ -68,7 +68,9 @@ def test_what_is_sent_while_an_answer_streams_waits_and_is_shown(page: Page) -> 
         message(page).fill(text)
         message(page).press("Enter")
     waits = page.locator("article.waits")
-    expect(waits.locator(".wait > span")).to_have_text(["Waits for the answer to end."] * 3)
+    expect(waits.locator(".wait > span")).to_have_text(
+        ["Waiting for the current answer to finish."] * 3
+    )
     page.get_by_role("button", name="Take back").click()
     expect(message(page)).to_have_value("No.")
     other = page.context.new_page()
@@ -110,7 +112,7 @@ def test_each_chat_has_an_address(page: Page, server: Running) -> None:
     other.goto(apples)
     expect(questions(other)).to_have_text(["Of apples"])
     other.goto(server.url + "/#/chat/" + 32 * "0")
-    expect(other.get_by_role("heading", name="There is no such chat here")).to_be_visible()
+    expect(other.get_by_role("heading", name="Chat not found")).to_be_visible()
     other.get_by_role("main").get_by_role("button", name="New chat").click()
     expect(other).to_have_url(server.url + "/#/")
     expect(other.get_by_role("heading", name="What would you like to know?")).to_be_visible()
@@ -140,7 +142,7 @@ def test_a_system_prompt_is_of_one_chat_and_is_shown(open_page: OpenPage, server
     finished(ask(page, "Another"))
     assert any('"instructions":"Be brief."' in frame for frame in sent)
     note.get_by_role("button", name="Change the system prompt").click()
-    page.get_by_role("button", name="Begin new chats with it").click()
+    page.get_by_role("button", name="Use it for new chats").click()
     page.get_by_role("button", name="Done", exact=True).click()
     new_chat(page)
     expect(note).to_contain_text("Be brief.")

@@ -42,7 +42,7 @@ def reload(page: Page, names: list[str], num_answers: int) -> None:
 
 def do(page: Page, chat: str, action: str) -> None:
     page.locator(".entry", has_text=chat).hover()
-    page.get_by_role("button", name=f"More for {chat}", exact=True).click()
+    page.get_by_role("button", name=f"More actions for {chat}", exact=True).click()
     page.get_by_role("button", name=action, exact=True).click()
 
 
@@ -56,7 +56,7 @@ def test_chats_are_found_by_their_words(page: Page) -> None:
     search.fill("1 2 3")  # words of the answers
     expect(entries(page)).to_have_count(2)
     search.fill("plums")
-    expect(page.get_by_text("No chat has these words.")).to_be_visible()
+    expect(page.get_by_text("No chat contains these words.")).to_be_visible()
 
 
 MARKS = "(words) => [...(CSS.highlights.get('found') ?? [])].map(String).join() === words"
@@ -92,14 +92,14 @@ def test_search_jumps_to_its_hit_and_marks_it(page: Page) -> None:
 def test_names_and_deletions_stay_after_a_reload(page: Page) -> None:
     two_chats(page)
     do(page, "Of apples", "Rename")
-    field = page.get_by_label("Name of this chat")
+    field = page.get_by_label("Chat name")
     expect(field).to_be_focused()
     field.fill("Fruit")
     field.press("Enter")
     expect(entries(page)).to_have_text(["Of pears", "Fruit"])
     do(page, "Of pears", "Delete")
     dialog = page.get_by_role("dialog", name="Delete this chat?")
-    dialog.get_by_role("button", name="Keep it").click()
+    dialog.get_by_role("button", name="Cancel").click()
     expect(entries(page)).to_have_count(2)
     page.get_by_role("button", name="Delete", exact=True).click()
     dialog.get_by_role("button", name="Delete", exact=True).click()
@@ -118,7 +118,7 @@ def test_a_browser_that_keeps_nothing_says_so(page: Page) -> None:
     )
     limit(page, 4)
     finished(ask(page, "Of apples"))
-    expect(page.get_by_text("This browser does not keep your chats")).to_be_visible()
+    expect(page.get_by_text("This browser does not store your chats")).to_be_visible()
     expect(entries(page)).to_have_text(["Of apples"])
 
 
@@ -149,11 +149,11 @@ def test_what_is_exported_comes_in_again(page: Page, tmp_path: Path) -> None:
         do(page, chat, "Delete")
         page.get_by_role("dialog").get_by_role("button", name="Delete", exact=True).click()
     expect(entries(page)).to_have_count(0)
-    page.get_by_label("File with chats").set_input_files(file)
+    page.get_by_label("Chat file").set_input_files(file)
     said = page.locator("main > [role=status]")
     expect(said).to_have_text("2 chats imported")
-    page.get_by_label("File with chats").set_input_files(file)  # a second import adds nothing
-    expect(said).to_have_text("Nothing is new in this file: 2 chats")
+    page.get_by_label("Chat file").set_input_files(file)  # a second import adds nothing
+    expect(said).to_have_text("Nothing new in this file: 2 chats")
     expect(entries(page)).to_have_text(["Of pears", "Of apples"])
     page.reload()
     expect(entries(page)).to_have_text(["Of pears", "Of apples"])
@@ -169,7 +169,7 @@ def test_a_file_of_something_else_is_refused_in_words(page: Page, tmp_path: Path
     broken = {"format": "streamer.chats", "version": 1, "conversations": [{"id": 1}]}
     for text in ("no JSON", '{"format": "another"}', json.dumps(broken)):
         file.write_text(text)
-        page.get_by_label("File with chats").set_input_files(file)
+        page.get_by_label("Chat file").set_input_files(file)
         fault = page.locator(".transfer").get_by_role("alert")
         expect(fault).to_contain_text("This file")
     expect(entries(page)).to_have_count(0)

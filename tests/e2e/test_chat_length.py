@@ -65,7 +65,7 @@ def test_an_answer_goes_on_after_a_length_limit_and_after_stop(page: Page) -> No
     expect(continue_(page)).to_have_count(0)
     page.get_by_role("button", name="Stop", exact=True).click()
     second = finished(answer).rstrip("\n")
-    expect(answer.locator(".meta")).to_contain_text("after 7 that were kept")
+    expect(answer.locator(".meta")).to_contain_text("after 7 kept")
     limit(page, 4)
     page.reload()
     connected(page)
@@ -97,7 +97,7 @@ def test_the_context_has_a_meter_and_a_full_one_says_what_to_do(
     server_with: Any, open_page: OpenPage
 ) -> None:
     page = connected(open_page(server_with(model="fake", max_model_len=600).url))
-    meter = page.get_by_role("meter", name="Context that is used")
+    meter = page.get_by_role("meter", name="Context used")
     expect(meter).to_have_count(0)
     limit(page, 100)
     assert len(check_counting(finished(ask(page, "How far can you count?")))) == 100
@@ -113,6 +113,6 @@ def test_the_context_has_a_meter_and_a_full_one_says_what_to_do(
     expect(continue_(page)).to_have_count(0)  # nothing more fits
     page.reload()
     expect(note).to_contain_text("edit an earlier question")
-    note.get_by_role("button", name="Begin another").click()
+    note.get_by_role("button", name="Start a new chat").click()
     expect(page.locator("article")).to_have_count(0)
     expect(note).to_have_count(0)

@@ -68,7 +68,7 @@ def test_what_an_answer_waits_for_is_said(server_with: Any, open_page: OpenPage)
     """One row: the second answer waits in the queue, then its prompt is prefilled in chunks."""
     server = server_with(model="fake:tokens_per_s=60", max_num_seqs=1, max_num_batched_tokens=64)
     page = connected(open_page(server.url))
-    page.get_by_label("Answers to each question").select_option("2")
+    page.get_by_label("Answers per question").select_option("2")
     limit(page, 20)
     notes = noted(page)
     ask(page, "x" * 1000)
@@ -76,8 +76,8 @@ def test_what_an_answer_waits_for_is_said(server_with: Any, open_page: OpenPage)
     expect(answers).to_have_count(2)
     for answer in answers.all():
         assert check_counting(finished(answer))[-1] == 20
-    assert "waiting, 1 before it" in notes() or "waiting" in notes()
-    read = [re.match(r"reading ([\d,]+) of ([\d,]+) tokens", note) for note in notes()]
+    assert "waiting, 1 ahead in the queue" in notes() or "waiting" in notes()
+    read = [re.match(r"reading ([\d,]+) of ([\d,]+) prompt tokens", note) for note in notes()]
     done = {found[1] for found in read if found}
     (total,) = {found[2].replace(",", "") for found in read if found}
     assert len(done) > 3
@@ -88,7 +88,7 @@ def test_who_gives_way_is_told_and_goes_on(server_with: Any, open_page: OpenPage
     """The pool is too small for two."""
     server = server_with(model="fake:tokens_per_s=200", num_gpu_blocks_override=16)
     page = connected(open_page(server.url))
-    page.get_by_label("Answers to each question").select_option("2")
+    page.get_by_label("Answers per question").select_option("2")
     limit(page, 180)
     notes = noted(page)
     ask(page, "Go on.")
@@ -96,7 +96,7 @@ def test_who_gives_way_is_told_and_goes_on(server_with: Any, open_page: OpenPage
     expect(answers).to_have_count(2)
     for answer in answers.all():
         assert check_counting(finished(answer))[-1] == 180
-    assert notes() & {f"preempted ({how}), will go on" for how in ("swap", "recompute")}
+    assert notes() & {f"preempted ({how}), will resume" for how in ("swap", "recompute")}
 
 
 def test_a_slow_tab_pauses_its_own_answer_alone(server_with: Any, open_page: OpenPage) -> None:
@@ -124,7 +124,7 @@ def test_the_chat_on_a_phone(server_with: Any, open_page: OpenPage) -> None:
         )
     )
     limit(page, 30)
-    page.get_by_label("Answers to each question").select_option("2")
+    page.get_by_label("Answers per question").select_option("2")
     begun(ask(page, "How far can you count?"))
     assert page.evaluate("document.scrollingElement.scrollWidth") == 390
     columns = page.locator(".columns article")
@@ -135,14 +135,14 @@ def test_the_chat_on_a_phone(server_with: Any, open_page: OpenPage) -> None:
         assert 0 <= box["x"] < box["x"] + box["width"] <= 390
     columns.nth(0).get_by_role("button", name="Show tokens").tap()
     page.locator(".token").nth(2).tap()
-    expect(page.get_by_role("button", name="Draw again from here")).to_be_in_viewport()
+    expect(page.get_by_role("button", name="Regenerate from here")).to_be_in_viewport()
     page.get_by_role("button", name="Menu", exact=True).tap()
     expect(page.get_by_role("button", name="Close menu")).to_be_focused()
     page.keyboard.press("Shift+Tab")  # nothing behind the menu can be reached
     assert (
         page.evaluate("document.querySelector('.stage').contains(document.activeElement)") is False
     )
-    page.get_by_role("button", name="More for How far can you count?").tap()
+    page.get_by_role("button", name="More actions for How far can you count?").tap()
     expect(page.get_by_role("button", name="Rename", exact=True)).to_be_in_viewport()
     page.keyboard.press("Escape")
     expect(page.get_by_role("button", name="Close menu")).to_be_hidden()

@@ -120,25 +120,25 @@ def test_the_keyboard_walks_over_the_blocks(page: Page, server: Running) -> None
     look(page, server)
     pool = grid(page)
     pool.focus()
-    told = page.locator('[data-pool="device"] .told')
-    expect(told).to_contain_text("Block 0 ·")
+    description = page.locator('[data-pool="device"] .description')
+    expect(description).to_contain_text("Block 0 ·")
     columns = pool.evaluate("e => Math.floor(e.clientWidth / 4)")
     for key, block in [("ArrowRight", 1), ("ArrowLeft", 0), ("PageDown", 16_383), ("Home", None)]:
         page.keyboard.press(key)
         if block is not None:
-            expect(told).to_contain_text(f"Block {block} ·")
-    row_start = int(re.findall(r"Block (\d+)", told.text_content() or "")[0])
+            expect(description).to_contain_text(f"Block {block} ·")
+    row_start = int(re.findall(r"Block (\d+)", description.text_content() or "")[0])
     assert row_start % columns == 0
     page.keyboard.press("ArrowUp")
-    expect(told).to_contain_text(f"Block {row_start - columns} ·")
+    expect(description).to_contain_text(f"Block {row_start - columns} ·")
     spoken = page.locator('[data-pool="device"] [role="status"]')
-    expect(spoken).to_have_text(told.text_content() or "")
+    expect(spoken).to_have_text(description.text_content() or "")
 
 
 def test_the_load_shows_batching_and_sharing(page: Page, server: Running) -> None:
     look(page, server)
     button(page, "Start a small load").click()
-    card = page.get_by_role("region", name="What to look at")
+    card = page.get_by_role("region", name="What to watch")
     for sight in ("Batching", "Sharing"):
         there = card.locator('[data-there="true"]', has_text=sight)
         expect(there).to_be_visible()
@@ -172,7 +172,7 @@ def test_pause_stops_the_drawing_and_live_goes_on(page: Page, server: Running) -
     assert len(numbers) == 2
     step = said(server)["step"]
     # two snapshots later: the slider, which counts them, says that they came
-    slider = page.get_by_role("slider", name="Moment that is shown")
+    slider = page.get_by_role("slider", name="Time shown")
     top = int(slider.get_attribute("max") or 0)
     page.wait_for_function(f"() => document.querySelector('.scrubber').max >= {top + 2}")
     assert said(server)["step"] > step
@@ -205,7 +205,7 @@ def test_slow_motion_replays_what_is_buffered(page: Page, server: Running) -> No
 def test_a_tiny_pool_shows_preemption_and_swap(page: Page, tiny: Running) -> None:
     look(page, tiny)
     button(page, "Start a small load").click()
-    card = page.get_by_role("region", name="What to look at")
+    card = page.get_by_role("region", name="What to watch")
     for sight in ("Batching", "Sharing", "Preemption", "Swap"):
         there = card.locator('[data-there="true"]', has=page.get_by_text(sight, exact=True))
         expect(there).to_be_visible()

@@ -105,7 +105,7 @@ def test_a_limit_beyond_the_context_gives_what_fits(server_with: Any, open_page:
     alert = ask(page, "x" * 700).get_by_role("alert")
     expect(alert).to_contain_text("too long")
     page.get_by_role("button", name="New chat", exact=True).click()
-    expect(ask(page, "x" * 700).get_by_role("alert")).to_contain_text("This message is longer")
+    expect(ask(page, "x" * 700).get_by_role("alert")).to_contain_text("This message is too long")
 
 
 def test_everything_has_a_name_and_the_keyboard_reaches_it(page: Page) -> None:
@@ -132,7 +132,7 @@ def test_it_comes_back_after_the_server_did_and_asks_what_waited(
     page.get_by_label("Message").fill("As soon as you can.")
     page.get_by_label("Message").press("Enter")
     expect(page.locator("article.waits")).to_contain_text("As soon as you can.")
-    expect(page.locator("article.waits .wait")).to_contain_text("Waits for the server")
+    expect(page.locator("article.waits .wait")).to_contain_text("Waiting for the server")
     server_with(model="fake:tokens_per_s=400", port=port)
     connected(page)
     expect(page.locator("article.assistant .text")).not_to_be_empty()
@@ -142,14 +142,14 @@ def test_it_comes_back_after_the_server_did_and_asks_what_waited(
 def test_a_key_is_asked_for_and_kept_in_the_tab(server_with: Any, open_page: OpenPage) -> None:
     keyed = server_with(model="fake:tokens_per_s=400", api_key=("right-key",))
     page = open_page(keyed.url)
-    dialog = page.get_by_role("dialog", name="This server wants an API key")
+    dialog = page.get_by_role("dialog", name="This server requires an API key")
     field = dialog.get_by_label("API key")
     expect(field).to_be_focused()
     expect(field).to_have_attribute("type", "password")
     for wrong in ("wrong-key", "\u043a\u043b\u044e\u0447"):  # no header can carry the second
         field.fill(wrong)
         field.press("Enter")
-        expect(dialog.get_by_role("alert")).to_have_text("This server does not know that key.")
+        expect(dialog.get_by_role("alert")).to_have_text("The server did not accept that key.")
         expect(field).to_be_focused()
         assert not any("key" in store for store in kept(page))
         page.keyboard.press("Escape")

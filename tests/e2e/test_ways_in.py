@@ -74,7 +74,7 @@ def test_below_a_proxys_path(server_with: Any, open_page: OpenPage, key: str) ->
         asked = urls_of(page)
         page.goto(f"{proxy.url}/models/one/")
         if key:
-            dialog = page.get_by_role("dialog", name="This server wants an API key")
+            dialog = page.get_by_role("dialog", name="This server requires an API key")
             dialog.get_by_label("API key").fill(key)
             dialog.get_by_role("button", name="Connect").click()
         chat(page)

@@ -101,5 +101,6 @@ describe("maths", () => {
 test.each(["\\[", "$$", "$$ x", "\\("])("maths that are never closed take no time: %s", (opening) => {
   const start = performance.now();
   lex(opening + " ".repeat(8000) + "\n" + opening);
-  expect(performance.now() - start).toBeLessThan(2000); // with optional spaces on both sides it took minutes
+  // with optional spaces on both sides it took minutes
+  expect(performance.now() - start).toBeLessThan(2000);
 });

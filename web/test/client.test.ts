@@ -271,13 +271,13 @@ test("a key that is wanted or not known locks it, and another opens it", async (
   client.on("state", (state) => states.push(state));
   FakeSocket.last.cut();
   await tick(5);
-  expect(client.state).toEqual({ name: "locked", reason: "wanted" });
+  expect(client.state).toEqual({ name: "locked", reason: "missing" });
   client.setKey("wrong");
   await tick(5);
-  expect(client.state).toEqual({ name: "locked", reason: "unknown" });
+  expect(client.state).toEqual({ name: "locked", reason: "invalid" });
   client.setKey("ключ");
   await tick(5);
-  expect(client.state).toEqual({ name: "locked", reason: "unknown" });
+  expect(client.state).toEqual({ name: "locked", reason: "invalid" });
   isKnown = true;
   client.setKey("right");
   await tick(5);

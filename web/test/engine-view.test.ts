@@ -1,4 +1,7 @@
-/** The engine view's logic: decoding and playback of snapshots, cells, rates, the timeline, the load. */
+/**
+ * The engine view's logic: decoding and playback of snapshots, cells, rates, the timeline, the
+ * load.
+ */
 
 import { expect, test } from "vitest";
 import type { EngineBody, RequestView, StepStats, StepView } from "../src/client/index.ts";

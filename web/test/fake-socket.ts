@@ -1,4 +1,7 @@
-/** A WebSocket class whose other end is the test: sent frames are kept, received ones set by the test. */
+/**
+ * A WebSocket class whose other end is the test: sent frames are kept, received ones set by the
+ * test.
+ */
 
 import { Client, type ClientOptions, type SocketLike } from "../src/client/index.ts";
 import type { ClientEvent, Response, ServerEvent } from "../src/client/wire/responses.ts";

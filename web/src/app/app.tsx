@@ -1,4 +1,4 @@
-/** The frame: sidebar, header, and the pane that the address names; the engine view loads on demand. */
+/** The frame: sidebar, header, and the address's pane; the engine view loads on demand. */
 
 import { signal } from "@preact/signals";
 import type { ComponentType } from "preact";
@@ -24,7 +24,7 @@ function Lost() {
     <main class="pane empty">
       <h1>Engine</h1>
       <p class="fault" role="alert">
-        This part of the page could not be loaded. Load the page again.
+        This part of the page could not be loaded. Reload the page.
       </p>
     </main>
   );

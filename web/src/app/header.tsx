@@ -11,7 +11,7 @@ import { isSidebarOpen } from "./sidebar.tsx";
 
 function Badge({ state }: { state: ConnectionState }) {
   const detail = state.name === "reconnecting" || state.name === "offline" ? state.reason : "";
-  const over = state.name === "connected" && state.transport === "sse" ? "over SSE: no WebSocket gets through" : "";
+  const over = state.name === "connected" && state.transport === "sse" ? "over SSE, because no WebSocket could be opened" : "";
   const text = state.name === "idle" || state.name === "closed" ? "connecting" : state.name;
   return (
     <div id="badge" class="badge" role="status" data-state={state.name} title={detail || over || undefined}>

@@ -11,12 +11,13 @@ const fault = signal("");
 effect(() => {
   const state = connection.value;
   if (state.name === "locked") {
-    fault.value = state.reason === "unknown" ? "This server does not know that key." : "";
+    fault.value = state.reason === "invalid" ? "The server did not accept that key." : "";
     isOpen.value = true;
   } else if (state.name === "connected") {
     isOpen.value = false;
   } else if (state.name === "reconnecting") {
-    fault.value = "The server does not answer. Trying again."; // visible only if the dialog is open
+    // visible only if the dialog is open
+    fault.value = "The server does not respond. Trying again.";
   }
 });
 
@@ -40,7 +41,7 @@ export function KeyDialog({ onClose }: { onClose: () => void }) {
     onClose();
   };
   return (
-    <Dialog title="This server wants an API key" open={isOpen} onClose={closed}>
+    <Dialog title="This server requires an API key" open={isOpen} onClose={closed}>
       <form onSubmit={submit}>
         <div class="field">
           <label for="key">API key</label>
@@ -48,7 +49,7 @@ export function KeyDialog({ onClose }: { onClose: () => void }) {
           <div class="fault" role="alert">
             {fault}
           </div>
-          <small>Kept in this tab alone, until it is closed.</small>
+          <small>Stored only in this tab, until it is closed.</small>
         </div>
         <div class="row">
           <button class="button" type="button" onClick={() => (isOpen.value = false)}>

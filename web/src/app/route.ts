@@ -1,4 +1,4 @@
-/** The address behind "#": a chat, a new one, or the engine view. Reload keeps it, and back works. */
+/** The address behind "#": a chat, a new one, or the engine view. Reload and back keep working. */
 
 import { batch, signal } from "@preact/signals";
 

@@ -1,4 +1,4 @@
-/** sessionStorage and localStorage. Where the browser forbids them nothing is kept; the page works. */
+/** sessionStorage and localStorage. If the browser forbids them the page works without storage. */
 
 /** For this tab only, or for all tabs and later visits. */
 export type Store = "sessionStorage" | "localStorage";

@@ -1,4 +1,6 @@
-/** The chat: the thread, which follows its end unless the reader scrolled away, and the composer. */
+/**
+ * The chat: the thread, which follows its end unless the reader scrolled away, and the composer.
+ */
 
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { session } from "../app/connection.ts";
@@ -157,7 +159,7 @@ function Empty() {
   return (
     <section class="empty" aria-labelledby="hello">
       <h2 id="hello">What would you like to know?</h2>
-      <p>Tokens arrive over one WebSocket, as they are drawn.</p>
+      <p>Tokens are streamed over a WebSocket as they are generated.</p>
       <div class="ideas">
         {ideasFor(session.value?.model).map((idea) => (
           <button key={idea} class="button idea" type="button" onClick={() => (send(idea), focusComposer())}>
@@ -172,8 +174,8 @@ function Empty() {
 function Unknown() {
   return (
     <section class="empty" aria-labelledby="unknown">
-      <h2 id="unknown">There is no such chat here</h2>
-      <p>The address names a chat that this browser does not have: it was deleted, or is kept in another browser. What you write below begins a new one.</p>
+      <h2 id="unknown">Chat not found</h2>
+      <p>This browser has no chat with this address: it was deleted, or it is stored in another browser. A message written below starts a new chat.</p>
       <div class="ideas">
         <button class="button" type="button" onClick={newChat}>
           New chat

@@ -27,19 +27,19 @@ interface Shortcut {
 const SHORTCUTS: readonly Shortcut[] = [
   { letter: "N", what: "New chat", run: newChat },
   { letter: "K", what: "Search chats", run: () => document.getElementById("search")?.focus() },
-  { letter: "M", what: "To the message field", run: () => (show("chat"), focusComposer()) },
+  { letter: "M", what: "Go to the message field", run: () => (show("chat"), focusComposer()) },
   { letter: "C", what: "Copy the last answer", run: () => void copyLast() },
   { letter: "R", what: "Regenerate the last answer", run: () => withLast((message) => regenerate(current.value, message)) },
-  { letter: "T", what: "Tokens of the last answer", run: () => withLast(toggleTokens) },
+  { letter: "T", what: "Show the tokens of the last answer", run: () => withLast(toggleTokens) },
   { letter: "S", what: "Settings", run: () => (isSettingsOpen.value = true) },
 ];
 
 const FIXED = [
   ["Enter", "Send"],
   ["Shift Enter", "New line"],
-  ["↑", "Edit the last question, in an empty field"],
-  ["Esc", "End the edit, or stop the answer"],
-  ["?", "This list"],
+  ["↑", "Edit the last question (in an empty field)"],
+  ["Esc", "Cancel editing, or stop the answer"],
+  ["?", "Show this list"],
 ] as const;
 
 export function onShortcut(event: KeyboardEvent): void {

@@ -28,7 +28,9 @@ export interface ClientOptions {
   fetch?: Fetch;
   /** "auto" acknowledges text once every listener has had it; "manual": stream.ack(). */
   acks?: "auto" | "manual";
-  /** Waits in ms: for an open socket, for a frame before a ping is sent, for the pong. 0: no pings. */
+  /**
+   * Waits in ms: for an open socket, for a frame before a ping is sent, for the pong. 0: no pings.
+   */
   openMs?: number;
   pingMs?: number;
   pongMs?: number;

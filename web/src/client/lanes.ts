@@ -1,15 +1,17 @@
 /**
  * Lanes: which stream an event is for, and which request to send next.
  *
- * In a lane responses run one after another. An event names its lane, but an error does not name its
- * response, so each lane has at most one unanswered create or resume.
+ * In a lane responses run one after another. An event names its lane, but an error does not name
+ * its response, so each lane has at most one unanswered create or resume.
  */
 
 import { ClientError } from "./errors.ts";
 import type { ResponseStream } from "./stream.ts";
 import type { ClientEvent, ErrorEvent, NumberedEvent, Resumed, ServerEvent, StateEvent } from "./wire/responses.ts";
 
-/** detached: to be requested; asking: no answer yet; attached: its events come on this connection. */
+/**
+ * detached: to be requested; asking: no answer yet; attached: its events come on this connection.
+ */
 type Phase = "detached" | "asking" | "attached";
 
 interface Entry {
@@ -93,7 +95,7 @@ export class Lanes {
   steer(stream: ResponseStream, input: string): Promise<ResponseStream> {
     const entry = this.#find(stream);
     if (!entry || stream.id === null || entry.phase !== "attached") {
-      return Promise.reject(new ClientError("a response can be steered while it streams on a socket"));
+      return Promise.reject(new ClientError("only a response that streams over a WebSocket can be steered"));
     }
     this.#port.send({ type: "response.steer", previous_response_id: stream.id, input });
     return new Promise((resolve, reject) => entry.steers.push({ resolve, reject }));
@@ -237,7 +239,10 @@ export class Lanes {
     }
   }
 
-  /** A resume only as the lane's first; after a detach for lag, only once the received text was used. */
+  /**
+   * A resume only as the lane's first; after a detach for lag, only once the received text was
+   * used.
+   */
   #mayAsk(entry: Entry, place: number): boolean {
     const { stream } = entry;
     return stream.id === null || (place === 0 && (stream.status !== "paused" || this.#isUsed(entry)));

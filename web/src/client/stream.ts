@@ -110,7 +110,9 @@ export class ResponseStream extends Emitter<StreamEvents> {
     return ENDS.has(this.status);
   }
 
-  /** End it; `end` follows with status "cancelled". May be called before it has an id, and again. */
+  /**
+   * End it; `end` follows with status "cancelled". May be called before it has an id, and again.
+   */
   cancel(): void {
     if (this.isEnded || this.isCancelled) return;
     this.isCancelled = true;

@@ -15,7 +15,7 @@ interface Line {
 interface ChartProps {
   title: string;
   lines: Line[];
-  say: (value: number) => string;
+  format: (value: number) => string;
   /** The scale's end, where known. */
   top?: number;
 }
@@ -27,17 +27,17 @@ const ms = (value: number): string => `${value < 10 ? value.toFixed(1) : Math.ro
 export function Charts() {
   return (
     <section class="charts" aria-label="The last minute">
-      <Chart title="Tokens a second" say={round} lines={[{ name: "generated", of: (sample) => sample.tokensPerS }]} />
+      <Chart title="Tokens per second" format={round} lines={[{ name: "generated", of: (sample) => sample.tokensPerS }]} />
       <Chart
         title="Requests"
-        say={round}
+        format={round}
         lines={[
           { name: "running", of: (sample) => sample.running },
           { name: "waiting", of: (sample) => sample.waiting },
         ]}
       />
-      <Chart title="Time of a step" say={ms} lines={[{ name: "mean", of: (sample) => sample.stepMs }]} />
-      <Chart title="Prompt found in the cache" say={percent} top={1} lines={[{ name: "of 5 s", of: (_, i) => recentHitRate(samples, i) }]} />
+      <Chart title="Step time" format={ms} lines={[{ name: "mean", of: (sample) => sample.stepMs }]} />
+      <Chart title="Prefix cache hits" format={percent} top={1} lines={[{ name: "over 5 s", of: (_, i) => recentHitRate(samples, i) }]} />
     </section>
   );
 }
@@ -47,7 +47,7 @@ function window(end: number): [Sample, number][] {
   return samples.map((sample, i): [Sample, number] => [sample, i]).filter(([sample]) => sample.at <= end && sample.at > end - SPAN_MS);
 }
 
-function Chart({ title, lines, say, top }: ChartProps) {
+function Chart({ title, lines, format, top }: ChartProps) {
   const drawn = useComputed(() => {
     const end = shown.value?.at ?? 0;
     const part = window(end);
@@ -63,20 +63,20 @@ function Chart({ title, lines, say, top }: ChartProps) {
         <h2>{title}</h2>
         {lines.map((line, i) => (
           <span key={line.name} class="chart-now" data-line={i}>
-            <b>{last[i] == null ? "–" : say(last[i])}</b> {line.name}
+            <b>{last[i] == null ? "–" : format(last[i])}</b> {line.name}
           </span>
         ))}
       </figcaption>
       <div class="chart-area" aria-hidden="true">
-        <span class="chart-top">{say(scale)}</span>
+        <span class="chart-top">{format(scale)}</span>
         <svg viewBox={`0 0 ${WIDE} ${HIGH}`} preserveAspectRatio="none">
           <path class="chart-rule" d={`M0 0H${WIDE}M0 ${HIGH / 2}H${WIDE}M0 ${HIGH}H${WIDE}`} />
           {paths.map((path, i) => (
             <path key={i} class="chart-line" data-line={i} d={path} />
           ))}
         </svg>
-        <span class="chart-since">60 s before</span>
-        <span class="chart-until">this moment</span>
+        <span class="chart-since">60 s ago</span>
+        <span class="chart-until">now</span>
       </div>
     </figure>
   );

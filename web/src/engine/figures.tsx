@@ -15,11 +15,11 @@ export function Figures() {
     ? [
         ["Running", whole(stats.running), "requests in the batch"],
         ["Waiting", whole(stats.waiting), `${whole(stats.paused)} paused`],
-        ["Tokens a second", whole(rate), `${whole(stats.generated_tokens)} so far`],
+        ["Tokens per second", whole(rate), `${whole(stats.generated_tokens)} in total`],
         ["Blocks in use", whole(used), `${whole(stats.blocks_free)} free (${whole(stats.blocks_cached)} cached)`],
         ["Prefix hits", hits === null ? "–" : `${Math.round(hits * 100)}%`, "of prompt tokens"],
         ["Preemptions", whole(stats.preemptions_swap + stats.preemptions_recompute), `${whole(stats.preemptions_swap)} by swap`],
-        ["Swapped out", whole(stats.swapped_out_blocks), `blocks, ${whole(stats.swapped_in_blocks)} came back`],
+        ["Swapped out", whole(stats.swapped_out_blocks), `blocks, ${whole(stats.swapped_in_blocks)} swapped back in`],
         ["Copied on write", whole(stats.copied_blocks), "blocks"],
       ]
     : [];

@@ -19,7 +19,8 @@ export const palette = computed<Palette | null>(() => {
   if (!element) return null;
   const found = {} as Palette;
   for (const name of NAMES) {
-    element.style.color = `var(--${name})`; // light-dark() is resolved in a colour, not in a variable
+    // light-dark() is resolved in a colour, not in a variable
+    element.style.color = `var(--${name})`;
     found[name] = getComputedStyle(element).color;
   }
   return found;

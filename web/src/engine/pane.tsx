@@ -7,13 +7,13 @@ import { Figures } from "./figures.tsx";
 import { LoadButton, LoadCard } from "./load/card.tsx";
 import { probe } from "./palette.ts";
 import { Pools } from "./blocks/pools.tsx";
-import { fault, look, shown } from "./snapshots/store.ts";
+import { fault, shown, watchEngine } from "./snapshots/store.ts";
 import { Tables } from "./blocks/tables.tsx";
 import { TimelineView } from "./timeline/timeline.tsx";
 import "./engine.css";
 
 export function EnginePane() {
-  useEffect(look, []);
+  useEffect(watchEngine, []);
   return (
     <main class="pane engine" aria-busy={shown.value === null}>
       <span ref={(element) => void (probe.value = element)} hidden />
@@ -21,7 +21,7 @@ export function EnginePane() {
         <div class="engine-head">
           <div>
             <h1>Engine</h1>
-            <p class="note">Where the tokens of every request are kept, and who computes in each step.</p>
+            <p class="note">Where the tokens of each request are stored, and what each step computes.</p>
           </div>
           <LoadButton />
         </div>

@@ -1,4 +1,6 @@
-/** A TCP relay before the server: cuts every connection, or refuses WebSockets as some proxies do. */
+/**
+ * A TCP relay before the server: cuts every connection, or refuses WebSockets as some proxies do.
+ */
 
 import net from "node:net";
 

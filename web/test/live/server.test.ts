@@ -1,6 +1,7 @@
 /**
- * The client against a real server over the fake model, whose text is numbers in order: a missing or
- * repeated one shows. The server's address is in PAGE_TEST_URL (tests/clients/test_page_client.py).
+ * The client against a real server over the fake model, whose text is numbers in order: a missing
+ * or repeated one shows. The server's address is in PAGE_TEST_URL
+ * (tests/clients/test_page_client.py).
  */
 
 import { afterEach, describe, expect, test } from "vitest";
@@ -126,7 +127,8 @@ test("a fork begins with what it kept, and counts only what is new", async () =>
   const seen: number[] = [];
   fork.on("delta", () => seen.push(fork.tokens));
   await fork.done;
-  expect(numbers(fork.text)).toEqual([1, 2, 3, 4, 5, 1, 2, 3, 4]); // the fake model counts from 1 again
+  // the fake model counts from 1 again
+  expect(numbers(fork.text)).toEqual([1, 2, 3, 4, 5, 1, 2, 3, 4]);
   expect(parent.text.startsWith(" 1 2 3 4 5")).toBe(true);
   expect([seen[0], seen.at(-1), fork.tokens]).toEqual([0, 4, 4]);
   expect(fork.response?.previous_response_id).toBe(parent.id);
@@ -198,7 +200,7 @@ describe("where no WebSocket gets through", () => {
 test("a key opens a socket by a ticket; none, or a wrong one, locks it", async () => {
   const client = clientOf(KEYED);
   const locked = new Promise<string>((resolve) => client.on("state", (state) => state.name === "locked" && resolve(state.reason)));
-  expect(await locked).toBe("wanted");
+  expect(await locked).toBe("missing");
   client.setKey(KEY);
   const stream = client.create({ input: "count to 5" });
   await stream.done;

@@ -62,7 +62,7 @@ function Count() {
   return (
     <span class="count" title="Answers side by side">
       <Columns />
-      <select aria-label="Answers to each question" onChange={(e) => change({ answers: Number(e.currentTarget.value) })}>
+      <select aria-label="Answers per question" onChange={(e) => change({ answers: Number(e.currentTarget.value) })}>
       {COUNTS.map((count) => (
         <option key={count} value={count} selected={count === settings.value.answers}>
           {count}×
@@ -80,8 +80,8 @@ function Editing() {
   };
   return (
     <div class="editing">
-      <span>Editing a question; the earlier one stays in the picker</span>
-      <button class="button action" type="button" aria-label="Do not edit" title="Do not edit (Esc)" onClick={cancel}>
+      <span>Editing a question. The original stays available as an earlier version.</span>
+      <button class="button action" type="button" aria-label="Cancel editing" title="Cancel editing (Esc)" onClick={cancel}>
         <Close />
       </button>
     </div>

@@ -40,15 +40,15 @@ export function Meter({ conversation }: { conversation: Conversation }) {
       {isNearly && (
         <p class="context-note" role="status">
           <span>
-            {used >= length ? "The context is full: nothing more fits into this chat." : "The context is nearly full: answers will be cut short."} Begin another chat, or edit an earlier question to go on from there.
+            {used >= length ? "The context is full: nothing more fits into this chat." : "The context is nearly full: answers will be cut short."} Start a new chat, or edit an earlier question and continue from there.
           </span>
           <button class="button small" type="button" onClick={newChat}>
-            <Plus /> Begin another
+            <Plus /> Start a new chat
           </button>
         </p>
       )}
-      <span class="context-now" title="Tokens of the context that this chat takes">
-        <meter aria-label="Context that is used" aria-valuetext={text} min={0} max={length} value={Math.min(used, length)} />
+      <span class="context-now" title="Tokens of the context that this chat uses">
+        <meter aria-label="Context used" aria-valuetext={text} min={0} max={length} value={Math.min(used, length)} />
         {text}
       </span>
     </div>

@@ -1,11 +1,11 @@
-/** How answers are made: sampling, length, system prompt. A change applies from the next question on. */
+/** Sampling, length and system prompt of answers. A change applies from the next question on. */
 
 import { signal } from "@preact/signals";
 import { change, DEFAULTS, settings } from "../../app/preferences.ts";
 import { Dialog } from "../../ui/dialog.tsx";
 import { focusComposer } from "../pane.tsx";
 import { RANGES, type Range } from "../conversation/sampling.ts";
-import { current, instruct, usual } from "../conversation/store.ts";
+import { current, setDefaultSystem, setSystem } from "../conversation/store.ts";
 
 export const isSettingsOpen = signal(false);
 
@@ -13,7 +13,7 @@ export function SettingsDialog() {
   const { maxTokens, seed, answers } = settings.value;
   const conversation = current.value;
   const system = conversation.system.value;
-  const isUsual = system === settings.value.system;
+  const isDefault = system === settings.value.system;
   const done = (event: Event) => {
     event.preventDefault();
     isSettingsOpen.value = false;
@@ -23,22 +23,22 @@ export function SettingsDialog() {
       <form onSubmit={done}>
         <div class="field">
           <label for="system">System prompt</label>
-          <textarea id="system" rows={3} value={system} aria-describedby="system-hint" onInput={(e) => instruct(conversation, e.currentTarget.value)} />
-          <small id="system-hint">Of this chat, from its next answer on. {isUsual ? "New chats begin with it too." : "New chats do not begin with it."}</small>
-          {!isUsual && (
-            <button class="button small" type="button" onClick={() => usual(system)}>
-              Begin new chats with it
+          <textarea id="system" rows={3} value={system} aria-describedby="system-hint" onInput={(e) => setSystem(conversation, e.currentTarget.value)} />
+          <small id="system-hint">Applies to this chat from its next answer on. {isDefault ? "New chats use it too." : "New chats do not use it."}</small>
+          {!isDefault && (
+            <button class="button small" type="button" onClick={() => setDefaultSystem(system)}>
+              Use it for new chats
             </button>
           )}
         </div>
         <div class="fields">
           <div class="field">
-            <label for="max-tokens">Longest answer</label>
-            <input id="max-tokens" type="number" min="1" step="1" placeholder="as many tokens as fit" value={maxTokens ?? ""} onInput={(e) => change({ maxTokens: wholeOf(e.currentTarget.value, 1) })} />
+            <label for="max-tokens">Maximum tokens</label>
+            <input id="max-tokens" type="number" min="1" step="1" placeholder="up to the context length" value={maxTokens ?? ""} onInput={(e) => change({ maxTokens: wholeOf(e.currentTarget.value, 1) })} />
           </div>
           <div class="field">
             <label for="seed">Seed</label>
-            <input id="seed" type="number" min="0" step="1" placeholder="another each time" value={seed ?? ""} onInput={(e) => change({ seed: wholeOf(e.currentTarget.value, 0) })} />
+            <input id="seed" type="number" min="0" step="1" placeholder="random" value={seed ?? ""} onInput={(e) => change({ seed: wholeOf(e.currentTarget.value, 0) })} />
           </div>
         </div>
         <div class="fields">
@@ -47,7 +47,7 @@ export function SettingsDialog() {
           ))}
         </div>
         <div class="row">
-          <button class="button" type="button" onClick={() => (change({ ...DEFAULTS, answers }), usual(""), instruct(conversation, ""))}>
+          <button class="button" type="button" onClick={() => (change({ ...DEFAULTS, answers }), setDefaultSystem(""), setSystem(conversation, ""))}>
             Reset
           </button>
           <button class="button primary" type="submit">
@@ -67,7 +67,7 @@ function Slider({ range }: { range: Range }) {
     <div class="field">
       <label for={name}>
         <span>{label}</span>
-        <output for={name}>{value === null ? "model's own" : value.toFixed(digits)}</output>
+        <output for={name}>{value === null ? "model default" : value.toFixed(digits)}</output>
       </label>
       <input id={name} type="range" min={min} max={max} step={step} value={value ?? rest} aria-describedby={`${name}-hint`} onInput={(e) => change({ [name]: Number(e.currentTarget.value) })} />
       <small id={`${name}-hint`}>{hint}</small>
@@ -75,7 +75,7 @@ function Slider({ range }: { range: Range }) {
   );
 }
 
-function wholeOf(text: string, least: number): number | null {
+function wholeOf(text: string, min: number): number | null {
   const value = parseInt(text, 10);
-  return Number.isSafeInteger(value) && value >= least ? value : null;
+  return Number.isSafeInteger(value) && value >= min ? value : null;
 }

@@ -48,7 +48,7 @@ export interface Listener {
 
 const NOTHING: Figures = { tokens: 0, tokensPerS: 0, firstMs: null, cachedTokens: 0 };
 const ENDS: ReadonlySet<StreamStatus> = new Set(["completed", "incomplete", "cancelled", "failed", "gone"]);
-export const NEVER_SENT = "The page was closed before the server had this question. Ask again.";
+export const NEVER_SENT = "The page was closed before the server received this question. Ask it again.";
 
 export class Answer {
   readonly text = signal("");
@@ -65,7 +65,7 @@ export class Answer {
   /** Whether the tokens are shown in place of the text. */
   readonly isOpened = signal(false);
   /** Why the tokens can't be shown. */
-  readonly lookFault = signal("");
+  readonly tokensFault = signal("");
   origin: Origin;
   seed: number | null = null;
   responseId: string | null = null;
@@ -132,7 +132,7 @@ export class Answer {
     this.origin = origin;
     this.tokens.value = null;
     this.isOpened.value = false;
-    this.lookFault.value = "";
+    this.tokensFault.value = "";
     const { inputTokens = 0, tokens } = this.figures.value;
     this.figures.value = { ...NOTHING, inputTokens: inputTokens + tokens };
     this.follow(stream, listener);
@@ -192,7 +192,7 @@ export class Answer {
     const { stream } = this;
     if (!stream) return;
     this.responseId = stream.id;
-    this.#after = stream.text === "" ? -1 : stream.sequence; // no text came: the present text is from before
+    this.#after = stream.text === "" ? -1 : stream.sequence; // no text: the shown text is older
     this.seed = stream.response?.seed ?? this.seed;
     this.text.value = stream.text || this.text.value;
     this.status.value = stream.status;

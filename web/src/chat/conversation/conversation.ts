@@ -59,7 +59,8 @@ export class Conversation {
 
   add(message: Omit<Message, "id" | "created">): Message {
     const last = this.messages.value.at(-1)?.created ?? 0;
-    const added = { ...message, id: newId(), created: Math.max(Date.now(), last + 1) }; // the sort key
+    // the sort key
+    const added = { ...message, id: newId(), created: Math.max(Date.now(), last + 1) };
     this.messages.value = [...this.messages.value, added];
     this.leaf.value = added;
     return added;

@@ -1,6 +1,7 @@
 /**
- * Drafts: each chat's typed and unsent text. Stored in this browser at each letter, so that a reload
- * loses nothing; a new chat's draft is stored for this tab only, or every new tab would begin with it.
+ * Drafts: each chat's typed and unsent text. Stored in this browser at each key press, so that a
+ * reload loses nothing; a new chat's draft is stored for this tab only, or every new tab would
+ * begin with it.
  */
 
 import { recall, remember, type Store } from "../../app/storage.ts";

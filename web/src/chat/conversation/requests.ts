@@ -8,7 +8,7 @@ import type { Ask, Fork, ResponseStream } from "../../client/index.ts";
 import { Answer, type Listener, type Origin } from "./answer.ts";
 import { inputFor, pathTo, type Conversation, type Message } from "./conversation.ts";
 import { dropDraft, endEdit, type, typed } from "./drafts.ts";
-import { keepConversation, keepMessage, keepSoon, unsay } from "../history/database.ts";
+import { dropMessage, keepConversation, keepMessage, keepSoon } from "../history/database.ts";
 import { askOf } from "./sampling.ts";
 import { announcement, conversations, current, enter, isBusy, newChat, remove } from "./store.ts";
 import { NUM_ALTERNATIVES, TokenReader, type Token } from "./tokens.ts";
@@ -25,7 +25,9 @@ function setWaiting(change: (ids: Set<string>) => void): void {
   remember("sessionStorage", WAITING, ids.size > 0 ? [...ids].join(" ") : null);
 }
 
-/** Send what is typed: at once, or when the server is reachable and the answer before it has ended. */
+/**
+ * Send the typed text: at once, or when the server is reachable and the answer before has ended.
+ */
 export function send(text: string = typed(current.value)): void {
   const question = text.trim();
   if (!question) return;
@@ -47,7 +49,7 @@ export function send(text: string = typed(current.value)): void {
 
 export function sendWaiting(message: Message): void {
   setWaiting((ids) => ids.add(message.id));
-  if (reasonToWait(current.value, message)) announcement.value = "The message waits";
+  if (reasonToWait(current.value, message)) announcement.value = "The message is waiting to be sent";
 }
 
 export const NOT_SENT = "Not sent.";
@@ -59,8 +61,8 @@ export function reasonToWait(conversation: Conversation, message: Message): stri
   if (place < 0 || path.slice(place).some((later) => later.answer)) return null;
   if (!waiting.value.has(message.id)) return NOT_SENT;
   const isAway = !isConnected.value;
-  if (isAway) return connection.value.name === "locked" ? "Waits for the key that this server wants." : "Waits for the server, and is sent when it is back.";
-  return conversation.live.value.length > 0 ? "Waits for the answer to end." : null;
+  if (isAway) return connection.value.name === "locked" ? "Waiting for the API key that this server requires." : "Waiting for the server. It will be sent once the connection is back.";
+  return conversation.live.value.length > 0 ? "Waiting for the current answer to finish." : null;
 }
 
 /** Move a question out of the chat and back into the field. */
@@ -68,7 +70,7 @@ export function takeBack(conversation: Conversation, message: Message): void {
   setWaiting((ids) => ids.delete(message.id));
   if (conversation.edit.value?.message === message) endEdit(conversation);
   conversation.remove(message);
-  unsay(conversation, message);
+  dropMessage(conversation, message);
   if (conversation.messages.value.length === 0) {
     remove(conversation);
     newChat();
@@ -79,18 +81,19 @@ export function takeBack(conversation: Conversation, message: Message): void {
 }
 
 /** Send waiting questions whenever they can be sent; called once. */
-export function askWhatWaits(): void {
+export function sendWaitingQuestions(): void {
   effect(() => {
     if (!isConnected.value || waiting.value.size === 0) return;
     for (const conversation of conversations.value) {
       const leaf = conversation.leaf.value;
-      if (leaf && waiting.value.has(leaf.id) && conversation.live.value.length === 0) untracked(() => askOne(conversation, leaf));
+      if (leaf && waiting.value.has(leaf.id) && conversation.live.value.length === 0) untracked(() => sendOne(conversation, leaf));
     }
   });
 }
 
-function askOne(conversation: Conversation, question: Message): void {
-  setWaiting((ids) => pathTo(question).forEach(({ id }) => ids.delete(id))); // the questions before it are part of its turn
+function sendOne(conversation: Conversation, question: Message): void {
+  // the questions before it are part of its turn
+  setWaiting((ids) => pathTo(question).forEach(({ id }) => ids.delete(id)));
   answer(conversation, question, settings.value.answers);
 }
 
@@ -133,29 +136,29 @@ export function continueAnswer(conversation: Conversation, message: Message): vo
   const { seed: _, ...ask } = askOf(settings.value, conversation.system.value);
   const origin: Origin = { ask, fork: { id: it.responseId, at: { at: tokens } }, kept: (it.origin.kept ?? 0) + tokens };
   it.extend(origin, begin(message.parent, origin), listenerFor(conversation, message));
-  announcement.value = "Going on with the answer";
+  announcement.value = "Continuing the answer";
 }
 
 /** Tokens in place of the text, or the text again. */
 export function toggleTokens(message: Message): void {
   const it = message.answer;
   if (!it) return;
-  if (!it.isOpened.value) return void look(message);
+  if (!it.isOpened.value) return void loadTokens(message);
   it.isOpened.value = false;
   it.drawing?.cancel();
 }
 
 /** Generate a finished answer again, with its seed, to show its tokens. */
-async function look(message: Message): Promise<void> {
+async function loadTokens(message: Message): Promise<void> {
   const it = message.answer;
   if (!it || !message.parent || it.isLive.value) return;
   it.isOpened.value = true;
-  it.lookFault.value = "";
+  it.tokensFault.value = "";
   if (it.tokens.value) return;
   const { tokens } = it.figures.value;
-  const wanted: Ask = { ...it.origin.ask, include: ["message.output_text.logprobs"], top_logprobs: NUM_ALTERNATIVES, max_output_tokens: Math.max(1, tokens) };
-  if (it.seed !== null) wanted.seed = it.seed;
-  const stream = begin(message.parent, { ...it.origin, ask: wanted });
+  const request: Ask = { ...it.origin.ask, include: ["message.output_text.logprobs"], top_logprobs: NUM_ALTERNATIVES, max_output_tokens: Math.max(1, tokens) };
+  if (it.seed !== null) request.seed = it.seed;
+  const stream = begin(message.parent, { ...it.origin, ask: request });
   it.drawing = stream;
   const reader = new TokenReader();
   stream.on("delta", (event) => reader.add(event, stream.id ?? ""));
@@ -167,12 +170,12 @@ async function look(message: Message): Promise<void> {
     it.tokens.value = reader.finished();
   } else {
     it.isOpened.value = false;
-    it.lookFault.value = stream.error?.message ?? "The server drew other tokens this time, so there is nothing to show.";
+    it.tokensFault.value = stream.error?.message ?? "The server generated different tokens this time, so their probabilities cannot be shown.";
   }
 }
 
 /** Follow answers that were live when the page was last open, or are live in another tab. */
-export function goOn(conversation: Conversation, message: Message): void {
+export function resumeAnswer(conversation: Conversation, message: Message): void {
   const it = message.answer;
   if (!it?.isUnfinished || it.responseId === null) return;
   const { after, text } = it.keep();
@@ -220,13 +223,13 @@ function ended(conversation: Conversation, message: Message, it: Answer, listene
   keepMessage(conversation, message);
   if (isFull && !typed(conversation) && question && conversation === current.value) type(conversation, question.text);
   if (it.status.value === "failed") setWaiting((ids) => followers(conversation, message).forEach(({ id }) => ids.delete(id)));
-  if (conversation.live.value.length === 0) announcement.value = said(it);
+  if (conversation.live.value.length === 0) announcement.value = outcomeOf(it);
 }
 
 /** Questions that waited for this answer: the answer is missing, so they wait for the user. */
 const followers = (conversation: Conversation, message: Message): Message[] => conversation.messages.value.filter(({ parent }) => parent === message);
 
-function said(it: Answer): string {
+function outcomeOf(it: Answer): string {
   const { status } = it;
   if (status.value === "cancelled") return "Stopped";
   return status.value === "failed" || status.value === "gone" ? "The answer failed" : "The answer is complete";

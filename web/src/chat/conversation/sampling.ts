@@ -16,11 +16,11 @@ export interface Range {
 }
 
 export const RANGES: readonly Range[] = [
-  { name: "temperature", label: "Temperature", hint: "0 always takes the likeliest token; above 1 it gets wild.", min: 0, max: 2, step: 0.05, rest: 1 },
-  { name: "topP", label: "Top p", hint: "Only the likeliest tokens that together have this probability.", min: 0.05, max: 1, step: 0.05, rest: 1 },
-  { name: "topK", label: "Top k", hint: "Only so many of the likeliest tokens; 0 for all.", min: 0, max: 200, step: 1, rest: 0 },
-  { name: "minP", label: "Min p", hint: "Only tokens at least this likely, against the likeliest.", min: 0, max: 0.5, step: 0.01, rest: 0 },
-  { name: "repetitionPenalty", label: "Repetition penalty", hint: "Above 1, what was said before becomes less likely.", min: 0.8, max: 1.5, step: 0.01, rest: 1 },
+  { name: "temperature", label: "Temperature", hint: "0 always picks the most likely token; above 1, answers become more random.", min: 0, max: 2, step: 0.05, rest: 1 },
+  { name: "topP", label: "Top p", hint: "Sample only from the most likely tokens whose probabilities add up to this.", min: 0.05, max: 1, step: 0.05, rest: 1 },
+  { name: "topK", label: "Top k", hint: "Sample only from this many of the most likely tokens; 0 means all.", min: 0, max: 200, step: 1, rest: 0 },
+  { name: "minP", label: "Min p", hint: "Sample only from tokens at least this likely, relative to the most likely one.", min: 0, max: 0.5, step: 0.01, rest: 0 },
+  { name: "repetitionPenalty", label: "Repetition penalty", hint: "Above 1, tokens that already occurred become less likely.", min: 0.8, max: 1.5, step: 0.01, rest: 1 },
 ];
 
 export function askOf(settings: Settings, system: string): Ask {

@@ -1,4 +1,6 @@
-/** The conversations, and which is shown. Components read these signals; requests.ts changes them. */
+/**
+ * The conversations, and which is shown. Components read these signals; requests.ts changes them.
+ */
 
 import { batch, computed, signal } from "@preact/signals";
 import { change, settings } from "../../app/preferences.ts";
@@ -12,7 +14,7 @@ export const conversations = signal<readonly Conversation[]>([]);
 /** Whether the database's conversations are loaded. */
 export const isLoaded = signal(false);
 /** The next new chat, not in the list yet. */
-const blank = signal(begun());
+const blank = signal(blankChat());
 restoreDraft(blank.value);
 
 const named = computed(() => conversations.value.find(({ id }) => id === chatId.value));
@@ -25,7 +27,7 @@ export const announcement = signal("");
 
 export const isBusy = computed(() => current.value.live.value.length > 0);
 
-function begun(): Conversation {
+function blankChat(): Conversation {
   const conversation = new Conversation();
   conversation.system.value = settings.value.system;
   return conversation;
@@ -42,7 +44,7 @@ export function enter(conversation: Conversation): void {
   batch(() => {
     conversations.value = [conversation, ...conversations.value];
     if (isShown) moveTo(conversation.id);
-    if (conversation === blank.value) blank.value = begun();
+    if (conversation === blank.value) blank.value = blankChat();
   });
 }
 
@@ -61,14 +63,14 @@ export function rename(conversation: Conversation, name: string): void {
 }
 
 /** The system prompt of this chat, from the next answer on. */
-export function instruct(conversation: Conversation, text: string): void {
+export function setSystem(conversation: Conversation, text: string): void {
   conversation.system.value = text;
   keepConversation(conversation);
   keepDraft(conversation);
 }
 
 /** The system prompt that new chats begin with. */
-export function usual(text: string): void {
+export function setDefaultSystem(text: string): void {
   change({ system: text });
   if (blank.value !== current.value) blank.value.system.value = text;
 }

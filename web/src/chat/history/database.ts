@@ -1,5 +1,5 @@
 /**
- * Keeping: conversations in this browser's IndexedDB; every change is reported to its other tabs.
+ * Database: conversations in this browser's IndexedDB; every change is reported to its other tabs.
  *
  * A message is a record of its own, so that two tabs add to one conversation without loss. Nothing
  * waits for a write; without a database (private mode, a full disk) the page works while it is
@@ -17,10 +17,10 @@ interface Schema extends DBSchema {
 }
 
 /** What a tab reports to the others. */
-export type Word =
+export type TabMessage =
   | { type: "conversation"; record: KeptConversation }
   | { type: "message"; record: KeptMessage }
-  | { type: "unsaid"; conversation: string; id: string }
+  | { type: "message-dropped"; conversation: string; id: string }
   | { type: "dropped"; id: string }
   | { type: "restored"; id: string };
 
@@ -39,7 +39,8 @@ function db(): Promise<IDBPDatabase<Schema>> {
       fresh.createObjectStore("conversations", { keyPath: "id" });
       fresh.createObjectStore("messages", { keyPath: "id" }).createIndex("conversation", "conversation");
     },
-    terminated: () => (database = undefined), // by the browser, for example when its data are cleared
+    // by the browser, for example when its data are cleared
+    terminated: () => (database = undefined),
   });
   return database;
 }
@@ -58,14 +59,14 @@ export async function load(): Promise<{ conversations: KeptConversation[]; messa
 export function keepConversation(conversation: Conversation): void {
   if (conversation.messages.value.length === 0 || dropped.has(conversation.id)) return;
   const record = asKeptConversation(conversation);
-  channel?.postMessage({ type: "conversation", record } satisfies Word);
+  channel?.postMessage({ type: "conversation", record } satisfies TabMessage);
   void write((store) => store.put("conversations", record));
 }
 
 export function keepMessage(conversation: Conversation, message: Message): void {
   const record = keepQuietly(conversation, message);
   if (!record || record.answer?.status === "sending") return; // without an id it can't be followed
-  channel?.postMessage({ type: "message", record } satisfies Word);
+  channel?.postMessage({ type: "message", record } satisfies TabMessage);
 }
 
 /** All of them or none; resolves once they are on the disk. */
@@ -76,9 +77,10 @@ export function keepAll(conversations: readonly Conversation[]): Promise<void> {
   }));
   for (const { record, messages } of whole) {
     dropped.delete(record.id);
-    channel?.postMessage({ type: "restored", id: record.id } satisfies Word); // it may have been deleted before
-    channel?.postMessage({ type: "conversation", record } satisfies Word);
-    for (const message of messages) channel?.postMessage({ type: "message", record: message } satisfies Word);
+    // it may have been deleted before
+    channel?.postMessage({ type: "restored", id: record.id } satisfies TabMessage);
+    channel?.postMessage({ type: "conversation", record } satisfies TabMessage);
+    for (const message of messages) channel?.postMessage({ type: "message", record: message } satisfies TabMessage);
   }
   return write(async (store) => {
     const all = store.transaction(["conversations", "messages"], "readwrite");
@@ -96,14 +98,14 @@ export function keepSoon(conversation: Conversation, message: Message): void {
 }
 
 /** A message was removed. */
-export function unsay(conversation: Conversation, { id }: Message): void {
-  channel?.postMessage({ type: "unsaid", conversation: conversation.id, id } satisfies Word);
+export function dropMessage(conversation: Conversation, { id }: Message): void {
+  channel?.postMessage({ type: "message-dropped", conversation: conversation.id, id } satisfies TabMessage);
   void write((store) => store.delete("messages", id));
 }
 
 export function drop(conversation: Conversation): void {
   dropped.add(conversation.id);
-  channel?.postMessage({ type: "dropped", id: conversation.id } satisfies Word);
+  channel?.postMessage({ type: "dropped", id: conversation.id } satisfies TabMessage);
   void write(async (store) => {
     const all = store.transaction(["conversations", "messages"], "readwrite");
     const keys = await all.objectStore("messages").index("conversation").getAllKeys(conversation.id);
@@ -114,11 +116,11 @@ export function drop(conversation: Conversation): void {
 }
 
 /** Listen to other tabs. */
-export function hear(onWord: (word: Word) => void): void {
-  channel?.addEventListener("message", ({ data }: MessageEvent<Word>) => {
+export function listen(onTabMessage: (message: TabMessage) => void): void {
+  channel?.addEventListener("message", ({ data }: MessageEvent<TabMessage>) => {
     if (data.type === "dropped") dropped.add(data.id);
     if (data.type === "restored") dropped.delete(data.id);
-    onWord(data);
+    onTabMessage(data);
   });
 }
 

@@ -1,10 +1,10 @@
 /** The history: loads stored chats, resumes live answers, and follows changes of other tabs. */
 
 import { client } from "../../app/connection.ts";
-import { askWhatWaits, goOn } from "../conversation/requests.ts";
+import { resumeAnswer, sendWaitingQuestions } from "../conversation/requests.ts";
 import type { Conversation } from "../conversation/conversation.ts";
 import { restoreDraft } from "../conversation/drafts.ts";
-import { hear, keepAll, load, type Word } from "./database.ts";
+import { keepAll, listen, load, type TabMessage } from "./database.ts";
 import { addMessage, arrange, fromFile, merge, toConversation, toFile, type KeptMessage } from "./records.ts";
 import { announcement, conversations, current, forget, isLoaded, open } from "../conversation/store.ts";
 
@@ -13,7 +13,8 @@ const DETACH_S = 300; // how long an answer runs without a reader: a reload, a c
 export async function begin(): Promise<void> {
   client.update({ detach_s: DETACH_S });
   const loading = load();
-  hear((word) => void loading.then(() => onWord(word))); // it may concern a chat that is being loaded
+  // it may concern a chat that is being loaded
+  listen((message) => void loading.then(() => onTabMessage(message)));
   const kept = await loading;
   const messages = new Map<string, KeptMessage[]>(kept.conversations.map(({ id }) => [id, []]));
   for (const message of kept.messages) messages.get(message.conversation)?.push(message);
@@ -24,29 +25,29 @@ export async function begin(): Promise<void> {
   for (const conversation of fresh) restoreDraft(conversation);
   isLoaded.value = true;
   for (const conversation of fresh) resumeAll(conversation);
-  askWhatWaits();
+  sendWaitingQuestions();
 }
 
 function resumeAll(conversation: Conversation): void {
-  for (const message of conversation.messages.value) goOn(conversation, message);
+  for (const message of conversation.messages.value) resumeAnswer(conversation, message);
 }
 
-function onWord(word: Word): void {
-  if (word.type === "restored") return;
-  if (word.type === "message") return onMessage(word.record);
-  if (word.type === "unsaid") return onUnsaid(word.conversation, word.id);
-  const id = word.type === "dropped" ? word.id : word.record.id;
+function onTabMessage(message: TabMessage): void {
+  if (message.type === "restored") return;
+  if (message.type === "message") return onMessage(message.record);
+  if (message.type === "message-dropped") return onMessageDropped(message.conversation, message.id);
+  const id = message.type === "dropped" ? message.id : message.record.id;
   const known = conversations.value.find((conversation) => conversation.id === id);
-  if (word.type === "dropped") {
+  if (message.type === "dropped") {
     if (known) forget(known);
   } else if (!known) {
-    conversations.value = [toConversation(word.record, []), ...conversations.value];
+    conversations.value = [toConversation(message.record, []), ...conversations.value];
   } else {
-    known.name.value = word.record.name;
-    known.system.value = word.record.system ?? "";
+    known.name.value = message.record.name;
+    known.system.value = message.record.system ?? "";
     // a tab that shows another path of it stays there
     const isAtEnd = !known.messages.value.some((message) => message.parent === known.leaf.value);
-    if (isAtEnd || known !== current.value) arrange(known, word.record);
+    if (isAtEnd || known !== current.value) arrange(known, message.record);
   }
 }
 
@@ -58,10 +59,10 @@ function onMessage(record: KeptMessage): void {
   const message = known ?? addMessage(conversation, record);
   if (!message) return;
   if (!known && message.parent === conversation.leaf.value) conversation.leaf.value = message;
-  goOn(conversation, message);
+  resumeAnswer(conversation, message);
 }
 
-function onUnsaid(id: string, message: string): void {
+function onMessageDropped(id: string, message: string): void {
   const conversation = conversations.value.find((other) => other.id === id);
   const known = conversation?.messages.value.find((other) => other.id === message);
   if (known) conversation?.remove(known);
@@ -82,10 +83,10 @@ const fileName = (title: string): string => title.replace(/[^\p{L}\p{N}]+/gu, "-
 export async function importChats(file: File): Promise<string> {
   try {
     const read = fromFile(await file.text());
-    const changed = takeIn(read);
+    const changed = addImported(read);
     await keepAll(changed);
     if (changed[0]) open(changed[0]);
-    announcement.value = changed.length > 0 ? `${numberOf(changed)} imported` : `Nothing is new in this file: ${numberOf(read)}`;
+    announcement.value = changed.length > 0 ? `${numberOf(changed)} imported` : `Nothing new in this file: ${numberOf(read)}`;
     return "";
   } catch (thrown) {
     return thrown instanceof Error ? thrown.message : String(thrown);
@@ -95,10 +96,10 @@ export async function importChats(file: File): Promise<string> {
 const numberOf = ({ length }: readonly Conversation[]): string => `${length} ${length === 1 ? "chat" : "chats"}`;
 
 /** Chats that are new or have new messages. */
-function takeIn(read: readonly Conversation[]): Conversation[] {
+function addImported(read: readonly Conversation[]): Conversation[] {
   const ids = new Map(conversations.value.flatMap(({ id, messages }) => messages.value.map((message) => [message.id, id])));
   for (const { id, messages } of read) {
-    if (messages.value.some((message) => (ids.get(message.id) ?? id) !== id)) throw new Error("This file has messages of another chat that is here.");
+    if (messages.value.some((message) => (ids.get(message.id) ?? id) !== id)) throw new Error("This file contains messages of a different chat in this browser.");
   }
   const changed = read.flatMap((other) => {
     const own = conversations.value.find(({ id }) => id === other.id);

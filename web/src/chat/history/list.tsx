@@ -10,7 +10,7 @@ import { exportChats, importChats } from "./history.ts";
 import { isKept } from "./database.ts";
 import { conversations, current, remove, rename } from "../conversation/store.ts";
 
-const doomed = signal<Conversation | null>(null);
+const toDelete = signal<Conversation | null>(null);
 const isDeleteOpen = signal(false);
 const fault = signal("");
 
@@ -22,7 +22,7 @@ export function HistoryList({ onOpen }: { onOpen: () => void }) {
   const openFirst = () => {
     if (query.value.trim() && found.value[0]) openFound(found.value[0]), onOpen();
   };
-  if (conversations.value.length === 0) return <p class="side-note">Your chats will be kept here, in this browser.</p>;
+  if (conversations.value.length === 0) return <p class="side-note">Your chats will be stored here, in this browser.</p>;
   return (
     <>
       <div class="search">
@@ -32,7 +32,7 @@ export function HistoryList({ onOpen }: { onOpen: () => void }) {
         </label>
         <input id="search" type="search" placeholder="Search chats" autocomplete="off" value={query.value} onInput={(e) => look(e.currentTarget.value)} onKeyDown={(e) => e.key === "Enter" && openFirst()} />
       </div>
-      {found.value.length === 0 && <p class="side-note">No chat has these words.</p>}
+      {found.value.length === 0 && <p class="side-note">No chat contains these words.</p>}
       <ul class="history">
         {found.value.map((conversation) => (
           <Entry key={conversation.id} conversation={conversation} onOpen={onOpen} />
@@ -47,7 +47,7 @@ function Entry({ conversation, onOpen }: { conversation: Conversation; onOpen: (
   const [isRenaming, setRenaming] = useState(false);
   const title = conversation.title.value;
   const ask = () => {
-    doomed.value = conversation;
+    toDelete.value = conversation;
     isDeleteOpen.value = true;
   };
   if (isRenaming) return <Rename conversation={conversation} onDone={() => (setRenaming(false), setMenuOpen(false))} />;
@@ -57,7 +57,7 @@ function Entry({ conversation, onOpen }: { conversation: Conversation; onOpen: (
         <span class="clip">{title}</span>
         {conversation.isLive.value && <span class="live-dot" role="img" aria-label="answering" />}
       </button>
-      <button class="button action" type="button" aria-label={`More for ${title}`} aria-expanded={isMenuOpen} onClick={() => setMenuOpen(!isMenuOpen)}>
+      <button class="button action" type="button" aria-label={`More actions for ${title}`} aria-expanded={isMenuOpen} onClick={() => setMenuOpen(!isMenuOpen)}>
         <Dots />
       </button>
       {isMenuOpen && (
@@ -94,7 +94,7 @@ function Rename({ conversation, onDone }: { conversation: Conversation; onDone: 
     <li class="entry">
       <form class="rename" onSubmit={save}>
         <label class="sr" for="rename">
-          Name of this chat
+          Chat name
         </label>
         <input id="rename" ref={field} type="text" maxLength={80} autocomplete="off" defaultValue={conversation.title.value} onKeyDown={onKey} />
         <button class="button small" type="submit">
@@ -116,9 +116,9 @@ export function Transfer() {
   return (
     <div class="transfer">
       <div class="fault" role="status">
-        {!isKept.value && "This browser does not keep your chats: they are gone with this page. Export what you need."}
+        {!isKept.value && "This browser does not store your chats: they will be lost when you close this page. Export any that you need."}
       </div>
-      <input ref={file} class="sr" type="file" accept=".json,application/json" tabIndex={-1} aria-label="File with chats" onChange={() => void take()} />
+      <input ref={file} class="sr" type="file" accept=".json,application/json" tabIndex={-1} aria-label="Chat file" onChange={() => void take()} />
       <button class="button small" type="button" onClick={() => file.current?.click()}>
         <Upload /> Import
       </button>
@@ -136,15 +136,15 @@ export function DeleteDialog() {
   const remove_ = (event: Event) => {
     event.preventDefault();
     isDeleteOpen.value = false;
-    if (doomed.value) remove(doomed.value);
+    if (toDelete.value) remove(toDelete.value);
   };
   return (
     <Dialog title="Delete this chat?" open={isDeleteOpen} onClose={() => document.getElementById("prompt")?.focus()}>
       <form onSubmit={remove_}>
-        <p class="clip">{doomed.value?.title}</p>
+        <p class="clip">{toDelete.value?.title}</p>
         <div class="row">
           <button class="button" type="button" onClick={() => (isDeleteOpen.value = false)}>
-            Keep it
+            Cancel
           </button>
           <button class="button danger" type="submit">
             Delete

@@ -1,4 +1,6 @@
-/** Conversations as records: for the database, for other tabs and for files. No DOM, no database. */
+/**
+ * Conversations as records: for the database, for other tabs and for files. No DOM, no database.
+ */
 
 import { Answer, type KeptAnswer } from "../conversation/answer.ts";
 import { Conversation, type Message } from "../conversation/conversation.ts";
@@ -87,7 +89,7 @@ export function toFile(conversations: readonly Conversation[]): Exported {
 /** The chats of a file, under their ids there; an Error with a message if it is not an export. */
 export function fromFile(text: string): Conversation[] {
   return parse(text).conversations.map((kept) => {
-    const messages = kept.messages.map((message) => ({ ...message, conversation: kept.id, answer: message.answer && asOver(message.answer) }));
+    const messages = kept.messages.map((message) => ({ ...message, conversation: kept.id, answer: message.answer && asEnded(message.answer) }));
     return toConversation(kept, messages);
   });
 }
@@ -100,7 +102,7 @@ export function merge(own: Conversation, other: Conversation): number {
 }
 
 /** An answer that was live at export counts as ended: another browser may lack the key for it. */
-function asOver(answer: KeptAnswer): KeptAnswer {
+function asEnded(answer: KeptAnswer): KeptAnswer {
   const isLive = !["completed", "incomplete", "cancelled", "failed", "gone"].includes(answer.status);
   return isLive ? { ...answer, responseId: null, status: "cancelled" } : { ...answer, responseId: null };
 }
@@ -112,7 +114,7 @@ function parse(text: string): Exported {
   } catch {
     throw new Error("This file is not JSON.");
   }
-  if (!isExported(file)) throw new Error("This file has no chats of Streamer.");
+  if (!isExported(file)) throw new Error("This file contains no Streamer chats.");
   return file;
 }
 

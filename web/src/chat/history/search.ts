@@ -30,12 +30,12 @@ function has(conversation: Conversation, words: string[]): boolean {
 export function messageWith(conversation: Conversation, words: readonly string[]): Message | null {
   const path = new Set(conversation.path.value);
   let best: Message | null = null;
-  let most = 0;
+  let bestScore = 0;
   for (const message of conversation.messages.value) {
     const text = textOf(message).toLowerCase();
     const count = words.filter((word) => text.includes(word)).length;
     const score = count > 0 ? count + (path.has(message) ? 0.5 : 0) : 0;
-    if (score > most) [best, most] = [message, score];
+    if (score > bestScore) [best, bestScore] = [message, score];
   }
   return best;
 }

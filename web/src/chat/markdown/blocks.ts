@@ -8,7 +8,7 @@
 import { Marked, type Token, type Tokens } from "marked";
 
 const INLINE_MATHS = /^(?:\\\(([\s\S]{1,2000}?)\\\)|\$\$([^$\n]{1,2000}?)\$\$|\$(?![\s$])((?:\\.|[^\\$\n]){1,1000}?)(?<!\s)\$(?!\d))/;
-const LONGEST_MATHS = 8000; // characters in which a closing sign must come
+const MAX_MATHS_CHARS = 8000; // characters in which a closing sign must come
 const MATHS_BEGIN = /^ {0,3}(?:\$\$|\\\[)/m;
 // No space beside the formula: if unclosed, each would be tried with every length of the other.
 const BLOCK_MATHS = /^ {0,3}(?:\$\$([^$]{1,8000})\$\$|\\\[([\s\S]{1,8000}?)\\\])[ \t]*(?:\n+|$)/;
@@ -79,5 +79,5 @@ function firstOpen(tokens: Token[]): number {
   const last = tokens.findLastIndex((token) => token.raw.trim());
   const maths = tokens.findIndex((token) => token.type === "paragraph" && MATHS_BEGIN.test(token.raw));
   const length = tokens.slice(maths).reduce((sum, token) => sum + token.raw.length, 0);
-  return maths >= 0 && length < LONGEST_MATHS ? Math.min(maths, last) : Math.max(last, 0);
+  return maths >= 0 && length < MAX_MATHS_CHARS ? Math.min(maths, last) : Math.max(last, 0);
 }

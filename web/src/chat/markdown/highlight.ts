@@ -19,12 +19,12 @@ import xml from "highlight.js/lib/languages/xml";
 import yaml from "highlight.js/lib/languages/yaml";
 import { purify } from "./html.ts";
 
-const LONGEST = 50_000; // characters; longer code stays without colours
+const MAX_CHARS = 50_000; // characters; longer code stays without colours
 const LANGUAGES = { bash, c, cpp, css, diff, go, java, javascript, json, markdown, python, rust, sql, typescript, xml, yaml };
 for (const [name, language] of Object.entries(LANGUAGES)) hljs.registerLanguage(name, language);
 
 export function highlight(code: HTMLElement, language: string): void {
   const text = code.textContent ?? "";
-  if (text.length > LONGEST || !hljs.getLanguage(language)) return;
+  if (text.length > MAX_CHARS || !hljs.getLanguage(language)) return;
   code.replaceChildren(purify(hljs.highlight(text, { language, ignoreIllegals: true }).value));
 }

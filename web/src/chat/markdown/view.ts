@@ -12,7 +12,7 @@ import "./markdown.css";
 
 const SPECIAL_IN_TEXT = /[\n*_~`[\]<>$|\\!&#]|https?:|www\./;
 const SPECIAL_IN_CODE = /[`~]/;
-const COST = 5; // the wait before the next drawing, in durations of the last one
+const REDRAW_FACTOR = 5; // the wait before the next drawing, in durations of the last one
 
 export class MarkdownView {
   readonly #root: HTMLElement;
@@ -45,7 +45,7 @@ export class MarkdownView {
       return;
     }
     this.#draw(text, isLive);
-    this.#notBefore = performance.now() + COST * (performance.now() - now);
+    this.#notBefore = performance.now() + REDRAW_FACTOR * (performance.now() - now);
   }
 
   destroy(): void {

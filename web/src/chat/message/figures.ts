@@ -9,11 +9,11 @@ export function noteOf(answer: Answer): string {
     case "sending":
       return "sending";
     case "waiting":
-      return position ? `waiting, ${position} before it` : "waiting";
+      return position ? `waiting, ${position} ahead in the queue` : "waiting";
     case "prefill":
-      return `reading ${(done ?? 0).toLocaleString()} of ${(total ?? 0).toLocaleString()} tokens`;
+      return `reading ${(done ?? 0).toLocaleString()} of ${(total ?? 0).toLocaleString()} prompt tokens`;
     case "preempted":
-      return how ? `preempted (${how}), will go on` : "preempted, will go on";
+      return how ? `preempted (${how}), will resume` : "preempted, will resume";
     case "paused":
       return "paused";
     case "cancelled":
@@ -28,9 +28,9 @@ export function noteOf(answer: Answer): string {
 export function figuresOf({ tokens, tokensPerS, firstMs, cachedTokens }: Figures, kept = 0): string[] {
   if (tokens === 0) return [];
   return [
-    `${tokens.toLocaleString()} token${tokens === 1 ? "" : "s"}${kept > 0 ? ` after ${kept.toLocaleString()} that were kept` : ""}`,
+    `${tokens.toLocaleString()} token${tokens === 1 ? "" : "s"}${kept > 0 ? ` after ${kept.toLocaleString()} kept` : ""}`,
     tokensPerS ? `${tokensPerS < 10 ? tokensPerS.toFixed(1) : Math.round(tokensPerS).toLocaleString()} tokens/s` : "",
     firstMs === null ? "" : `first token after ${Math.max(1, Math.round(firstMs))} ms`,
-    cachedTokens ? `${cachedTokens.toLocaleString()} from the cache` : "",
+    cachedTokens ? `${cachedTokens.toLocaleString()} from the prefix cache` : "",
   ].filter(Boolean);
 }

@@ -1,4 +1,6 @@
-/** One message: a question as it was typed; an answer with its state, figures, faults and actions. */
+/**
+ * One message: a question as it was typed; an answer with its state, figures, faults and actions.
+ */
 
 import { useState } from "preact/hooks";
 import { Again, Check, Columns, Copy, Left, Onward, Pencil, Right, Tokens } from "../../ui/icons.tsx";
@@ -11,10 +13,10 @@ import { beginEdit } from "../conversation/drafts.ts";
 import { figuresOf, noteOf } from "./figures.ts";
 import { isFull } from "../composer/meter.tsx";
 import { Prose } from "./prose.tsx";
-import { choose, current, instruct, isBusy, newChat, prefer, showBeside } from "../conversation/store.ts";
+import { choose, current, isBusy, newChat, prefer, setSystem, showBeside } from "../conversation/store.ts";
 import { TokenView } from "./token-view.tsx";
 
-const MOST_BESIDE = 4;
+const MAX_BESIDE = 4;
 
 interface Props {
   conversation: Conversation;
@@ -31,7 +33,7 @@ export function Question({ conversation, message }: Props) {
   return (
     <article class={conversation.edit.value?.message === message ? "message user edited" : "message user"} data-message={message.id}>
       <div class="bubble">
-        <p class="who">You</p>
+        <p class="sender">You</p>
         <div class="text">{message.text}</div>
       </div>
       <div class="actions">
@@ -49,14 +51,14 @@ function Waiting({ conversation, message, reason }: Props & { reason: string }) 
   return (
     <article class="message user waits" data-message={message.id}>
       <div class="bubble">
-        <p class="who">You</p>
+        <p class="sender">You</p>
         <div class="text">{message.text}</div>
       </div>
       <div class="wait">
         <span>{reason}</span>
         {isLast && reason === NOT_SENT && (
           <button class="button small" type="button" onClick={() => sendWaiting(message)}>
-            Send it
+            Send now
           </button>
         )}
         {isLast && (
@@ -74,12 +76,12 @@ export function AnswerView({ conversation, message, answer, place }: Props & { a
   const isSplit = answer.isOpened.value && !isLive;
   return (
     <article class={isLive ? "message assistant live" : "message assistant"} aria-busy={isLive} aria-label={place} data-message={message.id}>
-      <p class="who">Streamer</p>
+      <p class="sender">Streamer</p>
       {isSplit ? <TokenView conversation={conversation} message={message} answer={answer} /> : <Prose answer={answer} />}
       <div class="meta">{[noteOf(answer), ...figuresOf(answer.figures.value, answer.origin.kept)].filter(Boolean).join(" · ")}</div>
       <Progress answer={answer} />
       <Fault conversation={conversation} message={message} answer={answer} />
-      {answer.lookFault.value && <Alert>{answer.lookFault}</Alert>}
+      {answer.tokensFault.value && <Alert>{answer.tokensFault}</Alert>}
       {!isLive && <AnswerActions conversation={conversation} message={message} answer={answer} isBeside={place !== undefined} />}
     </article>
   );
@@ -88,7 +90,7 @@ export function AnswerView({ conversation, message, answer, place }: Props & { a
 function Progress({ answer }: { answer: Answer }) {
   const { done, total } = answer.progress.value;
   if (answer.status.value !== "prefill" || !total) return null;
-  return <progress aria-label="Tokens of the question read" value={done ?? 0} max={total} />;
+  return <progress aria-label="Prompt tokens processed" value={done ?? 0} max={total} />;
 }
 
 function AnswerActions({ conversation, message, answer, isBeside }: Props & { answer: Answer; isBeside: boolean }) {
@@ -102,7 +104,7 @@ function AnswerActions({ conversation, message, answer, isBeside }: Props & { an
     <div class="actions">
       {isBeside ? (
         <button class="button small" type="button" onClick={() => prefer(conversation, message)}>
-          Go on with this
+          Continue with this answer
         </button>
       ) : (
         <Picker conversation={conversation} message={message} what="answer" />
@@ -124,7 +126,7 @@ function AnswerActions({ conversation, message, answer, isBeside }: Props & { an
         </Action>
       )}
       {!isBeside && others.length > 1 && (
-        <Action label="Side by side" onClick={() => showBeside(conversation, others.slice(-MOST_BESIDE))}>
+        <Action label="Side by side" onClick={() => showBeside(conversation, others.slice(-MAX_BESIDE))}>
           <Columns />
         </Action>
       )}
@@ -170,17 +172,17 @@ function Fault({ conversation, message, answer }: Props & { answer: Answer }) {
   if (!error) return null;
   const question = message.parent?.text ?? "";
   const isFirst = conversation.path.value.length <= 2;
-  if (error.code === "gone") return <Alert>{answer.text.value ? "The server no longer has this answer. What had come is kept." : error.message}</Alert>;
+  if (error.code === "gone") return <Alert>{answer.text.value ? "The server no longer has this answer. The text received so far is kept." : error.message}</Alert>;
   if (error.code === "previous_response_not_found") {
-    const what = answer.isCut ? "this answer, so it cannot go on with it. Answer the question anew." : "the answer that this one was to go on from. Answer the question anew, and fork that.";
+    const what = answer.isCut ? "this answer, so it cannot be continued. Regenerate it instead." : "the answer that this one continues. Regenerate that answer, then continue from it.";
     return <Alert>The server no longer has {what}</Alert>;
   }
   if (error.code !== "context_length_exceeded") return <Alert>{error.message}</Alert>;
-  if (isFirst) return <Alert>This message is longer than the model can read.</Alert>;
+  if (isFirst) return <Alert>This message is too long for the model.</Alert>;
   const again = () => {
     const { system } = conversation;
     newChat();
-    instruct(current.value, system.value);
+    setSystem(current.value, system.value);
     send(question);
   };
   return (

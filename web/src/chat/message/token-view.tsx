@@ -18,7 +18,7 @@ export function TokenView({ conversation, message, answer }: Props) {
   const [hovered, setHovered] = useState<Token | null>(null);
   const [pinned, setPinned] = useState<Token | null>(null);
   const tokens = answer.tokens.value;
-  if (!tokens) return <p class="text soft">Drawing the answer once more, to see its probabilities…</p>;
+  if (!tokens) return <p class="text soft">Generating the answer again to get its probabilities…</p>;
   const shown = pinned ?? hovered;
   const { prefix } = answer;
   const pin = (index: number) => setPinned(tokens[index] ?? null);
@@ -47,7 +47,7 @@ export function TokenView({ conversation, message, answer }: Props) {
 
 function Details({ token, isPinned, onFork }: { token: Token | null; isPinned: boolean; onFork: (token: Token, text?: string) => void }) {
   const [own, setOwn] = useState("");
-  if (!token) return <p class="details soft">Point at a token to see how likely it was; choose one to go on from there in another way.</p>;
+  if (!token) return <p class="details soft">Point at a token to see its probability; select one to continue differently from there.</p>;
   const isStuck = isBusy.value || !isConnected.value;
   const submit = (event: Event) => {
     event.preventDefault();
@@ -63,22 +63,22 @@ function Details({ token, isPinned, onFork }: { token: Token | null; isPinned: b
           <code>{nameOf(token)}</code> {percent(token.probability)}
         </strong>
         {token.alternatives.map((other) => (
-          <button key={other.text} class="button small" type="button" disabled={isStuck || !other.isText} aria-label={`Go on with ${visible(other.text)}, ${percent(other.probability)}`} onClick={() => onFork(token, other.text)}>
+          <button key={other.text} class="button small" type="button" disabled={isStuck || !other.isText} aria-label={`Continue with ${visible(other.text)}, ${percent(other.probability)}`} onClick={() => onFork(token, other.text)}>
             <code>{visible(other.text)}</code> {percent(other.probability)}
           </button>
         ))}
         <button class="button small" type="button" disabled={isStuck} onClick={() => onFork(token)}>
-          Draw again from here
+          Regenerate from here
         </button>
       </div>
       {isPinned && (
         <form class="own" onSubmit={submit}>
           <label class="sr" for="own-text">
-            Your own words from here
+            Your own text from here
           </label>
-          <textarea id="own-text" rows={1} autocomplete="off" placeholder="or write what comes here" value={own} onInput={(event) => setOwn(event.currentTarget.value)} onKeyDown={onKey} />
+          <textarea id="own-text" rows={1} autocomplete="off" placeholder="or type your own text" value={own} onInput={(event) => setOwn(event.currentTarget.value)} onKeyDown={onKey} />
           <button class="button small" type="submit" disabled={isStuck || !own}>
-            Go on
+            Continue from here
           </button>
         </form>
       )}

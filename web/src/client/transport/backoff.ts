@@ -1,11 +1,13 @@
-/** How long to wait before the next try: 0.5 s, doubling to 8 s, a quarter more or less by chance. */
+/**
+ * How long to wait before the next try: 0.5 s, doubling to 8 s, a quarter more or less by chance.
+ */
 
 export const FIRST_MS = 500;
-export const LONGEST_MS = 8000;
+export const MAX_MS = 8000;
 
 /** `attempt` counts from 0; `random` gives [0, 1). */
 export function backoffMs(attempt: number, random: () => number = Math.random): number {
-  return Math.min(FIRST_MS * 2 ** attempt, LONGEST_MS) * (0.75 + random() / 2);
+  return Math.min(FIRST_MS * 2 ** attempt, MAX_MS) * (0.75 + random() / 2);
 }
 
 /** The close codes after which a client reconnects; never after 44xx. */

@@ -31,7 +31,7 @@ export type ConnectionState =
   | { name: "connected"; transport: TransportName }
   | { name: "reconnecting"; attempt: number; delayMs: number; reason: string }
   /** The server requires a key, or does not know the one it got. */
-  | { name: "locked"; reason: "wanted" | "unknown" }
+  | { name: "locked"; reason: "missing" | "invalid" }
   /** The connection does not retry by itself. */
   | { name: "offline"; code: number; reason: string }
   | { name: "closed" };
@@ -151,15 +151,15 @@ export class Connection extends Emitter<ConnectionEvents> {
   #listen(socket: SocketLike, turn: number): void {
     this.#socket = socket;
     socket.binaryType = "arraybuffer";
-    this.#timer = setTimeout(() => this.#closed(turn, 1006, "no answer"), this.#options.openMs);
+    this.#timer = setTimeout(() => this.#closed(turn, 1006, "no response"), this.#options.openMs);
     socket.onerror = () => undefined; // a close follows
     socket.onclose = ({ code, reason }) => this.#closed(turn, code, reason);
     socket.onmessage = ({ data }) => {
-      if (turn === this.#turn) this.#heard(this.#options.codec.decode(data as string | ArrayBuffer), turn);
+      if (turn === this.#turn) this.#received(this.#options.codec.decode(data as string | ArrayBuffer), turn);
     };
   }
 
-  #heard(event: ServerEvent, turn: number): void {
+  #received(event: ServerEvent, turn: number): void {
     this.#watch(turn);
     if (event.type === "session.created") {
       this.#connected("websocket", event);
@@ -183,7 +183,10 @@ export class Connection extends Emitter<ConnectionEvents> {
     this.emit("up", transport);
   }
 
-  /** Every frame restarts the timer: after silence a ping is sent, after no pong a new socket opened. */
+  /**
+   * Every frame restarts the timer: after silence a ping is sent, after no pong a new socket
+   * opened.
+   */
   #watch(turn: number): void {
     clearTimeout(this.#timer);
     if (this.#options.pingMs > 0) this.#timer = setTimeout(() => this.#ping(turn), this.#options.pingMs);
@@ -193,7 +196,7 @@ export class Connection extends Emitter<ConnectionEvents> {
     clearTimeout(this.#timer);
     this.#pinged = this.#options.now();
     this.send({ type: "session.ping" });
-    this.#timer = setTimeout(() => this.#closed(turn, 1006, "the server does not answer"), this.#options.pongMs);
+    this.#timer = setTimeout(() => this.#closed(turn, 1006, "the server does not respond"), this.#options.pongMs);
   }
 
   #closed(turn: number, code: number, reason: string): void {
@@ -228,7 +231,7 @@ export class Connection extends Emitter<ConnectionEvents> {
   #refused(error: ClientError): void {
     if (error.status === 401) {
       this.#drop();
-      this.#set({ name: "locked", reason: this.#options.http.key ? "unknown" : "wanted" });
+      this.#set({ name: "locked", reason: this.#options.http.key ? "invalid" : "missing" });
     } else if (error.status === 403) {
       this.#set({ name: "offline", code: 4403, reason: error.message });
     } else {

@@ -19,7 +19,7 @@ export class Http {
 
   /** The response; else a ClientError with the server's message, or code "unreachable". */
   async ask(path: string, init: { method?: string; body?: unknown; signal?: AbortSignal } = {}): Promise<Response> {
-    if (/[^ -\xff]/.test(this.key)) throw new ClientError("no header can carry this key", 401, "invalid_api_key");
+    if (/[^ -\xff]/.test(this.key)) throw new ClientError("the key has characters that an HTTP header cannot carry", 401, "invalid_api_key");
     const headers: Record<string, string> = {};
     if (this.key) headers["authorization"] = `Bearer ${this.key}`;
     if (init.body !== undefined) headers["content-type"] = "application/json";

@@ -1,4 +1,6 @@
-/** The binary codec: `new Client({ baseUrl, codec: msgpack })`. Frames are about a fifth smaller. */
+/**
+ * The binary codec: `new Client({ baseUrl, codec: msgpack })`. Frames are about a fifth smaller.
+ */
 
 import { decode, encode } from "@msgpack/msgpack";
 import type { Codec } from "./codec.ts";

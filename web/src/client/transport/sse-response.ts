@@ -1,6 +1,6 @@
 /**
- * One response over HTTP, where no socket can be opened: POST with `stream`, and GET by number after
- * a cut. Without events of queue and prefill, and without steering.
+ * One response over HTTP, where no socket can be opened: POST with `stream`, and GET by number
+ * after a cut. Without events of queue and prefill, and without steering.
  */
 
 import { asError, ClientError } from "../errors.ts";
@@ -42,11 +42,11 @@ function events(http: Http, stream: ResponseStream, signal: AbortSignal): Return
   return http.events(`v1/responses/${encodeURIComponent(stream.id)}?stream=true${after}`, { signal });
 }
 
-const asked = new WeakSet<ResponseStream>();
+const cancelled = new WeakSet<ResponseStream>();
 
 /** Sent once a stream; the end comes as an event. */
 export function cancelOverHttp(http: Http, stream: ResponseStream): void {
-  if (stream.id === null || asked.has(stream)) return;
-  asked.add(stream);
-  http.ask(`v1/responses/${encodeURIComponent(stream.id)}/cancel`, { method: "POST" }).catch(() => asked.delete(stream));
+  if (stream.id === null || cancelled.has(stream)) return;
+  cancelled.add(stream);
+  http.ask(`v1/responses/${encodeURIComponent(stream.id)}/cancel`, { method: "POST" }).catch(() => cancelled.delete(stream));
 }

@@ -45,7 +45,9 @@ export interface Fork {
   text?: string | null;
 }
 
-/** The body of `POST /v1/responses` and, without `stream` and `background`, of `response.create`. */
+/**
+ * The body of `POST /v1/responses` and, without `stream` and `background`, of `response.create`.
+ */
 export interface ResponseCreate {
   input?: string | InputItem[] | null;
   model?: string | null;

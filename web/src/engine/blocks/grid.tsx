@@ -1,4 +1,6 @@
-/** A block pool as a grid: a cell a block, its state by colour and, where there is room, by shape. */
+/**
+ * A block pool as a grid: a cell a block, its state by colour and, where there is room, by shape.
+ */
 
 import { useComputed, useSignal } from "@preact/signals";
 import { useId, useRef } from "preact/hooks";
@@ -9,7 +11,8 @@ import { cellAt, fit, moved, placeOf, type Layout } from "./layout.ts";
 import { chosen, shown, spot } from "../snapshots/store.ts";
 
 const NARROW = 560;
-const ROOM = { device: 300, host: 110 }; // pixels of height to fit into, if cells can be small enough
+// pixels of height to fit into, if cells can be small enough
+const ROOM = { device: 300, host: 110 };
 
 /** Cells of the request under the pointer; null: no request, so none is dimmed. */
 function litCells(frame: Frame, pool: PoolName): Set<number> | null {
@@ -94,10 +97,11 @@ function Marker({ pool, layout }: Part) {
 function Pointer({ pool, layout, label }: Part & { label: string }) {
   const cell = useSignal(0);
   const id = useId();
-  const said = useSignal(""); // set by keys only: changes under a resting pointer are not announced
-  const told = useComputed(() => {
+  // set by keys only: changes under a resting pointer are not announced
+  const announced = useSignal("");
+  const description = useComputed(() => {
     const [frame, at] = [shown.value, spot.value];
-    if (!frame || at?.pool !== pool) return "Point at a block, or use the arrow keys, to see what is in it.";
+    if (!frame || at?.pool !== pool) return "Point at a block, or use the arrow keys, to see its contents.";
     return describe(frame, pool, Math.floor(at.block / poolOf(frame, pool).blocks_per_cell));
   });
   const point = (at: number) => {
@@ -119,7 +123,7 @@ function Pointer({ pool, layout, label }: Part & { label: string }) {
     if (at === null) return;
     event.preventDefault();
     point(at);
-    said.value = told.value;
+    announced.value = description.value;
   };
   return (
     <>
@@ -128,7 +132,7 @@ function Pointer({ pool, layout, label }: Part & { label: string }) {
         style={{ height: `${layout.value.height}px` }}
         role="application"
         aria-roledescription="grid of blocks"
-        aria-label={`${label}. The arrow keys go from block to block.`}
+        aria-label={`${label}. Use the arrow keys to move between blocks.`}
         aria-describedby={id}
         tabIndex={0}
         onPointerMove={onMove}
@@ -138,11 +142,11 @@ function Pointer({ pool, layout, label }: Part & { label: string }) {
         onBlur={leave}
         onKeyDown={onKey}
       />
-      <p id={id} class="told">
-        {told}
+      <p id={id} class="description">
+        {description}
       </p>
       <div class="sr" role="status">
-        {said}
+        {announced}
       </div>
     </>
   );

@@ -10,13 +10,13 @@ export interface Layout {
   height: number;
 }
 
-const LARGEST = 22;
-const SMALLEST = 2;
+const MAX_PITCH = 22;
+const MIN_PITCH = 2;
 
 /** The largest cells of which `count` fit into width times height; the height may be exceeded. */
 export function fit(count: number, width: number, height: number): Layout {
-  let pitch = LARGEST;
-  while (pitch > SMALLEST && rowsAt(count, width, pitch) * pitch > height) pitch -= 1;
+  let pitch = MAX_PITCH;
+  while (pitch > MIN_PITCH && rowsAt(count, width, pitch) * pitch > height) pitch -= 1;
   const columns = Math.max(1, Math.floor(width / pitch));
   const rows = Math.ceil(count / columns);
   return { count, columns, rows, pitch, gap: pitch >= 10 ? 2 : pitch >= 3 ? 1 : 0, height: rows * pitch };

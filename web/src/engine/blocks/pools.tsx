@@ -6,9 +6,9 @@ import { countStates, poolOf, type BlockState, type Frame, type PoolName } from 
 import { Grid } from "./grid.tsx";
 import { shown } from "../snapshots/store.ts";
 
-const SAY_EVERY_MS = 10_000;
+const ANNOUNCE_EVERY_MS = 10_000;
 
-type Entry = [key: string, word: string, states: BlockState[]];
+type Entry = [key: string, text: string, states: BlockState[]];
 
 const LEGENDS: Record<PoolName, Entry[]> = {
   device: [
@@ -20,7 +20,7 @@ const LEGENDS: Record<PoolName, Entry[]> = {
   ],
   host: [
     ["free", "free", ["free"]],
-    ["cached", "copies that can be found again", ["cached"]],
+    ["cached", "cached copies", ["cached"]],
     ["leaving", "freed soon", ["leaving"]],
     ["swapped", "swapped out", ["private", "shared"]],
   ],
@@ -28,16 +28,16 @@ const LEGENDS: Record<PoolName, Entry[]> = {
 
 function countsOf(frame: Frame | null, pool: PoolName): [string, string, number][] {
   const counts = frame ? countStates(frame.cells[pool]) : null;
-  return LEGENDS[pool].map(([key, word, states]) => [key, word, states.reduce((sum, state) => sum + (counts?.[state] ?? 0), 0)]);
+  return LEGENDS[pool].map(([key, text, states]) => [key, text, states.reduce((sum, state) => sum + (counts?.[state] ?? 0), 0)]);
 }
 
 function Legend({ pool }: { pool: PoolName }) {
   const counts = useComputed(() => countsOf(shown.value, pool));
   return (
     <ul class="legend" aria-label={pool === "device" ? "Blocks by state" : "Host blocks by state"}>
-      {counts.value.map(([key, word, count]) => (
+      {counts.value.map(([key, text, count]) => (
         <li key={key} data-state={key}>
-          <i class="swatch" data-swatch={key} /> {word} <b>{count.toLocaleString()}</b>
+          <i class="swatch" data-swatch={key} /> {text} <b>{count.toLocaleString()}</b>
         </li>
       ))}
     </ul>
@@ -68,10 +68,10 @@ function Pool({ pool, title }: { pool: PoolName; title: string }) {
 
 const summary = signal("");
 
-function say(): void {
+function announce(): void {
   const frame = shown.peek();
   if (!frame) return;
-  const counts = countsOf(frame, "device").map(([, word, count]) => `${count.toLocaleString()} ${word}`);
+  const counts = countsOf(frame, "device").map(([, text, count]) => `${count.toLocaleString()} ${text}`);
   const { running, waiting } = frame.body.scheduler.stats;
   summary.value = `${running} running, ${waiting} waiting. Blocks: ${counts.join(", ")}.`;
 }
@@ -80,8 +80,8 @@ function say(): void {
 function Summary() {
   const isThere = useComputed(() => shown.value !== null).value;
   useEffect(() => {
-    say();
-    const timer = setInterval(say, SAY_EVERY_MS);
+    announce();
+    const timer = setInterval(announce, ANNOUNCE_EVERY_MS);
     return () => clearInterval(timer);
   }, [isThere]);
   return (

@@ -1,4 +1,6 @@
-/** Page tables: a row for each choice of a live request, its blocks in order, coloured as the grid. */
+/**
+ * Page tables: a row for each choice of a live request, its blocks in order, coloured as the grid.
+ */
 
 import { useComputed, useSignal } from "@preact/signals";
 import { useRef } from "preact/hooks";
@@ -13,10 +15,10 @@ const PITCH = 11;
 const GAP = 2;
 const MAX_LINES = 4;
 
-export const WORDS: Record<string, string> = {
+export const STATUS_TEXT: Record<string, string> = {
   swapping_out: "swapping out",
   swapping_in: "swapping in",
-  preempted: "preempted, will be computed again",
+  preempted: "preempted, will be recomputed",
 };
 
 interface Entry {
@@ -47,7 +49,7 @@ export function Tables() {
     <section class="card" aria-labelledby="tables-title">
       <h2 id="tables-title">Page tables</h2>
       <p class="note">
-        {isEmpty ? "Nobody is being answered. Each running request has a row here, with the blocks its tokens are kept in." : "Each request's blocks, in the order of its tokens. A dot marks a block that several requests share."}
+        {isEmpty ? "No request is running. Each running request has a row here, with the blocks that store its tokens." : "Each request's blocks, in the order of its tokens. A dot marks a block that several requests share."}
       </p>
       {!isEmpty && (
         <ul class="tables">
@@ -57,7 +59,7 @@ export function Tables() {
         </ul>
       )}
       {more > 0 && <p class="note">and {more.toLocaleString()} more</p>}
-      {others > 0 && <p class="note">and {others.toLocaleString()} of other keys, or beyond the list</p>}
+      {others > 0 && <p class="note">and {others.toLocaleString()} that are not listed or belong to other API keys</p>}
     </section>
   );
 }
@@ -92,7 +94,7 @@ function Row({ name }: { name: string }) {
   return (
     <li class="table-row" data-shares={isSharing(now)} data-status={now.status} onPointerEnter={() => (chosen.value = now.request)} onPointerLeave={() => (chosen.value = null)}>
       <span class="table-name">{now.name}</span>
-      <span class="table-status">{WORDS[now.status] ?? now.status}</span>
+      <span class="table-status">{STATUS_TEXT[now.status] ?? now.status}</span>
       <span class="table-tokens">
         {now.tokens.toLocaleString()} tokens, {all.toLocaleString()} {all === 1 ? "block" : "blocks"}
       </span>

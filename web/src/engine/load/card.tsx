@@ -1,4 +1,6 @@
-/** Starts and stops the small load, and lists what to watch while it runs, by the shown snapshot. */
+/**
+ * Starts and stops the small load, and lists what to watch while it runs, by the shown snapshot.
+ */
 
 import { useEffect } from "preact/hooks";
 import { isConnected } from "../../app/connection.ts";
@@ -22,23 +24,23 @@ export function LoadButton() {
 }
 
 /** Each effect: its name, its text, whether it can be seen now. */
-function sights(stats: StepStats, shared: boolean): [string, string, boolean][] {
-  const givenWay = stats.preemptions_swap + stats.preemptions_recompute;
+function effects(stats: StepStats, shared: boolean): [string, string, boolean][] {
+  const preemptions = stats.preemptions_swap + stats.preemptions_recompute;
   return [
-    ["Batching", `${stats.running === 1 ? "1 request is" : `${stats.running} requests are`} in the step; more than one grow side by side in the timeline.`, stats.running > 1],
-    ["Sharing", "Five readers have one system prompt. Its blocks are there once, with a dot, in all five page tables; so is what a fork has in common with its parent.", shared],
+    ["Batching", `${stats.running === 1 ? "1 request is" : `${stats.running} requests are`} in the current step; several advance side by side in the timeline.`, stats.running > 1],
+    ["Sharing", "Five readers share one system prompt: its blocks are stored once and appear, with a dot, in all five page tables. A fork shares its parent's blocks in the same way.", shared],
     [
       "Preemption",
-      givenWay > 0
-        ? `The pool ran dry ${givenWay.toLocaleString()} times: somebody gave way, and went on later without losing a token.`
-        : "The pool is large enough for all of them, so nobody has to give way. Start the server with --num-gpu-blocks-override 64 to see it.",
-      givenWay > 0,
+      preemptions > 0
+        ? `The pool was full ${preemptions.toLocaleString()} times: a request was preempted, and resumed later without losing a token.`
+        : "The pool is large enough for all requests, so none is preempted. Start the server with --num-gpu-blocks-override 64 to see it.",
+      preemptions > 0,
     ],
     [
       "Swap",
       stats.swapped_out_blocks > 0
-        ? `${stats.swapped_out_blocks.toLocaleString()} blocks went to the host pool, ${stats.swapped_in_blocks.toLocaleString()} came back: in the timeline the lane turns thin meanwhile.`
-        : "Who gives way is copied to the host pool where that is cheaper than computing it again. It has not happened yet.",
+        ? `${stats.swapped_out_blocks.toLocaleString()} blocks were copied to the host pool, ${stats.swapped_in_blocks.toLocaleString()} back: meanwhile the request's lane in the timeline is thin.`
+        : "A preempted request is copied to the host pool if that is cheaper than recomputing it. This has not happened yet.",
       stats.swapped_out_blocks > 0,
     ],
   ];
@@ -59,9 +61,9 @@ export function LoadCard() {
   const { answers, hasShared } = frame.load;
   return (
     <section class="card load" aria-labelledby="load-title">
-      <h2 id="load-title">What to look at</h2>
+      <h2 id="load-title">What to watch</h2>
       <dl>
-        {sights(frame.body.scheduler.stats, hasShared).map(([name, text, isThere]) => (
+        {effects(frame.body.scheduler.stats, hasShared).map(([name, text, isThere]) => (
           <div key={name} data-there={isThere}>
             <dt>{name}</dt>
             <dd>{text}</dd>
@@ -69,7 +71,7 @@ export function LoadCard() {
         ))}
       </dl>
       <p class="note">
-        {answers} answers so far. It begins nothing new after {LASTS_MS / 1000} seconds, and stops when you leave. Slow motion shows the single steps.
+        {answers} answers so far. No new request starts after {LASTS_MS / 1000} seconds, and the load stops when you leave this view. Slow motion shows individual steps.
       </p>
     </section>
   );

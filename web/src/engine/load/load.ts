@@ -1,6 +1,7 @@
 /**
- * A small load that shows the engine at work: readers that share one system prompt, two long answers,
- * and a fork at intervals. Sized by the pool, repeated until it is stopped or its time is over.
+ * A small load that shows the engine at work: readers that share one system prompt, two long
+ * answers, and a fork at intervals. Sized by the pool, repeated until it is stopped or its time is
+ * over.
  */
 
 import { computed, signal } from "@preact/signals";
@@ -27,10 +28,10 @@ const LONG = ["Write a long tale about a storm and a lighthouse.", "Describe the
 
 export const answers = signal(0);
 const live = signal<ReadonlySet<ResponseStream>>(new Set());
-const isWanted = signal(false);
+const isActive = signal(false);
 export const loadFault = signal("");
 /** Whether any answer runs or more will start. */
-export const isLoading = computed(() => isWanted.value || live.value.size > 0);
+export const isLoading = computed(() => isActive.value || live.value.size > 0);
 
 let timer = 0;
 
@@ -38,15 +39,15 @@ export function startLoad(poolTokens: number): void {
   const sizes = sizesFor(poolTokens, session.value?.context_length ?? poolTokens);
   answers.value = 0;
   loadFault.value = "";
-  isWanted.value = true;
-  timer = setTimeout(() => (isWanted.value = false), LASTS_MS);
+  isActive.value = true;
+  timer = setTimeout(() => (isActive.value = false), LASTS_MS);
   QUESTIONS.forEach((_, lane) => read(lane, sizes));
   LONG.forEach((input, i) => ask(`long-${i}`, { input, max_output_tokens: sizes.long }));
 }
 
 export function stopLoad(): void {
   clearTimeout(timer);
-  isWanted.value = false;
+  isActive.value = false;
   for (const stream of live.value) stream.cancel();
 }
 
@@ -56,18 +57,18 @@ function read(lane: number, sizes: Sizes, turn = 0): void {
   const body: Ask = { instructions: SYSTEM.slice(0, sizes.system), input, max_output_tokens: sizes.answer - lane };
   const stream = follow(client.create({ ...body, ignore_eos: true }, { lane: `load-reader-${lane}` }));
   if ((lane + turn) % FORK_EVERY === 0) forkOnce(stream, Math.floor(sizes.answer / 3), sizes);
-  void stream.done.then(() => isWanted.value && stream.status !== "failed" && read(lane, sizes, turn + 1));
+  void stream.done.then(() => isActive.value && stream.status !== "failed" && read(lane, sizes, turn + 1));
 }
 
 function ask(lane: string, body: Ask): void {
   const stream = follow(client.create({ ...body, ignore_eos: true }, { lane: `load-${lane}` }));
-  void stream.done.then(() => isWanted.value && stream.status !== "failed" && ask(lane, body));
+  void stream.done.then(() => isActive.value && stream.status !== "failed" && ask(lane, body));
 }
 
 /** Fork once the answer is long enough: the same tokens up to there, then another ending. */
 function forkOnce(parent: ResponseStream, at: number, sizes: Sizes): void {
   const off = parent.on("delta", () => {
-    if (parent.tokens <= at || !parent.id || !isWanted.value) return;
+    if (parent.tokens <= at || !parent.id || !isActive.value) return;
     off();
     follow(client.fork(parent.id, { at }, { max_output_tokens: sizes.answer, ignore_eos: true }));
   });
@@ -80,7 +81,7 @@ function follow(stream: ResponseStream): ResponseStream {
     if (stream.status === "completed" || stream.status === "incomplete") answers.value += 1;
     if (!stream.error) return;
     loadFault.value = stream.error.message;
-    isWanted.value = false;
+    isActive.value = false;
   });
   return stream;
 }

@@ -1,16 +1,16 @@
 /** Pause, slow motion, back to live, and a slider over the buffer. */
 
 import { Pause, Play } from "../icons.tsx";
-import { looks, mode, playback, shown, steer } from "./store.ts";
+import { mode, numSnapshots, playback, shown, steer } from "./store.ts";
 
 const SPEEDS: [number, string, string][] = [
-  [1, "1×", "As fast as it was"],
+  [1, "1×", "Original speed"],
   [1 / 4, "¼×", "A quarter of the speed"],
   [1 / 16, "1⁄16×", "A sixteenth of the speed"],
 ];
 
 export function Controls() {
-  void [looks.value, mode.value, shown.value];
+  void [numSnapshots.value, mode.value, shown.value];
   const { isPlaying, isLive, speed, frames, index } = playback;
   const behind = (playback.behind / 1000).toFixed(1);
   const isBehind = !isLive && frames.length > 0;
@@ -29,7 +29,7 @@ export function Controls() {
       <input
         class="scrubber"
         type="range"
-        aria-label="Moment that is shown"
+        aria-label="Time shown"
         aria-valuetext={isBehind ? `${behind} seconds behind` : "live"}
         min={0}
         max={Math.max(1, frames.length - 1)}

@@ -7,7 +7,7 @@ export const STATES = ["free", "cached", "leaving", "private", "shared"] as cons
 export type BlockState = (typeof STATES)[number];
 
 export const INTERVAL_MS = 250; // the server's
-const SOONEST_MS = INTERVAL_MS - 10; // a snapshot that comes sooner was delayed on its way
+const MIN_INTERVAL_MS = INTERVAL_MS - 10; // a snapshot that comes sooner was delayed on its way
 const QUIET_MS = 2 * INTERVAL_MS; // after a longer gap nothing had changed until the last interval
 
 /** One choice and its page table; `blocks` may end early, `numBlocks` counts all. */
@@ -23,7 +23,9 @@ export interface Table {
   numHostBlocks: number;
 }
 
-/** `from` to `at`: when its steps happened, in ms of the page's clock. `column`: the timeline's end. */
+/**
+ * `from` to `at`: when its steps happened, in ms of the page's clock. `column`: the timeline's end.
+ */
 export interface Frame {
   from: number;
   at: number;
@@ -69,7 +71,7 @@ export function countStates(cells: Uint8Array): Record<BlockState, number> {
 /** `answers`: those the small load has received; null without a load. */
 export function frameOf(body: EngineBody, now: number, before: Frame | null, answers: number | null = null): Frame {
   const { device, host, requests } = body.scheduler;
-  const at = before ? Math.max(now, before.at + SOONEST_MS) : now;
+  const at = before ? Math.max(now, before.at + MIN_INTERVAL_MS) : now;
   const isAfterQuiet = !before || at - before.at > QUIET_MS;
   const cells = { device: bytesOf(device.cells), host: bytesOf(host.cells) };
   const hasShared = before?.load?.hasShared || cells.device.some((cell) => stateOf(cell) === "shared");
@@ -117,29 +119,32 @@ export function ownersOf(frame: Frame, pool: PoolName, block: number): Owner[] {
   return owners;
 }
 
-const MEANING: Record<BlockState, string> = {
+const STATE_TEXT: Record<BlockState, string> = {
   free: "free",
-  cached: "cached: nobody holds it, its prefix can be matched again",
-  leaving: "given back, free when the steps that touch it are done",
+  cached: "cached: not in use, its prefix can be matched again",
+  leaving: "released, free once the steps that use it are done",
   private: "private",
   shared: "shared",
 };
 
-/** A cell in words: its blocks, their state, the requests that refer to them and with which tokens. */
+/**
+ * A cell in words: its blocks, their state, the requests that refer to them and with which tokens.
+ */
 export function describe(frame: Frame, pool: PoolName, cell: number): string {
   const { blocks_per_cell: each, num_blocks: total } = poolOf(frame, pool);
   const first = cell * each;
   const last = Math.min(total, first + each) - 1;
   const state = stateOf(frame.cells[pool][cell] ?? 0);
-  const word = pool === "host" && (state === "private" || state === "shared") ? "swapped out" : MEANING[state];
+  const text = pool === "host" && (state === "private" || state === "shared") ? "swapped out" : STATE_TEXT[state];
   const where = pool === "host" ? "Host block" : "Block";
-  if (each > 1) return `${where}s ${first} to ${last} · the busiest is ${word}`;
-  const head = `${where} ${first} · ${word}`;
+  if (each > 1) return `${where}s ${first} to ${last} · the busiest is ${text}`;
+  const head = `${where} ${first} · ${text}`;
   if (state !== "private" && state !== "shared") return head;
   const owners = ownersOf(frame, pool, first);
   if (owners.length === 0) return `${head} · held by a request that is not listed`;
   const size = frame.body.scheduler.block_size;
-  const names = new Map<string, string[]>(); // by tokens: requests that share a prefix have the same
+  // by tokens: requests that share a prefix have the same
+  const names = new Map<string, string[]>();
   for (const { table, index } of owners) {
     const tokens = tokensOf(table, index, size);
     names.set(tokens, [...(names.get(tokens) ?? []), table.name]);

@@ -22,7 +22,8 @@ export function sampleOf(frame: Frame, before: Frame | null): Sample {
   const then = before?.body.scheduler.stats ?? now;
   const seconds = Math.max(0.001, (frame.at - frame.from) / 1000);
   const steps = now.steps - then.steps;
-  const wasBusy = then.running > 0 && now.running > 0; // else the engine was idle for part of the time
+  // else the engine was idle for part of the time
+  const wasBusy = then.running > 0 && now.running > 0;
   return {
     at: frame.at,
     tokensPerS: (now.generated_tokens - then.generated_tokens) / seconds,

@@ -24,7 +24,7 @@ export const samples: Sample[] = [];
 export const shown = signal<Frame | null>(null);
 export const column = signal(0);
 /** Rises with each snapshot. */
-export const looks = signal(0);
+export const numSnapshots = signal(0);
 /** Rises when the user or the clock changed the playback. */
 export const mode = signal(0);
 export const fault = signal("");
@@ -34,19 +34,19 @@ export const chosen = signal<number | null>(null);
 
 const isVisible = signal(document.visibilityState === "visible");
 document.addEventListener("visibilitychange", () => (isVisible.value = document.visibilityState === "visible"));
-const calm = matchMedia("(prefers-reduced-motion: reduce)");
+const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
 const isWatching = computed(() => isConnected.value && isVisible.value);
 
 let newest: Frame | null = null;
 let ticking = 0;
 
 /** Start following the engine; the returned function ends it. */
-export function look(): () => void {
+export function watchEngine(): () => void {
   let stop = (): void => undefined;
   steer((player) => player.goLive()); // whatever its last mode was
   const end = effect(() => {
     stop();
-    stop = isWatching.value ? client.followEngine(take, (error) => (fault.value = error.message)) : () => undefined;
+    stop = isWatching.value ? client.followEngine(receive, (error) => (fault.value = error.message)) : () => undefined;
   });
   return () => {
     end();
@@ -57,7 +57,7 @@ export function look(): () => void {
   };
 }
 
-function take(body: EngineBody): void {
+function receive(body: EngineBody): void {
   if (newest && body.scheduler.step < newest.body.scheduler.step) forget(); // another server
   const frame = frameOf(body, performance.now(), newest, isLoading.value ? answers.value : null);
   timeline.add(body.scheduler.steps, body.scheduler.requests);
@@ -67,7 +67,7 @@ function take(body: EngineBody): void {
   samples.splice(0, samples.length - MAX_SAMPLES);
   newest = frame;
   playback.push(frame);
-  looks.value += 1;
+  numSnapshots.value += 1;
   fault.value = "";
   schedule();
 }
@@ -86,10 +86,10 @@ function schedule(): void {
 function tick(): void {
   ticking = 0;
   playback.tick(performance.now());
-  if (calm.matches) playback.jump();
+  if (reducedMotion.matches) playback.jump();
   batch(() => {
     shown.value = playback.shown;
-    column.value = calm.matches ? (playback.shown?.column ?? 0) : playback.column;
+    column.value = reducedMotion.matches ? (playback.shown?.column ?? 0) : playback.column;
   });
   if (playback.isMoving) schedule();
 }

@@ -1,8 +1,8 @@
 /**
  * The batch, step by step: each request in a lane, as runs of columns in which it did the same.
  *
- * A column is a recorded step; where step numbers are missing before it, it has `isAfterGap`. A lane
- * is reused when its request has ended. Pure.
+ * A column is a recorded step; where step numbers are missing before it, it has `isAfterGap`. A
+ * lane is reused when its request has ended. Pure.
  */
 
 import type { RequestView, StepView } from "../../client/index.ts";
@@ -97,7 +97,8 @@ export class Timeline {
   #mark(request: number, kind: Kind, at: number, tokens: number): void {
     const { runs } = this.#laneOf(request);
     const last = runs.at(-1);
-    if (last?.request === request && last.to > at) last.tokens += tokens; // it already has a run in this step
+    // it already has a run in this step
+    if (last?.request === request && last.to > at) last.tokens += tokens;
     else if (last?.request === request && last.kind === kind && last.to === at) {
       last.to = at + 1;
       last.tokens += tokens;

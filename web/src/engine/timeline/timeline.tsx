@@ -14,13 +14,13 @@ const MAX_LANES = 24;
 const SPANS = [64, 256, 1024, 4096];
 const SEPARATED_FROM = 5; // pixels of a step
 
-export const KIND_WORDS: Record<Kind, string> = {
-  prefill: "reads its prompt",
-  decode: "writes",
-  waiting: "waits",
+export const KIND_TEXT: Record<Kind, string> = {
+  prefill: "prefill (reading the prompt)",
+  decode: "decode (generating)",
+  waiting: "waiting",
   paused: "paused for its reader",
   swapped: "swapped to the host pool",
-  dropped: "preempted, computed again later",
+  dropped: "preempted, to be recomputed",
 };
 
 interface View {
@@ -69,7 +69,7 @@ export function TimelineView() {
       <div ref={box} class="timeline-area" onPointerMove={onMove} onPointerLeave={leave}>
         <canvas ref={canvas} aria-hidden="true" />
       </div>
-      <Told view={view} at={pointed.value} />
+      <Description view={view} at={pointed.value} />
     </section>
   );
 }
@@ -79,7 +79,7 @@ function KindLegend() {
     <ul class="legend">
       {KINDS.map((kind) => (
         <li key={kind}>
-          <i class="swatch" data-kind={kind} /> {KIND_WORDS[kind]}
+          <i class="swatch" data-kind={kind} /> {KIND_TEXT[kind]}
         </li>
       ))}
     </ul>
@@ -92,21 +92,21 @@ function runAt(view: View, { x, y }: { x: number; y: number }): Run | null {
   return lane?.runs.find((run) => run.from <= at && at < run.to) ?? null;
 }
 
-function Told({ view, at }: { view: () => View; at: { x: number; y: number } | null }) {
+function Description({ view, at }: { view: () => View; at: { x: number; y: number } | null }) {
   const text = useComputed(() => {
     void shown.value;
-    return timeline.end > 0 ? "Each column is a step of the engine; the bars above say how many tokens it computed." : "No step yet.";
+    return timeline.end > 0 ? "Each column is a step of the engine; the bars above show how many tokens it computed." : "No steps yet.";
   });
-  if (!at) return <p class="told">{text}</p>;
+  if (!at) return <p class="description">{text}</p>;
   const now = view();
   const step = timeline.column(Math.floor(now.start + at.x / now.each));
   const run = runAt(now, at);
   const parts = [step ? `Step ${step.number.toLocaleString()}: ${step.tokens.toLocaleString()} tokens` : "No step here"];
   if (run) {
     const { steps, tokens } = seenFrom(run, column.value);
-    parts.push(`#${run.request} ${KIND_WORDS[run.kind]}, ${steps.toLocaleString()} steps${tokens ? `, ${tokens.toLocaleString()} tokens` : ""}`);
+    parts.push(`#${run.request} ${KIND_TEXT[run.kind]}, ${steps.toLocaleString()} steps${tokens ? `, ${tokens.toLocaleString()} tokens` : ""}`);
   }
-  return <p class="told">{parts.join(" · ")}</p>;
+  return <p class="description">{parts.join(" · ")}</p>;
 }
 
 // ---------------------------------------------------------------- drawing
@@ -168,7 +168,9 @@ function paintRun({ context, colours }: Sheet, view: View, run: Run, top: number
   context.globalAlpha = 1;
 }
 
-/** Computing: full and high; not computing: thin, dashed or hollow, so that it shows without colour. */
+/**
+ * Computing: full and high; not computing: thin, dashed or hollow, so that it shows without colour.
+ */
 function drawBar(context: CanvasRenderingContext2D, colours: Palette, kind: Kind, x: number, y: number, wide: number, high: number): void {
   context.fillStyle = context.strokeStyle = colours[kind];
   if (kind === "prefill" || kind === "decode") {
