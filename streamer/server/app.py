@@ -30,7 +30,6 @@ from streamer.server.context import Context
 from streamer.server.errors import error_body
 from streamer.server.openai import chat, completions, tokenizing
 from streamer.server.openai.common import encode, new_id
-from streamer.server.openai.fields import decode_body
 from streamer.server.openai.models import check_model, model_body, models_body
 from streamer.server.page import Page
 from streamer.server.prepared import Form
@@ -48,8 +47,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CHAT = Form("chat", chat.DECODER, chat.FIELDS)
-COMPLETION = Form("completions", completions.DECODER, completions.FIELDS)
+CHAT = Form("chat", chat.READER)
+COMPLETION = Form("completions", completions.READER)
 PROBES = ("/health", "/ready")
 
 
@@ -131,7 +130,7 @@ class Api:
         service = self._service
         tenant = service.admit(request.scope, is_for_later=True)
         data = await service.bodies.read(request)
-        body = decode_body(data, tokenizing.TOKENIZE, tokenizing.TOKENIZE_FIELDS)
+        body = tokenizing.TOKENIZE.decode(data)
         check_model(body.model, service.names)
         messages, engine = body.template_messages(), service.engine
         text = service.token_text if body.return_token_strs else None
@@ -160,7 +159,7 @@ class Api:
         service = self._service
         tenant = service.admit(request.scope, is_for_later=True)
         data = await service.bodies.read(request)
-        body = decode_body(data, tokenizing.DETOKENIZE, tokenizing.DETOKENIZE_FIELDS)
+        body = tokenizing.DETOKENIZE.decode(data)
         check_model(body.model, service.names)
         salt = owner_of(request.scope)
         with service.bodies.used(tenant, len(data)):
@@ -203,7 +202,7 @@ class Api:
 
     async def tickets(self, request: Request) -> ASGIApp:
         """POST /v1/tickets; also while the model loads: a socket then receives that error."""
-        decode_body(await self._service.bodies.read(request), tickets.DECODER, {})
+        tickets.READER.decode(await self._service.bodies.read(request))
         secret = self._service.tickets.issue(tenant_of(request.scope))
         response = json(encode(tickets.TicketAnswer(secret)))
         response.headers["cache-control"] = "no-store"

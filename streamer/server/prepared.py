@@ -14,18 +14,17 @@ from starlette.types import Scope
 from streamer.core.sampling import SamplingParams
 from streamer.server.admission import tenant_of
 from streamer.server.openai.common import Body
-from streamer.server.openai.fields import Decoder, Table
+from streamer.server.openai.fields import Reader
 from streamer.server.telemetry.records import Operation, Transport
 
 B = TypeVar("B", bound=Body)
 
 
 class Form(msgspec.Struct, Generic[B], frozen=True):
-    """A kind of body: what it asks for, how it is decoded, and its table of known fields."""
+    """A kind of body: what it asks for, and its decoder."""
 
     operation: Operation
-    decoder: Decoder[B]
-    fields: Table
+    reader: Reader[B]
 
 
 class Reading(msgspec.Struct, frozen=True):

@@ -28,7 +28,6 @@ from streamer.engine.requests import Asking, GenerateRequest, check_ids
 from streamer.errors import EngineDead
 from streamer.server.admission import Admission, deadline_of, tenant_of
 from streamer.server.openai.common import named
-from streamer.server.openai.fields import decode_body
 from streamer.server.openai.models import check_model
 from streamer.server.prepared import B, Form, Prepared, Reading
 from streamer.server.security import Bodies
@@ -145,7 +144,7 @@ class Service:
         """Admit an HTTP request, then read, decode and check its body."""
         self.admit(request.scope, is_for_later=is_for_later)
         data = await self.bodies.read(request)
-        body = decode_body(data, form.decoder, form.fields)
+        body = form.reader.decode(data)
         is_whole = not body.stream
         # A whole answer is never paused, except a response's: it has other readers by its id.
         window = 0 if is_whole and form.operation != "responses" else None

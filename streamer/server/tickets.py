@@ -17,6 +17,7 @@ from starlette.types import Scope
 
 from streamer.errors import NotAuthenticated, Overloaded, RateLimited
 from streamer.server.admission import digest
+from streamer.server.openai.fields import Reader
 
 PREFIX: Final = "streamer.ticket."
 TICKET_S: Final = 30
@@ -35,7 +36,7 @@ class TicketAnswer(msgspec.Struct, frozen=True):
     expires_in_s: int = TICKET_S
 
 
-DECODER: Final = msgspec.json.Decoder(TicketRequest)
+READER: Final = Reader({TicketRequest: {}})
 
 
 class _Kept(NamedTuple):

@@ -48,6 +48,7 @@ from streamer.server.openai.common import (
 from streamer.server.openai.fields import (
     LABELS,
     SAMPLING,
+    Reader,
     Table,
     hint,
     refused,
@@ -225,7 +226,7 @@ class ChatRequest(PromptFields, kw_only=True):
         return names
 
 
-DECODER: Final = msgspec.json.Decoder(ChatRequest)
+READER: Final = Reader({ChatRequest: FIELDS})
 
 
 # ---------------------------------------------------------------- answers

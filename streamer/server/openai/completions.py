@@ -40,7 +40,7 @@ from streamer.server.openai.completion_logprobs import (
     OffsetCounter,
     prompt_logprobs,
 )
-from streamer.server.openai.fields import LABELS, SAMPLING, Table, refused
+from streamer.server.openai.fields import LABELS, SAMPLING, Reader, Table, refused
 from streamer.server.transport.frames import DONE, frame
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class CompletionRequest(PromptFields, kw_only=True):
         return bool(self.echo) and self.max_tokens == 0
 
 
-DECODER: Final = msgspec.json.Decoder(CompletionRequest)
+READER: Final = Reader({CompletionRequest: FIELDS})
 
 
 # ---------------------------------------------------------------- answers

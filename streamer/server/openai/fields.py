@@ -12,8 +12,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
-from typing import Any, Final, TypeVar, get_type_hints
+from typing import Any, Final, Generic, TypeVar, Union, get_args, get_type_hints
 
 import msgspec
 from msgspec import inspect
@@ -21,7 +20,7 @@ from msgspec import inspect
 from streamer.core.sampling import PARAMETERS
 from streamer.errors import InvalidRequest
 
-T = TypeVar("T")
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 class Rule(msgspec.Struct, frozen=True):
@@ -106,11 +105,11 @@ MAX_EXPLAINED_BYTES: Final = 64 << 10  # of a body that is decoded again to find
 MAX_HARMLESS_BYTES: Final = 1024  # a million `[],` take 0.4 s to build, to be refused then
 # Keys that JSON must write as text; in MessagePack clients send text or numbers.
 _NUMBERED: Final[Mapping[str, Any]] = {
-    p.name: p.kind | None for p in PARAMETERS.values() if p.kind == dict[int, float]
+    p.name: p.kind for p in PARAMETERS.values() if p.kind == dict[int, float]
 }
+_NO_RAW: Final = msgspec.Raw()
 
 LARGE: Final = object()  # equal to nothing, and true
-Decoder = msgspec.json.Decoder[T] | msgspec.msgpack.Decoder[T]
 
 _ANY = msgspec.json.Decoder()
 _ANY_PACKED = msgspec.msgpack.Decoder()
@@ -118,56 +117,79 @@ _PATH = re.compile(r"^(?P<what>.*) - at (?P<key>`key` in )?`\$\.?(?P<path>.*)`$"
 _STEP = re.compile(r"\[[^\]]*\]|([^.\[\]]+)")
 
 
-def decode_body(data: bytes | str, decoder: Decoder[T], table: Table) -> T:
-    """The typed body, or InvalidRequest whose `param` is the path of the first field at fault."""
-    is_packed = isinstance(decoder, msgspec.msgpack.Decoder)
-    form = "MessagePack" if is_packed else "JSON"
-    try:
-        fields = _fields_of(data, decoder, table, is_packed=is_packed)
-        _check_known(fields, table, is_packed=is_packed)
-        if is_packed and not _NUMBERED.keys().isdisjoint(fields):
-            data = _numbered(fields)
-        return decoder.decode(data)  # type: ignore[arg-type]
-    except msgspec.ValidationError as e:
-        raise located(str(e), decoder.type, b"" if is_packed else data) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        path = None if is_packed else _not_finite(data)
-        if path is not None:
-            raise InvalidRequest(
-                f"{path}: NaN and Infinity are no numbers of JSON", param=path, code="invalid_json"
-            ) from None
-        raise InvalidRequest(f"the body is not valid {form}: {e}", code="invalid_json") from None
-    except RecursionError:
-        raise InvalidRequest("the body is nested too deeply", code="invalid_json") from None
+class Reader(Generic[T]):
+    """Decodes bodies and checks their known fields, in one pass over the data.
+
+    tables  the Struct of each kind of body and its table of known fields; several kinds are tagged
+    """
+
+    def __init__(self, tables: Mapping[type[T], Table], *, is_packed: bool = False) -> None:
+        self._form = "MessagePack" if is_packed else "JSON"
+        self._is_packed = is_packed
+        self._kind: Any = Union[tuple(tables)]  # noqa: UP007  (of a tuple)
+        whole = {_with_known(kind, table, is_packed): kind for kind, table in tables.items()}
+        self._plain: Mapping[Any, type[T]] = {w: kind for w, kind in whole.items() if w is not kind}
+        self._tables = tables
+        wanted: Any = Union[tuple(whole)]  # noqa: UP007
+        codec = msgspec.msgpack if is_packed else msgspec.json
+        self._decode = codec.Decoder(wanted).decode
+
+    def decode(self, data: bytes | str) -> T:
+        """The typed body; InvalidRequest whose `param` is the path of the first field at fault."""
+        try:
+            found: T = self._decode(data)
+            kind = self._plain.get(type(found))
+            return found if kind is None else self._checked(found, kind)
+        except msgspec.ValidationError as e:
+            raise located(str(e), self._kind, b"" if self._is_packed else data) from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as e:
+            path = None if self._is_packed else _not_finite(data)
+            if path is None:
+                text = f"the body is not valid {self._form}: {e}"
+            else:
+                text = f"{path}: NaN and Infinity are no numbers of JSON"
+            raise InvalidRequest(text, param=path, code="invalid_json") from None
+        except RecursionError:
+            raise InvalidRequest("the body is nested too deeply", code="invalid_json") from None
+
+    def _checked(self, found: T, kind: type[T]) -> T:
+        """The body alone: a value as it came would keep all of the data alive."""
+        table = self._tables[kind]
+        given = {name: raw for name in table if (raw := getattr(found, name))}
+        if given:
+            _check_known(given, table, is_packed=self._is_packed)
+        body = {name: getattr(found, name) for name in kind.__struct_fields__}
+        if self._is_packed:
+            for name in _NUMBERED.keys() & body.keys():
+                body[name] = _numbered(name, body[name])
+        return kind(**body)
 
 
-def _fields_of(
-    data: bytes | str, decoder: Decoder[Any], table: Table, *, is_packed: bool
-) -> dict[str, msgspec.Raw]:
-    """The values of known fields as they came, in MessagePack the honoured ones as well."""
-    names = [*table]
-    names += decoder.type.__struct_encode_fields__ if is_packed else ()
-    found = _raw_decoder(tuple(names), is_packed).decode(data)  # type: ignore[arg-type]
-    values = ((name, getattr(found, name)) for name in names)
-    return {name: raw for name, raw in values if raw}
+def _with_known(kind: type[T], table: Table, is_packed: bool) -> type[T]:
+    """The Struct with the fields of its table as well, their values as they came."""
+    fields: list[tuple[str, Any, Any]] = [(name, msgspec.Raw, _NO_RAW) for name in table]
+    if is_packed:
+        numbered = _NUMBERED.keys() & {*kind.__struct_fields__}
+        fields += [(name, dict[int | str, float] | None, None) for name in numbered]
+    if not fields:
+        return kind
+    config = kind.__struct_config__
+    return msgspec.defstruct(  # type: ignore[return-value]  # a subclass of `kind`
+        kind.__name__,
+        fields,
+        bases=(kind,),
+        kw_only=True,
+        tag_field=config.tag_field,
+        tag=config.tag,
+    )
 
 
-@cache
-def _raw_decoder(names: tuple[str, ...], is_packed: bool) -> Decoder[Any]:
-    """A decoder of these fields alone: a dict of 400,000 others would take 0.1 s."""
-    fields = [(name, msgspec.Raw, msgspec.field(default_factory=msgspec.Raw)) for name in names]
-    kind = msgspec.defstruct("Body", fields)
-    return msgspec.msgpack.Decoder(kind) if is_packed else msgspec.json.Decoder(kind)
-
-
-def _check_known(body: Mapping[str, msgspec.Raw], table: Table, *, is_packed: bool) -> None:
+def _check_known(given: Mapping[str, msgspec.Raw], table: Table, *, is_packed: bool) -> None:
     """Refuse fields that ask for what this server does not do, and hints of a wrong type."""
     decode = msgspec.msgpack.decode if is_packed else msgspec.json.decode
     faults: dict[str, Rule] = {}
-    for name, raw in body.items():
-        rule = table.get(name)
-        if rule is None:
-            continue
+    for name, raw in given.items():
+        rule = table[name]
         if rule.harmless is None:
             try:
                 decode(raw, type=rule.kind | None)
@@ -178,21 +200,22 @@ def _check_known(body: Mapping[str, msgspec.Raw], table: Table, *, is_packed: bo
     _refuse(faults)
 
 
+def _numbered(name: str, value: dict[int | str, float] | None) -> dict[int, float] | None:
+    """The mapping with numbers as keys."""
+    if value is None or set(map(type, value)) <= {int}:
+        return value  # type: ignore[return-value]  # as the line above has it
+    try:
+        found: dict[int, float] = msgspec.convert(value, _NUMBERED[name], strict=False)
+    except msgspec.ValidationError as e:
+        raise InvalidRequest(f"{name}: {e}", param=name, code="invalid_type") from None
+    return found
+
+
 def small(raw: msgspec.Raw, *, is_packed: bool = False) -> Any:
     """A value, to be compared with harmless ones; a large one is LARGE, which equals none."""
     if len(raw) > MAX_HARMLESS_BYTES:
         return LARGE
     return (_ANY_PACKED if is_packed else _ANY).decode(raw) if raw else None
-
-
-def _numbered(fields: dict[str, msgspec.Raw]) -> bytes:
-    found: dict[str, Any] = dict(fields)
-    for name in _NUMBERED.keys() & found.keys():
-        try:
-            found[name] = msgspec.msgpack.decode(found[name], type=_NUMBERED[name], strict=False)
-        except msgspec.ValidationError:
-            continue  # the decoding of the typed body reports where
-    return msgspec.msgpack.encode(found)
 
 
 def _is_harmless(value: Any, harmless: tuple[Any, ...]) -> bool:
@@ -234,7 +257,7 @@ def located(
 ) -> InvalidRequest:
     """msgspec's message as an error whose `param` is the path of the field.
 
-    kind, data  the Struct and the JSON that does not match it: the error then says which values
+    kind, data  the type and the JSON that does not match it: the error then says which values
                 are accepted, where they are few, and which key of an object is at fault
     """
     match = _PATH.match(text)
@@ -290,7 +313,8 @@ def _alternatives(kinds: Iterable[inspect.Type]) -> Iterator[inspect.Type]:
 
 def _with_key(kind: Any, name: str, data: bytes | str) -> str:
     """`name.key` for the first key of an object, a field of the body, that its type refuses."""
-    hint = get_type_hints(kind).get(name)
+    hints = (get_type_hints(each).get(name) for each in get_args(kind) or (kind,))
+    hint = next(filter(None, hints), None)
     found = _ANY.decode(data)[name] if hint is not None else None
     # of a repeated name this is the last value, which may be no object
     for key, value in found.items() if isinstance(found, dict) else ():

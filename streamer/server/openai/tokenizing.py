@@ -14,7 +14,7 @@ import msgspec
 from streamer.errors import InvalidRequest
 from streamer.server.openai.chat import ChatMessage, Variables, template_messages
 from streamer.server.openai.common import TokenText, encode, show
-from streamer.server.openai.fields import Table, refused
+from streamer.server.openai.fields import Reader, Table, refused
 
 TOKENIZE_FIELDS: Final[Table] = {
     "chat_template": refused(),
@@ -66,8 +66,8 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
 
 
-TOKENIZE: Final = msgspec.json.Decoder(TokenizeRequest)
-DETOKENIZE: Final = msgspec.json.Decoder(DetokenizeRequest)
+TOKENIZE: Final = Reader({TokenizeRequest: TOKENIZE_FIELDS})
+DETOKENIZE: Final = Reader({DetokenizeRequest: DETOKENIZE_FIELDS})
 
 
 class Tokenized(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ from streamer.server.openai.common import (
     named,
     sampling_params,
 )
-from streamer.server.openai.fields import SAMPLING, Table, refused
+from streamer.server.openai.fields import SAMPLING, Reader, Table, refused
 
 MAX_ITEMS = 4096
 MAX_STREAM_ID = 128
@@ -205,7 +205,7 @@ class ResponseCreate(Body, kw_only=True):
         return LOGPROBS in (self.include or ()) or self.top_logprobs is not None
 
 
-DECODER: Final = msgspec.json.Decoder(ResponseCreate)
+READER: Final = Reader({ResponseCreate: FIELDS})
 
 
 def check_stream_id(stream_id: str | None) -> None:

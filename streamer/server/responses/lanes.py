@@ -26,10 +26,9 @@ from streamer.engine.stream import Delta, TokenStream
 from streamer.errors import InvalidRequest, NotFound, RateLimited, StreamerError
 from streamer.server.context import Context, context_of
 from streamer.server.openai.common import new_id
-from streamer.server.openai.fields import Decoder, decode_body
 from streamer.server.prepared import Prepared, Reading
 from streamer.server.responses import steering
-from streamer.server.responses.body import FIELDS, ResponseCreate
+from streamer.server.responses.body import ResponseCreate
 from streamer.server.responses.events import ResponseEvents, blank_response
 from streamer.server.responses.respond import find, respond
 from streamer.server.responses.socket_events import Resume, Resumed, Settings, error_event
@@ -130,11 +129,10 @@ class Lanes:
 
     # ------------------------------------------------------------ what the client asks for
 
-    def create(self, data: bytes, settings: Settings, decoder: Decoder[ResponseCreate]) -> None:
+    def create(self, body: ResponseCreate, num_bytes: int, settings: Settings) -> None:
         """response.create: checked and given its id now, run when its lane is free."""
         service = self._service
         service.admit(self._scope, is_for_later=True)  # its lane may be busy
-        body = decode_body(data, decoder, FIELDS)
         for name, value in (("background", body.background), ("stream", body.stream is False)):
             if value:
                 raise InvalidRequest(
@@ -142,13 +140,13 @@ class Lanes:
                     param=name,
                     code="unsupported_parameter",
                 )
-        asked = self._prepared(body, len(data), settings)
+        asked = self._prepared(body, num_bytes, settings)
         body.items()
         self._require_room()
-        if self._queued_bytes + len(data) > MAX_QUEUED_BYTES:
+        if self._queued_bytes + num_bytes > MAX_QUEUED_BYTES:
             raise RateLimited(
                 f"{self._queued_bytes} bytes of responses wait on this socket and this one has "
-                f"{len(data)}; the limit is {MAX_QUEUED_BYTES}"
+                f"{num_bytes}; the limit is {MAX_QUEUED_BYTES}"
             )
         job = Job(new_id("resp_"), asked, settings)
         if body.stream_id in self._lanes:

@@ -23,7 +23,7 @@ from streamer.server.errors import api_error
 from streamer.server.openai import chat
 from streamer.server.openai.common import encode, new_id
 from streamer.server.prepared import Form
-from streamer.server.responses.body import DECODER, FIELDS, Includable
+from streamer.server.responses.body import READER, Includable
 from streamer.server.responses.events import ResponseEvents
 from streamer.server.responses.respond import find, find_chat, respond, turn_of
 from streamer.server.responses.types import (
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from streamer.engine.stream import Delta, TokenStream
     from streamer.server.service import Service
 
-RESPONSE = Form("responses", DECODER, FIELDS)
+RESPONSE = Form("responses", READER)
 CANCEL_S = 10.0  # a cancel takes a step; a hung step must not hang the route
 MAX_DIGITS = 16
 MAX_PAGE, DEFAULT_PAGE = 100, 20

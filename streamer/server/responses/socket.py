@@ -12,7 +12,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Coroutine
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -22,13 +22,17 @@ from streamer.server.admission import tenant_of
 from streamer.server.errors import clip
 from streamer.server.openai.common import encode
 from streamer.server.openai.fields import located
-from streamer.server.responses.body import DECODER
 from streamer.server.responses.lanes import MAX_LANES, MAX_QUEUED, MAX_RESPONSES, Lanes
 from streamer.server.responses.socket_events import (
+    EXTENDED,
+    PACKED,
+    PLAIN,
     Ack,
     Cancel,
     ClientEvent,
+    Create,
     GoAway,
+    Head,
     Ping,
     Pong,
     Resume,
@@ -49,9 +53,6 @@ JSON, MSGPACK = "streamer.v1.json", "streamer.v1.msgpack"
 MAX_REPLIES: Final = 256
 MAX_REPLY_BYTES: Final = 4 << 20
 
-T = TypeVar("T")
-
-_PACKED_CREATE = msgspec.msgpack.Decoder(DECODER.type)
 _pack = msgspec.msgpack.Encoder().encode
 
 
@@ -77,6 +78,8 @@ class Session:
         self._is_packed = self._protocol == MSGPACK
         self._encode = _pack if self._is_packed else encode
         self._decode: Decode = msgspec.msgpack.decode if self._is_packed else msgspec.json.decode
+        extended = PACKED if self._is_packed else EXTENDED
+        self._reader = extended if self._is_extended else PLAIN
         self._id = "sess_" + secrets.token_hex(12)
         config = service.config
         self._settings = Settings(config.stream_window, config.detach_timeout)
@@ -161,18 +164,14 @@ class Session:
             message = await self._receive()
             if message["type"] == "websocket.disconnect":
                 return
+            data = self._bytes_of(message)
             try:
-                data = self._bytes_of(message)
-                event = self._decode(data, type=ClientEvent)
-            except msgspec.ValidationError as e:
-                self._refuse(located(str(e), code="invalid_event"), None)
-            except (msgspec.DecodeError, UnicodeError, RecursionError, TypeError):
-                form = "MessagePack in binary" if self._is_packed else "JSON in text"
-                text = f"events are {form} frames, and this one is not"
-                self._refuse(InvalidRequest(text, code="invalid_event"), None)
+                event = self._reader.decode(data)
+            except InvalidRequest as e:
+                self._refuse_undecoded(e, data)
             else:
                 try:
-                    self._handle(event, data)
+                    self._handle(event, len(data))
                 except StreamerError as e:
                     self._refuse(e, event.stream_id)
                 except Exception:  # a bug of ours costs one event, not the whole socket
@@ -184,44 +183,53 @@ class Session:
                 return
 
     def _bytes_of(self, message: Any) -> bytes:
-        """The event's bytes; TypeError for the other kind of frame."""
+        """The event's bytes; none, which is no event, for the other kind of frame."""
         data: bytes | str | None = message.get("bytes" if self._is_packed else "text")
-        if data is None:
-            raise TypeError("a frame of the other kind")
-        return data.encode() if isinstance(data, str) else data
+        return data.encode() if isinstance(data, str) else data or b""
 
-    def _handle(self, event: ClientEvent, data: bytes) -> None:
-        lanes = self._lanes
-        match event.type:
-            case "response.create":
-                lanes.create(data, self._settings, _PACKED_CREATE if self._is_packed else DECODER)
-            case "response.cancel":
-                lanes.cancel(self._fields(data, Cancel).response_id)
-            case "response.steer":
-                lanes.steer(self._fields(data, SteerEvent), len(data), self._decode)
-            case "response.resume" if self._is_extended:
-                lanes.resume(self._fields(data, Resume), self._settings)
-            case "response.ack" if self._is_extended:
-                ack = self._fields(data, Ack)
-                lanes.acknowledge(ack.response_id, ack.sequence_number)
-            case "session.update" if self._is_extended:
-                self._settings = self._fields(data, Update).apply(self._settings)
-            case "session.ping" if self._is_extended:
-                self._reply(Pong(self._fields(data, Ping).t))
-            case _:
-                raise InvalidRequest(
-                    f"there is no event {clip(event.type)!r} here",
-                    param="type",
-                    code="unknown_event",
-                )
+    def _refuse_undecoded(self, error: InvalidRequest, data: bytes) -> None:
+        """Refuse an event that could not be decoded, on its lane where it names one.
 
-    def _fields(self, data: bytes, kind: type[T]) -> T:
-        """The fields of one kind of event; InvalidRequest names the one that is wrong."""
+        A response.create counts as a request even so.
+        """
         try:
-            fields: T = self._decode(data, type=kind)
+            head = self._decode(data, type=Head)
         except msgspec.ValidationError as e:
-            raise located(str(e), kind, b"" if self._is_packed else data) from None
-        return fields
+            self._refuse(located(str(e), code="invalid_event"), None)
+            return
+        except (msgspec.DecodeError, UnicodeError, RecursionError):
+            form = "MessagePack in binary" if self._is_packed else "JSON in text"
+            text = f"events are {form} frames, and this one is not"
+            self._refuse(InvalidRequest(text, code="invalid_event"), None)
+            return
+        refusal: StreamerError = error
+        if error.param == "type":
+            text = f"there is no event {clip(head.type)!r} here"
+            refusal = InvalidRequest(text, param="type", code="unknown_event")
+        elif head.type == "response.create":
+            try:
+                self._service.admit(self._scope, is_for_later=True)
+            except StreamerError as e:
+                refusal = e
+        self._refuse(refusal, head.stream_id)
+
+    def _handle(self, event: ClientEvent, num_bytes: int) -> None:
+        lanes = self._lanes
+        match event:
+            case Create():
+                lanes.create(event, num_bytes, self._settings)
+            case Cancel():
+                lanes.cancel(event.response_id)
+            case SteerEvent():
+                lanes.steer(event, num_bytes, self._decode)
+            case Resume():
+                lanes.resume(event, self._settings)
+            case Ack():
+                lanes.acknowledge(event.response_id, event.sequence_number)
+            case Update():
+                self._settings = event.apply(self._settings)
+            case Ping():
+                self._reply(Pong(event.t))
 
     def _go_away(self, deadline_s: float) -> None:
         if self._is_extended:

@@ -14,8 +14,10 @@ from streamer.core.sampling import MAX_TOKENS
 from streamer.errors import InvalidRequest, StreamerError
 from streamer.server.errors import MAX_ECHO, ApiError, api_error, clip
 from streamer.server.openai.common import MAX_DETACH_S
-from streamer.server.responses.body import check_stream_id
+from streamer.server.openai.fields import Reader, Table
+from streamer.server.responses.body import FIELDS, ResponseCreate, check_stream_id
 from streamer.server.responses.events import EVERYTHING
+from streamer.server.responses.steering import SteerEvent
 
 MAX_MESSAGE_BYTES: Final = 1 << 20
 MAX_WINDOW: Final = 1 << 24
@@ -45,25 +47,32 @@ class Settings(msgspec.Struct, frozen=True):
 # ---------------------------------------------------------------- client events
 
 
-class ClientEvent(msgspec.Struct):
-    """The fields that every client event has."""
+class Head(msgspec.Struct):
+    """What every client event has: of one that could not be decoded, all that is known."""
 
     type: str
     stream_id: str | None = None
 
 
-class Cancel(msgspec.Struct):
+class _Event(msgspec.Struct, kw_only=True, tag_field="type"):
+    stream_id: str | None = None
+
+
+class Create(ResponseCreate, kw_only=True, tag_field="type", tag="response.create"):
+    """response.create: the body of a response, as an event."""
+
+
+class Cancel(_Event, kw_only=True, tag="response.cancel"):
     """response.cancel."""
 
     response_id: str | None = None
 
 
-class Resume(msgspec.Struct):
+class Resume(_Event, kw_only=True, tag="response.resume"):
     """response.resume; without starting_after every event is sent again, one for each token."""
 
     response_id: str
     starting_after: int | None = None
-    stream_id: str | None = None
 
     def check(self) -> None:
         """InvalidRequest for a number below -1, or a bad stream_id."""
@@ -72,20 +81,20 @@ class Resume(msgspec.Struct):
         check_stream_id(self.stream_id)
 
 
-class Ack(msgspec.Struct):
+class Ack(_Event, kw_only=True, tag="response.ack"):
     """response.ack: consumed up to this number."""
 
     response_id: str
     sequence_number: int
 
 
-class Ping(msgspec.Struct):
+class Ping(_Event, kw_only=True, tag="session.ping"):
     """session.ping."""
 
     t: Stamp = None
 
 
-class Update(msgspec.Struct):
+class Update(_Event, kw_only=True, tag="session.update"):
     """session.update."""
 
     window: int | None = None
@@ -113,6 +122,18 @@ class Update(msgspec.Struct):
             settings.detach_s if self.detach_s is None else self.detach_s,
             settings.wanted if self.include is None else frozenset(self.include),
         )
+
+
+ClientEvent = Create | Cancel | SteerEvent | Resume | Ack | Ping | Update
+
+OPENAIS: Final[dict[type[ClientEvent], Table]] = {Create: FIELDS, Cancel: {}, SteerEvent: {}}
+ALL: Final[dict[type[ClientEvent], Table]] = {
+    **OPENAIS,
+    **{kind: {} for kind in (Resume, Ack, Ping, Update)},
+}
+PLAIN: Final = Reader(OPENAIS)
+EXTENDED: Final = Reader(ALL)
+PACKED: Final = Reader(ALL, is_packed=True)
 
 
 # ---------------------------------------------------------------- server events

@@ -24,11 +24,12 @@ MAX_STEERS: Final = 16  # waiting for one response to end
 Decode = Callable[..., Any]  # msgspec's, of JSON or MessagePack
 
 
-class SteerEvent(msgspec.Struct):
-    """response.steer, its input not decoded yet."""
+class SteerEvent(msgspec.Struct, kw_only=True, tag_field="type", tag="response.steer"):
+    """response.steer, its input not decoded: where it is refused, it is returned as it came."""
 
     previous_response_id: str
-    input: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    stream_id: str | None = None
+    input: msgspec.Raw = msgspec.Raw()
 
 
 class _Message(msgspec.Struct, forbid_unknown_fields=True):

@@ -67,7 +67,7 @@ def letter(token_id: int) -> bytes:
 
 
 def test_many_choices_of_a_chat_are_sorted_in_one_pass() -> None:
-    body = chat.DECODER.decode(b'{"messages": []}')
+    body = chat.READER.decode(b'{"messages": []}')
     given = deltas(N)
     answer = msgspec.json.decode(chat.ChatAnswer(body, [stream(N)], "m", letter).whole([given]))
     assert [c["message"]["content"] for c in answer["choices"]] == ["abcde"] * N
@@ -75,7 +75,7 @@ def test_many_choices_of_a_chat_are_sorted_in_one_pass() -> None:
 
 
 def test_many_choices_of_a_completion_are_sorted_in_one_pass() -> None:
-    body = completions.DECODER.decode(b'{"prompt": ["x", "y"]}')
+    body = completions.READER.decode(b'{"prompt": ["x", "y"]}')
     given = [deltas(N), deltas(N)]
     builder = completions.CompletionAnswer(body, [stream(N), stream(N)], "m", letter)
     answer = msgspec.json.decode(builder.whole(given))
@@ -93,7 +93,7 @@ def test_log_probabilities_are_built_once_at_the_end(reason: FinishReason) -> No
         asked.append(token_id)
         return letter(token_id)
 
-    body = responses.DECODER.decode(b'{"input": "x"}')
+    body = responses.READER.decode(b'{"input": "x"}')
     events = ResponseEvents(
         Context(kind="response", tenant="", body=body, model="m"), stream(), text
     )

@@ -12,27 +12,31 @@ import pytest
 from streamer.errors import InvalidRequest
 from streamer.server.openai import chat, completions
 from streamer.server.openai.common import SamplingFields, sampling_params
-from streamer.server.openai.fields import Table, decode_body
+from streamer.server.openai.fields import Reader, Table
 from streamer.server.responses import body as responses
 
-BODIES: dict[str, tuple[Table, msgspec.json.Decoder[Any], dict[str, Any]]] = {
+BODIES: dict[str, tuple[Table, type[msgspec.Struct], dict[str, Any]]] = {
     "chat": (
         chat.FIELDS,
-        chat.DECODER,
+        chat.ChatRequest,
         {"messages": [{"role": "user", "content": "hello"}]},
     ),
-    "completions": (completions.FIELDS, completions.DECODER, {"prompt": "hello"}),
-    "responses": (responses.FIELDS, responses.DECODER, {"input": "hello"}),
+    "completions": (completions.FIELDS, completions.CompletionRequest, {"prompt": "hello"}),
+    "responses": (responses.FIELDS, responses.ResponseCreate, {"input": "hello"}),
+}
+READERS: dict[str, Any] = {
+    "chat": chat.READER,
+    "completions": completions.READER,
+    "responses": responses.READER,
 }
 
 
 def decode(kind: str, **fields: Any) -> Any:
-    table, decoder, base = BODIES[kind]
-    return decode_body(json.dumps({**base, **fields}).encode(), decoder, table)
+    return READERS[kind].decode(json.dumps({**BODIES[kind][2], **fields}).encode())
 
 
 HONOURED = [
-    (kind, name) for kind, (_, d, _) in BODIES.items() for name in d.type.__struct_encode_fields__
+    (kind, name) for kind, (_, d, _) in BODIES.items() for name in d.__struct_encode_fields__
 ]
 KNOWN = [(kind, name) for kind, (table, _, _) in BODIES.items() for name in table]
 
@@ -74,7 +78,7 @@ def test_nulls_in_an_object_ask_for_nothing() -> None:
 def test_every_refused_field_is_named_at_once() -> None:
     body = b'{"messages": [], "tools": [], "store": true, "n": 1, "modalities": ["audio"]}'
     with pytest.raises(InvalidRequest, match="modalities, store are not supported") as refusal:
-        decode_body(body, chat.DECODER, chat.FIELDS)
+        chat.READER.decode(body)
     assert refusal.value.param == "modalities"
 
 
@@ -124,7 +128,7 @@ def test_unknown_fields_are_ignored() -> None:
 )
 def test_a_body_at_fault_says_where(body: bytes, param: str | None) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        decode_body(body, chat.DECODER, chat.FIELDS)
+        chat.READER.decode(body)
     assert caught.value.param == param
     assert len(caught.value.message) < 300
 
@@ -310,14 +314,14 @@ BOMB = [[]] * 300_000
 def test_what_is_refused_is_not_built_first(
     kind: str, fields: dict[str, Any], param: str, is_packed: bool
 ) -> None:
-    table, decoder, base = BODIES[kind]
+    table, body, base = BODIES[kind]
     pack = msgspec.msgpack if is_packed else msgspec.json
     data = pack.encode({**base, **fields})
-    given = msgspec.msgpack.Decoder(decoder.type) if is_packed else decoder
+    reader = Reader({body: table}, is_packed=is_packed)
     tracemalloc.start()
     try:
         with pytest.raises(InvalidRequest) as caught:
-            decode_body(data, given, table)
+            reader.decode(data)
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -327,19 +331,23 @@ def test_what_is_refused_is_not_built_first(
 
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_fields_that_nobody_knows_are_not_built(is_packed: bool) -> None:
-    table, decoder, base = BODIES["responses"]
+    base = BODIES["responses"][2]
     many = dict.fromkeys(map(str, range(100_000)), 1)
     pack = msgspec.msgpack if is_packed else msgspec.json
     data = pack.encode({**many, **base, "logit_bias": {"7": 1.0}})
-    given = msgspec.msgpack.Decoder(decoder.type) if is_packed else decoder
+    reader = Reader({responses.ResponseCreate: responses.FIELDS}, is_packed=is_packed)
     tracemalloc.start()
     try:
-        body = decode_body(data, given, table)
+        body = reader.decode(data)
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert body.logit_bias == {7: 1.0}
     assert peak_bytes < len(data)
+
+
+def test_a_body_keeps_nothing_of_the_data_it_came_in() -> None:
+    assert type(decode("responses", tools=[], reasoning={})) is responses.ResponseCreate
 
 
 def test_calls_of_a_message_are_refused_by_name_and_not_built() -> None:
@@ -368,9 +376,8 @@ def test_calls_of_a_message_are_refused_by_name_and_not_built() -> None:
 def test_a_key_at_fault_in_a_field_that_is_there_twice_is_a_wrong_type(
     kind: str, fields: bytes
 ) -> None:
-    table, decoder, _ = BODIES[kind]
     with pytest.raises(InvalidRequest) as refused:
-        decode_body(b"{%b}" % fields, decoder, table)
+        READERS[kind].decode(b"{%b}" % fields)
     assert refused.value.param in ("logit_bias", "metadata")
 
 

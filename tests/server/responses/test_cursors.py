@@ -127,7 +127,7 @@ async def test_an_unmerged_replay_has_an_event_a_token_that_has_text() -> None:
 async def test_live_events_have_the_numbers_of_the_replay() -> None:
     """A reader that takes each token as it comes gets what a later replay brings."""
     stream = lone_stream()
-    body = responses.DECODER.decode(b'{"input": "x", "return_token_ids": true}')
+    body = responses.READER.decode(b'{"input": "x", "return_token_ids": true}')
     stream.context = Context(kind="response", tenant="", body=body, model="m")
     events = ResponseEvents(stream.context, stream, letter)
     live = events.opening()
@@ -177,7 +177,7 @@ async def test_every_number_of_a_chat_is_a_cursor(n: int, reason: FinishReason) 
     options = (
         b'{"messages": [], "return_token_ids": true, "stream_options": {"include_usage": true}}'
     )
-    body = chat.DECODER.decode(options)
+    body = chat.READER.decode(options)
     data = TEXT.encode() + HALF
     for choice in range(n):
         for byte in data:

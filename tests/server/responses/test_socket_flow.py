@@ -341,6 +341,26 @@ def test_what_only_messagepack_can_say_is_refused_by_name(
     assert (answer["type"], answer["error"]["param"]) == ("error", param)
 
 
+@pytest.mark.parametrize(
+    ("event", "param", "code"),
+    [
+        ({"type": "response.create", "input": 5}, "input", "invalid_type"),
+        ({"type": "response.ack", "response_id": "resp_1"}, "sequence_number", "invalid_type"),
+        ({"window": "wide", "type": "session.update"}, "window", "invalid_type"),
+        ({"type": "response.sing"}, "type", "unknown_event"),
+    ],
+)
+def test_an_event_at_fault_is_answered_on_its_lane_in_messagepack(
+    slow: Running, event: dict[str, Any], param: str, code: str
+) -> None:
+    with dial(slow, MSGPACK) as socket:
+        socket.recv(timeout=20)
+        socket.send(msgspec.msgpack.encode({**event, "stream_id": "left"}))
+        answer = packed(socket)
+    error = answer["error"]
+    assert (answer["stream_id"], error["param"], error["code"]) == ("left", param, code)
+
+
 @pytest.mark.parametrize("token", [7, "7"])
 def test_token_ids_of_a_bias_are_numbers_or_text_in_messagepack(slow: Running, token: Any) -> None:
     with dial(slow, MSGPACK) as socket:

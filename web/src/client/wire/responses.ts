@@ -109,25 +109,30 @@ export interface Resume {
 export interface Ack {
   response_id: string;
   sequence_number: number;
+  stream_id?: string | null;
 }
 
 export interface Cancel {
   response_id?: string | null;
+  stream_id?: string | null;
 }
 
 export interface Steer {
   previous_response_id: string;
   input?: unknown;
+  stream_id?: string | null;
 }
 
 export interface SessionUpdate {
   window?: number | null;
   detach_s?: number | null;
   include?: string[] | null;
+  stream_id?: string | null;
 }
 
 export interface Ping {
   t?: number | string | null;
+  stream_id?: string | null;
 }
 
 export type ClientEvent =
