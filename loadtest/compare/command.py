@@ -27,10 +27,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from .. import table
 from ..processes import EngineFailed
-from .engines import ENGINES, OURS, Engine, Places, environment
+from .engines import ENGINES, LLAMA, OURS, Engine, Places, environment
 from .install import PACKAGES, install
 from .limit import Machine
-from .results import Failure, Peak, Results, Sample, report, svg
+from .results import KINDS, Failure, Peak, Results, Sample, report, svg
 from .turns import Turn
 from .turns import run as take_turn
 from .workload import KV_BYTES, MAX_LEN, MAX_SEQS, MODELS, WORKS, Model
@@ -56,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
     add = parser.add_argument
     add("--engines", nargs="+", choices=ENGINES, help="instead of all that are installed")
+    add("--bits", nargs="+", type=int, choices=KINDS, default=[16], help="of a weight")
     add("--models", nargs="+", choices=MODELS, default=["small", "half"])
     add("--work", nargs="+", choices=WORKS, default=list(WORKS))
     add("--rounds", type=int, default=ROUNDS)
@@ -77,7 +78,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     places = Places.found()
     for name in args.install:
         console.out(f"Installed {install(name, places.home)}")
-    engines = choose(args.engines, places, console)
+    engines = choose(args.engines or columns(args.bits), places, console)
     make_models([MODELS[name] for name in args.models], engines, places, console)
     plan = Plan(
         engines, tuple(args.models), tuple(args.work), args.rounds, args.threads, args.keep_slow
@@ -100,9 +101,14 @@ def run(args: argparse.Namespace, console: Console) -> int:
     return OK if results.samples else FAILED
 
 
-def choose(names: Sequence[str] | None, places: Places, console: Console) -> tuple[Engine, ...]:
+def columns(kinds: Sequence[int]) -> list[str]:
+    """The engines with so many bits a weight; ours with bfloat16 is always among them."""
+    return [name for name, engine in ENGINES.items() if engine.kind in kinds or name == OURS]
+
+
+def choose(names: Sequence[str], places: Places, console: Console) -> tuple[Engine, ...]:
     """The installed engines; prints which are missing."""
-    wanted = [ENGINES[name] for name in names or ENGINES]
+    wanted = [ENGINES[name] for name in names]
     missing = [engine for engine in wanted if not places.is_installed(engine)]
     for engine in missing:
         console.out(f"Left out, not installed: {engine.name} (--install {engine.home})")
@@ -126,14 +132,29 @@ def make_models(
                 model.name,
             ]
             subprocess.run(command, check=True, env=env)
-        llama = next((engine for engine in engines if engine.name == "llamacpp"), None)
-        if model.vocabulary and llama is not None and not places.gguf(model).exists():
-            console.out(f"Making {model.name} for llama.cpp")
+        if model.vocabulary:
+            _make_gguf(model, engines, places, console)
+
+
+def _make_gguf(model: Model, engines: Sequence[Engine], places: Places, console: Console) -> None:
+    """Make the GGUF files that the engines read, quantized ones by llama.cpp's own program."""
+    llama, whole = ENGINES[LLAMA], places.gguf(model)
+    files = {Path(places.source(engine, model)): engine.weights for engine in engines}
+    for target, weights in files.items():
+        if target.suffix != ".gguf" or target.exists():
+            continue
+        console.out(f"Making {target.name}")
+        if not whole.exists():
             script = Path(__file__).resolve().parent / "peers" / "to_gguf.py"
-            source, target = places.checkpoint(model), places.gguf(model)
+            source = places.checkpoint(model)
             subprocess.run(
-                [places.python(llama), script, source, target], check=True, stdout=sys.stderr
+                [places.python(llama), script, source, whole], check=True, stdout=sys.stderr
             )
+        if target != whole:
+            part = target.with_suffix(".part")
+            program = places.program(llama, "llama-quantize")
+            subprocess.run([program, whole, part, weights], check=True, stdout=sys.stderr)
+            part.rename(target)
 
 
 def new_results(plan: Plan) -> Results:
@@ -189,7 +210,7 @@ def without_slow(turn: Turn, results: Results) -> Turn:
     def is_kept(work: str) -> bool:
         mine = results.of(name, model, work)
         best = max((r for e in results.engines for r in _rates(results, e, model, work)), default=0)
-        return not mine or mine[0].tokens_s * SLOW >= best or name == OURS
+        return not mine or mine[0].tokens_s * SLOW >= best or turn.engine.is_ours
 
     works = tuple(work for work in turn.works if is_kept(work.name))
     return msgspec.structs.replace(turn, works=works)

@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -24,6 +25,28 @@ SLOTS = 32  # of llama.cpp, which divides its pool among them
 PAGE = 256  # tokens, of transformers' pool
 
 
+class Weights(msgspec.Struct, frozen=True):
+    """A form of a model's weights; engines of the same kind are compared with each other.
+
+    kind  16, 8 or 4 bits a weight;  stored_bits  with scales, as in the file
+    """
+
+    kind: int
+    stored_bits: float
+    is_gguf: bool = False
+
+
+BF16 = "bf16"
+WEIGHTS = {
+    BF16: Weights(16, 16),
+    "int8": Weights(8, 8.5),
+    "Q8_0": Weights(8, 8.5, is_gguf=True),
+    "int4": Weights(4, 4.5),
+    "Q4_0": Weights(4, 4.5, is_gguf=True),
+    "Q4_K_M": Weights(4, 4.85, is_gguf=True),
+}
+
+
 class Engine(msgspec.Struct, frozen=True):
     """One column of the comparison.
 
@@ -31,6 +54,7 @@ class Engine(msgspec.Struct, frozen=True):
     label      for tables and charts
     runner     the module in peers/ that runs it in process; "": only its server is measured
     options    for the runner
+    weights    of WEIGHTS; bf16 or the form that it makes of the checkpoint or reads
     serves     whether it has a server that streams completions
     is_plain   its server takes prompts as text alone, and no fields that OpenAI does not have
     has_pool   whether it keeps a KV pool, so that its memory can be compared
@@ -46,9 +70,63 @@ class Engine(msgspec.Struct, frozen=True):
     is_plain: bool = False
     has_pool: bool = True
     ready: str = "/health"
+    weights: str = BF16
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is this package."""
+        return not self.home
+
+    @property
+    def kind(self) -> int:
+        """Bits a weight, in round figures."""
+        return WEIGHTS[self.weights].kind
+
+    @property
+    def is_llama(self) -> bool:
+        """Whether it is llama.cpp."""
+        return self.home == LLAMA
 
 
-OURS = "streamer"
+OURS, LLAMA = "streamer", "llamacpp"
+
+
+def _quantized() -> Iterator[Engine]:
+    """Ours and the peers with weights in 8 and 4 bits."""
+    for name in ("int8", "int4"):
+        label, options = f"Streamer {name}", {"quantization": name}
+        yield Engine(
+            f"{OURS}-{name}",
+            label,
+            "",
+            "run_streamer",
+            options,
+            serves=True,
+            ready="/ready",
+            weights=name,
+        )
+        yield Engine(
+            f"openvino-{name}",
+            f"OpenVINO {name.upper()}",
+            "openvino",
+            "run_openvino",
+            {"kv": "u8", "weights": name},
+            weights=name,
+        )
+    for name in ("Q8_0", "Q4_0", "Q4_K_M"):
+        low = name.lower()
+        yield Engine(
+            f"{OURS}-{low}",
+            f"Streamer {name}",
+            "",
+            "run_streamer",
+            serves=True,
+            ready="/ready",
+            weights=name,
+        )
+        yield Engine(f"{LLAMA}-{low}", f"llama.cpp {name}", LLAMA, serves=True, weights=name)
+
+
 ENGINES = {
     engine.name: engine
     for engine in (
@@ -56,7 +134,7 @@ ENGINES = {
         Engine("openvino", "OpenVINO", "openvino", "run_openvino", {"kv": "bf16"}),
         Engine("openvino-u8", "OpenVINO, u8 KV", "openvino", "run_openvino", {"kv": "u8"}),
         Engine("vllm", "vLLM CPU", "vllm", "run_vllm", serves=True),
-        Engine("llamacpp", "llama.cpp", "llamacpp", serves=True),
+        Engine(LLAMA, "llama.cpp", LLAMA, serves=True),
         Engine(
             "transformers",
             "transformers, static",
@@ -74,6 +152,7 @@ ENGINES = {
             serves=True,
             is_plain=True,
         ),
+        *_quantized(),
     )
 }
 
@@ -99,7 +178,7 @@ class Places(msgspec.Struct, frozen=True):
 
     def is_installed(self, engine: Engine) -> bool:
         """Whether the engine's environment, and what only a server needs, is there."""
-        if engine.name == "llamacpp" and not self.program(engine, "llama-server").exists():
+        if engine.is_llama and not self.program(engine, "llama-quantize").exists():
             return False
         return self.python(engine).exists()
 
@@ -107,15 +186,20 @@ class Places(msgspec.Struct, frozen=True):
         """The folder of a model's checkpoint; a model without weights is its own name."""
         return str(self.home / "models" / f"{model.name}-bf16") if model.vocabulary else model.name
 
-    def gguf(self, model: Model) -> Path:
-        """The checkpoint as llama.cpp reads it."""
-        return self.home / "models" / f"{model.name}-bf16.gguf"
+    def gguf(self, model: Model, weights: str = BF16) -> Path:
+        """The checkpoint as a GGUF file."""
+        return self.home / "models" / f"{model.name}-{weights}.gguf"
+
+    def source(self, engine: Engine, model: Model) -> str:
+        """What the engine loads: the checkpoint or the GGUF file of its weights."""
+        is_gguf = engine.is_llama or WEIGHTS[engine.weights].is_gguf
+        return str(self.gguf(model, engine.weights)) if is_gguf else self.checkpoint(model)
 
 
 def job(engine: Engine, model: Model, places: Places, threads: int) -> Job:
     """The job that a runner gets."""
     return Job(
-        model=places.checkpoint(model),
+        model=places.source(engine, model),
         kv_bytes=KV_BYTES,
         kv_token_bytes=kv_token_bytes(model),
         threads=threads,
@@ -161,22 +245,23 @@ def server_command(
     engine: Engine, model: Model, places: Places, threads: int, port: int
 ) -> list[str]:
     """The command line of an engine's own server on 127.0.0.1."""
-    python, folder = str(places.python(engine)), places.checkpoint(model)
+    python, folder = str(places.python(engine)), places.source(engine, model)
     token_bytes = kv_token_bytes(model)
     listen = ["--host", "127.0.0.1", "--port", str(port)]
     same = ["--dtype", "bfloat16", "--max-model-len", str(MAX_LEN), "--max-num-seqs", str(MAX_SEQS)]
     same += ["--no-enable-prefix-caching", "--served-model-name", SERVED]
-    if engine.name == OURS:
+    if engine.is_ours:
+        same += [word for name, value in engine.options.items() for word in (f"--{name}", value)]
         blocks = ["--num-gpu-blocks-override", str(KV_BYTES // (BLOCK * token_bytes))]
         blocks += ["--block-size", str(BLOCK), "--no-load-progress", "--log-level", "warning"]
         return [python, "-m", "streamer", "serve", folder, *same, *blocks, *listen]
     if engine.name == "vllm":
         module = "vllm.entrypoints.openai.api_server"
         return [python, "-m", module, "--model", folder, *same, *listen]
-    if engine.name == "llamacpp":
+    if engine.is_llama:
         program = str(places.program(engine, "llama-server"))
         context = str(KV_BYTES // token_bytes)
-        flags = ["-m", str(places.gguf(model)), "--alias", SERVED, "-c", context, "-np", str(SLOTS)]
+        flags = ["-m", folder, "--alias", SERVED, "-c", context, "-np", str(SLOTS)]
         flags += ["-t", str(threads), "-tb", str(threads), "--no-kv-unified"]
         return [program, *flags, "--no-cache-prompt", "-cram", "0", "--no-webui", *listen]
     pages = str(KV_BYTES // (PAGE * token_bytes))

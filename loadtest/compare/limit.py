@@ -10,6 +10,7 @@ A prompt costs 2 * the layers' parameters * its tokens / GEMM rate, and the logi
 token. Left out, in the engine's disfavour: norms, attention's own arithmetic, sampling, and all
 Python. The first token comes from the prompt, so an answer of n tokens takes n - 1 steps. What fits
 into the cores' caches is read faster than memory, so a small model may come too near the limit.
+Weights of fewer bits are multiplied as int8, whose rate is taken as twice bfloat16's.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import msgspec
 from .workload import PROMPT_TOKENS, Model, Work
 
 PREFILL_ROWS = 1024  # rows of the GEMM whose rate stands for prompts
+BITS = 16  # of the weights whose GEMM is measured
+INT8_SPEEDUP = 2  # products of vpdpbusd, against those of vdpbf16ps
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -33,27 +36,39 @@ class Machine(msgspec.Struct, frozen=True):
         return 1e9 * self.gflops[fitting[0] if fitting else max(self.gflops)]
 
 
-def step_s(model: Model, machine: Machine, rows: int, context: int) -> float:
+def step_s(model: Model, machine: Machine, rows: int, context: int, bits: float = BITS) -> float:
     """Seconds of a decode step of `rows` sequences that have `context` tokens in all."""
     parameters = model.layer_parameters + model.head_parameters
     memory = machine.read_gb_s * 1e9
-    matrices = max(model.step_bytes / memory, 2 * parameters * rows / machine.gemm_flops(rows))
+    matrices = max(
+        model.step_bytes * bits / BITS / memory,
+        2 * parameters * rows / (machine.gemm_flops(rows) * _speedup(bits)),
+    )
     return matrices + model.kv_token_bytes * context / memory
 
 
-def prefill_s(model: Model, machine: Machine, num_prompts: int) -> float:
+def prefill_s(model: Model, machine: Machine, num_prompts: int, bits: float = BITS) -> float:
     """Seconds to compute `num_prompts` prompts and the logits of their last tokens."""
-    rate = machine.gemm_flops(PREFILL_ROWS)
+    rate = machine.gemm_flops(PREFILL_ROWS) * _speedup(bits)
     layers = 2 * model.layer_parameters * PROMPT_TOKENS * num_prompts
     head = 2 * model.head_parameters * num_prompts
     # A few prompts alone are bound by reading the weights once.
-    return max((layers + head) / rate, model.step_bytes / (machine.read_gb_s * 1e9))
+    reading = model.step_bytes * bits / BITS / (machine.read_gb_s * 1e9)
+    return max((layers + head) / rate, reading)
 
 
-def ideal_tokens_s(model: Model, machine: Machine, work: Work) -> float:
-    """Output tokens a second, prompts included, if these rates were the only limits."""
-    seconds = prefill_s(model, machine, len(work.lengths))
+def _speedup(bits: float) -> float:
+    """Products a second of weights with so many bits, against bfloat16's."""
+    return 1 if bits == BITS else INT8_SPEEDUP
+
+
+def ideal_tokens_s(model: Model, machine: Machine, work: Work, bits: float = BITS) -> float:
+    """Output tokens a second, prompts included, if these rates were the only limits.
+
+    bits  of a stored weight, its share of the scales included
+    """
+    seconds = prefill_s(model, machine, len(work.lengths), bits)
     for step in range(1, max(work.lengths)):
         rows = sum(length > step for length in work.lengths)
-        seconds += step_s(model, machine, rows, rows * (PROMPT_TOKENS + step))
+        seconds += step_s(model, machine, rows, rows * (PROMPT_TOKENS + step), bits)
     return work.num_tokens / (seconds * max(1, work.waves))

@@ -16,7 +16,7 @@ import msgspec
 from .. import plots
 from ..markup import Markup
 from ..table import Rows, number, plain
-from .engines import ENGINES, OURS
+from .engines import ENGINES, OURS, WEIGHTS, Engine
 from .limit import Machine, ideal_tokens_s
 from .workload import KV_BYTES, MODELS, WORKS
 
@@ -25,6 +25,9 @@ OFFLINE, ONE, STREAM = ("eq", "mix"), "one", "stream"
 # The goals, as ratios to the best peer of a column, or to what the machine allows.
 RATIO, LIMIT_SHARE, ONE_RATIO = 1.3, 0.85, 1.0
 PEAK_RATIO = {"half": 1.0, "small": 1.5}
+# Of 4 and 8 bits: one stream against the limit, and 4 bits against our own bfloat16.
+ONE_LIMIT_SHARE, BF16_RATIO = 0.85, 1.5
+KINDS = (16, 8, 4)  # bits a weight, a table each
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -116,33 +119,45 @@ class Results(msgspec.Struct):
         wanted = (engine, model, is_stream)
         return median(p.bytes for p in self.peaks if (p.engine, p.model, p.is_stream) == wanted)
 
-    def limit(self, model: str, work: str) -> float | None:
-        """The machine's limit in tokens a second, from the medians of its rates."""
-        shape = MODELS[model]
+    def limit(self, model: str, work: str, engine: str = OURS) -> float | None:
+        """The machine's limit in tokens a second with the engine's weights, from the medians of
+        the machine's rates."""
+        shape, bits = MODELS[model], WEIGHTS[ENGINES[engine].weights].stored_bits
         if not self.machine or not shape.vocabulary:
             return None
-        return ideal_tokens_s(shape, median_machine(self.machine), WORKS[work])
+        return ideal_tokens_s(shape, median_machine(self.machine), WORKS[work], bits)
+
+    def of_kind(self, model: str, kind: int, *, is_ours: bool | None = None) -> list[Engine]:
+        """Engines that have samples of the model with so many bits a weight."""
+        names = {s.engine for s in self.samples if s.model == model}
+        found = [e for e in ENGINES.values() if e.name in names and e.kind == kind]
+        return [e for e in found if is_ours is None or e.is_ours == is_ours]
 
     def best_peer(
-        self, model: str, work: str, field: str = "tokens_s", least: bool = False
+        self,
+        model: str,
+        work: str,
+        field: str = "tokens_s",
+        *,
+        kind: int = 16,
+        is_lowest: bool = False,
     ) -> tuple[str, float] | None:
         """The peer with the highest (or lowest) median of a column, and that median."""
         found: list[tuple[float, str]] = [
-            (value, name)
-            for name in self.engines
-            if name != OURS and (value := self.median(name, model, work, field)) is not None
+            (value, peer.name)
+            for peer in self.of_kind(model, kind, is_ours=False)
+            if (value := self.median(peer.name, model, work, field)) is not None
         ]
-        ranked = sorted(found, reverse=not least)
+        ranked = sorted(found, reverse=not is_lowest)
         value, name = ranked[0] if ranked else (math.nan, "")
         return (name, value) if name else None
 
-    def leanest_peer(self, model: str) -> tuple[str, float] | None:
+    def leanest_peer(self, model: str, kind: int = 16) -> tuple[str, float] | None:
         """The peer with a KV pool that has the lowest peak of memory in process."""
         found: list[tuple[float, str]] = [
-            (value, name)
-            for name in self.engines
-            if name != OURS and ENGINES[name].has_pool
-            if (value := self.peak_bytes(name, model)) is not None
+            (value, peer.name)
+            for peer in self.of_kind(model, kind, is_ours=False)
+            if peer.has_pool and (value := self.peak_bytes(peer.name, model)) is not None
         ]
         value, name = min(found, default=(math.nan, ""))
         return (name, value) if name else None
@@ -192,62 +207,96 @@ def verdicts(results: Results) -> list[Verdict]:
     """Every goal that the measurements can judge."""
     found: list[Verdict] = []
     for model in results.models:
-        for work in results.works:
-            found += _rate_verdicts(results, model, work)
-        found += _peak_verdicts(results, model)
+        for engine in (e for kind in KINDS for e in results.of_kind(model, kind, is_ours=True)):
+            for work in results.works:
+                found += _rate_verdicts(results, engine, model, work)
+                found += _quantized_verdicts(results, engine, model, work)
+            found += _peak_verdicts(results, engine, model)
     return found
 
 
-def _rate_verdicts(results: Results, model: str, work: str) -> Iterable[Verdict]:
-    ours, best = results.median(OURS, model, work), results.best_peer(model, work)
+def _quantized_verdicts(
+    results: Results, engine: Engine, model: str, work: str
+) -> Iterable[Verdict]:
+    """One stream against the machine's memory, and 4 bits against our own bfloat16."""
+    ours, limit = results.median(engine.name, model, work), results.limit(model, work, engine.name)
+    dense = results.median(OURS, model, work)
+    if ours is None or engine.kind == 16:
+        return
+    share = ours / limit if limit else None
+    if work == ONE and limit is not None:
+        goal = ONE_LIMIT_SHARE * limit
+        yield Verdict(
+            model, _goal(engine, f"{work}, of the limit"), ours, goal, "", math.nan, share
+        )
+    elif engine.kind == 4 and dense is not None:
+        what = _goal(engine, f"{work}, against bfloat16")
+        yield Verdict(model, what, ours, BF16_RATIO * dense, OURS, ours / dense, share)
+
+
+def _goal(engine: Engine, what: str) -> str:
+    """A goal's name; that of bfloat16 goes without the engine's."""
+    return what if engine.kind == 16 else f"{engine.label}, {what}"
+
+
+def _rate_verdicts(results: Results, engine: Engine, model: str, work: str) -> Iterable[Verdict]:
+    ours = results.median(engine.name, model, work)
+    best = results.best_peer(model, work, kind=engine.kind)
     if ours is None or best is None:
         return
-    limit = results.limit(model, work)
-    wanted = best[1] * (ONE_RATIO if work == ONE else RATIO)
+    limit = results.limit(model, work, engine.name)
+    wanted = best[1] * (ONE_RATIO if work == ONE and engine.kind == 16 else RATIO)
     if work in OFFLINE and limit is not None:
         wanted = min(wanted, LIMIT_SHARE * limit)
     share = ours / limit if limit else None
-    yield Verdict(model, work, ours, wanted, best[0], ours / best[1], share)
+    yield Verdict(model, _goal(engine, work), ours, wanted, best[0], ours / best[1], share)
     if work != STREAM:
         return
-    first = results.median(OURS, model, work, "first_p50_ms")
-    soonest = results.best_peer(model, work, "first_p50_ms", least=True)
+    first = results.median(engine.name, model, work, "first_p50_ms")
+    soonest = results.best_peer(model, work, "first_p50_ms", kind=engine.kind, is_lowest=True)
     if first is not None and soonest is not None:
         peer, value = soonest
-        what = "first token, ms"
+        what = _goal(engine, "first token, ms")
         yield Verdict(model, what, first, value, peer, first / value, is_less_better=True)
 
 
-def _peak_verdicts(results: Results, model: str) -> Iterable[Verdict]:
-    ours, leanest = results.peak_bytes(OURS, model), results.leanest_peer(model)
+def _peak_verdicts(results: Results, engine: Engine, model: str) -> Iterable[Verdict]:
+    ours = results.peak_bytes(engine.name, model)
+    leanest = results.leanest_peer(model, engine.kind)
     if ours is None or leanest is None or model not in PEAK_RATIO:
         return
     peer, value = leanest[0], leanest[1] / (1 << 20)
     ours /= 1 << 20
     wanted = value * PEAK_RATIO[model]
-    yield Verdict(model, "peak, MiB", ours, wanted, peer, ours / value, is_less_better=True)
+    what = _goal(engine, "peak, MiB")
+    yield Verdict(model, what, ours, wanted, peer, ours / value, is_less_better=True)
 
 
-def model_rows(results: Results, model: str) -> Rows:
-    """Engines down, workloads across, medians; a * marks a single round among several."""
-    works = results.works
-    heading = [f"{model}, tokens/s", *works]
+def model_rows(results: Results, model: str, kind: int = 16) -> Rows:
+    """Engines with so many bits a weight down, workloads across, medians; a * marks a single round
+    among several."""
+    works, engines = results.works, results.of_kind(model, kind)
+    heading = [f"{model}, tokens/s" if kind == 16 else f"{model}, {kind} bits, tokens/s", *works]
     if STREAM in works:
         heading += ["first token p50 / p99, ms", "between p50 / p99, ms"]
     heading.append("peak, MiB")
     rows = [heading]
-    for engine in results.engines:
-        row = [ENGINES[engine].label, *(_rate(results, engine, model, work) for work in works)]
+    for engine in engines:
+        row = [engine.label, *(_rate(results, engine.name, model, work) for work in works)]
         if STREAM in works:
-            row += [_times(results, engine, model, kind) for kind in ("first", "gap")]
-        peak = results.peak_bytes(engine, model)
-        lean = "" if ENGINES[engine].has_pool or peak is None else " (no pool)"
+            row += [_times(results, engine.name, model, what) for what in ("first", "gap")]
+        peak = results.peak_bytes(engine.name, model)
+        lean = "" if engine.has_pool or peak is None else " (no pool)"
         rows.append([*row, number(None if peak is None else peak / MIB) + lean])
     blank = [""] * (len(heading) - 1 - len(works))
-    for label, value in (("ours / best peer", _ratio), ("ours / machine's limit", _share)):
-        rows.append([label, *(value(results, model, work) for work in works), *blank])
-    limits = [number(results.limit(model, work)) for work in works]
-    rows.append(["machine's limit", *limits, *blank])
+    for engine in (e for e in engines if e.is_ours):
+        name = "ours" if kind == 16 else engine.label
+        for label, value in (("best peer", _ratio), ("machine's limit", _share)):
+            cells = (value(results, engine, model, work) for work in works)
+            rows.append([f"{name} / {label}", *cells, *blank])
+    if kind == 16:
+        limits = [number(results.limit(model, work)) for work in works]
+        rows.append(["machine's limit", *limits, *blank])
     return rows
 
 
@@ -265,13 +314,15 @@ def _times(results: Results, engine: str, model: str, kind: str) -> str:
     return "-" if values[0] is None else " / ".join(map(number, values))
 
 
-def _ratio(results: Results, model: str, work: str) -> str:
-    ours, best = results.median(OURS, model, work), results.best_peer(model, work)
+def _ratio(results: Results, engine: Engine, model: str, work: str) -> str:
+    ours = results.median(engine.name, model, work)
+    best = results.best_peer(model, work, kind=engine.kind)
     return "-" if ours is None or best is None else f"{ours / best[1]:.2f}"
 
 
-def _share(results: Results, model: str, work: str) -> str:
-    ours, limit = results.median(OURS, model, work), results.limit(model, work)
+def _share(results: Results, engine: Engine, model: str, work: str) -> str:
+    ours = results.median(engine.name, model, work)
+    limit = results.limit(model, work, engine.name)
     return "-" if ours is None or not limit else f"{ours / limit:.2f}"
 
 
@@ -282,9 +333,10 @@ def verdict_rows(found: Sequence[Verdict]) -> Rows:
         wanted = ("<= " if v.is_less_better else ">= ") + number(v.wanted)
         share = "-" if v.share is None else f"{v.share:.2f}"
         met = "met" if v.is_met else "not met"
-        label = ENGINES[v.peer].label
+        label = ENGINES[v.peer].label if v.peer else "-"
+        ratio = "-" if math.isnan(v.ratio) else f"{v.ratio:.2f}"
         name = f"{v.model} {v.what}"
-        rows.append([name, number(v.ours), wanted, label, f"{v.ratio:.2f}", share, met])
+        rows.append([name, number(v.ours), wanted, label, ratio, share, met])
     return rows
 
 
@@ -293,8 +345,8 @@ def conditions(results: Results) -> str:
     device = ", ".join(str(value) for value in results.device.values())
     lines = [
         f"{results.date}, {device}; every engine on {results.settings['threads']} threads, "
-        f"bfloat16, KV pools of {KV_BYTES >> 30} GiB; medians of rounds "
-        f"({results.settings['rounds']}), engines in turn in each.",
+        f"bfloat16 but where a table says otherwise, KV pools of {KV_BYTES >> 30} GiB; "
+        f"medians of rounds ({results.settings['rounds']}), engines in turn in each.",
         "; ".join(f"{work}: {WORKS[work].says}" for work in results.works) + ".",
     ]
     if results.machine:
@@ -311,7 +363,12 @@ def conditions(results: Results) -> str:
 def report(results: Results, draw: Callable[[Rows], str] = plain) -> str:
     """Everything, with tables drawn by `plain` or `markdown`."""
     parts = [conditions(results)]
-    parts += [draw(model_rows(results, model)) for model in results.models]
+    parts += [
+        draw(model_rows(results, model, kind))
+        for model in results.models
+        for kind in KINDS
+        if results.of_kind(model, kind)
+    ]
     found = verdicts(results)
     if found:
         parts.append(draw(verdict_rows(found)))
@@ -333,7 +390,7 @@ def svg(results: Results) -> str:
 def panel(results: Results, model: str, work: str) -> list[Markup]:
     """One workload: ours in colour and bold."""
     rows = [
-        plots.Bar(ENGINES[engine].label, rate, *(("s0", "bold") if engine == OURS else ()))
+        plots.Bar(ENGINES[engine].label, rate, *(("s0", "bold") if ENGINES[engine].is_ours else ()))
         for engine in results.engines
         if (rate := results.median(engine, model, work)) is not None
     ]

@@ -13,17 +13,23 @@ from pathlib import Path
 
 from .talk import Generate, Job, serve
 
+INT4 = ("--sym", "--group-size", "128", "--ratio", "1.0")
 STEP_TOKENS = 1024  # computed in a step; OpenVINO's default of 256 is slower here
 
 
-def exported(model: str) -> str:
-    """The folder with the converted model, made if missing (weights in 16 bits)."""
-    target = Path(model).with_name(Path(model).name + "-openvino")
+def exported(model: str, weights: str) -> str:
+    """The folder with the converted model, made if missing.
+
+    weights  fp16, int8 (a scale an output) or int4 (symmetric, groups of 128; optimum's defaults
+             leave the embedding and the head in 8 bits)
+    """
+    target = Path(model).with_name(f"{Path(model).name}-openvino-{weights}")
     if not (target / "openvino_model.xml").exists():
         tool = Path(sys.executable).with_name("optimum-cli")
         what = ["export", "openvino", "--task", "text-generation-with-past"]
+        more = INT4 if weights == "int4" else ()
         subprocess.run(
-            [tool, *what, "--model", model, "--weight-format", "fp16", target], check=True
+            [tool, *what, "--model", model, "--weight-format", weights, *more, target], check=True
         )
     return str(target)
 
@@ -46,7 +52,9 @@ def load(job: Job) -> tuple[Generate, str]:
         "PERFORMANCE_HINT": "LATENCY",
         "KV_CACHE_PRECISION": job.options["kv"],
     }
-    pipeline = genai.ContinuousBatchingPipeline(exported(job.model), scheduler, "CPU", properties)
+    pipeline = genai.ContinuousBatchingPipeline(
+        exported(job.model, job.options.get("weights", "fp16")), scheduler, "CPU", properties
+    )
 
     def config(length: int) -> object:
         wanted = genai.GenerationConfig()

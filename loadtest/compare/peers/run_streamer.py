@@ -5,6 +5,8 @@ The only file in peers/ that imports the rest of the package.
 
 from __future__ import annotations
 
+from typing import Any
+
 from streamer import LLM, SamplingParams, __version__
 
 from .talk import Generate, Job, serve
@@ -14,6 +16,7 @@ BLOCK = 16  # tokens
 
 def load(job: Job) -> tuple[Generate, str]:
     """The engine with a KV pool of the job's bytes."""
+    options: Any = job.options
     llm = LLM(
         job.model,
         dtype="bfloat16",
@@ -23,6 +26,7 @@ def load(job: Job) -> tuple[Generate, str]:
         load_progress=False,
         block_size=BLOCK,
         num_gpu_blocks_override=job.kv_bytes // (BLOCK * job.kv_token_bytes),
+        **options,
     )
 
     def generate(prompts: list[list[int]], lengths: list[int]) -> int:

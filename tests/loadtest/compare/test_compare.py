@@ -87,6 +87,22 @@ def test_pools_have_the_same_bytes(tmp_path: Path) -> None:
     assert environment(VLLM, places, 2)["VLLM_CPU_KVCACHE_SPACE"] == "2"
 
 
+def test_quantized_engines_read_their_own_files(tmp_path: Path) -> None:
+    places = Places(tmp_path)
+    ours, theirs, fly = (
+        server_command(ENGINES[name], SMALL, places, 2, 1)
+        for name in ("streamer-q4_k_m", "llamacpp-q4_k_m", "streamer-int4")
+    )
+    file = str(tmp_path / "models" / "small-Q4_K_M.gguf")
+    assert file in ours
+    assert file in theirs
+    assert places.checkpoint(SMALL) in fly
+    assert fly[fly.index("--quantization") + 1] == "int4"
+    assert compare.columns([4])[0] == "streamer"
+    assert "openvino-int4" in compare.columns([4])
+    assert "vllm" not in compare.columns([4])
+
+
 def test_peers_do_not_see_our_modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
     monkeypatch.setenv("STREAMER_PORT", "1")

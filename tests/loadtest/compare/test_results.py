@@ -161,3 +161,31 @@ def test_a_longer_bar_is_a_higher_rate() -> None:
     widths = [float(bar.get("width") or 0) for bar in root.iter(f"{name}rect")]
     assert widths == sorted(widths, reverse=True)
     assert widths[0] / widths[1] == pytest.approx(4 / 3, rel=0.01)
+
+
+def test_weights_of_a_kind_are_compared_with_each_other() -> None:
+    """Each kind has its table and goals: of the peers, one stream's limit, our own bfloat16."""
+    found = results()
+    for engine, rates in {
+        "streamer-int4": (7000, 900),
+        "streamer-q4_0": (5000, 800),
+        "openvino-int4": (4000, 700),
+        "openvino-int8": (9000, 9000),
+    }.items():
+        for work, rate in zip(("eq", "one"), rates, strict=True):
+            found.samples.append(Sample(engine, "small", work, 0, float(rate)))
+    assert found.best_peer("small", "eq", kind=4) == ("openvino-int4", 4000)
+    assert [engine.name for engine in found.of_kind("small", 8)] == ["openvino-int8"]
+    goals = {verdict.what: verdict for verdict in verdicts(found)}
+    assert goals["eq"].peer == "openvino"
+    assert goals["Streamer int4, eq, against bfloat16"].is_met  # 7000 of 6000
+    assert not goals["Streamer Q4_0, eq, against bfloat16"].is_met
+    limit = found.limit("small", "one", "streamer-int4")
+    dense = found.limit("small", "one")
+    assert limit is not None
+    assert dense is not None
+    assert 2.5 < limit / dense < 16 / 4.5  # the cache is read as before
+    assert goals["Streamer int4, one, of the limit"].wanted == pytest.approx(0.85 * limit)
+    text = report(found)
+    assert "small, 4 bits, tokens/s" in text
+    assert "Streamer Q4_0 / best peer" in text
