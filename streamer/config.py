@@ -280,8 +280,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ranks = (self.key_limits.get(key), self, KEY_DEFAULTS if key else NO_LIMITS)
         found = {}
         for name in KeyLimits.__struct_fields__:
-            said = (getattr(rank, name, None) for rank in ranks)
-            found[name] = next(value for value in said if value is not None)
+            candidates = (getattr(rank, name, None) for rank in ranks)
+            found[name] = next(value for value in candidates if value is not None)
         return KeyLimits(**found)
 
 
@@ -324,11 +324,11 @@ class Setting(msgspec.Struct, frozen=True):
                 raw = msgspec.json.decode(raw)
             return msgspec.convert(raw, self.type, strict=not is_text)
         except msgspec.DecodeError as error:
-            wanted = str(error).partition(", got ")[0].lower()
+            expected = str(error).partition(", got ")[0].lower()
             if self.choices:
-                wanted = "expected one of " + ", ".join(self.choices)
+                expected = "expected one of " + ", ".join(self.choices)
             got = "" if self.name in SECRET else f", got {raw!r}"
-            raise ConfigError(f"{where}: {wanted}{got}", param=self.name) from None
+            raise ConfigError(f"{where}: {expected}{got}", param=self.name) from None
 
 
 @cache
@@ -364,8 +364,8 @@ def load_config(
     """The Config of flags > environment > TOML file > defaults.
 
     flags        field name -> text (a list of texts for lists, a bool for bools); None: not given
-    environment  usually os.environ; only STREAMER_... is read; `strangers` reports variables that
-                 are no setting
+    environment  usually os.environ; only STREAMER_... is read; `unknown_variables` reports
+                 variables that are not settings
     file         TOML; without it the file that STREAMER_CONFIG names, if any
 
     Raises ConfigError that names the flag, variable or key.
@@ -382,7 +382,7 @@ def load_config(
     return Config(**values)
 
 
-def strangers(environment: Mapping[str, str]) -> list[str]:
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     """A warning for each STREAMER_... variable that is no setting and so has no effect.
 
     The variable may be another program's or a misspelt setting, so it is not refused.

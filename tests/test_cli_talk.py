@@ -15,7 +15,7 @@ from rich.console import Console
 from websockets.asyncio.server import ServerConnection, serve
 
 from streamer.cli.arguments import UsageError
-from streamer.cli.chat import Measured, converse, stream
+from streamer.cli.chat import AnswerTiming, converse, stream
 from streamer.cli.talk import Message, OverSocket, Piece, piece_of, socket_url
 from streamer.errors import StreamerError
 
@@ -67,8 +67,8 @@ async def test_an_answer_over_a_socket() -> None:
         asyncio.timeout(DEADLINE_S),
         served([CREATED, delta("a"), delta("b"), COMPLETED]) as s,
     ):
-        talker = OverSocket(s.url, "secret", {"temperature": 0.5, "max_tokens": 3})
-        pieces = [piece async for piece in talker.answer(HELLO)]
+        source = OverSocket(s.url, "secret", {"temperature": 0.5, "max_tokens": 3})
+        pieces = [piece async for piece in source.answer(HELLO)]
         await s.ended.wait()
     assert pieces == [Piece("a"), Piece("b"), Piece("", 3, "stop")]
     assert s.received == [
@@ -187,18 +187,18 @@ def conversation(
         raise line
 
     monkeypatch.setattr("builtins.input", read)
-    talker, screen = Scripted(), io.StringIO()
+    source, screen = Scripted(), io.StringIO()
     with asyncio.Runner() as runner:
-        said = converse(runner, talker, Console(file=screen, width=100), system)
-    return talker, said.messages, screen.getvalue()
+        said = converse(runner, source, Console(file=screen, width=100), system)
+    return source, said.messages, screen.getvalue()
 
 
 def test_a_conversation_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
-    talker, messages, screen = conversation(monkeypatch, "one", "", "two", system="be brief")
+    source, messages, screen = conversation(monkeypatch, "one", "", "two", system="be brief")
     assert [m["content"] for m in messages] == [
         *("be brief", "one", "you said one", "two", "you said two"),
     ]
-    assert talker.asked[1] == messages[:-1]
+    assert source.asked[1] == messages[:-1]
     assert "you said one" in screen
     assert "3 tokens" in screen
     assert "first token" in screen
@@ -222,8 +222,8 @@ def test_ctrl_c_at_the_prompt_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ctrl_c_in_an_answer_cancels_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     interrupt_when_printed(monkeypatch, "you said ")
-    talker, messages, screen = conversation(monkeypatch, "hang", "two")
-    assert talker.is_closed
+    source, messages, screen = conversation(monkeypatch, "hang", "two")
+    assert source.is_closed
     assert "cancelled" in screen
     contents = [m["content"] for m in messages]
     assert contents == ["hang", "you said ", "two", "you said two"]
@@ -239,25 +239,25 @@ def heeds_interrupts() -> Iterator[None]:
 
 def interrupt_when_printed(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """A real SIGINT to this process, the first time `text` has been printed."""
-    add = Measured.add
+    add = AnswerTiming.add
     pending = [text]
 
-    def add_and_interrupt(self: Measured, piece: Piece, elapsed_s: float) -> None:
+    def add_and_interrupt(self: AnswerTiming, piece: Piece, elapsed_s: float) -> None:
         add(self, piece, elapsed_s)
         if pending and self.text == pending[0]:
             pending.clear()
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(Measured, "add", add_and_interrupt)
+    monkeypatch.setattr(AnswerTiming, "add", add_and_interrupt)
 
 
 def test_measured_without_a_count() -> None:
-    measured = Measured()
-    measured.add(Piece("a"), 0.5)
-    measured.add(Piece("b", None, "length"), 1.5)
-    assert measured.summary() == "first token 500 ms, ended: length"
-    measured.add(Piece("", 3, "stop"), 2.5)
-    assert measured.summary() == "first token 500 ms, 3 tokens, 1 tokens/s"
+    timing = AnswerTiming()
+    timing.add(Piece("a"), 0.5)
+    timing.add(Piece("b", None, "length"), 1.5)
+    assert timing.summary() == "first token 500 ms, ended: length"
+    timing.add(Piece("", 3, "stop"), 2.5)
+    assert timing.summary() == "first token 500 ms, 3 tokens, 1 tokens/s"
 
 
 async def test_streaming_prints_as_it_comes() -> None:
@@ -269,5 +269,5 @@ async def test_streaming_prints_as_it_comes() -> None:
             yield Piece(word)
             seen.append(screen.getvalue())
 
-    await stream(pieces(), Measured(), Console(file=screen))
+    await stream(pieces(), AnswerTiming(), Console(file=screen))
     assert seen == ["a [b] ", "a [b] c"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from streamer.config import Config, KeyLimits, Setting, load_config, settings, strangers
+from streamer.config import Config, KeyLimits, Setting, load_config, settings, unknown_variables
 from streamer.errors import ConfigError
 
 
@@ -67,14 +67,14 @@ def test_what_kubernetes_says_of_its_services_is_no_setting() -> None:
     }
     config = load_config({}, environment)
     assert (config.port, config.max_queue) == (8000, 3)
-    assert strangers(environment) == []
+    assert unknown_variables(environment) == []
 
 
 def test_a_variable_that_is_no_setting_is_warned_of_and_not_refused() -> None:
     environment = {"STREAMER_PROT": "1", "STREAMER_XYZZY": "1", "STREAMER_WEB_PORT": "80"}
     environment |= {"STREAMER_PORT": "5", "STREAMER_KERNELS": "torch", "HOME": "/"}
     assert load_config({}, environment).port == 5
-    said = strangers(environment)
+    said = unknown_variables(environment)
     assert [line.split()[2] for line in said] == sorted(list(environment)[:3])
     assert said[0] == (
         "environment variable STREAMER_PROT is not a setting; did you mean STREAMER_PORT?"

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from streamer.config import Config, Setting, load_config, settings, strangers
+from streamer.config import Config, Setting, load_config, settings, unknown_variables
 from streamer.core.sampling import PARAMETERS, SamplingParams
 from streamer.errors import ConfigError, InvalidRequest
 
@@ -108,8 +108,8 @@ def config_from(
         raise UsageError(error.message) from None
     if start_log is not None:
         start_log(config)
-    for stranger in strangers(environment):
-        log.warning("%s", stranger)
+    for unknown in unknown_variables(environment):
+        log.warning("%s", unknown)
     return config
 
 
@@ -145,9 +145,9 @@ def sampling_from(args: argparse.Namespace) -> dict[str, Any]:
         try:
             given[name] = msgspec.convert(raw, kind, strict=False)
         except msgspec.ValidationError as error:
-            wanted = str(error).partition(", got ")[0].lower()
+            expected = str(error).partition(", got ")[0].lower()
             flag = "--" + name.replace("_", "-")
-            raise UsageError(f"{flag}: {wanted}, got {raw!r}") from None
+            raise UsageError(f"{flag}: {expected}, got {raw!r}") from None
     try:
         SamplingParams(**given)
     except InvalidRequest as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from streamer.cli.commands import Command, add_door, go_through
+from streamer.cli.commands import Command, add_subcommands, run_subcommand
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,9 +35,9 @@ BENCHES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The bench's name; the words after it are the bench's own flags."""
-    add_door(parser, BENCHES)
+    add_subcommands(parser, BENCHES)
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the bench; returns its exit code."""
-    return go_through(args, console, BENCHES)
+    return run_subcommand(args, console, BENCHES)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from streamer.cli.loop import new_runner
-from streamer.cli.talk import Message, Piece, Talker, add_talker_arguments, talker_from
+from streamer.cli.talk import AnswerSource, Message, Piece, add_source_arguments, source_from
 from streamer.errors import StreamerError
 
 if TYPE_CHECKING:
@@ -30,10 +30,10 @@ HELP = "[dim]Ctrl-C stops an answer and, at the prompt, leaves. /new forgets wha
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """A model or a URL, sampling, and the system prompt."""
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
-    add_talker_arguments(parser, model=True)
+    add_source_arguments(parser, model=True)
 
 
-class Measured(msgspec.Struct):
+class AnswerTiming(msgspec.Struct):
     """An answer as it arrives. Times in seconds since its request; None: not yet known."""
 
     text: str = ""
@@ -65,7 +65,7 @@ class Measured(msgspec.Struct):
         return ", ".join(parts)
 
 
-async def stream(pieces: AsyncIterator[Piece], into: Measured, console: Console) -> None:
+async def stream(pieces: AsyncIterator[Piece], into: AnswerTiming, console: Console) -> None:
     """Print pieces as they come; leaving early (Ctrl-C) cancels the answer."""
     began = time.perf_counter()
     async with aclosing(pieces) as closing:  # type: ignore[type-var]
@@ -77,19 +77,19 @@ async def stream(pieces: AsyncIterator[Piece], into: Measured, console: Console)
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Converse until the user ends it; 1 if there were questions and no answer to any."""
-    opening = talker_from(args)
+    opening = source_from(args)
     # The loop does not run while the user types: nothing streams then, and Ctrl-C reaches input().
     with new_runner() as runner:
-        talker = runner.run(opening.__aenter__())
+        source = runner.run(opening.__aenter__())
         try:
-            console.print(f"[bold]{talker.name}[/]  {HELP}")
-            conversation = converse(runner, talker, console, args.system)
+            console.print(f"[bold]{source.name}[/]  {HELP}")
+            conversation = converse(runner, source, console, args.system)
         finally:
             runner.run(_close(opening))
     return 1 if conversation.num_asked and not conversation.num_answered else 0
 
 
-async def _close(opening: AbstractAsyncContextManager[Talker]) -> None:
+async def _close(opening: AbstractAsyncContextManager[AnswerSource]) -> None:
     await opening.__aexit__(None, None, None)
 
 
@@ -102,7 +102,7 @@ class Conversation(msgspec.Struct):
 
 
 def converse(
-    runner: asyncio.Runner, talker: Talker, console: Console, system: str | None
+    runner: asyncio.Runner, source: AnswerSource, console: Console, system: str | None
 ) -> Conversation:
     """Ask and answer until the end of input; returns the conversation at the end."""
     opening: list[Message] = [{"role": "system", "content": system}] if system else []
@@ -118,25 +118,25 @@ def converse(
             console.print("[dim]forgotten[/]")
         elif line:
             asked = [*now.messages, {"role": "user", "content": line}]
-            now.messages = _turn(runner, talker, console, asked)
+            now.messages = _turn(runner, source, console, asked)
             now.num_asked += 1
             now.num_answered += len(now.messages) > len(asked)
 
 
 def _turn(
-    runner: asyncio.Runner, talker: Talker, console: Console, messages: list[Message]
+    runner: asyncio.Runner, source: AnswerSource, console: Console, messages: list[Message]
 ) -> list[Message]:
     """The conversation after this turn; a turn without an answer is left out."""
-    measured = Measured()
+    timing = AnswerTiming()
     try:
-        runner.run(stream(talker.answer(messages), measured, console))
+        runner.run(stream(source.answer(messages), timing, console))
     except KeyboardInterrupt:
-        measured.end = "cancelled"
+        timing.end = "cancelled"
     except StreamerError as error:
         console.print()
         console.print(error.message, style="red", markup=False)
     console.print()
-    console.print(measured.summary(), style="dim", markup=False)
-    if not measured.text:
+    console.print(timing.summary(), style="dim", markup=False)
+    if not timing.text:
         return messages[:-1]
-    return [*messages, {"role": "assistant", "content": measured.text}]
+    return [*messages, {"role": "assistant", "content": timing.text}]

@@ -50,7 +50,7 @@ def load(command: Command) -> CommandModule:
         ) from None
 
 
-def add_door(parser: argparse.ArgumentParser, commands: Mapping[str, Command]) -> None:
+def add_subcommands(parser: argparse.ArgumentParser, commands: Mapping[str, Command]) -> None:
     """The name of one of these commands; the words after it are that command's flags."""
     listed = "; ".join(f"{name}: {command.help}" for name, command in commands.items())
     parser.add_argument("what", metavar="WHAT", choices=commands, help=listed)
@@ -59,8 +59,10 @@ def add_door(parser: argparse.ArgumentParser, commands: Mapping[str, Command]) -
     parser.set_defaults(prog=parser.prog)
 
 
-def go_through(args: argparse.Namespace, console: Console, commands: Mapping[str, Command]) -> int:
-    """Run the command that the arguments of add_door name; returns its exit code."""
+def run_subcommand(
+    args: argparse.Namespace, console: Console, commands: Mapping[str, Command]
+) -> int:
+    """Run the command that the arguments of add_subcommands name; returns its exit code."""
     command = commands[args.what]
     if command.is_foreign:
         code: int = import_module(command.module).main(args.rest)

@@ -86,11 +86,11 @@ def python() -> list[Finding]:
 def packages() -> list[Finding]:
     """The version of every package that pyproject.toml requires, or that it is not installed."""
     try:
-        wanted = metadata.requires(DISTRIBUTION) or []
+        required = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
         return [Finding(DISTRIBUTION, "missing", "not installed", "pip install -e .")]
     findings = []
-    for line in wanted:
+    for line in required:
         requirement, _, marker = line.partition(";")
         if "extra" in marker:
             continue

@@ -11,10 +11,17 @@ import sys
 from typing import TYPE_CHECKING
 
 from streamer.cli.arguments import UsageError
-from streamer.cli.chat import Measured, stream
+from streamer.cli.chat import AnswerTiming, stream
 from streamer.cli.console import new_console
 from streamer.cli.loop import new_runner
-from streamer.cli.talk import InProcess, Message, Piece, Talker, add_talker_arguments, talker_from
+from streamer.cli.talk import (
+    AnswerSource,
+    InProcess,
+    Message,
+    Piece,
+    add_source_arguments,
+    source_from,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -30,14 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--raw", action="store_true", help="continue the text itself, without a chat template"
     )
-    add_talker_arguments(parser, model=False)
+    add_source_arguments(parser, model=False)
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Stream one answer; 0 when it ended, 130 when it was interrupted."""
     if args.raw and args.system:
         raise UsageError("--system is part of a chat: leave --raw out")
-    opening = talker_from(args)
+    opening = source_from(args)
     prompt = args.prompt
     if prompt in (None, "-"):
         prompt = sys.stdin.read()
@@ -50,19 +57,19 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 async def _generate(
     args: argparse.Namespace,
-    opening: AbstractAsyncContextManager[Talker],
+    opening: AbstractAsyncContextManager[AnswerSource],
     prompt: str,
     console: Console,
 ) -> None:
-    measured = Measured()
-    async with opening as talker:
-        await stream(_pieces(args, talker, prompt), measured, console)
+    timing = AnswerTiming()
+    async with opening as source:
+        await stream(_pieces(args, source, prompt), timing, console)
         console.out("")
-    new_console(stderr=True).print(measured.summary(), style="dim", markup=False)
+    new_console(stderr=True).print(timing.summary(), style="dim", markup=False)
 
 
-def _pieces(args: argparse.Namespace, talker: Talker, prompt: str) -> AsyncIterator[Piece]:
-    if args.raw and isinstance(talker, InProcess):
-        return talker.complete(prompt)
+def _pieces(args: argparse.Namespace, source: AnswerSource, prompt: str) -> AsyncIterator[Piece]:
+    if args.raw and isinstance(source, InProcess):
+        return source.complete(prompt)
     messages: list[Message] = [{"role": "system", "content": args.system}] if args.system else []
-    return talker.answer([*messages, {"role": "user", "content": prompt}])
+    return source.answer([*messages, {"role": "user", "content": prompt}])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from streamer.cli.commands import Command, add_door, go_through
+from streamer.cli.commands import Command, add_subcommands, run_subcommand
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,9 +30,9 @@ PROGRAMS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The program's name; the words after it are the program's own flags."""
-    add_door(parser, PROGRAMS)
+    add_subcommands(parser, PROGRAMS)
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the program; returns its exit code."""
-    return go_through(args, console, PROGRAMS)
+    return run_subcommand(args, console, PROGRAMS)

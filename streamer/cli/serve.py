@@ -67,7 +67,7 @@ async def _serve(config: Config, console: Console) -> int:
     code = await serve(
         engine,
         config,
-        on_ready=(lambda url: _tell(engine.info, url, console)) if is_text else None,
+        on_ready=(lambda url: _announce(engine.info, url, console)) if is_text else None,
     )
     if engine.is_hung:
         _leave(code)
@@ -102,7 +102,7 @@ def _is_loopback(host: str) -> bool:
         return False  # a name: it may resolve to anything
 
 
-def _tell(info: ModelInfo, url: str, console: Console) -> None:
+def _announce(info: ModelInfo, url: str, console: Console) -> None:
     with contextlib.suppress(SystemExit):  # rich raises it for a pipe whose reader is gone
         announce(info, url, console)
 

@@ -46,7 +46,7 @@ class Piece(msgspec.Struct, frozen=True):
     end: str | None = None
 
 
-class Talker(Protocol):
+class AnswerSource(Protocol):
     """A source of answers to lists of messages."""
 
     name: str
@@ -54,7 +54,7 @@ class Talker(Protocol):
     def answer(self, messages: list[Message]) -> AsyncIterator[Piece]: ...
 
 
-def add_talker_arguments(parser: argparse.ArgumentParser, *, model: bool) -> None:
+def add_source_arguments(parser: argparse.ArgumentParser, *, model: bool) -> None:
     """Where answers come from: `--url` of a server, or a model with its settings."""
     parser.add_argument("--url", metavar="URL", help="a server's address, instead of a model")
     parser.add_argument("--key", metavar="KEY", help=f"its API key (or {KEY_VARIABLE})")
@@ -62,8 +62,8 @@ def add_talker_arguments(parser: argparse.ArgumentParser, *, model: bool) -> Non
     add_config_flags(parser, sections=MODEL_SECTIONS, model=model, skip=("seed",))
 
 
-def talker_from(args: argparse.Namespace) -> AbstractAsyncContextManager[Talker]:
-    """The talker for these flags, opened by `async with`; UsageError for flags that clash."""
+def source_from(args: argparse.Namespace) -> AbstractAsyncContextManager[AnswerSource]:
+    """The source for these flags, opened by `async with`; UsageError for flags that clash."""
     given = sampling_from(args)
     if args.url is None:
         return _in_process(config_from(args), given)
@@ -80,7 +80,7 @@ def talker_from(args: argparse.Namespace) -> AbstractAsyncContextManager[Talker]
 
 
 @asynccontextmanager
-async def _in_process(config: Config, given: dict[str, Any]) -> AsyncIterator[Talker]:
+async def _in_process(config: Config, given: dict[str, Any]) -> AsyncIterator[AnswerSource]:
     from streamer.engine.engine import AsyncEngine
 
     async with AsyncEngine.from_config(config) as engine:
@@ -121,10 +121,12 @@ class InProcess:
 
 
 @asynccontextmanager
-async def _over_socket(url: str, key: str | None, given: dict[str, Any]) -> AsyncIterator[Talker]:
-    talker = OverSocket(socket_url(url), key, given)
-    await talker.check()
-    yield talker
+async def _over_socket(
+    url: str, key: str | None, given: dict[str, Any]
+) -> AsyncIterator[AnswerSource]:
+    source = OverSocket(socket_url(url), key, given)
+    await source.check()
+    yield source
 
 
 def socket_url(url: str) -> str:
@@ -207,10 +209,10 @@ class OverSocket:
 def refusal(response: Response) -> str:
     """Why a server did not open a socket: its error message, or else its HTTP status."""
     try:
-        said = msgspec.json.decode(response.body or b"")["error"]["message"]
+        reason = msgspec.json.decode(response.body or b"")["error"]["message"]
     except (msgspec.DecodeError, KeyError, TypeError):
-        said = f"HTTP {response.status_code} {response.reason_phrase}"
-    return f"{said} (--key gives one)" if response.status_code == 401 else str(said)
+        reason = f"HTTP {response.status_code} {response.reason_phrase}"
+    return f"{reason} (--key gives one)" if response.status_code == 401 else str(reason)
 
 
 def _id_in(event: Any) -> str | None:

@@ -81,7 +81,7 @@ def admit(state: State, request: Request, draft: Draft) -> bool:
         swap_in(state, request, draft)
     elif request.status is Status.PAUSED:
         state.requests.move(request, Event.ADMIT)
-        state.news.running(request)
+        state.report.running(request)
         for seq in request.live():
             if state.kv.allocate(seq, seq.num_tokens):
                 advance(state, seq, draft)
@@ -114,7 +114,7 @@ def swap_in(state: State, request: Request, draft: Draft) -> None:
     request.last_swap = draft.number
     draft.has_swap = True
     state.requests.move(request, Event.SWAP_IN)
-    state.news.swapping_in(len(moves))
+    state.report.swapping_in(len(moves))
 
 
 def begin(state: State, request: Request, draft: Draft) -> None:
@@ -124,7 +124,7 @@ def begin(state: State, request: Request, draft: Draft) -> None:
     """
     kv = state.kv
     cached = shared = 0
-    before_prefill = state.news.num_notices
+    before_prefill = state.report.num_notices
     state.requests.move(request, Event.ADMIT)
     draft.begun.add(request)
     for seq in request.live():
@@ -136,7 +136,7 @@ def begin(state: State, request: Request, draft: Draft) -> None:
                 f"{kv.device.num_free} free blocks"
             )
         advance(state, seq, draft)
-    state.news.begun(request, cached, shared, at=before_prefill)
+    state.report.begun(request, cached, shared, at=before_prefill)
 
 
 def inherit(state: State, seq: Sequence, draft: Draft) -> tuple[int, int]:

@@ -4,8 +4,8 @@ Order: priority, preempted before new, virtual time of the tenant, arrival. Virt
 in weighted tokens. A tenant that begins to wait is lifted to the lowest virtual time of the tenants
 already waiting, so that idling earns nothing. This is the virtual token counter of Sheng et al.
 2024, "Fairness in Serving Large Language Models", with separate counters for each priority:
-requests waiting at a low priority earn no claim on a higher one. Also finds each request's place in
-the queue, for its reader. Owned by State; deterministic, no clock.
+requests waiting at a low priority earn no claim on a higher one. Also finds each request's position
+in the queue, for its reader. Owned by State; deterministic, no clock.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from streamer.errors import InvariantViolated
 
 _arrival = attrgetter("arrival")
 
-# Finding places sorts the queue: 0.5 us a request (one EPYC core, 2026-11-21). In a queue longer
-# than MAX_WALKED none are found; a request beyond MAX_TOLD gets notices when it is nearer.
+# Finding positions sorts the queue: 0.5 us a request (one EPYC core, 2026-11-21). In a queue longer
+# than MAX_WALKED none are found; a request beyond MAX_NOTIFIED gets notices when it is nearer.
 MAX_WALKED: Final = 4096
-MAX_TOLD: Final = 512
+MAX_NOTIFIED: Final = 512
 
 
 class _Level:
@@ -68,11 +68,11 @@ class _Level:
 class FairQueue:
     """Requests that may be admitted, in order; each is known from `open` to `close`.
 
-    num_told  new requests in the queue whose readers receive their place
+    num_notified  new requests in the queue whose readers receive their position
     """
 
     def __init__(self) -> None:
-        self.num_told = 0
+        self.num_notified = 0
         self._levels: dict[int, _Level] = {}
         self._priorities: list[int] = []  # of levels that are not empty, ascending
 
@@ -125,7 +125,7 @@ class FairQueue:
             share.time = max(share.time, level.floor())
             level.backlogged[share] = None
         insort(share.waiting, request, key=_arrival)
-        self.num_told += request.place is not None
+        self.num_notified += request.queue_position is not None
 
     def remove(self, request: Request) -> None:
         """Take the request out if it is queued; call this before its status changes."""
@@ -137,27 +137,27 @@ class FairQueue:
             return
         del waiting[at]
         if request.is_new:
-            self.num_told -= request.place is not None
+            self.num_notified -= request.queue_position is not None
             if not waiting:
                 del level.backlogged[share]
                 level.last = share
         if level.is_empty:
             self._priorities.remove(priority)
 
-    def changed_places(self, num_waiting: int) -> tuple[Notice, ...]:
-        """A notice for each request whose place differs from the one its reader last received.
+    def changed_positions(self, num_waiting: int) -> tuple[Notice, ...]:
+        """A notice for each request whose position differs from the one its reader last received.
 
         Sorts the queue; called only when EngineCore's clock allows it and a reader asked for
-        places. `num_waiting` new requests wait, held ones included.
+        positions. `num_waiting` new requests wait, held ones included.
         """
         if num_waiting > MAX_WALKED:
             return ()
-        news = []
-        for place, request in enumerate(self.in_order()[:MAX_TOLD]):
-            if request.is_new and request.place not in (None, place):
-                request.place = place
-                news.append(Notice(request.request_id, NoticeKind.WAITING, position=place))
-        return tuple(news)
+        notices = []
+        for position, request in enumerate(self.in_order()[:MAX_NOTIFIED]):
+            if request.is_new and request.queue_position not in (None, position):
+                request.queue_position = position
+                notices.append(Notice(request.request_id, NoticeKind.WAITING, position=position))
+        return tuple(notices)
 
     def check(self, requests: Iterable[Request]) -> None:
         """Prove that the shares count these live requests and that the head is first in order."""
@@ -182,9 +182,11 @@ class FairQueue:
                 raise InvariantViolated(
                     f"priority {priority}: {total} requests, {level.num_live} counted"
                 )
-        told = sum(r.is_new and r.place is not None for r in self)
-        if told != self.num_told:
-            raise InvariantViolated(f"{told} are told of their place, {self.num_told} counted")
+        notified = sum(r.is_new and r.queue_position is not None for r in self)
+        if notified != self.num_notified:
+            raise InvariantViolated(
+                f"{notified} requests receive their queue position, {self.num_notified} counted"
+            )
         head, first = self.head(), min(self, key=_rank, default=None)
         if head is not first:
             raise InvariantViolated(f"{head and head.request_id} is before {first}")

@@ -40,7 +40,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     priority      lower runs first
     tenant        its owner; requests of one priority share fairly between tenants
     share_with    fork: begin from this request's blocks as far as the tokens agree
-    place         requests before it in the queue, as sent to its reader; None: not sent
+    queue_position  requests before it in the queue, as sent to its reader; None: not sent
     """
 
     request_id: str
@@ -53,7 +53,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     priority: int = 0
     tenant: str = ""
     share_with: str | None = None
-    place: int | None = None
+    queue_position: int | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -328,7 +328,7 @@ class StepTimes(msgspec.Struct, frozen=True):
 
 
 class StepOutput(msgspec.Struct, frozen=True):
-    """A step's news, as parallel arrays: token i belongs to request_ids[i], choices[i].
+    """A step's results, as parallel arrays: token i belongs to request_ids[i], choices[i].
 
     logprobs  index into the arrays -> TokenLogprob
     prompt_logprobs  request -> those of its prompt's next tokens; the last come before, or with,

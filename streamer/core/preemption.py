@@ -110,7 +110,7 @@ def preempt(state: State, request: Request, draft: Draft) -> None:
             state.kv.release(seq, state.launched)
         state.requests.move(request, Event.DROP)
         state.enqueue(request)
-    state.news.preempted(request, None if moves is None else len(moves))
+    state.report.preempted(request, None if moves is None else len(moves))
 
 
 def would_swap(state: State, request: Request) -> bool:

@@ -66,19 +66,19 @@ class Sequence:
     num_pending   tokens drawn by launched plans that `apply` has not seen yet
     plain_until   while num_computed is below this, it decodes one token a plan without a check: its
                   row has joined, its block is there and not full, its last token is not due
-    look_at       number of known tokens from which `apply` looks at it, whatever the newest one is
+    examine_at    number of known tokens from which `apply` examines it, whatever the newest one is
     found         while it holds no blocks: its published prefix, as last matched
     """
 
     __slots__ = (
         "blocks",
         "choice",
+        "examine_at",
         "finish_reason",
         "found",
         "hashes",
         "host_blocks",
         "joined",
-        "look_at",
         "num_computed",
         "num_pending",
         "num_published",
@@ -102,7 +102,7 @@ class Sequence:
         self.found: list[int] = []
         self.num_published = 0
         self.plain_until = 0
-        self.look_at = 0
+        self.examine_at = 0
         self.row = -1
         self.joined = False  # the runner knows the row
         self.shares_tail = False  # the block it writes next may be in other tables
@@ -156,8 +156,8 @@ class Request:
         "num_charged",
         "num_scored",
         "num_to_score",
-        "place",
         "preemptions",
+        "queue_position",
         "request_id",
         "sequences",
         "share",
@@ -181,7 +181,7 @@ class Request:
         self.evictions = 0  # preemptions while it ran; MAX_PREEMPTIONS exempt it
         self.preemptions = 0  # all of them, while it was paused too
         self.last_swap = 0  # plan that carries its latest swap copies
-        self.place = add.place  # in the queue, as last sent to its reader; None: not sent
+        self.queue_position = add.queue_position  # as last sent to its reader; None: not sent
         self.spare_rows: list[int] = []  # reserved for choices that are not forked yet
         self.sequences: list[Sequence] = [Sequence(self, 0, list(add.prompt))]
 

@@ -43,10 +43,10 @@ def apply_result(state: State, result: StepResult) -> StepOutput:
         request_ids.append(request.request_id)
         choices.append(seq.choice)
         tokens.append(token)
-        if len(known) >= seq.look_at or token in request.add.stop_ids:
-            look(state, seq, token)
-    state.news.drawn(len(tokens))
-    finishes, notices = state.news.take()
+        if len(known) >= seq.examine_at or token in request.add.stop_ids:
+            examine(state, seq, token)
+    state.report.drawn(len(tokens))
+    finishes, notices = state.report.take()
     return StepOutput(
         number=result.number,
         request_ids=tuple(request_ids),
@@ -96,8 +96,8 @@ def prompt_scores(state: State, result: StepResult) -> dict[str, tuple[TokenLogp
     return out
 
 
-def look(state: State, seq: Sequence, token: int) -> None:
-    """Publish a full block, finish the choice if it ends, and set its next `look_at`.
+def examine(state: State, seq: Sequence, token: int) -> None:
+    """Publish a full block, finish the choice if it ends, and set its next `examine_at`.
 
     With stop strings that is every token, without them a block's or the sequence's last.
     """
@@ -106,7 +106,7 @@ def look(state: State, seq: Sequence, token: int) -> None:
         state.kv.publish(seq)
     add = seq.request.add
     limit = len(add.prompt) + seq.request.max_tokens
-    seq.look_at = 0 if add.stop else min((num_known // size + 1) * size, limit)
+    seq.examine_at = 0 if add.stop else min((num_known // size + 1) * size, limit)
     end_if_due(state, seq, token)
 
 

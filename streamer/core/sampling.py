@@ -273,11 +273,13 @@ def _within(name: str, value: float, low: float, high: float) -> None:
         raise InvalidRequest(f"{name} must be from {low} to {high}, got {got}", param=name)
 
 
-def _wrong(name: str, wanted: str, value: object) -> InvalidRequest:
+def _wrong(name: str, expected: str, value: object) -> InvalidRequest:
     is_short = isinstance(value, int) and value.bit_length() <= SHOWN_BITS
     is_shown = is_short or isinstance(value, float | str | bytes)
     shown = f" {repr(value)[:SHOWN_CHARS]}" if is_shown else ""
-    return InvalidRequest(f"{name} must be {wanted}, got {type(value).__name__}{shown}", param=name)
+    return InvalidRequest(
+        f"{name} must be {expected}, got {type(value).__name__}{shown}", param=name
+    )
 
 
 # ---------------------------------------------------------------- checks of a parameter, by type

@@ -61,7 +61,7 @@ class Scheduler:
             case Pause() if not request.is_held:
                 self.state.hold(request)
             case Resume() if request.is_held:
-                self.state.let_go(request)
+                self.state.unhold(request)
             case _:
                 pass
 
@@ -79,7 +79,7 @@ class Scheduler:
         """End a request that `command` could not take, as failed; raises `error` if it did."""
         if add.request_id in self.state.requests.by_id:
             raise error
-        self.state.news.refused(add, f"{type(error).__name__}: {error}")
+        self.state.report.refused(add, f"{type(error).__name__}: {error}")
 
     # ------------------------------------------------------------ the step
 
@@ -118,14 +118,14 @@ class Scheduler:
         return view_of(self.state, query, steps, owner_of)
 
     @property
-    def has_told(self) -> bool:
-        """Whether a reader of a queued request receives its place in the queue."""
-        return self.state.queue.num_told > 0
+    def notifies_positions(self) -> bool:
+        """Whether a reader of a queued request receives its position in the queue."""
+        return self.state.queue.num_notified > 0
 
-    def changed_places(self) -> tuple[Notice, ...]:
+    def changed_positions(self) -> tuple[Notice, ...]:
         """Places that differ from those last sent; O(waiting), so not in every step."""
         waiting = self.state.requests.counts[Status.WAITING]
-        return self.state.queue.changed_places(waiting)
+        return self.state.queue.changed_positions(waiting)
 
     def stats(self) -> StepStats:
         """Counts now, for an engine that has not stepped yet."""
@@ -148,7 +148,7 @@ class Scheduler:
             known = len(seq.tokens) + seq.num_pending
             capacity = len(seq.blocks) * size
             if (seq.shares_tail or capacity < known) and not self._cover(seq, draft):
-                draft.sitting.add(seq)
+                draft.stalled.add(seq)
             if len(seq.blocks) * size == known:
                 due += known + 1 - len(request.add.prompt) < request.max_tokens
         if due > kv.device.num_free + kv.device.num_cooling:
@@ -186,7 +186,7 @@ class Scheduler:
     def _build(self, draft: Draft) -> Plan | None:
         state = self.state
         has_work = bool(draft.num_tokens or draft.has_swap or state.kv.copies)
-        if not has_work and not state.news:
+        if not has_work and not state.report:
             if state.launched > state.collected:
                 return None  # apply what is launched first
             if not state.copy_plans:
@@ -194,7 +194,7 @@ class Scheduler:
                 return None
         state.launch(draft)
         copies = state.kv.take_copies()
-        state.news.planned(draft.num_tokens, len(copies))
+        state.report.planned(draft.num_tokens, len(copies))
         if self._recorder is not None:
             self._recorder.planned(draft, state, len(copies))
         return Plan(

@@ -1,9 +1,9 @@
 """State: what the scheduler owns, by owner, and what changes several owners at once.
 
 The owners are Requests (statuses), FairQueue (the order of admission and the tenants' accounts),
-KVManager (blocks and tables), Rows (the runner's rows) and News (counts and notices); each changes
-through its own methods alone. A method here changes more than one of them together, so that they
-stay consistent; preemption.py does the same for preemption.
+KVManager (blocks and tables), Rows (the runner's rows) and StepReport (counts and notices); each
+changes through its own methods alone. A method here changes more than one of them together, so that
+they stay consistent; preemption.py does the same for preemption.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Draft:
     """The plan being built.
 
     budget    tokens left in the step;  to_score: prompt tokens it may still score
-    sitting   running sequences that got no block in this plan
+    stalled   running sequences that got no block in this plan
     begun     requests admitted without blocks in this plan
     starts    where each chunk of this plan began, to know what was computed before it
     has_swap  a swap begins, even if every block is there already
@@ -51,7 +51,7 @@ class Draft:
         self.chunks: list[Chunk] = []
         self.swap_out: list[tuple[int, int]] = []
         self.swap_in: list[tuple[int, int]] = []
-        self.sitting: set[Sequence] = set()
+        self.stalled: set[Sequence] = set()
         self.begun: set[Request] = set()
         self.starts: dict[Sequence, int] = {}
         self.num_tokens = 0
@@ -154,7 +154,7 @@ class Rows:
             )
 
 
-class News:
+class StepReport:
     """Running totals, and the finishes and notices of the next StepOutput."""
 
     def __init__(self) -> None:
@@ -193,7 +193,7 @@ class News:
         self._notices.append(Notice(request.request_id, NoticeKind.RUNNING))
 
     def begun(self, request: Request, cached: int, shared: int, at: int) -> None:
-        """The request runs, these tokens found computed; its notice goes to place `at`."""
+        """The request runs, these tokens found computed; its notice goes to index `at`."""
         self.prefix_hit_tokens += cached + shared
         notice = Notice(
             request.request_id, NoticeKind.RUNNING, cached_tokens=cached, shared_tokens=shared
@@ -263,7 +263,7 @@ class State:
             has_prefix_cache=config.enable_prefix_caching,
         )
         self.rows = Rows(config.max_num_seqs)
-        self.news = News()
+        self.report = StepReport()
         self.watermark = max(1, int(config.num_blocks * WATERMARK))
         self.facts = Facts()
         self.launched = 0
@@ -295,7 +295,7 @@ class State:
                 self.enqueue(request)
             else:
                 self.requests.move(request, Event.SWAPPED_IN)
-                self.news.running(request)
+                self.report.running(request)
                 if request.is_held:
                     self.pause(request)
 
@@ -323,13 +323,13 @@ class State:
             self.queue.push(request)
 
     def hold(self, request: Request) -> None:
-        """Pause a request whose reader is behind: neither running nor queued until `let_go`."""
+        """Pause a request whose reader is behind: neither running nor queued until `unhold`."""
         self.queue.remove(request)
         request.is_held = True
         if request.status is Status.RUNNING:
             self.pause(request)
 
-    def let_go(self, request: Request) -> None:
+    def unhold(self, request: Request) -> None:
         """Undo `hold`: the request's reader caught up."""
         request.is_held = False
         if request.status in MAY_BE_ADMITTED:
@@ -363,7 +363,7 @@ class State:
         """A running request gives up its rows and keeps its blocks."""
         self.leave_all(request)
         self.requests.move(request, Event.PAUSE)
-        self.news.paused(request)
+        self.report.paused(request)
 
     def finish(
         self, seq: Sequence, reason: FinishReason, *, text_bytes: int | None = None,
@@ -372,7 +372,7 @@ class State:
         """End one choice; the request ends with its last one."""
         request = seq.request
         self.requests.close_choice(seq, reason)
-        self.news.finished(
+        self.report.finished(
             Finish(
                 request_id=request.request_id,
                 choice=seq.choice,
@@ -403,7 +403,8 @@ class State:
 
     def stats(self) -> StepStats:
         """Counts now; a block in no table counts as free, cooling ones included."""
-        counts, device, host, news = self.requests.counts, self.kv.device, self.kv.host, self.news
+        counts, report = self.requests.counts, self.report
+        device, host = self.kv.device, self.kv.host
         return StepStats(
             waiting=counts[Status.WAITING],
             running=counts[Status.RUNNING] + counts[Status.SWAPPING_IN],
@@ -417,14 +418,14 @@ class State:
             host_blocks_free=host.num_free + host.num_cooling,
             host_blocks_cached=host.num_cached + host.num_cooling_cached,
             steps=self.launched,
-            computed_tokens=news.computed_tokens,
-            generated_tokens=news.generated_tokens,
-            prefix_hit_tokens=news.prefix_hit_tokens,
-            preemptions_swap=news.preemptions_swap,
-            preemptions_recompute=news.preemptions_recompute,
-            swapped_out_blocks=news.swapped_out_blocks,
-            swapped_in_blocks=news.swapped_in_blocks,
-            copied_blocks=news.copied_blocks,
+            computed_tokens=report.computed_tokens,
+            generated_tokens=report.generated_tokens,
+            prefix_hit_tokens=report.prefix_hit_tokens,
+            preemptions_swap=report.preemptions_swap,
+            preemptions_recompute=report.preemptions_recompute,
+            swapped_out_blocks=report.swapped_out_blocks,
+            swapped_in_blocks=report.swapped_in_blocks,
+            copied_blocks=report.copied_blocks,
             swap_s=self.facts.swap_s,
         )
 
@@ -435,16 +436,16 @@ class State:
         self.requests.check()
         self.rows.check(live)
         self._check_plain()
-        wanted = {r for r in live if r.status in MAY_BE_ADMITTED and not r.is_held}
+        expected = {r for r in live if r.status in MAY_BE_ADMITTED and not r.is_held}
         queued = list(self.queue)
         if len(set(queued)) != len(queued):
             raise InvariantViolated(
                 f"{len(queued)} requests are queued, {len(set(queued))} of them different"
             )
-        for request in wanted ^ set(queued):
+        for request in expected ^ set(queued):
             raise InvariantViolated(
                 f"request {request.request_id} is {request.status.value} and "
-                f"{'not ' if request in wanted else ''}in the queue"
+                f"{'not ' if request in expected else ''}in the queue"
             )
         self.queue.check(live)
 

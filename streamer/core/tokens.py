@@ -38,18 +38,18 @@ MIN_PREFILL: Final = 128
 
 def continue_running(state: State, draft: Draft) -> None:
     """Decodes first, then prefill chunks; the loop that every step pays for."""
-    asking = lineup = state.requests.lineup()
+    others = lineup = state.requests.lineup()
     if len(lineup) <= draft.budget:
-        asking = []
+        others = []
         for seq in lineup:
             if seq.num_computed < seq.plain_until:
                 seq.num_computed += 1
                 seq.num_pending += 1
             else:
-                asking.append(seq)
-    decoded = len(lineup) - len(asking)
+                others.append(seq)
+    decoded = len(lineup) - len(others)
     catching_up: list[Sequence] = []
-    for seq in asking:
+    for seq in others:
         if decoded < draft.budget and decodes(seq, draft):
             decoded += 1
             decode(state, seq)
@@ -82,7 +82,7 @@ def decodes(seq: Sequence, draft: Draft) -> bool:
         seq.joined
         and known - seq.num_computed == 1
         and known - len(request.add.prompt) < request.max_tokens
-        and seq not in draft.sitting
+        and seq not in draft.stalled
         and not request.spare_rows
     )
 
@@ -109,7 +109,7 @@ def advance(state: State, seq: Sequence, draft: Draft) -> None:
     remaining = known - seq.num_computed
     is_done = known - len(request.add.prompt) >= request.max_tokens
     has_room = len(seq.blocks) * state.config.block_size >= known
-    is_out = is_done or not has_room or seq in draft.sitting
+    is_out = is_done or not has_room or seq in draft.stalled
     count = 0 if is_out else min(remaining, draft.budget)
     start, score = seq.num_computed, 0
     if count and request.is_scoring:
@@ -134,7 +134,7 @@ def advance(state: State, seq: Sequence, draft: Draft) -> None:
     if samples and request.spare_rows:
         fork_choices(state, seq, draft)
     elif remaining > 1 and (not samples or start > 0):
-        state.news.prefilled(request, seq.num_computed, known)
+        state.report.prefilled(request, seq.num_computed, known)
 
 
 def scored_part(request: Request, start: int, count: int, draft: Draft) -> tuple[int, int]:

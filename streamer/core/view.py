@@ -242,11 +242,11 @@ class Recorder:
             self._planned.popleft()
         if not self._planned or self._planned[0].number != output.number:
             return
-        news: dict[NoticeKind, list[tuple[int, str]]] = {kind: [] for kind in NoticeKind}
+        by_kind: dict[NoticeKind, list[tuple[int, str]]] = {kind: [] for kind in NoticeKind}
         for notice in output.notices:
             number = self._number_of(notice.request_id, state)
             if number is not None:
-                news[notice.kind].append((number, notice.how))
+                by_kind[notice.kind].append((number, notice.how))
         finished = [
             (number, f.reason.value)
             for f in output.finishes
@@ -256,9 +256,9 @@ class Recorder:
         self._applied.append(
             msgspec.structs.replace(
                 self._planned.popleft(),
-                admitted=tuple(n for n, _ in news[NoticeKind.RUNNING]),
-                paused=tuple(n for n, _ in news[NoticeKind.PAUSED]),
-                preempted=tuple(news[NoticeKind.PREEMPTED]),
+                admitted=tuple(n for n, _ in by_kind[NoticeKind.RUNNING]),
+                paused=tuple(n for n, _ in by_kind[NoticeKind.PAUSED]),
+                preempted=tuple(by_kind[NoticeKind.PREEMPTED]),
                 finished=tuple(finished),
             )
         )

@@ -24,7 +24,7 @@ from streamer.tokenizer.chat import Said
 __all__ = ["EngineCore", "InFlight", "Inbox", "ModelInfo", "Runner", "Tokenizer"]
 
 # A round costs this thread up to 2 ms (4,096 requests sorted) and the loop a frame for each of 512.
-PLACES_S: Final = 0.5
+POSITIONS_S: Final = 0.5
 
 
 class InFlight(Protocol):
@@ -156,7 +156,7 @@ class EngineCore:
         self._inbox = inbox
         self._launched: deque[tuple[Plan, InFlight]] = deque()
         self._is_checked = True
-        self._places_due = 0.0
+        self._positions_due = 0.0
 
     def step(self) -> StepOutput | None:
         """One iteration of continuous batching; None when there is nothing to do at all."""
@@ -179,19 +179,19 @@ class EngineCore:
         times = StepTimes(
             launched - began - launch_s, launch_s, collected - launched, applied - collected
         )
-        places = self._places(applied)
-        return replace(output, times=times, notices=(*output.notices, *places))
+        positions = self._queue_positions(applied)
+        return replace(output, times=times, notices=(*output.notices, *positions))
 
-    def _places(self, now: float) -> tuple[Notice, ...]:
-        """Notices of places in the queue for readers that asked, at most once every PLACES_S.
+    def _queue_positions(self, now: float) -> tuple[Notice, ...]:
+        """Notices of queue positions for readers that asked, at most once every POSITIONS_S.
 
         Sent with a step's output, since only steps move the queue: no wake-up of their own. Without
         such readers (no standard client asks) a step pays 0.1 us.
         """
-        if not self._scheduler.has_told or now < self._places_due:
+        if not self._scheduler.notifies_positions or now < self._positions_due:
             return ()
-        self._places_due = now + PLACES_S
-        return self._scheduler.changed_places()
+        self._positions_due = now + POSITIONS_S
+        return self._scheduler.changed_positions()
 
     def _check_idle(self) -> None:
         """Prove conservation once when the work is done: a leak ends the engine, with numbers.

@@ -28,11 +28,19 @@ from streamer.core.view import SchedulerView, ViewQuery
 from streamer.engine.core import EngineCore, Inbox, Runner, Tokenizer
 from streamer.engine.gpu_thread import GpuThread
 from streamer.engine.prompts import Prompts
-from streamer.engine.refusals import CLOSE_S, anew, cut_off, draining, forked, gone, loading
+from streamer.engine.refusals import (
+    CLOSE_S,
+    cut_off,
+    draining,
+    ended_error,
+    forked,
+    fresh_copy,
+    loading,
+)
 from streamer.engine.registry import Registry
 from streamer.engine.requests import (
-    Asking,
     GenerateRequest,
+    QueueNeeds,
     accept,
     build_add,
     limits_of,
@@ -174,9 +182,9 @@ class AsyncEngine:
         if self._state == "loading":
             await self._is_started.wait()
         if isinstance(self._load_error, StreamerError):
-            raise anew(self._load_error) from self._load_error
+            raise fresh_copy(self._load_error) from self._load_error
         if self._state != "ready":
-            raise gone(self.death)
+            raise ended_error(self.death)
 
     async def aclose(self, deadline_s: float = CLOSE_S) -> None:
         """End the engine, in any state: streams that are not finished end with EngineDead.
@@ -201,12 +209,12 @@ class AsyncEngine:
         comes, it ends with that error. Takes at most CANCEL_S longer than `deadline_s`.
         """
         self.is_draining = True
-        if await _within(deadline_s, self._streams.wait_quiet()):
+        if await _within(deadline_s, self._streams.wait_idle()):
             return
         for stream in self._streams.live():
             stream.is_cut_off = True
             self.cancel(stream.request_id)
-        if not await _within(CANCEL_S, self._streams.wait_quiet()):
+        if not await _within(CANCEL_S, self._streams.wait_idle()):
             self._streams.fail_all(cut_off())
 
     # ------------------------------------------------------------ requests
@@ -226,20 +234,20 @@ class AsyncEngine:
         request = accept(request, info, sizes, self._random.getrandbits(SEED_BITS))
         if self._streams.is_taken(request.request_id):
             raise InvalidRequest(f"request {request.request_id} exists", param="request_id")
-        self._streams.require_room(request.asking, self.config.max_queue, sizes.max_num_seqs)
+        self._streams.require_room(request.queue_needs, self.config.max_queue, sizes.max_num_seqs)
         hashes = self._prompts.hashes(request.prompt, request.cache_salt.encode())
         limits = limits_of(request, self.config)
         stream = TokenStream(request, limits, self, sizes.token_bytes, self._special)
-        place = self._streams.add(stream, request.asking)
-        thread.command(build_add(request, info, hashes, place))
+        queue_position = self._streams.add(stream, request.queue_needs)
+        thread.command(build_add(request, info, hashes, queue_position))
         if request.deadline_s is not None:
             self._end_at(stream, request.deadline_s)
         return stream
 
-    def require_room(self, asking: Asking) -> None:
+    def require_room(self, needs: QueueNeeds) -> None:
         """Raise Overloaded if a request could not be queued now, before its prompt is made."""
         if self._sizes is not None:
-            self._streams.require_room(asking, self.config.max_queue, self._sizes.max_num_seqs)
+            self._streams.require_room(needs, self.config.max_queue, self._sizes.max_num_seqs)
 
     def _end_at(self, stream: TokenStream, deadline_s: float) -> None:
         """End the stream at its deadline, whatever its status is then."""
@@ -247,8 +255,8 @@ class AsyncEngine:
         def expire() -> None:
             self._command(Cancel(stream.request_id))
             what = "was not complete" if stream.is_started else "had not begun"
-            says = f"the answer {what} within the request's deadline of {deadline_s:g} s"
-            self._streams.fail(stream, DeadlineExceeded(says))
+            message = f"the answer {what} within the request's deadline of {deadline_s:g} s"
+            self._streams.fail(stream, DeadlineExceeded(message))
 
         timer = asyncio.get_running_loop().call_later(deadline_s, expire)
         stream.observers.append(lambda s: timer.cancel() if s.is_finished else None)
@@ -414,7 +422,7 @@ class AsyncEngine:
         now = time.perf_counter()
         self._lag_s.observe(now - sent, now)
         self.stats = output.stats
-        self.phases.saw(output.times)
+        self.phases.observe(output.times)
         if self._thread is None or self._state != "ready":
             return
         try:
@@ -452,9 +460,9 @@ class AsyncEngine:
             if self._state != "loading" or not isinstance(cause, StreamerError):  # no refusal
                 log.critical("the engine died", exc_info=cause)
         self._state = "closed" if self.death is None else "dead"
-        self._streams.fail_all(gone(self.death))
-        self.view_feed.close(gone(self.death))
-        self._prompts.close(gone(self.death))
+        self._streams.fail_all(ended_error(self.death))
+        self.view_feed.close(ended_error(self.death))
+        self._prompts.close(ended_error(self.death))
         self._is_started.set()
 
     def _require_own_process(self) -> None:
@@ -464,7 +472,7 @@ class AsyncEngine:
 
     def _unavailable(self) -> StreamerError:
         """The error of an engine that has ended, or is not loaded yet."""
-        return gone(self.death) if self._state in ("dead", "closed") else loading()
+        return ended_error(self.death) if self._state in ("dead", "closed") else loading()
 
 
 async def _within(seconds: float, event: Awaitable[object]) -> bool:

@@ -40,7 +40,7 @@ class Flow:
 
     is_paused  the scheduler was asked to pause it
     is_behind  its readers lag, or were dropped for it
-    drop       called when the readers have lagged for too long; it calls `dropped`
+    drop       called when the readers have lagged for too long; it calls `last_reader_dropped`
     """
 
     def __init__(
@@ -53,18 +53,18 @@ class Flow:
         self._drop = drop
         self.is_behind = False
         self._is_held = False  # by the caller of AsyncEngine.pause
-        self._is_over = False
-        self._departure: asyncio.TimerHandle | None = None
-        self._patience: asyncio.TimerHandle | None = None
+        self._is_ended = False
+        self._cancel_timer: asyncio.TimerHandle | None = None
+        self._lag_timer: asyncio.TimerHandle | None = None
 
     def hold(self, is_held: bool) -> None:
         """Pause the request for its caller, whatever its readers do, or end that pause."""
         self._is_held = is_held
-        self._settle()
+        self._apply_pause()
 
-    def follow(self, lag: int) -> None:
+    def update_lag(self, lag: int) -> None:
         """The furthest reader lags by `lag` output tokens."""
-        if self._is_over:
+        if self._is_ended:
             return
         window = self.limits.window
         if window and lag > window:
@@ -72,76 +72,76 @@ class Flow:
         elif not window or lag <= window // 2:
             self.is_behind = False
         if not self.is_behind:
-            self._be_patient()
-        elif self._patience is None:
+            self._stop_lag_timer()
+        elif self._lag_timer is None:
             loop = asyncio.get_running_loop()
-            self._patience = loop.call_later(self.limits.pause_s, self._lose_patience)
-        self._settle()
+            self._lag_timer = loop.call_later(self.limits.pause_s, self._on_lag_timeout)
+        self._apply_pause()
 
-    def arrived(self, is_first: bool) -> None:
-        """There is a new reader; `follow` comes next.
+    def reader_attached(self, is_first: bool) -> None:
+        """There is a new reader; `update_lag` comes next.
 
         is_first  no other reader is attached: a dropped one's pause ends
         """
-        self._stay()
-        self._be_patient()
+        self._stop_cancel_timer()
+        self._stop_lag_timer()
         if is_first:
             self.is_behind = False
 
-    def left(self) -> None:
+    def last_reader_left(self) -> None:
         """The last reader has detached (it was not dropped)."""
-        self._be_patient()
+        self._stop_lag_timer()
         detach_s = self.limits.detach_s
-        if self._is_over:
+        if self._is_ended:
             return
         if detach_s is not None and detach_s <= 0:
             self._control.cancel(self._request_id)
             return
         self.is_behind = False
-        self._settle()
+        self._apply_pause()
         if detach_s is not None:
-            self._depart(detach_s)
+            self._cancel_after(detach_s)
 
-    def missed(self) -> None:
+    def reader_missed(self) -> None:
         """An expected reader will not come; a wait that was begun for another one goes on."""
-        if self._departure is None:
-            self.left()
+        if self._cancel_timer is None:
+            self.last_reader_left()
 
-    def dropped(self) -> None:
+    def last_reader_dropped(self) -> None:
         """The last reader was dropped for its lag: wait for another one, paused."""
-        self._be_patient()
-        if not self._is_over:
+        self._stop_lag_timer()
+        if not self._is_ended:
             self.is_behind = True
-            self._settle()
-            self._depart(self.limits.linger_s)
+            self._apply_pause()
+            self._cancel_after(self.limits.linger_s)
 
-    def over(self) -> None:
+    def end(self) -> None:
         """The request has ended."""
-        self._is_over = True
-        self._stay()
-        self._be_patient()
+        self._is_ended = True
+        self._stop_cancel_timer()
+        self._stop_lag_timer()
 
-    def _lose_patience(self) -> None:
-        self._patience = None
+    def _on_lag_timeout(self) -> None:
+        self._lag_timer = None
         self._drop()
 
-    def _depart(self, seconds: float) -> None:
-        self._stay()
+    def _cancel_after(self, seconds: float) -> None:
+        self._stop_cancel_timer()
         loop = asyncio.get_running_loop()
-        self._departure = loop.call_later(seconds, self._control.cancel, self._request_id)
+        self._cancel_timer = loop.call_later(seconds, self._control.cancel, self._request_id)
 
-    def _settle(self) -> None:
+    def _apply_pause(self) -> None:
         should_pause = self._is_held or self.is_behind
-        if should_pause != self.is_paused and not self._is_over:
+        if should_pause != self.is_paused and not self._is_ended:
             self.is_paused = should_pause
             self._control.hold(self._request_id, should_pause)
 
-    def _stay(self) -> None:
-        if self._departure is not None:
-            self._departure.cancel()
-            self._departure = None
+    def _stop_cancel_timer(self) -> None:
+        if self._cancel_timer is not None:
+            self._cancel_timer.cancel()
+            self._cancel_timer = None
 
-    def _be_patient(self) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+    def _stop_lag_timer(self) -> None:
+        if self._lag_timer is not None:
+            self._lag_timer.cancel()
+            self._lag_timer = None

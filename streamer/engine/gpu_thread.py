@@ -51,7 +51,7 @@ class Listener(Protocol):
         ...
 
 
-class _LoopGone(Exception):
+class _LoopClosed(Exception):
     """The loop was closed without closing the engine, or the thread was given up."""
 
 
@@ -95,7 +95,7 @@ class GpuThread:
         """
         self._inbox.put(command)
         if self._check is None and self._watchdog_s:
-            self._watch_later()
+            self._check_later()
 
     def permit(self) -> None:
         """The loop has worked through one StepOutput."""
@@ -115,11 +115,11 @@ class GpuThread:
 
     # ------------------------------------------------------------ the watch, on the loop
 
-    def _watch_later(self) -> None:
+    def _check_later(self) -> None:
         wait_s = max(self._watchdog_s / CHECKS, MIN_CHECK_S)
-        self._check = self._loop.call_later(wait_s, self._watch)
+        self._check = self._loop.call_later(wait_s, self._check_step)
 
-    def _watch(self) -> None:
+    def _check_step(self) -> None:
         """Check whether the same step is still under way; without a step no timer runs."""
         self._check = None
         ended, begun = self._num_ended, self._num_begun  # in this order: a step may end meanwhile
@@ -132,7 +132,7 @@ class GpuThread:
         elif now - since >= (limit_s := self._watchdog_s * (1 if self._is_warm else FIRST_TIMES)):
             self.give_up(StepHung(f"a step took longer than {limit_s:g} s"))
             return
-        self._watch_later()
+        self._check_later()
 
     def give_up(self, cause: StepHung | None) -> None:
         """Stop waiting for the thread; if a step hangs, log every thread's stack."""
@@ -151,9 +151,9 @@ class GpuThread:
         core: EngineCore | None = None
         try:
             core = self._build(self._inbox)
-            self._tell(self._listener.on_ready)
+            self._post(self._listener.on_ready)
             self._steps(core)
-        except _LoopGone:
+        except _LoopClosed:
             pass
         except BaseException as e:  # of any kind: all waiting callers must get it
             cause = e
@@ -163,8 +163,8 @@ class GpuThread:
         except BaseException as e:  # a device that failed may not be able to close either
             cause = cause or e
         del core
-        with contextlib.suppress(_LoopGone):
-            self._tell(self._listener.on_end, cause)
+        with contextlib.suppress(_LoopClosed):
+            self._post(self._listener.on_end, cause)
 
     def _steps(self, core: EngineCore) -> None:
         inbox = self._inbox
@@ -177,21 +177,21 @@ class GpuThread:
             if inbox.is_stopped:
                 return
             while inbox.view_queries:
-                self._tell(self._listener.on_view, core.snapshot())
+                self._post(self._listener.on_view, core.snapshot())
             if output is None:
                 inbox.wait()
                 continue
             self._is_warm = True
             inbox.permits -= 1
-            self._tell(self._listener.on_output, output, time.perf_counter())
+            self._post(self._listener.on_output, output, time.perf_counter())
 
-    def _tell(self, listener: Callable[..., None], *args: object) -> None:
+    def _post(self, listener: Callable[..., None], *args: object) -> None:
         if self.is_hung:  # it went on after all, but on_end was called already
-            raise _LoopGone
+            raise _LoopClosed
         try:
             self._loop.call_soon_threadsafe(listener, *args)
         except RuntimeError:
-            raise _LoopGone from None
+            raise _LoopClosed from None
 
 
 def _stacks() -> str:

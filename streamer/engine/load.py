@@ -17,7 +17,7 @@ RECENT: Final = 0.05  # weight of the newest in the mean
 # STUCK_S, waits for blocks or for the prompts before it. One slow step alone is no sign of that.
 PASSED: Final = 4
 STUCK_S: Final = 0.5
-WINDOW_S: Final = 4.0  # over which the line's rate is measured then
+WINDOW_S: Final = 4.0  # over which the queue's rate is measured then
 
 
 class Waiter(msgspec.Struct):
@@ -53,12 +53,13 @@ class Load:
         self._waiting: Counter[str] = Counter()  # choices that have never run, by tenant
         # Waiting requests that are not paused: priority -> id, by arrival -> number of steps before
         # it joined.
-        self._line: dict[int, dict[str, int]] = {}
-        self._lines: dict[int, dict[str, int]] = {}  # priority -> tenant -> choices in the line
+        self._queue: dict[int, dict[str, int]] = {}
+        # Priority -> tenant -> choices in the queue.
+        self._queued_rows: dict[int, dict[str, int]] = {}
         self._rows: Counter[int] = Counter()  # num_rows by priority
         self._num_steps = 0
         self._num_begun = 0
-        self._begun: deque[tuple[float, int]] = deque()  # while the first in line is passed over
+        self._begun: deque[tuple[float, int]] = deque()  # while the queue's first is passed over
         self._mean_s = 0.0
         self._num_seen = 0
         self._sum_begun = 0.0  # of (since - held_s), a choice each, of those that have a row
@@ -69,7 +70,7 @@ class Load:
         self.num_waiting += 1
         self.num_waiting_rows += n
         self._waiting[tenant] += n
-        self._join_line(request_id, r)
+        self._enqueue(request_id, r)
 
     def hold(self, request_id: str, is_held: bool) -> None:
         """A request that never ran is paused, so that others go before it, or is so no longer."""
@@ -77,15 +78,15 @@ class Load:
         if not r.is_new or r.is_held == is_held:
             return
         if is_held:
-            self._leave_line(request_id, r)
+            self._dequeue(request_id, r)
         else:
-            self._join_line(request_id, r)
+            self._enqueue(request_id, r)
         r.is_held = is_held
 
     def stepped(self, now: float) -> None:
         """A step is over, after `moved` for the requests that began in it."""
         self._num_steps += 1
-        if not any(map(self._is_passed_over, self._line)):
+        if not any(map(self._is_passed_over, self._queue)):
             self._begun.clear()
             return
         self._begun.append((now, self._num_begun))
@@ -106,7 +107,7 @@ class Load:
             self._rows[r.priority] += r.n
             self._sum_begun += r.n * (now - r.held_s)
         else:
-            self._give_up(r, now)
+            self._free_rows(r, now)
 
     def ended(self, request_id: str, now: float) -> str:
         """A request has ended, whatever its status was; returns its tenant."""
@@ -114,7 +115,7 @@ class Load:
         if r.is_new:
             self._begin(request_id, r)
         if r.since is not None:
-            self._give_up(r, now)
+            self._free_rows(r, now)
         if r.held_s:
             self._num_seen += r.n
             weight = max(1 - (1 - RECENT) ** r.n, r.n / self._num_seen)
@@ -137,9 +138,13 @@ class Load:
 
     def rows_before(self, priority: int, tenant: str, n: int) -> int:
         """Choices that would run before the last of `n` more: tenants take turns."""
-        own = self._lines.get(priority, {}).get(tenant, 0)
-        urgent = sum(sum(line.values()) for p, line in self._lines.items() if p < priority)
-        others = (rows for t, rows in self._lines.get(priority, {}).items() if t != tenant)
+        own = self._queued_rows.get(priority, {}).get(tenant, 0)
+        urgent = sum(
+            sum(rows_by_tenant.values())
+            for p, rows_by_tenant in self._queued_rows.items()
+            if p < priority
+        )
+        others = (rows for t, rows in self._queued_rows.get(priority, {}).items() if t != tenant)
         return urgent + own + sum(min(rows, own + n) for rows in others)
 
     def num_idle(self, priority: int, num_rows: int) -> int:
@@ -149,11 +154,11 @@ class Load:
     def wait_s(self, priority: int, tenant: str, n: int, num_idle: int, now: float) -> float:
         """Seconds until `n` more choices would run; `num_idle` rows can be had at once.
 
-        If the first in line is passed over all the same, idle rows do not count, and the line's
+        If the queue's first is passed over all the same, idle rows do not count, and the queue's
         rate since then gives a second estimate: the lower of the two holds.
         """
         num_begun, over_s = 0, 0.0
-        is_stuck = any(p <= priority and self._is_passed_over(p) for p in self._line)
+        is_stuck = any(p <= priority and self._is_passed_over(p) for p in self._queue)
         if is_stuck and self._begun and now - self._begun[0][0] > STUCK_S:
             since, before = self._begun[0]
             if num_idle > 0:
@@ -166,11 +171,11 @@ class Load:
         return min(wait_s, rows * over_s / num_begun) if num_begun else wait_s
 
     def _is_passed_over(self, priority: int) -> bool:
-        """Whether the first in line with this priority has waited for more than PASSED steps."""
-        return self._num_steps - next(iter(self._line[priority].values())) > PASSED
+        """Whether the queue's first with this priority has waited for more than PASSED steps."""
+        return self._num_steps - next(iter(self._queue[priority].values())) > PASSED
 
     def _begin(self, request_id: str, r: Waiter) -> None:
-        """The request is no longer new: take it out of the counts and the line."""
+        """The request is no longer new: take it out of the counts and the queue."""
         r.is_new = False
         self.num_waiting -= 1
         self.num_waiting_rows -= r.n
@@ -178,28 +183,28 @@ class Load:
         if not self._waiting[r.tenant]:
             del self._waiting[r.tenant]
         if not r.is_held:
-            self._leave_line(request_id, r)
+            self._dequeue(request_id, r)
 
-    def _join_line(self, request_id: str, r: Waiter) -> None:
-        self._line.setdefault(r.priority, {})[request_id] = self._num_steps
-        line = self._lines.setdefault(r.priority, {})
-        line[r.tenant] = line.get(r.tenant, 0) + r.n
+    def _enqueue(self, request_id: str, r: Waiter) -> None:
+        self._queue.setdefault(r.priority, {})[request_id] = self._num_steps
+        rows_by_tenant = self._queued_rows.setdefault(r.priority, {})
+        rows_by_tenant[r.tenant] = rows_by_tenant.get(r.tenant, 0) + r.n
 
-    def _leave_line(self, request_id: str, r: Waiter) -> None:
-        ids = self._line[r.priority]
+    def _dequeue(self, request_id: str, r: Waiter) -> None:
+        ids = self._queue[r.priority]
         del ids[request_id]
         if not ids:
-            del self._line[r.priority]
-        if not self._line:
+            del self._queue[r.priority]
+        if not self._queue:
             self._begun.clear()
-        line = self._lines[r.priority]
-        line[r.tenant] -= r.n
-        if not line[r.tenant]:
-            del line[r.tenant]
-        if not line:
-            del self._lines[r.priority]
+        rows_by_tenant = self._queued_rows[r.priority]
+        rows_by_tenant[r.tenant] -= r.n
+        if not rows_by_tenant[r.tenant]:
+            del rows_by_tenant[r.tenant]
+        if not rows_by_tenant:
+            del self._queued_rows[r.priority]
 
-    def _give_up(self, r: Waiter, now: float) -> None:
+    def _free_rows(self, r: Waiter, now: float) -> None:
         since = r.since or 0.0
         self.num_rows -= r.n
         self._rows[r.priority] -= r.n

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from streamer.engine.refusals import anew
+from streamer.engine.refusals import fresh_copy
 from streamer.errors import EngineDead, PoolHung, RequestFailed
 
 CHECKS = 4  # in the time that work may take
@@ -30,7 +30,7 @@ class _Interrupted(BaseException):
     """Raised in a thread whose work is given up; not to be caught by what it runs."""
 
 
-class _Job:
+class _Call:
     """One call: made and ended on the loop, run in a thread.
 
     began_s   when a thread took it (time.monotonic), None before
@@ -46,19 +46,19 @@ class _Job:
 
 
 class _Worker:
-    """One thread and the job it is at. A daemon: what hangs must not keep a program from ending."""
+    """One thread and its current call. A daemon: what hangs must not keep a program from ending."""
 
-    def __init__(self, jobs: SimpleQueue[_Job | None], name: str) -> None:
-        self.job: _Job | None = None
-        self._jobs = jobs
-        self._lock = threading.Lock()  # so that no other job than the given one is interrupted
+    def __init__(self, calls: SimpleQueue[_Call | None], name: str) -> None:
+        self.call: _Call | None = None
+        self._calls = calls
+        self._lock = threading.Lock()  # so that no other call than the given one is interrupted
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def interrupt(self, job: _Job) -> None:
-        """Raise in the thread if it still runs this job; a call into native code ends first."""
+    def interrupt(self, call: _Call) -> None:
+        """Raise in the thread if it still runs this call; a call into native code ends first."""
         with self._lock:
-            if self.job is job and self._thread.ident is not None:
+            if self.call is call and self._thread.ident is not None:
                 ident = ctypes.c_ulong(self._thread.ident)
                 kind = ctypes.py_object(_Interrupted)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, kind)
@@ -66,36 +66,36 @@ class _Worker:
     def _run(self) -> None:
         is_open = True
         while is_open:
-            self.job = None
-            with contextlib.suppress(_Interrupted):  # one may arrive after its job
+            self.call = None
+            with contextlib.suppress(_Interrupted):  # one may arrive after its call
                 is_open = self._serve()
 
     def _serve(self) -> bool:
-        """Run jobs until the end marker; then False."""
-        while (job := self._jobs.get()) is not None:
+        """Run calls until the end marker; then False."""
+        while (call := self._calls.get()) is not None:
             result, error = None, None
             try:
                 with self._lock:
-                    job.began_s = time.monotonic()
-                    self.job = job
-                if not job.future.done():  # else its caller is gone, or the pool is closed
-                    result = job.work()
-            except BaseException as e:  # of any kind: the job's caller waits
+                    call.began_s = time.monotonic()
+                    self.call = call
+                if not call.future.done():  # else its caller is gone, or the pool is closed
+                    result = call.work()
+            except BaseException as e:  # of any kind: the call's caller waits
                 error = e
             finally:
                 with self._lock:
-                    self.job = None
-            self._tell(job, result, error)
-            del job, result, error  # while it waits for the next one
+                    self.call = None
+            self._post_result(call, result, error)
+            del call, result, error  # while it waits for the next one
         return False
 
-    def _tell(self, job: _Job, result: object, error: BaseException | None) -> None:
+    def _post_result(self, call: _Call, result: object, error: BaseException | None) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits
-            job.future.get_loop().call_soon_threadsafe(_settle, job.future, result, error)
+            call.future.get_loop().call_soon_threadsafe(_settle, call.future, result, error)
 
 
 def _settle(future: asyncio.Future[Any], result: object, error: BaseException | None) -> None:
-    """Set the result or error of a job whose caller still waits."""
+    """Set the result or error of a call whose caller still waits."""
     if future.done():
         return
     if error is None:
@@ -120,7 +120,7 @@ class Pool:
         self._num_threads = num_threads
         self._limit_s = limit_s
         self._on_hung = on_hung
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._workers: list[_Worker] = []
         self._waiting: set[asyncio.Future[Any]] = set()
         self._check: asyncio.TimerHandle | None = None
@@ -133,16 +133,16 @@ class Pool:
         Raises RequestFailed if the work is given up, and after `close` the error given there.
         """
         if self._end is not None:
-            raise anew(self._end)
+            raise fresh_copy(self._end)
         if not self._workers:
             names = (f"streamer-encode_{i}" for i in range(self._num_threads))
-            self._workers = [_Worker(self._jobs, name) for name in names]
+            self._workers = [_Worker(self._calls, name) for name in names]
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._waiting.add(future)
         future.add_done_callback(self._waiting.discard)
-        self._jobs.put(_Job(work, future))
+        self._calls.put(_Call(work, future))
         if self._check is None and self._limit_s:
-            self._watch_later()
+            self._check_later()
         return await future
 
     def close(self, error: EngineDead) -> None:
@@ -153,39 +153,39 @@ class Pool:
         if self._check is not None:
             self._check.cancel()
         for worker in self._workers:
-            self._jobs.put(None)
-            if (job := worker.job) is not None:
-                worker.interrupt(job)
+            self._calls.put(None)
+            if (call := worker.call) is not None:
+                worker.interrupt(call)
         for future in list(self._waiting):
             if not future.done():
-                future.set_exception(anew(error))
+                future.set_exception(fresh_copy(error))
 
-    def _watch_later(self) -> None:
+    def _check_later(self) -> None:
         loop = asyncio.get_running_loop()
-        self._check = loop.call_later(self._limit_s / CHECKS, self._watch)
+        self._check = loop.call_later(self._limit_s / CHECKS, self._check_calls)
 
-    def _watch(self) -> None:
-        """Give up jobs that take too long; without jobs no timer runs."""
+    def _check_calls(self) -> None:
+        """Give up calls that take too long; without calls no timer runs."""
         self._check = None
         now, num_hung = time.monotonic(), 0
-        jobs = [(worker, worker.job) for worker in self._workers]
-        for worker, job in jobs:
-            if job is None or job.began_s is None or now - job.began_s < self._limit_s:
+        calls = [(worker, worker.call) for worker in self._workers]
+        for worker, call in calls:
+            if call is None or call.began_s is None or now - call.began_s < self._limit_s:
                 continue
-            num_hung += job.is_given_up  # it was interrupted a check ago
-            if not job.is_given_up:
-                self._give_up(job)
-            worker.interrupt(job)
+            num_hung += call.is_given_up  # it was interrupted a check ago
+            if not call.is_given_up:
+                self._give_up(call)
+            worker.interrupt(call)
         if num_hung == self._num_threads and not self.is_hung:
             self.is_hung = True
             self._on_hung(
                 PoolHung(f"every thread that prepares prompts has hung for {self._limit_s:g} s")
             )
-        elif self._waiting or any(job is not None for _, job in jobs):
-            self._watch_later()  # a job just taken may show in its future alone
+        elif self._waiting or any(call is not None for _, call in calls):
+            self._check_later()  # a call just taken may show in its future alone
 
-    def _give_up(self, job: _Job) -> None:
-        job.is_given_up = True
-        if not job.future.done():
+    def _give_up(self, call: _Call) -> None:
+        call.is_given_up = True
+        if not call.future.done():
             text = f"preparing the text took longer than {self._limit_s:g} s"
-            job.future.set_exception(RequestFailed(text, code="prompt_timeout"))
+            call.future.set_exception(RequestFailed(text, code="prompt_timeout"))

@@ -1,7 +1,7 @@
 """The errors of an engine that takes no requests: not loaded yet, draining, or ended.
 
-Each is made anew for every caller, since an exception carries the traceback of each raise. Called
-by AsyncEngine, and by the server before it asks.
+Each is copied for every caller, since an exception carries the traceback of each raise. Called by
+AsyncEngine, and by the server before it asks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SHUTDOWN: Final = "server_shutdown"  # the code of what a shutdown cuts off
 E = TypeVar("E", bound=StreamerError)
 
 
-def anew(error: E) -> E:
+def fresh_copy(error: E) -> E:
     """The same error, to be raised once more: each raise adds its frames to the one it raises."""
     fresh = copy.copy(error)
     fresh.__cause__ = error.__cause__
@@ -56,8 +56,8 @@ def forked(pid: int) -> EngineDead:
     )
 
 
-def gone(death: EngineDead | None) -> EngineDead:
+def ended_error(death: EngineDead | None) -> EngineDead:
     """The engine has ended: by `death`, or closed in order (None)."""
     if death is None:
         return EngineDead("the engine is closed", code="engine_closed")
-    return anew(death)
+    return fresh_copy(death)

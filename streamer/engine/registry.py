@@ -1,7 +1,7 @@
 """Registry: every stream the engine knows, live ones and those kept for late readers.
 
 Owns the two tables, the bounds on waiting requests, and the retention of finished streams; hands a
-step's news to the streams it names. Called by AsyncEngine on the loop.
+step's output to the streams it names. Called by AsyncEngine on the loop.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 from streamer.core.plan import FinishReason, Notice, NoticeKind, StepOutput
 from streamer.engine.load import Load
-from streamer.engine.requests import Asking
+from streamer.engine.requests import QueueNeeds
 from streamer.engine.stream import TokenStream
 from streamer.errors import Overloaded, StreamerError
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 
 
-class Kept(NamedTuple):
+class RetainedStream(NamedTuple):
     """One finished stream, and when it was kept."""
 
     since: float
@@ -38,7 +38,7 @@ class Retention:
 
     def __init__(self, max_s: float, max_bytes: int) -> None:
         self._max_s, self._max_bytes = max_s, max_bytes
-        self._kept: OrderedDict[str, Kept] = OrderedDict()
+        self._kept: OrderedDict[str, RetainedStream] = OrderedDict()
         self._by_tenant: dict[str, OrderedDict[str, None]] = {}
         self._bytes: Counter[str] = Counter()  # by tenant
 
@@ -51,7 +51,7 @@ class Retention:
         return len(self._kept)
 
     def keep(self, stream: TokenStream, tenant: str, now: float) -> None:
-        kept = Kept(now, stream.num_bytes, tenant, stream)
+        kept = RetainedStream(now, stream.num_bytes, tenant, stream)
         self._kept[stream.request_id] = kept
         self._by_tenant.setdefault(tenant, OrderedDict())[stream.request_id] = None
         self._bytes[tenant] += kept.num_bytes
@@ -81,8 +81,8 @@ class Retention:
                 break
             self.drop(name)
         while self._kept and self.num_bytes > self._max_bytes:
-            ((most, _),) = self._bytes.most_common(1)
-            self.drop(next(iter(self._by_tenant[most])))
+            ((largest, _),) = self._bytes.most_common(1)
+            self.drop(next(iter(self._by_tenant[largest])))
 
 
 class Registry:
@@ -96,8 +96,8 @@ class Registry:
         # Ended here before the scheduler ended them: choices whose finishes are still to come.
         self._leaving: dict[str, int] = {}
         self._retained = Retention(retain_s, retain_bytes)
-        self._is_quiet = asyncio.Event()
-        self._is_quiet.set()
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
         self._load = Load()
         self._num_returning = 0  # requests that gave their blocks up: they run before new ones
         self.num_submitted = 0
@@ -148,49 +148,49 @@ class Registry:
         elif request_id in self._live:
             self._live[request_id].is_kept = False
 
-    def require_room(self, asking: Asking, max_queue: int, max_num_seqs: int) -> None:
+    def require_room(self, needs: QueueNeeds, max_queue: int, max_num_seqs: int) -> None:
         """Raise Overloaded if a request can't wait: the queue is full, or the wait too long.
 
         At most `max_queue` choices wait, those for idle rows not counted. A tenant with a key has
         at most as many places as it leaves free, so that there is always room for another.
         """
-        load, n = self._load, asking.n
-        waiting, own = load.num_waiting_rows, load.waiting_rows(asking.tenant)
-        idle = load.num_idle(asking.priority, max_num_seqs)
+        load, n = self._load, needs.n
+        waiting, own = load.num_waiting_rows, load.waiting_rows(needs.tenant)
+        idle = load.num_idle(needs.priority, max_num_seqs)
         now = time.perf_counter()
         free = max_queue + idle - waiting
-        if n > free or (asking.tenant and own + n > free):
-            theirs = f"{waiting} choices are waiting" if n > free else f"{own} choices of this key"
-            ahead = load.rows_before(asking.priority, asking.tenant, n)
-            raise _too_many(
-                f"{theirs} and {n} more requested; the limit is {max_queue}",
+        if n > free or (needs.tenant and own + n > free):
+            used = f"{waiting} choices are waiting" if n > free else f"{own} choices of this key"
+            ahead = load.rows_before(needs.priority, needs.tenant, n)
+            raise _overloaded(
+                f"{used} and {n} more requested; the limit is {max_queue}",
                 ahead * load.mean_s(now) / max_num_seqs,
             )
-        if asking.patience_s is None:
+        if needs.max_wait_s is None:
             return
-        wait_s = load.wait_s(asking.priority, asking.tenant, n, idle, now)
-        if wait_s > asking.patience_s:
-            raise _too_many(
+        wait_s = load.wait_s(needs.priority, needs.tenant, n, idle, now)
+        if wait_s > needs.max_wait_s:
+            raise _overloaded(
                 f"{waiting} choices are waiting: it would take about {wait_s:.1f} s to begin, and "
-                f"the limit is {asking.patience_s:g} s",
+                f"the limit is {needs.max_wait_s:g} s",
                 wait_s,
             )
 
-    def add(self, stream: TokenStream, asking: Asking) -> int | None:
-        """A new request; returns its place in the queue, as known here, if it asks for that."""
-        place = self.num_waiting + self._num_returning if asking.wants_place else None
-        if place is not None:
-            stream.notify(Notice(stream.request_id, NoticeKind.WAITING, position=place))
+    def add(self, stream: TokenStream, needs: QueueNeeds) -> int | None:
+        """A new request; returns its position in the queue, as known here, if it asks for that."""
+        queue_position = self.num_waiting + self._num_returning if needs.sends_position else None
+        if queue_position is not None:
+            stream.notify(Notice(stream.request_id, NoticeKind.WAITING, position=queue_position))
         self._live[stream.request_id] = stream
         self.num_submitted += 1
         self._load.arrived(
             stream.request_id,
-            priority=asking.priority,
-            tenant=asking.tenant,
-            n=asking.n,
+            priority=needs.priority,
+            tenant=needs.tenant,
+            n=needs.n,
         )
-        self._is_quiet.clear()
-        return place
+        self._is_idle.clear()
+        return queue_position
 
     def hold(self, request_id: str, is_held: bool) -> None:
         """A stream was paused, or its pause has ended: others may have its rows in between."""
@@ -202,9 +202,9 @@ class Registry:
         else:
             self._load.hold(request_id, is_held)
 
-    async def wait_quiet(self) -> None:
+    async def wait_idle(self) -> None:
         """Wait until no request is live."""
-        await self._is_quiet.wait()
+        await self._is_idle.wait()
 
     def distribute(self, output: StepOutput) -> None:
         """Hand a step's notices, tokens and finishes to their streams, then wake their readers."""
@@ -267,11 +267,11 @@ class Registry:
         tenant = self._load.ended(stream.request_id, time.perf_counter())
         self.num_ended[reason] += 1
         if not self._live:
-            self._is_quiet.set()
+            self._is_idle.set()
         if stream.is_kept:
             self._retained.keep(stream, tenant, time.monotonic())
             self._retained.expire(time.monotonic())
 
 
-def _too_many(says: str, wait_s: float) -> Overloaded:
-    return Overloaded(says, retry_after_s=min(MAX_RETRY_S, max(MIN_RETRY_S, wait_s)))
+def _overloaded(message: str, wait_s: float) -> Overloaded:
+    return Overloaded(message, retry_after_s=min(MAX_RETRY_S, max(MIN_RETRY_S, wait_s)))

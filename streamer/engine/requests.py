@@ -23,21 +23,21 @@ MAX_PRIORITY = 1 << 31
 MAX_S = 1e9  # of a request's times; timers take no more than a float
 
 
-class Asking(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request asks of the queue.
+class QueueNeeds(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request needs of the queue.
 
     priority    lower runs first
     tenant      its owner
     n           choices
-    patience_s  it is refused if it would wait for longer; None: it waits
-    wants_place  its place in the queue is sent to its readers
+    max_wait_s  it is refused if it would wait for longer; None: it waits
+    sends_position  its position in the queue is sent to its readers
     """
 
     priority: int = 0
     tenant: str = ""
     n: int = 1
-    patience_s: float | None = None
-    wants_place: bool = False
+    max_wait_s: float | None = None
+    sends_position: bool = False
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +51,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     share_with  id of a request to fork from: its blocks serve as far as the tokens agree
     detach_s    seconds it runs on after its last reader left; None: for ever
     window      output tokens its furthest reader may lag before it is paused; 0: never paused
-    wants_place  its readers are sent its place in the queue while it waits
+    sends_position  its readers receive its position in the queue while it waits
     max_wait_s  it is refused if it is expected to wait for longer; None: never for that
     deadline_s  seconds from now after which it is useless: it is refused if it is not expected to
                 begin by then, and otherwise ended then with DeadlineExceeded
@@ -67,7 +67,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     share_with: str | None = None
     detach_s: float | None = 0.0
     window: int = 0
-    wants_place: bool = False
+    sends_position: bool = False
     max_wait_s: float | None = None
     deadline_s: float | None = None
     context: object = None
@@ -86,18 +86,18 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("detach_s", "max_wait_s", "deadline_s"):
             if getattr(self, name) is not None:
                 number(name, getattr(self, name), 0.0, MAX_S)
-        flag("wants_place", self.wants_place)
+        flag("sends_position", self.sends_position)
 
     @property
-    def asking(self) -> Asking:
+    def queue_needs(self) -> QueueNeeds:
         """The part that concerns the queue."""
         limits = [s for s in (self.max_wait_s, self.deadline_s) if s is not None]
-        return Asking(
+        return QueueNeeds(
             priority=self.priority,
             tenant=self.tenant,
             n=self.params.n,
-            patience_s=min(limits, default=None),
-            wants_place=self.wants_place,
+            max_wait_s=min(limits, default=None),
+            sends_position=self.sends_position,
         )
 
 
@@ -149,7 +149,7 @@ def build_add(
     request: GenerateRequest,
     info: ModelInfo,
     block_hashes: tuple[bytes, ...],
-    place: int | None,
+    queue_position: int | None,
 ) -> Add:
     """The scheduler's command for an accepted request."""
     params = request.params
@@ -165,7 +165,7 @@ def build_add(
         priority=request.priority,
         tenant=request.tenant,
         share_with=request.share_with,
-        place=place,
+        queue_position=queue_position,
     )
 
 

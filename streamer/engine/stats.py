@@ -77,7 +77,7 @@ class PhaseTallies:
     def __init__(self) -> None:
         self.by_phase = {phase: Tally(PHASE_S) for phase in PHASES}
 
-    def saw(self, times: StepTimes) -> None:
+    def observe(self, times: StepTimes) -> None:
         schedule, launch, collect, apply = self.by_phase.values()
         schedule.observe(times.schedule_s)
         launch.observe(times.launch_s)

@@ -1,8 +1,8 @@
 """TokenStream: the append-only log of one request's output, with a cursor for each reader.
 
-Owns tokens, text and news of one request, its readers, and what follows from them: pause when they
-lag, cancel when the last has left. Lives on the loop; the engine appends, transports and programs
-read. It decides nothing about the tokens themselves.
+Owns tokens, text and notices of one request, its readers, and what follows from them: pause when
+they lag, cancel when the last has left. Lives on the loop; the engine appends, transports and
+programs read. It decides nothing about the tokens themselves.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from streamer.core.plan import Finish, FinishReason, Notice, NoticeKind, TokenLogprob
 from streamer.engine.flow import Control, Flow, Limits
 from streamer.engine.log import PROMPT_TOKEN_BYTES, ChoiceLog, Delta, bytes_of, bytes_of_params
-from streamer.engine.refusals import SHUTDOWN, anew
+from streamer.engine.refusals import SHUTDOWN, fresh_copy
 from streamer.engine.requests import GenerateRequest
 from streamer.errors import InvalidRequest, ReaderTooSlow, StreamerError
 from streamer.tokenizer.text import TextStream
@@ -71,7 +71,7 @@ class Reader:
 
     Made by TokenStream.attach, which owns every field; the caller keeps it to take and detach.
 
-    on_news     called when there is something to take, and when nothing more will come
+    on_update     called when there is something to take, and when nothing more will come
     is_dropped  it was dropped for its lag, and is detached
     """
 
@@ -82,13 +82,13 @@ class Reader:
         "is_dropped",
         "notices",
         "number",
-        "on_news",
+        "on_update",
         "taken",
     )
 
-    def __init__(self, number: int, cursors: list[int], on_news: Callable[[], None]) -> None:
+    def __init__(self, number: int, cursors: list[int], on_update: Callable[[], None]) -> None:
         self.number = number
-        self.on_news = on_news
+        self.on_update = on_update
         self.cursors = cursors
         self.finished = [False] * len(cursors)
         self.notices: dict[NoticeKind, Notice] = {}
@@ -155,7 +155,7 @@ class TokenStream:
         self._readers: list[Reader] = []
         self._num_readers = 0  # ever
         self._notice: Notice | None = None
-        self._calm_until = 0  # up to this head no reader that is here now can lag too far
+        self._no_lag_until = 0  # up to this head no reader that is here now can lag too far
         self._submitted = time.perf_counter()
         self._started: float | None = None
         self._first: float | None = None
@@ -256,11 +256,11 @@ class TokenStream:
         Raises InvalidRequest for a wrong cursor, ReaderTooSlow after lagging for too long, and
         EngineDead after what came before the death.
         """
-        news = asyncio.Event()
-        me = self.attach(after, news.set, reader)
+        updated = asyncio.Event()
+        me = self.attach(after, updated.set, reader)
         try:
             while True:
-                news.clear()
+                updated.clear()
                 items = self.take(me)
                 if items:
                     yield items
@@ -268,7 +268,7 @@ class TokenStream:
                 elif self.is_over(me):
                     break
                 else:
-                    await news.wait()
+                    await updated.wait()
         finally:
             self.detach(me)
 
@@ -289,7 +289,7 @@ class TokenStream:
         for each in self._readers:
             if each.number == reader:
                 each.acknowledged = max(each.acknowledged or 0, min(n, self._head))
-                self._follow_lag()
+                self._update_lag()
 
     def lag(self) -> int:
         """Output tokens that the furthest reader has not consumed; 0 when there is none."""
@@ -304,22 +304,22 @@ class TokenStream:
     # ------------------------------------------------------------ reading without waiting
 
     def attach(
-        self, after: int | Sequence[int], on_news: Callable[[], None], number: int | None = None
+        self, after: int | Sequence[int], on_update: Callable[[], None], number: int | None = None
     ) -> Reader:
         """A new reader, for `take`; to be given to `detach`. Cursor and number as in `read`.
 
-        on_news  called within the loop turn of every step that brought something, and at the end;
+        on_update  called within the loop turn of every step that brought something, and at the end;
                  it must neither raise nor detach: the engine calls it
         """
         cursors = self.cursors_at(after)
-        reader = Reader(self.new_reader() if number is None else number, cursors, on_news)
+        reader = Reader(self.new_reader() if number is None else number, cursors, on_update)
         if self._notice is not None and not self.is_finished:
             reader.notices[self._notice.kind] = self._notice
         is_first = not self._readers
         self._readers.append(reader)
         if not self.is_finished:
-            self._flow.arrived(is_first)
-            self._follow_lag()
+            self._flow.reader_attached(is_first)
+            self._update_lag()
         return reader
 
     def cursors_at(self, after: int | Sequence[int]) -> list[int]:
@@ -368,7 +368,7 @@ class TokenStream:
         """The reader has consumed what `take` gave it."""
         reader.taken = sum(reader.cursors)
         if self._flow.is_behind:
-            self._follow_lag()
+            self._update_lag()
 
     def is_over(self, reader: Reader) -> bool:
         """Whether nothing more comes to a reader that was given everything so far.
@@ -381,7 +381,7 @@ class TokenStream:
                 f"stayed there; resume the stream where it left off"
             )
         if self.error is not None:
-            raise anew(self.error)
+            raise fresh_copy(self.error)
         return self.is_finished
 
     def detach(self, reader: Reader) -> None:
@@ -390,13 +390,13 @@ class TokenStream:
             return
         self._readers.remove(reader)
         if not self._readers:
-            self._flow.left()
-        self._follow_lag()
+            self._flow.last_reader_left()
+        self._update_lag()
 
     def miss(self) -> None:
         """The expected reader will not come: as if the last reader had left."""
         if not self._readers:
-            self._flow.missed()
+            self._flow.reader_missed()
 
     # ------------------------------------------------------------ flow control
 
@@ -404,11 +404,11 @@ class TokenStream:
         """Pause the request for its caller, whatever its readers do, or end that pause."""
         self._flow.hold(is_held)
 
-    def _follow_lag(self) -> None:
+    def _update_lag(self) -> None:
         if self._readers:
             lag = self.lag()
-            self._calm_until = self._head - lag + self._flow.limits.window
-            self._flow.follow(lag)
+            self._no_lag_until = self._head - lag + self._flow.limits.window
+            self._flow.update_lag(lag)
 
     def drop(self, reader: int) -> None:
         """Drop a reader whose transport takes nothing: its `read` raises ReaderTooSlow."""
@@ -418,10 +418,10 @@ class TokenStream:
         for reader in readers:
             self._readers.remove(reader)
             reader.is_dropped = True
-            reader.on_news()
+            reader.on_update()
         if readers and not self._readers:
-            self._flow.dropped()
-        self._follow_lag()
+            self._flow.last_reader_dropped()
+        self._update_lag()
 
     # ------------------------------------------------------------ appending, by Registry alone,
     # which then calls `wake`: a step that brings several tokens wakes its readers once.
@@ -435,7 +435,7 @@ class TokenStream:
         self._choices[choice].push(token, logprob, finish)
         if self._first is None:
             self._first = self._last
-            self._tell_observers()
+            self._notify_observers()
         if finish is not None:
             self._close(finish)
 
@@ -451,7 +451,7 @@ class TokenStream:
             self._started = time.perf_counter()
             self.cached_tokens = notice.cached_tokens
             self.shared_tokens = notice.shared_tokens
-            self._tell_observers()
+            self._notify_observers()
         self._notice = notice
         for reader in self._readers:
             reader.notices.pop(notice.kind, None)  # the newest of a kind, in order of arrival
@@ -461,7 +461,7 @@ class TokenStream:
         """End the stream with an error, without finishes, and wake its readers."""
         if not self.is_finished:
             self.error = error
-            self._over()
+            self._set_ended()
             self.wake()
 
     def _close(self, finish: Finish) -> None:
@@ -471,21 +471,21 @@ class TokenStream:
         self.copied_tokens = finish.copied_tokens  # it only grows, and finishes come in order
         self._num_open -= 1
         if not self._num_open:
-            self._over()
+            self._set_ended()
 
-    def _over(self) -> None:
+    def _set_ended(self) -> None:
         self._ended = time.perf_counter()
-        self._tell_observers()
+        self._notify_observers()
         self.observers.clear()  # they hold other streams, which would be kept as long as this one
-        self._flow.over()
+        self._flow.end()
 
-    def _tell_observers(self) -> None:
+    def _notify_observers(self) -> None:
         for observer in self.observers:
             observer(self)
 
     def wake(self) -> None:
-        """Call the readers' `on_news`; a reader that takes it at once has no lag."""
+        """Call the readers' `on_update`; a reader that takes it at once has no lag."""
         for reader in self._readers:
-            reader.on_news()
-        if self._head > self._calm_until and self._flow.limits.window:
-            self._follow_lag()
+            reader.on_update()
+        if self._head > self._no_lag_until and self._flow.limits.window:
+            self._update_lag()

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Final
 
 from streamer.core.view import MAX_STEPS, SchedulerView, ViewQuery, seen_by
-from streamer.engine.refusals import anew
+from streamer.engine.refusals import fresh_copy
 from streamer.errors import Overloaded, StreamerError
 
 INTERVAL_S: Final = 0.25
@@ -48,7 +48,7 @@ class ViewFeed:
         Raises Overloaded before the engine is started, EngineDead when it has ended or does so now.
         """
         if self._end is not None:
-            raise anew(self._end)
+            raise fresh_copy(self._end)
         key = owner.encode()
         future = self._waiting.get(key)
         if future is None:
@@ -58,7 +58,7 @@ class ViewFeed:
         try:
             return await asyncio.shield(future)  # cancelling one caller leaves the others
         except StreamerError as e:  # each caller has a traceback of its own
-            raise anew(e) from e.__cause__
+            raise fresh_copy(e) from e.__cause__
 
     async def follow(self, owner: str = "") -> AsyncGenerator[SchedulerView, None]:
         """A view a tick, each with the steps since the one before; to be closed (`aclosing`).
@@ -68,10 +68,8 @@ class ViewFeed:
         """
         free, own = MAX_FOLLOWERS - self.num_followers, self._followers[owner]
         if not free or (owner and own >= free):
-            says = (
-                f"{own} readers of this key follow" if free else f"{MAX_FOLLOWERS} readers follow"
-            )
-            raise Overloaded(f"{says} the engine already")
+            readers = f"{own} readers of this key" if free else f"{MAX_FOLLOWERS} readers"
+            raise Overloaded(f"{readers} follow the engine already")
         self._followers[owner] += 1
         try:
             while True:

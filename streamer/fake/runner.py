@@ -76,17 +76,17 @@ class _Row:
         """The chunk's scores of prompt tokens: log probability 0 for each."""
         upto = chunk.start + chunk.count - chunk.sample + 1
         tokens = self.prompt[upto - chunk.score : upto]
-        return tuple(sure_of(token, self.prompt_logprobs or 0) for token in tokens)
+        return tuple(certain_logprob(token, self.prompt_logprobs or 0) for token in tokens)
 
     def late(self, index: int) -> int:
         """The output token at an index that is not below `plain`."""
         return END if index >= self.end else token_at(index)
 
 
-def sure_of(token: int, wanted: int) -> TokenLogprob:
+def certain_logprob(token: int, num_top: int) -> TokenLogprob:
     """The token with log probability 0 and impossible alternatives, `wanted` in all."""
-    others = ((token + i) % VOCAB_SIZE for i in range(1, wanted))
-    top = ((token, 0.0), *((other, IMPOSSIBLE) for other in others))[:wanted]
+    others = ((token + i) % VOCAB_SIZE for i in range(1, num_top))
+    top = ((token, 0.0), *((other, IMPOSSIBLE) for other in others))[:num_top]
     return TokenLogprob(token, 0.0, top)
 
 
@@ -126,7 +126,7 @@ class FakeRunner:
         self._rows: dict[int, _Row] = {}
         self._order: tuple[tuple[int, _Row], ...] = ()
         self._numbers: tuple[int, ...] = ()
-        self._wants_logprobs = False
+        self._has_logprobs = False
         self._facts = Facts()
 
     def launch(self, plan: Plan) -> FakeInFlight:
@@ -221,13 +221,13 @@ class FakeRunner:
         self, plan: Plan, rows: tuple[int, ...], tokens: list[int],
         scores: dict[int, tuple[TokenLogprob, ...]],
     ) -> StepResult:  # fmt: skip
-        if not self._wants_logprobs:
+        if not self._has_logprobs:
             return StepResult(plan.number, rows, tuple(tokens), prompt_logprobs=scores)
         logprobs = {}
         for number, token in zip(rows, tokens, strict=True):
-            wanted = self._rows[number].logprobs
-            if wanted is not None:
-                logprobs[number] = sure_of(token, wanted)
+            num_top = self._rows[number].logprobs
+            if num_top is not None:
+                logprobs[number] = certain_logprob(token, num_top)
         return StepResult(plan.number, rows, tuple(tokens), logprobs, prompt_logprobs=scores)
 
     def _due(self, plan: Plan) -> float:
@@ -263,7 +263,7 @@ class FakeRunner:
                 )
         self._order = tuple(sorted(rows.items()))
         self._numbers = tuple(number for number, _ in self._order)
-        self._wants_logprobs = any(row.logprobs is not None for row in rows.values())
+        self._has_logprobs = any(row.logprobs is not None for row in rows.values())
 
     def _write_tables(self, plan: Plan) -> None:
         for update in plan.tables:

@@ -103,7 +103,7 @@ class Server(uvicorn.Server):
         if is_stopping and self._drain is None:
             self._drain = asyncio.create_task(self._drain_all())
         if self._service.engine.is_dead:
-            await self._service.wait_quiet(FLUSH_S)  # every stream receives its error
+            await self._service.wait_idle(FLUSH_S)  # every stream receives its error
             self.should_exit = True
         return await super().on_tick(counter)
 
@@ -121,7 +121,7 @@ class Server(uvicorn.Server):
             self._service.begin_drain(drain_s)
             if self._service.engine.is_ready:
                 await self._service.engine.drain(drain_s)
-                await self._service.wait_quiet(FLUSH_S)
+                await self._service.wait_idle(FLUSH_S)
         finally:
             self.should_exit = True
 

@@ -32,14 +32,14 @@ class Reading(msgspec.Struct, frozen=True):
 
     detach_s     seconds it runs on after its last reader left, where its body names none
     window       output tokens that a reader may lag; 0: any number; None: the server's setting
-    wants_place  its reader is sent its place in the queue
+    sends_position  its reader is sent its place in the queue
     session      the socket's name
     """
 
     transport: Transport
     detach_s: float = 0.0
     window: int | None = None
-    wants_place: bool = False
+    sends_position: bool = False
     session: str = ""
 
 

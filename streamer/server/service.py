@@ -24,7 +24,7 @@ from streamer import __version__
 from streamer.config import Config
 from streamer.engine.prompts import LONG
 from streamer.engine.refusals import draining, loading
-from streamer.engine.requests import Asking, GenerateRequest, check_ids
+from streamer.engine.requests import GenerateRequest, QueueNeeds, check_ids
 from streamer.errors import EngineDead
 from streamer.server.admission import Admission, deadline_of, tenant_of
 from streamer.server.openai.common import named
@@ -96,8 +96,10 @@ class Service:
         """Raise Overloaded if the queue has no room for a request of this caller."""
         tenant = tenant_of(scope)
         priority = self.admission.priority(tenant)
-        patience_s = self.config.max_wait_s or None
-        self.engine.require_room(Asking(priority=priority, tenant=tenant, patience_s=patience_s))
+        max_wait_s = self.config.max_wait_s or None
+        self.engine.require_room(
+            QueueNeeds(priority=priority, tenant=tenant, max_wait_s=max_wait_s)
+        )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -118,7 +120,7 @@ class Service:
             if not self._num_working:
                 self._is_quiet.set()
 
-    async def wait_quiet(self, deadline_s: float) -> bool:
+    async def wait_idle(self, deadline_s: float) -> bool:
         """Wait until no request is being answered; False if the deadline came first."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(deadline_s):
@@ -256,7 +258,7 @@ class Service:
             share_with=share_with,
             detach_s=None if is_alone else detach_s,
             window=window,
-            wants_place=reading.wants_place,
+            sends_position=reading.sends_position,
             max_wait_s=self.config.max_wait_s or None,
             deadline_s=deadline_of(asked.scope, is_whole=is_whole),
             context=context,

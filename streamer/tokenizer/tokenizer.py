@@ -197,19 +197,21 @@ class Tokenizer:
         )
 
     def _require_short(self, text: str, max_tokens: int | None, param: str) -> None:
-        if max_tokens is None or self._most_bytes is None:
+        if max_tokens is None or self._max_token_bytes is None:
             return
-        if len(text) * 4 <= max_tokens * self._most_bytes:
+        if len(text) * 4 <= max_tokens * self._max_token_bytes:
             return  # no need to count: a character has four bytes at most
         num_bytes = len(text.encode(errors="replace"))
-        least = -(-num_bytes // self._most_bytes)
-        if least > max_tokens:
+        min_tokens = -(-num_bytes // self._max_token_bytes)
+        if min_tokens > max_tokens:
             raise ContextLengthExceeded.of_prompt(
-                max_tokens + 1, f"a text of {num_bytes} bytes has at least {least} tokens", param
+                max_tokens + 1,
+                f"a text of {num_bytes} bytes has at least {min_tokens} tokens",
+                param,
             )
 
     @cached_property
-    def _most_bytes(self) -> int | None:
+    def _max_token_bytes(self) -> int | None:
         """Maximum bytes of text that a token stands for; None if there is no bound."""
         if not self._is_byte_level and not getattr(self._backend.model, "byte_fallback", False):
             return None  # the unknown token takes any number
@@ -282,11 +284,11 @@ def _described(part: Any) -> Mapping[str, Any] | None:
     return described
 
 
-def _require_size(file: Path, most: int) -> None:
+def _require_size(file: Path, max_bytes: int) -> None:
     """ConfigError above `most` bytes: reading the file could take the machine's memory."""
     size = file.stat().st_size
-    if size > most:
-        raise ConfigError(f"{file} has {size} bytes; the maximum is {most}", param="model")
+    if size > max_bytes:
+        raise ConfigError(f"{file} has {size} bytes; the maximum is {max_bytes}", param="model")
 
 
 def _read_json(file: Path) -> dict[str, Any]:

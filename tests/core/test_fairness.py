@@ -1,4 +1,4 @@
-"""Fair share between tenants: which request is next, credit after idling; notices of places."""
+"""Fair share between tenants: which request is next, credit after idling; notices of positions."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_with_one_tenant_the_order_is_arrival() -> None:
     assert order(driver) == [f"r{i}" for i in range(40)]
 
 
-def test_who_is_preempted_comes_back_before_the_new_of_a_tenant_served_less() -> None:
+def test_a_preempted_request_goes_before_new_ones_of_a_tenant_served_less() -> None:
     config = make_config(num_blocks=12, num_host_blocks=0, max_num_seqs=2)
     driver = Driver(config, costs=RECOMPUTE)
     for start in (0, 40):
@@ -235,7 +235,7 @@ def test_check_finds_a_lost_account_and_a_wrong_one() -> None:
         state.queue.check(state.requests.by_id.values())
 
 
-def test_check_finds_who_is_missing_from_the_queue() -> None:
+def test_check_finds_a_request_missing_from_the_queue() -> None:
     state = State(make_config(), BlockHasher(4, b"s" * 32))
     state.queue.remove(put(state, "a", "a", 1))
     state.requests.counts[Status.WAITING] += 1
@@ -243,90 +243,90 @@ def test_check_finds_who_is_missing_from_the_queue() -> None:
         state.check()
 
 
-# ---------------------------------------------------------------- places
+# ---------------------------------------------------------------- positions
 
 
 def one_at_a_time() -> Driver:
     return Driver(make_config(max_num_seqs=1))
 
 
-def add_with_place(driver: Driver, place: int | None, priority: int = 0) -> str:
-    """A request of two tokens whose reader was last sent this place."""
+def add_with_position(driver: Driver, position: int | None, priority: int = 0) -> str:
+    """A request of two tokens whose reader last received this position."""
     name = f"r{len(driver.adds)}"
     params = SamplingParams(max_tokens=2, seed=1)
-    made = Add(name, (len(driver.adds), 1), params, priority=priority, place=place)
+    made = Add(name, (len(driver.adds), 1), params, priority=priority, queue_position=position)
     driver.command(made)
     driver.adds[name], driver.tokens[name, 0] = made, []
     return name
 
 
-def news(driver: Driver) -> dict[str, int]:
-    found = driver.scheduler.changed_places()
+def changed(driver: Driver) -> dict[str, int]:
+    found = driver.scheduler.changed_positions()
     assert all(n.kind is NoticeKind.WAITING for n in found)
     return {n.request_id: n.position for n in found}
 
 
-def test_places_fall_as_the_queue_moves_and_are_told_once() -> None:
+def test_positions_fall_as_the_queue_moves_and_are_sent_once() -> None:
     driver = one_at_a_time()
     for i in range(4):
-        add_with_place(driver, i)
-    assert news(driver) == {}  # these places were sent before
+        add_with_position(driver, i)
+    assert changed(driver) == {}  # these positions were sent before
     driver.step()
-    assert news(driver) == {"r1": 0, "r2": 1, "r3": 2}
-    assert news(driver) == {}
+    assert changed(driver) == {"r1": 0, "r2": 1, "r3": 2}
+    assert changed(driver) == {}
     driver.step()
     driver.cancel("r2")
-    assert news(driver) == {"r3": 1}
+    assert changed(driver) == {"r3": 1}
     driver.drain()
-    assert not driver.scheduler.has_told
-    assert news(driver) == {}
+    assert not driver.scheduler.notifies_positions
+    assert changed(driver) == {}
 
 
-def test_who_is_not_told_counts_for_the_others() -> None:
+def test_a_request_without_notices_counts_for_the_others() -> None:
     driver = one_at_a_time()
-    for place in (None, None, 2):
-        add_with_place(driver, place)
+    for position in (None, None, 2):
+        add_with_position(driver, position)
     driver.step()
-    assert news(driver) == {"r2": 1}
+    assert changed(driver) == {"r2": 1}
     driver.drain()
     for _ in range(3):
-        add_with_place(driver, None)
-    assert not driver.scheduler.has_told
+        add_with_position(driver, None)
+    assert not driver.scheduler.notifies_positions
     driver.drain()
 
 
-def test_who_comes_before_pushes_back() -> None:
+def test_a_request_put_before_others_moves_them_back() -> None:
     driver = one_at_a_time()
     for i in range(3):
-        add_with_place(driver, i, priority=1)
+        add_with_position(driver, i, priority=1)
     driver.step()
-    assert news(driver) == {"r1": 0, "r2": 1}
-    add_with_place(driver, None, priority=0)
-    assert news(driver) == {"r1": 1, "r2": 2}
+    assert changed(driver) == {"r1": 0, "r2": 1}
+    add_with_position(driver, None, priority=0)
+    assert changed(driver) == {"r1": 1, "r2": 2}
     driver.drain()
 
 
-def test_who_is_held_waits_nowhere_and_is_told_when_it_is_back() -> None:
+def test_a_held_request_has_no_position_and_gets_one_when_it_is_back() -> None:
     driver = one_at_a_time()
     for i in range(3):
-        add_with_place(driver, i)
+        add_with_position(driver, i)
     driver.pause("r1")
     driver.step()
-    assert news(driver) == {"r2": 0}
+    assert changed(driver) == {"r2": 0}
     driver.resume("r1")
-    assert news(driver) == {"r1": 0, "r2": 1}
+    assert changed(driver) == {"r1": 0, "r2": 1}
     driver.drain()
 
 
-def test_a_round_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notices_of_one_step_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = one_at_a_time()
     for _ in range(6):
-        add_with_place(driver, 99)
-    monkeypatch.setattr(fairness, "MAX_TOLD", 3)
-    assert news(driver) == {"r0": 0, "r1": 1, "r2": 2}
-    monkeypatch.setattr(fairness, "MAX_TOLD", 512)
+        add_with_position(driver, 99)
+    monkeypatch.setattr(fairness, "MAX_NOTIFIED", 3)
+    assert changed(driver) == {"r0": 0, "r1": 1, "r2": 2}
+    monkeypatch.setattr(fairness, "MAX_NOTIFIED", 512)
     monkeypatch.setattr(fairness, "MAX_WALKED", 5)
-    assert news(driver) == {}
+    assert changed(driver) == {}
     driver.step()
-    assert news(driver) == {"r1": 0, "r2": 1, "r3": 2, "r4": 3, "r5": 4}
+    assert changed(driver) == {"r1": 0, "r2": 1, "r3": 2, "r4": 3, "r5": 4}
     driver.drain()

@@ -85,7 +85,7 @@ def test_check_misses_what_is_lost(corrupt: Callable[[State], None], says: str) 
         state.check()
 
 
-OWNERS = {"requests", "queue", "kv", "rows", "news"}
+OWNERS = {"requests", "queue", "kv", "rows", "report"}
 CHANGES = {
     *("append", "appendleft", "add", "clear", "discard", "extend", "insert", "pop", "popitem"),
     *("popleft", "remove", "setdefault", "sort", "update"),
@@ -132,7 +132,7 @@ def test_owners_change_through_their_own_methods_alone(path: Path) -> None:
         "self.state.requests.counts[status] += 1",
         "kv.copies.pop(block)",
         "del state.requests.by_id[name]",
-        "state.news.notices.insert(0, notice)",
+        "state.report.notices.insert(0, notice)",
     ],
 )
 def test_a_change_past_an_owner_is_seen(change: str) -> None:

@@ -211,11 +211,11 @@ def test_the_inbox_sorts_what_comes() -> None:
     assert inbox.take() == []
 
 
-# ---------------------------------------------------------------- notices of places
+# ---------------------------------------------------------------- notices of positions
 
 
-def places(outputs: list[StepOutput]) -> list[list[tuple[str, int]]]:
-    """(request, place) of every notice, step by step; steps without notices left out."""
+def position_notices(outputs: list[StepOutput]) -> list[list[tuple[str, int]]]:
+    """(request, position) of every notice, step by step; steps without notices left out."""
     told = [
         [(n.request_id, n.position) for n in o.notices if n.kind is NoticeKind.WAITING]
         for o in outputs
@@ -227,30 +227,32 @@ def queue_up(rig: Rig, *told: int | None) -> None:
     """Four requests that take all rows for ten steps, and these behind them."""
     for i in range(4):
         rig.add(f"first{i}", max_tokens=10 + i)
-    for i, place in enumerate(told):
+    for i, position in enumerate(told):
         params = SamplingParams(max_tokens=2, seed=1)
-        rig.inbox.put(Add(f"r{i}", PROMPT, params, place=place))
+        rig.inbox.put(Add(f"r{i}", PROMPT, params, queue_position=position))
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_news_of_the_queue_come_with_a_step(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "PLACES_S", 0.0)
+def test_position_notices_come_with_a_step(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "POSITIONS_S", 0.0)
     rig = Rig(depth)
     queue_up(rig, 4, 5, None)
-    told = places(rig.run())
+    told = position_notices(rig.run())
     assert told == [[("r0", 0), ("r1", 1)], [("r1", 0)]]
 
 
-def test_a_round_of_news_is_made_at_most_so_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "PLACES_S", 1000.0)
+def test_position_notices_are_made_at_a_minimum_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "POSITIONS_S", 1000.0)
     rig = Rig()
     queue_up(rig, 4, 5)
-    assert places(rig.run()) == [[("r0", 0), ("r1", 1)]]
+    assert position_notices(rig.run()) == [[("r0", 0), ("r1", 1)]]
 
 
-def test_the_queue_is_never_walked_where_nobody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "PLACES_S", 0.0)
+def test_without_position_notices_the_queue_is_not_walked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(core, "POSITIONS_S", 0.0)
     rig = Rig()
-    monkeypatch.setattr(Scheduler, "changed_places", None)  # a call would fail
+    monkeypatch.setattr(Scheduler, "changed_positions", None)  # a call would fail
     queue_up(rig, None, None)
-    assert places(rig.run()) == []
+    assert position_notices(rig.run()) == []

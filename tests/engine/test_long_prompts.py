@@ -17,7 +17,7 @@ async def test_too_many_ids_are_not_looked_at() -> None:
     async with asyncio.timeout(DEADLINE_S), make_engine(max_model_len=CONTEXT) as engine:
         with pytest.raises(ContextLengthExceeded, match=str(CONTEXT)):
             engine.submit(request(prompt=(VOCAB_SIZE,) * CONTEXT))
-        with pytest.raises(InvalidRequest, match="no token id"):
+        with pytest.raises(InvalidRequest, match="not a token id"):
             engine.submit(request(prompt=(VOCAB_SIZE,)))
 
 

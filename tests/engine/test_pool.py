@@ -111,7 +111,7 @@ async def test_who_leaves_does_not_free_a_thread_that_hangs() -> None:
     pool, _ = pool_of(1)
     async with asyncio.timeout(DEADLINE_S):
         task = asyncio.create_task(pool.run(spin))
-        await until(lambda: pool._workers and pool._workers[0].job)
+        await until(lambda: pool._workers and pool._workers[0].call)
         task.cancel()
         assert await pool.run(lambda: 5) == 5
     pool.close(EngineDead("closed"))
@@ -184,7 +184,7 @@ def spin():
 async def main():
     pool = Pool(2, 0.0, print)
     with_ = [asyncio.create_task(pool.run(spin)) for _ in range(2)]
-    while not all(w.job for w in pool._workers) or not pool._workers: await asyncio.sleep(0)
+    while not all(w.call for w in pool._workers) or not pool._workers: await asyncio.sleep(0)
 
 asyncio.run(main())
 """
@@ -201,29 +201,29 @@ def test_work_that_hangs_does_not_keep_a_program_from_ending() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-class SlowToSay(SimpleQueue[Any]):
+class SlowQueue(SimpleQueue[Any]):
     """The queue of a thread that is interrupted between taking a job and recording it."""
 
     def __init__(self) -> None:
-        self.is_looked_at = threading.Event()
+        self.is_checked = threading.Event()
 
     def get(self, *args: Any, **kwargs: Any) -> Any:
-        job = super().get(*args, **kwargs)
-        self.is_looked_at.wait(DEADLINE_S)
-        return job
+        call = super().get(*args, **kwargs)
+        self.is_checked.wait(DEADLINE_S)
+        return call
 
 
 async def test_a_job_that_was_just_taken_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, hung = pool_of(1)
-    jobs = SlowToSay()
-    monkeypatch.setattr(pool, "_jobs", jobs)
-    watch = pool._watch
+    calls = SlowQueue()
+    monkeypatch.setattr(pool, "_calls", calls)
+    check = pool._check_calls
 
     def look() -> None:
-        watch()
-        jobs.is_looked_at.set()
+        check()
+        calls.is_checked.set()
 
-    monkeypatch.setattr(pool, "_watch", look)
+    monkeypatch.setattr(pool, "_check_calls", look)
     async with asyncio.timeout(DEADLINE_S):
         with pytest.raises(RequestFailed):
             await pool.run(spin)

@@ -46,7 +46,7 @@ VOCAB = 10**7
         ({"detach_s": float("nan")}, "detach_s"),
         ({"deadline_s": "1"}, "deadline_s"),
         ({"deadline_s": 10**400}, "deadline_s"),  # no timer takes it
-        ({"wants_place": 1}, "wants_place"),
+        ({"sends_position": 1}, "sends_position"),
         ({"max_tokens": None, "min_tokens": 10**6}, "min_tokens"),
     ],
 )

@@ -19,7 +19,7 @@ FIRST = {**ASK, "max_output_tokens": 150}  # runs while the others come
 @pytest.fixture
 def narrow(server_with: Any, monkeypatch: pytest.MonkeyPatch) -> Running:
     """One answer at a time, and notices of places in every step."""
-    monkeypatch.setattr(core, "PLACES_S", 0.0)
+    monkeypatch.setattr(core, "POSITIONS_S", 0.0)
     server: Running = server_with(model="fake:tokens_per_s=200", max_num_seqs=1, max_wait_s=0)
     return server
 

@@ -63,8 +63,8 @@ class _Follower:
 
     def attach(self, numbers: Sequence[int | None], after: int | Sequence[int]) -> None:
         for source, (stream, number) in enumerate(zip(self._streams, numbers, strict=True)):
-            on_news = partial(self._advance, source)
-            self._readers.append(stream.attach(after, on_news, number))
+            on_update = partial(self._advance, source)
+            self._readers.append(stream.attach(after, on_update, number))
 
     async def run(self) -> None:
         """Return when all streams have ended; raises as `follow` says."""
