@@ -94,12 +94,12 @@ def test_only_texts_and_the_weights_that_will_be_read_are_fetched(
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    wanted = Config(model="some/model", revision="v1")
+    config = Config(model="some/model", revision="v1")
     if not is_served:
         with pytest.raises(ModelNotSupported, match="NoSuchModel"):
-            resolve_model(wanted)
+            resolve_model(config)
     else:
-        assert resolve_model(wanted) == tmp_path
+        assert resolve_model(config) == tmp_path
     assert set(asked) == {("some/model", "v1")}
     texts = {"config.json", "tokenizer.json", "model.safetensors.index.json"}
     assert given == (texts | {"a.safetensors", "b.safetensors"} if is_served else texts)
@@ -124,7 +124,7 @@ async def test_the_fakes_chat_template_can_be_replaced(tmp_path: Path) -> None:
         assert await engine.encode_chat([{"content": "hi"}]) == list(b"hi!")
 
 
-def test_nothing_heavy_is_imported_to_build_the_fake() -> None:
+def test_building_the_fake_imports_no_large_library() -> None:
     script = (
         "import sys; from streamer import AsyncEngine; from streamer.config import Config;"
         "AsyncEngine.from_config(Config(model='fake'));"

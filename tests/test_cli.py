@@ -34,7 +34,7 @@ HEAVY = ("torch", "transformers", "starlette", "uvicorn", "rich", "numpy", "webs
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["serve", "--help"], ["chat", "-h"]])
-def test_help_imports_nothing_heavy(words: list[str]) -> None:
+def test_help_imports_no_large_library(words: list[str]) -> None:
     """Imports are checked instead of times: what makes `--help` slow is what it loads."""
     script = (
         "import sys; from streamer.cli import main\n"
@@ -70,16 +70,16 @@ BEHIND = [
 
 
 @pytest.mark.parametrize(("door", "name", "command"), BEHIND)
-def test_every_door_leads_somewhere(
+def test_every_subcommand_has_help(
     door: str, name: str, command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([door, name, "--help"]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert f"usage: streamer {door} {name}" in told
-    assert command.help in told
+    output = " ".join(capsys.readouterr().out.split())
+    assert f"usage: streamer {door} {name}" in output
+    assert command.help in output
 
 
-def test_locust_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_locust_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "locust", None)
     with pytest.raises(SystemExit, match="pip install locust"):
         main(["loadtest", "locust", "--help"])
@@ -118,12 +118,12 @@ def test_wrong_usage_is_2_and_names_the_flag(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 2
-    told = capsys.readouterr()
-    assert message in " ".join((told.err + told.out).split())
-    assert "Traceback" not in told.err
+    output = capsys.readouterr()
+    assert message in " ".join((output.err + output.out).split())
+    assert "Traceback" not in output.err
 
 
-def test_an_unknown_variable_is_warned_of(
+def test_an_unknown_variable_is_logged_as_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("STREAMER_PROT", "1")
@@ -140,9 +140,9 @@ def test_a_streamer_error_is_1_without_a_traceback(
 
     monkeypatch.setattr("streamer.cli.doctor.run", fail)
     assert main(["doctor"]) == 1
-    told = capsys.readouterr().err
-    assert "error: the pool has [3] blocks, 5 are needed" in told
-    assert "Traceback" not in told
+    output = capsys.readouterr().err
+    assert "error: the pool has [3] blocks, 5 are needed" in output
+    assert "Traceback" not in output
 
 
 def test_an_interrupt_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,11 +226,11 @@ def test_what_is_announced() -> None:
     )
     screen = io.StringIO()
     announce(info, "http://127.0.0.1:8000", Console(file=screen, width=40))
-    told = screen.getvalue()
-    assert "tiny [1], 5.5 M parameters" in told
-    assert "bfloat16 on cpu" in told
-    assert "65,536 tokens in 4,096 blocks (4,096 MiB)" in told
-    assert "http://127.0.0.1:8000 " in told
+    output = screen.getvalue()
+    assert "tiny [1], 5.5 M parameters" in output
+    assert "bfloat16 on cpu" in output
+    assert "65,536 tokens in 4,096 blocks (4,096 MiB)" in output
+    assert "http://127.0.0.1:8000 " in output
 
 
 def test_doctor_says_that_a_port_is_in_use_not_missing() -> None:

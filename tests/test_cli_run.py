@@ -34,11 +34,11 @@ def numbers(text: str) -> list[int]:
 
 def test_generate_streams_the_answer_alone_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "hello", "--model", "fake", "--max-tokens", "12"]) == 0
-    told = capsys.readouterr()
-    assert len(numbers(told.out)) == 12
-    assert "12 tokens" in told.err
-    assert "first token" in told.err
-    assert "ended: length" in told.err
+    output = capsys.readouterr()
+    assert len(numbers(output.out)) == 12
+    assert "12 tokens" in output.err
+    assert "first token" in output.err
+    assert "ended: length" in output.err
 
 
 def test_generate_reads_standard_input(
@@ -72,9 +72,9 @@ def test_chat_in_process(
 
 def test_a_model_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "hi", "--model", "./absent"]) == 1
-    told = capsys.readouterr().err
-    assert "there is no folder ./absent" in told
-    assert "Traceback" not in told
+    output = capsys.readouterr().err
+    assert "there is no folder ./absent" in output
+    assert "Traceback" not in output
 
 
 @contextmanager
@@ -121,11 +121,11 @@ def test_serve_says_what_it_serves_streams_and_drains() -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=DEADLINE_S) == 0
         assert process.stderr is not None
-        told = process.stderr.read()
-        assert f"started url={url} model=counter load_s=" in told
-        assert "draining streams=0 timeout_s=10.0" in told
-        assert "stopped exit_code=0" in told
-        assert "Traceback" not in told
+        output = process.stderr.read()
+        assert f"started url={url} model=counter load_s=" in output
+        assert "draining streams=0 timeout_s=10.0" in output
+        assert "stopped exit_code=0" in output
+        assert "Traceback" not in output
 
 
 def test_every_line_of_a_json_server_is_an_object() -> None:
@@ -148,17 +148,17 @@ def test_every_line_of_a_json_server_is_an_object() -> None:
         process.terminate()
         out, err = process.communicate(timeout=DEADLINE_S)
     (started,) = (json.loads(line) for line in announced.splitlines())
-    told = [json.loads(line) for line in err.splitlines()]
+    output = [json.loads(line) for line in err.splitlines()]
     assert (started["message"], started["url"]) == ("started", url)
-    assert [line["message"] for line in told] == ["refused", "draining", "stopped"]
-    assert (told[0]["status"], told[0]["param"]) == (400, "max_tokens")
+    assert [line["message"] for line in output] == ["refused", "draining", "stopped"]
+    assert (output[0]["status"], output[0]["param"]) == (400, "max_tokens")
     assert (second.returncode, second.stdout) == (1, "")
     (line,) = (json.loads(line) for line in second.stderr.splitlines())
     assert (line["level"], out) == ("critical", "")
     assert f"cannot listen on 127.0.0.1:{taken}" in line["message"]
 
 
-def test_a_server_whose_announcement_is_not_read_serves_on() -> None:
+def test_a_server_serves_on_if_its_announcement_is_not_read() -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     words = [sys.executable, "-m", "streamer", "serve", "fake", "--port", "0"]
@@ -187,13 +187,13 @@ def test_generate_and_serve_meet(
 ) -> None:
     with server("fake:length=6", "--api-key", "k1") as (_, url, _):
         assert main(["generate", "hi", "--url", url, "--key", "k1"]) == 0
-        told = capsys.readouterr()
-        assert len(numbers(told.out)) == 6
-        assert "tokens/s" in told.err
+        output = capsys.readouterr()
+        assert len(numbers(output.out)) == 6
+        assert "tokens/s" in output.err
         assert main(["generate", "hi", "--url", url, "--key", "wrong"]) == 1
-        told = capsys.readouterr()
-        assert "the API key is not known here (--key gives one)" in " ".join(told.err.split())
-        assert "Traceback" not in told.err
+        output = capsys.readouterr()
+        assert "the API key is not known here (--key gives one)" in " ".join(output.err.split())
+        assert "Traceback" not in output.err
         monkeypatch.setenv("STREAMER_API_KEY", "k1")
         assert main(["generate", "hi", "--url", url]) == 0
 
@@ -218,12 +218,12 @@ def test_chat_without_a_server_says_so_before_it_asks(
     """On a terminal too, so that nothing is typed in vain."""
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks"))
     assert main(["chat", "--url", "127.0.0.1:9"]) == 1
-    told = capsys.readouterr()
-    assert "127.0.0.1:9" in told.err
-    assert told.out == ""
+    output = capsys.readouterr()
+    assert "127.0.0.1:9" in output.err
+    assert output.out == ""
 
 
-def test_answers_that_were_forgotten_were_answers(
+def test_new_after_an_answer_is_no_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\n/new\n"))
@@ -231,7 +231,7 @@ def test_answers_that_were_forgotten_were_answers(
     assert "forgotten" in capsys.readouterr().out
 
 
-def test_a_taken_port_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_is_an_error_that_names_it(capsys: pytest.CaptureFixture[str]) -> None:
     with server("fake") as (_, url, _):
         taken = url.rsplit(":", 1)[1]
         done = subprocess.run(
@@ -247,10 +247,10 @@ def test_a_taken_port_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 def test_info_of_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_checkpoint(tmp_path / "tiny", "llama")
     assert main(["info", str(folder), "--dtype", "float32", "--max-num-seqs", "2"]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "LlamaForCausalLM, served by the engine's own decoder" in told
-    assert "768 bytes a token, 12,288 a block of 16" in told  # 3 layers x K, V x 2 heads x 16 x 4
-    assert "1,024 tokens in 64 blocks" in told  # two sequences of 512
+    output = " ".join(capsys.readouterr().out.split())
+    assert "LlamaForCausalLM, served by the engine's own decoder" in output
+    assert "768 bytes a token, 12,288 a block of 16" in output  # 3 layers x K, V x 2 heads x 16 x 4
+    assert "1,024 tokens in 64 blocks" in output  # two sequences of 512
 
 
 def test_info_of_a_refused_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,7 +98,7 @@ async def test_a_refusal_is_an_error_with_the_servers_words() -> None:
             [piece async for piece in OverSocket(s.url, None, {}).answer(HELLO)]
 
 
-async def test_nobody_at_the_address_is_an_error() -> None:
+async def test_an_address_without_a_server_is_an_error() -> None:
     async with served([]) as s:
         url = s.url
     with pytest.raises(StreamerError, match=r"127\.0\.0\.1"):
@@ -146,7 +146,7 @@ def test_addresses_as_people_type_them(given: str, url: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["file:///x", "http://h:x", "http://[::1", " ", "", "h:99999"])
-def test_an_address_that_is_none(url: str) -> None:
+def test_invalid_addresses_are_refused(url: str) -> None:
     with pytest.raises(UsageError, match="--url"):
         socket_url(url)
 
@@ -209,7 +209,7 @@ def test_new_forgets_all_but_the_system_prompt(monkeypatch: pytest.MonkeyPatch) 
     assert [m["content"] for m in messages] == ["s", "two", "you said two"]
 
 
-def test_an_error_is_told_and_the_turn_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_is_printed_and_its_turn_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     _, messages, screen = conversation(monkeypatch, "fail", "two")
     assert "no [room]" in screen
     assert [m["content"] for m in messages] == ["two", "you said two"]
@@ -251,7 +251,7 @@ def interrupt_when_printed(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr(AnswerTiming, "add", add_and_interrupt)
 
 
-def test_measured_without_a_count() -> None:
+def test_timing_without_a_token_count() -> None:
     timing = AnswerTiming()
     timing.add(Piece("a"), 0.5)
     timing.add(Piece("b", None, "length"), 1.5)

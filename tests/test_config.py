@@ -53,7 +53,7 @@ def test_text_becomes_the_fields_type(name: str, text: str, value: object) -> No
     assert getattr(load_config({}, {f"STREAMER_{name.upper()}": text}), name) == value
 
 
-def test_what_kubernetes_says_of_its_services_is_no_setting() -> None:
+def test_the_variables_of_kubernetes_services_are_ignored() -> None:
     environment = {
         "STREAMER_PORT": "tcp://10.0.0.7:8000",
         "STREAMER_SERVICE_HOST": "10.0.0.7",
@@ -70,13 +70,13 @@ def test_what_kubernetes_says_of_its_services_is_no_setting() -> None:
     assert unknown_variables(environment) == []
 
 
-def test_a_variable_that_is_no_setting_is_warned_of_and_not_refused() -> None:
+def test_an_unknown_variable_is_a_warning_and_not_an_error() -> None:
     environment = {"STREAMER_PROT": "1", "STREAMER_XYZZY": "1", "STREAMER_WEB_PORT": "80"}
     environment |= {"STREAMER_PORT": "5", "STREAMER_KERNELS": "torch", "HOME": "/"}
     assert load_config({}, environment).port == 5
-    said = unknown_variables(environment)
-    assert [line.split()[2] for line in said] == sorted(list(environment)[:3])
-    assert said[0] == (
+    warnings = unknown_variables(environment)
+    assert [line.split()[2] for line in warnings] == sorted(list(environment)[:3])
+    assert warnings[0] == (
         "environment variable STREAMER_PROT is not a setting; did you mean STREAMER_PORT?"
     )
 
@@ -169,7 +169,7 @@ def test_a_key_may_have_limits_of_its_own(tmp_path: Path) -> None:
         ('{"good-kez": {}}', "a key that is not in api_key"),
     ],
 )
-def test_limits_of_a_key_are_refused_without_showing_it(limits: str, message: str) -> None:
+def test_invalid_limits_of_a_key_are_refused_without_showing_it(limits: str, message: str) -> None:
     environment = {"STREAMER_KEY_LIMITS": limits, "STREAMER_API_KEY": "good-key"}
     with pytest.raises(ConfigError, match=message) as caught:
         load_config({}, environment)

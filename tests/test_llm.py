@@ -50,7 +50,7 @@ def test_an_output_says_everything(llm: LLM) -> None:
     assert (output.text, output.token_ids) == (expected_text(5), tuple(expected_tokens(0, 5)))
 
 
-def test_a_prompt_is_scored_where_that_is_asked_for(llm: LLM) -> None:
+def test_a_prompt_is_scored_if_requested(llm: LLM) -> None:
     prompt = tuple(range(40, 40 + 300))
     params = SamplingParams(max_tokens=1, prompt_logprobs=2)
     scored, other = llm.generate([prompt, prompt], [params, SamplingParams(max_tokens=1)])
@@ -89,7 +89,7 @@ def test_no_prompts_no_outputs(llm: LLM) -> None:
 def test_the_first_error_is_raised_and_the_rest_is_given_up(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="no tokens"):
         llm.generate(["count to 9", (), "count to 9"], SamplingParams(max_tokens=5))
-    with pytest.raises(InvalidRequest, match="a prompt is"):
+    with pytest.raises(InvalidRequest, match="a prompt must be"):
         llm.generate([1.5])  # type: ignore[list-item]
     assert llm.generate("count to 2")[0].text == expected_text(2)
 
@@ -114,7 +114,7 @@ def test_more_choices_than_the_queue_takes_wait_their_turn() -> None:
     assert [len(output.choices) for output in outputs] == [4] * 6
 
 
-def test_threads_that_ask_at_once_share_the_queue() -> None:
+def test_concurrent_threads_share_the_queue() -> None:
     """The queue's bound holds for all calls together: no thread gets an overload error."""
     with LLM("fake", max_num_seqs=2, max_queue=1) as llm, ThreadPoolExecutor(8) as threads:
         params = SamplingParams(n=2, max_tokens=5)
@@ -158,7 +158,7 @@ print(asyncio.run(of_engine(make_engine())))
 """
 
 
-def test_a_forked_child_is_told_at_once_and_its_parent_goes_on() -> None:
+def test_a_forked_child_gets_an_error_at_once_and_its_parent_goes_on() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORK],
         cwd=Path(__file__).parents[1],
@@ -166,8 +166,8 @@ def test_a_forked_child_is_told_at_once_and_its_parent_goes_on() -> None:
         capture_output=True,
         text=True,
     )
-    told, text, codes = done.stdout.splitlines()
-    assert (told, text, codes) == ("7 1", expected_text(3), "[7, 7, 7, 7]"), done.stderr
+    counted, text, codes = done.stdout.splitlines()
+    assert (counted, text, codes) == ("7 1", expected_text(3), "[7, 7, 7, 7]"), done.stderr
 
 
 async def test_it_works_beside_a_running_loop(llm: LLM) -> None:
@@ -186,7 +186,7 @@ def test_closing_ends_its_threads_and_refuses_what_follows() -> None:
         llm.generate(["hello"] * 9)
 
 
-def test_what_other_threads_wait_for_ends_when_it_is_closed() -> None:
+def test_closing_ends_the_calls_of_other_threads() -> None:
     """Whether a call runs, waits or has just begun; one thread may close it, or two."""
     for _ in range(5):
         llm = LLM("fake", max_num_seqs=2, max_queue=1)

@@ -117,7 +117,7 @@ LEFT_OUT = (
 COMMANDS_LEFT_OUT = {"bench": {"page", "paper"}, "loadtest": {"compare"}}
 
 
-def test_a_wheel_has_what_runs_and_nothing_beside(wheel: set[str]) -> None:
+def test_a_wheel_has_the_product_and_nothing_else(wheel: set[str]) -> None:
     listed = subprocess.run(
         ["git", "ls-files", "streamer", "kernels", "loadtest"],
         cwd=ROOT,
@@ -132,10 +132,10 @@ def test_a_wheel_has_what_runs_and_nothing_beside(wheel: set[str]) -> None:
     }
     for part in LEFT_OUT:
         assert any(name.startswith(part) for name in files), part
-    wanted = {name for name in files if not name.startswith(LEFT_OUT)}
+    expected = {name for name in files if not name.startswith(LEFT_OUT)}
     found = {name for name in wheel - page_in(wheel) if ".dist-info/" not in name}
-    assert found == wanted
-    assert "streamer/demo/checkpoint/model.safetensors" in wanted
+    assert found == expected
+    assert "streamer/demo/checkpoint/model.safetensors" in expected
 
 
 def test_an_sdist_s_page_is_the_wheel_s(wheel: set[str], unpacked: Path) -> None:
@@ -146,7 +146,7 @@ def test_an_sdist_s_page_is_the_wheel_s(wheel: set[str], unpacked: Path) -> None
     }
 
 
-def test_what_a_wheel_has_imports_nothing_that_it_has_not(installed: Path) -> None:
+def test_a_wheel_imports_nothing_that_it_lacks(installed: Path) -> None:
     """Imports inside functions count too."""
     sources = list((installed / "streamer").rglob("*.py"))
     names = {".".join(path.relative_to(installed).with_suffix("").parts) for path in sources}
@@ -181,15 +181,15 @@ print(json.dumps(codes), file=sys.stderr)
         timeout=LIMIT_S,
         check=False,
     )
-    *said, last = done.stderr.splitlines() or [""]
+    *lines, last = done.stderr.splitlines() or [""]
     codes = json.loads(last)
     refused = {name for name, code in codes.items() if code}
     assert refused == {f"{n} {what}" for n, all_ in COMMANDS_LEFT_OUT.items() for what in all_}
     assert {codes[name] for name in refused} == {2}
-    assert "\n".join(said).count("it needs a checkout: run `pip install -e") == len(refused)
+    assert "\n".join(lines).count("it needs a checkout: run `pip install -e") == len(refused)
 
 
-def test_no_text_installs_a_strangers_package() -> None:
+def test_no_text_installs_an_unrelated_package() -> None:
     """The distribution is streamer-llm: on an index, `streamer` is another program."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["name"] == DISTRIBUTION == "streamer-llm"

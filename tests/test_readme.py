@@ -122,7 +122,7 @@ def test_commands_have_the_flags_they_are_given(page: str, line: str) -> None:
     assert given <= known, given - known
 
 
-def test_make_has_what_it_is_asked_for() -> None:
+def test_make_targets_in_the_text_exist() -> None:
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     asked = [line.split()[1] for _, line in SHELL if line.startswith("make ")]
     assert {"serve", "test"} <= {*asked} <= {*targets}
@@ -145,21 +145,25 @@ def is_a_flag_of_ours(flag: str) -> bool:
     return any(quoted in file.read_text(encoding="utf-8") for file in files)
 
 
-def test_every_command_is_told_and_exists() -> None:
-    told = {row.split()[1].strip("`") for row in first_column(section("Commands", "operations.md"))}
-    assert told == set(COMMANDS)
+def test_every_command_is_documented_and_exists() -> None:
+    documented = {
+        row.split()[1].strip("`") for row in first_column(section("Commands", "operations.md"))
+    }
+    assert documented == set(COMMANDS)
 
 
-def test_every_setting_is_told_with_its_default() -> None:
+def test_every_setting_is_documented_with_its_default() -> None:
     known = {setting.flag: setting for setting in settings()}
     found = set()
     for line in section("Settings", "operations.md").splitlines():
         flags = re.findall(r"`(--[a-z-]+)`", line.split("|")[1]) if line.startswith("|") else []
         found |= {*flags}
         defaults = [d.strip() for d in line.split("|")[2].split(",")] if flags else []
-        for flag, told in zip(flags, defaults * len(flags), strict=False):
+        for flag, documented in zip(flags, defaults * len(flags), strict=False):
             default = known[flag].default
-            assert told == str(default) or default in (None, (), "", {}), f"{flag}: {told}"
+            assert documented == str(default) or default in (None, (), "", {}), (
+                f"{flag}: {documented}"
+            )
     assert found == known.keys()
 
 
@@ -174,13 +178,13 @@ def test_a_settings_file_can_be_read(tmp_path: Path) -> None:
 
 def test_every_dependency_is_explained() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    told = {
+    documented = {
         name.strip()
         for row in first_column(section("What it depends on", "architecture.md"))
         for name in row.split(",")
     }
     for requirement in project["dependencies"]:
-        assert re.split(r"[^\w.-]", requirement)[0] in told
+        assert re.split(r"[^\w.-]", requirement)[0] in documented
 
 
 def test_the_rooms_are_where_it_says() -> None:
@@ -200,7 +204,7 @@ def test_files_of_the_architecture_exist() -> None:
     assert missing == []
 
 
-def test_what_is_looked_for_is_there() -> None:
+def test_names_in_the_architecture_exist() -> None:
     rows = [r.split("|") for r in section("Where things are", "architecture.md").splitlines()]
     found = [(r[2].strip(" `"), r[3].strip(" `")) for r in rows if len(r) == 5 and "`" in r[2]]
     assert len(found) > 20

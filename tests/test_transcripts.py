@@ -44,25 +44,25 @@ class Names:
     def real(self, text: str) -> str:
         return IDS.sub(lambda m: self._found.get(m[0], m[0]), text)
 
-    def learn(self, told: str, real: str) -> bool:
-        return self._found.setdefault(told, real) == real
+    def learn(self, expected: str, real: str) -> bool:
+        return self._found.setdefault(expected, real) == real
 
 
-def same(told: Any, real: Any, names: Names) -> bool:
+def same(expected: Any, real: Any, names: Names) -> bool:
     """Whether a value has all that the page shows; objects may have more fields."""
-    if isinstance(told, dict):
+    if isinstance(expected, dict):
         return isinstance(real, dict) and all(
-            name in real and same(value, real[name], names) for name, value in told.items()
+            name in real and same(value, real[name], names) for name, value in expected.items()
         )
-    if isinstance(told, list):
+    if isinstance(expected, list):
         return (
             isinstance(real, list)
-            and len(told) == len(real)
-            and all(same(a, b, names) for a, b in zip(told, real, strict=True))
+            and len(expected) == len(real)
+            and all(same(a, b, names) for a, b in zip(expected, real, strict=True))
         )
-    if isinstance(told, str) and IDS.fullmatch(told):
-        return isinstance(real, str) and names.learn(told, real)
-    return bool(told in (ANYTHING, real))
+    if isinstance(expected, str) and IDS.fullmatch(expected):
+        return isinstance(real, str) and names.learn(expected, real)
+    return bool(expected in (ANYTHING, real))
 
 
 def text_of(event: Any) -> str:
@@ -74,10 +74,10 @@ def text_of(event: Any) -> str:
     return ""
 
 
-def follow(told: Iterator[str], hear: Callable[[], Any], names: Names) -> Iterator[str]:
+def follow(expected: Iterator[str], hear: Callable[[], Any], names: Names) -> Iterator[str]:
     """Compare line by line; yields what is to be sent."""
     is_skipping, ahead = False, ""
-    for line in told:
+    for line in expected:
         if line.startswith("> "):
             yield names.real(line[2:])
             continue
@@ -85,25 +85,25 @@ def follow(told: Iterator[str], hear: Callable[[], Any], names: Names) -> Iterat
         if line[2:] == SKIP:
             is_skipping = True
             continue
-        wanted = json.loads(line[2:])
+        event = json.loads(line[2:])
         if ahead:  # the event before this one has brought its text as well
-            assert ahead.startswith(text_of(wanted)), line
-            ahead = ahead.removeprefix(text_of(wanted))
+            assert ahead.startswith(text_of(event)), line
+            ahead = ahead.removeprefix(text_of(event))
             continue
         real = hear()
-        while is_skipping and not matches(wanted, real, names):
+        while is_skipping and not matches(event, real, names):
             real = hear()
-        assert matches(wanted, real, names), f"{line}\n{json.dumps(real)}"
+        assert matches(event, real, names), f"{line}\n{json.dumps(real)}"
         is_skipping = False
-        ahead = text_of(real).removeprefix(text_of(wanted)) if text_of(wanted) else ""
+        ahead = text_of(real).removeprefix(text_of(event)) if text_of(event) else ""
 
 
-def matches(wanted: Any, real: Any, names: Names) -> bool:
+def matches(event: Any, real: Any, names: Names) -> bool:
     """As `same`; a delta may also have the text of those after it, and their number."""
-    text = text_of(wanted)
+    text = text_of(event)
     if text and text_of(real).startswith(text) and text_of(real) != text:
-        wanted = {k: v for k, v in wanted.items() if k not in ("delta", "sequence_number")}
-    return same(wanted, real, names)
+        event = {k: v for k, v in event.items() if k not in ("delta", "sequence_number")}
+    return same(event, real, names)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def test_exchanges_over_http(counting: Running) -> None:
     names = Names()
     with ExitStack() as answers:
         for code in HTTP:
-            asked, *told = code.splitlines()
+            asked, *expected = code.splitlines()
             method, target, *body = names.real(asked.removeprefix("> ")).split(" ", 2)
             url, content = counting.url + target, body[0] if body else None
             answer = answers.enter_context(
@@ -146,16 +146,16 @@ def test_exchanges_over_http(counting: Running) -> None:
             if "text/event-stream" not in answer.headers["content-type"]:
                 answer.read()
                 heard = iter([answer.status_code, answer.json()])
-                told = told if told[0][2:].isdecimal() else ["< 200", *told]
-                assert not list(follow(iter(told), heard.__next__, names))
+                expected = expected if expected[0][2:].isdecimal() else ["< 200", *expected]
+                assert not list(follow(iter(expected), heard.__next__, names))
                 continue
-            check_stream(told, answer, names)
+            check_stream(expected, answer, names)
 
 
-def check_stream(told: list[str], answer: httpx.Response, names: Names) -> None:
+def check_stream(expected: list[str], answer: httpx.Response, names: Names) -> None:
     """Each event shown is in the stream; `...` stands for any events before the next."""
     events = sse(answer)
-    groups = re.split(r"^< \.\.\.$", "\n".join(told), flags=re.MULTILINE)
+    groups = re.split(r"^< \.\.\.$", "\n".join(expected), flags=re.MULTILINE)
     for i, group in enumerate(groups):
         for j, shown in enumerate(shown_events(group)):
             event = next(events)
@@ -194,7 +194,7 @@ def test_there_are_exchanges() -> None:
 
 
 @pytest.mark.parametrize("body", [SamplingFields, ResponseCreate])
-def test_every_field_of_ours_is_told(body: Any) -> None:
+def test_every_field_of_ours_is_documented(body: Any) -> None:
     missing = [name for name in body.__struct_fields__ if f"`{name}`" not in PAGE]
     assert missing in ([], ["user", "safety_identifier", "prompt_cache_key"])
 
@@ -225,21 +225,23 @@ LIMITS = {  # first cell of a row -> second
 
 def test_limits_are_what_the_page_says() -> None:
     rows = (line.split(" | ") for line in PAGE.split("\n## Limits\n")[1].splitlines())
-    told = {row[0].removeprefix("| "): row[1] for row in rows if len(row) == 3}
-    assert {name: told.get(name) for name in LIMITS} == LIMITS
+    expected = {row[0].removeprefix("| "): row[1] for row in rows if len(row) == 3}
+    assert {name: expected.get(name) for name in LIMITS} == LIMITS
     assert f"within {tickets.TICKET_S} s" in PAGE
 
 
-def test_every_metric_is_told(counting: Running) -> None:
+def test_every_metric_is_documented(counting: Running) -> None:
     exposed = httpx.get(counting.url + "/metrics").text
     names = re.findall(r"^# TYPE (streamer_\w+?)(?:_total)? ", exposed, re.MULTILINE)
     page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
-    told = set(re.findall(r"`(streamer_\w+)`", page.split("## Metrics")[1].split("Worth an")[0]))
+    expected = set(
+        re.findall(r"`(streamer_\w+)`", page.split("## Metrics")[1].split("Worth an")[0])
+    )
     assert len(names) > 15
-    assert {n for n in names if not n.endswith("_created")} == told
+    assert {n for n in names if not n.endswith("_created")} == expected
 
 
-def test_every_error_code_is_told() -> None:
+def test_every_error_code_is_documented() -> None:
     """The codes that a request can meet: the server's, and the engine's that reach it."""
     ours = {"bad_config", "model_not_supported", "not_enough_memory", "invariant_violated"}
     ours |= {"step_hung", "pool_hung", "engine_forked", "engine_closed", "client_left"}

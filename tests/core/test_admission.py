@@ -29,7 +29,7 @@ def test_a_fork_shares_nothing_across_tenants() -> None:
     driver.drain()
 
 
-def test_who_waits_compares_its_cached_prefix_once() -> None:
+def test_a_waiting_request_compares_its_cached_prefix_once() -> None:
     """12 blocks are found at the first look; later looks only check that they are still there."""
     driver = Driver(make_config(num_blocks=18, enable_prefix_caching=True))
     driver.add(prompt(48), max_tokens=1)

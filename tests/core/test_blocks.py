@@ -28,7 +28,7 @@ def test_a_take_that_does_not_fit_takes_nothing() -> None:
     pool.check([])
 
 
-def test_a_shared_block_is_free_only_when_everybody_gave_it_back() -> None:
+def test_a_shared_block_is_free_only_when_every_table_gave_it_back() -> None:
     pool = BlockPool(2, "device")
     (block,) = taken(pool, 1)
     pool.share([block])
@@ -102,7 +102,7 @@ def test_the_first_block_with_a_hash_keeps_it() -> None:
     assert pool.publish(second, b"h", (1,))
 
 
-def test_mistakes_are_named() -> None:
+def test_invalid_calls_raise_and_name_the_block() -> None:
     pool = BlockPool(2, "device")
     (block,) = taken(pool, 1)
     pool.give_back([block], 0)

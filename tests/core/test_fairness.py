@@ -87,7 +87,7 @@ def test_the_backlogged_are_served_alike_whatever_their_requests_are_like(depth:
     driver.drain()
 
 
-def test_what_is_computed_again_is_not_paid_again() -> None:
+def test_recomputed_tokens_are_not_charged_again() -> None:
     config = make_config(num_blocks=12, num_host_blocks=0, enable_prefix_caching=False)
     driver = Driver(config, costs=RECOMPUTE)
     for start in (0, 40):
@@ -98,7 +98,7 @@ def test_what_is_computed_again_is_not_paid_again() -> None:
     assert share.time == PROMPT_COST * 16 + OUTPUT_COST * 40
 
 
-def test_what_is_found_in_the_cache_is_not_paid() -> None:
+def test_cached_tokens_are_not_charged() -> None:
     driver = Driver(make_config())
     driver.add(prompt(9), max_tokens=1)
     driver.run()
@@ -111,7 +111,7 @@ def test_what_is_found_in_the_cache_is_not_paid() -> None:
 # ------------------------------------------------------------ what idling earns
 
 
-def test_idling_earns_nothing() -> None:
+def test_idle_tenants_gain_no_credit() -> None:
     driver = wide(max_num_seqs=1)
     for i in range(10):
         driver.add(prompt(4, start=i), request_id=f"a{i}", max_tokens=10, tenant="a")
@@ -125,7 +125,7 @@ def test_idling_earns_nothing() -> None:
     assert order(driver)[7:12] == ["b1", "a6", "b2", "a7", "b3"]
 
 
-def test_a_newcomer_has_no_claim_on_what_was_served_before_it() -> None:
+def test_a_new_tenant_has_no_claim_on_earlier_service() -> None:
     """Also when no request waits as it comes."""
     driver = wide(max_num_seqs=1)
     driver.add(prompt(4), request_id="a0", max_tokens=50, tenant="a")
@@ -153,7 +153,7 @@ def test_waiting_at_a_low_priority_is_no_claim_on_a_higher_one() -> None:
     assert order(driver)[-1] == "parked"
 
 
-def test_coming_back_forgives_nothing() -> None:
+def test_a_tenant_that_returns_keeps_its_virtual_time() -> None:
     """Requests one at a time, with none waiting in between, do not reset the account."""
     driver = wide(max_num_seqs=1)
     for i in range(20):
@@ -207,7 +207,7 @@ def put(state: State, name: str, tenant: str, arrival: int, priority: int = 0) -
     return request
 
 
-def test_tenants_that_are_even_are_forgotten() -> None:
+def test_tenants_without_a_balance_are_dropped() -> None:
     driver = wide(max_num_seqs=1)
     for i in range(30):
         driver.add(prompt(4, start=i), max_tokens=2, tenant="a")
@@ -222,7 +222,7 @@ def test_tenants_that_are_even_are_forgotten() -> None:
     driver.drain()
 
 
-def test_check_finds_a_lost_account_and_a_wrong_one() -> None:
+def test_check_finds_a_missing_share_and_a_wrong_one() -> None:
     state = State(make_config(), BlockHasher(4, b"s" * 32))
     first, second = put(state, "a", "a", 1), put(state, "b", "b", 2)
     state.queue.check(state.requests.by_id.values())

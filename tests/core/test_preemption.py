@@ -36,7 +36,7 @@ def test_then_the_lowest_priority_then_least_work_then_the_last() -> None:
     assert choose_victim([request(1), request(2), last]) is last
 
 
-def test_who_was_preempted_twice_is_exempt_while_another_can_run() -> None:
+def test_a_request_preempted_twice_is_exempt_while_another_can_run() -> None:
     often = request(3, computed=1, evictions=MAX_PREEMPTIONS)
     other = request(1)
     assert choose_victim([often, other]) is other

@@ -54,7 +54,7 @@ def test_a_prompt_is_not_taken_from_the_cache_nor_from_a_parent() -> None:
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("costs", [SWAP, RECOMPUTE])
-def test_preempted_amid_its_prompt_it_goes_on_where_it_was(
+def test_preempted_during_its_prompt_it_resumes_scoring_where_it_was(
     costs: dict[str, float], depth: int
 ) -> None:
     config = make_config(num_blocks=12, max_scored_tokens=5, enable_prefix_caching=False)

@@ -137,7 +137,7 @@ def test_the_earliest_start_wins_then_the_first_listed() -> None:
     assert find_stop(b"", b"abc", [b"ab", b"abc"]) == (0, 0)
 
 
-def test_a_character_cut_between_tokens_is_matched() -> None:
+def test_a_stop_character_split_across_tokens_is_matched() -> None:
     euro = "€".encode()
     assert first_stop([b"5 ", euro[:1], euro[1:]], [euro]) == 2
 

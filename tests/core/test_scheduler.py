@@ -150,7 +150,7 @@ def test_copied_tokens_are_final_at_the_last_end_and_those_of_all_choices() -> N
     assert copied == {"r0": 0, "r1": 2 * 2}  # two of three copy two tokens
 
 
-def test_a_copy_that_is_given_up_before_its_plan_is_made_is_not_counted() -> None:
+def test_a_copy_cancelled_before_its_plan_is_not_counted() -> None:
     """The second of three choices copies its block; none is left for the third: all give way."""
     driver = Driver(make_config(num_blocks=6), costs=RECOMPUTE)
     driver.add(prompt(12), max_tokens=12)
@@ -281,7 +281,7 @@ def test_equal_priorities_do_not_preempt_each_other_for_rows() -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_resumed_reader_gives_way_to_a_higher_priority_when_nobody_else_can_go_on(
+def test_a_resumed_request_is_preempted_for_a_higher_priority_when_no_other_can_run(
     depth: int,
 ) -> None:
     driver = Driver(make_config(num_blocks=16, num_host_blocks=16), costs=SWAP, depth=depth)
@@ -323,7 +323,7 @@ def test_a_failed_request_leaves_nothing_to_match_even_if_it_was_preempted_meanw
 
 def test_unknown_ids_are_ignored_and_a_second_one_is_refused() -> None:
     driver = Driver(make_config())
-    driver.cancel("nobody")
+    driver.cancel("absent")
     driver.add(prompt(2), request_id="same")
     with pytest.raises(InvalidRequest, match="same exists"):
         driver.scheduler.command(driver.adds["same"])

@@ -132,7 +132,9 @@ class LifeAhead(Life):
 
 
 @pytest.mark.parametrize("machine", [Life, LifeAhead])
-def test_random_lives_leak_nothing_starve_nobody_and_end_once(machine: type[Life]) -> None:
+def test_random_commands_leak_nothing_starve_no_request_and_end_each_once(
+    machine: type[Life],
+) -> None:
     machine.total_steps = 0
     profile = settings(
         max_examples=300,
@@ -271,7 +273,9 @@ LIVES = [
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("life", LIVES)
-def test_lives_with_copies_at_any_time_pass(life: Callable[[int], None], depth: int) -> None:
+def test_random_commands_with_copies_at_any_time_pass(
+    life: Callable[[int], None], depth: int
+) -> None:
     life(depth)
 
 

@@ -73,7 +73,7 @@ def miss_an_end_in_the_lineup(state: State) -> None:
         (miss_an_end_in_the_lineup, "2 sequences run, 1 lined up"),
     ],
 )
-def test_check_misses_what_is_lost(corrupt: Callable[[State], None], says: str) -> None:
+def test_check_finds_lost_entries(corrupt: Callable[[State], None], says: str) -> None:
     driver = Driver(make_config(max_num_seqs=2))
     for start in (0, 30, 60):
         driver.add([start, 1, 2])
@@ -121,7 +121,7 @@ def changes_of_an_owner(source: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", sorted(Path(core.__path__[0]).glob("*.py")), ids=lambda p: p.stem)
-def test_owners_change_through_their_own_methods_alone(path: Path) -> None:
+def test_owners_change_only_through_their_own_methods(path: Path) -> None:
     assert not list(changes_of_an_owner(path.read_text(encoding="utf-8")))
 
 
@@ -135,5 +135,5 @@ def test_owners_change_through_their_own_methods_alone(path: Path) -> None:
         "state.report.notices.insert(0, notice)",
     ],
 )
-def test_a_change_past_an_owner_is_seen(change: str) -> None:
+def test_a_change_that_bypasses_an_owner_is_found(change: str) -> None:
     assert list(changes_of_an_owner(change)) == [change]

@@ -72,7 +72,7 @@ def test_the_steps_say_what_the_plans_did(depth: int) -> None:
     driver.drain()
 
 
-def test_a_pause_is_in_the_step_that_tells_it() -> None:
+def test_a_pause_is_in_the_step_that_reports_it() -> None:
     driver = Driver(make_config())
     driver.add(prompt(3), max_tokens=20)
     driver.scheduler.snapshot(ALL)
@@ -140,7 +140,7 @@ def test_a_paused_request_that_loses_its_blocks_shows_it(costs: dict[str, float]
 # ------------------------------------------------------------ what it costs
 
 
-def test_looking_changes_no_plan() -> None:
+def test_views_change_no_plan() -> None:
     watched, alone = crowded(), crowded()
     run(watched)
     alone.run()
@@ -148,7 +148,7 @@ def test_looking_changes_no_plan() -> None:
     assert watched.tokens == alone.tokens
 
 
-def test_without_a_follower_a_step_makes_nothing_for_one() -> None:
+def test_without_a_follower_a_step_allocates_nothing() -> None:
     """No allocation in the files of the views; with a follower there are some."""
     files = [tracemalloc.Filter(True, views.__file__)]
 
@@ -170,14 +170,14 @@ def test_without_a_follower_a_step_makes_nothing_for_one() -> None:
     assert allocated(driver) == 0
 
 
-def test_a_look_without_steps_records_none() -> None:
+def test_a_query_without_steps_records_none() -> None:
     driver = crowded()
     driver.scheduler.snapshot(ViewQuery((b"",)))
     driver.run()
     assert driver.scheduler.snapshot(ViewQuery((b"",))).steps == ()
 
 
-def test_a_recorder_that_nobody_empties_is_full() -> None:
+def test_a_recorder_that_is_never_read_is_bounded() -> None:
     driver = Driver(make_config(num_blocks=40, max_model_len=160))
     driver.add(prompt(4), max_tokens=120)
     driver.scheduler.snapshot(ViewQuery((b"",), 7))
@@ -262,7 +262,7 @@ def shared_house() -> tuple[Scheduler, SchedulerView]:
     return scheduler, scheduler.snapshot(query)
 
 
-def test_others_requests_are_counts_only() -> None:
+def test_requests_of_others_become_counts() -> None:
     _, view = shared_house()
     mine = seen_by(view, b"one:")
     assert [r.request_id for r in mine.requests] == ["a", "c"]
@@ -279,7 +279,7 @@ def test_others_requests_are_counts_only() -> None:
         assert part.device == view.device
 
 
-def test_who_was_not_asked_for_is_not_listed_at_all() -> None:
+def test_requests_of_other_owners_are_only_counted_by_status() -> None:
     scheduler, _ = shared_house()
     view = scheduler.snapshot(ViewQuery((b"two:",), 9))
     assert [r.request_id for r in view.requests] == ["b"]

@@ -33,13 +33,13 @@ def test_every_kind_of_document_appears() -> None:
 
 
 @pytest.mark.parametrize("plot", plots(), ids=lambda plot: plot.name)
-def test_every_line_of_a_plot_can_be_told(plot) -> None:
+def test_every_line_of_a_plot_can_be_filled_in(plot) -> None:
     rng = random.Random(1)
     for _ in range(40):
         story = make_story(rng, plot=plot)
-        told = [story.text, story.summary, story.moral, story.sequel, story.title]
-        told += [part for ask in story.asks for part in ask]
-        for text in told:
+        texts = [story.text, story.summary, story.moral, story.sequel, story.title]
+        texts += [part for ask in story.asks for part in ask]
+        for text in texts:
             assert not HOLES.search(text), text
             assert text[0].isupper() or text[0] in "\"'"
 
@@ -88,7 +88,7 @@ def test_article(phrase: str, expected: str) -> None:
     assert with_article(phrase) == expected
 
 
-def test_a_slot_that_nobody_fills_is_an_error_that_names_it() -> None:
+def test_an_unfilled_slot_is_an_error_that_names_it() -> None:
     with pytest.raises(TemplateError, match="'nothing'"):
         fill("a {nothing} here", {})
 
@@ -143,8 +143,8 @@ def test_loss_weights_cover_answers_fully_and_prompts_lightly(tokenizer: Tokeniz
     (row,) = encode([Document("chat", turns)], tokenizer)
     full = [i for i, w in zip(row.ids, row.weights, strict=True) if w == 1.0]
     light = [i for i, w in zip(row.ids, row.weights, strict=True) if w == PROMPT_WEIGHT]
-    said = tokenizer.decode(full, skip_special_tokens=False)
-    assert said == "A small piece.<|im_end|>"
+    text = tokenizer.decode(full, skip_special_tokens=False)
+    assert text == "A small piece.<|im_end|>"
     assert tokenizer.decode(light, skip_special_tokens=False) == "What is a block?<|im_end|>"
 
 

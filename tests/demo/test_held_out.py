@@ -20,8 +20,8 @@ def ask(questions: list[str]) -> list[str]:
 
 def test_held_out_phrasings_are_answered_right(capsys: pytest.CaptureFixture[str]) -> None:
     records = read_held_out(HELD_OUT)
-    said = ask([record.question for record in records])
-    wrong = [(r, text) for r, text in zip(records, said, strict=True) if not r.is_right(text)]
+    given = ask([record.question for record in records])
+    wrong = [(r, text) for r, text in zip(records, given, strict=True) if not r.is_right(text)]
     right = len(records) - len(wrong)
     with capsys.disabled():
         print(f"\nheld-out phrasings answered right: {right} of {len(records)}")
@@ -38,7 +38,7 @@ def test_what_is_paged_attention() -> None:
     assert answer.endswith(".")
 
 
-def test_a_story_is_told_and_ends() -> None:
+def test_a_story_is_generated_and_ends() -> None:
     (story,) = answers(CHECKPOINT, ["Tell me a story about a fox."])
     assert "fox" in story
     assert 60 < len(story.split()) < 300

@@ -29,13 +29,13 @@ def test_no_phrasing_has_two_answers() -> None:
     for entry in read_questions():
         for phrasing in entry.phrasings:
             answers[normalised(phrasing)].add(entry.answer)
-    assert {asked: said for asked, said in answers.items() if len(said) > 1} == {}
+    assert {asked: found for asked, found in answers.items() if len(found) > 1} == {}
 
 
 def test_each_held_out_question_has_an_entry_that_answers_it() -> None:
-    said = [entry.answer for entry in read_questions()]
+    answers = [entry.answer for entry in read_questions()]
     for record in read_held_out(HELD_OUT):
-        assert any(record.is_right(answer) for answer in said), record.question
+        assert any(record.is_right(answer) for answer in answers), record.question
 
 
 def test_marking_needs_every_group() -> None:

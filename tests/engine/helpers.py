@@ -186,7 +186,7 @@ async def all_deltas(stream: TokenStream, after: int = 0) -> list[Delta]:
     return [d async for items in stream.read(after) for d in items if isinstance(d, Delta)]
 
 
-async def until(engine: AsyncEngine, **wanted: int) -> None:
+async def until(engine: AsyncEngine, **counts: int) -> None:
     """Wait until the counts after a step are these."""
     stepped = asyncio.Event()
     original = engine.on_output
@@ -198,7 +198,7 @@ async def until(engine: AsyncEngine, **wanted: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "on_output", on_output)
         async with asyncio.timeout(DEADLINE_S):
-            while {name: getattr(engine.stats, name) for name in wanted} != wanted:
+            while {name: getattr(engine.stats, name) for name in counts} != counts:
                 stepped.clear()
                 await stepped.wait()
 

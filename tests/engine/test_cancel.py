@@ -144,11 +144,11 @@ async def test_cancel_while_preempted(swap_space: float) -> None:
     assert [n.how for n in notices] == ["swap" if swap_space else "recompute"]
 
 
-async def test_cancelling_nothing_is_harmless() -> None:
+async def test_cancelling_an_unknown_request_is_harmless() -> None:
     async with asyncio.timeout(DEADLINE_S), make_engine() as engine:
-        engine.cancel("nobody")
-        engine.pause("nobody")
-        engine.resume("nobody")
+        engine.cancel("absent")
+        engine.pause("absent")
+        engine.resume("absent")
         stream = engine.submit(request(3))
         await stream.wait()
         engine.cancel(stream.request_id)

@@ -216,18 +216,18 @@ def test_the_inbox_sorts_what_comes() -> None:
 
 def position_notices(outputs: list[StepOutput]) -> list[list[tuple[str, int]]]:
     """(request, position) of every notice, step by step; steps without notices left out."""
-    told = [
+    sent = [
         [(n.request_id, n.position) for n in o.notices if n.kind is NoticeKind.WAITING]
         for o in outputs
     ]
-    return [each for each in told if each]
+    return [each for each in sent if each]
 
 
-def queue_up(rig: Rig, *told: int | None) -> None:
+def queue_up(rig: Rig, *sent: int | None) -> None:
     """Four requests that take all rows for ten steps, and these behind them."""
     for i in range(4):
         rig.add(f"first{i}", max_tokens=10 + i)
-    for i, position in enumerate(told):
+    for i, position in enumerate(sent):
         params = SamplingParams(max_tokens=2, seed=1)
         rig.inbox.put(Add(f"r{i}", PROMPT, params, queue_position=position))
 
@@ -237,8 +237,8 @@ def test_position_notices_come_with_a_step(depth: int, monkeypatch: pytest.Monke
     monkeypatch.setattr(core, "POSITIONS_S", 0.0)
     rig = Rig(depth)
     queue_up(rig, 4, 5, None)
-    told = position_notices(rig.run())
-    assert told == [[("r0", 0), ("r1", 1)], [("r1", 0)]]
+    sent = position_notices(rig.run())
+    assert sent == [[("r0", 0), ("r1", 1)], [("r1", 0)]]
 
 
 def test_position_notices_are_made_at_a_minimum_interval(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,7 @@ async def test_stop_strings_and_stop_ids() -> None:
         assert (stream.text(), stream.token_ids()[-1]) == (" 1 2 3 4", stop_id)
 
 
-async def test_special_tokens_in_the_text_on_request() -> None:
+async def test_special_tokens_are_in_the_text_on_request() -> None:
     async with asyncio.timeout(DEADLINE_S), make_engine() as engine:
         fields: dict[str, Any] = {"prompt": tuple(b"count to 2"), "skip_special_tokens": False}
         stream = engine.submit(request(5, **fields))
@@ -146,7 +146,7 @@ async def test_the_prefix_of_an_earlier_prompt_is_cached_unless_salted() -> None
 # ---------------------------------------------------------------- flow control
 
 
-async def test_a_slow_reader_pauses_its_own_sequence_and_nobody_elses() -> None:
+async def test_a_slow_reader_pauses_only_its_own_sequence() -> None:
     async with asyncio.timeout(DEADLINE_S), make_engine() as engine:
         slow = engine.submit(request(2000, window=64))
         async with aclosing(slow.read()) as reader:
@@ -247,7 +247,7 @@ async def test_drain_of_an_idle_or_dead_engine_returns() -> None:
         await dead.aclose()
 
 
-async def test_a_load_that_ends_when_it_was_given_up_opens_nothing() -> None:
+async def test_a_load_that_ends_after_it_was_given_up_opens_nothing() -> None:
     """The report of it may be on its way to the loop when the engine is closed."""
     async with asyncio.timeout(DEADLINE_S):
         engine = make_engine()

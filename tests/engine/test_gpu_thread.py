@@ -62,7 +62,7 @@ async def test_exactly_one_wake_up_a_step(depth: int, monkeypatch: pytest.Monkey
     assert calls == ["on_ready", *["on_output"] * len(numbers), "on_end"]  # and no other callback
 
 
-async def test_a_loop_that_does_not_come_round_is_at_most_two_steps_behind() -> None:
+async def test_a_blocked_loop_is_at_most_two_steps_behind() -> None:
     """Permits plus unread StepOutputs never exceed two."""
     async with asyncio.timeout(DEADLINE_S), GatedEngine() as gated:
         gated.engine.submit(request(1000))
@@ -172,7 +172,7 @@ async def test_a_death_is_logged_once_with_its_whole_traceback(
     assert "in launch" in caplog.text  # where it happened
 
 
-async def test_what_came_before_the_death_is_kept() -> None:
+async def test_output_before_the_death_is_kept() -> None:
     async with asyncio.timeout(DEADLINE_S), make_engine(Dying) as engine:
         stream = engine.submit(request(100))
         with pytest.raises(EngineDead):
@@ -181,7 +181,7 @@ async def test_what_came_before_the_death_is_kept() -> None:
         assert stream.finishes == [None]
 
 
-async def test_a_request_that_is_on_its_way_when_the_engine_dies_is_told() -> None:
+async def test_a_request_sent_as_the_engine_dies_gets_the_error() -> None:
     """Submitted after the thread's end, before the loop was informed of it."""
     async with asyncio.timeout(DEADLINE_S), make_engine(Stillborn) as engine:
         first = engine.submit(request(100))
@@ -212,7 +212,7 @@ async def test_a_fault_on_the_loop_is_death_too(monkeypatch: pytest.MonkeyPatch)
         assert threads() == []
 
 
-async def test_death_while_loading_reaches_those_who_wait() -> None:
+async def test_death_while_loading_reaches_every_waiting_caller() -> None:
     def wrap(inner: FakeRunner) -> Wrapped:
         raise RuntimeError("a broken driver")
 
@@ -230,7 +230,7 @@ async def test_death_while_loading_reaches_those_who_wait() -> None:
         await engine.aclose()
 
 
-async def test_what_loading_refuses_is_raised_as_it_is() -> None:
+async def test_an_error_of_loading_is_raised_unchanged() -> None:
     def load() -> Any:
         raise ModelNotSupported("no mamba here", param="model")
 
@@ -242,7 +242,7 @@ async def test_what_loading_refuses_is_raised_as_it_is() -> None:
     assert engine.is_dead
 
 
-async def test_each_who_waits_for_a_load_that_fails_gets_an_error_of_its_own() -> None:
+async def test_each_caller_waiting_for_a_failed_load_gets_its_own_error() -> None:
     def load() -> Any:
         raise ModelNotSupported("no mamba here", param="model")
 

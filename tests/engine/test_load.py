@@ -54,7 +54,7 @@ class Desk:
             self.move(self.ask())
 
 
-def test_a_wait_is_what_is_before_at_the_rate_at_which_rows_come_free() -> None:
+def test_the_wait_is_the_rows_before_over_the_rate_at_which_rows_come_free() -> None:
     desk = Desk(4)
     assert desk.wait_s() == 0.0
     desk.fill()
@@ -117,7 +117,7 @@ def test_prompts_one_after_the_other_beside_idle_rows_are_waited_for_at_their_ow
     assert desk.wait_s() == pytest.approx(5 * 0.1, rel=0.3)
 
 
-def test_who_was_paused_before_it_ran_is_waited_for_by_nobody() -> None:
+def test_a_request_paused_before_it_ran_delays_no_other() -> None:
     desk = Desk(1)
     desk.fill()
     held = desk.ask("a", n=3)

@@ -80,7 +80,7 @@ def test_choices_and_what_was_asked_of_them_are_counted_as_they_are(n: int, aske
     assert stream.num_bytes == pytest.approx(real, rel=0.2, abs=2048)
 
 
-async def test_what_is_kept_of_a_stream_is_no_other_stream() -> None:
+async def test_a_retained_stream_holds_no_other_stream() -> None:
     """Each observer refers to all streams of a batch."""
     streams = [lone_stream(), lone_stream()]
     seen = Seen(streams)

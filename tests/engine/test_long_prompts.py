@@ -13,7 +13,7 @@ from tests.engine.helpers import DEADLINE_S, make_engine, request
 CONTEXT = 100
 
 
-async def test_too_many_ids_are_not_looked_at() -> None:
+async def test_too_many_ids_are_refused_without_reading_them() -> None:
     async with asyncio.timeout(DEADLINE_S), make_engine(max_model_len=CONTEXT) as engine:
         with pytest.raises(ContextLengthExceeded, match=str(CONTEXT)):
             engine.submit(request(prompt=(VOCAB_SIZE,) * CONTEXT))
@@ -21,7 +21,7 @@ async def test_too_many_ids_are_not_looked_at() -> None:
             engine.submit(request(prompt=(VOCAB_SIZE,)))
 
 
-async def test_a_text_that_no_tokens_can_make_short_is_not_encoded() -> None:
+async def test_a_text_longer_than_any_tokens_could_be_is_not_encoded() -> None:
     """The fake's longest token is <|assistant|>: thirteen bytes."""
     longest = 13 * (CONTEXT - 1)
     async with asyncio.timeout(DEADLINE_S), make_engine(max_model_len=CONTEXT) as engine:

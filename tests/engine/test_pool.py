@@ -57,16 +57,16 @@ async def test_endless_loops_are_ended_and_the_threads_go_on() -> None:
         spinning = [asyncio.create_task(pool.run(spin)) for _ in range(4)]
         after = [asyncio.create_task(pool.run(lambda: threading.current_thread()))]
         for task in spinning:
-            with pytest.raises(RequestFailed, match=r"longer than 0\.1 s") as told:
+            with pytest.raises(RequestFailed, match=r"longer than 0\.1 s") as raised:
                 await task
-            assert told.value.code == "prompt_timeout"
+            assert raised.value.code == "prompt_timeout"
         assert (await after[0]).name.startswith("streamer-encode")
         await until(lambda: pool._check is None)  # and then no timer runs
     assert hung == []
     pool.close(EngineDead("closed"))
 
 
-async def test_what_waits_for_a_thread_is_not_given_up() -> None:
+async def test_a_call_waiting_for_a_thread_is_not_given_up() -> None:
     pool, _ = pool_of(1, 1.0)
     async with asyncio.timeout(DEADLINE_S):
         slow = [pool.run(lambda: time.sleep(0.3)) for _ in range(5)]
@@ -74,7 +74,7 @@ async def test_what_waits_for_a_thread_is_not_given_up() -> None:
     pool.close(EngineDead("closed"))
 
 
-async def test_the_engine_is_told_when_nothing_frees_any_thread() -> None:
+async def test_on_hung_is_called_when_no_thread_can_be_freed() -> None:
     pool, hung = pool_of(2)
     work = Hanging()
     async with asyncio.timeout(DEADLINE_S):
@@ -106,7 +106,7 @@ async def test_one_thread_that_hangs_is_not_the_end() -> None:
     pool.close(EngineDead("closed"))
 
 
-async def test_who_leaves_does_not_free_a_thread_that_hangs() -> None:
+async def test_cancelling_the_caller_does_not_free_a_hung_thread() -> None:
     """A caller that is cancelled leaves its work watched."""
     pool, _ = pool_of(1)
     async with asyncio.timeout(DEADLINE_S):
@@ -213,7 +213,7 @@ class SlowQueue(SimpleQueue[Any]):
         return call
 
 
-async def test_a_job_that_was_just_taken_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_that_was_just_taken_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, hung = pool_of(1)
     calls = SlowQueue()
     monkeypatch.setattr(pool, "_calls", calls)

@@ -25,7 +25,7 @@ def test_it_keeps_a_value_a_second_however_many_come() -> None:
     assert len(seen._seconds) == 4
 
 
-async def test_reading_the_loops_lag_takes_it_from_nobody() -> None:
+async def test_reading_the_loops_lag_does_not_reset_it() -> None:
     async with asyncio.timeout(DEADLINE_S), make_engine(tokens_per_s=100.0) as engine:
         stream = engine.submit(request(20))
         async for _ in stream.read():

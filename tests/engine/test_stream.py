@@ -192,7 +192,7 @@ async def test_cached_tokens_are_those_of_the_first_run() -> None:
     assert stream.cached_tokens == 2
 
 
-async def test_timing_grows_with_the_stream() -> None:
+async def test_timing_is_filled_in_as_the_stream_goes_on() -> None:
     stream = lone_stream()
     assert stream.timing.queue_s is None
     stream.notify(Notice("r", NoticeKind.RUNNING))
@@ -242,7 +242,7 @@ async def test_a_finish_comes_once() -> None:
     assert stream.error is None
 
 
-async def test_the_end_is_told_once_however_it_comes() -> None:
+async def test_observers_are_notified_of_the_end_once() -> None:
     calls: list[str] = []
     stream, other = lone_stream(n=2), lone_stream()
 

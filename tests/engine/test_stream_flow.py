@@ -47,7 +47,7 @@ async def test_breaking_out_of_the_loop_detaches() -> None:
     assert calls.log == ["cancel"]
 
 
-async def test_a_stream_that_nobody_ever_read_runs_on() -> None:
+async def test_a_stream_that_was_never_read_runs_on() -> None:
     calls = Calls()
     stream = lone_stream(calls, detach_s=0.0)
     write(stream, "abc")
@@ -221,7 +221,7 @@ async def test_a_finished_stream_is_neither_paused_nor_resumed() -> None:
 # ---------------------------------------------------------------- dropped readers
 
 
-async def test_a_reader_that_lags_too_long_is_sent_away_and_the_stream_waits_paused() -> None:
+async def test_a_reader_that_lags_too_long_is_dropped_and_the_stream_waits_paused() -> None:
     calls = Calls()
     stream = lone_stream(calls, window=4, detach_s=0.0, pause_s=0.0, linger_s=60.0)
     reader = stream.new_reader()
@@ -341,7 +341,7 @@ async def test_when_the_furthest_reader_goes_the_others_lag_counts_at_once() -> 
             assert (calls.log, stream.lag()) == (["pause"], 6)
 
 
-async def test_what_a_reader_that_was_sent_away_says_afterwards_changes_nothing() -> None:
+async def test_acknowledgements_of_a_dropped_reader_are_ignored() -> None:
     calls = Calls()
     stream = lone_stream(calls, window=4)
     number = stream.new_reader()

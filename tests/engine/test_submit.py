@@ -50,7 +50,9 @@ VOCAB = 10**7
         ({"max_tokens": None, "min_tokens": 10**6}, "min_tokens"),
     ],
 )
-async def test_a_mistake_is_named_and_nothing_is_queued(fields: dict[str, Any], param: str) -> None:
+async def test_an_invalid_request_is_refused_by_name_and_not_queued(
+    fields: dict[str, Any], param: str
+) -> None:
     async with asyncio.timeout(DEADLINE_S), make_engine(max_num_seqs=8) as engine:
         with pytest.raises(InvalidRequest) as refusal:
             engine.submit(request(**fields))
@@ -123,7 +125,7 @@ async def test_retention_keeps_the_newest_within_its_bytes() -> None:
         assert 0 < snapshot.retained_bytes <= 3 * 3000
 
 
-async def test_what_one_key_makes_does_not_push_out_what_another_comes_back_for() -> None:
+async def test_one_keys_streams_do_not_evict_those_retained_for_another() -> None:
     async with asyncio.timeout(DEADLINE_S), make_engine(retain_bytes=5 * 3000) as engine:
         await engine.submit(request(request_id="theirs", tenant="few")).wait()
         for i in range(20):
@@ -286,7 +288,7 @@ async def test_a_request_takes_as_much_of_the_queue_as_it_has_choices() -> None:
             await gated.engine.submit(request(5, n=4)).wait()
 
 
-async def test_a_key_takes_of_the_queue_at_most_as_much_as_it_leaves() -> None:
+async def test_a_key_gets_at_most_as_much_of_the_queue_as_stays_free() -> None:
     async with asyncio.timeout(DEADLINE_S):
         async with GatedEngine(max_num_seqs=1, max_queue=8) as gated:
             engine = gated.engine
@@ -308,7 +310,7 @@ async def test_a_key_takes_of_the_queue_at_most_as_much_as_it_leaves() -> None:
             await asyncio.gather(*(s.wait() for s in streams))
 
 
-async def test_what_would_wait_for_too_long_is_refused_and_says_when_to_come_back() -> None:
+async def test_a_request_that_would_wait_too_long_is_refused_with_a_retry_time() -> None:
     async with asyncio.timeout(DEADLINE_S), make_engine(max_num_seqs=1, tokens_per_s=100) as engine:
         await engine.submit(request(20)).wait()  # 0.2 s
         running, *_ = [engine.submit(request(20)) for _ in range(10)]
@@ -335,7 +337,7 @@ async def test_a_request_ends_at_its_deadline_wherever_it_is() -> None:
         await until(engine, running=0, waiting=0)
 
 
-async def test_at_eight_times_capacity_what_is_let_in_is_answered() -> None:
+async def test_at_eight_times_capacity_accepted_requests_are_answered() -> None:
     """Clients come at eight times the rate of 20/s and give up after 1.5 s; without a bound on the
     wait, nearly all served after the first 1.5 s would have given up. `streamer loadtest attacks
     overload` measures the share that is answered; here a busy machine may halve it."""
@@ -367,7 +369,7 @@ async def test_at_eight_times_capacity_what_is_let_in_is_answered() -> None:
     assert over_s < 1.5  # and then the queue is empty
 
 
-async def test_what_was_paused_before_it_ran_refuses_nobody() -> None:
+async def test_requests_paused_before_they_ran_cause_no_refusals() -> None:
     """Paused in the queue, or between its first step and the report of it."""
     async with asyncio.timeout(DEADLINE_S), GatedEngine(max_num_seqs=1) as gated:
         engine, gate = gated.engine, gated.gate
@@ -389,7 +391,7 @@ async def test_what_was_paused_before_it_ran_refuses_nobody() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2])
-async def test_an_id_is_taken_until_the_scheduler_has_ended_what_met_its_deadline(n: int) -> None:
+async def test_an_id_is_taken_until_the_scheduler_has_ended_its_expired_request(n: int) -> None:
     """A late finish would end another request of that id, whose Add then fails the engine."""
     settings = {"max_num_seqs": 2, "retain_s": 0.0}
     async with asyncio.timeout(DEADLINE_S), GatedEngine(**settings) as gated:

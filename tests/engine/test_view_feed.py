@@ -43,7 +43,7 @@ async def test_a_view_shows_running_requests_and_an_idle_engine_answers_too() ->
             (shown,) = (await engine.view_feed.next()).requests
             assert shown.request_id == stream.request_id
             assert shown.sequences[0].num_blocks > 0
-            other = await engine.view_feed.next("somebody")
+            other = await engine.view_feed.next("another")
             assert (other.requests, other.unlisted) == ((), {shown.status: 1})
 
 
@@ -119,9 +119,9 @@ async def test_each_call_after_the_end_raises_its_own_error() -> None:
         pass
     errors = []
     for _ in range(3):
-        with pytest.raises(EngineDead, match="closed") as told:
+        with pytest.raises(EngineDead, match="closed") as raised:
             await engine.view_feed.next()
-        errors.append(told.value)
+        errors.append(raised.value)
     assert len({id(e) for e in errors}) == 3
     depths = [len(list(traceback.walk_tb(e.__traceback__))) for e in errors]
     assert depths == depths[:1] * 3

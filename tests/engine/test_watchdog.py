@@ -123,9 +123,9 @@ async def test_closing_and_draining_leave_a_hung_step_behind(
         stream = engine.submit(request(100))
         await asyncio.to_thread(made[0].is_stuck.wait)
         await engine.drain(0.05)
-        with pytest.raises(Overloaded) as told:
+        with pytest.raises(Overloaded) as raised:
             await stream.wait()
-        assert told.value.code == "server_shutdown"
+        assert raised.value.code == "server_shutdown"
         assert not engine.is_hung
         await engine.aclose(0.05)
         assert (engine.is_hung, engine.is_dead) == (True, False)
@@ -175,7 +175,7 @@ async def test_no_timer_is_left_when_nothing_runs(watchdog_s: float) -> None:
         assert (thread._check is None) is (watchdog_s == 0)
 
 
-async def test_bundled_a_hung_step_is_death_and_what_was_said_stays() -> None:
+async def test_bundled_a_hung_step_is_death_and_earlier_output_stays() -> None:
     made: list[Stuck] = []
     engine = AsyncEngine.from_config(Config(model=None, num_gpu_blocks_override=64, watchdog_s=1.0))
     load = engine._load

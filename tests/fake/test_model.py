@@ -229,7 +229,7 @@ def test_many_choices_through_preemption_pause_and_cancel(depth: int) -> None:
         ("<|user|>hi<|end|><|assistant|>x<|end|><|user|>count to 5<|end|><|assistant|>", {}, 5),
     ],
 )
-def test_it_ends_where_the_prompt_asks(prompt: str, params: dict[str, Any], count: int) -> None:
+def test_it_ends_where_the_prompt_says(prompt: str, params: dict[str, Any], count: int) -> None:
     e = Engine()
     request_id = e.add(prompt, **({"max_tokens": 60} | params))
     e.run()
@@ -240,7 +240,7 @@ def test_it_ends_where_the_prompt_asks(prompt: str, params: dict[str, Any], coun
     assert is_stop is (count < 60 and "max_tokens" not in params)
 
 
-def test_length_ends_what_nobody_ended_otherwise() -> None:
+def test_length_ends_a_request_without_another_end() -> None:
     e = Engine(length=6)
     for prompt in ("x", "count to 3"):
         e.add(prompt, max_tokens=50)
@@ -255,7 +255,7 @@ def test_stop_strings_cut_its_text() -> None:
     assert e.finishes["r0", 0].text_bytes == len(expected_text(11)) - 1  # "... 11 12"
 
 
-def test_log_probabilities_where_they_are_asked_for() -> None:
+def test_log_probabilities_where_requested() -> None:
     e = Engine()
     for logprobs in (None, 0, 3):
         e.add(max_tokens=4, logprobs=logprobs)

@@ -104,14 +104,14 @@ BAD = {
     "draws before its last token": changed(DECODE, chunks=(Chunk(1, 4, 1, True),), num_tokens=2),
     "draws without computing": changed(STEADY, chunks=(Chunk(1, 6, 0, True),), num_tokens=1),
     "chunk twice": changed(DECODE, chunks=DECODE.chunks * 2),
-    "chunk of nobody": changed(DECODE, chunks=(*DECODE.chunks, Chunk(7, 0, 0, False))),
+    "chunk of an unknown row": changed(DECODE, chunks=(*DECODE.chunks, Chunk(7, 0, 0, False))),
     "decodes before its prompt is computed": changed(DECODE, chunks=(), num_tokens=2),
     "table too short for a chunk": changed(PREFILL, joins=(join(0, blocks=(0,)), join(1))),
     "table too short for what is computed": changed(
         DECODE, tables=(TableUpdate(0, 1, ()),), number=2
     ),
     "hole in a table": changed(DECODE, tables=(TableUpdate(0, 3, (5,)),)),
-    "table of nobody": changed(DECODE, tables=(TableUpdate(4, 0, (5,)),)),
+    "table of an unknown row": changed(DECODE, tables=(TableUpdate(4, 0, (5,)),)),
     "block beyond the pool": changed(DECODE, tables=(TableUpdate(0, 2, (8,)),)),
     "negative block": changed(PREFILL, joins=(join(0, blocks=(-1, 1)), join(1))),
     "block twice in a table": changed(PREFILL, joins=(join(0, blocks=(1, 1)), join(1))),

@@ -132,7 +132,7 @@ def test_a_template_that_fails_is_the_callers_mistake(template: str) -> None:
     assert caught.value.param == "messages"
 
 
-def test_the_templates_own_words_reach_the_caller() -> None:
+def test_the_templates_own_message_reaches_the_caller() -> None:
     with pytest.raises(InvalidRequest, match="roles must alternate"):
         chat("{{ raise_exception('roles must alternate') }}")
 
@@ -205,7 +205,7 @@ def turns(*texts: str) -> list[dict[str, str]]:
     return [{"role": "assistant" if i % 2 else "user", "content": t} for i, t in enumerate(texts)]
 
 
-def test_a_next_turn_is_the_ids_that_were_and_what_is_added() -> None:
+def test_a_next_turn_keeps_the_earlier_ids_and_adds_the_rest() -> None:
     t = fake_tokenizer()
     ids = [*t.encode_chat(turns("hi <|end|>")), 300, 301]  # not what " 39 40" encodes to
     said = Said(turns("hi <|end|>"), True, " 39 40", ids)
@@ -216,7 +216,7 @@ def test_a_next_turn_is_the_ids_that_were_and_what_is_added() -> None:
         assert after[len(ids) :] == whole[whole.index(END, len(ids)) :]
 
 
-def test_a_turn_that_is_not_extended_is_rendered_whole() -> None:
+def test_a_turn_that_is_not_extended_is_encoded_again() -> None:
     t = fake_tokenizer()
     for messages, answer in ((turns("other"), " 1"), (turns("hi"), " 2")):
         said = Said(messages, True, answer, [1, 2, 3])

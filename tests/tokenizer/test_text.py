@@ -19,7 +19,7 @@ def spell(text: bytes, **kwargs: object) -> tuple[list[str], str]:
 
 
 @given(st.text(max_size=60), st.lists(st.text(min_size=1, max_size=4), max_size=3))
-def test_text_is_whole_however_it_is_cut(text: str, stops: list[str]) -> None:
+def test_text_is_the_same_however_its_bytes_are_cut(text: str, stops: list[str]) -> None:
     pieces, rest = spell(text.encode(), stop=[s.encode() for s in stops])
     assert "".join(pieces) + rest == text
 
@@ -76,7 +76,7 @@ def test_a_cut_takes_the_stop_string_and_all_after_it() -> None:
     assert stream.finish(text_bytes=8, token_id=1) == "two "
 
 
-def test_a_stop_string_that_was_not_heeded_is_text() -> None:
+def test_a_stop_string_that_did_not_end_the_choice_is_text() -> None:
     """Before min_tokens the core lets a stop string pass, and cuts at the second."""
     stream = TextStream((b"END.", b"yes", b"END"), stop=[b"END"])
     text = stream.push(0) + stream.push(1) + stream.finish(text_bytes=7, token_id=2)
@@ -116,7 +116,7 @@ def test_ids_beyond_the_table_have_no_text() -> None:
     assert TextStream(BYTES).push(100_000) == ""
 
 
-def test_hostile_stop_strings_cost_no_more_than_others() -> None:
+def test_adversarial_stop_strings_cost_no_more_than_others() -> None:
     """16 long stop strings that nearly match everywhere: one pass over the bytes, not a search."""
     stops = [b"a" * 1023 + bytes([b]) for b in range(16)]
     stream = TextStream((b"a" * 16,), stop=stops)

@@ -268,7 +268,7 @@ def test_a_panic_of_the_library_is_one_requests_failure() -> None:
         Tokenizer(backend, {}).decode([0])
 
 
-def test_a_tokenizer_file_beyond_any_size_is_not_read(tmp_path: Path) -> None:
+def test_a_tokenizer_file_over_the_maximum_size_is_not_read(tmp_path: Path) -> None:
     for name in ("tokenizer_config.json", "tokenizer.json"):
         with (tmp_path / name).open("wb") as file:
             file.truncate(1 << 34)  # a sparse file
