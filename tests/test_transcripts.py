@@ -225,8 +225,8 @@ LIMITS = {  # first cell of a row -> second
 
 def test_limits_are_what_the_page_says() -> None:
     rows = (line.split(" | ") for line in PAGE.split("\n## Limits\n")[1].splitlines())
-    expected = {row[0].removeprefix("| "): row[1] for row in rows if len(row) == 3}
-    assert {name: expected.get(name) for name in LIMITS} == LIMITS
+    documented = {row[0].removeprefix("| "): row[1] for row in rows if len(row) == 3}
+    assert {name: documented.get(name) for name in LIMITS} == LIMITS
     assert f"within {tickets.TICKET_S} s" in PAGE
 
 
@@ -234,11 +234,11 @@ def test_every_metric_is_documented(counting: Running) -> None:
     exposed = httpx.get(counting.url + "/metrics").text
     names = re.findall(r"^# TYPE (streamer_\w+?)(?:_total)? ", exposed, re.MULTILINE)
     page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
-    expected = set(
+    documented = set(
         re.findall(r"`(streamer_\w+)`", page.split("## Metrics")[1].split("Worth an")[0])
     )
     assert len(names) > 15
-    assert {n for n in names if not n.endswith("_created")} == expected
+    assert {n for n in names if not n.endswith("_created")} == documented
 
 
 def test_every_error_code_is_documented() -> None:
