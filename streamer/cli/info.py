@@ -53,7 +53,10 @@ def rows(facts: CheckpointFacts, config: Config) -> list[tuple[str, str]]:
     if facts.num_parameters:
         found.append(("parameters", f"{facts.num_parameters:,}, stored as {facts.stored_dtype}"))
     if facts.dtype:
-        found.append(("weights", f"{_mib(facts.weight_bytes)} in {facts.dtype}"))
+        if facts.scheme:
+            found.append(("quantized", facts.scheme))
+        bits = f"{facts.bits_per_weight:.2f} bits a weight, computed in {facts.dtype}"
+        found.append(("weights", f"{_mib(facts.weight_bytes)}, {bits}"))
         found.append(("vocabulary", f"{facts.vocab_size:,} tokens, ends {facts.eos_token_ids}"))
         block_bytes = facts.kv_bytes_per_token * config.block_size
         kv = f"{facts.kv_bytes_per_token:,} bytes a token, {block_bytes:,} a block"

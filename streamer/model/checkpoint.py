@@ -19,7 +19,7 @@ from streamer.errors import ModelNotSupported
 # All headers of a checkpoint together: 91,000 tensors take 13 MB, each byte some 40 of memory.
 MAX_HEADER_BYTES = 32 << 20
 MAX_JSON_BYTES = 32 << 20  # the index of those 91,000 tensors has 9 MB
-DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+FLOATS = ("F32", "BF16", "F16")  # of dense tensors
 SINGLE_FILE = "model.safetensors"
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx")
 
@@ -55,9 +55,10 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
     @property
     def stored_dtype(self) -> str:
-        """The safetensors dtype that holds most of the numbers."""
+        """The safetensors dtype that holds most of the numbers, of floats where there are some."""
         totals: dict[str, int] = {}
-        for entry in self.tensors.values():
+        dense = [entry for entry in self.tensors.values() if entry.dtype in FLOATS]
+        for entry in dense or self.tensors.values():
             totals[entry.dtype] = totals.get(entry.dtype, 0) + entry.num_elements
         return max(totals, key=lambda name: totals[name])
 

@@ -22,9 +22,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from streamer.errors import ModelNotSupported
 from streamer.kernels import ops
 from streamer.model.checkpoint import Checkpoint
-from streamer.model.families import architecture_of, refuse_quantized
+from streamer.model.families import architecture_of
 from streamer.model.fields import MAX_COUNT, MAX_SIZE
 from streamer.model.loader import check_stored_dtypes
+from streamer.model.quantization.schemes import refuse_quantized
 from streamer.model.runner.device import CPU
 
 logger = logging.getLogger(__name__)
@@ -119,7 +120,7 @@ class Recording:
 
 def examine(checkpoint: Checkpoint) -> Shape:
     """The model's shape, or ModelNotSupported naming the architecture and what it lacks."""
-    check_stored_dtypes(checkpoint)
+    check_stored_dtypes(checkpoint.tensors.values())
     config, model_class = model_class_of(checkpoint.config)
     name = model_class.__name__
     layers = getattr(config, "num_hidden_layers", None)
@@ -254,7 +255,7 @@ def model_class_of(given: dict[str, Any]) -> tuple[Any, Any]:
     ModelNotSupported says what in this config.json can't be served.
     """
     name = architecture_of(given) or "no architecture"
-    refuse_quantized(given)
+    refuse_quantized(given, name)
     kind = str(given.get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise _refusal(name, f"transformers {transformers.__version__} has no model_type {kind!r}")

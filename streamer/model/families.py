@@ -105,23 +105,10 @@ def architecture_of(config: dict[str, Any]) -> str:
     return MODEL_TYPES.get(str(config.get("model_type")), "")
 
 
-def refuse_quantized(config: dict[str, Any]) -> None:
-    """ModelNotSupported for a checkpoint whose weights are quantized."""
-    scheme = config.get("quantization_config") or config.get("compression_config")
-    if scheme:
-        method = scheme.get("quant_method", "unknown") if isinstance(scheme, dict) else scheme
-        raise ModelNotSupported(
-            f"quantization_config ({method}) is not supported: weights must be float32, bfloat16 "
-            "or float16",
-            param="quantization_config",
-        )
-
-
 def parse_config(config: dict[str, Any]) -> DecoderConfig:
     """config.json of one of FAMILIES -> DecoderConfig; ModelNotSupported names the field."""
     architecture = architecture_of(config)
     family = FAMILIES[architecture]
-    refuse_quantized(config)
     for name in FOREIGN_FIELDS:
         if config.get(name) is not None:
             raise ModelNotSupported(

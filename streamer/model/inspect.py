@@ -6,6 +6,7 @@ by the cli (inspect_checkpoint), runner/load.py (recognize) and build.py (check_
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +20,17 @@ from streamer.errors import ConfigError, InvalidRequest, ModelNotSupported, Stre
 from streamer.kernels import ops, quantized
 from streamer.model import memory
 from streamer.model.checkpoint import Checkpoint, open_checkpoint
-from streamer.model.families import FAMILIES, DecoderConfig, architecture_of, parse_config
+from streamer.model.families import (
+    FAMILIES,
+    DecoderConfig,
+    architecture_of,
+    expected_tensors,
+    parse_config,
+)
 from streamer.model.fields import MAX_SIZE
 from streamer.model.loader import DTYPES, check_tensors, choose_dtype
+from streamer.model.quantization.interface import DENSE, Matrix
+from streamer.model.quantization.schemes import parse_quantization
 from streamer.model.runner.device import CPU, choose_device
 
 if TYPE_CHECKING:
@@ -34,7 +43,9 @@ class CheckpointFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint is and what would fit here. `refused` says why it can't be served, or "".
 
     served_by           "decoder" (our own) or "transformers" (the fallback); "" where refused
-    weight_bytes        in the computing dtype; tied embeddings twice, as rows and packed
+    scheme              how most of the matrices are stored, where they are quantized
+    bits_per_weight     of the memory that the weights take here
+    weight_bytes        in the computing dtype, or packed as they are quantized
     kv_bytes_per_token  K and V of all layers, a block's scales shared among its tokens
     fitting_tokens      tokens of KV cache that the pool would hold with the memory free now
     limited_by          why a sequence can't have the model's whole context here
@@ -47,6 +58,8 @@ class CheckpointFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_parameters: int = 0
     stored_dtype: str = ""
     dtype: str = ""
+    scheme: str = ""
+    bits_per_weight: float = 0.0
     weight_bytes: int = 0
     kv_bytes_per_token: int = 0
     model_limit: int = 0
@@ -61,31 +74,24 @@ class CheckpointFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Recognized(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint that can be served: exactly one of decoder and fallback is set."""
+    """A checkpoint that can be served: exactly one of decoder and fallback is set.
+
+    scheme        how most of the matrices are quantized; "" if none is
+    weight_bytes  memory of the weights
+    """
 
     checkpoint: Checkpoint
     decoder: DecoderConfig | None
     fallback: Shape | None
     dtype: str
+    scheme: str = ""
     num_parameters: int
+    weight_bytes: int
     vocab_size: int
     num_layers: int
     num_kv_heads: int
     head_dim: int
     model_limit: int
-
-    @property
-    def item_bytes(self) -> int:
-        """Bytes of one number in the computing dtype."""
-        return 4 if self.dtype == "float32" else 2
-
-    @property
-    def weight_bytes(self) -> int:
-        """Memory of the weights; our decoder keeps tied embeddings twice, as rows and packed."""
-        count = self.num_parameters
-        if self.decoder is not None and self.decoder.tied:
-            count += self.decoder.vocab_size * self.decoder.hidden_size
-        return count * self.item_bytes
 
     def kv_dtype(self, wanted: str, device: torch.device = CPU) -> torch.dtype:
         """The pools' dtype for a kv_cache_dtype; ConfigError if the kernels lack it."""
@@ -112,6 +118,7 @@ def check_config(config: dict[str, Any]) -> None:
     """ModelNotSupported if nothing here serves this config.json, whatever its weights are."""
     if architecture_of(config) in FAMILIES:
         parse_config(config)
+        parse_quantization(config)
         return
     from streamer.model.fallback import model_class_of
 
@@ -121,20 +128,21 @@ def check_config(config: dict[str, Any]) -> None:
 def recognize(checkpoint: Checkpoint, wanted_dtype: str, device: torch.device = CPU) -> Recognized:
     """How this checkpoint is served, or ModelNotSupported saying what is missing."""
     generation_defaults(checkpoint)  # refuses before minutes of loading
-    dtype = str(choose_dtype(wanted_dtype, checkpoint.stored_dtype, device))
-    dtype = dtype.removeprefix("torch.")
+    is_quantized = bool(parse_quantization(checkpoint.config).method)
+    stored = checkpoint.stored_dtype
+    dtype = choose_dtype(wanted_dtype, stored, device, is_quantized=is_quantized)
     if architecture_of(checkpoint.config) in FAMILIES:
         decoder = parse_config(checkpoint.config)
-        check_tensors(checkpoint, decoder)
-        names = {n for n in checkpoint.tensors if not n.endswith("rotary_emb.inv_freq")}
-        if decoder.tied:
-            names.discard("lm_head.weight")
+        matrices = check_tensors(checkpoint, decoder)
+        shapes = [shape for _, shape in expected_tensors(decoder)]
         return Recognized(
             checkpoint=checkpoint,
             decoder=decoder,
             fallback=None,
-            dtype=dtype,
-            num_parameters=sum(checkpoint.tensors[n].num_elements for n in names),
+            dtype=str(dtype).removeprefix("torch."),
+            scheme=_scheme_of(matrices),
+            num_parameters=sum(math.prod(shape) for shape in shapes),
+            weight_bytes=_weight_bytes(decoder, matrices, dtype, device),
             vocab_size=decoder.vocab_size,
             num_layers=decoder.num_layers,
             num_kv_heads=decoder.num_kv_heads,
@@ -148,14 +156,41 @@ def recognize(checkpoint: Checkpoint, wanted_dtype: str, device: torch.device = 
         checkpoint=checkpoint,
         decoder=None,
         fallback=shape,
-        dtype=dtype,
+        dtype=str(dtype).removeprefix("torch."),
         num_parameters=shape.num_parameters,
+        weight_bytes=shape.num_parameters * dtype.itemsize,
         vocab_size=shape.vocab_size,
         num_layers=shape.num_layers,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         model_limit=shape.model_limit,
     )
+
+
+def _scheme_of(matrices: dict[str, Matrix]) -> str:
+    """The name of the scheme that stores most of the quantized numbers, "" where none is."""
+    sizes: dict[str, int] = {}
+    for matrix in matrices.values():
+        if matrix.scheme is not DENSE:
+            name = matrix.scheme.name
+            sizes[name] = sizes.get(name, 0) + matrix.n * matrix.k
+    return max(sizes, key=lambda name: sizes[name], default="")
+
+
+def _weight_bytes(
+    decoder: DecoderConfig, matrices: dict[str, Matrix], dtype: torch.dtype, device: torch.device
+) -> int:
+    """Memory of the weights. Dense tied embeddings are held twice, as rows and packed; torch's
+    operators hold all matrices dense."""
+    is_packed = device.type != "cpu" or not ops.why_not_native()
+    vectors = (shape[0] for _, shape in expected_tensors(decoder) if len(shape) == 1)
+    total = sum(vectors) * dtype.itemsize
+    for module, matrix in matrices.items():
+        form = matrix.form if is_packed else DENSE.form(matrix.n, matrix.k)
+        held = form.held_bytes(matrix.n, matrix.k, dtype.itemsize)
+        is_twice = decoder.tied and module == "model.embed_tokens" and not form.bits
+        total += held * (2 if is_twice else 1)
+    return total
 
 
 def inspect_checkpoint(path: str | Path, config: Config | None = None) -> CheckpointFacts:
@@ -181,6 +216,8 @@ def inspect_checkpoint(path: str | Path, config: Config | None = None) -> Checkp
             facts,
             served_by="decoder" if known.decoder else "transformers",
             dtype=known.dtype,
+            scheme=known.scheme,
+            bits_per_weight=8 * known.weight_bytes / known.num_parameters,
             num_parameters=known.num_parameters,
             weight_bytes=known.weight_bytes,
             kv_bytes_per_token=known.block_bytes(config, device) // config.block_size,

@@ -7,9 +7,10 @@ above the result. Called by runner/load.py (on the GPU thread) and inspect.py.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -19,69 +20,125 @@ import torch
 from safetensors import safe_open
 
 from streamer.errors import ModelNotSupported
-from streamer.kernels.ops import Backend, Weight
-from streamer.model.checkpoint import DTYPE_BYTES, Checkpoint
+from streamer.kernels.ops import Backend, QuantizedWeight, Weight
+from streamer.model.checkpoint import FLOATS, Checkpoint, TensorEntry
 from streamer.model.decoder import Decoder
 from streamer.model.families import DecoderConfig, expected_tensors
 from streamer.model.layers import has_bf16
+from streamer.model.quantization.interface import Matrix, Stored
+from streamer.model.quantization.schemes import parse_quantization
 from streamer.model.runner.device import CPU
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-ROPE_BUFFER = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+ROPE_BUFFER = r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
+# Scales and zero points of activations and of a quantized KV cache.
+UNUSED = (
+    rf"{ROPE_BUFFER}|(model\..+|lm_head)\."
+    r"(input|output|activation|input_global|q|k|v|prob)_(scale|zero_point)"
+)
 
 
-def check_tensors(checkpoint: Checkpoint, config: DecoderConfig) -> None:
-    """ModelNotSupported that names every missing, leftover or misshapen tensor and strange dtype.
+def check_tensors(checkpoint: Checkpoint, config: DecoderConfig) -> dict[str, Matrix]:
+    """How each matrix is stored, by module; ModelNotSupported that names every missing, leftover or
+    misshapen tensor and strange dtype.
 
-    Not leftovers, by name: rotary inv_freq buffers, and lm_head.weight of tied embeddings.
+    Not leftovers, by name: rotary inv_freq buffers, lm_head.weight of tied embeddings, and what a
+    quantized checkpoint has for its activations, which are quantized here as they come.
     """
-    expected = dict(expected_tensors(config))
+    schemes = parse_quantization(checkpoint.config)
+    vectors = {name: shape for name, shape in expected_tensors(config) if len(shape) == 1}
+    shapes = {
+        name.removesuffix(".weight"): shape
+        for name, shape in expected_tensors(config)
+        if len(shape) == 2
+    }
     found = checkpoint.tensors
+    expected = {name: Stored(FLOATS, (shape,)) for name, shape in vectors.items()}
+    matrices = {}
+    for module, stored in _of_modules(checkpoint, shapes.keys(), vectors.keys()).items():
+        n, k = shapes[module]
+        scheme = schemes.of(module, stored)
+        tensors = scheme.stored(n, k, stored.keys())
+        expected.update({f"{module}.{name}": rule for name, rule in tensors.items()})
+        names = {name: f"{module}.{name}" for name in tensors if name in stored}
+        matrices[module] = Matrix(scheme, n, k, names)
+    unused = re.compile(UNUSED if schemes.method else ROPE_BUFFER)
     problems = []
-    if missing := sorted(expected.keys() - found.keys()):
+    if missing := sorted(n for n, e in expected.items() if e.is_needed and n not in found):
         problems.append(f"missing {_list(missing)}")
     extra = sorted(
         name
         for name in found.keys() - expected.keys()
-        if not ROPE_BUFFER.fullmatch(name) and not (config.tied and name == "lm_head.weight")
+        if not unused.fullmatch(name) and not (config.tied and name == "lm_head.weight")
     )
     if extra:
         problems.append(f"left over {_list(extra)}")
-    shapes = sorted(
-        f"{name} is {list(found[name].shape)}, not {list(shape)}"
-        for name, shape in expected.items()
-        if name in found and found[name].shape != shape
-    )
-    if shapes:
-        problems.append(f"misshapen {_list(shapes)}")
+    if misshapen := sorted(
+        f"{name} is {list(found[name].shape)}, not {' or '.join(str(list(s)) for s in rule.shapes)}"
+        for name, rule in expected.items()
+        if name in found and rule.shapes and found[name].shape not in rule.shapes
+    ):
+        problems.append(f"misshapen {_list(misshapen)}")
     if problems:
         raise ModelNotSupported(
             f"the tensors do not fit {config.architecture}: " + "; ".join(problems), param="model"
         )
-    check_stored_dtypes(checkpoint)
+    _check_dtypes({name: rule for name, rule in expected.items() if name in found}, found)
+    return matrices
 
 
-def check_stored_dtypes(checkpoint: Checkpoint) -> None:
+def _of_modules(
+    checkpoint: Checkpoint, modules: Collection[str], others: Collection[str]
+) -> dict[str, dict[str, TensorEntry]]:
+    """The tensors of each module, but for the `others`, by their names after the module's."""
+    found: dict[str, dict[str, TensorEntry]] = {module: {} for module in modules}
+    for name, entry in checkpoint.tensors.items():
+        module = name
+        while name not in others and (cut := module.rfind(".")) > 0:
+            module = module[:cut]
+            if module in found:
+                found[module][name[cut + 1 :]] = entry
+                break
+    return found
+
+
+def _check_dtypes(expected: dict[str, Stored], found: dict[str, TensorEntry]) -> None:
+    """ModelNotSupported for tensors that are stored in another dtype than they may be."""
+    dense = {name: found[name] for name, rule in expected.items() if rule.dtypes == FLOATS}
+    check_stored_dtypes(dense.values())
+    if strange := sorted(
+        f"{name} is {found[name].dtype}, not {' or '.join(rule.dtypes)}"
+        for name, rule in expected.items()
+        if found[name].dtype not in rule.dtypes
+    ):
+        raise ModelNotSupported(f"stored in another dtype: {_list(strange)}", param="model")
+
+
+def check_stored_dtypes(entries: Iterable[TensorEntry]) -> None:
     """ModelNotSupported for tensors that are neither float32, bfloat16 nor float16."""
-    strange = sorted(
-        f"{e.name} ({e.dtype})" for e in checkpoint.tensors.values() if e.dtype not in DTYPE_BYTES
-    )
+    strange = sorted(f"{e.name} ({e.dtype})" for e in entries if e.dtype not in FLOATS)
     if strange:
         raise ModelNotSupported(
             f"tensors are neither float32, bfloat16 nor float16: {_list(strange)}", param="model"
         )
 
 
-def choose_dtype(wanted: str, stored: str, device: torch.device = CPU) -> torch.dtype:
+def choose_dtype(
+    wanted: str, stored: str, device: torch.device = CPU, *, is_quantized: bool = False
+) -> torch.dtype:
     """The dtype to compute in: `wanted` (auto, float32, bfloat16), or the checkpoint's own.
 
     float16 has no fast path on a CPU, and bfloat16 would drop 3 of its 10 bits: auto makes it
-    float32. bfloat16 on a CPU that would emulate it becomes float32 too. Both are logged.
+    float32; of a quantized checkpoint bfloat16, since the matrices keep fewer bits than that.
+    bfloat16 on a CPU that would emulate it becomes float32 too. All are logged.
     """
     name = STORED.get(stored, "float32") if wanted == "auto" else wanted
+    if name == "float16" and wanted == "auto" and is_quantized:
+        logger.warning("the checkpoint's dense tensors are float16, computing in bfloat16")
+        name = "bfloat16"
     if name == "float16" and wanted == "auto":
         logger.warning(
             "the checkpoint is float16, computing in float32; --dtype bfloat16 halves it"
@@ -105,11 +162,11 @@ def load_decoder(
     show_progress: bool,
 ) -> Decoder:
     """Check, then read and pack all weights; with a progress bar over the layers."""
-    check_tensors(checkpoint, config)
+    matrices = check_tensors(checkpoint, config)
     name = f"Loading {checkpoint.path.name}"
     with (
         progress_bar(name, config.num_layers, "layers", show_progress) as advance,
-        SafetensorsSource(checkpoint, dtype, device, advance) as source,
+        SafetensorsSource(checkpoint, matrices, dtype, device, advance) as source,
         torch.inference_mode(),
     ):
         return Decoder(kernels, config, source)
@@ -121,6 +178,7 @@ class SafetensorsSource:
     def __init__(
         self,
         checkpoint: Checkpoint,
+        matrices: dict[str, Matrix],
         dtype: torch.dtype,
         device: torch.device,
         advance: Callable[[], None],
@@ -128,6 +186,7 @@ class SafetensorsSource:
         self.dtype = dtype
         self.device = device
         self._checkpoint = checkpoint
+        self._matrices = matrices
         self._advance = advance
         self._files: dict[str, Any] = {}
         self._stack = ExitStack()
@@ -149,7 +208,15 @@ class SafetensorsSource:
 
     def weight(self, module: str) -> Weight:
         """See decoder.WeightSource."""
-        return self.take(f"{module}.weight")
+        matrix = self._matrices[module]
+        tensors = {name: self._read(whole) for name, whole in matrix.names.items()}
+        try:
+            weight = matrix.scheme.read(tensors, matrix.n, matrix.k)
+        except ModelNotSupported as e:
+            raise ModelNotSupported(f"{module}: {e.message}", param=e.param) from e
+        if isinstance(weight, torch.Tensor):
+            return weight.to(self.device, self.dtype, copy=True)
+        return _to_device(weight, self.device)
 
     def layer_done(self) -> None:
         """Advance the progress bar, and unmap the files: pages that were read count as resident."""
@@ -168,6 +235,17 @@ class SafetensorsSource:
             self._files[file] = self._stack.enter_context(handle)
         tensor: torch.Tensor = self._files[file].get_tensor(name)
         return tensor
+
+
+def _to_device(weight: QuantizedWeight, device: torch.device) -> QuantizedWeight:
+    if device.type == "cpu":
+        return weight
+    tensors: dict[str, Any] = {
+        field.name: value.to(device)
+        for field in dataclasses.fields(weight)
+        if isinstance(value := getattr(weight, field.name), torch.Tensor)
+    }
+    return dataclasses.replace(weight, **tensors)
 
 
 @contextmanager

@@ -117,12 +117,6 @@ def test_auto_map_means_nothing() -> None:
         ("LlamaForCausalLM", {"head_dim": 15}, "head_dim", "odd"),
         ("MistralForCausalLM", {"num_local_experts": 8}, "num_local_experts", "8"),
         (
-            "LlamaForCausalLM",
-            {"quantization_config": {"quant_method": "gptq"}},
-            "quantization_config",
-            "gptq",
-        ),
-        (
             "Qwen2ForCausalLM",
             {"layer_types": ["full_attention"]},
             "layer_types",

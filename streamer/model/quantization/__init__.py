@@ -1,0 +1,1 @@
+"""Quantized weights of safetensors checkpoints: schemes, their parsers, and quantizing."""

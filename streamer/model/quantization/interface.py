@@ -1,0 +1,134 @@
+"""What a quantization scheme says of a matrix: the tensors that store it, its size, its codes.
+
+Values and the Scheme protocol alone. A scheme is one way of storing a matrix [N, K] as tensors of a
+safetensors file; schemes.py chooses it by config.json, loader.py checks the tensors and reads them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import NamedTuple, Protocol
+
+import torch
+
+from streamer.errors import ModelNotSupported
+from streamer.kernels.weights import Weight
+from streamer.model.checkpoint import FLOATS
+
+GROUPS = (128, 64, 32, 16)  # of QuantizedWeight, beside whole rows
+
+Shape = tuple[int, ...]
+
+
+class Stored(NamedTuple):
+    """A tensor that stores (part of) a matrix: the safetensors dtypes and shapes that it may have.
+
+    shapes     none: any shape
+    is_needed  false where the matrix can be read without it
+    """
+
+    dtypes: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    is_needed: bool = True
+
+
+class Form(NamedTuple):
+    """What a matrix becomes: bits of a code (0: dense), columns of a scale, offsets or none."""
+
+    bits: int
+    group: int
+    has_offsets: bool = False
+
+    def held_bytes(self, n: int, k: int, item_bytes: int) -> int:
+        """Memory of a matrix [n, k], packed: 4 or 8 bits a code, 2 bytes a scale or offset."""
+        if not self.bits:
+            return n * k * item_bytes
+        codes = n * k // 2 if self.bits <= 4 else n * k
+        return codes + n * math.ceil(k / self.group) * (4 if self.has_offsets else 2)
+
+
+class Scheme(Protocol):
+    """One way of storing a matrix [N, K]. Tensors go by their names after `MODULE.`."""
+
+    @property
+    def name(self) -> str:
+        """For people: "GPTQ, 4 bits, groups of 128"."""
+        ...
+
+    def stored(self, n: int, k: int, found: Collection[str]) -> dict[str, Stored]:
+        """The tensors of a matrix [n, k]; where a scheme has spellings, those that are `found`.
+
+        ModelNotSupported where a matrix of that shape can't be stored so.
+        """
+        ...
+
+    def form(self, n: int, k: int) -> Form:
+        """What `read` will return."""
+        ...
+
+    def read(self, tensors: Mapping[str, torch.Tensor], n: int, k: int) -> Weight:
+        """The matrix, of tensors that fit `stored`; ModelNotSupported where their values lie."""
+        ...
+
+
+class Dense:
+    """A matrix stored as it is, `weight`."""
+
+    name = "dense"
+
+    def stored(self, n: int, k: int, found: Collection[str]) -> dict[str, Stored]:
+        return {"weight": Stored(FLOATS, ((n, k),))}
+
+    def form(self, n: int, k: int) -> Form:
+        return Form(0, k)
+
+    def read(self, tensors: Mapping[str, torch.Tensor], n: int, k: int) -> Weight:
+        return tensors["weight"]
+
+
+DENSE = Dense()
+
+
+class Matrix(NamedTuple):
+    """A matrix of a checkpoint: how it is stored, its shape [N, K], and its tensors' names."""
+
+    scheme: Scheme
+    n: int
+    k: int
+    names: dict[str, str]  # after the module's name -> whole
+
+    @property
+    def form(self) -> Form:
+        return self.scheme.form(self.n, self.k)
+
+
+def held_group(group: int, k: int, field: str = "group_size") -> int:
+    """Columns of a scale in QuantizedWeight for a format with `group` columns a scale (-1: all)."""
+    if group == -1 or group >= k:
+        return k
+    for size in GROUPS:
+        if group > 0 and group % size == 0:
+            return size
+    raise ModelNotSupported(
+        f"quantization_config: {field} {group} is no multiple of 16, and not -1", param=field
+    )
+
+
+def regroup(scales: torch.Tensor, group: int, k: int) -> torch.Tensor:
+    """Scales [N, ceil(k / group)] of a format's groups as float32, a column a `held_group`."""
+    scales = scales.float()
+    held = held_group(group, k)
+    if group in (-1, held) or group >= k:
+        return scales.contiguous()
+    return scales.repeat_interleave(group // held, 1)[:, : math.ceil(k / held)].contiguous()
+
+
+def num_groups(k: int, group: int) -> int:
+    """Groups of a format in rows of k columns."""
+    return 1 if group == -1 else math.ceil(k / group)
+
+
+def wrong(where: str, problem: str, field: str = "quantization_config") -> ModelNotSupported:
+    """The error for a quantized checkpoint, naming what is wrong and where."""
+    return ModelNotSupported(f"{where}: {problem}", param=field)

@@ -1,0 +1,198 @@
+"""config.json's quantization_config -> the scheme of each matrix, refused by name where unknown.
+
+Reads no tensor. `parse_quantization` is called by inspect.py, which refuses before anything is
+read, and by build.py before weights are fetched. A matrix that is stored dense is dense, whatever
+config.json says of it: writers differ in how they match the names that they skip.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from streamer.errors import ModelNotSupported
+from streamer.model.checkpoint import FLOATS, TensorEntry
+from streamer.model.quantization.compressed import class_of, parse_compressed
+from streamer.model.quantization.float4 import Bnb4, Bnb8, Mxfp4, Nvfp4
+from streamer.model.quantization.gptq import ONES, Awq, Gptq
+from streamer.model.quantization.interface import DENSE, Scheme
+from streamer.model.quantization.reading import block, fields, group_size, names, pattern, refused
+from streamer.model.quantization.scaled import Grid, Numbers
+
+Rule = Callable[[str], Scheme]
+WITHOUT_BLOCKS = (Grid(-1, -1), Grid(1, -1))  # of FP8; the shape of its scales tells
+
+
+class Schemes(msgspec.Struct, frozen=True):
+    """How the matrices of a checkpoint are stored.
+
+    method  quant_method; "" for a dense checkpoint
+    rule    the scheme that config.json gives to a module
+    """
+
+    method: str
+    rule: Rule
+
+    def of(self, module: str, found: Mapping[str, TensorEntry]) -> Scheme:
+        """The scheme of a module whose tensors are `found`, by their names after the module's."""
+        weight = found.get("weight")
+        if weight is not None and weight.dtype in FLOATS:
+            return DENSE
+        return self.rule(module)
+
+
+def parse_quantization(config: dict[str, Any]) -> Schemes:
+    """The schemes of a checkpoint; ModelNotSupported names the field that can't be served."""
+    given = config.get("quantization_config") or config.get("compression_config")
+    if not given:
+        return Schemes("", lambda module: DENSE)
+    if not isinstance(given, dict):
+        raise refused("quantization_config", given, "an object")
+    method = given.get("quant_method")
+    if not isinstance(method, str) or method not in METHODS:
+        raise refused("quant_method", method, f"one of {', '.join(METHODS)}")
+    return Schemes(method, METHODS[method](given))
+
+
+def refuse_quantized(config: dict[str, Any], architecture: str) -> None:
+    """ModelNotSupported for a quantized checkpoint that transformers' code would run."""
+    if method := parse_quantization(config).method:
+        raise ModelNotSupported(
+            f"{architecture} quantized as {method} can't be served: quantized weights are read for "
+            "Llama, Mistral, Qwen2 and Qwen3, others dense",
+            param="quantization_config",
+        )
+
+
+def _gptq(given: dict[str, Any]) -> Rule:
+    form = given.get("checkpoint_format") or given.get("format") or "gptq"
+    if form not in ("gptq", "gptq_v2"):
+        raise refused("checkpoint_format", form, "gptq or gptq_v2")
+    if given.get("pack_dtype") not in (None, "int32", "torch.int32"):
+        raise refused("pack_dtype", given["pack_dtype"], "int32")
+    base = _gptq_scheme(given, form == "gptq")
+    dynamic = given.get("dynamic") or {}
+    if not isinstance(dynamic, dict):
+        raise refused("dynamic", dynamic, "an object")
+    rules: list[tuple[re.Pattern[str], Scheme]] = []
+    for text, change in dynamic.items():
+        scheme: Scheme = DENSE
+        if not text.startswith("-:") and change is not False:
+            if not isinstance(change, dict):
+                raise refused("dynamic", change, "an object or false for each pattern")
+            scheme = _gptq_scheme({**given, **change}, form == "gptq")
+        rules.append((pattern(text.removeprefix("-:").removeprefix("+:"), "dynamic"), scheme))
+    chosen = names(given.get("modules_in_block_to_quantize"), "modules_in_block_to_quantize")
+
+    def rule(module: str) -> Scheme:
+        if class_of(module) == "Embedding":
+            return DENSE
+        if chosen and not any(module.endswith(f".{name}") for name in chosen):
+            return DENSE
+        return next((scheme for p, scheme in rules if p.match(module)), base)
+
+    return rule
+
+
+def _gptq_scheme(given: dict[str, Any], is_v1: bool) -> Gptq:
+    read = fields(given)
+    bits = read.size("bits")
+    if bits not in ONES:
+        raise refused("bits", bits, "2, 4 or 8")
+    group = group_size(given.get("group_size", 128))
+    return Gptq(bits, group, read.flag("sym", True), read.flag("desc_act", False), is_v1)
+
+
+def _awq(given: dict[str, Any]) -> Rule:
+    bits = given.get("bits", given.get("w_bit", 4))
+    if bits != 4:
+        raise refused("bits", bits, "4")
+    version = given.get("version") or given.get("format") or "gemm"
+    if str(version).lower() != "gemm":
+        raise refused("version", version, "gemm")
+    group = group_size(given.get("group_size", given.get("q_group_size", 128)))
+    scheme = Awq(group, not fields(given).flag("zero_point", True))
+    return _skipping(given, ("modules_to_not_convert",), scheme)
+
+
+def _fp8(given: dict[str, Any]) -> Rule:
+    read = fields(given)
+    if read.text("activation_scheme", "dynamic") not in ("dynamic", "static"):
+        raise refused("activation_scheme", given["activation_scheme"], "dynamic or static")
+    if read.text("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        raise refused("fmt", given["fmt"], "e4m3")
+    size = given.get("weight_block_size")
+    grids = WITHOUT_BLOCKS if size is None else (block(size, "weight_block_size"),)
+    scheme = Numbers("FP8", True, grids, scale_names=("weight_scale_inv", "weight_scale"))
+    return _skipping(given, ("modules_to_not_convert", "ignored_layers"), scheme)
+
+
+def _fbgemm(given: dict[str, Any]) -> Rule:
+    scheme = Numbers("FBGEMM FP8", True, (Grid(1, -1),))
+    return _skipping(given, ("modules_to_not_convert",), scheme)
+
+
+def _mxfp4(given: dict[str, Any]) -> Rule:
+    return _skipping(given, ("modules_to_not_convert",), Mxfp4(has_blocks=True))
+
+
+def _bitsandbytes(given: dict[str, Any]) -> Rule:
+    read = fields(given)
+    scheme: Scheme = Bnb8()
+    if read.flag("load_in_4bit", False) or read.flag("_load_in_4bit", False):
+        kind = read.text("bnb_4bit_quant_type", "fp4")
+        if kind not in ("nf4", "fp4"):
+            raise refused("bnb_4bit_quant_type", kind, "nf4 or fp4")
+        if read.text("bnb_4bit_quant_storage", "uint8") != "uint8":
+            raise refused("bnb_4bit_quant_storage", given["bnb_4bit_quant_storage"], "uint8")
+        scheme = Bnb4(kind, read.flag("bnb_4bit_use_double_quant", False))
+    elif not (read.flag("load_in_8bit", False) or read.flag("_load_in_8bit", False)):
+        raise refused("load_in_8bit", False, "true, or load_in_4bit")
+    return _skipping(given, ("llm_int8_skip_modules",), scheme)
+
+
+def _modelopt(given: dict[str, Any]) -> Rule:
+    schemes: dict[str, Scheme] = {
+        "FP8": Numbers("ModelOpt FP8", True, WITHOUT_BLOCKS),
+        "NVFP4": Nvfp4(is_modelopt=True),
+    }
+    scheme = schemes.get(str(given.get("quant_algo")).upper())
+    if scheme is None:
+        raise refused("quant_algo", given.get("quant_algo"), " or ".join(schemes))
+    ignored = names(given.get("ignore") or given.get("exclude_modules"), "ignore")
+
+    def rule(module: str) -> Scheme:
+        if class_of(module) == "Embedding":
+            return DENSE
+        return DENSE if any(fnmatch.fnmatchcase(module, p) for p in ignored) else scheme
+
+    return rule
+
+
+def _skipping(given: dict[str, Any], lists: tuple[str, ...], scheme: Scheme) -> Rule:
+    """The scheme for all but embeddings and the modules of the lists, matched as transformers does:
+    a pattern for the beginning of a name up to a dot, or its end."""
+    texts = [text for name in lists for text in names(given.get(name), name)]
+    compiled = [pattern(rf"(?:{text})(?:(?<=\.)|(?=\.|$))", lists[0]) for text in texts]
+
+    def rule(module: str) -> Scheme:
+        skip = any(p.match(module) for p in compiled) or module.endswith(tuple(texts))
+        return DENSE if skip or class_of(module) == "Embedding" else scheme
+
+    return rule
+
+
+METHODS: dict[str, Callable[[dict[str, Any]], Rule]] = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "compressed-tensors": parse_compressed,
+    "fp8": _fp8,
+    "fbgemm_fp8": _fbgemm,
+    "mxfp4": _mxfp4,
+    "bitsandbytes": _bitsandbytes,
+    "modelopt": _modelopt,
+}

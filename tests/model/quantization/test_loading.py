@@ -1,0 +1,206 @@
+"""Quantized checkpoints as folders: what fits, what is refused, and logits beside transformers'."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from streamer.errors import ModelNotSupported
+from streamer.kernels import reference as torch_kernels
+from streamer.kernels.weights import dequantize
+from streamer.model.checkpoint import open_checkpoint
+from streamer.model.families import parse_config
+from streamer.model.inspect import inspect_checkpoint
+from streamer.model.loader import check_tensors, load_decoder
+from streamer.model.quantization.schemes import parse_quantization
+from tests.checkpoints import edit_config, reference_logits, reference_model
+from tests.model.hand import paged_logits
+from tests.model.quantization import stores
+from tests.model.test_decoder import random_tokens
+
+SIZES = {"intermediate_size": 128, "num_hidden_layers": 2}
+
+
+def store_gptq(weight: torch.Tensor) -> stores.Tensors:
+    """4 bits, v1, groups of 32 in the order of activations, and a bias of zeros."""
+    n, k = weight.shape
+    groups = (torch.arange(k) // 32)[torch.randperm(k)]
+    scales = (weight.abs().amax(1, keepdim=True) / 7).expand(n, k // 32).contiguous()
+    zeros = torch.randint(5, 11, scales.shape)
+    codes = (weight / scales[:, groups] + zeros[:, groups]).round().clamp(0, 15)
+    return stores.gptq(codes.to(torch.uint8), scales.half(), zeros, 4, groups, is_v1=True)
+
+
+def store_awq(weight: torch.Tensor) -> stores.Tensors:
+    n, k = weight.shape
+    parts = weight.view(n, k // 64, 64)
+    scales = (parts.amax(-1) - parts.amin(-1)) / 15
+    zeros = (-parts.amin(-1) / scales).round().clamp(0, 15)
+    codes = (parts / scales.unsqueeze(-1) + zeros.unsqueeze(-1)).round().clamp(0, 15)
+    return stores.awq(codes.view(n, k).to(torch.uint8), scales.half(), zeros.to(torch.uint8))
+
+
+def store_fp8(weight: torch.Tensor) -> stores.Tensors:
+    """Blocks of 48 x 64: ragged edges, and static scales of activations, which are not used."""
+    n, k = weight.shape
+    scales = torch.rand(-(-n // 48), -(-k // 64)) / 64 + 1 / 448
+    spread = scales.repeat_interleave(48, 0).repeat_interleave(64, 1)[:n, :k]
+    codes = (weight / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale_inv": scales, "input_scale": torch.tensor(1.0)}
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": False}
+FP8 = {"quant_method": "fp8", "weight_block_size": [48, 64], "activation_scheme": "static"}
+STORES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "gptq": (store_gptq, GPTQ),
+    "awq": (store_awq, {"quant_method": "awq", "group_size": 64}),
+    "fp8": (store_fp8, FP8),
+}
+
+
+def quantize_folder(folder: Path, to: Path, kind: str) -> Path:
+    """The checkpoint with the matrices of its layers stored by STORES[kind]."""
+    store, config = STORES[kind]
+    tensors: stores.Tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if name.endswith("_proj.weight"):
+            module = name.removesuffix("weight")
+            tensors |= {module + suffix: part for suffix, part in store(tensor).items()}
+        else:
+            tensors[name] = tensor
+    to.mkdir()
+    (to / "config.json").write_bytes((folder / "config.json").read_bytes())
+    save_file(tensors, to / "model.safetensors", {"format": "pt"})
+    return edit_config(to, quantization_config=config)
+
+
+def load(folder: Path) -> Any:
+    checkpoint = open_checkpoint(folder)
+    config = parse_config(checkpoint.config)
+    return load_decoder(torch_kernels, checkpoint, config, torch.float32, show_progress=False)
+
+
+def dequantized(folder: Path, to: Path) -> Path:
+    """The checkpoint with its matrices dequantized, for transformers."""
+    checkpoint = open_checkpoint(folder)
+    matrices = check_tensors(checkpoint, parse_config(checkpoint.config))
+    stored = load_file(folder / "model.safetensors")
+    tensors = {name: tensor for name, tensor in stored.items() if "_proj." not in name}
+    for module, matrix in matrices.items():
+        parts = {name: stored[whole] for name, whole in matrix.names.items()}
+        weight = matrix.scheme.read(parts, matrix.n, matrix.k)
+        tensors[f"{module}.weight"] = dequantize(weight).contiguous()
+    to.mkdir()
+    (to / "config.json").write_bytes((folder / "config.json").read_bytes())
+    edit_config(to, quantization_config=None)
+    save_file(tensors, to / "model.safetensors", {"format": "pt"})
+    return to
+
+
+@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_logits_are_those_of_the_dequantized_model(
+    checkpoint: Any, tmp_path: Path, family: str, kind: str
+) -> None:
+    """Run by transformers in float32; the parsers themselves are compared with other writers."""
+    folder = quantize_folder(checkpoint(family, 1, **SIZES), tmp_path / "q", kind)
+    dense = dequantized(folder, tmp_path / "d")
+    tokens = random_tokens(40)
+    expected = reference_logits(reference_model(dense), tokens)
+    torch.testing.assert_close(paged_logits(load(folder), tokens), expected, rtol=1e-3, atol=2e-3)
+
+
+@pytest.fixture
+def folder(checkpoint: Any, tmp_path: Path) -> Path:
+    """A GPTQ checkpoint that the test may change."""
+    return quantize_folder(checkpoint("llama", 1, **SIZES), tmp_path / "m", "gptq")
+
+
+def change(folder: Path, *drop: str, **add: torch.Tensor) -> None:
+    """Write the weights again without some, with others."""
+    tensors = load_file(folder / "model.safetensors")
+    for name in drop:
+        del tensors[name]
+    save_file({**tensors, **add}, folder / "model.safetensors", {"format": "pt"})
+
+
+def test_tensors_that_do_not_fit_are_named(folder: Path) -> None:
+    """Missing, left over and misshapen, before anything is read."""
+    up, down = "model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj"
+    change(
+        folder,
+        f"{up}.scales",
+        **{
+            f"{up}.weight_scale": torch.ones(2),
+            f"{down}.qzeros": torch.zeros(3, 3, dtype=torch.int32),
+        },
+    )
+    with pytest.raises(ModelNotSupported) as error:
+        load(folder)
+    assert f"missing 1: {up}.scales;" in error.value.message
+    assert f"left over 1: {up}.weight_scale;" in error.value.message
+    assert f"{down}.qzeros is [3, 3], not [4, 8]" in error.value.message
+
+
+def test_strange_dtypes_are_named(folder: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.qweight"
+    change(folder, **{name: torch.zeros(8, 128)})
+    with pytest.raises(ModelNotSupported, match=f"{name} is F32, not I32"):
+        load(folder)
+
+
+def test_values_that_lie_are_named_with_their_module(folder: Path) -> None:
+    name = "model.layers.1.mlp.up_proj"
+    change(folder, **{f"{name}.g_idx": torch.full((64,), 99, dtype=torch.int32)})
+    with pytest.raises(ModelNotSupported, match=rf"{name}: g_idx: does not divide 64 columns"):
+        load(folder)
+
+
+def test_a_truncated_file_is_refused(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ModelNotSupported, match="an incomplete download"):
+        load(folder)
+
+
+def test_scales_of_a_cache_are_known_and_not_used(folder: Path) -> None:
+    """A dense checkpoint may not have them."""
+    before = paged_logits(load(folder), random_tokens(9))
+    names = ("model.layers.0.self_attn.k_scale", "model.layers.1.mlp.up_proj.input_scale")
+    change(folder, **{name: torch.ones(1) for name in names})
+    assert torch.equal(paged_logits(load(folder), random_tokens(9)), before)
+
+
+def test_dense_matrices_among_quantized_ones(folder: Path, checkpoint: Any) -> None:
+    """Whatever config.json says of their names."""
+    source = load_file(checkpoint("llama", 1, **SIZES) / "model.safetensors")
+    stored = load_file(folder / "model.safetensors")
+    drop = [name for name in stored if name.startswith("model.layers.0.")]
+    dense = {name: tensor for name, tensor in source.items() if name.startswith("model.layers.0.")}
+    change(folder, *drop, **dense)
+    assert paged_logits(load(folder), random_tokens(9)).isfinite().all()
+
+
+def test_facts_of_a_quantized_checkpoint(folder: Path) -> None:
+    """Sizes are those of the packed weights, in the number of parameters of the dense model."""
+    facts = inspect_checkpoint(folder)
+    assert facts.refused == ""
+    assert facts.scheme == "GPTQ, 4 bits, groups of 32, activation order"
+    matrices = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128)
+    others = 2 * 256 * 64 + 5 * 64
+    assert facts.num_parameters == matrices + others
+    assert facts.weight_bytes == matrices * 5 // 8 + 4 * others
+    assert facts.bits_per_weight == 8 * facts.weight_bytes / facts.num_parameters
+
+
+def test_unknown_schemes_are_facts_too(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["bits"] = 3
+    (folder / "config.json").write_text(json.dumps(config))
+    assert "bits must be 2, 4 or 8" in inspect_checkpoint(folder).refused
+    assert parse_quantization({}).method == ""
