@@ -20,6 +20,9 @@ BENCHES = {
     "stream": Command(
         "streamer.loadtest.inside.stream.command", "from a step's output to the sockets, by itself"
     ),
+    "accuracy": Command(
+        "streamer.loadtest.inside.accuracy", "perplexity and divergence of quantized weights and KV"
+    ),
     "gpu": Command(
         "streamer.loadtest.inside.gpu.command", "a GPU's figures, each beside its target"
     ),

@@ -39,7 +39,7 @@ class CpuRunner:
     def __init__(self, kernels: ops.CpuBackend, model: CausalModel, sizes: RunnerSizes) -> None:
         self._kernels = kernels
         shape = sizes.pool_shape(model)
-        self._model = model
+        self.model = model
         self._pool = kernels.new_pool(sizes.num_blocks, *shape)
         self._host_pool = kernels.new_pool(sizes.num_host_blocks, *shape)
         self._rows = Rows(sizes.max_num_seqs, sizes.table_width, sizes.num_blocks, sizes.block_size)
@@ -49,6 +49,11 @@ class CpuRunner:
         self._costs = Costs(self._block_bytes, probe_copy)
         self._host_upto = 0  # host blocks below have been written, which allocates their memory
         self._copies_done = 0
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """What the pools hold."""
+        return self._pool.dtype
 
     @property
     def block_bytes(self) -> int:
@@ -77,7 +82,7 @@ class CpuRunner:
         """Free pools and weights."""
         empty = torch.empty(0)
         self._pool = self._host_pool = empty
-        self.__dict__.pop("_model", None)
+        self.__dict__.pop("model", None)
 
     def _update_rows(self, plan: Plan) -> None:
         for row in plan.leaves:
@@ -113,7 +118,7 @@ class CpuRunner:
         if logits is not None and inputs.scored is not None:
             scored, (logits, before) = inputs.scored, inputs.scored.split(logits)
             targets = torch.from_numpy(scored.targets)
-            scores = scored.by_row(scored.compute(before[:, : self._model.vocab_size], targets))
+            scores = scored.by_row(scored.compute(before[:, : self.model.vocab_size], targets))
         if logits is None or not inputs.rows:
             return StepResult(number, prompt_logprobs=scores)
         if inputs.parents:
@@ -126,6 +131,6 @@ class CpuRunner:
         """[S + P, V] for the rows that draw and the tokens that are scored."""
         if inputs.tokens is None or inputs.positions is None or inputs.batch is None:
             return None
-        return self._model.forward(
+        return self.model.forward(
             inputs.tokens, inputs.positions, inputs.batch, self._pool, inputs.last
         )
