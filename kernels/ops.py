@@ -48,13 +48,7 @@ class Linear(Protocol):
 
 
 class Backend(Protocol):
-    """The ops, for tensors of one device.
-
-    has_quantized_pools  whether a pool's dtype may be int8 or float8_e4m3fn
-    """
-
-    @property
-    def has_quantized_pools(self) -> bool: ...
+    """The ops, for tensors of one device."""
 
     def set_threads(self, count: int) -> None:
         """Threads that the ops use from now on; to be called on the thread that calls them."""

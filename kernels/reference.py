@@ -16,8 +16,6 @@ from streamer.kernels.reference_attention import paged_attention as paged_attent
 from streamer.kernels.reference_linear import pack_weight as pack_weight
 from streamer.kernels.reference_sampling import draw as draw
 
-has_quantized_pools = True
-
 
 def new_pool(
     num_blocks: int,

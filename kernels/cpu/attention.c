@@ -6,13 +6,14 @@
  * a running softmax (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022). A query's
  * output depends on its own context alone: not on its tile, its chunk or the other rows.
  *
- *   p  q [T, Hq, D], pool layer [N, 2, Hk, B, D], out [T, Hq, D], sinks (float [Hq]) or 0,
+ *   p  q [T, Hq, D], pool layer [N, 2, Hk, rows, D], out [T, Hq, D], sinks (float [Hq]) or 0,
  *      tiles (int64 [tiles, 2]: row, first query of the row), query_starts [R + 1],
  *      context_lens [R], tables [R, W] (int64)
  *   n  Hq, Hk, D, B, elements from block to block, W, stride of q, window or 0
  *   f  scale, softcap or 0
+ *   flags  PLAIN, INT8 or FP8: the pool's elements. Codes are widened to dtype, a tile at a time
  */
-#include "common.h"
+#include "codes.c"
 
 /* A decode is bound by reading keys and values: 32 rows at 200 tokens, 24 layers, 16/8 heads of
  * 128, bfloat16, 2 cores of an EPYC Zen 5 (2026-11-22): 15.9 to 18.8 ms, 33 to 40 GB/s, varying
@@ -31,7 +32,9 @@ typedef struct {
     int64_t queries, share, first; /* of the tile: tokens, heads a token, position of token 0 */
     char *q;                       /* [queries * share, D] dtype */
     char *panel;                   /* TILE keys */
-    char *values;                  /* [TILE, wide] dtype, where D is not a multiple of TILE */
+    char *keys;                    /* [TILE, wide] dtype, where the pool holds codes */
+    char *values;                  /* likewise, or where D is not a multiple of TILE */
+    float *scales;                 /* [2, TILE] of the codes of keys and values, or 0 */
     float *scores;                 /* [queries * share, TILE] */
     void *weights;                 /* of the softmax, likewise; bfloat16 for the dot product */
     float *sum;                    /* [queries * share, wide] float */
@@ -39,24 +42,63 @@ typedef struct {
     int64_t wide;                  /* D, rounded up to TILE */
 } Tile;
 
-/* Addresses of the keys of TILE tokens from `start` on; beyond the context the last token's is
- * repeated. The values lie Hk * B * D elements further. */
+/* Addresses of TILE keys, and of their scales where they are codes. The values and their scales lie
+ * `values_further` bytes further. */
+typedef struct {
+    const char *key[TILE], *scale[TILE];
+} Keys;
+
+INLINE int64_t values_further(const Op *op, int dtype) {
+    return op->n[1] * head_rows(op->flags, op->n[3], op->n[2]) * op->n[2] *
+           pool_size(op->flags, dtype);
+}
+
+/* The keys of TILE tokens from `start` on; beyond the context the last token's is repeated. */
 INLINE void find_keys(const Op *op, const int64_t *table, int64_t head, int64_t start,
-                      int64_t context, const char **keys, int dtype) {
+                      int64_t context, Keys *keys, int dtype) {
     int64_t B = op->n[3], D = op->n[2], block = start / B, offset = start % B;
-    const char *key = 0;
+    int64_t size = pool_size(op->flags, dtype), rows = head_rows(op->flags, B, D);
+    const char *first = 0;
     for (int i = 0; i < TILE; i++) {
         if (start + i < context) {
-            if (!key || offset == B) {
+            if (!first || offset == B) {
                 if (offset == B) block++, offset = 0;
-                key = at(op->p[1], table[block] * op->n[4] + (head * B + offset) * D, dtype);
+                first = (char *)op->p[1] + (table[block] * op->n[4] + head * rows * D) * size;
             }
-            keys[i] = key;
-            key += D * size_of(dtype);
+            keys->key[i] = first + offset * D * size;
+            if (op->flags) keys->scale[i] = first + B * D + offset * 4;
             offset++;
-        } else keys[i] = keys[i - 1];
+        } else {
+            keys->key[i] = keys->key[i - 1];
+            if (op->flags) keys->scale[i] = keys->scale[i - 1];
+        }
     }
 }
+
+#if HAS_DOT
+/* 16 rows of 16 elements of 4 bytes -> their columns. */
+INLINE void transpose(__m512i row[16]) {
+    __m512i other[16];
+    for (int i = 0; i < 16; i += 2) {
+        other[i] = _mm512_unpacklo_epi32(row[i], row[i + 1]);
+        other[i + 1] = _mm512_unpackhi_epi32(row[i], row[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+            row[i + 2 * j] = _mm512_unpacklo_epi64(other[i + j], other[i + j + 2]);
+            row[i + 2 * j + 1] = _mm512_unpackhi_epi64(other[i + j], other[i + j + 2]);
+        }
+    for (int i = 0; i < 16; i += 8)
+        for (int j = 0; j < 4; j++) {
+            other[i + j] = _mm512_shuffle_i32x4(row[i + j], row[i + j + 4], 0x88);
+            other[i + j + 4] = _mm512_shuffle_i32x4(row[i + j], row[i + j + 4], 0xdd);
+        }
+    for (int j = 0; j < 8; j++) {
+        row[j] = _mm512_shuffle_i32x4(other[j], other[j + 8], 0x88);
+        row[j + 8] = _mm512_shuffle_i32x4(other[j], other[j + 8], 0xdd);
+    }
+}
+#endif
 
 /* TILE keys -> a panel [D][TILE], bfloat16 in pairs for the dot product; fetches the keys
  * of `next`, or their first half where the multiplication fetches the second. */
@@ -66,29 +108,12 @@ INLINE void pack_keys(char *panel, const char *const *keys, const char *const *n
     if (dtype == BF16 && D % 32 == 0) {
         for (int half = 0; half < 2; half++)
             for (int64_t d = 0; d < D / 2; d += 16) {
-                __m512i row[16], other[16];
+                __m512i row[16];
                 for (int i = 0; i < 16; i++) {
                     row[i] = _mm512_loadu_si512(keys[half * 16 + i] + d * 4);
                     if (i % 2 == 0) __builtin_prefetch(next[i + half] + d * 4, 0, 0);
                 }
-                for (int i = 0; i < 16; i += 2) {
-                    other[i] = _mm512_unpacklo_epi32(row[i], row[i + 1]);
-                    other[i + 1] = _mm512_unpackhi_epi32(row[i], row[i + 1]);
-                }
-                for (int i = 0; i < 16; i += 4)
-                    for (int j = 0; j < 2; j++) {
-                        row[i + 2 * j] = _mm512_unpacklo_epi64(other[i + j], other[i + j + 2]);
-                        row[i + 2 * j + 1] = _mm512_unpackhi_epi64(other[i + j], other[i + j + 2]);
-                    }
-                for (int i = 0; i < 16; i += 8)
-                    for (int j = 0; j < 4; j++) {
-                        other[i + j] = _mm512_shuffle_i32x4(row[i + j], row[i + j + 4], 0x88);
-                        other[i + j + 4] = _mm512_shuffle_i32x4(row[i + j], row[i + j + 4], 0xdd);
-                    }
-                for (int j = 0; j < 8; j++) {
-                    row[j] = _mm512_shuffle_i32x4(other[j], other[j + 8], 0x88);
-                    row[j + 8] = _mm512_shuffle_i32x4(other[j], other[j + 8], 0xdd);
-                }
+                transpose(row);
                 for (int i = 0; i < 16; i++)
                     _mm512_storeu_si512(panel + ((d + i) * 2 + half) * 64, row[i]);
             }
@@ -207,6 +232,8 @@ INLINE void soften(const Op *op, const Tile *tile, int64_t row, int64_t start, i
     float *s = tile->scores + row * TILE, scale = op->f[0], cap = op->f[1];
     int64_t position = tile->first + row / tile->share, window = op->n[7];
     vf x[2] = {load_f32(s) * scale, load_f32(s + VW) * scale};
+    if (tile->scales)
+        for (int j = 0; j < 2; j++) x[j] *= load_f32(tile->scales + j * VW);
     if (cap != 0)
         for (int j = 0; j < 2; j++) x[j] = cap * tanh_of(x[j] / cap);
     if (start + TILE - 1 > position || (window && start <= position - window))
@@ -226,6 +253,11 @@ INLINE void soften(const Op *op, const Tile *tile, int64_t row, int64_t start, i
         tile->top[row] = top;
     }
     vf a = exp_of(x[0] - tile->top[row]), b = exp_of(x[1] - tile->top[row]);
+    tile->total[row] = tile->total[row] * kept + sum_of(a + b);
+    if (tile->scales) {
+        a *= load_f32(tile->scales + TILE);
+        b *= load_f32(tile->scales + TILE + VW);
+    }
 #if HAS_DOT
     if (dtype == BF16)
         _mm512_store_si512((bf16 *)tile->weights + row * TILE,
@@ -235,30 +267,93 @@ INLINE void soften(const Op *op, const Tile *tile, int64_t row, int64_t start, i
         store_f32((float *)tile->weights + row * TILE, a);
         store_f32((float *)tile->weights + row * TILE + VW, b);
     }
-    tile->total[row] = tile->total[row] * kept + sum_of(a + b);
 }
 
-INLINE void attend_keys(const Op *op, const Tile *tile, const char *const *keys,
-                        const char *const *next, int64_t start, int dtype) {
+/* Whether the keys' codes are multiplied in pairs of elements 0 and 2, 1 and 3 of every four. */
+INLINE int is_apart(int kind, int64_t D, int dtype) {
+    return HAS_DOT && HAS_LOOKUP && kind && dtype == BF16 && D % 64 == 0;
+}
+
+/* Codes of TILE keys -> a panel; fetches `next`. */
+INLINE void pack_codes(const Tile *tile, const Keys *keys, const Keys *next, int64_t D, int kind,
+                       int dtype) {
+#if HAS_DOT && HAS_LOOKUP
+    if (is_apart(kind, D, dtype)) {
+        for (int half = 0; half < 2; half++)
+            for (int64_t d = 0; d < D; d += 64) {
+                __m512i row[16], pairs[2];
+                for (int i = 0; i < 16; i++) {
+                    row[i] = _mm512_loadu_si512(keys->key[half * 16 + i] + d);
+                    __builtin_prefetch(next->key[half * 16 + i] + d, 0, 0);
+                }
+                transpose(row);
+                for (int i = 0; i < 16; i++) {
+                    char *to = tile->panel + ((d / 2 + 2 * i) * 2 + half) * 64;
+                    widen_apart(row[i], pairs, kind);
+                    _mm512_storeu_si512(to, pairs[0]);
+                    _mm512_storeu_si512(to + 128, pairs[1]);
+                }
+            }
+        return;
+    }
+#endif
+    const char *widened[TILE];
+    for (int i = 0; i < TILE; i++) {
+        for (int64_t b = 0; b < D; b += 64) __builtin_prefetch(next->key[i] + b, 0, 0);
+        widen(tile->keys + i * tile->wide * size_of(dtype), keys->key[i], D, kind, dtype);
+        widened[i] = tile->keys + i * tile->wide * size_of(dtype);
+    }
+    pack_keys(tile->panel, widened, widened, D, dtype);
+}
+
+/* Codes of TILE keys and values -> the panel and the values, in dtype, and their scales; fetches
+ * `next`. A scale that is not finite becomes NaN, whatever its codes are. */
+INLINE void take_codes(const Op *op, const Tile *tile, const Keys *keys, const Keys *next,
+                       const char **values, int kind, int dtype) {
+    int64_t D = op->n[2], further = values_further(op, dtype);
+    for (int i = 0; i < TILE; i++) {
+        float scales[2];
+        for (int side = 0; side < 2; side++) {
+            memcpy(scales + side, keys->scale[i] + side * further, 4);
+            tile->scales[side * TILE + i] = scales[side] + scales[side] * 0.0f;
+            if (i % 16 == 0) __builtin_prefetch(next->scale[i] + side * further, 0, 0);
+        }
+    }
+    pack_codes(tile, keys, next, D, kind, dtype);
+    for (int i = 0; i < TILE; i++) {
+        char *to = tile->values + i * tile->wide * size_of(dtype);
+        for (int64_t b = 0; b < D; b += 64) __builtin_prefetch(next->key[i] + further + b, 0, 0);
+        widen(to, keys->key[i] + further, D, kind, dtype);
+        values[i] = to;
+    }
+}
+
+INLINE void attend_keys(const Op *op, const Tile *tile, const Keys *keys, const Keys *next,
+                        int64_t start, int dtype) {
     const char *values[TILE], *next_values[TILE];
-    int64_t D = op->n[2], rows = tile->queries * tile->share;
-    int64_t further = op->n[1] * op->n[3] * D * size_of(dtype);
-    for (int i = 0; i < TILE; i++) values[i] = keys[i] + further, next_values[i] = next[i] + further;
-    pack_keys(tile->panel, keys, next, D, dtype);
-    if (tile->wide != D)
+    int64_t D = op->n[2], rows = tile->queries * tile->share, r = 0;
+    int64_t further = values_further(op, dtype);
+    if (op->flags == INT8) take_codes(op, tile, keys, next, values, INT8, dtype);
+    else if (op->flags == FP8) take_codes(op, tile, keys, next, values, FP8, dtype);
+    else {
+        pack_keys(tile->panel, keys->key, next->key, D, dtype);
         for (int i = 0; i < TILE; i++) {
+            values[i] = keys->key[i] + further;
+            next_values[i] = next->key[i] + further;
+            if (tile->wide == D) continue;
             char *to = tile->values + i * tile->wide * size_of(dtype);
             memcpy(to, values[i], D * size_of(dtype));
             values[i] = to;
         }
-    int64_t r = 0;
+    }
     for (; r < rows; r += ROWS_MAX) {
         const char *q = tile->q + r * D * size_of(dtype);
         multiply_rows[dtype][least(ROWS_MAX, rows - r)](tile->scores + r * TILE, 1, q, D,
-                                                        tile->panel, D, next[TILE / 2], r ? 0 : 4);
+                                                        tile->panel, D, next->key[TILE / 2],
+                                                        r || op->flags ? 0 : 4);
     }
     for (r = 0; r < rows; r++) soften(op, tile, r, start, dtype);
-    add_all_values(tile, values, next_values, dtype);
+    add_all_values(tile, values, op->flags ? 0 : next_values, dtype);
 }
 
 static Tile make_tile(const Op *op, int64_t queries, int64_t first, Worker *me) {
@@ -267,7 +362,9 @@ static Tile make_tile(const Op *op, int64_t queries, int64_t first, Worker *me) 
     tile.wide = divide_up(op->n[2], TILE) * TILE;
     char *next = me->scratch;
     tile.panel = next, next += tile.wide * TILE * 4;
+    tile.keys = next, next += tile.wide * TILE * 4;
     tile.values = next, next += tile.wide * TILE * 4;
+    tile.scales = op->flags ? (float *)next : 0, next += 2 * TILE * 4;
     tile.sum = (float *)next, next += rows * tile.wide * 4;
     tile.scores = (float *)next, next += rows * TILE * 4;
     tile.weights = next, next += rows * TILE * 4;
@@ -292,18 +389,23 @@ INLINE void attend(const Op *op, int64_t row, int64_t start, int64_t head, int64
     for (int64_t i = 0; i < queries * share; i++) {
         int64_t from = (token + i / share) * op->n[6] + (head * share + i % share) * D;
         memcpy(tile.q + i * D * size_of(dtype), at(op->p[0], from, dtype), D * size_of(dtype));
+        if (is_apart(op->flags, D, dtype))
+            for (bf16 *q = (bf16 *)tile.q + i * D; q < (bf16 *)tile.q + (i + 1) * D; q += 4) {
+                bf16 second = q[1];
+                q[1] = q[2], q[2] = second;
+            }
         tile.top[i] = sinks ? sinks[head * share + i % share] : FLOOR;
         tile.total[i] = sinks ? 1 : 0;
     }
     int64_t key = window ? most(0, first - window + 1) / TILE * TILE : 0;
     int64_t begin = key, end = first + queries; /* what the last query sees */
-    const char *keys[2][TILE];
-    find_keys(op, table, head, key, end, keys[0], dtype);
+    Keys keys[2];
+    find_keys(op, table, head, key, end, &keys[0], dtype);
     for (int i = 0; key < end; key += TILE, i ^= 1) {
         int is_last = key + TILE >= end;
-        if (!is_last) find_keys(op, table, head, key + TILE, end, keys[i ^ 1], dtype);
-        else find_keys(op, table, least(head + 1, last), begin, end, keys[i ^ 1], dtype);
-        attend_keys(op, &tile, keys[i], keys[i ^ 1], key, dtype);
+        if (!is_last) find_keys(op, table, head, key + TILE, end, &keys[i ^ 1], dtype);
+        else find_keys(op, table, least(head + 1, last), begin, end, &keys[i ^ 1], dtype);
+        attend_keys(op, &tile, &keys[i], &keys[i ^ 1], key, dtype);
     }
     for (int64_t i = 0; i < queries * share; i++) {
         int64_t to = ((token + i / share) * op->n[0] + head * share + i % share) * D;

@@ -19,18 +19,17 @@ from streamer.kernels.cpu.linear import embedding as embedding
 from streamer.kernels.cpu.linear import pack_weight as pack_weight
 from streamer.kernels.cpu.program import Call, Count, Kind, Program, issue, new_rows, team
 from streamer.kernels.draws import Draws
-from streamer.kernels.quantized import LIMITS
 
 HUGE_PAGE = 2 << 20
 MADV_HUGEPAGE = 14  # Linux's number; a refusal is harmless
 MAX_DRAW = 500_000  # vocabulary for which draw.c has scratch memory
 MAX_HEAD, MAX_SHARE = 1024, 128  # head_dim, query heads a KV head: rope.c's, attention.c's limits
 TILE_QUERIES = 48  # as in attention.c
+CODES = {torch.int8: 1, torch.float8_e4m3fn: 2}  # flags of a quantized pool's dtype, as in codes.c
 TABLES, TABLE_STRIDE = 7, 5  # indices among attention.c's pointers and its integers
 
 Ints = NDArray[np.int64]
 
-has_quantized_pools = False
 rope_tables = reference.rope_tables
 set_threads = team.set_threads
 
@@ -44,9 +43,7 @@ def new_pool(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """See Backend.new_pool; ValueError for heads beyond the C files' limits and quantized pools."""
-    if dtype in LIMITS:
-        raise ValueError(f"a pool of {dtype} is not for the native kernels")
+    """See Backend.new_pool; ValueError for heads beyond the C files' limits."""
     if head_dim > MAX_HEAD:
         raise ValueError(
             f"head_dim {head_dim} exceeds {MAX_HEAD}; STREAMER_KERNELS=torch has no such limit"
@@ -92,7 +89,8 @@ def rope_and_store(
     eps: float = 0.0,
 ) -> torch.Tensor:
     """See Backend.rope_and_store."""
-    kv_heads, block, dim = pool_layer.shape[2:]
+    kv_heads, _, dim = pool_layer.shape[2:]
+    block = batch.block_size
     heads = qkv.shape[1] // dim - 2 * kv_heads
     q = new_rows(qkv, heads, dim, dtype=qkv.dtype)
     q_norm, k_norm = norms or (None, None)
@@ -104,6 +102,7 @@ def rope_and_store(
             (qkv, q_norm, k_norm, *tables, positions, batch.slots, pool_layer, q),
             (heads, kv_heads, dim, tables[0].shape[1], block, pool_layer.stride(0), qkv.stride(0)),
             (eps,),
+            CODES.get(pool_layer.dtype, 0),
         )
     )
     return q
@@ -113,7 +112,7 @@ def store_kv(
     k: torch.Tensor, v: torch.Tensor, pool_layer: torch.Tensor, batch: AttentionBatch
 ) -> None:
     """See Backend.store_kv."""
-    kv_heads, block, dim = pool_layer.shape[2:]
+    kv_heads, _, dim = pool_layer.shape[2:]
     strides = (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
     issue(
         Call(
@@ -121,7 +120,8 @@ def store_kv(
             k,
             k.dtype,
             (k, v, batch.slots, pool_layer),
-            (kv_heads, dim, block, pool_layer.stride(0), *strides),
+            (kv_heads, dim, batch.block_size, pool_layer.stride(0), *strides),
+            flags=CODES.get(pool_layer.dtype, 0),
         )
     )
 
@@ -179,7 +179,7 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See Backend.paged_attention."""
-    heads, (kv_heads, block, dim) = q.shape[1], pool_layer.shape[2:]
+    heads, (kv_heads, _, dim) = q.shape[1], pool_layer.shape[2:]
     if heads // kv_heads > MAX_SHARE:
         raise ValueError(
             f"{heads} query heads share {kv_heads} KV heads, at most {MAX_SHARE} may share one; "
@@ -201,13 +201,14 @@ def paged_attention(
                 heads,
                 kv_heads,
                 dim,
-                block,
+                batch.block_size,
                 pool_layer.stride(0),
                 rows.tables.stride(0),
                 q.stride(0),
                 window,
             ),
             (scale, softcap or 0.0),
+            CODES.get(pool_layer.dtype, 0),
         )
     )
     return out

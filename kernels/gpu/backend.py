@@ -18,7 +18,6 @@ from streamer.kernels.gpu.sampling.best import best as best
 from streamer.kernels.quantized import scale_rows
 
 FP8_CAPABILITY = (8, 9)
-has_quantized_pools = True
 
 rope_tables = reference.rope_tables
 set_threads = reference.set_threads

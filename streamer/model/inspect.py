@@ -93,22 +93,18 @@ class Recognized(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     model_limit: int
 
-    def kv_dtype(self, wanted: str, device: torch.device = CPU) -> torch.dtype:
-        """The pools' dtype for a kv_cache_dtype; ConfigError if the kernels lack it."""
+    def kv_dtype(self, wanted: str) -> torch.dtype:
+        """The pools' dtype for a kv_cache_dtype; ConfigError if heads have no room for scales."""
         if wanted == "auto":
             return DTYPES[self.dtype]
-        why = ""
-        if not ops.choose(device).has_quantized_pools:
-            why = "the native CPU kernels have no such cache; STREAMER_KERNELS=torch, slower, has"
-        elif self.head_dim % quantized.SCALE_BYTES:
+        if self.head_dim % quantized.SCALE_BYTES:
             why = f"heads of {self.head_dim} elements have no room for scales"
-        if why:
             raise ConfigError(f"kv_cache_dtype {wanted}: {why}", param="kv_cache_dtype")
         return KV_DTYPES[wanted]
 
-    def block_bytes(self, config: Config, device: torch.device = CPU) -> int:
+    def block_bytes(self, config: Config) -> int:
         """Bytes of one KV block, all layers; ConfigError as kv_dtype."""
-        dtype = self.kv_dtype(config.kv_cache_dtype, device)
+        dtype = self.kv_dtype(config.kv_cache_dtype)
         return ops.block_bytes(
             self.num_layers, config.block_size, self.num_kv_heads, self.head_dim, dtype
         )
@@ -220,14 +216,14 @@ def inspect_checkpoint(path: str | Path, config: Config | None = None) -> Checkp
             bits_per_weight=8 * known.weight_bytes / known.num_parameters,
             num_parameters=known.num_parameters,
             weight_bytes=known.weight_bytes,
-            kv_bytes_per_token=known.block_bytes(config, device) // config.block_size,
+            kv_bytes_per_token=known.block_bytes(config) // config.block_size,
             model_limit=known.model_limit,
             vocab_size=known.vocab_size,
         )
         memory.check_weights_fit(facts.weight_bytes, free)
         pools = memory.plan_pools(
             config,
-            block_bytes=known.block_bytes(config, device),
+            block_bytes=known.block_bytes(config),
             model_limit=known.model_limit,
             free=free - facts.weight_bytes,
             host_free=host_free if device.type == "cuda" else None,

@@ -24,18 +24,6 @@ def kernels() -> Any:
 
 
 @pytest.fixture
-def quantizer(kernels: Any) -> Any:
-    """All backends here have quantized pools."""
-    return kernels
-
-
-@pytest.fixture
-def quantizing(backend: str) -> str:
-    """The backends that have INT8 and FP8 pools: here all of them."""
-    return backend
-
-
-@pytest.fixture
 def device() -> str:
     """Where tests that know the GPU's kernels by name run them."""
     return "cuda"

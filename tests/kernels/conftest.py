@@ -24,18 +24,6 @@ def kernels(backend: str) -> ops.Backend:
     return ops_of(backend)
 
 
-@pytest.fixture(params=["torch", "triton"])
-def quantizing(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Like `backend`, limited to those that have INT8 and FP8 pools."""
-    yield from use(request.param)
-
-
-@pytest.fixture
-def quantizer(quantizing: str) -> ops.Backend:
-    """The ops of backend `quantizing`."""
-    return ops_of(quantizing)
-
-
 def use(name: str) -> Iterator[str]:
     """Set the environment in which the backend of that name can be used."""
     if name == "native" and (why := ops.why_not_native()):

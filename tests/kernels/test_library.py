@@ -38,9 +38,10 @@ def run(command: list[str], **env: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("machine", MACHINES.get(os.uname().machine, []))
 def test_older_machines_compute_the_same(machine: str, tmp_path: Path) -> None:
     """The ops' own tests, compiled without AVX512, and without AVX."""
-    tests = ["tests/kernels/test_linear.py", "tests/kernels/test_attention.py"]
+    names = ("linear", "attention", "quantized", "ops")
+    tests = [f"tests/kernels/test_{name}.py" for name in names]
     done = run(
-        ["-m", "pytest", "-q", "-k", "native", *tests, "tests/kernels/test_ops.py"],
+        ["-m", "pytest", "-q", "-k", "native", *tests],
         CFLAGS=f"-march={machine}",
         XDG_CACHE_HOME=str(tmp_path),
     )

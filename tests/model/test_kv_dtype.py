@@ -1,7 +1,7 @@
 """A quantized KV cache under whole models: how far log probabilities move, and what stays exact.
 
 Tokens need not equal those with an unquantized cache. A token's codes depend on the token alone:
-so swap is bit-equal, and batching and chunking differ by no more than the kernels' own sums.
+swap changes no bit, nor do batches, chunks and recomputation with the native kernels.
 """
 
 from __future__ import annotations
@@ -36,12 +36,6 @@ RANDOM = {"int8": 0.004, "fp8": 0.1}
 pytestmark = pytest.mark.parametrize("kind", list(KV_DTYPES))
 
 
-@pytest.fixture(autouse=True)
-def _torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The native kernels have no quantized pools."""
-    monkeypatch.setenv("STREAMER_KERNELS", "torch")
-
-
 def divergence(model: Decoder, tokens: list[int], kind: str) -> float:
     """Mean over the tokens, computed in chunks, so that most keys are read back from the pool."""
     exact = paged_logits(model, tokens, (50, 51, 90)).log_softmax(-1)
@@ -49,9 +43,13 @@ def divergence(model: Decoder, tokens: list[int], kind: str) -> float:
     return float((exact.exp() * (exact - got)).sum(-1).mean())
 
 
+@pytest.mark.parametrize("kernels", ["native", "torch"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_distributions_move_little(checkpoint: Any, family: str, kind: str) -> None:
+def test_distributions_move_little(
+    checkpoint: Any, family: str, kernels: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Above 0, as the cache is quantized, and below the limit."""
+    monkeypatch.setenv("STREAMER_KERNELS", kernels)
     moved = divergence(load(checkpoint(family, 1)), random_tokens(120), kind)
     assert RANDOM[kind] / 100 < moved < RANDOM[kind]
 
@@ -64,13 +62,12 @@ def test_the_bundled_models_distributions_move_less(kind: str) -> None:
     assert BUNDLED[kind] / 100 < moved < BUNDLED[kind]
 
 
-def test_chunks_change_no_more_than_rounding(checkpoint: Any, kind: str) -> None:
+def test_chunks_change_no_bit(checkpoint: Any, kind: str) -> None:
     """A scale that depended on how a prompt is cut would show here."""
     model, tokens = load(checkpoint("llama", 1)), random_tokens(90)
     whole = paged_logits(model, tokens, (), KV_DTYPES[kind])
     for cuts in ((1,), (16, 17, 40), (33, 70)):
-        cut = paged_logits(model, tokens, cuts, KV_DTYPES[kind])
-        torch.testing.assert_close(cut, whole, rtol=1e-3, atol=1e-3)
+        assert torch.equal(paged_logits(model, tokens, cuts, KV_DTYPES[kind]), whole)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -123,10 +120,8 @@ def test_alone_batched_and_preempted_are_the_same(checkpoint: Any, kind: str) ->
         engine.run()
         found.append((engine.tokens, engine.logprobs))
     assert sum(engine.preemptions) >= 3
-    for tokens, logprobs in found[1:]:
-        assert tokens == found[0][0]
-        for key, values in logprobs.items():
-            torch.testing.assert_close(values, found[0][1][key], rtol=1e-3, atol=2e-3)
+    assert found[1] == found[0]
+    assert found[2] == found[0]
 
 
 def test_memory_is_planned_with_what_a_block_takes(checkpoint: Any, kind: str) -> None:
@@ -139,18 +134,10 @@ def test_memory_is_planned_with_what_a_block_takes(checkpoint: Any, kind: str) -
     assert inspect_checkpoint(folder, config).kv_bytes_per_token == info.block_bytes // 16
 
 
-def test_native_kernels_refuse_by_name(
-    checkpoint: Any, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("STREAMER_KERNELS")
-    with pytest.raises(ConfigError, match=f"kv_cache_dtype {kind}: the native CPU") as error:
-        make_runner(checkpoint("llama", 1), kv_cache_dtype=kind)
-    assert error.value.param == "kv_cache_dtype"
-    config = Config(kv_cache_dtype=kind)  # type: ignore[arg-type]
-    assert "kv_cache_dtype" in inspect_checkpoint(checkpoint("llama", 1), config).refused
-
-
 def test_heads_that_hold_no_whole_scales_are_refused(checkpoint: Any, kind: str) -> None:
     folder = checkpoint("llama", 1, head_dim=18)
-    with pytest.raises(ConfigError, match="heads of 18 elements"):
+    with pytest.raises(ConfigError, match="heads of 18 elements") as error:
         make_runner(folder, kv_cache_dtype=kind)
+    assert error.value.param == "kv_cache_dtype"
+    config = Config(kv_cache_dtype=kind)  # type: ignore[arg-type]
+    assert "kv_cache_dtype" in inspect_checkpoint(folder, config).refused

@@ -89,8 +89,6 @@ def batch(where: Where, report: Report) -> None:
     report.doing(f"making {SMALLEST}")
     model = make_model(SMALLEST, where)
     for kind in (None, torch.int8, torch.float8_e4m3fn):
-        if kind is not None and not _has_quantized_cache(where):
-            continue
         name = {None: SMALLEST, torch.int8: f"{SMALLEST}, int8 KV"}.get(kind, f"{SMALLEST}, fp8 KV")
         speed, took_s = _run_requests(model, where, report, name, requests, kind)
         note = f"{sum(r.num_output for r in requests):,} tokens of output in {took_s:.1f} s"
@@ -234,12 +232,6 @@ def _until(bed: Bed, report: Report, is_there: Callable[[int], bool]) -> None:
         if is_there(len(output.tokens)):
             return
     raise RuntimeError("the requests ended before all of them ran")
-
-
-def _has_quantized_cache(where: Where) -> bool:
-    from streamer.kernels import ops
-
-    return ops.choose(where.device).has_quantized_pools
 
 
 def free(where: Where) -> None:

@@ -48,8 +48,8 @@ def load_runner(
     known = recognize(open_checkpoint(Path(config.model)), config.dtype, where)
     free = memory.device_free_bytes(where)
     memory.check_weights_fit(known.weight_bytes, free)
-    kv_dtype = known.kv_dtype(config.kv_cache_dtype, where)
-    block_bytes = known.block_bytes(config, where)
+    kv_dtype = known.kv_dtype(config.kv_cache_dtype)
+    block_bytes = known.block_bytes(config)
 
     def plan_pools(free: int) -> memory.PoolSizes:
         return memory.plan_pools(

@@ -39,17 +39,10 @@ def run(*flags: str) -> tuple[int, str]:
     return gpu.run(args, Console(file=text, width=200)), text.getvalue()
 
 
-@pytest.fixture
-def quantizing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that have INT8 and FP8 caches, so that those cases run too."""
-    monkeypatch.setenv("STREAMER_KERNELS", "torch")
-
-
 def new_report(budget_s: float = 60.0, **settings: Any) -> Report:
     return Report("x", budget_s, lambda what: None, Console(file=io.StringIO()), **settings)
 
 
-@pytest.mark.usefixtures("quantizing")
 def test_every_section_runs_and_is_written(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
     code, text = run("--out", str(out))
