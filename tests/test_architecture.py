@@ -1,7 +1,8 @@
 """The structure of the code, checked on its syntax trees.
 
-Which room may import which, how long functions and files may be, what must not be in them, and
-what stands at the top of the repository. Every rule is first tried on small bad snippets.
+Which room may import which, how long functions and files may be, how many parameters a function
+may take, what must not be in them, and what stands at the top of the repository. Every rule is
+first tried on small bad snippets.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ TOP = {
     ),
 }
 FUNCTION_LINES, KERNEL_LINES, FILE_LINES = 59, 149, 600
+PARAMETERS = 6
 ANY = frozenset(["*"])
 OUTSIDE_WORLD = "asyncio threading time logging random datetime secrets socket queue signal"
 OUTSIDE_WORLD += " multiprocessing concurrent selectors sched subprocess torch numpy"
@@ -198,6 +200,21 @@ def size_faults(source: str, tree: ast.Module, module: str) -> Iterator[str]:
                 yield f"{module}:{node.lineno}: {node.name} has {lines} lines, limit {limit}"
 
 
+def parameter_faults(tree: ast.Module, module: str) -> Iterator[str]:
+    """Functions with too many parameters, self not counted: what belongs together is a value.
+
+    Kernels are exempt: they have the signatures of the C and Triton functions that they launch.
+    """
+    if room_of(module) == "kernels":
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names = [a.arg for a in (*node.args.posonlyargs, *node.args.args)]
+            count = len(names) - (names[:1] in (["self"], ["cls"])) + len(node.args.kwonlyargs)
+            if count > PARAMETERS:
+                yield f"{module}:{node.lineno}: {node.name} takes {count}, limit {PARAMETERS}"
+
+
 def contract_faults(tree: ast.Module, module: str) -> Iterator[str]:
     """A module docstring says what the module owns; two lines or more, but in package files."""
     doc = ast.get_docstring(tree)
@@ -270,6 +287,7 @@ def test_product_module(path: Path) -> None:
         *import_faults(tree, module),
         *folder_faults(tree, module),
         *size_faults(source, tree, module),
+        *parameter_faults(tree, module),
         *contract_faults(tree, module),
         *habit_faults(tree, module),
     ]
@@ -410,6 +428,22 @@ def test_folders_of_the_server(module: str, name: str, is_fault: bool) -> None:
 def test_function_length(decorator: str, lines: int, is_fault: bool) -> None:
     source = decorator + "def f():\n" + "    x = 1\n" * (lines - 1)
     assert bool(list(size_faults(source, ast.parse(source), "m"))) is is_fault
+
+
+@pytest.mark.parametrize(
+    ("parameters", "is_fault"),
+    [
+        ("a, b, c, d, e, f", False),
+        ("self, a, b, /, c, *, d, e, f", False),
+        ("a, b, c, d, e, f, *more, **rest", False),
+        ("a, b, c, d, e, f, g", True),
+        ("cls, a, b, /, c, d, *, e, f, g", True),
+    ],
+)
+def test_number_of_parameters(parameters: str, is_fault: bool) -> None:
+    tree = ast.parse(f"class A:\n    async def f({parameters}): ...")
+    assert bool(list(parameter_faults(tree, "streamer.core.kv"))) is is_fault
+    assert not list(parameter_faults(tree, "streamer.kernels.ops"))
 
 
 def test_file_length() -> None:

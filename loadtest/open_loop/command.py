@@ -298,9 +298,7 @@ def measure(
     if is_trace:
         waiting = [len(work) / times[-1] if times[-1] else math.inf]
     endless = supply(work, options.seed)
-    figures = Figures()
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), figures)
-    with Progress(*columns, console=console, refresh_per_second=2) as shown:
+    with RateProgress(console) as shown:
         while waiting:
             rate = waiting.pop(0)
             count = options.count(rate)
@@ -327,7 +325,7 @@ def measure(
                 source: Iterable[Job] = endless
             else:
                 source, work = work, reworded(work, options.seed)
-            tried.append(one_rate(ways, source, due, conditions, options.bounds, shown, figures))
+            tried.append(one_rate(ways, source, due, conditions, options.bounds, shown))
             yield tried[-1]
             if options.is_sweep and not is_trace:
                 then = next_rate(sweep.tried(tried))
@@ -365,16 +363,25 @@ class Figures(ProgressColumn):
         )
 
 
+class RateProgress(Progress):
+    """A progress bar for each rate, with the latest figures."""
+
+    def __init__(self, console: Console) -> None:
+        self.figures = Figures()
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), self.figures)
+        super().__init__(*columns, console=console, refresh_per_second=2)
+
+
 def one_rate(
     ways: Ways,
     work: Iterable[Job],
     times: Iterable[float],
     conditions: Conditions,
     bounds: Bounds,
-    shown: Progress,
-    figures: Figures,
+    shown: RateProgress,
 ) -> Values:
     """Run one rate with a progress bar."""
+    figures = shown.figures
     rate = conditions.request_rate
     at_once = "all" if bounds.max_at_once is None else str(bounds.max_at_once)
     says = f"{rate:.3g} requests/s" if math.isfinite(rate) else f"{at_once} at once"

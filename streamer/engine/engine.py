@@ -15,6 +15,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -350,16 +351,14 @@ class AsyncEngine:
 
         keep  the number of last ids to keep; the text may then be longer than the context
         """
-        return await self._prompts.encode(
-            self.tokenizer, text, add_special_tokens, cache_salt.encode(), keep
-        )
+        make = partial(self.tokenizer.encode, text, add_special_tokens)
+        return await self._prompts.encode(make, len(text), cache_salt.encode(), keep)
 
     async def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
         cache_salt: str = "",
         said: Said | None = None,
         variables: Mapping[str, Any] | None = None,
@@ -369,10 +368,19 @@ class AsyncEngine:
 
         variables  further variables of the template
         """
-        salt = cache_salt.encode()
-        return await self._prompts.encode_chat(
-            self.tokenizer, messages, add_generation_prompt, tools, salt, said, variables, keep
-        )
+        tokenizer = self.tokenizer
+
+        def make(max_tokens: int | None) -> list[int]:
+            return tokenizer.encode_chat(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                max_tokens=max_tokens,
+                said=said,
+                variables=variables,
+            )
+
+        size = sum(len(m.get("content") or "") for m in messages)
+        return await self._prompts.encode(make, size, cache_salt.encode(), keep)
 
     async def in_pool(self, work: Callable[[], T], size: int = 0, cache_salt: str = "") -> T:
         """Other work on texts, such as decoding a long one, in the same thread pool.

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from streamer.core.blocks import BlockHasher
-from streamer.engine.core import Tokenizer
 from streamer.engine.pool import Pool
 from streamer.errors import EngineDead, PoolHung
-from streamer.tokenizer.chat import Said
 
 NUM_THREADS = 2
 # Hashing costs about 0.1 us a token: up to here a submit holds the loop for less than 0.5 ms.
@@ -48,48 +46,18 @@ class Prompts:
         self._hashed: OrderedDict[tuple[bytes, tuple[int, ...]], tuple[bytes, ...]] = OrderedDict()
 
     async def encode(
-        self,
-        tokenizer: Tokenizer,
-        text: str,
-        add_special_tokens: bool,
-        salt: bytes = b"",
-        keep: int | None = None,
+        self, make: Callable[[int | None], list[int]], size: int, salt: bytes, keep: int | None
     ) -> list[int]:
-        """Token ids of a text; with `keep` the last ones, also of a text that is too long."""
+        """The token ids that `make` returns, given the most that a prompt may have.
+
+        size  of the text, in characters;  keep  None: all ids; else the last ones, also of a text
+              that is too long, whose number `make` does not limit then
+        """
 
         def work() -> tuple[list[int], tuple[bytes, ...]]:
-            limit = self.max_tokens if keep is None else None
-            ids = _last(tokenizer.encode(text, add_special_tokens, limit), keep)
+            ids = make(self.max_tokens) if keep is None else make(None)[-keep:]
             return ids, self._hash(ids, salt)
 
-        return self._remember(*await self.run(work, len(text), salt), salt)
-
-    async def encode_chat(
-        self,
-        tokenizer: Tokenizer,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] | None,
-        salt: bytes = b"",
-        said: Said | None = None,
-        variables: Mapping[str, Any] | None = None,
-        keep: int | None = None,
-    ) -> list[int]:
-        """Token ids of a conversation, through the chat template, after what was `said`."""
-
-        def work() -> tuple[list[int], tuple[bytes, ...]]:
-            ids = tokenizer.encode_chat(
-                messages,
-                add_generation_prompt=add_generation_prompt,
-                tools=tools,
-                max_tokens=self.max_tokens if keep is None else None,
-                said=said,
-                variables=variables,
-            )
-            ids = _last(ids, keep)
-            return ids, self._hash(ids, salt)
-
-        size = sum(len(m.get("content") or "") for m in messages)
         return self._remember(*await self.run(work, size, salt), salt)
 
     def hashes(self, prompt: tuple[int, ...], salt: bytes) -> tuple[bytes, ...]:
@@ -134,7 +102,3 @@ class Prompts:
             if len(self._hashed) > REMEMBERED:
                 self._hashed.popitem(last=False)
         return ids
-
-
-def _last(ids: list[int], keep: int | None) -> list[int]:
-    return ids if keep is None else ids[-keep:]

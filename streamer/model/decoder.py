@@ -14,7 +14,7 @@ import torch
 
 from streamer.kernels import ops
 from streamer.model.families import DecoderConfig
-from streamer.model.layers import Attention, FeedForward, RopeTable, Step, Tables
+from streamer.model.layers import Attention, FeedForward, HeadNorms, RopeTable, Step, Tables
 
 
 class WeightSource(Protocol):
@@ -55,9 +55,12 @@ class DecoderLayer:
             out=_weight(kernels, source, [f"{attn}.o_proj"], c.o_bias),
             head_dim=c.head_dim,
             window=c.windows[index],
-            eps=c.rms_norm_eps,
             norms=(
-                (source.take(f"{attn}.q_norm.weight"), source.take(f"{attn}.k_norm.weight"))
+                HeadNorms(
+                    source.take(f"{attn}.q_norm.weight"),
+                    source.take(f"{attn}.k_norm.weight"),
+                    c.rms_norm_eps,
+                )
                 if c.qk_norm
                 else None
             ),

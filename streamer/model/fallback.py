@@ -339,14 +339,14 @@ def _attend(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    *,
-    streamer_ctx: PagedContext | Recording | None = None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: q [1, Hq, T, D], k and v [1, Hk, T, D], after rope."""
+    """transformers' attention interface: q [1, Hq, T, D], k and v [1, Hk, T, D], after rope.
+
+    options  streamer_ctx; of the model: scaling, softcap, s_aux (sinks), and others of no effect
+    """
+    streamer_ctx: PagedContext | Recording | None = options.get("streamer_ctx")
+    scaling: float | None = options.get("scaling")
     if streamer_ctx is None:
         raise _refusal(type(module).__name__, "it drops the attention's arguments")
     layer, value_size = module.layer_idx, value.shape[3]
@@ -364,8 +364,8 @@ def _attend(
         batch,
         query.shape[3] ** -0.5 if scaling is None else scaling,
         sliding_window=streamer_ctx.windows[layer],
-        softcap=softcap,
-        sinks=s_aux,
+        softcap=options.get("softcap"),
+        sinks=options.get("s_aux"),
     )
     return y[None, :, :, :value_size], None
 

@@ -7,6 +7,7 @@ checkpoint, a family or a Plan. Called by decoder.py.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -76,6 +77,14 @@ class Step:
         self.tables = tables
 
 
+class HeadNorms(NamedTuple):
+    """Norms of every head's query and key, before rope; their weights [D]."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    eps: float
+
+
 class Attention:
     """Grouped-query attention over the block pool, with one merged q, k, v projection."""
 
@@ -87,15 +96,14 @@ class Attention:
         out: ops.Linear,
         head_dim: int,
         window: int | None,
-        eps: float,
-        norms: tuple[torch.Tensor, torch.Tensor] | None,
+        norms: HeadNorms | None,
     ) -> None:
         self._kernels = kernels
         self._qkv = qkv
         self._out = out
         self._window = window
-        self._eps = eps
-        self._norms = norms
+        self._norms = None if norms is None else (norms.query, norms.key)
+        self._eps = 0.0 if norms is None else norms.eps
         self._scale = head_dim**-0.5
 
     def __call__(

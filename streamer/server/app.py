@@ -30,6 +30,7 @@ from streamer.server.context import Context
 from streamer.server.errors import error_body
 from streamer.server.openai import chat, completions, tokenizing
 from streamer.server.openai.common import encode, new_id
+from streamer.server.openai.completion_logprobs import Echo
 from streamer.server.openai.models import check_model, model_body, models_body
 from streamer.server.page import Page
 from streamer.server.prepared import Form
@@ -104,11 +105,11 @@ class Api:
             prompts = [p[-keep:] for p in prompts]
             given = [tuple(p) for p in prompts]
         service.admission.accept(asked.tenant, prompts)
-        echoes = (
-            await service.texts_of(given, params.skip_special_tokens, salt=salt)
-            if body.echo
-            else []
-        )
+        echoes: list[Echo] = []
+        if body.echo:
+            texts = await service.texts_of(given, params.skip_special_tokens, salt=salt)
+            special = service.engine.tokenizer.special_ids
+            echoes = [Echo(text, special) for text in texts]
         base = new_id("cmpl-")
         streams: list[TokenStream] = []
         try:
@@ -118,9 +119,8 @@ class Api:
         except StreamerError:
             service.cancel(streams)
             raise
-        special = service.engine.tokenizer.special_ids
         answer = completions.CompletionAnswer(
-            body, streams, asked.model, service.token_text, echoes, special, service.fingerprint
+            body, streams, asked.model, service.token_text, echoes, service.fingerprint
         )
         service.record(asked, streams)
         return await self._respond(request, bool(body.stream), answer, streams)

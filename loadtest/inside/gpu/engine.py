@@ -15,8 +15,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from streamer.loadtest.inside.gpu.kernels import GB, memory_rate
-from streamer.loadtest.inside.gpu.models import SHAPES, Bed, Model, Where, blocks_for, make_model
-from streamer.loadtest.inside.gpu.report import Report
+from streamer.loadtest.inside.gpu.models import (
+    BLOCK_SIZE,
+    SHAPES,
+    Bed,
+    Model,
+    Where,
+    blocks_for,
+    make_model,
+)
+from streamer.loadtest.inside.gpu.report import AtMost, Report
 
 if TYPE_CHECKING:
     from streamer.core.plan import StepTimes
@@ -28,7 +36,7 @@ SINGLE_SPEED = 500.0  # tokens/s of the smallest
 BATCH_SPEED = 20_000.0
 BATCH_TOKENS = 16_384  # computed in a step
 STEP_ROWS, STEP_PROMPT, STEPS = 256, 128, 200
-HOST_MS = 0.3
+HOST_MS = AtMost(0.3)
 
 
 class Request(NamedTuple):
@@ -53,6 +61,8 @@ def nano_vllm_requests(*, is_tiny: bool) -> list[Request]:
 
 def single(where: Where, report: Report) -> None:
     """Tokens a second of one stream, beside the limit of reading its weights from memory."""
+    from streamer.model.runner.interface import RunnerSizes
+
     output = 16 if where.is_tiny else SINGLE_OUTPUT
     rate = memory_rate(where, report)
     for name in SHAPES:
@@ -61,10 +71,14 @@ def single(where: Where, report: Report) -> None:
         bed = Bed(
             model,
             where,
-            max_num_seqs=1,
-            num_blocks=2 * blocks_for(SINGLE_PROMPT + SINGLE_OUTPUT),
-            max_model_len=1024,
-            max_num_batched_tokens=256,
+            RunnerSizes(
+                num_host_blocks=0,
+                block_size=BLOCK_SIZE,
+                max_num_seqs=1,
+                num_blocks=2 * blocks_for(SINGLE_PROMPT + SINGLE_OUTPUT),
+                max_model_len=1024,
+                max_num_batched_tokens=256,
+            ),
         )
         try:
             prompt = list(range(SINGLE_PROMPT))
@@ -106,16 +120,22 @@ def _run_requests(
     kind: torch.dtype | None,
 ) -> tuple[float, float]:
     """Tokens of output a second, and the seconds."""
+    from streamer.model.runner.interface import RunnerSizes
+
     longest = max(len(r.prompt) + r.num_output for r in requests)
     blocks = sum(blocks_for(len(r.prompt) + r.num_output) for r in requests)
     bed = Bed(
         model,
         where,
-        max_num_seqs=len(requests),
-        num_blocks=blocks + blocks // 16,  # above the watermark: no request is preempted
-        max_model_len=longest,
-        max_num_batched_tokens=BATCH_TOKENS,
-        kv_dtype=kind,
+        RunnerSizes(
+            num_host_blocks=0,
+            block_size=BLOCK_SIZE,
+            max_num_seqs=len(requests),
+            num_blocks=blocks + blocks // 16,  # above the watermark: no request is preempted
+            max_model_len=longest,
+            max_num_batched_tokens=BATCH_TOKENS,
+            kv_dtype=kind,
+        ),
     )
     try:
         _run_to_end(bed, where, report, name, [Request([7] * 8, 4)])  # compiles, records
@@ -128,15 +148,21 @@ def _run_requests(
 
 def step(where: Where, report: Report) -> None:
     """Times of a steady decode step of 256 rows, on the host and on the device."""
+    from streamer.model.runner.interface import RunnerSizes
+
     rows, count = (8, 10) if where.is_tiny else (STEP_ROWS, STEPS)
     report.doing(f"making {SMALLEST}")
     bed = Bed(
         make_model(SMALLEST, where),
         where,
-        max_num_seqs=rows,
-        num_blocks=rows * blocks_for(1024) * 17 // 16,
-        max_model_len=1024,
-        max_num_batched_tokens=BATCH_TOKENS,
+        RunnerSizes(
+            num_host_blocks=0,
+            block_size=BLOCK_SIZE,
+            max_num_seqs=rows,
+            num_blocks=rows * blocks_for(1024) * 17 // 16,
+            max_model_len=1024,
+            max_num_batched_tokens=BATCH_TOKENS,
+        ),
     )
     try:
         for i in range(rows):
@@ -172,7 +198,7 @@ def _report_step(
         note += "; on a CPU launch is the model"
     report.add(what, "step", wall_s * 1e3, "ms", "from one to the next")
     host_ms = statistics.median(on_host) * 1e3
-    report.add(what, "host", host_ms, "ms", note, target=HOST_MS, is_ceiling=True)
+    report.add(what, "host", host_ms, "ms", note, target=HOST_MS)
     wait_ms = statistics.median(waits) * 1e3
     report.add(what, "waiting for the device", wait_ms, "ms", "of the host's thread")
 

@@ -186,37 +186,22 @@ class Bed:
         self,
         model: Model,
         where: Where,
-        *,
-        max_num_seqs: int,
-        num_blocks: int,
-        max_model_len: int,
-        max_num_batched_tokens: int,
-        kv_dtype: torch.dtype | None = None,
+        sizes: RunnerSizes,
     ) -> None:
         from streamer.engine.core import EngineCore, Inbox
-        from streamer.model.runner.interface import RunnerSizes
 
-        sizes = RunnerSizes(
-            num_blocks=num_blocks,
-            num_host_blocks=0,
-            block_size=BLOCK_SIZE,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len,
-            kv_dtype=kv_dtype,
-        )
         runner = new_runner(model.decoder, where, sizes)
         self._inbox = Inbox()
         config = SchedulerConfig(
-            block_size=BLOCK_SIZE,
-            num_blocks=num_blocks,
-            num_host_blocks=0,
+            block_size=sizes.block_size,
+            num_blocks=sizes.num_blocks,
+            num_host_blocks=sizes.num_host_blocks,
             block_bytes=runner.block_bytes,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len,
+            max_num_seqs=sizes.max_num_seqs,
+            max_num_batched_tokens=sizes.max_num_batched_tokens,
+            max_model_len=sizes.max_model_len,
         )
-        scheduler = Scheduler(config, BlockHasher(BLOCK_SIZE, b"b" * 32))
+        scheduler = Scheduler(config, BlockHasher(sizes.block_size, b"b" * 32))
         self._core = EngineCore(runner, scheduler, self._inbox)
         self._num_added = 0
 

@@ -30,6 +30,10 @@ class OutOfTime(StreamerError):
     """A section has reached its time limit."""
 
 
+class AtMost(float):
+    """A target that is a maximum."""
+
+
 class Figure(msgspec.Struct, frozen=True):
     """One measured number.
 
@@ -122,12 +126,11 @@ class Report:
         value: float,
         unit: str,
         note: str = "",
-        *,
         target: float | None = None,
-        is_ceiling: bool = False,
     ) -> None:
         """Add a figure; it is kept even if the section fails later."""
         target = target if self._has_targets else None
+        is_ceiling = isinstance(target, AtMost)
         figure = Figure(self._section, what, measure, value, unit, note, target, is_ceiling)
         self._keep(Part([*self.part.figures, figure]))
         self._console.print(

@@ -96,6 +96,16 @@ DRAFT_PHASES = (
 )
 
 
+class Recipe(msgspec.Struct, frozen=True):
+    """A model to train: its phases, and the checkpoint folder it is written to."""
+
+    title: str
+    shape: Shape
+    phases: tuple[Phase, ...]
+    folder: str
+    tokenizer: Tokenizer
+
+
 class Masters:
     """fp32 copies of bf16 parameters, trained by Muon (matrices) and AdamW (the rest)."""
 
@@ -173,9 +183,11 @@ def train(
     title: str,
     console: Console,
     compiled: bool,
-    snapshot: Callable[[], None] | None = None,
-) -> None:
-    """Train the network in place, with a progress bar and figures every LOG_EVERY steps."""
+) -> Iterator[None]:
+    """Train the network in place, with a progress bar and figures every LOG_EVERY steps.
+
+    Yields every SNAPSHOT_EVERY steps.
+    """
     import torch
 
     losses_of = torch.compile(network.token_losses) if compiled else network.token_losses
@@ -201,8 +213,8 @@ def train(
                     f"{title}: step {step + 1}/{phase.num_steps}, loss {running:.3f}, "
                     f"{seen / 1e6:.1f} M tokens, {rate:,.0f} tokens/s"
                 )
-            if snapshot is not None and (step + 1) % SNAPSHOT_EVERY == 0:
-                snapshot()
+            if (step + 1) % SNAPSHOT_EVERY == 0:
+                yield
 
 
 def save(network: Network, tokenizer: Tokenizer, folder: Path) -> None:
@@ -229,38 +241,34 @@ def save(network: Network, tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def make_one(
-    shape: Shape,
-    phases: tuple[Phase, ...],
-    folder: Path,
+    recipe: Recipe,
+    source: Callable[[Phase, int], Iterator[Packed]],
+    out: Path,
     *,
-    title: str,
     console: Console,
-    tokenizer: Tokenizer,
-    entries: tuple[Entry, ...],
-    excluded: frozenset[str],
     compiled: bool,
     snapshots: Path | None,
 ) -> float:
-    """Train a model of that shape into a checkpoint folder; returns the seconds it took."""
+    """Train a model into its checkpoint folder in `out`; returns the seconds it took.
+
+    source  the batches of a phase, from a seed
+    """
     import torch
 
     from streamer.demo.training.network import Network
 
     torch.manual_seed(SEED)
-    network = Network(shape, MAX_POSITIONS).bfloat16()
-    began = time.monotonic()
-    for index, phase in enumerate(phases):
+    network = Network(recipe.shape, MAX_POSITIONS).bfloat16()
+    began, title = time.monotonic(), recipe.title
+    for index, phase in enumerate(recipe.phases):
         console.print(f"{title}: phase {index + 1}, {phase.num_tokens / 1e6:.1f} M tokens")
-        train(
-            network,
-            phase,
-            batches(phase, tokenizer, entries, excluded, SEED + index),
-            title=title,
-            console=console,
-            compiled=compiled and phase.is_packed,  # lengths change too often without packing
-            snapshot=None if snapshots is None else lambda: save(network, tokenizer, snapshots),
-        )
-    save(network, tokenizer, folder)
+        # lengths change too often to compile without packing
+        is_compiled = compiled and phase.is_packed
+        stream = source(phase, SEED + index)
+        for _ in train(network, phase, stream, title=title, console=console, compiled=is_compiled):
+            if snapshots is not None:
+                save(network, recipe.tokenizer, snapshots / recipe.folder)
+    save(network, recipe.tokenizer, out / recipe.folder)
     return time.monotonic() - began
 
 
@@ -302,25 +310,29 @@ def main() -> None:
     excluded = excluded_phrasings(asked)
     tokenizer = train_tokenizer(entries, SEED)
     compiled = not options.no_compile and shutil.which("g++") is not None
-    jobs = (("demo", DEMO, DEMO_PHASES, "checkpoint"), ("draft", DRAFT, DRAFT_PHASES, "draft"))
-    for title, shape, phases, name in jobs:
-        if options.only not in (None, title):
+    recipes = (
+        Recipe("demo", DEMO, DEMO_PHASES, "checkpoint", tokenizer),
+        Recipe("draft", DRAFT, DRAFT_PHASES, "draft", tokenizer),
+    )
+
+    def source(phase: Phase, seed: int) -> Iterator[Packed]:
+        return batches(phase, tokenizer, entries, excluded, seed)
+
+    for recipe in recipes:
+        if options.only not in (None, recipe.title):
             continue
         seconds = make_one(
-            shape,
-            phases,
-            options.out / name,
-            title=title,
+            recipe,
+            source,
+            options.out,
             console=console,
-            tokenizer=tokenizer,
-            entries=entries,
-            excluded=excluded,
             compiled=compiled,
-            snapshots=None if options.snapshots is None else options.snapshots / name,
+            snapshots=options.snapshots,
         )
-        tokens = sum(phase.num_tokens for phase in phases)
-        figures = {"parameters": shape.num_parameters, "tokens": tokens, "minutes": seconds / 60}
-        note_training(options.out, title, figures)
+        tokens = sum(phase.num_tokens for phase in recipe.phases)
+        parameters = recipe.shape.num_parameters
+        figures = {"parameters": parameters, "tokens": tokens, "minutes": seconds / 60}
+        note_training(options.out, recipe.title, figures)
     if options.only in (None, "report"):
         from streamer.demo.training.report import write_report
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 
 import msgspec
 
@@ -85,29 +84,38 @@ class OffsetCounter:
         return out
 
 
+class Echo(msgspec.Struct, frozen=True):
+    """A prompt's text, repeated before the answer.
+
+    special  ids of special tokens
+    """
+
+    text: str = ""
+    special: frozenset[int] = frozenset()
+
+
 def prompt_logprobs(
     prompt: Sequence[int],
     logprobs: Sequence[TokenLogprob],
-    echo: str,
-    special: AbstractSet[int],
+    echo: Echo,
     text: TokenText,
     names: TokenText,
 ) -> CompletionLogprobs:
     """The legacy form of a prompt, whose tokens after the first have `logprobs`.
 
-    Offsets are into `echo`, the prompt's text, which has special tokens only where they are written
-    in it, and not the space that SentencePiece puts before a text. Where a tokenizer changes the
-    text (Unicode normal forms) they may be a few characters off.
+    Offsets are into the echo's text, which has special tokens only where they are written in it,
+    and not the space that SentencePiece puts before a text. Where a tokenizer changes the text
+    (Unicode normal forms) they may be a few characters off.
     """
     decoder, offset, out = codecs.getincrementaldecoder("utf-8")("replace"), 0, no_logprobs()
     for token, logprob in zip(prompt, (None, *logprobs), strict=True):
         raw = text(token)
         out.add(offset, token, logprob, names)
-        piece = raw.decode() if token in special else decoder.decode(raw)
-        if not echo.startswith(piece, offset):
-            if token in special:
+        piece = raw.decode() if token in echo.special else decoder.decode(raw)
+        if not echo.text.startswith(piece, offset):
+            if token in echo.special:
                 piece = ""
             elif offset == 0:
                 piece = piece.removeprefix(" ")
-        offset = min(offset + len(piece), len(echo))
+        offset = min(offset + len(piece), len(echo.text))
     return out

@@ -7,7 +7,6 @@ prompt p. app.py and transport/sse.py drive the builder.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
@@ -37,6 +36,7 @@ from streamer.server.openai.common import (
 )
 from streamer.server.openai.completion_logprobs import (
     CompletionLogprobs,
+    Echo,
     OffsetCounter,
     prompt_logprobs,
 )
@@ -184,8 +184,7 @@ class Completion(msgspec.Struct, frozen=True, tag_field="object", tag="text_comp
 class CompletionAnswer:
     """Frames and bodies of one completion over its prompts' streams.
 
-    echoes   for `echo`: the text of each prompt, which goes before every choice's own
-    special  ids of special tokens
+    echoes  for `echo`: each prompt's, which goes before every choice's own text
     """
 
     def __init__(
@@ -194,8 +193,7 @@ class CompletionAnswer:
         streams: Sequence[TokenStream],
         model: str,
         text: TokenText,
-        echoes: Sequence[str] = (),
-        special: AbstractSet[int] = frozenset(),
+        echoes: Sequence[Echo] = (),
         fingerprint: str = "",
     ) -> None:
         self._body = body
@@ -204,11 +202,10 @@ class CompletionAnswer:
         self._text = text
         self._names = token_id_text if body.return_tokens_as_token_ids else text
         self._fingerprint = fingerprint
-        self._echoes = echoes or [""] * len(streams)
-        self._special = special
+        self._echoes = echoes or [Echo()] * len(streams)
         self._scores: dict[int, CompletionLogprobs] = {}  # of each prompt
         self._n = streams[0].params.n
-        self._offsets = [OffsetCounter(echo) for echo in self._echoes for _ in range(self._n)]
+        self._offsets = [OffsetCounter(echo.text) for echo in self._echoes for _ in range(self._n)]
         self._begun: set[int] = set()
         self._seed_sent = False
         self._created = int(streams[0].created)
@@ -282,7 +279,7 @@ class CompletionAnswer:
         values = [lp for d in deltas for lp in d.logprobs or ()]
         stream = self._streams[source]
         wants_ids = bool(self._body.return_token_ids)
-        echo = self._echoes[source] if is_first else ""
+        echo = self._echoes[source].text if is_first else ""
         return Choice(
             index,
             echo + "".join(d.text for d in deltas),
@@ -326,9 +323,8 @@ class CompletionAnswer:
             return out
         if source not in self._scores:
             self._scores[source] = prompt_logprobs(
-                stream.prompt, stream.prompt_logprobs, self._echoes[source], self._special,
-                self._text, self._names,
-            )  # fmt: skip
+                stream.prompt, stream.prompt_logprobs, self._echoes[source], self._text, self._names
+            )
         return self._scores[source] if out is None else self._scores[source] + out
 
     def _usage(self) -> Usage:

@@ -17,6 +17,7 @@ from msgspec import UNSET, UnsetType
 from streamer.core.plan import Finish, FinishReason, Notice, NoticeKind
 from streamer.engine.refusals import SHUTDOWN
 from streamer.errors import StreamerError
+from streamer.server.context import context_of
 from streamer.server.openai.common import TokenText, chat_logprobs, only_if
 from streamer.server.responses.types import (
     CacheUsage,
@@ -96,7 +97,6 @@ class ResponseEvents:
 
     def __init__(
         self,
-        context: Context,
         stream: TokenStream,
         text: TokenText,
         *,
@@ -105,7 +105,7 @@ class ResponseEvents:
         is_extended: bool = False,
         wanted: frozenset[str] = EVERYTHING,
     ) -> None:
-        self._context = context
+        context = self._context = context_of(stream)
         self._stream = stream
         self._text = text
         self._is_extended = is_extended

@@ -348,7 +348,6 @@ class Lanes:
         """Send a response's events after the number `after`, up to the last."""
         service = self._service
         events = ResponseEvents(
-            context_of(stream),
             stream,
             service.token_text,
             after=after,

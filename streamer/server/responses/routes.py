@@ -228,7 +228,7 @@ class ResponseRoutes:
         return find(self._service, request.path_params["id"], request.scope)
 
     def _events(self, stream: TokenStream, after: int = -1) -> ResponseEvents:
-        return ResponseEvents(context_of(stream), stream, self._service.token_text, after=after)
+        return ResponseEvents(stream, self._service.token_text, after=after)
 
 
 # ---------------------------------------------------------------- queries

@@ -94,9 +94,9 @@ def test_log_probabilities_are_built_once_at_the_end(reason: FinishReason) -> No
         return letter(token_id)
 
     body = responses.READER.decode(b'{"input": "x"}')
-    events = ResponseEvents(
-        Context(kind="response", tenant="", body=body, model="m"), stream(), text
-    )
+    one = stream()
+    one.context = Context(kind="response", tenant="", body=body, model="m")
+    events = ResponseEvents(one, text)
     events.deltas([Delta(0, 0, tuple(v.token_id for v in VALUES), "abcde", VALUES)])
     asked.clear()
     closing = events.deltas(

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from streamer.core.plan import TokenLogprob
 from streamer.demo import CHECKPOINT
 from streamer.fake.model import expected_text
-from streamer.server.openai.completion_logprobs import OffsetCounter, prompt_logprobs
+from streamer.server.openai.completion_logprobs import Echo, OffsetCounter, prompt_logprobs
 from tests.server.support.counting import sse
 from tests.server.support.running import Running
 
@@ -126,7 +126,7 @@ PIECES = {0: b"<s>", 1: b" Hello", 2: b"\xe2\x82", 3: b"\xac", 4: b"</s>"}
 def offsets(prompt: list[int], echo: str) -> list[int]:
     scores = [TokenLogprob(token, -1.0) for token in prompt[1:]]
     return prompt_logprobs(
-        prompt, scores, echo, {0, 4}, PIECES.__getitem__, PIECES.__getitem__
+        prompt, scores, Echo(echo, frozenset([0, 4])), PIECES.__getitem__, PIECES.__getitem__
     ).text_offset
 
 

@@ -50,8 +50,7 @@ def response_stream(reason: FinishReason | None, tail: bytes = b"", **fields: An
 
 async def events_after(stream: TokenStream, after: int, is_split: bool = False) -> list[Any]:
     """The events of a reader that resumes after a number, as plain values."""
-    context: Any = stream.context
-    events = ResponseEvents(context, stream, letter, after=after)
+    events = ResponseEvents(stream, letter, after=after)
     out: list[Event] = events.opening()
     try:
         async with aclosing(stream.read(events.tokens_at(after))) as batches:
@@ -129,7 +128,7 @@ async def test_live_events_have_the_numbers_of_the_replay() -> None:
     stream = lone_stream()
     body = responses.READER.decode(b'{"input": "x", "return_token_ids": true}')
     stream.context = Context(kind="response", tenant="", body=body, model="m")
-    events = ResponseEvents(stream.context, stream, letter)
+    events = ResponseEvents(stream, letter)
     live = events.opening()
     async with aclosing(stream.read()) as reader:
         for byte in TEXT.encode() + HALF:
@@ -143,9 +142,8 @@ async def test_live_events_have_the_numbers_of_the_replay() -> None:
 async def test_the_object_is_the_last_events() -> None:
     for reason, tail, fields in CASES:
         stream = response_stream(reason, tail, **fields)
-        context: Any = stream.context
         whole = await events_after(stream, -1)
-        now = ResponseEvents(context, stream, letter).response()
+        now = ResponseEvents(stream, letter).response()
         assert msgspec.to_builtins(now) == whole[-1]["response"]
 
 
