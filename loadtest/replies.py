@@ -28,7 +28,7 @@ class PromptDetails(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class Usage(msgspec.Struct):
+class ReplyUsage(msgspec.Struct):
     completion_tokens: int
     prompt_tokens: int = 0
     prompt_tokens_details: PromptDetails | None = None
@@ -38,7 +38,7 @@ class Chunk(msgspec.Struct):
     """A chunk of a stream, or a whole answer."""
 
     choices: list[Choice] = []
-    usage: Usage | None = None
+    usage: ReplyUsage | None = None
     error: Any = None
 
     @property
@@ -60,7 +60,7 @@ class Reply(msgspec.Struct):
 
     text: str
     text_at: list[float]
-    usage: Usage | None
+    usage: ReplyUsage | None
     ended_at: float
 
     @property

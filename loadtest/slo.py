@@ -23,7 +23,7 @@ AT_MOST = ("p50_ms", "p95_ms", "p99_ms", "error_share")
 AT_LEAST = ("requests_s", "tokens_s")
 
 
-class Measured(msgspec.Struct, frozen=True):
+class Statistics(msgspec.Struct, frozen=True):
     """A statistic's measured values, in the units of the objectives."""
 
     count: int
@@ -83,7 +83,7 @@ def read(file: Path, statistics: Iterable[str]) -> list[Objective]:
 
 
 def judge(
-    objectives: Iterable[Objective], measure: Callable[[str, str], Measured | None]
+    objectives: Iterable[Objective], measure: Callable[[str, str], Statistics | None]
 ) -> list[Verdict]:
     """A row for each limit of each objective.
 

@@ -52,7 +52,7 @@ class Answer(msgspec.Struct, frozen=True):
     tokens: int
 
 
-class Measured(msgspec.Struct, frozen=True):
+class Round(msgspec.Struct, frozen=True):
     """All answers of one round, and the time from the first request to the last answer's end."""
 
     seconds: float
@@ -76,7 +76,7 @@ class Measured(msgspec.Struct, frozen=True):
 Reads = list[Read]
 
 
-def run(port: int, clients: Sequence[Sequence[Ask]], timeout_s: float = ANSWER_S) -> Measured:
+def run(port: int, clients: Sequence[Sequence[Ask]], timeout_s: float = ANSWER_S) -> Round:
     """Run all clients at once; each makes its requests one after the other.
 
     OSError (TimeoutError after `timeout_s`) or BadAnswer.
@@ -85,7 +85,7 @@ def run(port: int, clients: Sequence[Sequence[Ask]], timeout_s: float = ANSWER_S
     begin = time.perf_counter()
     raw = asyncio.run(_all(port, requests, timeout_s))
     seconds = max(reads[-1][0] for reads in raw) - begin
-    return Measured(seconds, tuple(map(parse, raw)))
+    return Round(seconds, tuple(map(parse, raw)))
 
 
 async def _all(port: int, clients: Sequence[Sequence[bytes]], timeout_s: float) -> list[Reads]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from .peers.talk import Job
+from .peers.talk import PeerSetup
 from .workload import KV_BYTES, MAX_LEN, MAX_SEQS, Model
 
 BLOCK = 16  # tokens, of our own pool
@@ -196,9 +196,9 @@ class Places(msgspec.Struct, frozen=True):
         return str(self.gguf(model, engine.weights)) if is_gguf else self.checkpoint(model)
 
 
-def job(engine: Engine, model: Model, places: Places, threads: int) -> Job:
-    """The job that a runner gets."""
-    return Job(
+def setup(engine: Engine, model: Model, places: Places, threads: int) -> PeerSetup:
+    """The setup that a runner gets."""
+    return PeerSetup(
         model=places.source(engine, model),
         kv_bytes=KV_BYTES,
         kv_token_bytes=kv_token_bytes(model),

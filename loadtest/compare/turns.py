@@ -19,9 +19,9 @@ import msgspec
 
 from ..processes import ANSWER_S, LOAD_S, EngineFailed, Process, Server, free_port
 from ..sse import BadAnswer
-from .clients import Ask, Measured
+from .clients import Ask, Round
 from .clients import run as run_clients
-from .engines import Engine, Places, environment, job, served_name, server_command, version
+from .engines import Engine, Places, environment, served_name, server_command, setup, version
 from .results import Peak, Sample, percentile
 from .workload import Model, Work, prompts
 
@@ -103,7 +103,7 @@ def _in_process(turn: Turn, places: Places, threads: int, log: Path) -> Iterator
     engine = turn.engine
     env = environment(engine, places, threads)
     with Runner(places.python(engine), engine.runner, env, log) as runner:
-        loaded = runner.ask(job(engine, turn.model, places, threads)._asdict(), LOAD_S)
+        loaded = runner.ask(setup(engine, turn.model, places, threads)._asdict(), LOAD_S)
         yield str(loaded["version"])
         warm = turn.warm_prompts
         runner.ask({"prompts": warm, "lengths": [WARM_TOKENS] * len(warm)})
@@ -177,7 +177,7 @@ def _sample(turn: Turn, work: Work, tokens_s: float) -> Sample:
     return Sample(turn.engine.name, turn.model.name, work.name, turn.round, tokens_s)
 
 
-def _stream_sample(turn: Turn, work: Work, measured: Measured) -> Sample:
+def _stream_sample(turn: Turn, work: Work, measured: Round) -> Sample:
     sample = _sample(turn, work, measured.tokens / measured.seconds)
     if not work.is_stream:
         return sample

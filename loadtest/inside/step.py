@@ -46,7 +46,7 @@ TIMER_S = 0.005
 MAX_TOKENS = 1 << 20
 
 
-class Measured(msgspec.Struct, frozen=True):
+class StepCase(msgspec.Struct, frozen=True):
     """One case: milliseconds between steps and of the loop's lag, frames written a second."""
 
     runner: str
@@ -144,7 +144,7 @@ async def report(
     console.print(terminal(rows, title, words=(0, 1)))
 
 
-async def measure(case: Case, is_busy: bool, num_sequences: int, seconds: float) -> Measured:
+async def measure(case: Case, is_busy: bool, num_sequences: int, seconds: float) -> StepCase:
     """One case, for `seconds` after every sequence has a token."""
     runners: list[TimedRunner] = []
     late: list[float] = []  # seconds from each wake-up to the loop's turn
@@ -166,7 +166,7 @@ async def measure(case: Case, is_busy: bool, num_sequences: int, seconds: float)
     steps = [(b - a) * 1e3 for a, b in pairwise(launches)] or [math.inf]  # none ended
     if not lags:
         raise ConfigError("too short to measure anything", param="seconds")
-    return Measured(
+    return StepCase(
         runner=case.name,
         loop="busy" if is_busy else "idle",
         num_steps=len(launches),

@@ -29,7 +29,7 @@ from . import sweep
 from .arrivals import knee, next_rate, offsets
 from .driving import Bounds, Driver, Ways, measured_scale
 from .fitting import Cut, Scale, fitted
-from .jobs import WORKLOADS, Asked, Job, jobs, reworded, words
+from .jobs import WORKLOADS, Job, WorkloadOptions, jobs, reworded, words
 from .served import METRICS, OBJECTIVES, Conditions, Outcome, Values, percentile, summary
 
 OK, FAILED, UNUSABLE = 0, 1, 2
@@ -234,7 +234,7 @@ def judged(options: Options, results: Sequence[Values], console: Console) -> boo
     return are_met
 
 
-def measured(result: Values, statistic: str, user: str) -> slo.Measured | None:
+def measured(result: Values, statistic: str, user: str) -> slo.Statistics | None:
     """A statistic of a rate's file; None for a user, since the file has no users."""
     if user:
         return None
@@ -244,7 +244,7 @@ def measured(result: Values, statistic: str, user: str) -> slo.Measured | None:
     num_prompts, num_good = int(found["num_prompts"]), int(found["completed"])
     share = 1 - num_good / max(1, num_prompts)
     rates = found["request_throughput"], found["output_throughput"]
-    return slo.Measured(num_good, p50, p95, p99, share, *rates)
+    return slo.Statistics(num_good, p50, p95, p99, share, *rates)
 
 
 def _is_number(value: object) -> bool:
@@ -268,7 +268,7 @@ def objectives(said: Sequence[str]) -> dict[str, float]:
 def make(options: Options, ways: Ways) -> tuple[list[Job], Cut]:
     """The workload, with text scaled to the server's tokens and cut to the model's context."""
     most = [options.count(rate) or POOL for rate in options.rates]
-    asked = Asked(min(POOL, max(most)), options.seed, trace=options.trace)
+    asked = WorkloadOptions(min(POOL, max(most)), options.seed, trace=options.trace)
     if options.requests is not None:
         asked = msgspec.structs.replace(asked, count=options.requests)
     scale = Scale(1.0)

@@ -88,7 +88,7 @@ class Job(msgspec.Struct, frozen=True):
     at_s: float | None = None
 
 
-class Asked(msgspec.Struct, frozen=True):
+class WorkloadOptions(msgspec.Struct, frozen=True):
     """How a workload is made."""
 
     count: int
@@ -103,33 +103,33 @@ def draw_length(source: random.Random, mean: float, sigma: float) -> int:
     return max(1, min(MOST_TOKENS, round(drawn)))
 
 
-def _turn(source: random.Random, means: tuple[float, float], asked: Asked) -> Turn:
+def _turn(source: random.Random, means: tuple[float, float], asked: WorkloadOptions) -> Turn:
     lengths = [draw_length(source, mean, SIGMAS[means]) for mean in means]
     return Turn(_text(source, lengths[0], asked), lengths[1])
 
 
-def _text(source: random.Random, num_tokens: int, asked: Asked) -> str:
+def _text(source: random.Random, num_tokens: int, asked: WorkloadOptions) -> str:
     """Draws once from the source at any length, so that lengths are the same on every server."""
     own = random.Random(source.random())
     return words(own, max(1, round(num_tokens * asked.words_per_token)))
 
 
-def _sharegpt(source: random.Random, asked: Asked) -> list[Job]:
+def _sharegpt(source: random.Random, asked: WorkloadOptions) -> list[Job]:
     return [Job((_turn(source, SHAREGPT, asked),)) for _ in range(asked.count)]
 
 
-def _alpaca(source: random.Random, asked: Asked) -> list[Job]:
+def _alpaca(source: random.Random, asked: WorkloadOptions) -> list[Job]:
     return [Job((_turn(source, ALPACA, asked),)) for _ in range(asked.count)]
 
 
-def _prefix(source: random.Random, asked: Asked) -> list[Job]:
+def _prefix(source: random.Random, asked: WorkloadOptions) -> list[Job]:
     systems = [_text(source, PREFIX_TOKENS, asked) for _ in range(NUM_PREFIXES)]
     return [
         Job((_turn(source, SHAREGPT, asked),), source.choice(systems)) for _ in range(asked.count)
     ]
 
 
-def _multiturn(source: random.Random, asked: Asked) -> list[Job]:
+def _multiturn(source: random.Random, asked: WorkloadOptions) -> list[Job]:
     """`count` conversations, not questions."""
     return [
         Job(tuple(_turn(source, ALPACA, asked) for _ in range(source.randint(*TURNS))))
@@ -137,7 +137,7 @@ def _multiturn(source: random.Random, asked: Asked) -> list[Job]:
     ]
 
 
-def _nano(source: random.Random, asked: Asked) -> list[Job]:
+def _nano(source: random.Random, asked: WorkloadOptions) -> list[Job]:
     """nano-vllm's requests in its order of draws, so that seed 0 gives 133,966 output tokens."""
     source = random.Random(asked.seed)
     count = min(asked.count, NANO_REQUESTS)
@@ -157,7 +157,7 @@ class _Line(msgspec.Struct):
     hash_ids: list[int] = []
 
 
-def _trace(source: random.Random, asked: Asked) -> list[Job]:
+def _trace(source: random.Random, asked: WorkloadOptions) -> list[Job]:
     """The first `count` lines; times count from the first. ValueError names an invalid line."""
     if asked.trace is None:
         raise ValueError("the workload trace needs --trace FILE")
@@ -178,7 +178,7 @@ def _trace(source: random.Random, asked: Asked) -> list[Job]:
     return sorted(found, key=lambda job: job.at_s or 0.0)
 
 
-def _trace_text(source: random.Random, line: _Line, asked: Asked) -> str:
+def _trace_text(source: random.Random, line: _Line, asked: WorkloadOptions) -> str:
     """The same words for the same hash, so that prefixes are shared as in the trace."""
     shared = min(len(line.hash_ids), line.input_length // BLOCK_TOKENS)
     parts = [
@@ -189,7 +189,7 @@ def _trace_text(source: random.Random, line: _Line, asked: Asked) -> str:
     return " ".join([*parts, _text(source, rest, asked)] if rest or not parts else parts)
 
 
-WORKLOADS: dict[str, Callable[[random.Random, Asked], list[Job]]] = {
+WORKLOADS: dict[str, Callable[[random.Random, WorkloadOptions], list[Job]]] = {
     "sharegpt": _sharegpt,
     "alpaca": _alpaca,
     "prefix": _prefix,
@@ -199,7 +199,7 @@ WORKLOADS: dict[str, Callable[[random.Random, Asked], list[Job]]] = {
 }
 
 
-def jobs(workload: str, asked: Asked) -> list[Job]:
+def jobs(workload: str, asked: WorkloadOptions) -> list[Job]:
     """The workload's jobs; the same arguments give the same jobs on every machine."""
     return WORKLOADS[workload](random.Random(f"{workload} {asked.seed}"), asked)
 

@@ -180,20 +180,20 @@ def _run_here(name: str, console: Console, file: Path, *, is_tiny: bool) -> int:
     return 1 if part.failure else 0
 
 
-def _dated(comparison: Comparison, took_s: float, *, is_tiny: bool) -> Measured:
+def _dated(comparison: Comparison, took_s: float, *, is_tiny: bool) -> DatedComparison:
     from streamer.loadtest.compare.command import device
 
     versions = {"Python": platform.python_version()} | {name: version(name) for name in PACKAGES}
     where = ", ".join(str(value) for key, value in device().items() if key != "python")
     date = datetime.now(UTC).strftime("%Y-%m-%d")
-    return Measured(comparison, date, round(took_s, 1), where, versions, is_tiny)
+    return DatedComparison(comparison, date, round(took_s, 1), where, versions, is_tiny)
 
 
 JSON, MARKDOWN = "paper.json", "README.md"
 TINY_NOTE = "Tiny shapes: they exercise the code and say nothing about speed."
 
 
-class Measured(msgspec.Struct, frozen=True):
+class DatedComparison(msgspec.Struct, frozen=True):
     """A comparison, with its date and machine."""
 
     comparison: Comparison
@@ -207,7 +207,7 @@ class Measured(msgspec.Struct, frozen=True):
 class Report(msgspec.Struct, frozen=True):
     """The report, as written to JSON. `failures`: name -> the last run's error."""
 
-    measured: dict[str, Measured] = {}
+    measured: dict[str, DatedComparison] = {}
     failures: dict[str, str] = {}
 
 
@@ -254,7 +254,7 @@ def markdown(report: Report) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _section(name: str, made: Measured) -> list[str]:
+def _section(name: str, made: DatedComparison) -> list[str]:
     it = made.comparison
     versions = ", ".join(f"{package} {version}" for package, version in made.versions.items())
     where = f"{made.date}, {made.device}, {versions}; {made.took_s:.0f} s."
@@ -270,7 +270,7 @@ def _section(name: str, made: Measured) -> list[str]:
     ]
 
 
-def print_comparison(console: Console, made: Measured) -> None:
+def print_comparison(console: Console, made: DatedComparison) -> None:
     """Print the table, the published figures and the finding."""
     it = made.comparison
     rows = [it.columns, *(tuple(map(table.number, row)) for row in it.rows)]

@@ -70,7 +70,7 @@ def _print(text: str, **_: Any) -> None:
     Console(soft_wrap=True, emoji=False).print(f"\n{text}", markup=False, highlight=False)
 
 
-def measure(environment: Environment, statistic: str, user: str) -> slo.Measured | None:
+def measure(environment: Environment, statistic: str, user: str) -> slo.Statistics | None:
     """A statistic of the users of this name, or of all; None where none of them ran."""
     ran = [
         each.__name__
@@ -87,7 +87,7 @@ def measure(environment: Environment, statistic: str, user: str) -> slo.Measured
     begin, end = stats.total.start_time, stats.total.last_request_timestamp
     seconds = max(1e-9, (end or begin) - begin)
     p50, p95, p99 = (float(total.get_response_time_percentile(p)) for p in (0.5, 0.95, 0.99))
-    return slo.Measured(
+    return slo.Statistics(
         count=total.num_requests,
         p50_ms=p50,
         p95_ms=p95,

@@ -32,7 +32,7 @@ from streamer.server.openai.models import check_model
 from streamer.server.prepared import B, Form, Prepared, Reading
 from streamer.server.security import Bodies
 from streamer.server.telemetry.metrics import Metrics
-from streamer.server.telemetry.records import Asked, Operation, Record
+from streamer.server.telemetry.records import Operation, Record, RequestInfo
 from streamer.server.tickets import Tickets
 from streamer.server.transport.pace import LARGE, Pace
 
@@ -275,7 +275,7 @@ class Service:
         transport = asked.reading.transport
         Record(
             streams,
-            Asked(asked.operation, transport, asked.model, asked.tenant, trace),
+            RequestInfo(asked.operation, transport, asked.model, asked.tenant, trace),
             self.metrics,
             tracer=self._tracer,
             prompts=self._prompt_text if self.config.log_prompts else None,

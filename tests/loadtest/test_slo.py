@@ -10,10 +10,10 @@ from streamer.loadtest import slo
 from streamer.loadtest.users.options import SLO
 
 KNOWN = ("TTFT", "E2E", "ITL", "TPOT", "CANCEL", "RESUME")
-FOUND = slo.Measured(10, 5.0, 9.0, 10.0, 0.1, 2.0, 64.0)
+FOUND = slo.Statistics(10, 5.0, 9.0, 10.0, 0.1, 2.0, 64.0)
 
 
-def verdicts(text: str, folder: Path, found: slo.Measured | None = FOUND) -> list[slo.Verdict]:
+def verdicts(text: str, folder: Path, found: slo.Statistics | None = FOUND) -> list[slo.Verdict]:
     file = folder / "slo.toml"
     file.write_text(text)
     return slo.judge(slo.read(file, KNOWN), lambda statistic, user: found)
@@ -43,7 +43,7 @@ def test_limits_are_met_or_missed(wanted: str, is_met: bool, tmp_path: Path) -> 
 
 def test_nothing_measured_is_missed_and_nobody_there_does_not_count(tmp_path: Path) -> None:
     text = '[[objective]]\nstatistic = "E2E"\nuser = "Lanes"\np50_ms = 5\n'
-    nothing = slo.Measured(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    nothing = slo.Statistics(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     assert [v.is_met for v in verdicts(text, tmp_path, nothing)] == [False]
     absent = verdicts(text, tmp_path, None)
     assert [v.is_met for v in absent] == [None]

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from .talk import Generate, Job, serve
+from .talk import Generate, PeerSetup, serve
 
 INT4 = ("--sym", "--group-size", "128", "--ratio", "1.0")
 STEP_TOKENS = 1024  # computed in a step; OpenVINO's default of 256 is slower here
@@ -34,26 +34,26 @@ def exported(model: str, weights: str) -> str:
     return str(target)
 
 
-def load(job: Job) -> tuple[Generate, str]:
+def load(setup: PeerSetup) -> tuple[Generate, str]:
     """The pipeline with paged KV and prompts cut into chunks beside running answers."""
     import numpy as np
     import openvino
     import openvino_genai as genai
 
     scheduler = genai.SchedulerConfig()
-    scheduler.cache_size = job.kv_bytes >> 30
-    scheduler.max_num_seqs = job.max_seqs
+    scheduler.cache_size = setup.kv_bytes >> 30
+    scheduler.max_num_seqs = setup.max_seqs
     scheduler.max_num_batched_tokens = STEP_TOKENS
     scheduler.enable_prefix_caching = False
     scheduler.dynamic_split_fuse = True
     properties = {
         "INFERENCE_PRECISION_HINT": "bf16",
-        "INFERENCE_NUM_THREADS": job.threads,
+        "INFERENCE_NUM_THREADS": setup.threads,
         "PERFORMANCE_HINT": "LATENCY",
-        "KV_CACHE_PRECISION": job.options["kv"],
+        "KV_CACHE_PRECISION": setup.options["kv"],
     }
     pipeline = genai.ContinuousBatchingPipeline(
-        exported(job.model, job.options.get("weights", "fp16")), scheduler, "CPU", properties
+        exported(setup.model, setup.options.get("weights", "fp16")), scheduler, "CPU", properties
     )
 
     def config(length: int) -> object:

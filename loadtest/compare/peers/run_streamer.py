@@ -9,23 +9,23 @@ from typing import Any
 
 from streamer import LLM, SamplingParams, __version__
 
-from .talk import Generate, Job, serve
+from .talk import Generate, PeerSetup, serve
 
 BLOCK = 16  # tokens
 
 
-def load(job: Job) -> tuple[Generate, str]:
-    """The engine with a KV pool of the job's bytes."""
-    options: Any = job.options
+def load(setup: PeerSetup) -> tuple[Generate, str]:
+    """The engine with a KV pool of the setup's bytes."""
+    options: Any = setup.options
     llm = LLM(
-        job.model,
+        setup.model,
         dtype="bfloat16",
-        max_model_len=job.max_len,
-        max_num_seqs=job.max_seqs,
+        max_model_len=setup.max_len,
+        max_num_seqs=setup.max_seqs,
         enable_prefix_caching=False,
         load_progress=False,
         block_size=BLOCK,
-        num_gpu_blocks_override=job.kv_bytes // (BLOCK * job.kv_token_bytes),
+        num_gpu_blocks_override=setup.kv_bytes // (BLOCK * setup.kv_token_bytes),
         **options,
     )
 

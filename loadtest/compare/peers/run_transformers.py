@@ -9,28 +9,28 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from .talk import Generate, Job, serve
+from .talk import Generate, PeerSetup, serve
 
 BLOCK, STEP_TOKENS, PAD = 256, 1024, 2
 
 
-def load(job: Job) -> tuple[Generate, str]:
+def load(setup: PeerSetup) -> tuple[Generate, str]:
     """The model in bfloat16 with torch's own attention."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
     import transformers
 
-    torch.set_num_threads(job.threads)
+    torch.set_num_threads(setup.threads)
     torch.set_grad_enabled(False)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        job.model, dtype=torch.bfloat16, attn_implementation="sdpa"
+        setup.model, dtype=torch.bfloat16, attn_implementation="sdpa"
     )
     model.eval()
-    make = static if job.options["mode"] == "static" else continuous
-    return make(model, job), str(transformers.__version__)
+    make = static if setup.options["mode"] == "static" else continuous
+    return make(model, setup), str(transformers.__version__)
 
 
-def static(model: Any, job: Job) -> Generate:
+def static(model: Any, setup: PeerSetup) -> Generate:
     """All prompts as one batch; they must have the same length."""
     import torch
 
@@ -51,19 +51,19 @@ def static(model: Any, job: Job) -> Generate:
     return generate
 
 
-def continuous(model: Any, job: Job) -> Generate:
+def continuous(model: Any, setup: PeerSetup) -> Generate:
     """transformers' paged batching, which runs on a thread until the process ends."""
     import transformers
 
     as_config: Any = transformers.GenerationConfig
     config = transformers.ContinuousBatchingConfig(
         page_size=BLOCK,
-        num_blocks=job.kv_bytes // (BLOCK * job.kv_token_bytes),
+        num_blocks=setup.kv_bytes // (BLOCK * setup.kv_token_bytes),
         max_batch_tokens=STEP_TOKENS,
         allow_block_sharing=False,
     )
     defaults = as_config(
-        do_sample=False, max_new_tokens=job.max_len, eos_token_id=-1, pad_token_id=PAD
+        do_sample=False, max_new_tokens=setup.max_len, eos_token_id=-1, pad_token_id=PAD
     )
     manager = model.init_continuous_batching(
         generation_config=defaults, continuous_batching_config=config

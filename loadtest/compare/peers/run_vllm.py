@@ -6,18 +6,18 @@ interpreter, never in ours.
 
 from __future__ import annotations
 
-from .talk import Generate, Job, serve
+from .talk import Generate, PeerSetup, serve
 
 
-def load(job: Job) -> tuple[Generate, str]:
-    """vLLM with its own defaults except for the job's fields; no prefix cache."""
+def load(setup: PeerSetup) -> tuple[Generate, str]:
+    """vLLM with its own defaults except for the setup's fields; no prefix cache."""
     import vllm
 
     llm = vllm.LLM(
-        job.model,
+        setup.model,
         dtype="bfloat16",
-        max_model_len=job.max_len,
-        max_num_seqs=job.max_seqs,
+        max_model_len=setup.max_len,
+        max_num_seqs=setup.max_seqs,
         enable_prefix_caching=False,
         disable_log_stats=True,
     )

@@ -1,8 +1,8 @@
 """The protocol between a runner and compare: lines of JSON on standard input and output.
 
-The first line is the job; its answer means that the engine is loaded. Then every line is a batch of
-prompts, answered with the seconds it took and the number of tokens. Uses the stdlib alone, because
-it runs in every engine's interpreter.
+The first line is the setup; its answer means that the engine is loaded. Then every line is a batch
+of prompts, answered with the seconds it took and the number of tokens. Uses the stdlib alone,
+because it runs in every engine's interpreter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TextIO
 Generate = Callable[[list[list[int]], list[int]], int]
 
 
-class Job(NamedTuple):
+class PeerSetup(NamedTuple):
     """What to load, and its limits.
 
     model           checkpoint folder
@@ -37,14 +37,14 @@ class Job(NamedTuple):
     options: dict[str, str]
 
 
-def serve(load: Callable[[Job], tuple[Generate, str]]) -> None:
-    """Load the job of the first line, then answer batches until standard input ends.
+def serve(load: Callable[[PeerSetup], tuple[Generate, str]]) -> None:
+    """Load the setup of the first line, then answer batches until standard input ends.
 
     `load` returns the engine's version and a function that answers a batch greedily, each prompt
     with exactly its number of tokens, and returns the number of tokens made.
     """
     wire = _take_output()
-    generate, version = load(Job(**json.loads(sys.stdin.readline())))
+    generate, version = load(PeerSetup(**json.loads(sys.stdin.readline())))
     _tell(wire, {"version": version})
     for line in sys.stdin:
         batch = json.loads(line)

@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from streamer.errors import ConfigError, StreamerError
-from streamer.loadtest.inside.offline.engine import Asked, Doing, Failed, Found, Job, Line, Step
+from streamer.loadtest.inside.offline.engine import (
+    Assignment,
+    BenchOptions,
+    Doing,
+    Failed,
+    Found,
+    Line,
+    Step,
+)
 from streamer.loadtest.inside.offline.report import Pool, Results, Swap, now, report
 
 if TYPE_CHECKING:
@@ -34,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The workload's flags, with the names of `vllm bench`, and the engine's settings."""
     from streamer.cli.arguments import add_config_flags
 
-    add, asked = parser.add_argument, Asked()
+    add, asked = parser.add_argument, BenchOptions()
     add("--only", metavar="NAMES", help=f"some parts, by commas: {', '.join(PARTS)}")
     for flag, says in (
         ("input_len", "tokens of a prompt"),
@@ -59,8 +67,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     from streamer.cli.arguments import config_from
 
     config = config_from(args)
-    names = [name for name in Asked.__struct_fields__ if name != "seed"]
-    asked = Asked(**{name: getattr(args, name) for name in names}, seed=config.seed or 0)
+    names = [name for name in BenchOptions.__struct_fields__ if name != "seed"]
+    asked = BenchOptions(**{name: getattr(args, name) for name in names}, seed=config.seed or 0)
     parts = _parts(args.only)
     results = Results(date=now(), settings=msgspec.structs.asdict(asked))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -72,7 +80,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         refresh_per_second=2,
     ) as bar:
         if plain := tuple(part for part in parts if part != "swap"):
-            found = ask(Job(config, asked, plain), bar)
+            found = ask(Assignment(config, asked, plain), bar)
             _about(results, found)
             results.throughput, results.latency = found.throughput, found.latency
         if "swap" in parts:
@@ -92,7 +100,7 @@ def _parts(only: str | None) -> list[str]:
     return [part for part in PARTS if part in wanted]
 
 
-def swap(config: Config, asked: Asked, results: Results, bar: Progress) -> Swap:
+def swap(config: Config, asked: BenchOptions, results: Results, bar: Progress) -> Swap:
     """Run the same requests with both pools."""
     rows = min(asked.num_prompts, config.max_num_seqs)
     each = asked.blocks(config.block_size)
@@ -102,7 +110,7 @@ def swap(config: Config, asked: Asked, results: Results, bar: Progress) -> Swap:
     said = []
     for num_blocks in (large, small):
         sized = msgspec.structs.replace(config, num_gpu_blocks_override=num_blocks)
-        found = ask(Job(sized, asked, ("pool",)), bar)
+        found = ask(Assignment(sized, asked, ("pool",)), bar)
         _about(results, found)
         if found.pool is not None:
             pools.append(found.pool)
@@ -117,7 +125,7 @@ def _about(results: Results, found: Found) -> None:
     results.block_size = found.block_size
 
 
-def ask(job: Job, bar: Progress) -> Found:
+def ask(assignment: Assignment, bar: Progress) -> Found:
     """Run a job in its own process and return its results; StreamerError if it fails."""
     decoder = msgspec.json.Decoder(Line)
     command = [sys.executable, "-m", "streamer.loadtest.inside.offline.engine"]
@@ -126,7 +134,7 @@ def ask(job: Job, bar: Progress) -> Found:
         try:
             if process.stdin is None or process.stdout is None:
                 raise StreamerError("the engine's process has no pipes")
-            process.stdin.write(msgspec.json.encode(job))
+            process.stdin.write(msgspec.json.encode(assignment))
             process.stdin.close()
             for said in process.stdout:
                 match decoder.decode(said):

@@ -1,5 +1,5 @@
-"""One engine of `streamer bench offline`, in its own process: reads a Job from standard input and
-writes a line per event to standard output, the last of which is Found or Failed.
+"""One engine of `streamer bench offline`, in its own process: reads an Assignment from standard
+input and writes a line per event to standard output, the last of which is Found or Failed.
 
 A process per engine, because a second engine in a process is slower than the first
 (loadtest/inside/README.md). Prompts are random tokens, no prompt comes twice; answers are greedy
@@ -30,7 +30,7 @@ Prompt = tuple[int, ...]
 Tokens = tuple[int, ...]
 
 
-class Asked(msgspec.Struct, frozen=True):
+class BenchOptions(msgspec.Struct, frozen=True):
     """Lengths in tokens. pool_share: of the blocks of all sequences at their ends, for `swap`."""
 
     input_len: int = 128
@@ -56,11 +56,11 @@ class Asked(msgspec.Struct, frozen=True):
         return -(-(self.input_len + self.output_len) // block_size)
 
 
-class Job(msgspec.Struct, frozen=True):
+class Assignment(msgspec.Struct, frozen=True):
     """An engine's job: some of the parts "throughput", "latency" and "pool"."""
 
     config: Config
-    asked: Asked
+    asked: BenchOptions
     parts: tuple[str, ...]
 
 
@@ -103,10 +103,10 @@ def main() -> None:
     from streamer.cli.serve import SWITCH_INTERVAL_S
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
+    assignment = msgspec.json.decode(sys.stdin.buffer.read(), type=Assignment)
     try:
         with new_runner() as runner:
-            say(runner.run(measure(job)))
+            say(runner.run(measure(assignment)))
     except StreamerError as error:
         say(Failed(error.message))
 
@@ -123,22 +123,22 @@ def begin(what: str, total: int) -> Callable[[], None]:
     return lambda: say(Step())
 
 
-async def measure(job: Job) -> Found:
+async def measure(assignment: Assignment) -> Found:
     """All parts of a job, on one engine that takes all requests at once."""
     from streamer.engine.engine import AsyncEngine
 
-    asked, throughput, latency, pool = job.asked, None, None, None
+    asked, throughput, latency, pool = assignment.asked, None, None, None
     tokens: tuple[Tokens, ...] = ()
-    queue = max(job.config.max_queue, asked.num_prompts, asked.batch_size)
-    config = msgspec.structs.replace(job.config, max_queue=queue, load_progress=False)
+    queue = max(assignment.config.max_queue, asked.num_prompts, asked.batch_size)
+    config = msgspec.structs.replace(assignment.config, max_queue=queue, load_progress=False)
     async with AsyncEngine.from_config(config) as engine:
         say(Step())  # of loading
         prompts, info = drawn(engine, asked), engine.info
-        if "throughput" in job.parts:
+        if "throughput" in assignment.parts:
             throughput = await measure_throughput(engine, asked, prompts)
-        if "latency" in job.parts:
+        if "latency" in assignment.parts:
             latency = await measure_latency(engine, asked, prompts)
-        if "pool" in job.parts:
+        if "pool" in assignment.parts:
             pool, tokens = await measure_pool(engine, asked, prompts)
     return Found(
         model=info.name,
@@ -153,7 +153,7 @@ async def measure(job: Job) -> Found:
 
 
 async def measure_throughput(
-    engine: AsyncEngine, asked: Asked, prompts: Iterator[Prompt]
+    engine: AsyncEngine, asked: BenchOptions, prompts: Iterator[Prompt]
 ) -> Throughput:
     """All prompts at once, from the first one's submission to the last one's end."""
     count = asked.num_prompts
@@ -163,7 +163,9 @@ async def measure_throughput(
     return Throughput.of(took_s, count, asked.input_len, asked.output_len)
 
 
-async def measure_latency(engine: AsyncEngine, asked: Asked, prompts: Iterator[Prompt]) -> Latency:
+async def measure_latency(
+    engine: AsyncEngine, asked: BenchOptions, prompts: Iterator[Prompt]
+) -> Latency:
     """Seconds of each iteration: a batch from its submission to the end of its last answer."""
     found = []
     done = begin("latency", asked.num_iters_warmup + asked.num_iters)
@@ -176,7 +178,7 @@ async def measure_latency(engine: AsyncEngine, asked: Asked, prompts: Iterator[P
 
 
 async def measure_pool(
-    engine: AsyncEngine, asked: Asked, prompts: Iterator[Prompt]
+    engine: AsyncEngine, asked: BenchOptions, prompts: Iterator[Prompt]
 ) -> tuple[Pool, tuple[Tokens, ...]]:
     """All prompts at once, after a whole run as a warm-up, which touches the host pool too."""
     count, num_blocks = asked.num_prompts, engine.info.num_blocks
@@ -199,7 +201,7 @@ async def measure_pool(
     return pool, tokens
 
 
-def drawn(engine: AsyncEngine, asked: Asked) -> Iterator[Prompt]:
+def drawn(engine: AsyncEngine, asked: BenchOptions) -> Iterator[Prompt]:
     """Random prompts without end, the same for the same seed and model; no special tokens."""
     special = engine.tokenizer.special_ids
     vocabulary = min(engine.info.vocab_size, engine.tokenizer.vocab_size)

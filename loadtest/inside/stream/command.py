@@ -40,7 +40,7 @@ ACTIVE_RATE = 20.0
 T = TypeVar("T")
 
 
-class Measured(msgspec.Struct, frozen=True):
+class StreamCase(msgspec.Struct, frozen=True):
     """One case; a delta is an event of its own with the text of one token, or more if it is late.
 
     rate            tokens a second asked of each stream; 0: as fast as it goes
@@ -86,7 +86,7 @@ class Report(msgspec.Struct, frozen=True):
 
     is_pinned: bool
     seconds: float
-    cases: list[Measured]
+    cases: list[StreamCase]
     memory: list[Memory]
     num_stuck: int = 0
 
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     """Measure every case; each row is printed at once."""
     from rich.live import Live
 
-    cases: list[Measured] = []
+    cases: list[StreamCase] = []
     memory: list[Memory] = []
     with Live(_table(args.seconds, cases), console=console, auto_refresh=False) as live:
         for transport in args.transports:
@@ -155,7 +155,7 @@ def cores() -> tuple[int | None, int | None]:
 
 def measure(
     transport: str, num_streams: int, rate: float, seconds: float, num_stuck: int = 0
-) -> Measured:
+) -> StreamCase:
     """One run of one case, beside `num_stuck` clients that never read."""
     with (
         _server(num_streams, rate, num_stuck) as (server, port),
@@ -171,7 +171,7 @@ def measure(
     events_per_s = counted.events / counted.took_s
     delays = sorted(_delays(steps, counted))
     lags = sorted(steps.lag_s[before.num_steps : after.num_steps])
-    return Measured(
+    return StreamCase(
         transport=transport,
         num_streams=num_streams,
         rate=rate,
@@ -306,12 +306,12 @@ HEADING = (
 )
 
 
-def _table(seconds: float, cases: Sequence[Measured]) -> Table:
+def _table(seconds: float, cases: Sequence[StreamCase]) -> Table:
     title = f"{seconds:g} s a run; CPU in us an event; delivery and lag in ms, p50 and p99"
     return terminal([HEADING, *map(_cells, cases)], title)
 
 
-def _cells(m: Measured) -> tuple[str, ...]:
+def _cells(m: StreamCase) -> tuple[str, ...]:
     times = (m.deliver_p50_ms, m.deliver_p99_ms, m.lag_p50_ms, m.lag_p99_ms)
     return (
         m.transport,

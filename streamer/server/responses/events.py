@@ -31,9 +31,9 @@ from streamer.server.responses.types import (
     PartEvent,
     Response,
     ResponseEvent,
+    ResponseUsage,
     StateEvent,
     TextDone,
-    Usage,
 )
 
 if TYPE_CHECKING:
@@ -297,7 +297,7 @@ class ResponseEvents:
             error=error if status == "failed" else None,
             incomplete_details={"reason": reason} if status == "incomplete" else None,
             completed_at=ended if status == "completed" else None,
-            usage=Usage(
+            usage=ResponseUsage(
                 num_in,
                 InputDetails(stream.cached_tokens),
                 num_out,

@@ -52,7 +52,7 @@ Send = Callable[[msgspec.Struct], Coroutine[Any, Any, None]]
 Reply = Callable[[msgspec.Struct], None]
 
 
-class Job(msgspec.Struct, frozen=True):
+class PendingCreate(msgspec.Struct, frozen=True):
     """A checked response.create, waiting for its lane."""
 
     response_id: str
@@ -88,12 +88,12 @@ class Attached(msgspec.Struct, eq=False):
     is_behind: bool = False
 
 
-def cancelled(job: Job) -> ResponseEvent:
+def cancelled(pending: PendingCreate) -> ResponseEvent:
     """The terminal event of a response that never began."""
-    asked = job.asked
+    asked = pending.asked
     context = Context(kind="response", tenant="", body=asked.body, model=asked.model)
-    response = blank_response(context, job.response_id, time.time(), asked.params, "cancelled")
-    lane = UNSET if job.lane is None else job.lane
+    response = blank_response(context, pending.response_id, time.time(), asked.params, "cancelled")
+    lane = UNSET if pending.lane is None else pending.lane
     return ResponseEvent("response.incomplete", 0, response, lane)
 
 
@@ -120,7 +120,7 @@ class Lanes:
         self._send = send
         self._reply = reply
         self._is_extended = is_extended
-        self._lanes: dict[str | None, deque[Job | Resuming]] = {}
+        self._lanes: dict[str | None, deque[PendingCreate | Resuming]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._attached: list[Attached] = []
         self._starting: dict[str, bool] = {}  # response id of a starting create -> is it cancelled?
@@ -148,11 +148,11 @@ class Lanes:
                 f"{self._queued_bytes} bytes of responses wait on this socket and this one has "
                 f"{num_bytes}; the limit is {MAX_QUEUED_BYTES}"
             )
-        job = Job(new_id("resp_"), asked, settings)
+        pending = PendingCreate(new_id("resp_"), asked, settings)
         if body.stream_id in self._lanes:
-            self._wait_for_lane(job)
+            self._wait_for_lane(pending)
         else:
-            self._open_lane(body.stream_id, job)
+            self._open_lane(body.stream_id, pending)
         self._queued_bytes += asked.num_bytes
 
     def _prepared(
@@ -166,13 +166,13 @@ class Lanes:
     def resume(self, event: Resume, settings: Settings) -> None:
         """response.resume: on its lane if that is free (creates wait for it), else beside it."""
         event.check()
-        job = Resuming(event, settings)
+        pending = Resuming(event, settings)
         if event.stream_id not in self._lanes:
-            self._open_lane(event.stream_id, job)
+            self._open_lane(event.stream_id, pending)
         elif len(self._tasks) >= MAX_LANES:
             raise RateLimited(f"{MAX_LANES} lanes are running on this socket")
         else:
-            self._spawn(self._run_beside(job))
+            self._spawn(self._run_beside(pending))
 
     def cancel(self, response_id: str | None) -> None:
         """response.cancel: idempotent; a create waiting for its lane is removed from the queue."""
@@ -182,11 +182,11 @@ class Lanes:
             self._starting[response_id] = True
             return
         for lane in self._lanes.values():
-            for job in lane:
-                if isinstance(job, Job) and job.response_id == response_id:
-                    lane.remove(job)
-                    self._queued_bytes -= job.asked.num_bytes
-                    self._reply(cancelled(job))
+            for pending in lane:
+                if isinstance(pending, PendingCreate) and pending.response_id == response_id:
+                    lane.remove(pending)
+                    self._queued_bytes -= pending.asked.num_bytes
+                    self._reply(cancelled(pending))
                     return
         stream = find(self._service, response_id, self._scope, self._session, "response_id")
         self._service.cancel([stream])
@@ -252,20 +252,20 @@ class Lanes:
                 f"is {MAX_RESPONSES}"
             )
 
-    def _open_lane(self, name: str | None, job: Job | Resuming) -> None:
+    def _open_lane(self, name: str | None, pending: PendingCreate | Resuming) -> None:
         if len(self._lanes) >= MAX_LANES:
             raise RateLimited(f"{MAX_LANES} lanes are running on this socket")
-        self._lanes[name] = deque([job])
+        self._lanes[name] = deque([pending])
         self._spawn(self._run_lane(name))
 
-    def _wait_for_lane(self, job: Job) -> None:
+    def _wait_for_lane(self, pending: PendingCreate) -> None:
         if sum(map(len, self._lanes.values())) >= MAX_QUEUED:
             raise RateLimited(f"{MAX_QUEUED} responses wait for their lanes on this socket")
-        lane = self._lanes[job.lane]
-        lane.append(job)
+        lane = self._lanes[pending.lane]
+        lane.append(pending)
         if self._is_extended:
-            stream_id = UNSET if job.lane is None else job.lane
-            waiting = StateEvent("response.waiting", job.response_id, stream_id=stream_id)
+            stream_id = UNSET if pending.lane is None else pending.lane
+            waiting = StateEvent("response.waiting", pending.response_id, stream_id=stream_id)
             self._reply(msgspec.structs.replace(waiting, position=len(lane)))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -273,10 +273,12 @@ class Lanes:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _guard(self, job: Job | Resuming, lane: str | None) -> None:
-        """Run one job: a bug ends one response, not those waiting behind it."""
+    async def _guard(self, pending: PendingCreate | Resuming, lane: str | None) -> None:
+        """Run one command: a bug ends one response, not those waiting behind it."""
         try:
-            await (self._run(job) if isinstance(job, Job) else self._resume(job))
+            await (
+                self._run(pending) if isinstance(pending, PendingCreate) else self._resume(pending)
+            )
         except OSError:
             raise
         except Exception:
@@ -292,33 +294,33 @@ class Lanes:
         finally:
             del self._lanes[name]
 
-    async def _run_beside(self, job: Resuming) -> None:
+    async def _run_beside(self, pending: Resuming) -> None:
         with contextlib.suppress(OSError):
-            await self._guard(job, job.event.stream_id)
+            await self._guard(pending, pending.event.stream_id)
 
-    async def _run(self, job: Job) -> None:
+    async def _run(self, pending: PendingCreate) -> None:
         service = self._service
         with service.working():
-            self._starting[job.response_id] = False
+            self._starting[pending.response_id] = False
             try:
-                stream = await respond(service, job.asked, job.response_id)
+                stream = await respond(service, pending.asked, pending.response_id)
             except StreamerError as e:
                 service.metrics.refused(e)
-                for steer in job.steers:
-                    await self._send(steering.failed(steer, e.message, 0, job.lane))
-                if not job.steers:
-                    await self._send(error_event(e, job.lane))
+                for steer in pending.steers:
+                    await self._send(steering.failed(steer, e.message, 0, pending.lane))
+                if not pending.steers:
+                    await self._send(error_event(e, pending.lane))
                 return
             finally:
-                self._queued_bytes -= job.asked.num_bytes
-                is_cancelled = self._starting.pop(job.response_id)
+                self._queued_bytes -= pending.asked.num_bytes
+                is_cancelled = self._starting.pop(pending.response_id)
             self._made.add(stream)
             if is_cancelled:
                 service.cancel([stream])
-            await self._follow(stream, -1, job.lane, job.settings)
+            await self._follow(stream, -1, pending.lane, pending.settings)
 
-    async def _resume(self, job: Resuming) -> None:
-        event = job.event
+    async def _resume(self, pending: Resuming) -> None:
+        event = pending.event
         after = -1 if event.starting_after is None else event.starting_after
         lane = UNSET if event.stream_id is None else event.stream_id
         try:
@@ -332,7 +334,7 @@ class Lanes:
         await self._send(Resumed(event.response_id, after, status, lane))
         is_split = event.starting_after is None
         with self._service.working():
-            await self._follow(stream, after, event.stream_id, job.settings, is_split=is_split)
+            await self._follow(stream, after, event.stream_id, pending.settings, is_split=is_split)
 
     # ------------------------------------------------------------ following
 
@@ -392,11 +394,13 @@ class Lanes:
         context = context_of(stream)
         body = steering.successor(context.body, steers, lane)
         size, settings = sum(s.size for s in steers), attached.settings
-        job = Job(new_id("resp_"), self._prepared(body, size, settings), settings, steers)
+        pending = PendingCreate(
+            new_id("resp_"), self._prepared(body, size, settings), settings, steers
+        )
         if lane in self._lanes:
-            self._lanes[lane].appendleft(job)
+            self._lanes[lane].appendleft(pending)
         else:
-            self._open_lane(lane, job)
+            self._open_lane(lane, pending)
 
     async def _send_news(
         self,

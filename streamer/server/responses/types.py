@@ -25,7 +25,7 @@ class OutputDetails(msgspec.Struct, frozen=True):
     reasoning_tokens: int = 0
 
 
-class Usage(msgspec.Struct, frozen=True):
+class ResponseUsage(msgspec.Struct, frozen=True):
     """Token counts of a response."""
 
     input_tokens: int
@@ -97,7 +97,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", ta
     error: dict[str, str] | None = None
     incomplete_details: dict[str, str] | None = None
     completed_at: int | None = None
-    usage: Usage | None = None
+    usage: ResponseUsage | None = None
     background: bool = False
     previous_response_id: str | None = None
     reasoning: Reasoning = Reasoning()

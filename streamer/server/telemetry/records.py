@@ -72,7 +72,7 @@ class Tracer(Protocol):
     def close(self) -> None: ...
 
 
-class Asked(msgspec.Struct, frozen=True):
+class RequestInfo(msgspec.Struct, frozen=True):
     """What is reported of a request besides its streams.
 
     traceparent  the caller's trace, as it came
@@ -94,7 +94,7 @@ class Record:
     def __init__(
         self,
         streams: Sequence[TokenStream],
-        asked: Asked,
+        asked: RequestInfo,
         metrics: Metrics,
         *,
         tracer: Tracer | None = None,

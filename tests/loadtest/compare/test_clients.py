@@ -7,7 +7,7 @@ import socket
 import msgspec
 import pytest
 
-from streamer.loadtest.compare.clients import Answer, Ask, Measured, Reads, parse, run
+from streamer.loadtest.compare.clients import Answer, Ask, Reads, Round, parse, run
 from streamer.loadtest.sse import BadAnswer
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
@@ -78,7 +78,7 @@ def test_a_server_that_says_nothing_is_not_waited_for_for_ever() -> None:
 
 
 def test_first_tokens_and_gaps() -> None:
-    measured = Measured(2.0, (Answer((0.5, 0.75, 1.5), 3), Answer((0.25,), 1)))
+    measured = Round(2.0, (Answer((0.5, 0.75, 1.5), 3), Answer((0.25,), 1)))
     assert measured.tokens == 4
     assert measured.first_s == [0.5, 0.25]
     assert measured.gaps_s == [0.25, 0.75]

@@ -19,8 +19,8 @@ from streamer.loadtest.compare.engines import (
     Engine,
     Places,
     environment,
-    job,
     server_command,
+    setup,
 )
 from streamer.loadtest.compare.limit import Machine
 from streamer.loadtest.compare.peers.to_gguf import gguf_name, rotated, tensors
@@ -74,7 +74,7 @@ def test_missing_engines_are_named(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_pools_have_the_same_bytes(tmp_path: Path) -> None:
     places = Places(tmp_path)
     half = MODELS["half"]
-    assert job(OURS, half, places, 2).kv_bytes == KV_BYTES
+    assert setup(OURS, half, places, 2).kv_bytes == KV_BYTES
     ours = server_command(OURS, half, places, 2, 1)
     blocks = int(ours[ours.index("--num-gpu-blocks-override") + 1])
     llama = server_command(ENGINES["llamacpp"], half, places, 2, 1)
@@ -120,7 +120,7 @@ def test_an_engine_that_ends_says_why(tmp_path: Path) -> None:
         Runner(Path(sys.executable), "run_vllm", env, tmp_path / "log") as runner,
         pytest.raises(EngineFailed, match="No module named 'vllm'"),
     ):
-        runner.ask(job(VLLM, SMALL, places, 1)._asdict(), 60)
+        runner.ask(setup(VLLM, SMALL, places, 1)._asdict(), 60)
 
 
 def test_a_failure_is_a_result_and_the_engine_is_left_alone(

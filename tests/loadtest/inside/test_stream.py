@@ -15,14 +15,14 @@ from streamer.core.plan import StepOutput, StepStats
 from streamer.errors import StreamerError
 from streamer.loadtest.inside.stream import command as stream
 from streamer.loadtest.inside.stream.client import EVENT, TRANSPORTS, Connection, Counted
-from streamer.loadtest.inside.stream.command import Measured, Report
+from streamer.loadtest.inside.stream.command import Report, StreamCase
 from streamer.loadtest.inside.stream.server import Record, Steps
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_every_transport_has_its_figures(transport: str) -> None:
     m = stream.measure(transport, 16, 50.0, 1.0)
-    assert isinstance(m, Measured)
+    assert isinstance(m, StreamCase)
     assert m.tokens_per_s > 0
     assert m.events_per_s > 0
     assert m.num_samples > 0
@@ -90,7 +90,7 @@ def test_a_process_that_ends_is_told() -> None:
 
 def test_the_table_has_a_row_a_case() -> None:
     text = io.StringIO()
-    m = Measured("ws16", 1024, 90.0, 1e5, 1e5, 9.5, 12.0, 10.1, 120.5, 0.01, 0.1, 0.2, 100)
+    m = StreamCase("ws16", 1024, 90.0, 1e5, 1e5, 9.5, 12.0, 10.1, 120.5, 0.01, 0.1, 0.2, 100)
     Console(file=text, width=80).print(stream._table(1.0, [m]))
     assert "…" not in text.getvalue()
     assert "92,160" in text.getvalue()

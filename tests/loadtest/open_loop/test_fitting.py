@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from streamer.loadtest.open_loop.fitting import Scale, fitted
-from streamer.loadtest.open_loop.jobs import Asked, Job, Turn, jobs
+from streamer.loadtest.open_loop.jobs import Job, Turn, WorkloadOptions, jobs
 
 SCALE = Scale(0.75, 6)
 
@@ -23,7 +23,7 @@ def most_tokens(job: Job) -> int:
 @pytest.mark.parametrize("workload", ["sharegpt", "alpaca", "prefix", "multiturn", "nano"])
 @pytest.mark.parametrize("context", [700, 1024])
 def test_everything_fits(workload: str, context: int) -> None:
-    whole = jobs(workload, Asked(200, 0, SCALE.words_per_token))
+    whole = jobs(workload, WorkloadOptions(200, 0, SCALE.words_per_token))
     short, cut = fitted(whole, SCALE, context)
     assert max(most_tokens(job) for job in short) <= context
     assert all(turn.max_tokens >= 1 and turn.prompt for job in short for turn in job.turns)
@@ -40,7 +40,7 @@ def test_everything_fits(workload: str, context: int) -> None:
 
 
 def test_what_fits_stays_and_nothing_is_said() -> None:
-    whole = jobs("alpaca", Asked(50, 0, SCALE.words_per_token))
+    whole = jobs("alpaca", WorkloadOptions(50, 0, SCALE.words_per_token))
     for context in (None, 100_000):
         same, cut = fitted(whole, SCALE, context)
         assert same == whole

@@ -14,7 +14,7 @@ from streamer.cli import main
 from streamer.loadtest.open_loop import arrivals
 from streamer.loadtest.open_loop import command as program
 from streamer.loadtest.open_loop.driving import UNASKED, Driver, Ways, ask, measured_scale, request
-from streamer.loadtest.open_loop.jobs import Asked, Job, Turn, jobs, words
+from streamer.loadtest.open_loop.jobs import Job, Turn, WorkloadOptions, jobs, words
 from streamer.loadtest.open_loop.served import Outcome
 from streamer.loadtest.responses import check_counting
 from streamer.loadtest.target import Target
@@ -43,7 +43,7 @@ def test_rates_files_and_tokens(slow: Running, tmp_path: Path) -> None:
     flags = ["--url", slow.url, "--workload", "alpaca", "--requests", "12", "--out", str(tmp_path)]
     assert open_loop([*flags, "--rates", "20", "inf", *EASY]) == 0
     twenty, whole = read(tmp_path, "20qps.json"), read(tmp_path, "infqps.json")
-    wanted = jobs("alpaca", Asked(12, 0))
+    wanted = jobs("alpaca", WorkloadOptions(12, 0))
     for result in (twenty, whole):
         assert result["output_lens"] == [job.turns[0].max_tokens for job in wanted]
         assert result["completed"] == 12

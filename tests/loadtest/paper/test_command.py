@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from streamer.loadtest.paper import command as paper
-from streamer.loadtest.paper.command import Entry, Measured, Part, Report, markdown, svg
+from streamer.loadtest.paper.command import DatedComparison, Entry, Part, Report, markdown, svg
 from streamer.loadtest.paper.comparison import Comparison, Plot, Series
 
 BARS = Plot("bars", "x", "y", (Series("ours", ((0.0, 1.0), (1.0, 3.0))),), ("a", "b"))
@@ -132,7 +132,7 @@ def test_every_entry_has_a_measure_and_all_take_under_half_an_hour() -> None:
 
 
 def test_a_measured_report_survives_its_file(tmp_path: Path) -> None:
-    made = Measured(comparison("one"), "2026-11-22", 1.5, "a CPU", {"torch": "2"})
+    made = DatedComparison(comparison("one"), "2026-11-22", 1.5, "a CPU", {"torch": "2"})
     report = Report({"one": made}, {"two": "hung"})
     assert paper.read(tmp_path) == Report()
     paper.write(report, tmp_path)
@@ -193,7 +193,8 @@ def test_markdown_has_published_beside_ours() -> None:
     where = {"torch": "2.13"}
     text = markdown(
         Report(
-            {"a": Measured(made, "2026-11-22", 3.2, "a CPU", where, is_tiny=True)}, {"b": "hung"}
+            {"a": DatedComparison(made, "2026-11-22", 3.2, "a CPU", where, is_tiny=True)},
+            {"b": "hung"},
         )
     )
     assert "| [A](#a) | 2 \\| 3 | 4. |" in text

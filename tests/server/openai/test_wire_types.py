@@ -31,7 +31,7 @@ OTHER_NAMES: dict[str, type] = {  # or names that several Structs have
     "InputItem": responses.InputItem,
     "Cancel": socket_events.Cancel,
     "Resume": socket_events.Resume,
-    "Usage": response_types.Usage,
+    "Usage": response_types.ResponseUsage,
     "Steer": steering.SteerEvent,
     "SessionUpdate": socket_events.Update,
     "SteerNamed": steering._Named,

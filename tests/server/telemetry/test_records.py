@@ -17,7 +17,7 @@ from streamer.engine.stream import TokenStream
 from streamer.errors import EngineDead
 from streamer.server.telemetry.logs import JsonFormatter
 from streamer.server.telemetry.metrics import Metrics
-from streamer.server.telemetry.records import Asked, Finished, Record
+from streamer.server.telemetry.records import Finished, Record, RequestInfo
 from tests.engine.helpers import end, lone_stream, make_engine, write
 from tests.server.responses.test_socket import FINAL, dial, say, until
 from tests.server.support.counting import CHAT, ENDLESS, sse
@@ -111,7 +111,7 @@ def test_responses_on_every_way_there_is(server: Running, lines: list[Finished])
 def test_the_worst_choice_names_the_reason_and_death_its_status(lines: list[Finished]) -> None:
     def record(stream: TokenStream) -> None:
         key = hashlib.sha256(SECRET.encode()).hexdigest()
-        Record([stream], Asked("chat", "http", "m", key), Metrics(make_engine()))
+        Record([stream], RequestInfo("chat", "http", "m", key), Metrics(make_engine()))
 
     two = lone_stream(n=2)
     record(two)
@@ -136,7 +136,7 @@ def test_a_report_that_fails_does_not_reach_the_engine(
     metrics = Metrics(make_engine())
     monkeypatch.setattr(metrics, "finished", None)
     stream = lone_stream()
-    Record([stream], Asked("chat", "http", "m", ""), metrics)
+    Record([stream], RequestInfo("chat", "http", "m", ""), metrics)
     end(stream)
     assert stream.is_finished
     assert "could not be reported" in caplog.text
