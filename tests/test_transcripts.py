@@ -18,8 +18,9 @@ import pytest
 from websockets.sync.client import connect
 from websockets.typing import Subprotocol
 
+from streamer.core.sampling import MAX_STOP_BYTES, Parameter, SamplingParams
 from streamer.server import security, tickets
-from streamer.server.openai.common import SamplingFields
+from streamer.server.openai.common import IN_BODIES, SamplingFields
 from streamer.server.responses import lanes, socket, socket_events
 from streamer.server.responses.body import ResponseCreate
 from streamer.server.transport import http, websocket
@@ -250,3 +251,38 @@ def test_every_error_code_is_documented() -> None:
         found |= set(re.findall(r'\bcode ?= ?"(\w+)"', file.read_text(encoding="utf-8")))
     assert len(found) > 20
     assert [code for code in sorted(found - ours) if f"`{code}`" not in PAGE] == []
+
+
+def written(number: float) -> str:
+    """A bound as the page writes it."""
+    if abs(number) < 1 << 31:
+        return f"{number:,g}" if number != int(number) else f"{int(number):,}"
+    bits = abs(int(number)).bit_length()
+    if number > 0 and number == (1 << bits) - 1:
+        return f"2^{bits} - 1"
+    assert abs(number) == 1 << bits - 1
+    return f"{'-' if number < 0 else ''}2^{bits - 1}"
+
+
+def values_of(parameter: Parameter) -> str:
+    """The column `values (default)` of a parameter, from its declaration."""
+    low, high = map(written, parameter.field.bounds)
+    bounds = f"above {low}, up to {high}" if parameter.field.is_above else f"{low} to {high}"
+    most = f"{parameter.field.max_entries:,}"
+    texts: dict[Any, str] = {
+        bool: "bool",
+        tuple[str, ...]: f"a text or up to {most}, each up to {MAX_STOP_BYTES:,} bytes",
+        tuple[int, ...]: f"up to {most} token ids",
+        dict[int, float]: f"up to {most} token ids, each to {bounds}",
+    }
+    default = getattr(SamplingParams(), parameter.name)
+    shown = "" if default in (None, (), {}) else f" ({json.dumps(default)})"
+    return texts.get(parameter.kind, bounds) + shown
+
+
+def test_sampling_parameters_have_the_values_of_their_declaration() -> None:
+    table = PAGE.split("\nSampling, at top level", 1)[1].split("\n\n")[1]
+    rows = [[cell.strip() for cell in line.split("|")[1:4]] for line in table.splitlines()]
+    assert rows[0][:2] == ["field", "values (default)"]
+    page = {name.strip("`"): values for name, values, _ in rows[2:]}
+    assert {p.name: values_of(p) for p in IN_BODIES} == {p.name: page[p.name] for p in IN_BODIES}
