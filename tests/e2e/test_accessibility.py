@@ -136,7 +136,7 @@ def test_every_state(open_page: OpenPage, short: Running, size: str, state: str)
     assert faults_in_each_theme(page) == []
 
 
-def test_where_a_key_is_wanted(open_page: OpenPage, server_with: Any) -> None:
+def test_where_a_key_is_required(open_page: OpenPage, server_with: Any) -> None:
     page = open_page(server_with(model="fake", api_key=("a-key",)).url)
     expect(page.get_by_role("dialog", name="This server requires an API key")).to_be_visible()
     assert faults_in_each_theme(page) == []

@@ -76,7 +76,7 @@ def test_a_cut_network_loses_nothing(open_page: OpenPage, server: Running) -> No
         assert "reconnecting" in seen
 
 
-def test_what_a_server_forgot_is_said_and_what_came_is_kept(
+def test_an_answer_the_server_forgot_is_reported_and_its_text_kept(
     server_with: Any, open_page: OpenPage
 ) -> None:
     """A server without the answer takes the place of the one that made it."""

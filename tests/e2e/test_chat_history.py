@@ -110,7 +110,7 @@ def test_names_and_deletions_stay_after_a_reload(page: Page) -> None:
     expect(page.locator("article.user .text")).to_have_text(["Of apples"])
 
 
-def test_a_browser_that_keeps_nothing_says_so(page: Page) -> None:
+def test_a_warning_is_shown_if_the_browser_stores_nothing(page: Page) -> None:
     page.evaluate(
         """() => void (IDBObjectStore.prototype.put = () => {
             throw new DOMException("full", "QuotaExceededError");

@@ -26,7 +26,7 @@ def continue_(page: Page) -> Locator:
     return page.get_by_role("button", name="Continue", exact=True)
 
 
-def test_a_reader_who_scrolled_away_can_jump_to_the_latest(page: Page) -> None:
+def test_after_scrolling_away_a_button_jumps_to_the_latest(page: Page) -> None:
     page.set_viewport_size({"width": 900, "height": 360})
     limit(page, 50_000)
     answer = begun(ask(page, "Never stop."))

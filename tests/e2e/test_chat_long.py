@@ -64,7 +64,7 @@ def noted(page: Page) -> Callable[[], set[str]]:
     return lambda: set(page.evaluate("[...noted]"))
 
 
-def test_what_an_answer_waits_for_is_said(server_with: Any, open_page: OpenPage) -> None:
+def test_the_reason_an_answer_waits_is_shown(server_with: Any, open_page: OpenPage) -> None:
     """One row: the second answer waits in the queue, then its prompt is prefilled in chunks."""
     server = server_with(model="fake:tokens_per_s=60", max_num_seqs=1, max_num_batched_tokens=64)
     page = connected(open_page(server.url))
@@ -84,7 +84,9 @@ def test_what_an_answer_waits_for_is_said(server_with: Any, open_page: OpenPage)
     assert f"of {total}" in notes()
 
 
-def test_who_gives_way_is_told_and_goes_on(server_with: Any, open_page: OpenPage) -> None:
+def test_a_preempted_response_gets_an_event_and_goes_on(
+    server_with: Any, open_page: OpenPage
+) -> None:
     """The pool is too small for two."""
     server = server_with(model="fake:tokens_per_s=200", num_gpu_blocks_override=16)
     page = connected(open_page(server.url))

@@ -107,7 +107,7 @@ SPILT = """(prose) => {
 }"""
 
 
-def test_tricks_come_to_nothing(page: Page) -> None:
+def test_hostile_markdown_is_harmless(page: Page) -> None:
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     for name, trick in TRICKS.items():

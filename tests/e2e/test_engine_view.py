@@ -223,7 +223,7 @@ def test_a_tiny_pool_shows_preemption_and_swap(page: Page, tiny: Running) -> Non
     expect(count(page, "private")).to_have_text("0")
 
 
-def test_nobody_looks_nobody_follows(page: Page, server: Running) -> None:
+def test_the_engine_is_followed_only_while_the_view_is_visible(page: Page, server: Running) -> None:
     def followed_by(number: int) -> None:
         server.wait_until(lambda: server.engine.view_feed.num_followers == number)
 

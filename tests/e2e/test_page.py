@@ -139,7 +139,9 @@ def test_it_comes_back_after_the_server_did_and_asks_what_waited(
     expect(page.locator("article.waits")).to_have_count(0)
 
 
-def test_a_key_is_asked_for_and_kept_in_the_tab(server_with: Any, open_page: OpenPage) -> None:
+def test_the_key_dialog_opens_and_the_key_is_stored_in_the_tab(
+    server_with: Any, open_page: OpenPage
+) -> None:
     keyed = server_with(model="fake:tokens_per_s=400", api_key=("right-key",))
     page = open_page(keyed.url)
     dialog = page.get_by_role("dialog", name="This server requires an API key")

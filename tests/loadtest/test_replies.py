@@ -35,7 +35,7 @@ def test_a_chat_with_usage() -> None:
     assert (reply.num_tokens, reply.num_prompt_tokens, reply.num_cached_tokens) == (2, 9, 8)
 
 
-def test_text_is_told_before_more_is_read() -> None:
+def test_text_is_reported_before_more_is_read() -> None:
     seen: list[float] = []
 
     def live() -> Iterator[Read]:
@@ -57,7 +57,7 @@ def test_text_is_told_before_more_is_read() -> None:
         ([], "unanswered"),
     ],
 )
-def test_what_is_no_answer(parts: list[bytes], says: str) -> None:
+def test_malformed_replies_raise_bad_answer(parts: list[bytes], says: str) -> None:
     with pytest.raises(BadAnswer, match=says):
         read_reply(reads(*parts))
 

@@ -41,7 +41,9 @@ def test_limits_are_met_or_missed(wanted: str, is_met: bool, tmp_path: Path) -> 
     assert len(found) == wanted.count("=")
 
 
-def test_nothing_measured_is_missed_and_nobody_there_does_not_count(tmp_path: Path) -> None:
+def test_an_objective_without_measurements_is_missed_and_an_absent_user_is_not_counted(
+    tmp_path: Path,
+) -> None:
     text = '[[objective]]\nstatistic = "E2E"\nuser = "Lanes"\np50_ms = 5\n'
     nothing = slo.Statistics(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     assert [v.is_met for v in verdicts(text, tmp_path, nothing)] == [False]
@@ -61,7 +63,7 @@ def test_nothing_measured_is_missed_and_nobody_there_does_not_count(tmp_path: Pa
         ("[[objective]\n", "slo.toml"),
     ],
 )
-def test_mistakes_in_the_file_are_told(text: str, says: str, tmp_path: Path) -> None:
+def test_mistakes_in_the_file_are_reported(text: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=says):
         verdicts(text, tmp_path)
 

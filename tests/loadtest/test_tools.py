@@ -245,7 +245,7 @@ def test_a_tool_that_fails_fails_the_run_and_its_output_is_kept(
     assert f"FAILED: {says}" in (tmp_path / "out" / "standin.txt").read_text()
 
 
-def test_another_version_is_installed_anew_and_a_failure_to_do_so_told(
+def test_another_version_is_installed_anew_and_a_failure_is_reported(
     home: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -265,7 +265,7 @@ def test_another_version_is_installed_anew_and_a_failure_to_do_so_told(
     assert not tools.versions_of(with_locust.TOOL, Places(home))  # there is no such environment
 
 
-def test_a_server_that_is_not_there_is_told(
+def test_an_unreachable_server_is_reported(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(tools.TOOLS, "standin", stand_in(0))

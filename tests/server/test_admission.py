@@ -211,7 +211,7 @@ def test_a_prompt_longer_than_the_limit_is_let_in_by_a_full_bucket() -> None:
     desk.admission.accept(ME, [(1,) * 100])
 
 
-def test_the_longest_wait_is_the_one_that_is_told() -> None:
+def test_the_longest_wait_is_the_one_that_is_reported() -> None:
     desk = Desk(max_requests_per_minute=60, max_tokens_per_minute=60)
     write(desk.submit(), "x" * 100)
     for _ in range(59):
@@ -419,7 +419,7 @@ def test_a_create_that_waits_for_its_lane_is_not_refused_by_a_full_queue(server_
     assert kinds == ["response.incomplete"] * 2
 
 
-def test_a_full_queue_is_503_for_everybody(server_with: Any) -> None:
+def test_a_full_queue_is_503_for_every_key(server_with: Any) -> None:
     server = server_with(model="fake:tokens_per_s=50", max_num_seqs=1, max_queue=0)
     body = {**CHAT, **ENDLESS, "stream": True}
     with httpx.stream("POST", server.url + "/v1/chat/completions", json=body) as running:

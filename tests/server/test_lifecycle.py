@@ -226,7 +226,7 @@ class Mortal(Running):
         return engine
 
 
-def test_bundled_a_step_that_fails_is_told_to_all_and_ends_the_server() -> None:
+def test_bundled_a_step_that_fails_fails_every_request_and_ends_the_server() -> None:
     server = Mortal(**BUNDLED).start()
     body = {**CHAT, "stream": True, "ignore_eos": True}
     with httpx.stream("POST", server.url + "/v1/chat/completions", json=body) as response:

@@ -117,7 +117,7 @@ def test_the_document_is_whole(server: Running) -> None:
     assert b'"securitySchemes"' in keyed
 
 
-def test_it_wants_the_key(server_with: Any) -> None:
+def test_it_requires_the_key(server_with: Any) -> None:
     server = server_with(api_key=("secret",))
     assert httpx.get(server.url + "/openapi.json").status_code == 401
 

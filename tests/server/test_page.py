@@ -91,7 +91,7 @@ def test_without_a_page_it_says_what_to_run(tmp_path: Path) -> None:
         assert answer.headers["cache-control"] == "no-store"
 
 
-def test_it_is_open_where_keys_are_asked_for(server_with: Any) -> None:
+def test_the_page_needs_no_key(server_with: Any) -> None:
     keyed: Running = server_with(api_key=("a-key",), root_path="/behind")
     index = httpx.get(keyed.url + "/")
     assert index.status_code == 200

@@ -15,7 +15,7 @@ print("started")
 """
 
 
-def test_a_process_ends_although_nobody_stopped_the_server() -> None:
+def test_a_process_ends_although_the_server_was_not_stopped() -> None:
     root = Path(__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-c", LEFT_ALIVE], cwd=root, capture_output=True, text=True, timeout=30

@@ -113,7 +113,7 @@ async def _first_refusal(client: httpx.AsyncClient, url: str) -> httpx.Response:
             return response
 
 
-async def test_who_wants_to_hears_of_the_drain() -> None:
+async def test_drain_listeners_are_called_until_removed() -> None:
     service = Service(make_engine(), make_engine().config)
     heard: list[tuple[str, float]] = []
     service.on_drain(lambda s: heard.append(("stays", s)))
@@ -165,7 +165,7 @@ def hanging() -> Iterator[tuple[subprocess.Popen[str], str]]:
         child.communicate(timeout=DEADLINE_S)
 
 
-async def test_a_hung_step_is_told_to_all_and_ends_the_process(
+async def test_a_hung_step_fails_every_request_and_ends_the_process(
     hanging: tuple[subprocess.Popen[str], str],
 ) -> None:
     process, url = hanging
@@ -294,7 +294,7 @@ def _lines_until(lines: IO[str], wanted: str) -> None:
         pass
 
 
-async def test_hung_templates_are_told_of_and_end_the_process() -> None:
+async def test_hung_templates_are_reported_and_end_the_process() -> None:
     """Both threads for prompts hang, so that no text can be served: the process ends."""
     with wedged("template", "--watchdog-s", "1.2") as (process, url):
         async with asyncio.timeout(DEADLINE_S), httpx.AsyncClient(timeout=60) as client:

@@ -89,7 +89,7 @@ def test_the_answer(keyed: Running) -> None:
 
 
 @pytest.mark.parametrize("key", [None, "third-key"])
-def test_nobody_gets_one_without_a_key(keyed: Running, key: str | None) -> None:
+def test_without_a_key_no_ticket_is_issued(keyed: Running, key: str | None) -> None:
     response = ask(keyed.url, key)
     assert response.status_code == 401
     assert response.json()["error"]["code"] == "invalid_api_key"
@@ -137,7 +137,7 @@ def test_it_grows_old(keyed: Running, clock: Clock) -> None:
     assert refusal(keyed, JSON, old)[0] == 401
 
 
-def test_it_is_of_the_key_that_asked(keyed: Running) -> None:
+def test_it_belongs_to_the_key_of_its_request(keyed: Running) -> None:
     with dial(keyed, JSON, ticket_of(keyed)) as mine:
         hear(mine)
         say(mine, "response.create", input="count", max_output_tokens=5, ignore_eos=True)
@@ -198,7 +198,7 @@ def test_a_standard_client_may_show_one_too(keyed: Running) -> None:
         assert hear(socket)["type"] == "response.created"  # and no session.created
 
 
-def test_a_key_has_so_many_and_room_again_later(keyed: Running, clock: Clock) -> None:
+def test_a_key_has_a_limit_and_room_again_later(keyed: Running, clock: Clock) -> None:
     clock.now += TICKET_S  # no ticket is unused now
     first = ticket_of(keyed)
     clock.now += 10
@@ -216,7 +216,7 @@ def test_a_key_has_so_many_and_room_again_later(keyed: Running, clock: Clock) ->
     ticket_of(keyed)
 
 
-def test_all_keys_together_have_so_many() -> None:
+def test_all_keys_together_have_a_limit() -> None:
     clock = Clock()
     tickets = Tickets(clock)
     for i in range(MAX_TICKETS):
@@ -232,7 +232,7 @@ def test_all_keys_together_have_so_many() -> None:
         tickets.redeem(secret)
 
 
-def test_where_no_keys_are_asked_for_a_ticket_does_no_harm(server: Running) -> None:
+def test_where_no_keys_are_required_a_ticket_does_no_harm(server: Running) -> None:
     with httpx.Client() as client:  # these are not stored, so they have no bound
         tickets = [ticket_of(server, None, client) for _ in range(MAX_PER_KEY + 1)]
     for offered in (tickets[0], tickets[0], PREFIX + "anything"):

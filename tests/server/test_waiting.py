@@ -41,7 +41,7 @@ def test_the_last_of_a_queue_sees_its_place_fall_to_the_start(narrow: Running) -
     assert all(e["response_id"] == events[0]["response_id"] for e in events[: len(places)])
 
 
-def test_one_socket_with_many_lanes_hears_of_each(narrow: Running) -> None:
+def test_one_socket_with_many_lanes_gets_the_events_of_each(narrow: Running) -> None:
     with dial(narrow, "streamer.v1.json") as socket:
         hear(socket)
         for lane in "abcde":
@@ -59,7 +59,7 @@ def test_one_socket_with_many_lanes_hears_of_each(narrow: Running) -> None:
     assert seen["e"][-1] == 0
 
 
-def test_standard_clients_are_told_nothing_and_nothing_is_counted_for_them(
+def test_standard_clients_get_no_state_events_and_none_are_counted(
     narrow: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[NoticeKind] = []
@@ -82,7 +82,7 @@ def test_standard_clients_are_told_nothing_and_nothing_is_counted_for_them(
     assert NoticeKind.WAITING not in seen
 
 
-def test_who_comes_back_while_it_waits_is_told_where_it_is(narrow: Running) -> None:
+def test_a_resume_while_waiting_gets_the_queue_position(narrow: Running) -> None:
     with dial(narrow, "streamer.v1.json") as socket, dial(narrow, "streamer.v1.json") as other:
         hear(socket), hear(other)
         for lane, tokens in (("a", 400), ("b", 10), ("c", 10)):

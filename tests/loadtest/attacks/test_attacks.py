@@ -30,7 +30,7 @@ def test_a_neighbour_is_measured_alone_and_beside_an_attack(
     assert PLANS["pings"].says in capsys.readouterr().out
 
 
-def test_an_attack_that_there_is_not_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_attack_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert attacks("pings", "smoke") == 2
     assert "no attack 'smoke'" in capsys.readouterr().out
 

@@ -67,12 +67,12 @@ def test_a_whole_answer() -> None:
         b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n{}",
     ],
 )
-def test_errors_are_told(data: bytes) -> None:
+def test_errors_raise_bad_answer(data: bytes) -> None:
     with pytest.raises(BadAnswer):
         parse([(0.0, b""), (1.0, data)])
 
 
-def test_a_server_that_says_nothing_is_not_waited_for_for_ever() -> None:
+def test_a_server_that_sends_nothing_times_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(TimeoutError):
         run(silent.getsockname()[1], [[Ask("m", "text", 1)]], 0.05)
 

@@ -51,7 +51,7 @@ def test_engines_take_turns_and_the_first_changes() -> None:
     assert next(compare.turns(wanted, 3)).engine is OURS
 
 
-def test_who_is_far_behind_is_not_asked_again() -> None:
+def test_a_far_slower_engine_is_left_out_of_later_rounds() -> None:
     results = Results("", {}, {}, {})
     for engine, rate in (("streamer", 10.0), ("vllm", 100.0), ("transformers", 20.0)):
         results.samples += [Sample(engine, "small", work, 0, rate) for work in ("eq", "mix")]

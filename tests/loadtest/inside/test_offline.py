@@ -54,7 +54,7 @@ def test_a_pool_without_room_to_swap_recomputes(capsys: pytest.CaptureFixture[st
     assert "Nothing was swapped" in capsys.readouterr().out
 
 
-def test_answers_that_differ_are_told() -> None:
+def test_differing_answers_are_reported() -> None:
     pool = Pool(8, 1.0, 100.0, 2, 0, 40, 4_000_000_000, 0.5)
     results = Results(date="", settings={"num_prompts": 3, "input_len": 1, "output_len": 2})
     results.swap = Swap(large=pool, small=pool, num_equal=2)

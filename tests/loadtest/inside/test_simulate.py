@@ -44,7 +44,7 @@ def test_the_textbook_batch() -> None:
     assert paged_waste(outcome, 16) < 0.1 < contiguous(work)[1]
 
 
-def test_freed_rows_are_taken_by_who_waits() -> None:
+def test_freed_rows_are_given_to_waiting_requests() -> None:
     work = Workload(lengths=(10, 100, 10, 100), rows=2)
     assert static_batching(work)[0] == 200
     assert sum(1 for s in simulate(work, SWAP, 1).steps if s.samples) <= 121

@@ -79,7 +79,7 @@ def test_a_token_is_timed_from_its_own_step() -> None:
     assert list(stream._delays(steps, Counted(0, 0, 0, 1.0, 0.0, samples))) == [0.5, 0.25]
 
 
-def test_a_process_that_ends_is_told() -> None:
+def test_a_process_that_ends_is_reported() -> None:
     process = stream.Process(
         "streamer.loadtest.inside.stream.client", stream.stream_client.Opened(0)
     )

@@ -37,7 +37,7 @@ def test_seeds_and_order() -> None:
 
 
 @pytest.mark.parametrize(("rate", "burstiness"), [(0.0, 1.0), (-1.0, 1.0), (1.0, 0.0)])
-def test_what_is_no_rate(rate: float, burstiness: float) -> None:
+def test_a_rate_must_be_a_positive_number(rate: float, burstiness: float) -> None:
     with pytest.raises(ValueError, match="above 0"):
         offsets(rate, burstiness, 3, 0)
 

@@ -39,7 +39,7 @@ def test_everything_fits(workload: str, context: int) -> None:
         assert before.prompt[: len(after.prompt)] == after.prompt
 
 
-def test_what_fits_stays_and_nothing_is_said() -> None:
+def test_a_workload_that_fits_the_context_is_unchanged() -> None:
     whole = jobs("alpaca", WorkloadOptions(50, 0, SCALE.words_per_token))
     for context in (None, 100_000):
         same, cut = fitted(whole, SCALE, context)

@@ -57,7 +57,7 @@ def test_rates_files_and_tokens(slow: Running, tmp_path: Path) -> None:
     slow.wait_idle()
 
 
-def test_nobody_waits_for_an_answer(slow: Running) -> None:
+def test_arrivals_do_not_wait_for_earlier_answers(slow: Running) -> None:
     """All are sent while the first answer is still streaming."""
     work = [Job((Turn("count", 80),)) for _ in range(6)]
     done: list[Outcome] = []
@@ -130,7 +130,7 @@ def test_rates_run_for_a_duration_after_a_warm_up(slow: Running, tmp_path: Path)
     assert float(row["p99_ttft_ms"]) == result["p99_ttft_ms"]
 
 
-def test_so_many_at_once_are_a_closed_loop(slow: Running, tmp_path: Path) -> None:
+def test_concurrency_is_a_closed_loop(slow: Running, tmp_path: Path) -> None:
     flags = ["--url", slow.url, "--workload", "alpaca", "--out", str(tmp_path)]
     assert open_loop([*flags, "--max-concurrency", "2", "--requests", "7"]) == 0
     result = read(tmp_path, "infqps.json")
@@ -191,7 +191,7 @@ def test_a_trace_is_replayed(slow: Running, tmp_path: Path) -> None:
     assert result["start_times"][1] >= 0.2
 
 
-def test_failures_are_counted_and_told(
+def test_failures_are_counted_and_reported(
     slow: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--url", slow.url, "--model", "fake", "--workload", "nano", "--requests", "2"]

@@ -151,7 +151,7 @@ def test_what_files_say_is_escaped(tmp_path: Path) -> None:
     assert sum(EVIL in data for _, data in tree.text) > 8
 
 
-def test_colours_can_be_told_from_the_page() -> None:
+def test_colours_are_distinguishable_from_the_page() -> None:
     """WCAG's contrast, 4.5 and more, of every colour of text and lines on their background."""
 
     def luminance(colour: str) -> float:
@@ -190,7 +190,7 @@ def test_a_bad_file_is_named_with_its_field(
     assert not out.exists()
 
 
-def test_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_results_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     write(tmp_path / "text", "x")
     for words, says in (

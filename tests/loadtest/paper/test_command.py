@@ -66,7 +66,7 @@ def leaves(name: str, finding: str = "here 3") -> str:
         ),
     ],
 )
-def test_one_that_fails_is_said_and_the_rest_goes_on(
+def test_a_failure_is_reported_and_the_rest_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, limit_s: float, why: str
 ) -> None:
     monkeypatch.setattr(paper, "_command", scripted({"one": script, "two": leaves("two")}))

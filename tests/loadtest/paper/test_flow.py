@@ -54,7 +54,7 @@ def view(*requests: tuple[int, int, int]) -> dict[str, Any]:
     return {"requests": listed, "block_size": 16, "stats": {"generated_tokens": 100}}
 
 
-def test_tokens_are_told_apart_by_who_asked() -> None:
+def test_tokens_of_stuck_and_other_requests_are_counted_apart() -> None:
     found = counts(view((900, 30, 2), (900, 25, 0), (7, 15, 1)), 900, 2)
     assert found == Counts(stuck=35, others=65, held=32)
     with pytest.raises(StreamerError, match="1 of 2"):

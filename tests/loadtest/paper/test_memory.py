@@ -82,7 +82,7 @@ def test_one_contiguous_request(reserve: Callable[[Ask, int], int], held: int) -
     assert usage.wasted == pytest.approx(100 * (1 - 3.5 / held))
 
 
-def test_who_does_not_fit_waits() -> None:
+def test_a_request_that_does_not_fit_waits() -> None:
     """Max: two of 8 in 16. Each takes two steps, so three requests take four."""
     usage = contiguous([ask(3, 2)] * 3, reserve_longest, pool_tokens=16, context=8)
     assert (usage.mean_running, usage.peak_running) == (2, 2)

@@ -193,7 +193,7 @@ def test_the_table_has_medians_ratios_and_gains() -> None:
     assert "All answers are equal" in found.finding
 
 
-def test_changed_answers_are_counted_and_said() -> None:
+def test_changed_answers_are_counted_and_reported() -> None:
     assert num_changed({"0": [1]}, [run(1.0), run(1.0, answer=2), SwapRun(1.0, 0, 0, {})]) == 2
     work = SwapWork((8,))
     runs = {(8, way): [run(1.0, answer=2)] for way in WAYS}

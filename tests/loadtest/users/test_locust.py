@@ -86,7 +86,7 @@ def test_a_refusal_is_a_failure_with_the_servers_words(slow: Running, tmp_path: 
     assert "model_not_found" in run.text
 
 
-def test_a_peer_is_asked_what_it_has(tmp_path: Path) -> None:
+def test_users_that_a_peer_cannot_serve_are_refused(tmp_path: Path) -> None:
     with peer() as url:
         flags = ["-u", "2", "-r", "2", "-t", "1s", "--counting"]
         run = locust(tmp_path, url + "/v1", "SseChat", "MultiTurn", *flags)
@@ -142,7 +142,7 @@ def test_help_shows_its_own_flags_with_defaults() -> None:
         (["--host", "http://127.0.0.1:9"], "127.0.0.1:9"),
     ],
 )
-def test_what_can_not_begin_is_2_and_said(words: list[str], says: str) -> None:
+def test_a_run_that_cannot_begin_exits_with_2_and_a_message(words: list[str], says: str) -> None:
     done = run("--headless", "-t", "1s", *words)
     assert done.returncode == 2, done.stderr
     assert says in done.stderr

@@ -330,7 +330,7 @@ def test_what_is_refused_is_not_built_first(
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_fields_that_nobody_knows_are_not_built(is_packed: bool) -> None:
+def test_unknown_fields_are_not_built(is_packed: bool) -> None:
     base = BODIES["responses"][2]
     many = dict.fromkeys(map(str, range(100_000)), 1)
     pack = msgspec.msgpack if is_packed else msgspec.json

@@ -45,7 +45,7 @@ def test_messages_count_what_a_chat_uses(server: Running) -> None:
     assert text == tokenizer.render_chat(MESSAGES)
 
 
-def test_special_tokens_of_a_prompt_are_added_unless_not_wanted(server: Running) -> None:
+def test_special_tokens_of_a_prompt_are_added_unless_disabled(server: Running) -> None:
     for wanted in (True, False):
         answer = post(server, "/tokenize", prompt="x", add_special_tokens=wanted).json()
         assert answer["tokens"] == fake_tokenizer().encode("x", add_special_tokens=wanted)
@@ -93,7 +93,7 @@ def test_a_text_beyond_the_context_is_refused_without_being_encoded(server_with:
         assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 
-def test_they_want_the_key_as_everything_does(server_with: Any) -> None:
+def test_they_require_the_key_as_everything_does(server_with: Any) -> None:
     server = server_with(api_key=("secret",))
     for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})):
         assert post(server, path, **body).status_code == 401

@@ -185,7 +185,7 @@ def test_what_a_chat_resume_refuses(slow: Running, query: str, param: str) -> No
     ("path", "body"),
     [("/v1/responses", RESPONSE), ("/v1/chat/completions", CHAT_BODY)],
 )
-def test_a_number_that_nobody_was_given_is_refused_while_the_answer_is_made(
+def test_a_number_not_yet_sent_is_refused_while_the_answer_is_generated(
     slow: Running, path: str, body: dict[str, Any]
 ) -> None:
     """Otherwise that reader would be ahead of all others for ever, and nothing would pause."""

@@ -331,7 +331,7 @@ def test_a_bug_in_one_event_leaves_the_socket(
 
 
 @pytest.mark.parametrize("path", ["/v1/nope", "/v1/models", "/"])
-def test_a_handshake_elsewhere_is_told_where_it_went_wrong(server: Running, path: str) -> None:
+def test_a_handshake_on_another_path_is_a_404(server: Running, path: str) -> None:
     with pytest.raises(InvalidStatus) as refusal:
         connect(server.ws_url.replace("/v1/responses", path))
     response = refusal.value.response

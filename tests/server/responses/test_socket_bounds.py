@@ -170,7 +170,7 @@ def test_a_burst_of_acks_after_a_silence_is_no_flood(server: Running) -> None:
 # ---------------------------------------------------------------- sockets of a key
 
 
-def test_sockets_of_a_key_are_bounded_and_one_too_many_is_told_to_come_back(
+def test_sockets_of_a_key_are_bounded_and_one_too_many_gets_retry_after(
     server_with: Any,
 ) -> None:
     keys = {"mine": {"authorization": "Bearer mine"}, "theirs": {"authorization": "Bearer theirs"}}

@@ -80,7 +80,7 @@ def check_paused(events: list[dict[str, Any]]) -> None:
     assert sum(e["type"] == "response.paused" for e in events) >= 1
 
 
-def test_a_reader_that_lags_too_long_is_sent_away_and_may_come_back(server_with: Any) -> None:
+def test_a_reader_that_lags_too_long_is_disconnected_and_may_resume(server_with: Any) -> None:
     server = server_with(pause_timeout=0.2)
     with dial(server, JSON) as socket:
         hear(socket)
@@ -101,7 +101,7 @@ def test_a_reader_that_lags_too_long_is_sent_away_and_may_come_back(server_with:
     check_response([e for e in numbered(events) if e.kind not in PAUSES], 400)
 
 
-def test_after_the_detach_timeout_nobody_waits_for_it(server_with: Any) -> None:
+def test_after_the_detach_timeout_the_response_is_cancelled(server_with: Any) -> None:
     server = server_with(pause_timeout=0.1, detach_timeout=0.1)
     with dial(server, JSON) as socket:
         hear(socket)

@@ -92,7 +92,7 @@ def test_lines_beyond_the_limit_are_lost_and_counted_where_they_are_missing(pipe
     assert pipe.read(6) == b"after\n"
 
 
-def test_a_reader_that_is_gone_is_waited_for_no_more(pipe: Pipe) -> None:
+def test_flush_does_not_wait_for_a_closed_pipe(pipe: Pipe) -> None:
     handler = LineHandler(pipe.write_end)
     write(handler, "one", "two")
     pipe.close()

@@ -135,7 +135,7 @@ def test_output_tokens_count_once_however_often_they_are_read(server: Running) -
     assert news["streamer_output_tokens_total"] == news["streamer_generated_tokens_total"] == 30
 
 
-def test_output_tokens_nobody_reads_count_while_they_are_made(server_with: Any) -> None:
+def test_unread_output_tokens_count_while_they_are_generated(server_with: Any) -> None:
     server = server_with(model="fake:tokens_per_s=200")
     body = {"input": "x", "max_output_tokens": 400, "ignore_eos": True, "background": True}
     response_id = httpx.post(server.url + "/v1/responses", json=body).json()["id"]

@@ -169,7 +169,7 @@ async def test_a_cursor_and_a_number_are_the_readers() -> None:
         await task
 
 
-async def test_who_was_sent_away_gets_what_there_is_and_is_told() -> None:
+async def test_a_dropped_reader_gets_the_buffered_text_and_an_error() -> None:
     stream, connection = lone_stream(window=4), Connection()
     number = stream.new_reader()
     connection.is_open.clear()
@@ -186,7 +186,7 @@ async def test_who_was_sent_away_gets_what_there_is_and_is_told() -> None:
     assert (stream.num_readers, stream.is_paused) == (0, True)  # another may come
 
 
-async def test_who_lagged_without_a_write_that_waits_is_told_at_once() -> None:
+async def test_a_reader_that_lagged_without_a_pending_write_is_notified_at_once() -> None:
     stream, connection = lone_stream(window=4, pause_s=0.0), Connection()
     number = stream.new_reader()
     async with asyncio.timeout(DEADLINE_S):

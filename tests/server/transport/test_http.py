@@ -220,7 +220,7 @@ def test_a_socket_is_not_opened_over_an_answer(slow: Running) -> None:
     slow.wait_idle()
 
 
-def test_another_version_of_websocket_is_told_ours(server: Running) -> None:
+def test_another_websocket_version_is_answered_with_the_supported_one(server: Running) -> None:
     head = answer_to(server, UPGRADE % (b"1.1", b"8") + b"\r\n").lower().split(b"\r\n")
     assert head[0].split()[1] == b"426"
     assert b"sec-websocket-version: 13" in head

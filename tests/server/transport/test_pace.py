@@ -32,7 +32,7 @@ async def test_slices_take_turns_and_the_loop_rests_longer_than_each() -> None:
 
 
 @pytest.mark.parametrize("is_closed", [False, True])
-async def test_the_turn_of_who_left_goes_to_the_next(is_closed: bool) -> None:
+async def test_the_turn_of_a_request_that_left_goes_to_the_next(is_closed: bool) -> None:
     pace = Pace()
     first = asyncio.create_task(pace.turn(slice_of_work))
     await asyncio.sleep(0)
