@@ -19,12 +19,12 @@ class Markup(str):
 def tag(name: str, /, *inside: str, **attributes: str | float | None) -> Markup:
     """An element. Attributes: `class_` and `for_` lose the underscore, others become dashes;
     numbers are rounded to a tenth, and None leaves the attribute out."""
-    said = "".join(
+    written = "".join(
         f' {_name(key)}="{_value(value)}"' for key, value in attributes.items() if value is not None
     )
     if name in VOID:
-        return Markup(f"<{name}{said}>")
-    return Markup(f"<{name}{said}>{join(*inside)}</{name}>")
+        return Markup(f"<{name}{written}>")
+    return Markup(f"<{name}{written}>{join(*inside)}</{name}>")
 
 
 def join(*parts: str) -> Markup:

@@ -390,13 +390,13 @@ def distribution(
     ]
     x = logarithmic([at for line in lines for at, _ in line.points])
     y = Axis(0.0, 100.0, [0.0, 25.0, 50.0, 75.0, 90.0, 100.0], unit="%")
-    said = "; ".join(
+    description = "; ".join(
         f"{run}: half within {number(percentile(values, 50))} {unit}, "
         f"99% within {number(percentile(values, 99))} {unit}"
         for run, values in series
         if values
     )
-    return _figure(name, title, said, _in_page(lines, x, y, f"{unit}, logarithmic", False))
+    return _figure(name, title, description, _in_page(lines, x, y, f"{unit}, logarithmic", False))
 
 
 def rates(
@@ -406,13 +406,13 @@ def rates(
     lines = [Line(run, points) for run, points in series]
     x = linear([at for line in lines for at, _ in line.points])
     y = linear([value for line in lines for _, value in line.points], unit)
-    said = "; ".join(
+    description = "; ".join(
         f"{line.name}: from {number(line.points[0][1])} at {number(line.points[0][0])} "
         f"to {number(line.points[-1][1])} at {number(line.points[-1][0])} requests a second"
         for line in lines
         if line.points
     )
-    return _figure(name, title, said, _in_page(lines, x, y, "requests a second", True))
+    return _figure(name, title, description, _in_page(lines, x, y, "requests a second", True))
 
 
 def _in_page(lines: Sequence[Line], x: Axis, y: Axis, x_label: str, has_dots: bool) -> list[Markup]:
@@ -426,12 +426,12 @@ def _in_page(lines: Sequence[Line], x: Axis, y: Axis, x_label: str, has_dots: bo
     return [*parts, *curves(frame, lines, x, y, has_dots)]
 
 
-def _figure(name: str, title: str, said: str, inside: Sequence[Markup]) -> Markup:
-    """A figure with its heading; `said` is its description for screen readers."""
+def _figure(name: str, title: str, description: str, inside: Sequence[Markup]) -> Markup:
+    """A figure with its heading; `description` is its description for screen readers."""
     svg = tag(
         "svg",
         tag("title", title, id=f"{name}-title"),
-        tag("desc", said or "Nothing was measured.", id=f"{name}-desc"),
+        tag("desc", description or "Nothing was measured.", id=f"{name}-desc"),
         *inside,
         viewBox=f"0 0 {PAGE_WIDTH:.0f} {PAGE_HEIGHT:.0f}",
         role="img",

@@ -156,20 +156,20 @@ def kept(pid: int, field: str) -> int:
 
 
 def run_apart(
-    command: Sequence[str], limit_s: float, say: Callable[[str], None] | None = None
+    command: Sequence[str], limit_s: float, show: Callable[[str], None] | None = None
 ) -> str:
     """Run a command; returns why it failed, or "". It is killed when its time is over.
 
-    Each line it prints goes to `say`; without `say` it shares this process's terminal.
+    Each line it prints goes to `show`; without `show` it shares this process's terminal.
     """
-    output = None if say is None else subprocess.PIPE
+    output = None if show is None else subprocess.PIPE
     process = subprocess.Popen(command, stdout=output, text=True)
     timer = threading.Timer(limit_s, process.kill)
     timer.start()
     try:
-        if say is not None:
+        if show is not None:
             for line in process.stdout or ():
-                say(line.strip())
+                show(line.strip())
         code = process.wait()
     finally:
         is_late = not timer.is_alive()

@@ -61,7 +61,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
     label: str
     field: str
-    wanted: float
+    target: float
     measured: float | None
     is_met: bool | None
 
@@ -78,7 +78,7 @@ def read(file: Path, statistics: Iterable[str]) -> list[Objective]:
             names = ", ".join(sorted(known))
             raise ValueError(f"{file}: no statistic {objective.statistic!r}; there are {names}")
         if all(getattr(objective, field) is None for field in AT_MOST + AT_LEAST):
-            raise ValueError(f"{file}: the objective {objective.label} wants nothing")
+            raise ValueError(f"{file}: the objective {objective.label} sets no limit")
     return found
 
 
@@ -93,19 +93,19 @@ def judge(
     for objective in objectives:
         found = measure(objective.statistic, objective.user)
         for field in AT_MOST + AT_LEAST:
-            wanted = getattr(objective, field)
-            if wanted is None:
+            target = getattr(objective, field)
+            if target is None:
                 continue
             value = getattr(found, field) if found is not None and found.count else None
-            is_met = None if found is None else _is_met(field, wanted, value)
-            rows.append(Verdict(objective.label, field, wanted, value, is_met))
+            is_met = None if found is None else _is_met(field, target, value)
+            rows.append(Verdict(objective.label, field, target, value, is_met))
     return rows
 
 
-def _is_met(field: str, wanted: float, value: float | None) -> bool:
+def _is_met(field: str, target: float, value: float | None) -> bool:
     if value is None:
         return False
-    return value <= wanted if field in AT_MOST else value >= wanted
+    return value <= target if field in AT_MOST else value >= target
 
 
 def is_met(verdicts: Iterable[Verdict]) -> bool:
@@ -117,9 +117,9 @@ def is_met(verdicts: Iterable[Verdict]) -> bool:
 def table_rows(verdicts: Iterable[Verdict]) -> Rows:
     """For table.plain or table.markdown."""
     says = {True: "met", False: "missed", None: "did not run"}
-    rows = [["objective", "", "wanted", "measured", ""]]
+    rows = [["objective", "", "target", "measured", ""]]
     for v in verdicts:
         sign = "<= " if v.field in AT_MOST else ">= "
-        wanted = sign + number(v.wanted)
-        rows.append([v.label, v.field, wanted, number(v.measured), says[v.is_met]])
+        target = sign + number(v.target)
+        rows.append([v.label, v.field, target, number(v.measured), says[v.is_met]])
     return rows

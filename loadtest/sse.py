@@ -40,8 +40,10 @@ def split(reads: Iterator[Read]) -> tuple[Head, Iterator[Read]]:
     text, found, rest = data.partition(HEAD_END)
     words = text.split(b"\r\n")[0].split()
     if not found or len(words) < 2 or not words[1].isdigit():
-        said = data[:200].decode(errors="replace")
-        raise BadAnswer(f"no HTTP answer: {said!r}" if said else "the connection ended unanswered")
+        start = data[:200].decode(errors="replace")
+        raise BadAnswer(
+            f"no HTTP answer: {start!r}" if start else "the connection ended unanswered"
+        )
     head = Head(int(words[1]), text.lower())
     bodies = itertools.chain([(at, rest)], reads)
     is_chunked = b"transfer-encoding: chunked" in head.text
@@ -85,7 +87,7 @@ def _dechunked(bodies: Iterator[Read]) -> Iterator[Read]:
     for at, data in bodies:
         yield at, chunks.feed(data)
         if chunks.is_done:
-            return  # a server that keeps the connection open has nothing more to say
+            return  # a server that keeps the connection open has nothing more to send
 
 
 class _Chunks:

@@ -32,7 +32,7 @@ class Tally(msgspec.Struct):
     refused     answers with an error status, and `error` events
     closed      connections that the server ended
     after_s     from a request to its refusal, from opening a connection to its end
-    answered    requests with a correct answer;  wanted  requests that could have had one
+    answered    requests with a correct answer;  expected  requests that could have had one
     recovery_s  from the last of them until a request is answered as on an idle server
     """
 
@@ -41,7 +41,7 @@ class Tally(msgspec.Struct):
     closed: int = 0
     after_s: list[float] = []
     answered: int = 0
-    wanted: float = 0.0
+    expected: float = 0.0
     recovery_s: float | None = None
 
 
@@ -141,7 +141,7 @@ class Line:
         finally:
             if writer is not None:
                 writer.transport.abort()
-        if any(said in answer for said in REFUSALS):
+        if any(code in answer for code in REFUSALS):
             tally.refused += 1
             tally.after_s.append(time.monotonic() - began)
             return False
@@ -287,7 +287,7 @@ async def overload(line: Line) -> None:
             await asyncio.sleep(began + i / (8 * capacity) - time.monotonic())
             request = completion(line.target, i, CROWD_TOKENS, stream=True)
             clients.create_task(line.ask(request, PATIENCE_S))
-        line.tally.wanted = capacity * load_s
+        line.tally.expected = capacity * load_s
         clients.create_task(recover(line, answer_s))
 
 

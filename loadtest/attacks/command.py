@@ -56,7 +56,7 @@ CHUNK = msgspec.json.Decoder(IdChunk)
 HEADING = (
     "attack",
     "neighbour keeps",
-    "waits at most, s",
+    "max wait, s",
     "memory grows, MiB",
     "refused",
     "closed",
@@ -236,13 +236,13 @@ def cells(found: Found) -> list[str]:
         str(tally.refused),
         str(tally.closed),
         after,
-        f"{tally.answered / tally.wanted:.0%}" if tally.wanted else "-",
+        f"{tally.answered / tally.expected:.0%}" if tally.expected else "-",
         recovery(tally),
     ]
 
 
 def recovery(tally: Tally) -> str:
     """The recovery time as a cell: "-" where none is measured, "not" without recovery."""
-    if not tally.wanted:
+    if not tally.expected:
         return "-"
     return "not" if tally.recovery_s is None else f"{tally.recovery_s:.1f}"

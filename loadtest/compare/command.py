@@ -108,11 +108,11 @@ def columns(kinds: Sequence[int]) -> list[str]:
 
 def choose(names: Sequence[str], places: Places, console: Console) -> tuple[Engine, ...]:
     """The installed engines; prints which are missing."""
-    wanted = [ENGINES[name] for name in names]
-    missing = [engine for engine in wanted if not places.is_installed(engine)]
+    requested = [ENGINES[name] for name in names]
+    missing = [engine for engine in requested if not places.is_installed(engine)]
     for engine in missing:
         console.out(f"Left out, not installed: {engine.name} (--install {engine.home})")
-    return tuple(engine for engine in wanted if engine not in missing)
+    return tuple(engine for engine in requested if engine not in missing)
 
 
 def make_models(

@@ -83,9 +83,9 @@ def _build_llama(folder: Path, pip: Sequence[str]) -> None:
     tools = folder / "bin"
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
-        wanted = ["--no-deps", "--no-binary", ":all:", "--no-build-isolation"]
+        options = ["--no-deps", "--no-binary", ":all:", "--no-build-isolation"]
         _run([*pip, "install", "-q", "setuptools>=77", "setuptools-scm>=8", "wheel"])
-        _run([*pip, "download", "-q", *wanted, "-d", temporary, LLAMA_SOURCE])
+        _run([*pip, "download", "-q", *options, "-d", temporary, LLAMA_SOURCE])
         with tarfile.open(next(place.glob("*.tar.gz"))) as archive:
             archive.extractall(place, filter="data")
         source = next(place.glob("*/llama.cpp"))

@@ -107,8 +107,8 @@ class Results(msgspec.Struct):
 
     def of(self, engine: str, model: str, work: str) -> list[Sample]:
         """All rounds of one cell."""
-        wanted = (engine, model, work)
-        return [s for s in self.samples if (s.engine, s.model, s.work) == wanted]
+        key = (engine, model, work)
+        return [s for s in self.samples if (s.engine, s.model, s.work) == key]
 
     def median(self, engine: str, model: str, work: str, field: str = "tokens_s") -> float | None:
         """The median over rounds; None where it was not measured."""
@@ -116,8 +116,8 @@ class Results(msgspec.Struct):
 
     def peak_bytes(self, engine: str, model: str, is_stream: bool = False) -> float | None:
         """Median over rounds of the highest resident memory."""
-        wanted = (engine, model, is_stream)
-        return median(p.bytes for p in self.peaks if (p.engine, p.model, p.is_stream) == wanted)
+        key = (engine, model, is_stream)
+        return median(p.bytes for p in self.peaks if (p.engine, p.model, p.is_stream) == key)
 
     def limit(self, model: str, work: str, engine: str = OURS) -> float | None:
         """The machine's limit in tokens a second with the engine's weights, from the medians of
@@ -169,7 +169,7 @@ class Verdict(msgspec.Struct, frozen=True):
     model: str
     what: str
     ours: float
-    wanted: float
+    target: float
     peer: str
     ratio: float
     share: float | None = None
@@ -178,8 +178,8 @@ class Verdict(msgspec.Struct, frozen=True):
     @property
     def is_met(self) -> bool:
         if self.is_less_better:
-            return self.ours <= self.wanted
-        return self.ours >= self.wanted
+            return self.ours <= self.target
+        return self.ours >= self.target
 
 
 def median(values: Iterable[float | None]) -> float | None:
@@ -245,11 +245,11 @@ def _rate_verdicts(results: Results, engine: Engine, model: str, work: str) -> I
     if ours is None or best is None:
         return
     limit = results.limit(model, work, engine.name)
-    wanted = best[1] * (ONE_RATIO if work == ONE and engine.kind == 16 else RATIO)
+    target = best[1] * (ONE_RATIO if work == ONE and engine.kind == 16 else RATIO)
     if work in OFFLINE and limit is not None:
-        wanted = min(wanted, LIMIT_SHARE * limit)
+        target = min(target, LIMIT_SHARE * limit)
     share = ours / limit if limit else None
-    yield Verdict(model, _goal(engine, work), ours, wanted, best[0], ours / best[1], share)
+    yield Verdict(model, _goal(engine, work), ours, target, best[0], ours / best[1], share)
     if work != STREAM:
         return
     first = results.median(engine.name, model, work, "first_p50_ms")
@@ -267,9 +267,9 @@ def _peak_verdicts(results: Results, engine: Engine, model: str) -> Iterable[Ver
         return
     peer, value = leanest[0], leanest[1] / (1 << 20)
     ours /= 1 << 20
-    wanted = value * PEAK_RATIO[model]
+    target = value * PEAK_RATIO[model]
     what = _goal(engine, "peak, MiB")
-    yield Verdict(model, what, ours, wanted, peer, ours / value, is_less_better=True)
+    yield Verdict(model, what, ours, target, peer, ours / value, is_less_better=True)
 
 
 def model_rows(results: Results, model: str, kind: int = 16) -> Rows:
@@ -328,15 +328,15 @@ def _share(results: Results, engine: Engine, model: str, work: str) -> str:
 
 def verdict_rows(found: Sequence[Verdict]) -> Rows:
     """The goals, one a row."""
-    rows = [["goal", "ours", "wanted", "best peer", "ratio", "of the limit", ""]]
+    rows = [["goal", "ours", "target", "best peer", "ratio", "of the limit", ""]]
     for v in found:
-        wanted = ("<= " if v.is_less_better else ">= ") + number(v.wanted)
+        target = ("<= " if v.is_less_better else ">= ") + number(v.target)
         share = "-" if v.share is None else f"{v.share:.2f}"
         met = "met" if v.is_met else "not met"
         label = ENGINES[v.peer].label if v.peer else "-"
         ratio = "-" if math.isnan(v.ratio) else f"{v.ratio:.2f}"
         name = f"{v.model} {v.what}"
-        rows.append([name, number(v.ours), wanted, label, ratio, share, met])
+        rows.append([name, number(v.ours), target, label, ratio, share, met])
     return rows
 
 

@@ -120,8 +120,8 @@ def _served(turn: Turn, places: Places, threads: int, log: Path) -> Iterator[Out
     command = server_command(engine, turn.model, places, threads, port)
     with Server(command, port, environment(engine, places, threads), log) as server:
         server.wait(engine.ready)
-        if told := version(engine, places):
-            yield told
+        if found := version(engine, places):
+            yield found
         try:
             run_clients(port, _warm_asks(turn, places))
             for work in turn.works:

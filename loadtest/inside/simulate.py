@@ -136,9 +136,9 @@ def workload_from(args: argparse.Namespace) -> Workload:
     try:
         lengths = tuple(int(word) for word in args.lengths.split(","))
     except ValueError:
-        raise UsageError(f"--lengths wants numbers and commas, got {args.lengths!r}") from None
+        raise UsageError(f"--lengths must be numbers and commas, not {args.lengths!r}") from None
     if not 0 < len(lengths) <= MAX_REQUESTS or not all(0 < n <= MAX_LENGTH for n in lengths):
-        raise UsageError(f"--lengths wants 1 to {MAX_REQUESTS} numbers from 1 to {MAX_LENGTH}")
+        raise UsageError(f"--lengths must be 1 to {MAX_REQUESTS} numbers from 1 to {MAX_LENGTH}")
     lowest = {"prompt": 1, "n": 1, "block_size": 1, "budget": 1}
     for name in (
         "prompt",
@@ -333,8 +333,8 @@ def svg(work: Workload, outcome: Outcome) -> str:
     right, top = plots.WIDTH - MARGIN, 64.0
     rows = plots.Frame(MARGIN, top, right, top + num_rows * max(2.0, min(16.0, 400 / num_rows)))
     below = plots.Frame(MARGIN, rows.bottom + 48, right, rows.bottom + 48 + CHART)
-    most = max(outcome.peak_held, 1)
-    high = pool if most <= pool <= 2 * most else most
+    peak = max(outcome.peak_held, 1)
+    high = pool if peak <= pool <= 2 * peak else peak
     blocks = plots.Axis(0, high, [0, high])
     steps = plots.Axis(0, max(1, len(outcome.steps)), [0, len(outcome.steps)])
     states = [[s.states.get(row, "") for s in outcome.steps] for row in range(num_rows)]
@@ -343,7 +343,7 @@ def svg(work: Workload, outcome: Outcome) -> str:
         plots.text(plots.MARGIN, 24, title, "title"),
         *plots.legend([(kind, name) for name, kind in KINDS.items()], 48),
         *plots.timeline(rows, states, KINDS),
-        plots.text(MARGIN, below.top - 10, f"blocks held, {most} at most, {pool} in the pool"),
+        plots.text(MARGIN, below.top - 10, f"blocks held, {peak} at peak, {pool} in the pool"),
         *plots.grid(below, steps, blocks),
         plots.area(below, [s.held for s in outcome.steps], blocks, "s4"),
         *([plots.limit(below, 1.0)] if high == pool else []),

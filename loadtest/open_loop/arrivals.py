@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 GOOD_SHARE = 0.9  # of requests that must meet every objective for a rate to count as held
 PRECISION = 1.1  # of the knee, as a ratio
-LEAST_RATE, MOST_RATE = 0.01, 10_000.0  # a second; above the maximum the generator is the limit
+MIN_RATE, MAX_RATE = 0.01, 10_000.0  # a second; above the maximum the generator is the limit
 
 
 def offsets(rate: float, burstiness: float, count: int, seed: int | str) -> list[float]:
@@ -46,10 +46,10 @@ def next_rate(tried: Sequence[tuple[float, float]]) -> float | None:
     """
     held, failed = knee(tried), lowest_failed(tried)
     if failed is None:
-        wanted = 2 * max(rate for rate, _ in tried)
-        return wanted if wanted <= MOST_RATE else None
+        doubled = 2 * max(rate for rate, _ in tried)
+        return doubled if doubled <= MAX_RATE else None
     if held is None:
-        return failed / 2 if failed / 2 >= LEAST_RATE else None
+        return failed / 2 if failed / 2 >= MIN_RATE else None
     return math.sqrt(held * failed) if failed / held > PRECISION else None
 
 

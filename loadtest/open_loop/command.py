@@ -251,10 +251,10 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def objectives(said: Sequence[str]) -> dict[str, float]:
+def objectives(pairs: Sequence[str]) -> dict[str, float]:
     """Objectives in ms from NAME:MS; ValueError names an invalid one."""
     found = {}
-    for pair in said:
+    for pair in pairs:
         name, _, number = pair.partition(":")
         try:
             found[name] = float(number)
@@ -267,8 +267,8 @@ def objectives(said: Sequence[str]) -> dict[str, float]:
 
 def make(options: Options, ways: Ways) -> tuple[list[Job], Cut]:
     """The workload, with text scaled to the server's tokens and cut to the model's context."""
-    most = [options.count(rate) or POOL for rate in options.rates]
-    asked = WorkloadOptions(min(POOL, max(most)), options.seed, trace=options.trace)
+    max_counts = [options.count(rate) or POOL for rate in options.rates]
+    asked = WorkloadOptions(min(POOL, max(max_counts)), options.seed, trace=options.trace)
     if options.requests is not None:
         asked = msgspec.structs.replace(asked, count=options.requests)
     scale = Scale(1.0)

@@ -128,10 +128,10 @@ class Driver:
                 outcome = timed(outcome, reply, self._start + start_s)
                 messages.append({"role": "assistant", "content": reply.text})
             except (BadAnswer, OSError, ValueError, asyncio.CancelledError) as error:
-                said = str(error) or type(error).__name__
+                message = str(error) or type(error).__name__
                 if isinstance(error, asyncio.CancelledError):
-                    said = UNFINISHED
-                outcome = msgspec.structs.replace(outcome, error=said)
+                    message = UNFINISHED
+                outcome = msgspec.structs.replace(outcome, error=message)
             outcomes.append(outcome)
             self._on_done(outcome)
         return outcomes

@@ -2,7 +2,7 @@
 
 A question and its answer must fit together with the conversation before them. If they do not, the
 end of the question is cut (shared prefixes stay shared) until a quarter of the free context is left
-for the answer, and the answer is shortened to what is left. With fewer than LEAST_FREE tokens free
+for the answer, and the answer is shortened to what is left. With fewer than MIN_FREE tokens free
 the conversation ends. A text's number of tokens is estimated, on the high side.
 """
 
@@ -16,7 +16,7 @@ import msgspec
 from .jobs import Job, Turn
 
 ANSWER_SHARE = 0.25  # of the free context, kept for an answer that is at least as long
-LEAST_FREE = 16  # tokens; with fewer a turn is dropped
+MIN_FREE = 16  # tokens; with fewer a turn is dropped
 CAREFUL = 1 + 1 / 16  # texts of equally many words differ in tokens
 
 
@@ -65,14 +65,14 @@ def fitted(jobs: Sequence[Job], scale: Scale, max_model_len: int | None) -> tupl
 
 def _fitted(job: Job, scale: Scale, max_model_len: int, cut: Cut) -> Job:
     free = max_model_len - (scale.tokens(job.system) if job.system else 0)
-    if free < LEAST_FREE + scale.frame:
+    if free < MIN_FREE + scale.frame:
         raise ValueError(
             f"a system prompt of about {max_model_len - free} tokens leaves no room in the "
             f"model's context of {max_model_len}"
         )
     turns: list[Turn] = []
     for turn in job.turns:
-        if free < LEAST_FREE + scale.frame:
+        if free < MIN_FREE + scale.frame:
             cut.dropped_turns += len(job.turns) - len(turns)
             break
         kept = min(turn.max_tokens, math.ceil(ANSWER_SHARE * free))

@@ -61,7 +61,7 @@ def system(index: int) -> str:
     return words(random.Random(f"system {index}"), SYSTEM_WORDS)
 
 
-MOST_TOKENS = 2048  # of an input and of an output; the paper's models end there
+MAX_TOKENS = 2048  # of an input and of an output; the paper's models end there
 SHAREGPT, ALPACA = (161.31, 337.99), (19.31, 58.45)  # means of inputs and outputs
 SIGMAS = {SHAREGPT: 0.9, ALPACA: 0.6}
 NUM_PREFIXES, PREFIX_TOKENS = 4, 512
@@ -98,9 +98,9 @@ class WorkloadOptions(msgspec.Struct, frozen=True):
 
 
 def draw_length(source: random.Random, mean: float, sigma: float) -> int:
-    """Log-normal with this mean, from 1 to MOST_TOKENS."""
+    """Log-normal with this mean, from 1 to MAX_TOKENS."""
     drawn = source.lognormvariate(math.log(mean) - sigma * sigma / 2, sigma)
-    return max(1, min(MOST_TOKENS, round(drawn)))
+    return max(1, min(MAX_TOKENS, round(drawn)))
 
 
 def _turn(source: random.Random, means: tuple[float, float], asked: WorkloadOptions) -> Turn:
@@ -168,13 +168,13 @@ def _trace(source: random.Random, asked: WorkloadOptions) -> list[Job]:
             if len(found) == asked.count:
                 break
             try:
-                said = decoder.decode(line)
+                entry = decoder.decode(line)
             except msgspec.DecodeError as error:
                 raise ValueError(f"{asked.trace}, line {number}: {error}") from None
-            first = said.timestamp if first is None else first
-            text = _trace_text(source, said, asked)
-            at_s = max(0.0, said.timestamp - first)
-            found.append(Job((Turn(text, max(1, said.output_length)),), at_s=at_s))
+            first = entry.timestamp if first is None else first
+            text = _trace_text(source, entry, asked)
+            at_s = max(0.0, entry.timestamp - first)
+            found.append(Job((Turn(text, max(1, entry.output_length)),), at_s=at_s))
     return sorted(found, key=lambda job: job.at_s or 0.0)
 
 

@@ -296,7 +296,7 @@ def _errors(names: Sequence[str], results: Sequence[Result], title: str) -> Mark
         )
         for message in messages
     ]
-    return _table("Errors", ["What was said", *names], [tag("tbody", *rows)], title)
+    return _table("Errors", ["Message", *names], [tag("tbody", *rows)], title)
 
 
 def _table(
@@ -308,7 +308,7 @@ def _table(
 ) -> Markup:
     """A table in a frame that scrolls, by keys too, where it is wider than the page.
 
-    where  tells tables with the same caption apart for screen readers
+    where  distinguishes tables with the same caption for screen readers
     kind   class of the columns after the first: "number" or "word"
     """
     first, *others = heading

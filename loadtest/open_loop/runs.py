@@ -150,7 +150,7 @@ def settings(result: Result) -> dict[str, str]:
         "Burstiness": "even" if is_even else f"{result.burstiness:g}",
         "Seed": f"{result.seed}",
         "Objectives": goals or "none",
-        "Context": f"{result.max_model_len:,} tokens" if result.max_model_len else "not said",
+        "Context": f"{result.max_model_len:,} tokens" if result.max_model_len else "not given",
         "Cut to fit it": f"{result.cut_prompts} prompts, {result.cut_answers} answers, "
         f"{result.dropped_turns} turns left out",
     }

@@ -352,8 +352,8 @@ def _finding(found: Sequence[Throughput]) -> str:
     shares = [f"{min(of):.0%} to {max(of):.0%}" for of in used]
     return (
         f"All at once {span(TRANSFORMERS)} times transformers' tokens a second, and {span(STATIC)} "
-        f"times its own when held to static batches: {shares[1]} of the slots draw a wanted token, "
-        f"static {shares[0]}."
+        f"times its own when held to static batches: {shares[1]} of the slots draw a useful "
+        f"token, static {shares[0]}."
     )
 
 

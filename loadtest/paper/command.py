@@ -125,8 +125,8 @@ def _run_all(
     """Run the comparisons one after the other, with a progress bar."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    told = TextColumn("{task.description}")
-    columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), told)
+    description = TextColumn("{task.description}")
+    columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), description)
     parts: dict[str, Part] = {}
     seconds: dict[str, float] = {}
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
@@ -134,25 +134,25 @@ def _run_all(
         for name in names:
             began = time.perf_counter()
 
-            def say(what: str, name: str = name) -> None:
+            def show(what: str, name: str = name) -> None:
                 bar.update(task, description=f"{name}: {what}")
                 if not console.is_terminal:
                     console.print(f"{name}: {what}", markup=False, highlight=False)
 
-            say("starting")
-            parts[name] = _run_apart(name, say, is_tiny=is_tiny)
+            show("starting")
+            parts[name] = _run_apart(name, show, is_tiny=is_tiny)
             seconds[name] = time.perf_counter() - began
             bar.advance(task)
         bar.update(task, description="")
     return parts, seconds
 
 
-def _run_apart(name: str, say: Callable[[str], None], *, is_tiny: bool) -> Part:
+def _run_apart(name: str, show: Callable[[str], None], *, is_tiny: bool) -> Part:
     """Run one comparison in its own process, whose output lines report its progress."""
     limit_s = ENTRIES[name].limit_s
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "part.json"
-        failure = run_apart(_command(name, file, is_tiny=is_tiny), limit_s, say)
+        failure = run_apart(_command(name, file, is_tiny=is_tiny), limit_s, show)
         if file.exists():
             return msgspec.json.decode(file.read_bytes(), type=Part)
     return Part(failure=failure or "it left no figures")
@@ -167,11 +167,11 @@ def _command(name: str, file: Path, *, is_tiny: bool) -> list[str]:
 def _run_here(name: str, console: Console, file: Path, *, is_tiny: bool) -> int:
     """One comparison in this process; 1 if it failed."""
 
-    def say(what: str) -> None:
+    def show(what: str) -> None:
         console.print(what, markup=False, highlight=False, soft_wrap=True)
 
     try:
-        part = Part(_measure(name)(say, tiny=is_tiny))
+        part = Part(_measure(name)(show, tiny=is_tiny))
     except Exception as error:  # of any kind: the other comparisons are still to be made
         from streamer.loadtest.inside.gpu.report import describe
 

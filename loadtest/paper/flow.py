@@ -74,7 +74,7 @@ def _cases(num_stuck: int, pools: Mapping[str, int]) -> tuple[Case, ...]:
         Case(f"{says}{what}", stuck, window, pool)
         for says, pool in pools.items()
         for what, stuck, window in (
-            ("nobody is slow", 0, WINDOW),
+            ("no slow reader", 0, WINDOW),
             ("flow control", num_stuck, WINDOW),
             ("no flow control", num_stuck, 0),
         )
@@ -196,7 +196,7 @@ def counts(scheduler: Body, stuck_tokens: int, num_stuck: int) -> Counts:
     """Counts; stuck requests are known by their max_tokens. StreamerError if one has ended."""
     found = [one for one in scheduler["requests"] if one["max_tokens"] == stuck_tokens]
     if len(found) != num_stuck:
-        raise StreamerError(f"{len(found)} of {num_stuck} answers that nobody reads are there")
+        raise StreamerError(f"{len(found)} of {num_stuck} answers that are not read are there")
     stuck = held = 0
     for one in found:
         stuck += sum(s["tokens"] - one["prompt_tokens"] for s in one["sequences"])
@@ -355,7 +355,7 @@ def _finding(runs: dict[str, Run]) -> str:
     parts = []
     for i in range(0, len(names), 3):
         alone, on, off = (runs[name] for name in names[i : i + 3])
-        where = names[i].removesuffix("nobody is slow") or "a pool with room for all: "
+        where = names[i].removesuffix("no slow reader") or "a pool with room for all: "
         parts.append(
             f"{where.replace(', ', ': ')}with flow control fast readers keep "
             f"{on.speed / alone.speed:.0%} of the tokens/s they have alone, without it "

@@ -125,14 +125,14 @@ class Buddies:
 
     def take(self, num_tokens: int) -> tuple[int, int] | None:
         """(start, size) of a piece of at least `num_tokens`; None if there is none."""
-        wanted = 1 << (num_tokens - 1).bit_length()
-        sizes = [size for size, starts in self._free.items() if starts and size >= wanted]
+        target = 1 << (num_tokens - 1).bit_length()
+        sizes = [size for size, starts in self._free.items() if starts and size >= target]
         if not sizes:
             return None
         size = min(sizes)
         start = min(self._free[size])
         self._free[size].remove(start)
-        while size > wanted:
+        while size > target:
             size //= 2
             self._free.setdefault(size, set()).add(start + size)
         return start, size
@@ -278,11 +278,11 @@ def _compare_allocation(found: dict[Kind, dict[str, Occupancy]]) -> Comparison:
 def _allocation_finding(found: dict[Kind, dict[str, Occupancy]]) -> str:
     share, small = found["ShareGPT"], found["Alpaca"]
     contiguous = [share[name].wasted for name in POLICIES]
-    ours, most, known = share["blocks of 16"], share["Max"], share["Oracle"]
+    ours, reserved, known = share["blocks of 16"], share["Max"], share["Oracle"]
     return (
         f"With ShareGPT's lengths blocks of 16 waste {ours.wasted:.1f} % of what they hold, "
         f"contiguous pieces {min(contiguous):.0f} to {max(contiguous):.0f} %; the pool serves "
-        f"{ours.mean_running:.1f} requests at once instead of {most.mean_running:.1f} (Max) "
+        f"{ours.mean_running:.1f} requests at once instead of {reserved.mean_running:.1f} (Max) "
         f"to {known.mean_running:.1f} (Oracle). Alpaca's short answers waste "
         f"{small['blocks of 16'].wasted:.1f} %, {small['blocks of 8'].wasted:.1f} % with blocks of "
         f"8 and {small['blocks of 32'].wasted:.1f} % with 32."
@@ -435,7 +435,7 @@ def _compare_sharing(cases: Sequence[Sharing]) -> Comparison:
             "30.5 % with ShareGPT's longer ones (OPT-13B, PagedAttention, section 6.3)."
         ),
         columns=(
-            "", "published", "saved", "most blocks, alone", "shared", "tokens/s, alone", "shared",
+            "", "published", "saved", "peak blocks, alone", "shared", "tokens/s, alone", "shared",
         ),
         rows=tuple(rows),
         finding=(

@@ -518,7 +518,7 @@ def _swap_setting(work: SwapWork) -> str:
         f"end: {work.num_requests} greedy requests at once, {work.prompt} random prompt tokens and "
         f"{work.output} of output each, a pool for {work.share:.0%} of their KV, 512 tokens a "
         f"step, median of {work.rounds} rounds that take turns. Swap and recompute are forced by "
-        f"the cost of a prefilled token that the scheduler is told."
+        f"the cost of a prefilled token that the scheduler is given."
     )
 
 

@@ -40,8 +40,8 @@ class Flaky(LoadUser):
         with self.answer(name) as meter:
             log = Log()
             for _ in range(self.options.drops):
-                most = max(2, self.options.max_tokens // (self.options.drops + 1))
-                read(log, meter, self.source.randint(2, most))
+                max_events = max(2, self.options.max_tokens // (self.options.drops + 1))
+                read(log, meter, self.source.randint(2, max_events))
                 if log.is_final:
                     break
             if not log.is_final:
@@ -88,15 +88,15 @@ class Flaky(LoadUser):
         try:
             if not log.id:
                 body = {"model": self.model, "input": self.prompts.question()}
-                session.say("response.create", **body, max_output_tokens=self.options.max_tokens)
+                session.send("response.create", **body, max_output_tokens=self.options.max_tokens)
             else:
-                session.say("response.resume", response_id=log.id, starting_after=log.number)
-                log.add(session.hear())
+                session.send("response.resume", response_id=log.id, starting_after=log.number)
+                log.add(session.receive())
                 meter.report(RESUME, time.perf_counter() - begin)
-            heard = 0
-            while not log.is_final and (num_events is None or heard < num_events):
-                heard += 1
-                if log.add(session.hear()):
+            num_read = 0
+            while not log.is_final and (num_events is None or num_read < num_events):
+                num_read += 1
+                if log.add(session.receive()):
                     meter.text()
         finally:
             session.drop()

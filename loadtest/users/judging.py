@@ -35,7 +35,7 @@ def prepare(environment: Environment, web_ui: Any = None, **_: Any) -> None:
         web_ui.userclass_picker_is_active = False  # the page's choice would undo that of the flags
     try:
         if parsed.shape and not (parsed.run_time and parsed.num_users):
-            raise ValueError("--shape needs --users, the most there will be, and --run-time")
+            raise ValueError("--shape needs --users, the maximum, and --run-time")
         flags = options.of(parsed)
         slo.read(Path(parsed.slo), STATISTICS)
         if parsed.headless:

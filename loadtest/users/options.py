@@ -100,10 +100,10 @@ def _unknown(name: str) -> str:
 def of(parsed: Any) -> Options:
     """The Options in Locust's parsed arguments; ValueError names an invalid flag."""
     found = Options(**{name: getattr(parsed, name) for name in Options.__struct_fields__})
-    least = {"max_tokens": 1, "lanes": 1, "turns": 1, "drops": 0, "think_s": 0.0}
-    for name, value in least.items():
+    minima = {"max_tokens": 1, "lanes": 1, "turns": 1, "drops": 0, "think_s": 0.0}
+    for name, value in minima.items():
         if getattr(found, name) < value:
-            raise ValueError(f"--{name.replace('_', '-')} is at least {value}")
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {value}")
     if found.reader_tokens_s <= 0:
         raise ValueError("--reader-tokens-s is above 0")
     return found

@@ -49,7 +49,7 @@ class Session:
         if self._connection.subprotocol != OURS:
             self.close()
             raise Missing(f"{user} needs Streamer's subprotocol {OURS}; the server has it not")
-        self.hear()  # session.created
+        self.receive()  # session.created
 
     def __enter__(self) -> Self:
         return self
@@ -65,11 +65,11 @@ class Session:
         """Close the connection without a handshake, as a failing network does."""
         self._connection.close_socket()
 
-    def say(self, kind: str, **fields: Any) -> None:
+    def send(self, kind: str, **fields: Any) -> None:
         """Send an event."""
         self._connection.send(msgspec.json.encode({"type": kind, **fields}).decode())
 
-    def hear(self) -> Event:
+    def receive(self) -> Event:
         """The next event; BadAnswer if it is an error, TimeoutError if none comes."""
         event = DECODER.decode(self._connection.recv(TIMEOUT_S))
         if event.type == "error":
@@ -79,5 +79,5 @@ class Session:
     def follow(self, log: Log, meter: Meter | None = None) -> None:
         """Read one answer to its end; no other answer is open on the socket."""
         while not log.is_final:
-            if log.add(self.hear()) and meter is not None:
+            if log.add(self.receive()) and meter is not None:
                 meter.text()

@@ -54,7 +54,7 @@ class SocketUser(LoadUser):
         """Send a response.create."""
         body: dict[str, Any] = {"model": self.model, "input": self.prompts.question()}
         body |= {"max_output_tokens": self.options.max_tokens, **more}
-        session.say("response.create", **body)
+        session.send("response.create", **body)
 
     def finish(self, log: Log, meter: Meter) -> None:
         """Check that an ended answer is complete; end its meter."""
@@ -98,7 +98,7 @@ class Lanes(SocketUser):
 
     def _next(self, session: Session, lanes: dict[str, tuple[Log, Meter]]) -> None:
         """Process one event; removes a lane whose answer has ended."""
-        event = session.hear()
+        event = session.receive()
         if event.stream_id not in lanes:
             raise BadAnswer(f"an event for the lane {event.stream_id!r}: {event.type}")
         log, meter = lanes[event.stream_id]
@@ -134,7 +134,7 @@ class Fork(SocketUser):
         kept: str | None = None
         is_new = False
         while not log.is_final:
-            if not log.add(session.hear()):
+            if not log.add(session.receive()):
                 continue
             if kept is None:
                 kept = log.text
@@ -160,10 +160,10 @@ class Cancel(SocketUser):
             # As long as the context allows, but cancelled when this connection ends.
             self.create(session, max_output_tokens=None, detach_s=0)
             while not log.text:
-                log.add(session.hear())
+                log.add(session.receive())
             meter.report(TTFT, meter.age_s)
             start = time.perf_counter()
-            session.say("response.cancel", response_id=log.id)
+            session.send("response.cancel", response_id=log.id)
             session.follow(log)
             if log.status == "cancelled":  # else it ended before the cancel arrived
                 meter.report(CANCEL, time.perf_counter() - start)
@@ -181,11 +181,11 @@ class SlowReader(SocketUser):
     def read(self) -> None:
         with self.answer() as meter:
             session, log = self.session(), Log()
-            session.say("session.update", window=WINDOW)
+            session.send("session.update", window=WINDOW)
             self.create(session)
             paused_at: float | None = None
             while not log.is_final:
-                event, before = session.hear(), log.number
+                event, before = session.receive(), log.number
                 if event.type == "response.paused":
                     paused_at = time.perf_counter()
                 elif event.type == "response.running" and paused_at is not None:
@@ -197,5 +197,5 @@ class SlowReader(SocketUser):
                 if is_first:
                     meter.report(TTFT, meter.age_s)
                 time.sleep((log.number - before) / self.options.reader_tokens_s)
-                session.say("response.ack", response_id=log.id, sequence_number=log.number)
+                session.send("response.ack", response_id=log.id, sequence_number=log.number)
             self.finish(log, meter)

@@ -66,68 +66,68 @@ def run(script: Path, server: Running, model: str, relay: Relay | None = None) -
         raise AssertionError("the script failed: see its standard error")
 
 
-def check_heard(heard: Any) -> None:
+def check_received(received: Any) -> None:
     """The streamed text is the final response's, and its numbers go up."""
-    (item,) = heard["final"]["output"]
-    assert heard["text"] == item["content"][0]["text"]
-    numbers = heard["numbers"]  # with gaps, where deltas were merged
+    (item,) = received["final"]["output"]
+    assert received["text"] == item["content"][0]["text"]
+    numbers = received["numbers"]  # with gaps, where deltas were merged
     assert numbers == sorted(set(numbers))
-    assert (numbers[0], heard["final"]["status"] in ("completed", "incomplete")) == (0, True)
-    assert heard["final"]["usage"]["output_tokens"] > 0
+    assert (numbers[0], received["final"]["status"] in ("completed", "incomplete")) == (0, True)
+    assert received["final"]["usage"]["output_tokens"] > 0
 
 
-def check_streamed_is_whole(heard: Any) -> None:
-    chat, response = heard["chat"], heard["response"]
+def check_streamed_is_whole(received: Any) -> None:
+    chat, response = received["chat"], received["response"]
     assert chat["text"] == chat["whole"]
     assert chat["chunks"] > 3
     assert chat["usage"]["completion_tokens"] == chat["whole_usage"]["completion_tokens"]
-    check_heard(response)
+    check_received(response)
     assert response["stored"] == response["text"]
 
 
 @pytest.fixture(scope="module")
-def heard(script: Path, slow: Running) -> Any:
+def received(script: Path, slow: Running) -> Any:
     with Relay(slow) as relay:
         return run(script, slow, "fake", relay)
 
 
-def test_chat_and_responses(heard: Any) -> None:
-    check_streamed_is_whole(heard)
-    assert heard["chat"]["text"] == heard["response"]["text"] == expected_text(12)
+def test_chat_and_responses(received: Any) -> None:
+    check_streamed_is_whole(received)
+    assert received["chat"]["text"] == received["response"]["text"] == expected_text(12)
 
 
-def test_lanes_and_lineage(heard: Any) -> None:
-    lanes = heard["lanes"]
+def test_lanes_and_lineage(received: Any) -> None:
+    lanes = received["lanes"]
     for lane, num in (("a", 5), ("b", 6)):
         first, second = lanes[lane]
-        check_heard(first)
-        check_heard(second)
+        check_received(first)
+        check_received(second)
         assert (first["text"], second["text"]) == (expected_text(num), expected_text(2))
         assert first["final"]["previous_response_id"] == lanes["parent"]
         assert second["final"]["previous_response_id"] == first["final"]["id"]
 
 
-def test_steer(heard: Any) -> None:
-    first, second = heard["steered"]["turns"]
-    check_heard(first)
-    check_heard(second)
-    assert heard["steered"]["accepted"]["previous_response_id"] == first["id"]
+def test_steer(received: Any) -> None:
+    first, second = received["steered"]["turns"]
+    check_received(first)
+    check_received(second)
+    assert received["steered"]["accepted"]["previous_response_id"] == first["id"]
     assert first["final"]["incomplete_details"] == {"reason": "steered"}
     assert second["final"]["previous_response_id"] == first["id"]
     assert second["text"] == expected_text(4)
 
 
-def test_it_reconnects_and_the_answer_goes_on_over_http(heard: Any) -> None:
-    reconnected = heard["reconnected"]
+def test_it_reconnects_and_the_answer_goes_on_over_http(received: Any) -> None:
+    reconnected = received["reconnected"]
     assert reconnected["attempts"] == [1006]
-    check_heard(reconnected)
+    check_received(reconnected)
     assert len(check_counting(reconnected["text"])) > 300
     assert reconnected["next"]["text"] == expected_text(3)
     assert reconnected["next"]["final"]["previous_response_id"] == reconnected["id"]
 
 
-def test_a_refusal_is_its_own_exception(heard: Any) -> None:
-    assert heard["refusal"] == {
+def test_a_refusal_is_its_own_exception(received: Any) -> None:
+    assert received["refusal"] == {
         "kind": "NotFoundError",
         "status": 404,
         "code": "model_not_found",
@@ -136,11 +136,11 @@ def test_a_refusal_is_its_own_exception(heard: Any) -> None:
 
 
 def test_bundled(script: Path, bundled: Running) -> None:
-    heard = run(script, bundled, "streamer-demo")
-    check_streamed_is_whole(heard)
-    for turns in (heard["lanes"]["a"], heard["lanes"]["b"]):
+    received = run(script, bundled, "streamer-demo")
+    check_streamed_is_whole(received)
+    for turns in (received["lanes"]["a"], received["lanes"]["b"]):
         for turn in turns:
-            check_heard(turn)
+            check_received(turn)
 
 
 def test_the_example_of_the_page(script: Path, server: Running) -> None:

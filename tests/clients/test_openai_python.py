@@ -35,7 +35,7 @@ def asynchronous(url: str) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
 
 
-class Heard:
+class Received:
     """The standard events of one response, over as many connections as it took."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Heard:
 
 def test_it_reconnects_and_the_answer_goes_on_over_the_socket(relay: Relay) -> None:
     """With our subprotocol: its handler sends `response.resume`, which waits for the new socket."""
-    heard, codes, statuses = Heard(), [], []
+    received, codes, statuses = Received(), [], []
 
     def resume(event: Any) -> None:
         codes.append(event.close_code)
@@ -73,8 +73,8 @@ def test_it_reconnects_and_the_answer_goes_on_over_the_socket(relay: Relay) -> N
             json.dumps(
                 {
                     "type": "response.resume",
-                    "response_id": heard.id,
-                    "starting_after": heard.last,
+                    "response_id": received.id,
+                    "starting_after": received.last,
                 }
             )
         )
@@ -91,12 +91,12 @@ def test_it_reconnects_and_the_answer_goes_on_over_the_socket(relay: Relay) -> N
         for event in connection:
             if event.type == "response.resumed":
                 statuses.append(event.status)
-            heard.take(event)
-            if heard.final is not None:
+            received.take(event)
+            if received.final is not None:
                 break
-            if len(codes) < 3 and heard.text.count(" ") > 40 * (len(codes) + 1):
+            if len(codes) < 3 and received.text.count(" ") > 40 * (len(codes) + 1):
                 relay.cut()
-    heard.check(300)
+    received.check(300)
     assert codes == [1006] * 3
     assert statuses == ["live"] * 3
     assert relay.num_connections == 4
@@ -104,7 +104,7 @@ def test_it_reconnects_and_the_answer_goes_on_over_the_socket(relay: Relay) -> N
 
 async def test_it_reconnects_and_the_answer_goes_on_over_http(relay: Relay) -> None:
     """Unchanged package: the answer is read over HTTP from the cut on, the next turn by socket."""
-    heard, attempts, is_reconnecting = Heard(), [], asyncio.Event()
+    received, attempts, is_reconnecting = Received(), [], asyncio.Event()
 
     def note(event: Any) -> None:
         attempts.append(event.attempt)
@@ -115,20 +115,22 @@ async def test_it_reconnects_and_the_answer_goes_on_over_http(relay: Relay) -> N
         client.responses.connect(on_reconnecting=note, initial_delay=0.02) as connection,
     ):
         await connection.response.create(model="fake", input="count", max_output_tokens=200)
-        while len(heard.text) < 50:
-            heard.take(await connection.recv())
+        while len(received.text) < 50:
+            received.take(await connection.recv())
         relay.cut()
-        stream = await client.responses.retrieve(heard.id, stream=True, starting_after=heard.last)
+        stream = await client.responses.retrieve(
+            received.id, stream=True, starting_after=received.last
+        )
         async for event in stream:
-            heard.take(event)
-        heard.check(200)
+            received.take(event)
+        received.check(200)
         next_turn = asyncio.create_task(read_turn(connection))
         await is_reconnecting.wait()
         await connection.response.create(
-            model="fake", input="count to 3", previous_response_id=heard.id
+            model="fake", input="count to 3", previous_response_id=received.id
         )
         final = await next_turn
-    assert (final.output_text, final.previous_response_id) == (expected_text(3), heard.id)
+    assert (final.output_text, final.previous_response_id) == (expected_text(3), received.id)
     assert attempts == [1]
 
 
@@ -185,7 +187,7 @@ def test_it_finds_the_server_that_took_the_place_of_one_that_stopped() -> None:
 
 
 def test_a_cut_stream_is_read_on(relay: Relay) -> None:
-    heard = Heard()
+    received = Received()
     with sync(relay.url) as client:
         stream: Any = client.responses.create(
             model="fake",
@@ -194,15 +196,15 @@ def test_a_cut_stream_is_read_on(relay: Relay) -> None:
             stream=True,
             extra_body={"detach_s": 20},
         )
-        while len(heard.text) < 40:
-            heard.take(next(stream))
+        while len(received.text) < 40:
+            received.take(next(stream))
         relay.cut()
         with pytest.raises(openai.APIConnectionError):
-            deque(map(heard.take, stream))
-        with client.responses.stream(response_id=heard.id, starting_after=heard.last) as rest:
+            deque(map(received.take, stream))
+        with client.responses.stream(response_id=received.id, starting_after=received.last) as rest:
             for event in rest:
-                heard.take(event)
-    heard.check(150)
+                received.take(event)
+    received.check(150)
 
 
 def test_bundled_chat_streams_what_it_answers_whole(bundled: Running) -> None:

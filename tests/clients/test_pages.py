@@ -31,10 +31,10 @@ def run_example(server: Running, name: str, code: str) -> str:
     code = code.replace("Config()", 'Config(model="fake:length=40")')
     code = code.replace("LLM()", 'LLM("fake:length=40")')
     code = code.replace("What is", "count to 9, what is").replace('"And copy', '"count to 9, copy')
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
         exec(compile(code, name, "exec"), {"__name__": "__main__"})
-    return said.getvalue()
+    return output.getvalue()
 
 
 @pytest.mark.parametrize(("name", "code"), [e for e in EXAMPLES if "litellm" not in e[1]])

@@ -27,15 +27,15 @@ BOS, PAD = 0, 3
 def test_words_to_repeat_are_the_answer_and_stand_in_the_question() -> None:
     rng = random.Random(1)
     for _ in range(200):
-        asked, said = repeat_exchange(rng)
-        assert said.content in asked.content
+        asked, answer = repeat_exchange(rng)
+        assert answer.content in asked.content
 
 
 def test_facts_are_answered_from_the_question() -> None:
     rng = random.Random(2)
     for _ in range(200):
-        asked, said = fact_exchange(rng)
-        name = said.content.split()[0].lower()
+        asked, answer = fact_exchange(rng)
+        name = answer.content.split()[0].lower()
         assert name in asked.content.lower()
 
 

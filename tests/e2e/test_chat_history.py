@@ -127,10 +127,10 @@ def test_a_reload_shows_the_same_chat_with_its_branches(page: Page) -> None:
     answer = page.locator("article.assistant")
     act(answer, "Regenerate")
     finished(answer)
-    said = answer.locator(".meta").text_content() or ""
+    before = answer.locator(".meta").text_content() or ""
     reload(page, ["", ""], 3)
     expect(answer.locator(".picker span")).to_have_text("2/2")
-    expect(answer.locator(".meta")).to_have_text(said)
+    expect(answer.locator(".meta")).to_have_text(before)
     connected(page)
     finished(ask(page, "And on."))
     expect(page.locator("article")).to_have_count(4)
@@ -150,10 +150,10 @@ def test_what_is_exported_comes_in_again(page: Page, tmp_path: Path) -> None:
         page.get_by_role("dialog").get_by_role("button", name="Delete", exact=True).click()
     expect(entries(page)).to_have_count(0)
     page.get_by_label("Chat file").set_input_files(file)
-    said = page.locator("main > [role=status]")
-    expect(said).to_have_text("2 chats imported")
+    status = page.locator("main > [role=status]")
+    expect(status).to_have_text("2 chats imported")
     page.get_by_label("Chat file").set_input_files(file)  # a second import adds nothing
-    expect(said).to_have_text("Nothing new in this file: 2 chats")
+    expect(status).to_have_text("Nothing new in this file: 2 chats")
     expect(entries(page)).to_have_text(["Of pears", "Of apples"])
     page.reload()
     expect(entries(page)).to_have_text(["Of pears", "Of apples"])

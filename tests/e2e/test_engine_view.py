@@ -63,7 +63,7 @@ def grid(page: Page, name: str = "Block pool") -> Locator:
     return page.get_by_role("application", name=re.compile(name))
 
 
-def said(server: Running) -> Any:
+def snapshot_of(server: Running) -> Any:
     return httpx.get(server.url + "/v1/engine").json()["scheduler"]
 
 
@@ -104,7 +104,7 @@ def test_a_large_pools_counts_are_the_servers(page: Page, server: Running) -> No
     httpx.post(server.url + "/v1/completions", json=body, timeout=20)
     server.wait_idle()
     look(page, server)
-    now = said(server)
+    now = snapshot_of(server)
     assert now["device"]["num_blocks"] == 16_384
     counts = states(now["device"])
     assert counts["cached"] >= 25
@@ -170,12 +170,12 @@ def test_pause_stops_the_drawing_and_live_goes_on(page: Page, server: Running) -
     figures = page.locator(".facts, .load")
     numbers = figures.all_text_contents()
     assert len(numbers) == 2
-    step = said(server)["step"]
+    step = snapshot_of(server)["step"]
     # two snapshots later: the slider, which counts them, says that they came
     slider = page.get_by_role("slider", name="Time shown")
     top = int(slider.get_attribute("max") or 0)
     page.wait_for_function(f"() => document.querySelector('.scrubber').max >= {top + 2}")
-    assert said(server)["step"] > step
+    assert snapshot_of(server)["step"] > step
     assert [drawn(canvas) for canvas in pictures.all()] == before
     assert figures.all_text_contents() == numbers
     slider.focus()
@@ -212,7 +212,7 @@ def test_a_tiny_pool_shows_preemption_and_swap(page: Page, tiny: Running) -> Non
     row = page.locator('.table-row[data-status="swapped"]').first
     expect(row).to_be_visible()
     button(page, "Pause").click()
-    stats = said(tiny)["stats"]
+    stats = snapshot_of(tiny)["stats"]
     assert stats["preemptions_swap"] + stats["preemptions_recompute"] > 0
     assert stats["swapped_out_blocks"] > 0
     expect(figure(page, "Preemptions")).not_to_contain_text(re.compile("^0"))

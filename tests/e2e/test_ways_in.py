@@ -100,14 +100,14 @@ def dev_server(short: Running) -> Iterator[str]:
     )
     try:
         assert process.stdout is not None
-        said = []
+        lines = []
         for line in process.stdout:
-            said.append(line)
+            lines.append(line)
             if "Local:" in line:
                 yield line.split()[-1]
                 break
         else:
-            pytest.fail("vite did not start: " + "".join(said))
+            pytest.fail("vite did not start: " + "".join(lines))
     finally:
         process.terminate()
         process.wait()

@@ -137,12 +137,12 @@ def lm_eval_run(folder: Path, likelihood: float, acc: float, answer: str) -> Non
     place.mkdir(parents=True)
     scores = {"streamer_choice": {"alias": "c", "acc,none": acc, "acc_stderr,none": 0.1}}
     (place / "results_now.json").write_text(json.dumps({"results": scores}))
-    said = {
+    answers = {
         "streamer_choice": [[str(likelihood), "False"], ["-3.5", "True"]],
         "streamer_text": [str(likelihood)],
         "streamer_answer": [answer],
     }
-    for task, values in said.items():
+    for task, values in answers.items():
         row = json.dumps({"doc_id": 0, "filtered_resps": values})
         (place / f"samples_{task}_now.jsonl").write_text(row + "\n")
 

@@ -106,9 +106,9 @@ def test_a_key_names_no_priority_that_runs_before_its_own() -> None:
     desk = Desk(priority=1, key_limits={OTHER: {"priority": -5}})
     priority = desk.admission.priority
     assert [priority(ME), priority(ME, 1), priority(ME, 9), priority(THEM)] == [1, 1, 9, -5]
-    for tenant, wanted in ((ME, 0), (ME, -(1 << 31)), (THEM, -6)):
+    for tenant, requested in ((ME, 0), (ME, -(1 << 31)), (THEM, -6)):
         with pytest.raises(InvalidRequest, match="would run before others") as caught:
-            priority(tenant, wanted)
+            priority(tenant, requested)
         assert caught.value.param == "priority"
 
 

@@ -22,7 +22,7 @@ from streamer.core.sampling import SamplingParams
 from streamer.core.sizes import ModelInfo
 from streamer.engine.core import InFlight, Runner
 from streamer.engine.engine import AsyncEngine, GenerateRequest, TokenStream
-from tests.server.responses.test_socket import dial, hear, say
+from tests.server.responses.test_socket import dial, receive, send
 from tests.server.support.running import BUNDLED, DEADLINE_S, Running
 
 PROMPT_TOKENS = 300
@@ -147,26 +147,26 @@ class OverSocket:
     def __init__(self, server: Running, exits: contextlib.ExitStack, is_closing: bool) -> None:
         self._is_closing = is_closing
         self._socket = exits.enter_context(dial(server, "streamer.v1.json"))
-        hear(self._socket)
-        say(
+        receive(self._socket)
+        send(
             self._socket,
             "response.create",
             input="x" * PROMPT_TOKENS,
             max_output_tokens=LONG["max_tokens"],
         )
-        while (event := hear(self._socket))["type"] != "response.created":
+        while (event := receive(self._socket))["type"] != "response.created":
             pass
         self._response_id = event["response"]["id"]
 
     def read(self) -> None:
-        while hear(self._socket)["type"] != "response.output_text.delta":
+        while receive(self._socket)["type"] != "response.output_text.delta":
             pass
 
     def cancel(self) -> None:
         if self._is_closing:
             self._socket.close()
         else:
-            say(self._socket, "response.cancel", response_id=self._response_id)
+            send(self._socket, "response.cancel", response_id=self._response_id)
 
 
 async def run(call: Any, *args: Any) -> Any:

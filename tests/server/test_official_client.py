@@ -115,7 +115,7 @@ def test_models(client: openai.OpenAI) -> None:
     (model,) = client.models.list()
     assert client.models.retrieve(model.id).id == model.id
     with pytest.raises(openai.NotFoundError) as caught:
-        client.models.retrieve("nobody/knows-this")
+        client.models.retrieve("unknown/model")
     assert caught.value.code == "model_not_found"
 
 

@@ -85,7 +85,7 @@ async def test_sigterm_under_50_streams() -> None:
                 refused = await _first_refusal(c, url)
         assert await asyncio.to_thread(process.wait, DEADLINE_S) == 0
         assert process.stderr is not None
-        told = process.stderr.read()
+        output = process.stderr.read()
     assert refused.status_code == 503
     assert refused.json()["error"]["code"] == "draining"
     assert int(refused.headers["retry-after"]) > 0
@@ -97,9 +97,9 @@ async def test_sigterm_under_50_streams() -> None:
             assert stream.error is not None
             assert stream.error["code"] == "server_shutdown"
             assert len(numbers) > SHORT
-    assert told.count("reason=length status=200") >= NUM_STREAMS // 2
-    assert told.count("reason=server_shutdown status=503") == NUM_STREAMS // 2
-    assert "Traceback" not in told
+    assert output.count("reason=length status=200") >= NUM_STREAMS // 2
+    assert output.count("reason=server_shutdown status=503") == NUM_STREAMS // 2
+    assert "Traceback" not in output
 
 
 async def _first_refusal(client: httpx.AsyncClient, url: str) -> httpx.Response:
@@ -115,13 +115,13 @@ async def _first_refusal(client: httpx.AsyncClient, url: str) -> httpx.Response:
 
 async def test_drain_listeners_are_called_until_removed() -> None:
     service = Service(make_engine(), make_engine().config)
-    heard: list[tuple[str, float]] = []
-    service.on_drain(lambda s: heard.append(("stays", s)))
-    forget = service.on_drain(lambda s: heard.append(("left", s)))
+    calls: list[tuple[str, float]] = []
+    service.on_drain(lambda s: calls.append(("stays", s)))
+    forget = service.on_drain(lambda s: calls.append(("left", s)))
     forget()
     forget()
     service.begin_drain(3.5)
-    assert heard == [("stays", 3.5)]
+    assert calls == [("stays", 3.5)]
 
 
 # ---------------------------------------------------------------- a hung step
@@ -190,12 +190,12 @@ async def test_a_hung_step_fails_every_request_and_ends_the_process(
         check_counting(stream.text)
         assert stream.error is not None
         assert stream.error["code"] == "engine_dead"
-    _, told = await asyncio.to_thread(process.communicate, timeout=DEADLINE_S)
+    _, output = await asyncio.to_thread(process.communicate, timeout=DEADLINE_S)
     assert process.returncode == 1
-    assert told.count("StepHung: a step took longer than 0.5 s") == 1
-    assert 'File "<string>"' in told  # the stack of the thread that hangs
-    assert "in launch" in told
-    assert told.count("reason=failed status=503") == 5
+    assert output.count("StepHung: a step took longer than 0.5 s") == 1
+    assert 'File "<string>"' in output  # the stack of the thread that hangs
+    assert "in launch" in output
+    assert output.count("reason=failed status=503") == 5
 
 
 async def _until_paused(client: httpx.AsyncClient, url: str) -> None:
@@ -280,17 +280,17 @@ async def test_sigterm_ends_a_process_whatever_hangs_in_it(where: str, code: int
             assert (await client.get(url + "/health")).status_code == 200
             process.send_signal(signal.SIGTERM)
             began = time.monotonic()
-            _, told = await asyncio.to_thread(process.communicate, timeout=DEADLINE_S)
+            _, output = await asyncio.to_thread(process.communicate, timeout=DEADLINE_S)
             took_s = time.monotonic() - began
             await asyncio.gather(*reading, return_exceptions=True)
-    assert (process.returncode, took_s < 8) == (code, True), told
+    assert (process.returncode, took_s < 8) == (code, True), output
     if where != "template":
-        assert "in launch_hanging" in told  # where it hangs
+        assert "in launch_hanging" in output  # where it hangs
         assert [s.error and s.error["code"] for s in streams] == ["server_shutdown"] * 2
 
 
-def _lines_until(lines: IO[str], wanted: str) -> None:
-    while wanted not in lines.readline():
+def _lines_until(lines: IO[str], expected: str) -> None:
+    while expected not in lines.readline():
         pass
 
 
@@ -302,9 +302,9 @@ async def test_hung_templates_are_reported_and_end_the_process() -> None:
             answers = await asyncio.gather(*(client.post(path, json=body) for _ in range(2)))
         for answer in answers:
             assert (answer.status_code, answer.json()["error"]["code"]) == (500, "prompt_timeout")
-        _, told = await asyncio.to_thread(process.communicate, timeout=DEADLINE_S)
+        _, output = await asyncio.to_thread(process.communicate, timeout=DEADLINE_S)
     assert process.returncode == 1
-    assert told.count("PoolHung: every thread that prepares prompts has hung for 0.3 s") == 1
+    assert output.count("PoolHung: every thread that prepares prompts has hung for 0.3 s") == 1
 
 
 # ---------------------------------------------------------------- what is cut off says so
@@ -317,7 +317,7 @@ def test_what_a_shutdown_cuts_off_says_so_on_every_transport(server_with: Any) -
     with ThreadPoolExecutor(1) as thread, BareSocket(server.url) as socket:
         body = {**CHAT, "max_tokens": ENDLESS, "ignore_eos": True}
         whole = thread.submit(httpx.post, server.url + "/v1/chat/completions", json=body)
-        socket.say("response.create", **endless, stream_id="a")
+        socket.send("response.create", **endless, stream_id="a")
         response = client.responses.create(
             model="fake", input="x", max_output_tokens=ENDLESS, stream=True,
             extra_body={"ignore_eos": True},
@@ -334,9 +334,9 @@ def test_what_a_shutdown_cuts_off_says_so_on_every_transport(server_with: Any) -
         details = last.response.incomplete_details
         assert details is not None
         assert (last.response.status, details.reason) == ("incomplete", "server_shutdown")
-        with pytest.raises(openai.APIError) as told:
+        with pytest.raises(openai.APIError) as caught:
             list(chat)
-        assert told.value.code == "server_shutdown"
+        assert caught.value.code == "server_shutdown"
         socket.read_until(lambda event: event["type"] == "response.incomplete")
         seen = next(e for e in socket.events if e["type"] == "response.incomplete")["response"]
         assert seen["incomplete_details"] == {"reason": "server_shutdown"}
@@ -365,10 +365,10 @@ async def test_bundled_sigterm_lets_20_streams_finish() -> None:
                 assert not all(stream.is_done for stream in streams)
         assert await asyncio.to_thread(process.wait, DEADLINE_S) == 0
         assert process.stderr is not None
-        told = process.stderr.read()
+        output = process.stderr.read()
     assert "streamer-demo" in announced
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
     for stream in streams:
         assert (stream.error, stream.reason, stream.is_done) == (None, "length", True)
-        assert f"output_tokens={stream.max_tokens} " in told
-    assert "Traceback" not in told
+        assert f"output_tokens={stream.max_tokens} " in output
+    assert "Traceback" not in output

@@ -18,7 +18,7 @@ from websockets.typing import Subprotocol
 from streamer.errors import NotAuthenticated, Overloaded, RateLimited
 from streamer.server import service
 from streamer.server.tickets import MAX_PER_KEY, MAX_TICKETS, PREFIX, TICKET_S, Tickets
-from tests.server.responses.test_socket import FINAL, dial, hear, say, until
+from tests.server.responses.test_socket import FINAL, dial, receive, send, until
 from tests.server.support.counting import CHAT
 from tests.server.support.greedy import NAME, telling
 from tests.server.support.running import BUNDLED, Running
@@ -109,8 +109,8 @@ def test_it_opens_one_socket_and_is_never_selected(keyed: Running, protocol: str
 
 def test_the_socket_streams(keyed: Running) -> None:
     with dial(keyed, JSON, ticket_of(keyed)) as socket:
-        assert hear(socket)["type"] == "session.created"
-        say(socket, "response.create", input="count", max_output_tokens=5, ignore_eos=True)
+        assert receive(socket)["type"] == "session.created"
+        send(socket, "response.create", input="count", max_output_tokens=5, ignore_eos=True)
         assert until(socket, *FINAL)[-1]["response"]["usage"]["output_tokens"] == 5
 
 
@@ -120,8 +120,8 @@ def test_bundled_it_opens_the_socket_of_its_key(server_with: Any) -> None:
         session = msgspec.msgpack.decode(socket.recv(timeout=DEADLINE_S))
         assert (session["type"], session["model"]) == ("session.created", NAME)
     with dial(server, JSON, ticket_of(server)) as socket:
-        hear(socket)
-        say(socket, "response.create", **telling(30))
+        receive(socket)
+        send(socket, "response.create", **telling(30))
         made = until(socket, *FINAL)[-1]["response"]
     mine, theirs = ({"authorization": f"Bearer {key}"} for key in KEYS)
     url = f"{server.url}/v1/responses/{made['id']}"
@@ -139,8 +139,8 @@ def test_it_grows_old(keyed: Running, clock: Clock) -> None:
 
 def test_it_belongs_to_the_key_of_its_request(keyed: Running) -> None:
     with dial(keyed, JSON, ticket_of(keyed)) as mine:
-        hear(mine)
-        say(mine, "response.create", input="count", max_output_tokens=5, ignore_eos=True)
+        receive(mine)
+        send(mine, "response.create", input="count", max_output_tokens=5, ignore_eos=True)
         made = until(mine, *FINAL)[-1]["response"]["id"]
     path = f"{keyed.url}/v1/responses/{made}"
     for key, status in zip(KEYS, (200, 404), strict=True):
@@ -148,9 +148,9 @@ def test_it_belongs_to_the_key_of_its_request(keyed: Running) -> None:
         assert httpx.get(path, headers=headers).status_code == status
     for key, status in zip(KEYS, ("finished", "gone"), strict=True):
         with dial(keyed, JSON, ticket_of(keyed, key)) as socket:
-            hear(socket)
-            say(socket, "response.resume", response_id=made, starting_after=3)
-            assert hear(socket)["status"] == status
+            receive(socket)
+            send(socket, "response.resume", response_id=made, starting_after=3)
+            assert receive(socket)["status"] == status
 
 
 def test_a_key_in_the_header_counts_first_and_uses_nothing_up(keyed: Running) -> None:
@@ -194,8 +194,8 @@ def test_a_standard_client_may_show_one_too(keyed: Running) -> None:
     offer = [Subprotocol(ticket_of(keyed))]
     with connect(keyed.ws_url, subprotocols=offer) as socket:
         assert socket.subprotocol is None
-        say(socket, "response.create", input="count", max_output_tokens=2, ignore_eos=True)
-        assert hear(socket)["type"] == "response.created"  # and no session.created
+        send(socket, "response.create", input="count", max_output_tokens=2, ignore_eos=True)
+        assert receive(socket)["type"] == "response.created"  # and no session.created
 
 
 def test_a_key_has_a_limit_and_room_again_later(keyed: Running, clock: Clock) -> None:
@@ -238,7 +238,7 @@ def test_where_no_keys_are_required_a_ticket_does_no_harm(server: Running) -> No
     for offered in (tickets[0], tickets[0], PREFIX + "anything"):
         with dial(server, offered, JSON) as socket:
             assert socket.subprotocol == JSON
-            assert hear(socket)["type"] == "session.created"
+            assert receive(socket)["type"] == "session.created"
 
 
 def test_one_serves_while_the_model_loads_or_the_server_drains(server_with: Any) -> None:
@@ -271,6 +271,6 @@ def test_no_ticket_is_in_the_log_of_a_process() -> None:
         assert process.wait(DEADLINE_S) == 0
         assert process.stdout is not None
         assert process.stderr is not None
-        told = announced + process.stdout.read() + process.stderr.read()
-    assert "streamer.request" in told
-    assert not any(secret in told for secret in (*secrets, KEYS[0]))
+        output = announced + process.stdout.read() + process.stderr.read()
+    assert "streamer.request" in output
+    assert not any(secret in output for secret in (*secrets, KEYS[0]))

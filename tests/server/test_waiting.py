@@ -9,7 +9,7 @@ import pytest
 
 from streamer.core.plan import NoticeKind
 from streamer.engine import core
-from tests.server.responses.test_socket import FINAL, dial, hear, say, until
+from tests.server.responses.test_socket import FINAL, dial, receive, send, until
 from tests.server.support.running import Running
 
 ASK: dict[str, Any] = {"input": "x", "max_output_tokens": 10, "ignore_eos": True}
@@ -28,8 +28,8 @@ def test_the_last_of_a_queue_sees_its_place_fall_to_the_start(narrow: Running) -
     with ExitStack() as sockets:
         asked = [sockets.enter_context(dial(narrow, "streamer.v1.json")) for _ in range(6)]
         for i, each in enumerate(asked):
-            hear(each)
-            say(each, "response.create", **(ASK if i else FIRST))
+            receive(each)
+            send(each, "response.create", **(ASK if i else FIRST))
             until(each, "response.waiting")
         events = until(asked[-1], *FINAL)
     kinds = [e["type"] for e in events]
@@ -43,13 +43,13 @@ def test_the_last_of_a_queue_sees_its_place_fall_to_the_start(narrow: Running) -
 
 def test_one_socket_with_many_lanes_gets_the_events_of_each(narrow: Running) -> None:
     with dial(narrow, "streamer.v1.json") as socket:
-        hear(socket)
+        receive(socket)
         for lane in "abcde":
-            say(socket, "response.create", stream_id=lane, **(FIRST if lane == "a" else ASK))
+            send(socket, "response.create", stream_id=lane, **(FIRST if lane == "a" else ASK))
         seen: dict[str, list[int]] = {lane: [] for lane in "abcde"}
         ended = 0
         while ended < 5:
-            event = hear(socket)
+            event = receive(socket)
             ended += event["type"] in FINAL
             if event["type"] == "response.waiting":
                 seen[event["stream_id"]].append(event["position"])
@@ -72,10 +72,10 @@ def test_standard_clients_get_no_state_events_and_none_are_counted(
     monkeypatch.setattr(narrow.engine, "on_output", noted)
     with dial(narrow) as socket:
         for lane in "abc":
-            say(socket, "response.create", stream_id=lane, **ASK)
+            send(socket, "response.create", stream_id=lane, **ASK)
         ended = 0
         while ended < 3:
-            event = hear(socket)
+            event = receive(socket)
             ended += event["type"] in FINAL
             assert event["type"] != "response.waiting"
     assert NoticeKind.RUNNING in seen
@@ -84,13 +84,13 @@ def test_standard_clients_get_no_state_events_and_none_are_counted(
 
 def test_a_resume_while_waiting_gets_the_queue_position(narrow: Running) -> None:
     with dial(narrow, "streamer.v1.json") as socket, dial(narrow, "streamer.v1.json") as other:
-        hear(socket), hear(other)
+        receive(socket), receive(other)
         for lane, tokens in (("a", 400), ("b", 10), ("c", 10)):
             body = {**ASK, "max_output_tokens": tokens, "detach_s": 0}
-            say(socket, "response.create", stream_id=lane, **body)
+            send(socket, "response.create", stream_id=lane, **body)
         created = [e for e in wait_for(socket, 3) if e["type"] == "response.created"]
         response_id = created[-1]["response"]["id"]
-        say(other, "response.resume", response_id=response_id, starting_after=3)
+        send(other, "response.resume", response_id=response_id, starting_after=3)
         assert until(other, "response.waiting")[-1]["position"] in (1, 2)
     narrow.wait_idle()
 
@@ -99,5 +99,5 @@ def wait_for(socket: Any, number: int) -> list[dict[str, Any]]:
     """Events until `number` responses wait."""
     events: list[dict[str, Any]] = []
     while len({e["response_id"] for e in events if e["type"] == "response.waiting"}) < number:
-        events.append(hear(socket))
+        events.append(receive(socket))
     return events

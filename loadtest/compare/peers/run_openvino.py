@@ -57,11 +57,11 @@ def load(setup: PeerSetup) -> tuple[Generate, str]:
     )
 
     def config(length: int) -> object:
-        wanted = genai.GenerationConfig()
-        wanted.max_new_tokens = wanted.min_new_tokens = length
-        wanted.ignore_eos = True
-        wanted.do_sample = False
-        return wanted
+        settings = genai.GenerationConfig()
+        settings.max_new_tokens = settings.min_new_tokens = length
+        settings.ignore_eos = True
+        settings.do_sample = False
+        return settings
 
     def generate(prompts: list[list[int]], lengths: list[int]) -> int:
         asked = [openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]

@@ -23,11 +23,11 @@ def load(setup: PeerSetup) -> tuple[Generate, str]:
     )
 
     def generate(prompts: list[list[int]], lengths: list[int]) -> int:
-        wanted = [
+        params = [
             vllm.SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths
         ]
         asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-        answers = llm.generate(asked, wanted, use_tqdm=False)
+        answers = llm.generate(asked, params, use_tqdm=False)
         return sum(len(answer.outputs[0].token_ids) for answer in answers)
 
     return generate, str(vllm.__version__)

@@ -156,11 +156,11 @@ def _unseen(what: str) -> None:
 
 def _sections(only: str | None) -> list[str]:
     """The chosen sections, in the bench's order; ConfigError names an unknown one."""
-    wanted = [name.strip() for name in only.split(",")] if only else list(SECTIONS)
-    for name in wanted:
+    requested = [name.strip() for name in only.split(",")] if only else list(SECTIONS)
+    for name in requested:
         if name not in SECTIONS:
             raise ConfigError(f"--only: {name!r} is none of {', '.join(SECTIONS)}", param="only")
-    return [name for name in SECTIONS if name in wanted]
+    return [name for name in SECTIONS if name in requested]
 
 
 def _where(device: str, *, is_tiny: bool) -> Where:

@@ -52,11 +52,12 @@ def nano_vllm_requests(*, is_tiny: bool) -> list[Request]:
     256, with 142,827 tokens of prompts and 133,966 of output; the tiny stand-in has 4.
     """
     source = random.Random(0)
-    count, least, most, last = (4, 4, 12, 500) if is_tiny else (256, 100, 1024, 10_000)
+    count, shortest, longest, last = (4, 4, 12, 500) if is_tiny else (256, 100, 1024, 10_000)
     prompts = [
-        [source.randint(0, last) for _ in range(source.randint(least, most))] for _ in range(count)
+        [source.randint(0, last) for _ in range(source.randint(shortest, longest))]
+        for _ in range(count)
     ]
-    return [Request(prompt, source.randint(least, most)) for prompt in prompts]
+    return [Request(prompt, source.randint(shortest, longest)) for prompt in prompts]
 
 
 def single(where: Where, report: Report) -> None:
@@ -235,19 +236,19 @@ def _run_to_end(
     temperature: float = 0.0,
 ) -> float:
     """Seconds of all requests, from the first plan to the last token."""
-    wanted, drawn, told = sum(r.num_output for r in requests), 0, 0.0
+    expected, drawn, reported = sum(r.num_output for r in requests), 0, 0.0
     where.synchronize()
     began = time.perf_counter()
     for request in requests:
         bed.add(request.prompt, request.num_output, temperature)
     while (output := bed.step()) is not None:
         drawn += len(output.tokens)
-        if (now := time.perf_counter()) - told > 1.0:
-            told = now
-            report.doing(f"{name}: {drawn:,} of {wanted:,} tokens")
+        if (now := time.perf_counter()) - reported > 1.0:
+            reported = now
+            report.doing(f"{name}: {drawn:,} of {expected:,} tokens")
     took_s = time.perf_counter() - began
-    if drawn != wanted:
-        raise RuntimeError(f"{drawn} tokens were drawn of {wanted}")
+    if drawn != expected:
+        raise RuntimeError(f"{drawn} tokens were drawn of {expected}")
     return took_s
 
 

@@ -88,7 +88,7 @@ class Report:
         self,
         section: str,
         budget_s: float,
-        say: Callable[[str], None],
+        show: Callable[[str], None],
         console: Console,
         *,
         has_targets: bool = True,
@@ -100,14 +100,14 @@ class Report:
         self._section = section
         self._budget_s = budget_s
         self._began = time.perf_counter()
-        self._say = say
+        self._show = show
         self._console = console
         self._has_targets = has_targets
 
     def doing(self, what: str) -> None:
         """Show progress; OutOfTime after the section's time limit."""
         self.check()
-        self._say(f"{self._section}: {what}")
+        self._show(f"{self._section}: {what}")
 
     def check(self) -> None:
         """OutOfTime after the section's time limit."""

@@ -93,11 +93,11 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 def _parts(only: str | None) -> list[str]:
     """The chosen parts, in their order; ConfigError names an unknown one."""
-    wanted = [name.strip() for name in only.split(",")] if only else list(PARTS)
-    for name in wanted:
+    requested = [name.strip() for name in only.split(",")] if only else list(PARTS)
+    for name in requested:
         if name not in PARTS:
             raise ConfigError(f"--only: {name!r} is none of {', '.join(PARTS)}", param="only")
-    return [part for part in PARTS if part in wanted]
+    return [part for part in PARTS if part in requested]
 
 
 def swap(config: Config, asked: BenchOptions, results: Results, bar: Progress) -> Swap:
@@ -107,15 +107,15 @@ def swap(config: Config, asked: BenchOptions, results: Results, bar: Progress) -
     large = math.ceil(HEADROOM * rows * each)
     small = max(each + 1, round(asked.pool_share * rows * each))
     pools: list[Pool] = []
-    said = []
+    tokens = []
     for num_blocks in (large, small):
         sized = msgspec.structs.replace(config, num_gpu_blocks_override=num_blocks)
         found = ask(Assignment(sized, asked, ("pool",)), bar)
         _about(results, found)
         if found.pool is not None:
             pools.append(found.pool)
-        said.append(found.tokens)
-    num_equal = sum(one == other for one, other in zip(*said, strict=True))
+        tokens.append(found.tokens)
+    num_equal = sum(one == other for one, other in zip(*tokens, strict=True))
     return Swap(large=pools[0], small=pools[1], num_equal=num_equal)
 
 
@@ -136,8 +136,8 @@ def ask(assignment: Assignment, bar: Progress) -> Found:
                 raise StreamerError("the engine's process has no pipes")
             process.stdin.write(msgspec.json.encode(assignment))
             process.stdin.close()
-            for said in process.stdout:
-                match decoder.decode(said):
+            for line in process.stdout:
+                match decoder.decode(line):
                     case Doing(what, total):
                         task = bar.add_task(what, total=total)
                     case Step():

@@ -135,8 +135,12 @@ def run(args: argparse.Namespace, console: Console) -> int:
                     cases.append(measure(transport, num_streams, rate, args.seconds, stuck))
                     live.update(_table(args.seconds, cases), refresh=True)
     if not args.no_memory:
-        most = max(args.streams)
-        memory = [measure_memory(t, most) for t in args.transports if not most % TRANSPORTS[t]]
+        max_streams = max(args.streams)
+        memory = [
+            measure_memory(t, max_streams)
+            for t in args.transports
+            if not max_streams % TRANSPORTS[t]
+        ]
         console.print("\n", _memory_table(memory))
     if args.json is not None:
         is_pinned = cores()[0] is not None
@@ -162,7 +166,7 @@ def measure(
         _client(port, transport, num_streams, num_stuck) as client,
     ):
         before = _settled(server)
-        client.tell("begin")
+        client.send("begin")
         time.sleep(seconds)
         after = server.ask("mark", Mark)
         counted = client.ask("end", Counted)  # the client reads nothing while it computes this
@@ -250,7 +254,7 @@ class Process:
             stdout=subprocess.PIPE,
         )
 
-    def tell(self, command: str) -> None:
+    def send(self, command: str) -> None:
         """Send a command that has no answer."""
         stdin = self._process.stdin
         if stdin is not None:
@@ -259,7 +263,7 @@ class Process:
 
     def ask(self, command: str, answer: type[T]) -> T:
         """Send a command and wait for its answer."""
-        self.tell(command)
+        self.send(command)
         return self.wait(answer)
 
     def wait(self, answer: type[T]) -> T:
@@ -340,13 +344,13 @@ def _memory_table(memory: Sequence[Memory]) -> Table:
 def _numbers(text: str) -> tuple[int, ...]:
     numbers = tuple(_count(part) for part in text.split(","))
     if min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"wants numbers above 0, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be numbers above 0, not {text!r}")
     return numbers
 
 
 def _count(text: str) -> int:
     if not text.strip().isdecimal():
-        raise argparse.ArgumentTypeError(f"wants whole numbers, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be whole numbers, not {text!r}")
     return int(text)
 
 

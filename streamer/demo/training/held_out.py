@@ -23,9 +23,9 @@ class HeldOut(msgspec.Struct, frozen=True):
 
     def missing(self, answer: str) -> tuple[tuple[str, ...], ...]:
         """The groups without an alternative in the answer; case does not matter."""
-        said = answer.lower()
+        lowered = answer.lower()
         return tuple(
-            group for group in self.groups if not any(part.lower() in said for part in group)
+            group for group in self.groups if not any(part.lower() in lowered for part in group)
         )
 
     def is_right(self, answer: str) -> bool:

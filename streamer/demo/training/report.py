@@ -54,23 +54,23 @@ def perplexities(
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.eval()  # type: ignore[no-untyped-call]
-    wanted: dict[str, list[Document]] = {kind: [] for kind in MIX}
+    sample: dict[str, list[Document]] = {kind: [] for kind in MIX}
     for document in documents(HELD_OUT_SEED, entries, excluded):
-        if len(wanted[document.kind]) < DOCUMENTS_A_KIND:
-            wanted[document.kind].append(document)
-        elif all(len(found) == DOCUMENTS_A_KIND for found in wanted.values()):
+        if len(sample[document.kind]) < DOCUMENTS_A_KIND:
+            sample[document.kind].append(document)
+        elif all(len(found) == DOCUMENTS_A_KIND for found in sample.values()):
             break
     figures: dict[str, float] = {}
-    for kind, found in wanted.items():
+    for kind, found in sample.items():
         nats, count = 0.0, 0
         for row in encode(found, tokenizer):
             ids = torch.tensor([row.ids])
-            said = torch.tensor(row.weights[1:]) == 1.0
+            is_answer = torch.tensor(row.weights[1:]) == 1.0
             with torch.inference_mode():
                 logits = model(ids).logits[0, :-1]
             losses = F.cross_entropy(logits, ids[0, 1:], reduction="none")
-            nats += float(losses[said].sum())
-            count += int(said.sum())
+            nats += float(losses[is_answer].sum())
+            count += int(is_answer.sum())
         figures[kind] = math.exp(nats / count)
     return figures
 
@@ -82,19 +82,19 @@ def quoted(text: str) -> str:
 
 def samples(folder: Path, temperature: float) -> str:
     """The questions of SAMPLED and the model's answers, as Markdown."""
-    said = answers(folder, SAMPLED, temperature=temperature, seed=1)
+    replies = answers(folder, SAMPLED, temperature=temperature, seed=1)
     return "\n\n".join(
         f"**{question}**\n\n{quoted(answer)}"
-        for question, answer in zip(SAMPLED, said, strict=True)
+        for question, answer in zip(SAMPLED, replies, strict=True)
     )
 
 
 def held_out_section(folder: Path, asked: Sequence[HeldOut]) -> str:
     """How many held-out phrasings were answered right, and those that were not."""
-    said = answers(folder, [record.question for record in asked], max_new_tokens=120)
+    replies = answers(folder, [record.question for record in asked], max_new_tokens=120)
     wrong = [
         (record, answer)
-        for record, answer in zip(asked, said, strict=True)
+        for record, answer in zip(asked, replies, strict=True)
         if not record.is_right(answer)
     ]
     lines = [

@@ -54,7 +54,7 @@ def test_an_earlier_run_stands_before_a_later_one() -> None:
 
 def test_of_an_overload_what_is_answered_and_the_recovery_are_shown() -> None:
     for recovery_s, shown in ((3.96, "4.0"), (None, "not")):
-        tally = Tally(answered=45, wanted=50.0, recovery_s=recovery_s)
+        tally = Tally(answered=45, expected=50.0, recovery_s=recovery_s)
         assert cells(Found("overload", 8.0, 1.0, 0.1, 1, 1, tally))[-2:] == ["90%", shown]
 
 

@@ -38,8 +38,8 @@ def plan(*engines: Engine, rounds: int = 2) -> compare.Plan:
 
 
 def test_engines_take_turns_and_the_first_changes() -> None:
-    wanted = plan(OURS, VLLM, STATIC)
-    kinds = [(t.engine.name, t.is_stream) for t in compare.turns(wanted, 0)]
+    requested = plan(OURS, VLLM, STATIC)
+    kinds = [(t.engine.name, t.is_stream) for t in compare.turns(requested, 0)]
     assert kinds == [
         ("streamer", False),
         ("streamer", True),
@@ -47,8 +47,8 @@ def test_engines_take_turns_and_the_first_changes() -> None:
         ("vllm", True),
         ("transformers", False),  # transformers' static batch has no server
     ]
-    assert next(compare.turns(wanted, 1)).engine is VLLM
-    assert next(compare.turns(wanted, 3)).engine is OURS
+    assert next(compare.turns(requested, 1)).engine is VLLM
+    assert next(compare.turns(requested, 3)).engine is OURS
 
 
 def test_a_far_slower_engine_is_left_out_of_later_rounds() -> None:

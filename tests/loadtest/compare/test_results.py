@@ -69,11 +69,11 @@ def test_a_median_is_over_rounds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "share", "wanted"),
+    ("values", "share", "expected"),
     [([], 0.5, None), ([3.0], 0.99, 3.0), ([1, 2, 3, 4], 0.5, 2), (list(range(100)), 0.99, 98)],
 )
-def test_percentiles(values: list[float], share: float, wanted: float | None) -> None:
-    assert percentile(values, share) == wanted
+def test_percentiles(values: list[float], share: float, expected: float | None) -> None:
+    assert percentile(values, share) == expected
 
 
 def test_the_best_peer_is_not_ours() -> None:
@@ -93,10 +93,10 @@ def test_goals() -> None:
         "first token, ms": True,
         "peak, MiB": True,
     }
-    assert found["eq"].wanted == pytest.approx(3900)
+    assert found["eq"].target == pytest.approx(3900)
     assert found["eq"].ratio == pytest.approx(4 / 3)
-    assert found["one"].wanted == 460
-    assert found["peak, MiB"].wanted == 750
+    assert found["one"].target == 460
+    assert found["peak, MiB"].target == 750
 
 
 def test_the_machines_limit_can_be_the_lower_goal() -> None:
@@ -106,7 +106,7 @@ def test_the_machines_limit_can_be_the_lower_goal() -> None:
     limit = found.limit("small", "eq")
     assert limit is not None
     assert limit * 0.85 < 3900
-    assert verdict.wanted == pytest.approx(0.85 * limit)
+    assert verdict.target == pytest.approx(0.85 * limit)
 
 
 def test_less_can_be_better() -> None:

@@ -33,10 +33,10 @@ def test_all_parts_and_their_file(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert small["preemptions_swap"] > 0 < small["swapped_blocks"]
     assert small["swapped_bytes"] == small["swapped_blocks"] * 16 << 14
     assert found["swap"]["num_equal"] == 12
-    told = capsys.readouterr().out
-    assert "| batch of 3, 4 iterations |" in told
-    assert "| small pool, 24 blocks of 16 |" in told
-    assert "equal with both: 12 of 12." in told
+    output = capsys.readouterr().out
+    assert "| batch of 3, 4 iterations |" in output
+    assert "| small pool, 24 blocks of 16 |" in output
+    assert "equal with both: 12 of 12." in output
 
 
 def test_parts_by_name(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers() -> None:
 
 
 def test_flags_that_mean_nothing_are_refused() -> None:
-    with pytest.raises(UsageError, match="--lengths wants numbers"):
+    with pytest.raises(UsageError, match="--lengths must be numbers"):
         workload_from(parse("--lengths", "a,b"))
     with pytest.raises(UsageError, match="--block-size must be from 1"):
         workload_from(parse("--lengths", "5", "--block-size", "0"))

@@ -10,7 +10,7 @@ import pytest
 
 from streamer.loadtest.open_loop.jobs import (
     ALPACA,
-    MOST_TOKENS,
+    MAX_TOKENS,
     SHAREGPT,
     SIGMAS,
     TURNS,
@@ -28,7 +28,7 @@ def test_lengths_have_the_papers_means(means: tuple[float, float]) -> None:
         source = random.Random(0)
         drawn = [draw_length(source, mean, SIGMAS[means]) for _ in range(20_000)]
         assert statistics.fmean(drawn) == pytest.approx(mean, rel=0.03)
-        assert 1 <= min(drawn) < max(drawn) <= MOST_TOKENS
+        assert 1 <= min(drawn) < max(drawn) <= MAX_TOKENS
 
 
 def test_nano_vllms_own_sums() -> None:

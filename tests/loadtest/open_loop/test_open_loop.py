@@ -43,9 +43,9 @@ def test_rates_files_and_tokens(slow: Running, tmp_path: Path) -> None:
     flags = ["--url", slow.url, "--workload", "alpaca", "--requests", "12", "--out", str(tmp_path)]
     assert open_loop([*flags, "--rates", "20", "inf", *EASY]) == 0
     twenty, whole = read(tmp_path, "20qps.json"), read(tmp_path, "infqps.json")
-    wanted = jobs("alpaca", WorkloadOptions(12, 0))
+    expected = jobs("alpaca", WorkloadOptions(12, 0))
     for result in (twenty, whole):
-        assert result["output_lens"] == [job.turns[0].max_tokens for job in wanted]
+        assert result["output_lens"] == [job.turns[0].max_tokens for job in expected]
         assert result["completed"] == 12
         assert result["goodput_share"] == 1.0
         assert result["total_output_tokens"] == sum(result["output_lens"])
@@ -91,7 +91,7 @@ def test_turns_that_are_never_asked_fail_too() -> None:
     done: list[Outcome] = []
     job = Job(tuple(Turn("one", 4) for _ in range(3)))
     with peer() as url:
-        outcomes, _ = Driver(Ways(Target.of(url), "nobody"), done.append).run([job], [0.0])
+        outcomes, _ = Driver(Ways(Target.of(url), "unknown"), done.append).run([job], [0.0])
     assert outcomes == done
     assert outcomes[0].error.startswith("404")
     assert [outcome.error for outcome in outcomes[1:]] == [UNASKED] * 2
@@ -109,7 +109,7 @@ def test_a_sweep_ends_by_itself(
     slow: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No server answers in 0.0001 ms, so every rate is too high."""
-    monkeypatch.setattr(arrivals, "LEAST_RATE", 20.0)
+    monkeypatch.setattr(arrivals, "MIN_RATE", 20.0)
     flags = ["--url", slow.url, "--workload", "alpaca", "--requests", "3", "--out", str(tmp_path)]
     flags += ["--rates", "50", "--burstiness", "inf", "--sweep", "--goodput", "ttft:0.0001"]
     assert open_loop(flags) == 0
@@ -174,10 +174,10 @@ def test_help_says_the_defaults_and_names_no_file_of_the_source(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert open_loop(["--help"]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "(default: http://127.0.0.1:8000)" in told
-    assert "30 if --requests does not say" in told
-    assert ".py" not in told
+    output = " ".join(capsys.readouterr().out.split())
+    assert "(default: http://127.0.0.1:8000)" in output
+    assert "30 if --requests does not say" in output
+    assert ".py" not in output
 
 
 def test_a_trace_is_replayed(slow: Running, tmp_path: Path) -> None:

@@ -184,9 +184,9 @@ def test_a_bad_file_is_named_with_its_field(
     file = write(tmp_path / "a.json", found)
     out = tmp_path / "r.html"
     assert main(["loadtest", "report", str(file), "--out", str(out)]) == 2
-    told = capsys.readouterr().out
-    assert says in told
-    assert str(file) in told
+    output = capsys.readouterr().out
+    assert says in output
+    assert str(file) in output
     assert not out.exists()
 
 

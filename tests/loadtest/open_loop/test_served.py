@@ -34,7 +34,7 @@ def result(rate: float = 2.0, outcomes: list[Outcome] = OUTCOMES) -> Values:
 
 def test_sums_and_rates() -> None:
     values = result()
-    wanted = {
+    expected = {
         "completed": 3,
         "failed": 1,
         "num_prompts": 4,
@@ -50,7 +50,7 @@ def test_sums_and_rates() -> None:
         "max_concurrent_requests": 2,
         "max_output_tokens_per_s": 5.0,
     }
-    assert {name: values[name] for name in wanted} == wanted
+    assert {name: values[name] for name in expected} == expected
     assert values["mean_ttft_ms"] == pytest.approx(400 / 3)
     assert values["median_tpot_ms"] == pytest.approx((50 + 400) / 2)  # the third has one token
     assert values["median_itl_ms"] == pytest.approx(100)

@@ -110,11 +110,11 @@ def test_the_same_tokens_from_all() -> None:
 
 
 def test_it_runs() -> None:
-    told: list[str] = []
-    found = paper_batching.measure(told.append, tiny=True)
+    progress: list[str] = []
+    found = paper_batching.measure(progress.append, tiny=True)
     assert found.columns[1:4] == SYSTEMS
     assert [str(row[0]).split(":")[1] for row in found.rows] == [
         *(" tokens/s", " slots used", " latency, ms a token") * 2,
     ]
-    assert "ShareGPT, batches of 2: transformers, static" in told
+    assert "ShareGPT, batches of 2: transformers, static" in progress
     assert len(found.plot.series) == 3

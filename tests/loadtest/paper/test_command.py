@@ -162,8 +162,8 @@ def test_bars_are_as_high_as_their_values() -> None:
     assert heights == pytest.approx([4 * heights[2], 2 * heights[2], heights[2], 0])
     lefts = [float(r.get("x", "")) for r in bars]
     assert lefts[0] < lefts[2] < lefts[1] < lefts[3], "side by side within their group"
-    said = texts(picture)
-    assert {"A < B", "ours", "theirs", "eight", "sixteen", "batch", "tokens/s", "4"} <= set(said)
+    found = texts(picture)
+    assert {"A < B", "ours", "theirs", "eight", "sixteen", "batch", "tokens/s", "4"} <= set(found)
 
 
 def test_lines_go_through_their_points() -> None:

@@ -45,11 +45,11 @@ def test_a_reader_notes_arrivals_and_asks_again_at_the_end(monkeypatch: pytest.M
 def view(*requests: tuple[int, int, int]) -> dict[str, Any]:
     listed = [
         {
-            "max_tokens": most,
+            "max_tokens": max_tokens,
             "prompt_tokens": 10,
             "sequences": [{"tokens": tokens, "num_blocks": blocks}],
         }
-        for most, tokens, blocks in requests
+        for max_tokens, tokens, blocks in requests
     ]
     return {"requests": listed, "block_size": 16, "stats": {"generated_tokens": 100}}
 
@@ -63,7 +63,7 @@ def test_tokens_of_stuck_and_other_requests_are_counted_apart() -> None:
 
 def test_the_table_has_shares_of_what_readers_have_alone() -> None:
     runs = {
-        "nobody is slow": Run(100.0, [5.0, 10.0], [50.0], 0, 0.0, 0),
+        "no slow reader": Run(100.0, [5.0, 10.0], [50.0], 0, 0.0, 0),
         "flow control": Run(90.0, [6.0, 12.0], [60.0, 70.0], 320, 0.0, 1 << 20),
         "no flow control": Run(0.0, [], [9000.0], 6400, 80.0, 3 << 20),
     }

@@ -77,7 +77,7 @@ def test_buddies_split_and_join() -> None:
     ("reserve", "held"), [(reserve_longest, 16), (reserve_power, 8), (reserve_known, 8)]
 )
 def test_one_contiguous_request(reserve: Callable[[Ask, int], int], held: int) -> None:
-    """2 of prompt and 4 of output: 2, 3, 4 and 5 are written; the last is only drawn."""
+    """2 of prompt and 4 of progress: 2, 3, 4 and 5 are written; the last is only drawn."""
     usage = contiguous([ask(2, 4)], reserve, pool_tokens=16, context=16)
     assert usage.wasted == pytest.approx(100 * (1 - 3.5 / held))
 
@@ -90,12 +90,12 @@ def test_a_request_that_does_not_fit_waits() -> None:
 
 
 def test_allocation_runs() -> None:
-    told: list[str] = []
-    found = paper_memory.measure_allocation(told.append, tiny=True)
+    progress: list[str] = []
+    found = paper_memory.measure_allocation(progress.append, tiny=True)
     names = [str(row[0]) for row in found.rows]
     assert len(names) == 12
     assert names[:3] == ["ShareGPT, Max", "ShareGPT, Pow2", "ShareGPT, Oracle"]
-    assert "Alpaca, blocks of 32" in told
+    assert "Alpaca, blocks of 32" in progress
 
 
 def test_two_choices_of_one_prompt() -> None:
@@ -114,12 +114,12 @@ def test_two_choices_of_one_prompt() -> None:
 
 
 def test_sharing_runs() -> None:
-    told: list[str] = []
-    found = paper_memory.measure_sharing(told.append, tiny=True)
+    progress: list[str] = []
+    found = paper_memory.measure_sharing(progress.append, tiny=True)
     assert [row[0] for row in found.rows] == [
         f"{kind}, n = {n}" for kind in ("Alpaca", "ShareGPT") for n in (2, 4, 6)
     ]
-    assert told[-1] == "ShareGPT, n = 6, alone"
+    assert progress[-1] == "ShareGPT, n = 6, alone"
     saved = {row[0]: float(str(row[2]).split()[0]) for row in found.rows}
     for kind in ("Alpaca", "ShareGPT"):
         assert 0 < saved[f"{kind}, n = 2"] < saved[f"{kind}, n = 4"] < saved[f"{kind}, n = 6"]

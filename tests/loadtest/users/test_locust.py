@@ -72,13 +72,13 @@ def test_a_missed_objective_is_the_exit_code(slow: Running, tmp_path: Path) -> N
     assert re.search(r"TTFT SseChat +p50_ms +<= 0.0001 +\S+ +missed", run.text)
     assert re.search(r"E2E +error_share +<= 0 +0 +met", run.text)
     assert re.search(r"RESUME +p50_ms +<= 60,000 +- +did not run", run.text)
-    told = run.out.rstrip().splitlines()
-    assert told[-1].startswith("TTFT SseChat"), "the verdict is printed last"
+    output = run.out.rstrip().splitlines()
+    assert output[-1].startswith("TTFT SseChat"), "the verdict is printed last"
     assert {name for kind, name in run.rows if kind} == {"SseChat"}
 
 
 def test_a_refusal_is_a_failure_with_the_servers_words(slow: Running, tmp_path: Path) -> None:
-    run = locust(tmp_path, slow.url, "SseChat", "-t", "1s", "--model", "nobody")
+    run = locust(tmp_path, slow.url, "SseChat", "-t", "1s", "--model", "unknown")
     assert run.code == 1
     assert (
         run.rows["E2E", "SseChat"]["Failure Count"] == run.rows["E2E", "SseChat"]["Request Count"]
@@ -114,8 +114,8 @@ def test_the_page_names_every_user() -> None:
     (names,) = (n.value for n in tree.body if isinstance(n, ast.Assign))
     page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
     rows = page.split("\n| user |")[1].split("\n\n")[0].splitlines()[2:]
-    told = [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])]
-    assert sorted(told) == sorted(ast.literal_eval(names)) == sorted(USERS)
+    documented = [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert sorted(documented) == sorted(ast.literal_eval(names)) == sorted(USERS)
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -125,13 +125,13 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 def test_help_shows_its_own_flags_with_defaults() -> None:
     done = run("--help")
-    told = " ".join(done.stdout.split())
+    output = " ".join(done.stdout.split())
     assert done.returncode == 0
-    assert "Usage: streamer loadtest locust" in told
+    assert "Usage: streamer loadtest locust" in output
     for flag in ("--think-s", "--reader-tokens-s", "--shape", "--counting", "--slo", "--lanes"):
-        assert flag in told
-    assert "tokens of an answer (default: 64)" in told
-    assert f"users that run, of {', '.join(USERS)} (default: SseChat)" in told
+        assert flag in output
+    assert "tokens of an answer (default: 64)" in output
+    assert f"users that run, of {', '.join(USERS)} (default: SseChat)" in output
 
 
 @pytest.mark.parametrize(

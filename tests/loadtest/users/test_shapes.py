@@ -57,8 +57,8 @@ def test_shapes_exit_codes_and_refusals(tmp_path: Path) -> None:
     assert "Can't begin" in done.stderr
     assert "no statistic 'TTFF'" in done.stderr
     assert "--shape needs --users" in done.stderr
-    told = ("steps", "spike", "soak", "codes", "refused")
-    assert [line for line in done.stdout.splitlines() if line.startswith(told)] == [
+    kinds = ("steps", "spike", "soak", "codes", "refused")
+    assert [line for line in done.stdout.splitlines() if line.startswith(kinds)] == [
         "steps 2 2 4 4 6 6 8 8 10 10 1",
         "spike 2 2 2 2 10 10 2 2 2 2 1",
         "soak 1 10 10 10 10 10 10 10 10 10 1",

@@ -203,10 +203,10 @@ def streams(asker: Asker, kind: str) -> None:
 
 def stream_options(asker: Asker, kind: str) -> None:
     body = {**asker.body(kind, "count", 4), "stream": True}
-    for wanted in (True, False):
-        body["stream_options"] = {"include_usage": wanted}
+    for value in (True, False):
+        body["stream_options"] = {"include_usage": value}
         got = httpx.post(asker.server.url + PATHS[kind], json=body, timeout=20)
-        assert ('"completion_tokens":4' in got.text) is wanted
+        assert ('"completion_tokens":4' in got.text) is value
     body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     with httpx.stream("POST", asker.server.url + PATHS[kind], json=body, timeout=20) as response:
         chunks = [event.json for event in sse(response) if not event.is_done]
@@ -223,11 +223,11 @@ def prompt(asker: Asker, kind: str) -> None:
     sent = asker.body(kind, "say this", 2)[name]
     tokenizer = fake_tokenizer()
     if kind == "completions":
-        wanted = tokenizer.encode("say this")
+        expected = tokenizer.encode("say this")
     else:
         messages = [{"role": "user", "content": "say this"}]
-        wanted = tokenizer.encode_chat(messages, add_generation_prompt=True)
-    assert list(asker.ask(kind, limit=2, **{name: sent}).stream.prompt) == wanted
+        expected = tokenizer.encode_chat(messages, add_generation_prompt=True)
+    assert list(asker.ask(kind, limit=2, **{name: sent}).stream.prompt) == expected
 
 
 def chat_logprobs(asker: Asker, kind: str) -> None:
@@ -260,9 +260,9 @@ def add_generation_prompt(asker: Asker, kind: str) -> None:
 
 def add_special_tokens(asker: Asker, kind: str) -> None:
     """The fake tokenizer adds none: the tokenizer gets it (tests/tokenizer/test_tokenizer.py)."""
-    for wanted in (False, True):
-        asker.ask(kind, add_special_tokens=wanted)
-        assert asker.encoded[-1][-1]["add_special_tokens"] is wanted
+    for value in (False, True):
+        asker.ask(kind, add_special_tokens=value)
+        assert asker.encoded[-1][-1]["add_special_tokens"] is value
 
 
 def echo(asker: Asker, kind: str) -> None:
@@ -354,8 +354,8 @@ def response_logprobs(asker: Asker, kind: str) -> None:
         return asker.ask(kind, **fields).body["output"][0]["content"][0]["logprobs"]
 
     assert content() == []
-    wanted = content(include=["message.output_text.logprobs"])
-    assert "".join(t["token"] for t in wanted) == expected_text(8)
+    expected = content(include=["message.output_text.logprobs"])
+    assert "".join(t["token"] for t in expected) == expected_text(8)
     assert [len(t["top_logprobs"]) for t in content(top_logprobs=3)] == [3] * 8
 
 
@@ -410,8 +410,8 @@ def generate(asker: Asker, kind: str) -> None:
 def previous_response_id(asker: Asker, kind: str) -> None:
     parent = asker.ask(kind)
     child = asker.ask(kind, "and then?", previous_response_id=parent.body["id"])
-    said = parent.stream.prompt + parent.stream.token_ids()
-    assert child.stream.prompt[: len(said)] == said
+    known = parent.stream.prompt + parent.stream.token_ids()
+    assert child.stream.prompt[: len(known)] == known
     with pytest.raises(Refused) as caught:
         asker.ask(kind, previous_response_id="resp_1")
     assert (caught.value.status, caught.value.param) == (404, "previous_response_id")
@@ -427,10 +427,10 @@ def fork(asker: Asker, kind: str) -> None:
 
 
 def store(asker: Asker, kind: str) -> None:
-    for wanted, status in ((True, 200), (False, 404)):
-        made = post(asker, store=wanted)
+    for value, status in ((True, 200), (False, 404)):
+        made = post(asker, store=value)
         found = httpx.get(f"{asker.server.url}{PATHS[kind]}/{made['id']}", timeout=20)
-        assert (made["store"], found.status_code) == (wanted, status)
+        assert (made["store"], found.status_code) == (value, status)
 
 
 def post(asker: Asker, **fields: Any) -> Any:

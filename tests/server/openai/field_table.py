@@ -104,7 +104,9 @@ SAMPLING: dict[str, Row] = {
     "kv_transfer_params": Refused({"a": 1}, "one engine, one cache"),
     "vllm_xargs": Refused({"a": 1}, "vLLM's own plugins"),
     "repetition_detection": Refused({"a": 1}, "repetition_penalty is there"),
-    "request_id": Refused("mine", "ids are drawn here, so that nobody can guess one"),
+    "request_id": Refused(
+        "mine", "ids are random and assigned by the server, so that they cannot be guessed"
+    ),
     "max_repetition_pattern_size": Refused(4, "repetition_penalty is there"),
     "min_repetition_pattern_size": Refused(4, "repetition_penalty is there"),
     "repetition_min_count": Refused(4, "repetition_penalty is there"),
@@ -121,7 +123,9 @@ SAMPLING: dict[str, Row] = {
     "custom_params": Refused({"a": 1}, NEVER),
     "return_hidden_states": Refused(True, "they stay on the device"),
     "input_ids": Refused([5], "completions take token ids"),
-    "rid": Refused("mine", "ids are drawn here, so that nobody can guess one"),
+    "rid": Refused(
+        "mine", "ids are random and assigned by the server, so that they cannot be guessed"
+    ),
 }
 
 PROMPT: dict[str, Row] = {

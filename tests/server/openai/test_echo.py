@@ -180,9 +180,9 @@ def test_log_likelihoods_are_transformers_own(bundled: Running) -> None:
     for (likelihood, is_greedy), prompt, start in zip(got, prompts, ctxlens, strict=True):
         with torch.inference_mode():
             logs = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
-        wanted = sum(logs[i - 1, prompt[i]].item() for i in range(start, len(prompt)))
+        expected = sum(logs[i - 1, prompt[i]].item() for i in range(start, len(prompt)))
         best = [int(logs[i - 1].argmax()) for i in range(start, len(prompt))]
-        assert likelihood == pytest.approx(wanted, abs=1e-4 * (len(prompt) - start))
+        assert likelihood == pytest.approx(expected, abs=1e-4 * (len(prompt) - start))
         assert is_greedy == (best == prompt[start:])
     assert [is_greedy for _, is_greedy in got] == [True, False, False, False, False]
 

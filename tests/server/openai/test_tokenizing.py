@@ -46,9 +46,9 @@ def test_messages_count_what_a_chat_uses(server: Running) -> None:
 
 
 def test_special_tokens_of_a_prompt_are_added_unless_disabled(server: Running) -> None:
-    for wanted in (True, False):
-        answer = post(server, "/tokenize", prompt="x", add_special_tokens=wanted).json()
-        assert answer["tokens"] == fake_tokenizer().encode("x", add_special_tokens=wanted)
+    for value in (True, False):
+        answer = post(server, "/tokenize", prompt="x", add_special_tokens=value).json()
+        assert answer["tokens"] == fake_tokenizer().encode("x", add_special_tokens=value)
 
 
 def test_token_strings_are_the_log_probabilities_tokens(server: Running) -> None:
@@ -110,10 +110,10 @@ def test_bundled_tokens_are_those_of_transformers(bundled: Running) -> None:
         "<|bos|>" + text  # all that the model sees
     )
     asked = post(bundled, "/tokenize", messages=MESSAGES).json()
-    wanted = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
-    assert asked["tokens"] == wanted
+    expected = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
+    assert asked["tokens"] == expected
     chat = post(bundled, "/v1/chat/completions", messages=MESSAGES, max_tokens=1).json()
-    assert asked["count"] == chat["usage"]["prompt_tokens"] == len(wanted)
+    assert asked["count"] == chat["usage"]["prompt_tokens"] == len(expected)
 
 
 # ---------------------------------------------------------------- echo

@@ -309,11 +309,11 @@ def test_a_next_turn_is_the_parents_ids_and_what_the_template_adds(server: Runni
     assert second["previous_response_id"] == first["id"]
     parent = server.engine.get(first["id"])
     assert parent is not None
-    said = parent.prompt + parent.token_ids()[:-1]  # the end token is the template's to write
-    assert prompt_of(server, second["id"])[: len(said)] == said
-    text = server.engine.tokenizer.decode(prompt_of(server, second["id"])[len(said) :], False)
+    known = parent.prompt + parent.token_ids()[:-1]  # the end token is the template's to write
+    assert prompt_of(server, second["id"])[: len(known)] == known
+    text = server.engine.tokenizer.decode(prompt_of(server, second["id"])[len(known) :], False)
     assert text == "<|end|><|user|>on<|end|><|assistant|>"
-    assert second["usage"]["input_tokens_details"]["cached_tokens"] >= 16 * (len(said) // 16) - 16
+    assert second["usage"]["input_tokens_details"]["cached_tokens"] >= 16 * (len(known) // 16) - 16
 
 
 def test_instructions_are_not_inherited(server: Running) -> None:
@@ -436,27 +436,27 @@ def test_a_fork_beyond_the_end_is_refused(server: Running) -> None:
 
 
 def test_bundled_background_says_the_same_alone(bundled: Running) -> None:
-    wanted = story(bundled, 120)
+    expected = story(bundled, 120)
     made = post(bundled, **telling(120, background=True)).json()
     assert made["status"] in ("queued", "in_progress")
     url = bundled.url + f"/v1/responses/{made['id']}"
     while (now := httpx.get(url).json())["status"] != "incomplete":
-        assert wanted.startswith(text_of(now))
-    assert text_of(now) == wanted
+        assert expected.startswith(text_of(now))
+    assert text_of(now) == expected
     with httpx.stream("GET", url + "?stream=true") as response:
         events = [e.json for e in sse(response)]
-    assert "".join(e.get("delta", "") for e in events) == wanted
+    assert "".join(e.get("delta", "") for e in events) == expected
 
 
 @pytest.mark.parametrize("at", [1, 33])
 def test_bundled_a_fork_without_another_word_goes_on_as_its_parent_did(
     bundled: Running, at: int
 ) -> None:
-    wanted = story(bundled, 100)
+    expected = story(bundled, 100)
     parent = post(bundled, **telling(100)).json()
     rest = {**telling(100 - at), "input": None}
     forked = post(bundled, **rest, previous_response_id=parent["id"], fork={"at": at}).json()
-    assert text_of(forked) == wanted
+    assert text_of(forked) == expected
     assert forked["usage"]["output_tokens"] == 100 - at
 
 

@@ -37,7 +37,7 @@ def begin(server: Running, transport: str) -> Bare:
     if transport == CHAT:
         return BareSse(server.url, "/v1/chat/completions", CHAT_BODY)
     socket = BareSocket(server.url, transport)
-    socket.say("response.create", **CREATE)
+    socket.send("response.create", **CREATE)
     return socket
 
 
@@ -54,7 +54,7 @@ def resume(server: Running, transport: str, events: list[Any], *, by_header: boo
         return BareSse(server.url, f"{path}&starting_after={last}")
     socket = BareSocket(server.url, transport)
     response_id = events[0].json["response"]["id"]
-    socket.say("response.resume", response_id=response_id, starting_after=int(last))
+    socket.send("response.resume", response_id=response_id, starting_after=int(last))
     return socket
 
 

@@ -26,11 +26,11 @@ def dial(server: Running, *protocols: str) -> ClientConnection:
     return connect(server.ws_url, subprotocols=offered, max_size=None, max_queue=None)
 
 
-def say(socket: ClientConnection, kind: str, **fields: Any) -> None:
+def send(socket: ClientConnection, kind: str, **fields: Any) -> None:
     socket.send(json.dumps({"type": kind, **fields}))
 
 
-def hear(socket: ClientConnection) -> dict[str, Any]:
+def receive(socket: ClientConnection) -> dict[str, Any]:
     event = json.loads(socket.recv(timeout=20))
     assert isinstance(event, dict)
     return event
@@ -38,40 +38,40 @@ def hear(socket: ClientConnection) -> dict[str, Any]:
 
 def until(socket: ClientConnection, *kinds: str) -> list[dict[str, Any]]:
     """Every event up to the first of one of these kinds."""
-    events = [hear(socket)]
+    events = [receive(socket)]
     while events[-1]["type"] not in kinds:
-        events.append(hear(socket))
+        events.append(receive(socket))
     return events
 
 
 @pytest.fixture
 def extended(server: Running) -> Iterator[ClientConnection]:
     with dial(server, "streamer.v1.json") as socket:
-        assert hear(socket)["type"] == "session.created"
+        assert receive(socket)["type"] == "session.created"
         yield socket
 
 
 def test_session_created_comes_first_and_only_to_our_clients(server: Running) -> None:
     with dial(server, "other", "streamer.v1.json") as ours:
         assert ours.subprotocol == "streamer.v1.json"
-        session = hear(ours)
+        session = receive(ours)
     assert session["type"] == "session.created"
     assert session["model"] == "fake"
     assert session["context_length"] == server.engine.info.max_model_len
     assert session["window"] == server.config.stream_window
     assert session["limits"]["message_bytes"] == 1 << 20
     with dial(server, "streamer.v1.json") as again:
-        assert hear(again)["epoch"] == session["epoch"]
+        assert receive(again)["epoch"] == session["epoch"]
     with dial(server, "other") as standard:
         assert standard.subprotocol is None
-        say(standard, "response.create", input="x", max_output_tokens=3)
+        send(standard, "response.create", input="x", max_output_tokens=3)
         kinds = {e["type"] for e in until(standard, *FINAL)}
     extensions = {"session.created", "response.waiting", "response.running", "response.prefill"}
     assert kinds & extensions == set()
 
 
 def test_extended_events_usage_and_timing(extended: ClientConnection) -> None:
-    say(extended, "response.create", input="x", max_output_tokens=8, ignore_eos=True)
+    send(extended, "response.create", input="x", max_output_tokens=8, ignore_eos=True)
     events = until(extended, *FINAL)
     assert events[4]["type"] == "response.waiting"
     last = 0
@@ -88,19 +88,19 @@ def test_extended_events_usage_and_timing(extended: ClientConnection) -> None:
 @pytest.mark.parametrize("at", [20, 30])
 def test_a_fork_says_what_it_shared_and_what_it_copied(slow: Running, at: int) -> None:
     with dial(slow, "streamer.v1.json") as socket:
-        hear(socket)
-        say(socket, "response.create", input="x", stream_id="trunk", **ENDLESS)
+        receive(socket)
+        send(socket, "response.create", input="x", stream_id="trunk", **ENDLESS)
         parent = until(socket, "response.created")[-1]["response"]["id"]
         number = 0
         while number < 50:  # all tokens that the fork shares are computed
             number = until(socket, "response.output_text.delta")[-1]["sequence_number"]
         body = {"previous_response_id": parent, "fork": {"at": at}, "max_output_tokens": 30}
-        say(socket, "response.create", stream_id="branch", ignore_eos=True, **body)
+        send(socket, "response.create", stream_id="branch", ignore_eos=True, **body)
         branch = [e for e in until_lane(socket, "branch") if e["stream_id"] == "branch"]
-        say(socket, "response.cancel", response_id=parent)
+        send(socket, "response.cancel", response_id=parent)
         trunk = until_lane(socket, "trunk")[-1]
         final = branch[-1]
-        say(socket, "response.resume", response_id=final["response"]["id"], starting_after=9)
+        send(socket, "response.resume", response_id=final["response"]["id"], starting_after=9)
         again = until(socket, *FINAL)[-1]
     kept = final["response"]["usage"]["input_tokens"] - 1  # the last one is computed again
     usage = {"cached_tokens": 0, "shared_tokens": kept, "copied_tokens": kept % 16}
@@ -118,9 +118,9 @@ def until_lane(socket: ClientConnection, lane: str) -> list[dict[str, Any]]:
 
 def test_bundled_extensions_tell_what_happens_and_take_no_numbers(bundled: Running) -> None:
     with dial(bundled, "streamer.v1.json") as socket:
-        session = hear(socket)
+        session = receive(socket)
         assert (session["model"], session["context_length"]) == (NAME, 1024)
-        say(socket, "response.create", **telling(40))
+        send(socket, "response.create", **telling(40))
         events = until(socket, *FINAL)
     ours = [e for e in events if e["type"] in ("response.waiting", "response.running")]
     assert [e["type"] for e in ours] == ["response.waiting", "response.running"]
@@ -135,13 +135,13 @@ def test_bundled_extensions_tell_what_happens_and_take_no_numbers(bundled: Runni
 
 def test_standard_clients_get_no_usage_or_timing_beside_the_response(server: Running) -> None:
     with dial(server) as socket:
-        say(socket, "response.create", input="x", max_output_tokens=2)
+        send(socket, "response.create", input="x", max_output_tokens=2)
         final = until(socket, *FINAL)[-1]
     assert set(final) == {"type", "sequence_number", "response"}
 
 
 def test_numbers_and_token_ids_agree(extended: ClientConnection) -> None:
-    say(
+    send(
         extended,
         "response.create",
         input=[{"role": "user", "content": [{"type": "input_text", "text": "count"}]}],
@@ -164,7 +164,7 @@ def test_numbers_and_token_ids_agree(extended: ClientConnection) -> None:
 
 
 def test_logprobs(extended: ClientConnection) -> None:
-    say(
+    send(
         extended,
         "response.create",
         input="x",
@@ -181,26 +181,26 @@ def test_logprobs(extended: ClientConnection) -> None:
 
 
 def test_cancel_is_idempotent_and_ends_it_once(server: Running, extended: ClientConnection) -> None:
-    say(extended, "response.create", input="x", **ENDLESS)
+    send(extended, "response.create", input="x", **ENDLESS)
     response_id = until(extended, "response.output_text.delta")[0]["response"]["id"]
     for _ in range(3):
-        say(extended, "response.cancel", response_id=response_id)
+        send(extended, "response.cancel", response_id=response_id)
     final = until(extended, *FINAL)[-1]
     assert final["type"] == "response.incomplete"
     assert final["response"]["status"] == "cancelled"
     check_counting(final["response"]["output"][0]["content"][0]["text"])
-    say(extended, "response.cancel", response_id=response_id)
-    say(extended, "session.ping", t="after")
-    assert hear(extended) == {"type": "session.pong", "t": "after"}
+    send(extended, "response.cancel", response_id=response_id)
+    send(extended, "session.ping", t="after")
+    assert receive(extended) == {"type": "session.pong", "t": "after"}
     server.wait_idle()
 
 
 def test_cancel_of_something_else(extended: ClientConnection) -> None:
-    say(extended, "response.cancel", response_id="resp_nobody", stream_id="z")
-    event = hear(extended)
+    send(extended, "response.cancel", response_id="resp_nobody", stream_id="z")
+    event = receive(extended)
     assert (event["type"], event["status"], event["stream_id"]) == ("error", 404, "z")
-    say(extended, "response.cancel")
-    assert hear(extended)["error"]["param"] == "response_id"
+    send(extended, "response.cancel")
+    assert receive(extended)["error"]["param"] == "response_id"
 
 
 @pytest.mark.parametrize(
@@ -229,16 +229,16 @@ def test_a_bad_event_is_answered_and_the_socket_stays(
     extended: ClientConnection, event: dict[str, Any], param: str
 ) -> None:
     extended.send(json.dumps(event))
-    answer = hear(extended)
+    answer = receive(extended)
     assert (answer["type"], answer["status"], answer["error"]["param"]) == ("error", 400, param)
-    say(extended, "session.ping", t=1)
-    assert hear(extended)["type"] == "session.pong"
+    send(extended, "session.ping", t=1)
+    assert receive(extended)["type"] == "session.pong"
 
 
 def test_events_without_a_type_are_answered(extended: ClientConnection) -> None:
     for text in ("{}", "[]", '{"type": 4}', '"x"'):
         extended.send(text)
-        assert hear(extended)["error"]["code"] == "invalid_event"
+        assert receive(extended)["error"]["code"] == "invalid_event"
 
 
 @pytest.mark.parametrize("message", ["{", "hello", "", b"\x80binary", '{"x":' + "[" * 100_000])
@@ -246,7 +246,7 @@ def test_a_frame_that_is_no_json_is_answered_and_the_lanes_go_on(
     server: Running, message: str | bytes
 ) -> None:
     with dial(server) as socket:
-        say(socket, "response.create", input="x", max_output_tokens=2000, ignore_eos=True)
+        send(socket, "response.create", input="x", max_output_tokens=2000, ignore_eos=True)
         until(socket, "response.output_text.delta")
         socket.send(message)
         error = until(socket, "error")[-1]
@@ -264,7 +264,7 @@ def test_an_unknown_version_of_ours_closes_with_4406(server: Running) -> None:
 
 def test_a_message_over_the_limit_closes_with_1009(server: Running) -> None:
     with dial(server) as socket:
-        say(socket, "response.create", input="x" * (1 << 20))
+        send(socket, "response.create", input="x" * (1 << 20))
         with pytest.raises(ConnectionClosed) as caught:
             socket.recv(timeout=20)
     assert caught.value.rcvd is not None
@@ -273,7 +273,7 @@ def test_a_message_over_the_limit_closes_with_1009(server: Running) -> None:
 
 def test_closing_the_socket_lets_it_run_on_by_default(server: Running) -> None:
     with dial(server, "streamer.v1.json") as socket:
-        say(socket, "response.create", input="x", max_output_tokens=300, ignore_eos=True)
+        send(socket, "response.create", input="x", max_output_tokens=300, ignore_eos=True)
         response_id = until(socket, "response.created")[-1]["response"]["id"]
         stream = server.engine.get(response_id)
         assert stream is not None
@@ -287,7 +287,7 @@ def test_closing_the_socket_cancels_where_detach_is_0(server: Running, server_wi
     for where, fields in ((strict, {}), (server, {"detach_s": 0})):
         with dial(where) as socket:
             for lane in ("a", "b"):
-                say(socket, "response.create", input="x", stream_id=lane, **ENDLESS, **fields)
+                send(socket, "response.create", input="x", stream_id=lane, **ENDLESS, **fields)
             until(socket, "response.output_text.delta")
         where.wait_idle()
 
@@ -308,10 +308,10 @@ def test_a_flood_of_bad_events_is_cut(server: Running) -> None:
 
 def test_an_integer_of_400_digits_is_refused_by_name(extended: ClientConnection) -> None:
     extended.send('{"type": "response.create", "input": "x", "seed": 1' + "0" * 400 + "}")
-    answer = hear(extended)
+    answer = receive(extended)
     assert (answer["status"], answer["error"]["param"]) == (400, "seed")
-    say(extended, "session.ping", t=1)
-    assert hear(extended)["type"] == "session.pong"
+    send(extended, "session.ping", t=1)
+    assert receive(extended)["type"] == "session.pong"
 
 
 def test_a_bug_in_one_event_leaves_the_socket(
@@ -321,13 +321,13 @@ def test_a_bug_in_one_event_leaves_the_socket(
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(Lanes, "cancel", broken)
-    say(extended, "response.cancel", response_id="x", stream_id="lane")
-    answer = hear(extended)
+    send(extended, "response.cancel", response_id="x", stream_id="lane")
+    answer = receive(extended)
     assert (answer["status"], answer["stream_id"]) == (500, "lane")
     assert answer["error"]["code"] == "internal"
     assert "an event failed" in caplog.text
-    say(extended, "session.ping", t=1)
-    assert hear(extended)["type"] == "session.pong"
+    send(extended, "session.ping", t=1)
+    assert receive(extended)["type"] == "session.pong"
 
 
 @pytest.mark.parametrize("path", ["/v1/nope", "/v1/models", "/"])

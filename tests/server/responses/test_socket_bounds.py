@@ -16,7 +16,15 @@ from streamer.server.responses import socket as websocket
 from streamer.server.responses.socket import Session
 from streamer.server.responses.socket_events import Pong
 from streamer.server.transport.websocket import EVENT_BURST, EVENTS_PER_S, FrameBudget
-from tests.server.responses.test_socket import ENDLESS, FINAL, dial, hear, say, until, until_lane
+from tests.server.responses.test_socket import (
+    ENDLESS,
+    FINAL,
+    dial,
+    receive,
+    send,
+    until,
+    until_lane,
+)
 from tests.server.support.running import Running
 
 LONG = "y" * (1 << 19)
@@ -37,17 +45,17 @@ LONG = "y" * (1 << 19)
 def test_a_refusal_is_shorter_than_what_it_refuses(server: Running, event: dict[str, Any]) -> None:
     with dial(server) as socket:
         socket.send(json.dumps(event))
-        answer = hear(socket)
+        answer = receive(socket)
     assert answer["type"] == "error"
     assert len(json.dumps(answer)) < 2000
 
 
 def test_the_bytes_of_waiting_creates_are_bounded(server: Running) -> None:
     with dial(server) as socket:
-        say(socket, "response.create", input="x", **ENDLESS, detach_s=0)
+        send(socket, "response.create", input="x", **ENDLESS, detach_s=0)
         until(socket, "response.output_text.delta")
         for _ in range(9):  # half a MiB each, in the same lane
-            say(socket, "response.create", input=LONG, max_output_tokens=1, detach_s=0)
+            send(socket, "response.create", input=LONG, max_output_tokens=1, detach_s=0)
         error = until(socket, "error")[-1]
     assert error["status"] == 429
     assert str(4 << 20) in error["error"]["message"]
@@ -58,13 +66,13 @@ def test_what_has_run_no_longer_counts(server: Running, monkeypatch: pytest.Monk
     monkeypatch.setattr(lanes, "MAX_QUEUED_BYTES", 5000)
     with dial(server) as socket:
         for _ in range(4):
-            say(socket, "response.create", input="y" * 3000, max_output_tokens=1)
+            send(socket, "response.create", input="y" * 3000, max_output_tokens=1)
             assert until(socket, *FINAL, "error")[-1]["type"] != "error"
-        say(socket, "response.create", input="x", model="not this one")
-        assert hear(socket)["status"] == 404
+        send(socket, "response.create", input="x", model="not this one")
+        assert receive(socket)["status"] == 404
         for _ in range(4):  # a refused request gives its bytes back too
-            say(socket, "response.create", input="y" * 3000, max_output_tokens=1 << 24)
-            assert hear(socket)["error"]["code"] == "context_length_exceeded"
+            send(socket, "response.create", input="y" * 3000, max_output_tokens=1 << 24)
+            assert receive(socket)["error"]["code"] == "context_length_exceeded"
 
 
 def test_the_bytes_of_waiting_replies_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,20 +96,20 @@ def test_responses_that_have_not_ended_are_bounded(
 ) -> None:
     monkeypatch.setattr(lanes, "MAX_RESPONSES", 3)
     with dial(slow, "streamer.v1.json") as socket:
-        assert hear(socket)["limits"]["responses"] == websocket.MAX_RESPONSES == 320
+        assert receive(socket)["limits"]["responses"] == websocket.MAX_RESPONSES == 320
         for lane in ("a", "a", "b"):  # one of them waits
-            say(socket, "response.create", input="x", stream_id=lane, detach_s=0, **ENDLESS)
-        say(socket, "response.create", input="x", stream_id="c")
+            send(socket, "response.create", input="x", stream_id=lane, detach_s=0, **ENDLESS)
+        send(socket, "response.create", input="x", stream_id="c")
         error = until(socket, "error")[-1]
         assert (error["status"], error["stream_id"]) == (429, "c")
         assert error["error"]["type"] == "rate_limit_error"
         assert "limit is 3" in error["error"]["message"]
-        say(socket, "response.steer", previous_response_id="nobody", input="x")
+        send(socket, "response.steer", previous_response_id="nobody", input="x")
         until(socket, "response.steer.failed")  # the socket is open
         created = until(socket, "response.output_text.delta")[-1]["item_id"]
-        say(socket, "response.cancel", response_id=created.replace("msg_", "resp_"))
+        send(socket, "response.cancel", response_id=created.replace("msg_", "resp_"))
         until(socket, *FINAL)
-        say(socket, "response.create", input="x", stream_id="d", max_output_tokens=1)
+        send(socket, "response.create", input="x", stream_id="d", max_output_tokens=1)
         assert "error" not in {e["type"] for e in until_lane(socket, "d")}
     slow.wait_idle()
 
@@ -112,17 +120,17 @@ def test_a_response_that_lost_its_reader_still_counts(
     monkeypatch.setattr(lanes, "MAX_RESPONSES", 1)
     server = server_with(pause_timeout=0.1)
     with dial(server, "streamer.v1.json") as socket:
-        hear(socket)
-        say(socket, "session.update", window=50)
-        say(socket, "response.create", input="x", **ENDLESS)
+        receive(socket)
+        send(socket, "session.update", window=50)
+        send(socket, "response.create", input="x", **ENDLESS)
         response_id = until(socket, "response.created")[-1]["response"]["id"]
-        say(socket, "response.ack", response_id=response_id, sequence_number=3)
+        send(socket, "response.ack", response_id=response_id, sequence_number=3)
         assert until(socket, "error")[-1]["error"]["code"] == "reader_too_slow"
-        say(socket, "response.create", input="x", max_output_tokens=1)
+        send(socket, "response.create", input="x", max_output_tokens=1)
         assert until(socket, "error")[-1]["error"]["code"] == "rate_limit_exceeded"
-        say(socket, "response.cancel", response_id=response_id)
+        send(socket, "response.cancel", response_id=response_id)
         server.wait_idle()
-        say(socket, "response.create", input="x", max_output_tokens=1)
+        send(socket, "response.create", input="x", max_output_tokens=1)
         until(socket, *FINAL)
 
 
@@ -147,7 +155,7 @@ def test_a_budget_refills_evenly_and_saves_no_more_than_a_burst() -> None:
 def test_a_flood_of_good_events_is_cut_and_names_the_limit(server: Running) -> None:
     ack = json.dumps({"type": "response.ack", "response_id": "resp_x", "sequence_number": 1})
     with dial(server, "streamer.v1.json") as socket:
-        limits = hear(socket)["limits"]
+        limits = receive(socket)["limits"]
         with pytest.raises(ConnectionClosed) as caught:  # noqa: PT012
             while True:
                 socket.send(ack)
@@ -160,11 +168,11 @@ def test_a_flood_of_good_events_is_cut_and_names_the_limit(server: Running) -> N
 
 def test_a_burst_of_acks_after_a_silence_is_no_flood(server: Running) -> None:
     with dial(server, "streamer.v1.json") as socket:
-        hear(socket)
+        receive(socket)
         for i in range(EVENT_BURST - 10):
-            say(socket, "response.ack", response_id="resp_x", sequence_number=i)
-        say(socket, "session.ping", t=1)
-        assert hear(socket) == {"type": "session.pong", "t": 1}
+            send(socket, "response.ack", response_id="resp_x", sequence_number=i)
+        send(socket, "session.ping", t=1)
+        assert receive(socket) == {"type": "session.pong", "t": 1}
 
 
 # ---------------------------------------------------------------- sockets of a key
@@ -189,28 +197,28 @@ def test_sockets_of_a_key_are_bounded_and_one_too_many_gets_retry_after(
         """Why a new socket is closed, if it is."""
         with dial_as(key) as socket:
             try:
-                hear(socket)
+                receive(socket)
             except ConnectionClosed as closed:
                 return f"{closed.rcvd and closed.rcvd.code} {closed.rcvd and closed.rcvd.reason}"
         return None
 
     with dial_as("mine") as first, dial_as("theirs") as other:
-        assert hear(first)["limits"]["sockets"] == 2
-        assert hear(other)["limits"]["sockets"] == 1
+        assert receive(first)["limits"]["sockets"] == 2
+        assert receive(other)["limits"]["sockets"] == 1
         with dial_as("mine") as second:
-            hear(second)
+            receive(second)
             full = "1013 the limit is {} open sockets, and as many are open"
             assert refusal("mine") == full.format(2)
             assert refusal("theirs") == full.format(1)
-            say(first, "session.ping", t=1)  # an open socket stays open
-            assert hear(first)["type"] == "session.pong"
+            send(first, "session.ping", t=1)  # an open socket stays open
+            assert receive(first)["type"] == "session.pong"
         server.wait_until(lambda: refusal("mine") is None)
 
 
 def test_without_a_limit_any_number_may_be_open(server: Running) -> None:
     sockets = [dial(server, "streamer.v1.json") for _ in range(40)]
     try:
-        assert {hear(s)["limits"]["sockets"] for s in sockets} == {0}
+        assert {receive(s)["limits"]["sockets"] for s in sockets} == {0}
     finally:
         for each in sockets:
             each.close()

@@ -14,7 +14,7 @@ import pytest
 from websockets.sync.client import ClientConnection
 
 from tests.server.responses.test_resume import check_response
-from tests.server.responses.test_socket import FINAL, dial, hear, say, until
+from tests.server.responses.test_socket import FINAL, dial, receive, send, until
 from tests.server.responses.test_socket_resume import (
     JSON,
     MSGPACK,
@@ -35,42 +35,42 @@ __all__ = ["socket"]  # the fixture
 
 def test_acks_hold_a_response_back_and_let_it_go(slow: Running, server: Running) -> None:
     with dial(server, JSON) as socket:
-        hear(socket)
-        say(socket, "session.update", window=100)
+        receive(socket)
+        send(socket, "session.update", window=100)
         ask(socket, 2000, stream_id="a")
         events = until(socket, "response.created")
         response_id = events[-1]["response"]["id"]
-        say(socket, "response.ack", response_id=response_id, sequence_number=3)
+        send(socket, "response.ack", response_id=response_id, sequence_number=3)
         events += until(socket, "response.paused")
         assert server.metric('streamer_requests{state="paused"}') == 1
         while events[-1]["type"] not in FINAL:
             number = events[-1].get("sequence_number", 0)
             for _ in range(2):  # repeated and older acks are harmless
-                say(socket, "response.ack", response_id=response_id, sequence_number=number)
-            say(socket, "response.ack", response_id=response_id, sequence_number=5)
-            say(socket, "response.ack", response_id="resp_nobody", sequence_number=5)
-            events.append(hear(socket))
+                send(socket, "response.ack", response_id=response_id, sequence_number=number)
+            send(socket, "response.ack", response_id=response_id, sequence_number=5)
+            send(socket, "response.ack", response_id="resp_nobody", sequence_number=5)
+            events.append(receive(socket))
     check_paused(events)
     check_response([e for e in numbered(events) if e.kind not in PAUSES], 2000)
 
 
 def test_bundled_acks_hold_the_story_back_and_it_is_whole(bundled: Running) -> None:
-    wanted = story(bundled, 150)
+    expected = story(bundled, 150)
     with dial(bundled, JSON) as socket:
-        hear(socket)
-        say(socket, "session.update", window=20)
-        say(socket, "response.create", **telling(150))
+        receive(socket)
+        send(socket, "session.update", window=20)
+        send(socket, "response.create", **telling(150))
         events = until(socket, "response.created")
         response_id = events[-1]["response"]["id"]
-        say(socket, "response.ack", response_id=response_id, sequence_number=3)
+        send(socket, "response.ack", response_id=response_id, sequence_number=3)
         events += until(socket, "response.paused")
         assert bundled.metric('streamer_requests{state="paused"}') == 1
         while events[-1]["type"] not in FINAL:
             number = events[-1]["sequence_number"]
-            say(socket, "response.ack", response_id=response_id, sequence_number=number)
-            events.append(hear(socket))
-    assert "".join(e.get("delta", "") for e in events) == wanted
-    assert events[-1]["response"]["output"][0]["content"][0]["text"] == wanted
+            send(socket, "response.ack", response_id=response_id, sequence_number=number)
+            events.append(receive(socket))
+    assert "".join(e.get("delta", "") for e in events) == expected
+    assert events[-1]["response"]["output"][0]["content"][0]["text"] == expected
 
 
 PAUSES = ("response.paused", "response.preempted")
@@ -83,12 +83,12 @@ def check_paused(events: list[dict[str, Any]]) -> None:
 def test_a_reader_that_lags_too_long_is_disconnected_and_may_resume(server_with: Any) -> None:
     server = server_with(pause_timeout=0.2)
     with dial(server, JSON) as socket:
-        hear(socket)
-        say(socket, "session.update", window=50, detach_s=0)
+        receive(socket)
+        send(socket, "session.update", window=50, detach_s=0)
         ask(socket, 400, stream_id="a")
         events = until(socket, "response.created")
         response_id = events[-1]["response"]["id"]
-        say(socket, "response.ack", response_id=response_id, sequence_number=3)
+        send(socket, "response.ack", response_id=response_id, sequence_number=3)
         events += until(socket, "error")
         error = events.pop()
         assert (error["error"]["code"], error["stream_id"]) == ("reader_too_slow", "a")
@@ -96,7 +96,7 @@ def test_a_reader_that_lags_too_long_is_disconnected_and_may_resume(server_with:
         assert stream is not None
         assert (stream.num_readers, stream.is_paused, stream.is_finished) == (0, True, False)
         last = max(e["sequence_number"] for e in events)
-        say(socket, "response.resume", response_id=response_id, starting_after=last)
+        send(socket, "response.resume", response_id=response_id, starting_after=last)
         events += until(socket, *FINAL)
     check_response([e for e in numbered(events) if e.kind not in PAUSES], 400)
 
@@ -104,11 +104,11 @@ def test_a_reader_that_lags_too_long_is_disconnected_and_may_resume(server_with:
 def test_after_the_detach_timeout_the_response_is_cancelled(server_with: Any) -> None:
     server = server_with(pause_timeout=0.1, detach_timeout=0.1)
     with dial(server, JSON) as socket:
-        hear(socket)
-        say(socket, "session.update", window=50)
+        receive(socket)
+        send(socket, "session.update", window=50)
         ask(socket, 30_000)
         response_id = until(socket, "response.created")[-1]["response"]["id"]
-        say(socket, "response.ack", response_id=response_id, sequence_number=3)
+        send(socket, "response.ack", response_id=response_id, sequence_number=3)
         until(socket, "error")
         server.wait_idle()
     answer = httpx.get(server.url + f"/v1/responses/{response_id}").json()
@@ -210,11 +210,11 @@ def test_a_stuck_socket_is_aborted_and_its_responses_wait(server_with: Any) -> N
 
 
 def test_include_filters_what_the_body_asked_for(socket: ClientConnection) -> None:
-    wanted: dict[str, Any] = {"top_logprobs": 1, "return_token_ids": True}
+    options: dict[str, Any] = {"top_logprobs": 1, "return_token_ids": True}
     seen = []
     for include in (["logprobs", "token_ids"], ["token_ids"], ["logprobs"], []):
-        say(socket, "session.update", include=include)
-        ask(socket, 4, **wanted)
+        send(socket, "session.update", include=include)
+        ask(socket, 4, **options)
         events = until(socket, *FINAL)
         deltas = [e for e in events if e["type"] == "response.output_text.delta"]
         (part,) = events[-1]["response"]["output"][0]["content"]
@@ -226,8 +226,8 @@ def test_include_filters_what_the_body_asked_for(socket: ClientConnection) -> No
 
 def test_detach_s_of_the_session(slow: Running) -> None:
     with dial(slow, JSON) as socket:
-        hear(socket)
-        say(socket, "session.update", detach_s=0)
+        receive(socket)
+        send(socket, "session.update", detach_s=0)
         ask(socket, 30_000)
         until(socket, "response.output_text.delta")
     slow.wait_idle()
@@ -242,7 +242,7 @@ def transcript(server: Running, protocol: str) -> list[Any]:
     with dial(server, protocol) as socket:
         assert socket.subprotocol == protocol
 
-        def tell(kind: str, **fields: Any) -> None:
+        def put(kind: str, **fields: Any) -> None:
             socket.send(encode({"type": kind, **fields}))
 
         def take(*kinds: str) -> None:
@@ -254,17 +254,17 @@ def transcript(server: Running, protocol: str) -> list[Any]:
                     return
 
         take("session.created")
-        tell("session.ping", t=1.5)
+        put("session.ping", t=1.5)
         take("session.pong")
         body: dict[str, Any] = {"input": "é😀", "max_output_tokens": 9, "seed": 3, "stream_id": "a"}
         body |= {"top_logprobs": 1, "return_token_ids": True, "metadata": {"k": "ü"}}
-        tell("response.create", **body)
+        put("response.create", **body)
         take(*FINAL)
-        tell("response.resume", response_id=out[-1]["response"]["id"], starting_after=7)
+        put("response.resume", response_id=out[-1]["response"]["id"], starting_after=7)
         take(*FINAL)
-        tell("response.create", **{**body, "temperature": 9})
+        put("response.create", **{**body, "temperature": 9})
         take("error")
-        tell("nothing.like.this")
+        put("nothing.like.this")
         take("error")
     return [plain(e) for e in out if e["type"] not in ("response.running", "response.prefill")]
 
@@ -375,9 +375,9 @@ def test_token_ids_of_a_bias_are_numbers_or_text_in_messagepack(slow: Running, t
 def test_a_drain_says_goaway_and_lets_streams_finish(server_with: Any) -> None:
     server = server_with(model="fake:tokens_per_s=400")
     with dial(server, JSON) as socket, dial(server) as standard:
-        hear(socket)
+        receive(socket)
         ask(socket, 200)
-        say(standard, "response.create", input="x", max_output_tokens=200, ignore_eos=True)
+        send(standard, "response.create", input="x", max_output_tokens=200, ignore_eos=True)
         events = until(socket, "response.output_text.delta")
         server.begin_stop()
         events += until(socket, "session.goaway")
@@ -390,6 +390,6 @@ def test_a_drain_says_goaway_and_lets_streams_finish(server_with: Any) -> None:
 
 
 def until_error(socket: ClientConnection, events: list[dict[str, Any]]) -> Any:
-    while (event := hear(socket))["type"] != "error":
+    while (event := receive(socket))["type"] != "error":
         events.append(event)
     return event["error"]

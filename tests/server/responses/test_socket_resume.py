@@ -12,7 +12,7 @@ from websockets.sync.client import ClientConnection
 from streamer.fake.model import expected_text, expected_tokens
 from streamer.server.responses.lanes import Lanes
 from tests.server.responses.test_resume import RESPONSE, check_response
-from tests.server.responses.test_socket import FINAL, dial, hear, say, until
+from tests.server.responses.test_socket import FINAL, dial, receive, send, until
 from tests.server.support.cutting import cut_after, follow
 from tests.server.support.running import Running
 
@@ -37,13 +37,13 @@ def numbered(events: list[dict[str, Any]]) -> list[Any]:
 @pytest.fixture
 def socket(slow: Running) -> Iterator[ClientConnection]:
     with dial(slow, JSON) as connection:
-        assert hear(connection)["type"] == "session.created"
+        assert receive(connection)["type"] == "session.created"
         yield connection
 
 
 def ask(socket: ClientConnection, num_tokens: int, **fields: Any) -> None:
     body = {"input": "count", "max_output_tokens": num_tokens, "ignore_eos": True}
-    say(socket, "response.create", **{**body, "return_token_ids": True, **fields})
+    send(socket, "response.create", **{**body, "return_token_ids": True, **fields})
 
 
 # ---------------------------------------------------------------- resume
@@ -53,12 +53,12 @@ def test_from_sse_to_a_socket_and_back(slow: Running, socket: ClientConnection) 
     body = {**RESPONSE, "max_output_tokens": 300}
     events: list[Any] = list(cut_after(slow, 3500, "POST", "/v1/responses", body))
     response_id = events[0].json["response"]["id"]
-    say(
+    send(
         socket, "response.resume", response_id=response_id, starting_after=int(events[-1].id)
     )  # fmt: skip
-    got = [hear(socket)]
+    got = [receive(socket)]
     while len(numbered(got)) < 20:
-        got.append(hear(socket))
+        got.append(receive(socket))
     events += numbered(got)
     path = f"/v1/responses/{response_id}?stream=true&starting_after={events[-1].id}"
     check_response(events + follow(slow, path), 300)
@@ -66,7 +66,7 @@ def test_from_sse_to_a_socket_and_back(slow: Running, socket: ClientConnection) 
 
 def test_from_a_socket_to_sse_after_it_has_closed(slow: Running) -> None:
     with dial(slow, JSON) as first:
-        hear(first)
+        receive(first)
         ask(first, 50)
         events = numbered(until(first, "response.output_text.delta"))
     path = f"/v1/responses/{events[0].json['response']['id']}?stream=true"
@@ -79,8 +79,8 @@ def test_two_sockets_read_the_same(slow: Running, socket: ClientConnection) -> N
     events = until(socket, "response.output_text.delta")
     response_id = events[0]["response"]["id"]
     with dial(slow, JSON) as second:
-        hear(second)
-        say(second, "response.resume", response_id=response_id)
+        receive(second)
+        send(second, "response.resume", response_id=response_id)
         resumed, *replay = until(second, *FINAL)
     assert (resumed["from"], resumed["status"]) == (-1, "live")
     check_response(numbered(replay), 200)
@@ -92,12 +92,12 @@ def test_finished_and_gone(slow: Running, socket: ClientConnection) -> None:
     ask(socket, 5)
     final = until(socket, *FINAL)[-1]
     response_id = final["response"]["id"]
-    say(socket, "response.resume", response_id=response_id, starting_after=6)
+    send(socket, "response.resume", response_id=response_id, starting_after=6)
     resumed, *rest = until(socket, *FINAL)
     assert resumed["status"] == "finished"
     assert rest[0]["token_ids"] == expected_tokens(3, 2)
-    say(socket, "response.resume", response_id="resp_nobody", starting_after=3, stream_id="x")
-    assert hear(socket) == {
+    send(socket, "response.resume", response_id="resp_nobody", starting_after=3, stream_id="x")
+    assert receive(socket) == {
         "type": "response.resumed",
         "response_id": "resp_nobody",
         "from": 3,
@@ -108,12 +108,12 @@ def test_finished_and_gone(slow: Running, socket: ClientConnection) -> None:
 
 def test_a_create_on_a_resumed_lane_waits_for_it(slow: Running) -> None:
     with dial(slow, JSON) as first:
-        hear(first)
+        receive(first)
         ask(first, 60)
         response_id = until(first, "response.created")[-1]["response"]["id"]
     with dial(slow, JSON) as second:
-        hear(second)
-        say(second, "response.resume", response_id=response_id, starting_after=0, stream_id="a")
+        receive(second)
+        send(second, "response.resume", response_id=response_id, starting_after=0, stream_id="a")
         ask(second, 3, previous_response_id=response_id, stream_id="a")
         first_end = until(second, *FINAL)[-1]
         assert first_end["response"]["id"] == response_id
@@ -142,15 +142,15 @@ def test_bad_events_name_the_field(
     socket: ClientConnection, event: dict[str, Any], param: str
 ) -> None:
     socket.send(json.dumps(event))
-    answer = hear(socket)
+    answer = receive(socket)
     assert (answer["type"], answer["status"], answer["error"]["param"]) == ("error", 400, param)
 
 
 @pytest.mark.parametrize("kind", ["response.resume", "response.ack", "session.update"])
 def test_a_standard_client_has_no_extensions(slow: Running, kind: str) -> None:
     with dial(slow) as socket:
-        say(socket, kind, response_id="r", sequence_number=1)
-        assert hear(socket)["error"]["code"] == "unknown_event"
+        send(socket, kind, response_id="r", sequence_number=1)
+        assert receive(socket)["error"]["code"] == "unknown_event"
 
 
 # ---------------------------------------------------------------- lanes and lineage
@@ -165,14 +165,14 @@ def test_a_create_that_waits_for_its_lane_has_an_id_and_can_be_cancelled(
     ask(socket, 6, stream_id="a")
     waiting = [until(socket, "response.waiting")[-1] for _ in range(2)]
     assert [w["position"] for w in waiting] == [1, 2]
-    say(socket, "response.cancel", response_id=waiting[0]["response_id"])
+    send(socket, "response.cancel", response_id=waiting[0]["response_id"])
     final = until(socket, *FINAL)[-1]
     assert (final["response"]["id"], final["response"]["status"], final["stream_id"]) == (
         waiting[0]["response_id"],
         "cancelled",
         "a",
     )
-    say(socket, "response.cancel", response_id=running)
+    send(socket, "response.cancel", response_id=running)
     assert until(socket, *FINAL)[-1]["response"]["id"] == running
     final = until(socket, *FINAL)[-1]["response"]
     assert (final["id"], final["usage"]["output_tokens"]) == (waiting[1]["response_id"], 6)
@@ -186,7 +186,7 @@ def test_store_false_is_known_to_the_socket_that_made_it_alone(
     ask(socket, 2, previous_response_id=response_id)
     assert until(socket, *FINAL, "error")[-1]["type"] == "response.incomplete"
     with dial(slow, JSON) as other:
-        hear(other)
+        receive(other)
         ask(other, 2, previous_response_id=response_id, stream_id="q")
         error = until(other, "error")[-1]
     assert (error["status"], error["stream_id"]) == (404, "q")
@@ -195,7 +195,7 @@ def test_store_false_is_known_to_the_socket_that_made_it_alone(
 
 
 def test_the_same_parent_on_two_lanes_is_a_fork(socket: ClientConnection) -> None:
-    say(socket, "response.create", input="a long story " * 9, generate=False)
+    send(socket, "response.create", input="a long story " * 9, generate=False)
     events = until(socket, *FINAL)
     kinds = [e["type"] for e in numbered_dicts(events)]
     assert kinds == ["response.created", "response.in_progress", "response.completed"]

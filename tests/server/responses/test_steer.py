@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from streamer.fake.model import expected_text
-from tests.server.responses.test_socket import FINAL, dial, hear, say, until
+from tests.server.responses.test_socket import FINAL, dial, receive, send, until
 from tests.server.support.counting import check_counting
 from tests.server.support.greedy import story, telling
 from tests.server.support.running import Running
@@ -25,7 +25,7 @@ async def connection(slow: Running) -> AsyncIterator[Any]:
         yield connection
 
 
-async def hear_until(connection: Any, *kinds: str) -> list[Any]:
+async def receive_until(connection: Any, *kinds: str) -> list[Any]:
     async with asyncio.timeout(20):
         events = [await connection.recv()]
         while events[-1].type not in kinds:
@@ -47,9 +47,9 @@ async def test_steer_ends_the_answer_and_the_successor_goes_on(
     await connection.response.create(
         model="fake", input="later", max_output_tokens=2, stream_id="a"
     )
-    first = (await hear_until(connection, "response.output_text.delta"))[0].response.id
+    first = (await receive_until(connection, "response.output_text.delta"))[0].response.id
     await connection.response.steer(previous_response_id=first, input="count to 4")
-    events = await hear_until(connection, "response.incomplete")
+    events = await receive_until(connection, "response.incomplete")
     accepted = next(e for e in events if e.type == "response.steer.accepted")
     assert accepted.steer.previous_response_id == first
     assert (accepted.stream_id, accepted.steer.id[:6]) == ("a", "steer_")
@@ -60,7 +60,7 @@ async def test_steer_ends_the_answer_and_the_successor_goes_on(
         "steered",
     )
     check_counting(ended.output_text)
-    events = await hear_until(connection, "response.completed")
+    events = await receive_until(connection, "response.completed")
     final = events[-1].response
     assert events[0].type == "response.created"
     assert (final.previous_response_id, final.output_text) == (first, " 1 2 3 4")
@@ -73,7 +73,7 @@ async def test_steer_ends_the_answer_and_the_successor_goes_on(
     assert stream is not None
     text = slow.engine.tokenizer.decode(stream.prompt, False)
     assert text.endswith(f"{ended.output_text}<|end|><|user|>count to 4<|end|><|assistant|>")
-    later = (await hear_until(connection, "response.incomplete"))[-1].response
+    later = (await receive_until(connection, "response.incomplete"))[-1].response
     assert (later.previous_response_id, later.output_text) == (None, expected_text(2))
 
 
@@ -81,10 +81,10 @@ def test_several_steers_are_one_successor_in_order(server_with: Any) -> None:
     server = server_with(model="fake:tokens_per_s=4")  # both come before the next token
     message = {"role": "user", "content": [{"type": "input_text", "text": "count to 2"}]}
     with dial(server) as socket:
-        say(socket, "response.create", input="count", max_output_tokens=100)
+        send(socket, "response.create", input="count", max_output_tokens=100)
         first = until(socket, "response.output_text.delta")[0]["response"]["id"]
-        say(socket, "response.steer", previous_response_id=first, input="stop")
-        say(socket, "response.steer", previous_response_id=first, input=[message])
+        send(socket, "response.steer", previous_response_id=first, input="stop")
+        send(socket, "response.steer", previous_response_id=first, input=[message])
         events = until(socket, "response.completed")
         stream = server.engine.get(events[-1]["response"]["id"])
     assert sum(e["type"] == "response.steer.accepted" for e in events) == 2
@@ -105,9 +105,9 @@ def test_several_steers_are_one_successor_in_order(server_with: Any) -> None:
 )
 def test_bad_input_comes_back(slow: Running, given: Any, code: str) -> None:
     with dial(slow) as socket:
-        say(socket, "response.create", input="count", max_output_tokens=30_000, detach_s=0)
+        send(socket, "response.create", input="count", max_output_tokens=30_000, detach_s=0)
         first = until(socket, "response.output_text.delta")[0]["response"]["id"]
-        say(socket, "response.steer", previous_response_id=first, input=given)
+        send(socket, "response.steer", previous_response_id=first, input=given)
         failed = until(socket, "response.steer.failed")[-1]
     assert (failed["error"]["code"], failed["error"]["type"]) == (code, "invalid_request_error")
     assert failed["steer"] == {"previous_response_id": first, "input": given}
@@ -115,22 +115,22 @@ def test_bad_input_comes_back(slow: Running, given: Any, code: str) -> None:
 
 def test_what_is_not_active_is_refused(slow: Running) -> None:
     with dial(slow) as socket:
-        say(socket, "response.steer", previous_response_id="resp_x", input="x")
-        assert hear(socket)["error"]["code"] == "response_not_found"
-        say(socket, "response.create", input="count to 2")
+        send(socket, "response.steer", previous_response_id="resp_x", input="x")
+        assert receive(socket)["error"]["code"] == "response_not_found"
+        send(socket, "response.create", input="count to 2")
         final = until(socket, *FINAL)[-1]["response"]["id"]
-        say(socket, "response.steer", previous_response_id=final, input="x")
-        assert hear(socket)["error"]["code"] == "response_not_found"
-        say(socket, "response.steer", input="x")
-        assert hear(socket)["error"]["param"] == "previous_response_id"
+        send(socket, "response.steer", previous_response_id=final, input="x")
+        assert receive(socket)["error"]["code"] == "response_not_found"
+        send(socket, "response.steer", input="x")
+        assert receive(socket)["error"]["param"] == "previous_response_id"
 
 
 def test_a_successor_that_cannot_be_gives_the_input_back(slow: Running) -> None:
     with dial(slow) as socket:
-        say(socket, "response.create", input="count", max_output_tokens=129_000)
+        send(socket, "response.create", input="count", max_output_tokens=129_000)
         first = until(socket, "response.output_text.delta")[0]["response"]["id"]
         long = "y" * 4000
-        say(socket, "response.steer", previous_response_id=first, input=long)
+        send(socket, "response.steer", previous_response_id=first, input=long)
         events = until(socket, "response.steer.failed")
     assert events[-1]["error"]["code"] == "successor_creation_failed"
     accepted = next(e for e in events if e["type"] == "response.steer.accepted")
@@ -140,10 +140,10 @@ def test_a_successor_that_cannot_be_gives_the_input_back(slow: Running) -> None:
 def test_bundled_a_steered_story_is_its_beginning_and_another_follows(bundled: Running) -> None:
     whole = story(bundled, 250)
     with dial(bundled) as socket:
-        say(socket, "response.create", **telling(250))
+        send(socket, "response.create", **telling(250))
         first = until(socket, "response.output_text.delta")[0]["response"]["id"]
         question = "What is paged attention?"
-        say(socket, "response.steer", previous_response_id=first, input=question)
+        send(socket, "response.steer", previous_response_id=first, input=question)
         ended = until(socket, "response.incomplete")[-1]["response"]
         begun = ended["output"][0]["content"][0]["text"]
         assert (ended["id"], ended["incomplete_details"]) == (first, {"reason": "steered"})

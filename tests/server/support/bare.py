@@ -51,16 +51,16 @@ class Bare:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, ABRUPT)
         self._socket.close()
 
-    def read_until(self, is_enough: Callable[[Any], bool], most: int = 1 << 40) -> None:
-        """Read up to an event for which `is_enough` holds, or `most` bytes; more may follow."""
-        seen, end = 0, self.num_bytes + most
+    def read_until(self, is_enough: Callable[[Any], bool], max_bytes: int = 1 << 40) -> None:
+        """Read up to an event for which `is_enough` holds, or `max_bytes`; more may follow."""
+        seen, end = 0, self.num_bytes + max_bytes
         while self.num_bytes < end and not any(map(is_enough, self.events[seen:])):
             assert not self.is_over, "the server ended it"
             seen = len(self.events)
             self._read(min(1 << 16, end - self.num_bytes))
 
-    def _read(self, most: int) -> None:
-        data = self._socket.recv(most)
+    def _read(self, max_bytes: int) -> None:
+        data = self._socket.recv(max_bytes)
         self.num_bytes += len(data)
         self.is_over = not data
         self._take(data)
@@ -111,7 +111,7 @@ class BareSocket(Bare):
         self._ws.events_received()  # the handshake's answer
         self._is_packed = subprotocol == MSGPACK
 
-    def say(self, kind: str, **fields: Any) -> None:
+    def send(self, kind: str, **fields: Any) -> None:
         event = {"type": kind, **fields}
         if self._is_packed:
             self._ws.send_binary(msgspec.msgpack.encode(event))

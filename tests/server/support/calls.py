@@ -126,7 +126,7 @@ class Asker:
         with connect(self.server.ws_url, max_size=None) as socket:
             socket.send(json.dumps({"type": "response.create", **body}))
 
-            def hear() -> Iterator[dict[str, Any]]:
+            def receive() -> Iterator[dict[str, Any]]:
                 while True:
                     event = json.loads(socket.recv(timeout=20))
                     if event["type"] == "error":
@@ -135,7 +135,7 @@ class Asker:
                     if event["type"] in FINAL:
                         return
 
-            yield hear()
+            yield receive()
 
     @contextmanager
     def begun(self, kind: str, **fields: Any) -> Iterator[TokenStream]:

@@ -95,7 +95,7 @@ class Running:
         """Poll until the sample has this value; each poll is a request, so there is no sleep."""
         end = time.monotonic() + DEADLINE_S
         while (seen := self.metric(sample)) != value:
-            assert time.monotonic() < end, f"{sample} stayed at {seen}, wanted {value}"
+            assert time.monotonic() < end, f"{sample} stayed at {seen}, expected {value}"
 
     def wait_idle(self) -> None:
         """Wait until no request is in the engine and every block is free."""

@@ -85,8 +85,8 @@ def test_lines_beyond_the_limit_are_lost_and_counted_where_they_are_missing(pipe
         time.sleep(0.001)
     write(handler, *["123456789"] * 7, "?")
     pipe.read(pipe.num_filled)
-    wanted = b"first\n" + b"123456789\n" * 4 + b"4 lines were lost: the log was not read\n"
-    assert pipe.read(len(wanted)) == wanted
+    expected = b"first\n" + b"123456789\n" * 4 + b"4 lines were lost: the log was not read\n"
+    assert pipe.read(len(expected)) == expected
     handler.flush()
     write(handler, "after")
     assert pipe.read(6) == b"after\n"
@@ -154,15 +154,15 @@ raise RuntimeError("the end")
 def test_what_is_printed_warned_or_raised_past_the_log_is_a_json_line_too() -> None:
     done = subprocess.run([sys.executable, "-c", PAST_THE_LOG], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
-    told = [json.loads(line) for line in done.stderr.splitlines()]
-    said = {(line["logger"], line["message"]) for line in told}
-    assert ("stdout", "a banner of two words") in said
-    assert ("py.warnings", "FutureWarning: old\nway (<string>:7)") in said
-    assert ("stderr", "two\nlines") in said
-    assert ("stderr", "100%") in said
-    assert ("a", "half of a pair: \\ud800") in said
-    assert any("wrong" in line["message"] for line in told if line["logger"] == "stderr")
-    raised = [line["exception"] for line in told if "exception" in line]
+    output = [json.loads(line) for line in done.stderr.splitlines()]
+    messages = {(line["logger"], line["message"]) for line in output}
+    assert ("stdout", "a banner of two words") in messages
+    assert ("py.warnings", "FutureWarning: old\nway (<string>:7)") in messages
+    assert ("stderr", "two\nlines") in messages
+    assert ("stderr", "100%") in messages
+    assert ("a", "half of a pair: \\ud800") in messages
+    assert any("wrong" in line["message"] for line in output if line["logger"] == "stderr")
+    raised = [line["exception"] for line in output if "exception" in line]
     names = ("ZeroDivisionError", "IndexError", "KeyError", "RuntimeError: the end")
     assert len(raised) == len(names)
     for text, name in zip(raised, names, strict=True):

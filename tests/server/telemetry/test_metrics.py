@@ -18,7 +18,7 @@ from streamer.core.plan import Facts
 from streamer.core.scheduler import Scheduler, SchedulerConfig
 from streamer.engine.stats import PHASES
 from streamer.server.telemetry.metrics import Metrics
-from tests.server.responses.test_socket import FINAL, dial, hear, say, until
+from tests.server.responses.test_socket import FINAL, dial, receive, send, until
 from tests.server.support.counting import CHAT, ENDLESS, sse
 from tests.server.support.running import DEADLINE_S, Running
 from tests.server.test_cancel_states import crowd
@@ -60,7 +60,7 @@ def over_sse(server: Running) -> None:
 
 def over_websocket(server: Running) -> None:
     with dial(server) as socket:
-        say(socket, "response.create", input="count to 3")
+        send(socket, "response.create", input="count to 3")
         until(socket, *FINAL)
 
 
@@ -75,10 +75,10 @@ def who_leaves(server: Running) -> None:
 
 def who_cancels(server: Running) -> None:
     with dial(server, "streamer.v1.json") as socket:
-        say(socket, "response.create", input="x", max_output_tokens=30_000, ignore_eos=True)
+        send(socket, "response.create", input="x", max_output_tokens=30_000, ignore_eos=True)
         created = until(socket, "response.created")[-1]
         until(socket, "response.output_text.delta")
-        say(socket, "response.cancel", response_id=created["response"]["id"])
+        send(socket, "response.cancel", response_id=created["response"]["id"])
         until(socket, *FINAL)
 
 
@@ -123,10 +123,10 @@ def test_output_tokens_count_once_however_often_they_are_read(server: Running) -
     def read_by_three() -> None:
         body = {"input": "x", "max_output_tokens": 30, "ignore_eos": True}
         with dial(server, "streamer.v1.json") as socket:
-            hear(socket)
-            say(socket, "response.create", **body)
+            receive(socket)
+            send(socket, "response.create", **body)
             response_id = until(socket, *FINAL)[-1]["response"]["id"]
-            say(socket, "response.resume", response_id=response_id)
+            send(socket, "response.resume", response_id=response_id)
             until(socket, *FINAL)
         replay = httpx.get(f"{server.url}/v1/responses/{response_id}?stream=true")
         assert "response.output_text.delta" in replay.text
@@ -184,8 +184,8 @@ def test_refusals_by_code(server_with: Any) -> None:
 def test_refused_events_of_a_socket_count_too(server: Running) -> None:
     def nonsense() -> None:
         with dial(server) as socket:
-            say(socket, "response.nonsense")
-            assert hear(socket)["type"] == "error"
+            send(socket, "response.nonsense")
+            assert receive(socket)["type"] == "error"
 
     news = moved(server, nonsense)
     assert news['streamer_requests_refused_total{code="unknown_event"}'] == 1
@@ -276,9 +276,9 @@ def test_resumes_by_what_was_found(server: Running) -> None:
 
     def gone_and_finished() -> None:
         with dial(server, "streamer.v1.json") as socket:
-            hear(socket)
+            receive(socket)
             for response_id in (answer["id"], "resp_nobody"):
-                say(socket, "response.resume", response_id=response_id, stream_id=response_id)
+                send(socket, "response.resume", response_id=response_id, stream_id=response_id)
             until(socket, *FINAL)
 
     name = 'streamer_resumes_total{{status="{}"}}'.format

@@ -19,7 +19,7 @@ from streamer.server.telemetry.logs import JsonFormatter
 from streamer.server.telemetry.metrics import Metrics
 from streamer.server.telemetry.records import Finished, Record, RequestInfo
 from tests.engine.helpers import end, lone_stream, make_engine, write
-from tests.server.responses.test_socket import FINAL, dial, say, until
+from tests.server.responses.test_socket import FINAL, dial, send, until
 from tests.server.support.counting import CHAT, ENDLESS, sse
 from tests.server.support.running import DEADLINE_S, Running
 from tests.test_cli_run import server as serving
@@ -82,7 +82,7 @@ def test_several_prompts_are_one_request(server: Running, lines: list[Finished])
 
 def test_a_socket_and_one_that_leaves(server: Running, lines: list[Finished]) -> None:
     with dial(server) as socket:
-        say(socket, "response.create", input="count to 3")
+        send(socket, "response.create", input="count to 3")
         response = until(socket, *FINAL)[-1]["response"]
     with httpx.stream(
         "POST", server.url + "/v1/chat/completions", json={**CHAT, **ENDLESS, "stream": True}
@@ -179,8 +179,8 @@ def logged(process: subprocess.Popen[str], url: str) -> str:
 def test_json_lines_of_a_process_have_no_key_and_no_prompt_unless_asked(asked: bool) -> None:
     words: list[Any] = ["fake", "--api-key", SECRET, "--log-format", "json", "--log-level", "debug"]
     with serving(*words, *(["--log-prompts"] if asked else [])) as (process, url, _):
-        told = logged(process, url)
-    bodies = [json.loads(line) for line in told.splitlines()]
+        output = logged(process, url)
+    bodies = [json.loads(line) for line in output.splitlines()]
     finished = [b for b in bodies if b["logger"] == LOGGER]
     assert [(b["transport"], b["status"], b["reason"]) for b in finished] == [
         ("http", 200, "stop"),
@@ -188,17 +188,17 @@ def test_json_lines_of_a_process_have_no_key_and_no_prompt_unless_asked(asked: b
     ]
     assert {b["key"] for b in finished} == {hashlib.sha256(SECRET.encode()).hexdigest()[:12]}
     assert all(b["message"] == "finished" and b["level"] == "info" for b in finished)
-    assert SECRET not in told
-    assert ("zebra" in told) is asked
+    assert SECRET not in output
+    assert ("zebra" in output) is asked
     if asked:
         assert all(QUESTION in b["prompt"][0] for b in finished)
 
 
 def test_text_lines_of_a_process() -> None:
     with serving("fake", "--api-key", SECRET) as (process, url, _):
-        told = logged(process, url)
-    lines = [line for line in told.splitlines() if LOGGER in line]
+        output = logged(process, url)
+    lines = [line for line in output.splitlines() if LOGGER in line]
     assert len(lines) == 2
     assert all("reason=stop status=200" in line and "total_s=0." in line for line in lines)
-    assert SECRET not in told
-    assert "zebra" not in told
+    assert SECRET not in output
+    assert "zebra" not in output

@@ -15,7 +15,7 @@ from streamer.config import Config
 from streamer.errors import ConfigError
 from streamer.server import lifecycle
 from streamer.server.telemetry.tracing import OpenTelemetry, make_tracer
-from tests.server.responses.test_socket import FINAL, dial, say, until
+from tests.server.responses.test_socket import FINAL, dial, send, until
 from tests.server.support.counting import CHAT, sse
 from tests.server.support.running import BUNDLED
 
@@ -37,7 +37,7 @@ def test_spans_of_every_transport(
     body = {**CHAT, "max_tokens": 5, "ignore_eos": True, "temperature": 0.5, "seed": 7}
     answer = httpx.post(url, json=body, headers=headers).json()
     with dial(server) as socket:
-        say(socket, "response.create", input="count to 3")
+        send(socket, "response.create", input="count to 3")
         until(socket, *FINAL)
     with httpx.stream("POST", url, json={**CHAT, "ignore_eos": True, "stream": True}) as response:
         next(sse(response))

@@ -104,7 +104,7 @@ def test_an_answer_ends_with_its_client_although_a_request_waits_behind_it(slow:
 # ---------------------------------------------------------------- bodies
 
 
-@pytest.mark.parametrize("key", ["mine", "nobody's"])
+@pytest.mark.parametrize("key", ["mine", "unknown"])
 def test_a_body_that_never_ends_is_cut(
     server_with: Any, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:

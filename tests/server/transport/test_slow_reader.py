@@ -111,7 +111,7 @@ def begin(server: Server, transport: str, num_tokens: int) -> tuple[Bare, str]:
         client = BareSse(server.url, "/v1/responses", {**body, "stream": True})
     else:
         client = BareSocket(server.url, transport.removesuffix(" acks"))
-        client.say("response.create", **body)
+        client.send("response.create", **body)
     client.read_until(lambda _: bool(standard(client)))
     assert standard(client)[0].kind == "response.created", client.events
     response_id = standard(client)[0].json["response"]["id"]
@@ -124,7 +124,7 @@ def acknowledge(client: Bare, response_id: str) -> None:
     """Acknowledge all that was read."""
     assert isinstance(client, BareSocket)
     number = client.events[-1]["sequence_number"]
-    client.say("response.ack", response_id=response_id, sequence_number=number)
+    client.send("response.ack", response_id=response_id, sequence_number=number)
 
 
 def read_on(client: Bare, response_id: str, transport: str) -> str:
@@ -201,13 +201,13 @@ def test_bundled_a_paused_answer_gives_up_its_blocks_and_is_what_it_would_have_b
     server_with: Any, transport: str
 ) -> None:
     server = server_with(**BUNDLED, stream_window=32)
-    wanted = story(server, 200)
+    expected = story(server, 200)
     body = telling(200, top_logprobs=20, return_token_ids=True)
     if transport == "sse":
         client: Bare = BareSse(server.url, "/v1/responses", {**body, "stream": True})
     else:
         client = BareSocket(server.url, transport)
-        client.say("response.create", **body)
+        client.send("response.create", **body)
     with client:
         client.read_until(lambda _: bool(standard(client)))
         server.wait_metric('streamer_requests{state="paused"}', 1)
@@ -218,5 +218,5 @@ def test_bundled_a_paused_answer_gives_up_its_blocks_and_is_what_it_would_have_b
         assert server.metric('streamer_requests{state="swapped"}') == 1
         client.read_until(is_last)
     deltas = [e.json for e in standard(client) if e.kind == "response.output_text.delta"]
-    assert "".join(d["delta"] for d in deltas) == wanted
+    assert "".join(d["delta"] for d in deltas) == expected
     assert sum(len(d["token_ids"]) for d in deltas) == 200

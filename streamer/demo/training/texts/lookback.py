@@ -69,8 +69,8 @@ def _slots(rng: random.Random) -> dict[str, str]:
 
 def repeat_exchange(rng: random.Random) -> list[Turn]:
     """A few words, and the same words as the answer."""
-    said = ", ".join(pick(rng, rng.choice(_LISTS)) for _ in range(rng.randint(1, 7)))
-    return [Turn("user", fill(rng.choice(_REPEAT), {"x": said})), Turn("assistant", said)]
+    listed = ", ".join(pick(rng, rng.choice(_LISTS)) for _ in range(rng.randint(1, 7)))
+    return [Turn("user", fill(rng.choice(_REPEAT), {"x": listed})), Turn("assistant", listed)]
 
 
 def fact_exchange(rng: random.Random) -> list[Turn]:
@@ -86,18 +86,23 @@ def fact_exchange(rng: random.Random) -> list[Turn]:
 def named_exchange(rng: random.Random) -> list[Turn]:
     """A sentence or two about two characters whose names and kinds are given."""
     slots = _slots(rng)
-    who = f"{slots['h']} the {slots['h.kind']} and {slots['f']} the {slots['f.kind']}"
+    both = f"{slots['h']} the {slots['h.kind']} and {slots['f']} the {slots['f.kind']}"
     asked = rng.choice(("Say something about {x}.", "Tell me about {x}.", "{x}, please."))
     return [
-        Turn("user", fill(asked, {"x": who})),
+        Turn("user", fill(asked, {"x": both})),
         Turn("assistant", fill(rng.choice(_SENTENCES), slots)),
     ]
 
 
 def kind_exchange(rng: random.Random) -> list[Turn]:
     """The beginning of a story on demand, about a given kind of character."""
-    who = make_character(rng)
-    values = {"x": with_article(who.kind), "h": who.name, "k": who.kind, "adj": who.adjective}
+    character = make_character(rng)
+    values = {
+        "x": with_article(character.kind),
+        "h": character.name,
+        "k": character.kind,
+        "adj": character.adjective,
+    }
     asked = rng.choice(("Begin a story about {x}.", "How does a story about {x} begin?"))
     answer = "Once upon a time, there was {a:adj} {k} named {h}. Everyone liked {h} the {k}."
     return [Turn("user", fill(asked, values)), Turn("assistant", fill(answer, values))]

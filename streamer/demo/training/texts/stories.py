@@ -139,20 +139,20 @@ def make_character(
     return Character(name, kind, pick(rng, "adjectives"), is_female)
 
 
-def _person_slots(prefix: str, who: Character) -> dict[str, str]:
-    he, him, his = ("she", "her", "her") if who.is_female else ("he", "him", "his")
+def _person_slots(prefix: str, character: Character) -> dict[str, str]:
+    he, him, his = ("she", "her", "her") if character.is_female else ("he", "him", "his")
     values = {
         "he": he,
         "him": him,
         "his": his,
-        "himself": ("herself" if who.is_female else "himself"),
+        "himself": ("herself" if character.is_female else "himself"),
     }
     slots = {f"{prefix}.{key}": value for key, value in values.items()}
     slots |= {f"{prefix}.{capital(key)}": capital(value) for key, value in values.items()}
-    slots[prefix] = who.name
-    slots[f"{prefix}.kind"] = who.kind
-    slots[f"{prefix}.adj"] = who.adjective
-    slots[f"{prefix}.full"] = f"{who.adjective} {who.kind} named {who.name}"
+    slots[prefix] = character.name
+    slots[f"{prefix}.kind"] = character.kind
+    slots[f"{prefix}.adj"] = character.adjective
+    slots[f"{prefix}.full"] = f"{character.adjective} {character.kind} named {character.name}"
     return slots
 
 
@@ -254,6 +254,6 @@ def _title(text: str) -> str:
     return " ".join(parts)
 
 
-def described(who: Character) -> str:
+def described(character: Character) -> str:
     """ "a fox named Ruby"."""
-    return f"{with_article(who.kind)} named {who.name}"
+    return f"{with_article(character.kind)} named {character.name}"
