@@ -76,7 +76,9 @@ def read(file: Path, statistics: Iterable[str]) -> list[Objective]:
     for objective in found:
         if objective.statistic not in known:
             names = ", ".join(sorted(known))
-            raise ValueError(f"{file}: no statistic {objective.statistic!r}; there are {names}")
+            raise ValueError(
+                f"{file}: unknown statistic {objective.statistic!r}; choose from {names}"
+            )
         if all(getattr(objective, field) is None for field in AT_MOST + AT_LEAST):
             raise ValueError(f"{file}: the objective {objective.label} sets no limit")
     return found

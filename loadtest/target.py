@@ -45,7 +45,7 @@ class Target(msgspec.Struct, frozen=True):
         """From `http://host:port/prefix`; ValueError if the URL has another form."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url!r} is no http:// or https:// URL")
+            raise ValueError(f"{url!r} is not an http:// or https:// URL")
         is_tls = parts.scheme == "https"
         prefix = parts.path.rstrip("/").removesuffix("/v1")
         return cls(parts.hostname, parts.port or (443 if is_tls else 80), is_tls, prefix, key)

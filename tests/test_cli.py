@@ -90,8 +90,8 @@ def test_a_missing_locust_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPa
     [
         (["bench"], "required: WHAT see `streamer bench --help`"),
         (["loadtest"], "required: WHAT see"),
-        (["bench", "stream", "--streams", "0,1"], "--streams: wants numbers above 0, got '0,1'"),
-        (["bench", "stream", "--slow-readers", "x"], "--slow-readers: wants whole numbers"),
+        (["bench", "stream", "--streams", "0,1"], "--streams: must be numbers above 0, not '0,1'"),
+        (["bench", "stream", "--slow-readers", "x"], "--slow-readers: must be whole numbers"),
         (["bench", "x"], "invalid choice: 'x'"),
         (["loadtest", "x"], "invalid choice: 'x'"),
         (["loadtest", "open-loop", "--rate"], "unrecognized arguments: --rate"),
@@ -111,7 +111,7 @@ def test_a_missing_locust_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPa
         (["chat", "--url", "ftp://x"], "--url: ftp://x is not the address of a server"),
         (["chat", "fake", "--url", "localhost:1"], "leave MODEL out"),
         (["chat", "--url", "localhost:1", "--max-num-seqs", "3"], "leave --max-num-seqs out"),
-        (["simulate", "--lengths", "1,x"], "--lengths wants numbers"),
+        (["simulate", "--lengths", "1,x"], "--lengths must be numbers"),
     ],
 )
 def test_wrong_usage_is_2_and_names_the_flag(

@@ -84,12 +84,17 @@ class Found(msgspec.Struct, frozen=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
     add = parser.add_argument
-    add("names", nargs="*", metavar="ATTACK", help=f"all, or some of {', '.join(PLANS)}")
-    add("--serve", default=SERVE, metavar="COMMAND", help="that starts the server")
-    add("--seconds", type=float, default=10.0, help="of each attack")
-    add("--out", type=Path, metavar="JSON", help="results, for --beside")
+    add(
+        "names",
+        nargs="*",
+        metavar="ATTACK",
+        help=f"attacks to run; default: all of {', '.join(PLANS)}",
+    )
+    add("--serve", default=SERVE, metavar="COMMAND", help="command that starts the server")
+    add("--seconds", type=float, default=10.0, help="duration of each attack")
+    add("--out", type=Path, metavar="JSON", help="write the results to this file, for --beside")
     add("--beside", type=Path, metavar="JSON", help="results of an earlier run to compare with")
-    add("--markdown", action="store_true", help="the table for a page")
+    add("--markdown", action="store_true", help="print the table as Markdown")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -97,7 +102,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     try:
         unknown = [name for name in args.names if name not in PLANS]
         if unknown:
-            raise ValueError(f"there is no attack {unknown[0]!r}; there are {', '.join(PLANS)}")
+            raise ValueError(f"unknown attack {unknown[0]!r}; choose from {', '.join(PLANS)}")
         read = msgspec.json.Decoder(list[Found]).decode
         beside = read(args.beside.read_bytes()) if args.beside else []
         found = []

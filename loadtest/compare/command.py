@@ -55,19 +55,39 @@ class Plan(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
     add = parser.add_argument
-    add("--engines", nargs="+", choices=ENGINES, help="instead of all that are installed")
-    add("--bits", nargs="+", type=int, choices=KINDS, default=[16], help="of a weight")
+    add("--engines", nargs="+", choices=ENGINES, help="engines to compare; default: all installed")
+    add("--bits", nargs="+", type=int, choices=KINDS, default=[16], help="bits per weight")
     add("--models", nargs="+", choices=MODELS, default=["small", "half"])
     add("--work", nargs="+", choices=WORKS, default=list(WORKS))
     add("--rounds", type=int, default=ROUNDS)
-    add("--threads", type=int, default=THREADS, help="that every engine may compute with")
-    add("--keep-slow", action="store_true", help=f"ask engines again that are {SLOW:.0f}x slower")
-    add("--out", type=Path, help="results as JSON; loadtest/results/DATE.json if absent")
-    add("--svg", type=Path, help="the chart")
-    add("--markdown", type=Path, help="the tables for a page")
-    add("--logs", type=Path, help="keep what the engines wrote in this folder")
-    add("--show", type=Path, metavar="JSON", help="run nothing; show results of an earlier run")
-    add("--install", nargs="+", choices=PACKAGES, metavar="NAME", default=[], help="peers first")
+    add("--threads", type=int, default=THREADS, help="compute threads of each engine")
+    add(
+        "--keep-slow",
+        action="store_true",
+        help=f"keep measuring engines that are {SLOW:.0f} times slower",
+    )
+    add(
+        "--out",
+        type=Path,
+        help="write the results to this JSON file; default: loadtest/results/DATE.json",
+    )
+    add("--svg", type=Path, help="write the chart to this file")
+    add("--markdown", type=Path, help="write the tables as Markdown to this file")
+    add("--logs", type=Path, help="write the engines' output to this folder")
+    add(
+        "--show",
+        type=Path,
+        metavar="JSON",
+        help="show the results of an earlier run and measure nothing",
+    )
+    add(
+        "--install",
+        nargs="+",
+        choices=PACKAGES,
+        metavar="NAME",
+        default=[],
+        help="install these peers first",
+    )
 
 
 def run(args: argparse.Namespace, console: Console) -> int:

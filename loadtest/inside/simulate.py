@@ -113,18 +113,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lengths", required=True, metavar="N,N,...", help="output tokens of each request"
     )
-    parser.add_argument("--prompt", type=int, default=16, help="own prompt tokens of each [16]")
+    parser.add_argument(
+        "--prompt", type=int, default=16, help="prompt tokens of each request, not shared [16]"
+    )
     parser.add_argument(
         "--shared-prefix", type=int, default=0, help="prompt tokens that all requests share [0]"
     )
-    parser.add_argument("--n", type=int, default=1, help="choices a request [1]")
+    parser.add_argument("--n", type=int, default=1, help="choices per request [1]")
     parser.add_argument("--rows", type=int, default=0, help="max_num_seqs [all at once]")
     parser.add_argument("--pool", type=int, default=0, help="device blocks [enough for all]")
-    parser.add_argument("--host-pool", type=int, default=0, help="host blocks [as the pool]")
-    parser.add_argument("--block-size", type=int, default=16, help="tokens a block [16]")
-    parser.add_argument("--budget", type=int, default=2048, help="tokens a step [2048]")
+    parser.add_argument("--host-pool", type=int, default=0, help="host blocks [as many as --pool]")
+    parser.add_argument("--block-size", type=int, default=16, help="tokens per block [16]")
+    parser.add_argument("--budget", type=int, default=2048, help="tokens per step [2048]")
     parser.add_argument("--block-mib", type=float, default=2.0, help="size of a block [2.0]")
-    parser.add_argument("--prefill-us", type=float, default=30.0, help="of one token [30]")
+    parser.add_argument(
+        "--prefill-us", type=float, default=30.0, help="time to prefill one token [30]"
+    )
     parser.add_argument("--swap-gbps", type=float, default=45.0, help="bandwidth in GB/s [45]")
     parser.add_argument("--plot", metavar="FILE.svg", help="draw slots and blocks over time")
 

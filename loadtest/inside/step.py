@@ -102,11 +102,11 @@ class Case(msgspec.Struct, frozen=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """How many sequences, for how long."""
-    parser.add_argument("--sequences", type=int, default=32, help="running at once (32)")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each case (3)")
-    parser.add_argument("--model", help="a checkpoint's folder, to be measured too")
+    parser.add_argument("--sequences", type=int, default=32, help="running sequences (32)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="duration of each case (3)")
+    parser.add_argument("--model", help="checkpoint folder to measure as well")
     parser.add_argument(
-        "--host-steps", type=int, default=100, help="steps of each host time (100; up to 400)"
+        "--host-steps", type=int, default=100, help="steps per host time, up to 400 (100)"
     )
 
 

@@ -45,40 +45,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     add = parser.add_argument
-    add("--url", default="http://127.0.0.1:8000", help="of the server, with or without /v1")
-    add("--api-key", metavar="KEY", default=argparse.SUPPRESS, help="bearer token")
-    add("--model", metavar="NAME", default=argparse.SUPPRESS, help="the server's first, if absent")
-    says = "lengths like those of a data set (sharegpt, alpaca), sharegpt behind shared prefixes "
-    says += "(prefix), conversations (multiturn), nano-vllm's 256 requests (nano), or --trace"
+    add(
+        "--url", default="http://127.0.0.1:8000", help="base URL of the server, with or without /v1"
+    )
+    add(
+        "--api-key",
+        metavar="KEY",
+        default=argparse.SUPPRESS,
+        help="API key, sent as a bearer token",
+    )
+    add(
+        "--model",
+        metavar="NAME",
+        default=argparse.SUPPRESS,
+        help="model name; default: the server's first",
+    )
+    says = "lengths like those of a data set (sharegpt, alpaca), sharegpt with shared prefixes "
+    says += "(prefix), conversations (multiturn), nano-vllm's 256 requests (nano), or a --trace"
     add("--workload", choices=WORKLOADS, default="sharegpt", help=says)
     says = "for --workload trace: JSON lines of timestamp, input_length, output_length, hash_ids"
     add("--trace", type=Path, metavar="FILE", default=argparse.SUPPRESS, help=says)
-    add("--time-scale", type=float, default=1.0, metavar="X", help="stretches a trace's times")
-    says = f"that requests come for at each rate; {DURATION_S:g} if --requests does not say"
+    add(
+        "--time-scale", type=float, default=1.0, metavar="X", help="factor for the times of a trace"
+    )
+    says = f"seconds of arrivals at each rate; default: {DURATION_S:g}, unless --requests is given"
     add("--duration", type=float, metavar="S", default=argparse.SUPPRESS, help=says)
-    says = "before that, of requests that are not counted; 0 with --requests"
+    says = "seconds of warm-up before that, not counted; 0 with --requests"
     add("--warmup", type=float, metavar="S", default=WARMUP_S, help=says)
-    says = f"at each rate, at most; of a trace {TRACE_REQUESTS}"
+    says = f"maximum number of requests at each rate; default for a trace: {TRACE_REQUESTS}"
     add("--requests", type=int, metavar="N", default=argparse.SUPPRESS, help=says)
-    says = "requests a second, one rate after the other; 1 if absent; inf: all at once"
+    says = "arrival rates to measure in turn, in requests per second; inf: all at once; default: 1"
     add("--rates", type=float, nargs="+", metavar="R", default=argparse.SUPPRESS, help=says)
-    says = "requests under way at most: a closed loop, at --rates inf if none is given"
+    says = "maximum requests at once: a closed loop, with --rates inf by default"
     add("--max-concurrency", type=int, metavar="N", default=argparse.SUPPRESS, help=says)
-    says = "from the first rate on to the highest that is held: good, and as many finish as come"
+    says = "start at the first rate and search for the highest that the server sustains"
     add("--sweep", action="store_true", default=argparse.SUPPRESS, help=says)
-    says = "of the gaps: 1: Poisson; less: bursts; inf: evenly"
+    says = "shape of the gaps between requests; 1: Poisson; below 1: bursts; inf: evenly spaced"
     add("--burstiness", type=float, metavar="X", default=1.0, help=says)
-    add("--seed", type=int, default=0, help="of lengths, words and arrivals")
-    says = "what a good request takes at most, in ms: " + ", ".join(OBJECTIVES)
+    add("--seed", type=int, default=0, help="seed of lengths, words and arrivals")
+    says = "limits of a good request, in ms, for any of " + ", ".join(OBJECTIVES)
     add("--goodput", nargs="+", metavar="NAME:MS", default=argparse.SUPPRESS, help=says)
     says = (
-        "objectives in TOML, of TTFT, TPOT, ITL and E2EL; one missed ends it with 1: by any rate, "
+        "TOML file of objectives for TTFT, TPOT, ITL and E2EL; exit code 1 if any rate misses one, "
     )
-    says += "with --sweep by the highest that was held"
+    says += "with --sweep if the highest sustained rate does"
     add("--slo", type=Path, metavar="FILE", default=argparse.SUPPRESS, help=says)
-    says = "for servers that do not know ignore_eos"
+    says = "let answers end at the end token, for servers without ignore_eos"
     add("--stop-at-eos", action="store_true", default=argparse.SUPPRESS, help=says)
-    says = "for a JSON file a rate, report.md, rates.csv and rates.svg"
+    says = "folder for a JSON file per rate, report.md, rates.csv and rates.svg"
     add("--out", type=Path, metavar="FOLDER", default=argparse.SUPPRESS, help=says)
 
 
@@ -158,11 +172,11 @@ class Options(msgspec.Struct, frozen=True):
         }
         for flag, value in above.items():
             if value is not None and not value > 0:
-                raise ValueError(f"{flag} is above 0, got {value:g}")
+                raise ValueError(f"{flag} must be above 0, not {value:g}")
         if math.isinf(max(self.rates)) and self.requests is None and self.at_once is None:
             raise ValueError("--rates inf needs --requests or --max-concurrency")
         if self.warmup_s < 0:
-            raise ValueError(f"--warmup is 0 or more, got {self.warmup_s:g}")
+            raise ValueError(f"--warmup must be 0 or more, not {self.warmup_s:g}")
 
     @property
     def end_s(self) -> float:
@@ -199,7 +213,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         if says := cut.says(ways.model):
             console.out(says)
     except (BadAnswer, OSError, ValueError, LookupError) as error:
-        console.out(f"Can't begin: {error}", highlight=False)
+        console.out(f"Cannot start: {error}", highlight=False)
         return UNUSABLE
     results: list[Values] = []
     try:

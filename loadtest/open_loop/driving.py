@@ -187,6 +187,6 @@ def measured_scale(ways: Ways, text: Callable[[int], str]) -> Scale:
 
     (few, many), (short, long) = CALIBRATION_WORDS, asyncio.run(both())
     if long <= short:
-        raise BadAnswer(f"usage says {short} and {long} tokens for a short and a long prompt")
+        raise BadAnswer(f"usage has {short} and {long} tokens for a short and a long prompt")
     words_per_token = (many - few) / (long - short)
     return Scale(words_per_token, max(0, round(short - few / words_per_token)))

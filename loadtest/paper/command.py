@@ -81,9 +81,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="FOLDER",
-        help="for tables and plots (loadtest/results/paper; not with --tiny)",
+        help="folder for tables and plots (loadtest/results/paper; none with --tiny)",
     )
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the code")
+    parser.add_argument("--tiny", action="store_true", help="use tiny shapes, to try the code")
     parser.add_argument("--part", type=Path, help=argparse.SUPPRESS)
 
 

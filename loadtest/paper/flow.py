@@ -196,7 +196,7 @@ def counts(scheduler: Body, stuck_tokens: int, num_stuck: int) -> Counts:
     """Counts; stuck requests are known by their max_tokens. StreamerError if one has ended."""
     found = [one for one in scheduler["requests"] if one["max_tokens"] == stuck_tokens]
     if len(found) != num_stuck:
-        raise StreamerError(f"{len(found)} of {num_stuck} answers that are not read are there")
+        raise StreamerError(f"{len(found)} of {num_stuck} unread answers were found")
     stuck = held = 0
     for one in found:
         stuck += sum(s["tokens"] - one["prompt_tokens"] for s in one["sequences"])

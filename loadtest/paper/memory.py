@@ -102,7 +102,7 @@ def paged(
 def moment_of(view: SchedulerView) -> Moment:
     """A step's Moment from the block tables; a shared block counts once."""
     if view.unlisted.get("running"):
-        raise RuntimeError(f"a look does not list all that run, but {view.unlisted}")
+        raise RuntimeError(f"the snapshot does not list all running requests, but {view.unlisted}")
     fill: dict[int, int] = {}
     tables = page_tables(view)
     for computed, blocks in tables:

@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
     finally:
         signal.signal(signal.SIGTERM, before)
-    console.print(f"Failed: {', '.join(failed)}" if failed else "All work")
+    console.print(f"Failed: {', '.join(failed)}" if failed else "All passed")
     return FAILED if failed else OK
 
 

@@ -47,7 +47,9 @@ def prepare(environment: Environment, web_ui: Any = None, **_: Any) -> None:
     except (Missing, *FAULTS) as error:
         is_net = isinstance(error, OSError) and error.filename is None
         why = f"no server answers at {environment.host}: {error}" if is_net else str(error)
-        Console(stderr=True, soft_wrap=True, emoji=False).print(f"Can't begin: {why}", markup=False)
+        Console(stderr=True, soft_wrap=True, emoji=False).print(
+            f"Cannot start: {why}", markup=False
+        )
         sys.exit(UNUSABLE)
 
 

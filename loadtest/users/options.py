@@ -46,11 +46,11 @@ def add(parser: Any) -> None:
     flag("--model", default="", env_var="LOCUST_MODEL", help=says)
     says = "API key of the server (default: none)"
     flag("--api-key", default="", env_var="LOCUST_API_KEY", is_secret=True, help=says)
-    says = "tokens of an answer (default: %(default)s)"
+    says = "tokens per answer (default: %(default)s)"
     flag("--max-tokens", type=int, default=64, help=says)
-    says = "mean pause of a user between answers, in seconds (default: %(default)s)"
+    says = "mean pause of a user between answers in seconds (default: %(default)s)"
     flag("--think-s", type=float, default=1.0, help=says)
-    says = "answers at once on the socket of one Lanes user (default: %(default)s)"
+    says = "answers at once on the socket of a Lanes user (default: %(default)s)"
     flag("--lanes", type=int, default=8, help=says)
     says = "questions in a MultiTurn conversation (default: %(default)s)"
     flag("--turns", type=int, default=4, help=says)
@@ -58,9 +58,9 @@ def add(parser: Any) -> None:
     flag("--drops", type=int, default=2, help=says)
     says = "how fast SlowReader reads, in tokens a second (default: %(default)s)"
     flag("--reader-tokens-s", type=float, default=20.0, help=says)
-    says = "the model is Streamer's fake one: check that every answer counts"
+    says = "the model is Streamer's fake model: check that each answer counts correctly"
     flag("--counting", action="store_true", help=says)
-    says = "how the number of users goes over --run-time, up to --users (default: all at once)"
+    says = "how the number of users changes over --run-time, up to --users (default: all at once)"
     flag("--shape", choices=["", *SHAPES], default="", env_var="LOCUST_SHAPE", help=says)
     says = "objectives that decide the exit code (default: %(default)s)"
     flag("--slo", default=str(SLO), env_var="LOCUST_SLO", include_in_web_ui=False, help=says)
@@ -94,7 +94,7 @@ def _user(name: str) -> str:
 
 
 def _unknown(name: str) -> str:
-    return f"no user is called {name!r}; there are {', '.join(USERS)}"
+    return f"unknown user class {name!r}; choose from {', '.join(USERS)}"
 
 
 def of(parsed: Any) -> Options:
@@ -105,5 +105,5 @@ def of(parsed: Any) -> Options:
         if getattr(found, name) < value:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {value}")
     if found.reader_tokens_s <= 0:
-        raise ValueError("--reader-tokens-s is above 0")
+        raise ValueError("--reader-tokens-s must be above 0")
     return found

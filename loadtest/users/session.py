@@ -48,7 +48,9 @@ class Session:
             return
         if self._connection.subprotocol != OURS:
             self.close()
-            raise Missing(f"{user} needs Streamer's subprotocol {OURS}; the server has it not")
+            raise Missing(
+                f"{user} needs Streamer's subprotocol {OURS}; the server does not offer it"
+            )
         self.receive()  # session.created
 
     def __enter__(self) -> Self:

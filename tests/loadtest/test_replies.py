@@ -83,5 +83,5 @@ def test_where_a_server_is(url: str, origin: str, socket: str) -> None:
 
 @pytest.mark.parametrize("url", ["", "a:8000", "ftp://a", "http://"])
 def test_no_url(url: str) -> None:
-    with pytest.raises(ValueError, match="is no http"):
+    with pytest.raises(ValueError, match="is not an http"):
         Target.of(url)

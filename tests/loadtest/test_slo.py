@@ -58,7 +58,7 @@ def test_an_objective_without_measurements_is_missed_and_an_absent_user_is_not_c
     ("text", "says"),
     [
         ('[[objective]]\nstatistic = "E2E"\np51_ms = 5\n', "p51_ms"),
-        ('[[objective]]\nstatistic = "E2F"\np50_ms = 5\n', "no statistic 'E2F'"),
+        ('[[objective]]\nstatistic = "E2F"\np50_ms = 5\n', "unknown statistic 'E2F'"),
         ('[[objective]]\nstatistic = "E2E"\n', "sets no limit"),
         ("[[objective]\n", "slo.toml"),
     ],

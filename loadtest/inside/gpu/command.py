@@ -69,15 +69,19 @@ def _function(name: str) -> Callable[[Where, Report], None]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to measure, where, and where to write it."""
     listed = "; ".join(f"{name}: {section.help}" for name, section in SECTIONS.items())
-    parser.add_argument("--only", metavar="NAMES", help=f"some sections, by commas: {listed}")
+    parser.add_argument(
+        "--only", metavar="NAMES", help=f"only these sections, comma-separated: {listed}"
+    )
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the code")
+    parser.add_argument("--tiny", action="store_true", help="use tiny shapes, to try the code")
     parser.add_argument(
         "--out",
         type=Path,
-        help="JSON file (loadtest/results/gpu-<device>.json; with --tiny none if absent)",
+        help="JSON file (loadtest/results/gpu-<device>.json; none with --tiny)",
     )
-    parser.add_argument("--here", action="store_true", help="all in one process, for debuggers")
+    parser.add_argument(
+        "--here", action="store_true", help="run everything in one process, for debuggers"
+    )
     parser.add_argument("--part", type=Path, help=argparse.SUPPRESS)
 
 
@@ -159,7 +163,7 @@ def _sections(only: str | None) -> list[str]:
     requested = [name.strip() for name in only.split(",")] if only else list(SECTIONS)
     for name in requested:
         if name not in SECTIONS:
-            raise ConfigError(f"--only: {name!r} is none of {', '.join(SECTIONS)}", param="only")
+            raise ConfigError(f"--only: {name!r} is not one of {', '.join(SECTIONS)}", param="only")
     return [name for name in SECTIONS if name in requested]
 
 

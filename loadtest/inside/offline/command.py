@@ -43,20 +43,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from streamer.cli.arguments import add_config_flags
 
     add, asked = parser.add_argument, BenchOptions()
-    add("--only", metavar="NAMES", help=f"some parts, by commas: {', '.join(PARTS)}")
+    add("--only", metavar="NAMES", help=f"only these parts, comma-separated: {', '.join(PARTS)}")
     for flag, says in (
-        ("input_len", "tokens of a prompt"),
-        ("output_len", "tokens of an answer"),
-        ("num_prompts", "requests at once, of throughput and swap"),
-        ("batch_size", "requests of an iteration of latency"),
+        ("input_len", "tokens per prompt"),
+        ("output_len", "tokens per answer"),
+        ("num_prompts", "requests of throughput and swap"),
+        ("batch_size", "requests per iteration of latency"),
         ("num_iters", "iterations of latency"),
-        ("num_iters_warmup", "iterations before them that do not count"),
+        ("num_iters_warmup", "warm-up iterations of latency"),
     ):
         default = getattr(asked, flag)
         add(f"--{flag.replace('_', '-')}", type=int, default=default, help=f"{says} ({default})")
-    says = "of the blocks that all need at their ends: swap's small pool (0.5)"
+    says = "swap's small pool, as a share of the blocks that all requests need at their ends (0.5)"
     add("--pool-share", type=float, default=asked.pool_share, help=says)
-    add("--json", type=Path, metavar="FILE", help="write every figure there too")
+    add("--json", type=Path, metavar="FILE", help="also write all figures to this file")
     add_config_flags(parser, sections=("model", "scheduling and memory"), model=False)
 
 
@@ -96,7 +96,7 @@ def _parts(only: str | None) -> list[str]:
     requested = [name.strip() for name in only.split(",")] if only else list(PARTS)
     for name in requested:
         if name not in PARTS:
-            raise ConfigError(f"--only: {name!r} is none of {', '.join(PARTS)}", param="only")
+            raise ConfigError(f"--only: {name!r} is not one of {', '.join(PARTS)}", param="only")
     return [part for part in PARTS if part in requested]
 
 

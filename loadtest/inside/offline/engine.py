@@ -45,11 +45,11 @@ class BenchOptions(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         for name in ("input_len", "output_len", "num_prompts", "batch_size", "num_iters"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} is at least 1", param=name)
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1", param=name)
         if self.num_iters_warmup < 0:
-            raise ConfigError("--num-iters-warmup is at least 0", param="num_iters_warmup")
+            raise ConfigError("--num-iters-warmup must be at least 0", param="num_iters_warmup")
         if not 0 < self.pool_share <= 1:
-            raise ConfigError("--pool-share is above 0 and at most 1", param="pool_share")
+            raise ConfigError("--pool-share must be above 0 and at most 1", param="pool_share")
 
     def blocks(self, block_size: int) -> int:
         """Blocks of one sequence at its end."""

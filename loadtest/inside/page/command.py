@@ -100,14 +100,21 @@ class Report(msgspec.Struct, frozen=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The numbers of loads and seconds to measure."""
-    parser.add_argument("--loads", type=int, default=7, help="first loads, the median counts (7)")
     parser.add_argument(
-        "--seconds", type=float, default=15.0, help="that four answers are watched for (15)"
+        "--loads",
+        type=int,
+        default=7,
+        help="number of first loads, of which the median is taken (7)",
     )
     parser.add_argument(
-        "--tokens", type=int, default=10_000, help="of the one long answer (10,000)"
+        "--seconds", type=float, default=15.0, help="how long four answers are watched (15)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there too")
+    parser.add_argument(
+        "--tokens", type=int, default=10_000, help="length of the long answer in tokens (10,000)"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write all figures to this file"
+    )
 
 
 def run(args: argparse.Namespace, console: Console) -> int:

@@ -94,26 +94,36 @@ class Report(msgspec.Struct, frozen=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The cases and their duration."""
     parser.add_argument(
-        "--streams", type=_numbers, default=(1, 16, 256, 1024), help="at once (1,16,256,1024)"
+        "--streams",
+        type=_numbers,
+        default=(1, 16, 256, 1024),
+        help="numbers of streams at once (1,16,256,1024)",
     )
     parser.add_argument(
         "--transports",
         type=_transports,
         default=tuple(TRANSPORTS),
-        help="sse; ws: a socket a stream; ws16: 16 lanes a socket (all three)",
+        help="sse; ws: one socket per stream; ws16: 16 lanes per socket (all three)",
     )
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each run (3)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="duration of each run (3)")
     parser.add_argument(
-        "--load", type=float, default=0.9, help="the set rate, as a share of the fastest (0.9)"
+        "--load",
+        type=float,
+        default=0.9,
+        help="rate of the paced run, as a share of the maximum (0.9)",
     )
     parser.add_argument(
-        "--rate", type=float, help="the set rate in tokens a second of all streams, instead"
+        "--rate",
+        type=float,
+        help="rate of the paced run in tokens per second of all streams, instead of --load",
     )
     parser.add_argument(
-        "--slow-readers", type=_count, default=0, help="clients beside them that never read (0)"
+        "--slow-readers", type=_count, default=0, help="additional clients that never read (0)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there too")
-    parser.add_argument("--no-memory", action="store_true", help="leave the memory out")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write all figures to this file"
+    )
+    parser.add_argument("--no-memory", action="store_true", help="do not measure memory")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -357,5 +367,5 @@ def _count(text: str) -> int:
 def _transports(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
     if not set(names) <= set(TRANSPORTS):
-        raise argparse.ArgumentTypeError(f"{text} is not of {', '.join(TRANSPORTS)}")
+        raise argparse.ArgumentTypeError(f"{text} is not one of {', '.join(TRANSPORTS)}")
     return names

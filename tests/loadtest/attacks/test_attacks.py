@@ -32,7 +32,7 @@ def test_a_neighbour_is_measured_alone_and_beside_an_attack(
 
 def test_an_unknown_attack_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert attacks("pings", "smoke") == 2
-    assert "no attack 'smoke'" in capsys.readouterr().out
+    assert "unknown attack 'smoke'" in capsys.readouterr().out
 
 
 def test_an_earlier_run_stands_before_a_later_one() -> None:

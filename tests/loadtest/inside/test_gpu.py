@@ -96,7 +96,7 @@ def test_sections_by_name_in_the_benchs_order(tmp_path: Path) -> None:
     code, _ = run("--only", "swap, bandwidth", "--out", str(out))
     found = msgspec.json.decode(out.read_bytes(), type=Results)
     assert (code, list(found.seconds)) == (0, ["bandwidth", "swap"])
-    with pytest.raises(ConfigError, match="'swaps' is none of bandwidth, single"):
+    with pytest.raises(ConfigError, match="'swaps' is not one of bandwidth, single"):
         run("--only", "swaps")
 
 

@@ -75,10 +75,10 @@ def test_sums_by_hand() -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--only", "speed"], "'speed' is none of throughput, latency, swap"),
-        (["--num-prompts", "0"], "--num-prompts is at least 1"),
-        (["--pool-share", "2"], "--pool-share is above 0"),
-        (["--num-iters-warmup", "-1"], "--num-iters-warmup is at least 0"),
+        (["--only", "speed"], "'speed' is not one of throughput, latency, swap"),
+        (["--num-prompts", "0"], "--num-prompts must be at least 1"),
+        (["--pool-share", "2"], "--pool-share must be above 0"),
+        (["--num-iters-warmup", "-1"], "--num-iters-warmup must be at least 0"),
         (["--max-model-len", "50", "--only", "latency"], "maximum context length is 50"),
     ],
 )

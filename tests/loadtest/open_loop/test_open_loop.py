@@ -176,7 +176,7 @@ def test_help_says_the_defaults_and_names_no_file_of_the_source(
     assert open_loop(["--help"]) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert "(default: http://127.0.0.1:8000)" in output
-    assert "30 if --requests does not say" in output
+    assert "default: 30, unless --requests is given" in output
     assert ".py" not in output
 
 
@@ -210,11 +210,11 @@ def test_failures_are_counted_and_reported(
         (["--goodput", "itl:5"], "--goodput itl:5"),
         (["--goodput", "ttft:x"], "--goodput ttft:x"),
         (["--sweep", "--rates", "inf"], "--sweep needs a finite rate"),
-        (["--rates", "0"], "--rates is above 0, got 0"),
-        (["--duration", "-1"], "--duration is above 0, got -1"),
+        (["--rates", "0"], "--rates must be above 0, not 0"),
+        (["--duration", "-1"], "--duration must be above 0, not -1"),
         (["--rates", "inf"], "--rates inf needs --requests or --max-concurrency"),
         (["--slo", "/nowhere.toml"], "/nowhere.toml"),
-        (["--url", "nowhere"], "'nowhere' is no http"),
+        (["--url", "nowhere"], "'nowhere' is not an http"),
         (["--url", "http://127.0.0.1:9"], "refused"),
     ],
 )

@@ -94,7 +94,7 @@ def test_users_that_a_peer_cannot_serve_are_refused(tmp_path: Path) -> None:
         assert run.tokens("SseChat") == run.tokens("MultiTurn later turns") == PEER_TOKENS
         lacking = locust(tmp_path, url, "Lanes", "-t", "1s")
         assert lacking.code == 2
-        assert "Can't begin: Lanes needs a WebSocket at ws://" in lacking.text
+        assert "Cannot start: Lanes needs a WebSocket at ws://" in lacking.text
         resume = locust(tmp_path, url, "Flaky", "-t", "1s")
         assert resume.code == 1
         assert "Flaky needs " in resume.text
@@ -130,14 +130,14 @@ def test_help_shows_its_own_flags_with_defaults() -> None:
     assert "Usage: streamer loadtest locust" in output
     for flag in ("--think-s", "--reader-tokens-s", "--shape", "--counting", "--slo", "--lanes"):
         assert flag in output
-    assert "tokens of an answer (default: 64)" in output
+    assert "tokens per answer (default: 64)" in output
     assert f"users that run, of {', '.join(USERS)} (default: SseChat)" in output
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["Nobody"], "no user is called 'Nobody'; there are SseChat, "),
+        (["Nobody"], "unknown user class 'Nobody'; choose from SseChat, "),
         (["--shape", "soak"], "--shape needs --users"),
         (["--host", "http://127.0.0.1:9"], "127.0.0.1:9"),
     ],

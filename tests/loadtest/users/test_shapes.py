@@ -54,8 +54,8 @@ def test_shapes_exit_codes_and_refusals(tmp_path: Path) -> None:
     slo.write_text('[[objective]]\nstatistic = "TTFF"\np50_ms = 1\n')
     command = [sys.executable, "-c", SCRIPT, str(slo)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert "Can't begin" in done.stderr
-    assert "no statistic 'TTFF'" in done.stderr
+    assert "Cannot start" in done.stderr
+    assert "unknown statistic 'TTFF'" in done.stderr
     assert "--shape needs --users" in done.stderr
     kinds = ("steps", "spike", "soak", "codes", "refused")
     assert [line for line in done.stdout.splitlines() if line.startswith(kinds)] == [
