@@ -185,7 +185,7 @@ def test_weights_of_a_kind_are_compared_with_each_other() -> None:
     assert limit is not None
     assert dense is not None
     assert 2.5 < limit / dense < 16 / 4.5  # the cache is read as before
-    assert goals["Streamer int4, one, of the limit"].wanted == pytest.approx(0.85 * limit)
+    assert goals["Streamer int4, one, of the limit"].target == pytest.approx(0.85 * limit)
     text = report(found)
     assert "small, 4 bits, tokens/s" in text
     assert "Streamer Q4_0 / best peer" in text

@@ -230,12 +230,12 @@ def test_a_deadline_of_the_handshake_is_every_responses_own(server_with: Any) ->
     given = {"x-request-timeout": "0.5"}
     with connect(server.ws_url, additional_headers=given) as socket:
         for _ in range(2):  # the second waits for the lane
-            say(socket, "response.create", input="x", max_output_tokens=5000, ignore_eos=True)
+            send(socket, "response.create", input="x", max_output_tokens=5000, ignore_eos=True)
         for _ in range(2):
             events = until(socket, *FINAL, "error")
             assert events[-1]["type"] == "response.failed"
             assert "0.5 s" in events[-1]["response"]["error"]["message"]
             assert any(e["type"] == "response.output_text.delta" for e in events)
     with connect(server.ws_url, additional_headers={"x-request-timeout": "soon"}) as socket:
-        say(socket, "response.create", input="x")
-        assert hear(socket)["error"]["param"] == "x-request-timeout"
+        send(socket, "response.create", input="x")
+        assert receive(socket)["error"]["param"] == "x-request-timeout"
