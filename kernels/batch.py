@@ -23,8 +23,8 @@ class AttentionBatch:
     context_lens  [R] int64: tokens the row attends to, those of this step included; query token i
                   of row r is at position context_lens[r] - query_lens[r] + i
     max_context   the largest of context_lens, 0 without rows
-    block_tables  [R, at least ceil(max(context_lens) / block_size)] int64: a row's blocks in
-                  logical order, the last dimension dense; what lies beyond a row's context is
+    block_tables  [R, at least ceil(max(context_lens) / block_size)] int32 or int64: a row's blocks
+                  in logical order, the last dimension dense; what lies beyond a row's context is
                   never read, but is a valid id. May be a view of memory that later steps change
     slots         [T] int64: block * block_size + offset where a token's K and V are stored
     block_size    tokens a block

@@ -82,7 +82,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = None
     revision: Annotated[str | None, Meta(description="branch, tag or commit on the hub")] = None
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"],
+        Literal["auto", "float32", "bfloat16", "float16"],
         Meta(description="data type of weights and activations"),
     ] = "auto"
     kv_cache_dtype: Annotated[

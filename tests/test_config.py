@@ -91,7 +91,12 @@ def test_a_list_flag_may_be_repeated() -> None:
         ({"port": "x"}, {}, "--port: expected `int`, got 'x'", "port"),
         ({"port": "65536"}, {}, "--port: expected `int` <= 65535", "port"),
         ({}, {"STREAMER_PORT": "x"}, "STREAMER_PORT: expected", "port"),
-        ({"dtype": "int3"}, {}, "--dtype: expected one of auto, float32, bfloat16", "dtype"),
+        (
+            {"dtype": "int3"},
+            {},
+            "--dtype: expected one of auto, float32, bfloat16, float16",
+            "dtype",
+        ),
         ({"gpu_memory_utilization": "0"}, {}, "--gpu-memory-utilization: expected", None),
     ],
 )

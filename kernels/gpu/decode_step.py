@@ -17,12 +17,12 @@ from streamer.kernels.batch import AttentionBatch
 from streamer.kernels.gpu.attention.rows import TILE_FIELDS, Rows
 
 BLOCK = 128  # rows a program; unmeasured
-ALIGNED = 2  # int64 elements in 16 bytes, the alignment by which Triton specializes
+ALIGNED = 4  # int32 elements in 16 bytes, the alignment by which Triton specializes
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _prepare_kernel(
-    # pointers: chosen int64 [size], state of RowState, a step's int64 [size] and int32 tensors
+    # pointers: chosen [size], state of RowState, a step's int64 [size] and int32 tensors
     chosen_ptr,
     latest_ptr,
     computed_ptr,
@@ -47,25 +47,25 @@ def _prepare_kernel(
     is_row = chosen >= 0
     # [BLOCK] each
     position = tl.load(computed_ptr + chosen, mask=is_row, other=0)
-    token = tl.load(latest_ptr + chosen, mask=is_row, other=0)
+    token = tl.load(latest_ptr + chosen, mask=is_row, other=0).to(tl.int64)
     # int64: a table of 65,536 rows may have 2**31 entries
     at = tables_ptr + chosen.to(tl.int64) * table_row + position // BLOCK_SIZE
     block = tl.load(at, mask=is_row, other=0).to(tl.int64)
     slot = tl.where(is_row, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
     tl.store(tokens_ptr + i, token, mask=is_inside)
-    tl.store(positions_ptr + i, position, mask=is_inside)
+    tl.store(positions_ptr + i, position.to(tl.int64), mask=is_inside)
     tl.store(slots_ptr + i, slot, mask=is_inside)
-    tl.store(contexts_ptr + i, tl.where(is_row, position + 1, 0).to(tl.int32), mask=is_inside)
+    tl.store(contexts_ptr + i, tl.where(is_row, position + 1, 0), mask=is_inside)
     # The tile's fields as in rows.Rows: row, its first token, its table, its place among parts.
     tl.store(tiles_ptr + 4 * i, i, mask=is_inside)
     tl.store(tiles_ptr + 4 * i + 1, 0 * i, mask=is_inside)
-    tl.store(tiles_ptr + 4 * i + 2, tl.where(is_row, chosen, 0).to(tl.int32), mask=is_inside)
+    tl.store(tiles_ptr + 4 * i + 2, tl.where(is_row, chosen, 0), mask=is_inside)
     tl.store(tiles_ptr + 4 * i + 3, i, mask=is_inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _commit_kernel(
-    # pointers: chosen and drawn int64 [size], state of RowState
+    # pointers: chosen [size], drawn int64 [size], state of RowState
     chosen_ptr,
     drawn_ptr,
     latest_ptr,
@@ -80,14 +80,14 @@ def _commit_kernel(
     chosen = tl.load(chosen_ptr + i, mask=i < size, other=-1)
     is_row = chosen >= 0
     # [BLOCK] each
-    drawn = tl.load(drawn_ptr + i, mask=is_row, other=0)
+    drawn = tl.load(drawn_ptr + i, mask=is_row, other=0).to(tl.int32)
     position = tl.load(computed_ptr + chosen, mask=is_row, other=0)
     tl.store(latest_ptr + chosen, tl.maximum(drawn, 0), mask=is_row)
     tl.store(computed_ptr + chosen, position + 1, mask=is_row)
 
 
 class RowState:
-    """Row slots on the device, all int64, in one tensor, so that one launch writes many of them.
+    """Row slots on the device, all int32, in one tensor, so that one launch writes many of them.
 
     flat      everything below, one after the other
     latest    [slots] the last known token
@@ -100,7 +100,7 @@ class RowState:
 
     def __init__(self, slots: int, width: int, block_size: int, device: torch.device | str) -> None:
         room = -(-slots // ALIGNED) * ALIGNED
-        self.flat = torch.zeros(3 * room + slots * width, dtype=torch.int64, device=device)
+        self.flat = torch.zeros(3 * room + slots * width, dtype=torch.int32, device=device)
         self.latest, self.computed, self.chosen = (
             self.flat[n * room : n * room + slots] for n in range(3)
         )
@@ -112,7 +112,7 @@ class RowState:
 class DecodeStep:
     """Inputs of a decode of up to `size` rows, in tensors whose addresses do not change.
 
-    chosen     [size] int64, the state's first ones: the row slot of each row, -1 for padding
+    chosen     [size] int32, the state's first ones: the row slot of each row, -1 for padding
     tokens     [size] int64;  positions  [size] int64
     drawn_at   [size] int64: position of the token that each row draws
     batch      for the ops; padding stores nothing and its outputs are undefined

@@ -221,14 +221,16 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
 
 NOT_FINITE = "the model's logits are not finite"
+OUT_OF_MEMORY = "the device ran out of memory in the request's step"
 
 
 class StepResult(msgspec.Struct, frozen=True):
     """What a plan drew: `rows` ascending, `tokens` parallel to it.
 
     logprobs  row -> TokenLogprob, for rows that asked
-    failed    row -> why, for rows whose logits were not finite (they draw nothing)
+    failed    row -> why, for rows that should have drawn and did not
     prompt_logprobs  row -> one for each of Chunk.score, in order
+    failed_chunks    row -> why, for rows that draw nothing and whose chunk was not computed
     """
 
     number: int
@@ -237,6 +239,7 @@ class StepResult(msgspec.Struct, frozen=True):
     logprobs: dict[int, TokenLogprob] = {}
     failed: dict[int, str] = {}
     prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
+    failed_chunks: dict[int, str] = {}
 
 
 # ---------------------------------------------------------------- output: scheduler -> loop

@@ -24,7 +24,9 @@ def apply_result(state: State, result: StepResult) -> StepOutput:
     logprobs: dict[int, TokenLogprob] = {}
     owners, asked = state.rows.owners, result.logprobs
     for row, reason in result.failed.items():
-        fail_row(state, row, reason)
+        fail_row(state, row, reason, num_drawn=1)
+    for row, reason in result.failed_chunks.items():
+        fail_row(state, row, reason, num_drawn=0)
     prompt_logprobs = prompt_scores(state, result) if result.prompt_logprobs else {}
     for row, token in zip(result.rows, result.tokens, strict=True):
         seq = owners[row]
@@ -60,19 +62,19 @@ def apply_result(state: State, result: StepResult) -> StepOutput:
     )
 
 
-def fail_row(state: State, row: int, reason: str) -> None:
-    """End the request of a row whose logits were not finite, and unpublish its blocks."""
+def fail_row(state: State, row: int, reason: str, *, num_drawn: int) -> None:
+    """End the request of a row that failed and was to draw num_drawn tokens."""
     seq = state.rows.owners[row]
     if seq is None:
         raise InvariantViolated(f"row {row} failed, but no sequence has it: {reason}")
-    seq.num_pending -= 1
+    seq.num_pending -= num_drawn
     if seq.finish_reason is not None:
         return
     fail(state, seq.request, reason)
 
 
 def fail(state: State, request: Request, reason: str) -> None:
-    """End a request whose values are not finite, and unpublish its blocks."""
+    """End a request whose blocks may hold wrong values, and unpublish them."""
     for each in request.live():
         state.kv.withdraw(each)
     state.finish_all(request, FinishReason.FAILED, reason)

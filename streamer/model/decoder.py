@@ -118,7 +118,7 @@ class Decoder:
     def prepare(self, limits: ops.Limits) -> None:
         """Bounds of all steps, each launched as one graph where the kernels have graphs."""
         self._limits = limits
-        self._graph_of = ()
+        self._graph, self._graph_of = None, ()
 
     def forward(
         self,

@@ -43,7 +43,7 @@ COUNTED = re.compile(r"(num|n)_\w*(layer|expert|block|stage)")  # fields: counts
 PROBE_TOKENS = 48
 # Mean difference of logits, in their standard deviations. Not the largest: over the 12 million
 # logits of a probe with a large vocabulary, bfloat16 rounding alone has outliers.
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.1}
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):

@@ -31,7 +31,7 @@ from streamer.model.runner.device import CPU
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 ROPE_BUFFER = r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
 # Scales and zero points of activations and of a quantized KV cache.
@@ -129,9 +129,9 @@ def check_stored_dtypes(entries: Iterable[TensorEntry]) -> None:
 def choose_dtype(
     wanted: str, stored: str, device: torch.device = CPU, *, is_quantized: bool = False
 ) -> torch.dtype:
-    """The dtype to compute in: `wanted` (auto, float32, bfloat16), or the checkpoint's own.
+    """The dtype to compute in: `wanted` (auto, float32, bfloat16, float16), or the checkpoint's.
 
-    float16 has no fast path on a CPU, and bfloat16 would drop 3 of its 10 bits: auto makes it
+    float16 has no fast path on a CPU, and bfloat16 would drop 3 of its 10 bits: there auto makes it
     float32; of a quantized checkpoint bfloat16, since the matrices keep fewer bits than that.
     bfloat16 on a CPU that would emulate it becomes float32 too. All are logged.
     """
@@ -139,13 +139,17 @@ def choose_dtype(
     if name == "float16" and wanted == "auto" and is_quantized:
         logger.warning("the checkpoint's dense tensors are float16, computing in bfloat16")
         name = "bfloat16"
-    if name == "float16" and wanted == "auto":
+    if name == "float16" and device.type == "cpu":
+        if wanted != "auto":
+            raise ModelNotSupported("dtype float16 needs a GPU", param="dtype")
         logger.warning(
             "the checkpoint is float16, computing in float32; --dtype bfloat16 halves it"
         )
         name = "float32"
     if name not in DTYPES:
-        raise ModelNotSupported(f"dtype {wanted!r} is not auto, float32 or bfloat16", param="dtype")
+        raise ModelNotSupported(
+            f"dtype {wanted!r} is not auto, float32, bfloat16 or float16", param="dtype"
+        )
     if name == "bfloat16" and device.type == "cpu" and not has_bf16():
         logger.warning("this CPU has no bfloat16 arithmetic, computing in float32")
         name = "float32"

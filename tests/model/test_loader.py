@@ -125,6 +125,15 @@ def test_choose_dtype(
     assert bool(says) == bool(caplog.text)
 
 
+def test_float16_is_computed_as_such_on_a_gpu_alone(caplog: pytest.LogCaptureFixture) -> None:
+    cuda = torch.device("cuda")
+    assert choose_dtype("auto", "F16", cuda) is torch.float16
+    assert choose_dtype("float16", "BF16", cuda) is torch.float16
+    assert caplog.text == ""
+    with pytest.raises(ModelNotSupported, match="float16 needs a GPU"):
+        choose_dtype("float16", "BF16")
+
+
 def test_an_unknown_dtype() -> None:
     """The refusal names the dtype and the field."""
     with pytest.raises(ModelNotSupported, match="'float64'"):

@@ -18,13 +18,13 @@ Ints = NDArray[np.int64]
 
 
 class Rows:
-    """Tensors on the device, int32 but for the tables.
+    """Tensors on the device, int32; tables of int64 are read as well.
 
     starts    [R + 1 or more] first packed token of each row, and the end
     contexts  [R] tokens a row attends to; 0: the row is padding, its output is never written
     tiles     [num_wide + num_narrow, 4]: row, first query token of it, row of `tables`, and for
               narrow tiles how many query tokens are in narrow tiles before it
-    tables    [rows, W] int64
+    tables    [rows, W]
     num_parts query tokens in narrow tiles
     spans     contexts of the narrow rows on the host, queries their tokens; None: only the device
               knows the contexts, and spans holds the largest one possible

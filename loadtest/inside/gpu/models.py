@@ -232,6 +232,7 @@ def new_runner(decoder: Decoder, where: Where, sizes: RunnerSizes) -> CpuRunner 
     if device is None:
         return CpuRunner(ops.for_cpu(), decoder, sizes)
     runner = CudaRunner(device, ops.choose(where.device), decoder, sizes)
+    runner.warm()
     # The pools were made for what will run, so the rest of the memory is free for other steps.
     runner.record(0, show_progress=False)
     return runner

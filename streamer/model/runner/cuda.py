@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from streamer.config import Config
-from streamer.core.plan import Facts, Plan, RowJoin, StepResult
+from streamer.core.plan import OUT_OF_MEMORY, Facts, Plan, RowJoin, StepResult
 from streamer.core.sizes import MAX_SCORED, batched_tokens
 from streamer.errors import InvariantViolated
 from streamer.kernels import ops
@@ -31,7 +31,7 @@ from streamer.model.runner.device import Device, Event
 from streamer.model.runner.inputs import Ints, Rows, StepInputs, step_result
 from streamer.model.runner.interface import CausalModel, RunnerSizes
 from streamer.model.runner.swaps import Swaps
-from streamer.model.sampling.device import DeviceSampler, Draw
+from streamer.model.sampling.device import DeviceSampler, Draw, TokenCounts
 
 if TYPE_CHECKING:
     from streamer.kernels.gpu.decode_step import DecodeStep
@@ -39,23 +39,28 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ALIGNED = 2  # int64 in 16 bytes: a kernel is compiled again for pointers not aligned to that
+WARMED_CONTEXT = 1024  # tokens of a row of the steps that compile kernels
 
 
 class CudaInFlight:
     """A launched plan. `result`: copy of the drawn tokens on its way to the host, None if no row
-    draws; `scores`: the same of Scored.compute, None if no row scores."""
+    draws; `scores`: the same of Scored.compute, None if no row scores; `is_lost`: the device's
+    memory was too little for it."""
 
-    __slots__ = ("_collect", "began", "done", "draw", "inputs", "plan", "result", "scores")
+    __slots__ = (
+        "_collect", "began", "done", "draw", "inputs", "is_lost", "plan", "result", "scores"
+    )  # fmt: skip
 
     def __init__(
-        self, plan: Plan, inputs: StepInputs, draw: Draw | None, began: Event,
+        self, plan: Plan, inputs: StepInputs, began: Event,
         collect: Callable[[CudaInFlight], StepResult],
     ) -> None:  # fmt: skip
         self.plan = plan
         self.inputs = inputs
-        self.draw = draw
+        self.draw: Draw | None = None
         self.began = began
         self.done = began
+        self.is_lost = False
         self.result: torch.Tensor | None = None
         self.scores: torch.Tensor | None = None
         self._collect = collect
@@ -78,6 +83,8 @@ class CudaRunner:
         shape, width, where = sizes.pool_shape(model), sizes.table_width, device.where
         rows, block_size = sizes.max_num_seqs, sizes.block_size
         self._device = device
+        self._kernels = kernels
+        self._sizes = sizes
         self._model = model
         self._pool = kernels.new_pool(sizes.num_blocks, *shape, where)
         host_pool = kernels.new_pool(sizes.num_host_blocks, *shape)
@@ -93,14 +100,36 @@ class CudaRunner:
         self._swaps = Swaps(device, kernels, self._pool, host_pool, self._costs)
         self._launched = 0
         self._fresh: dict[int, int] = {}  # row -> logical block from which its table is to be sent
-        self._joined: list[int] = []  # rows whose progress and token are to be sent
-        self._latest: list[int] = []  # those rows' last tokens
+        self._joined: dict[int, int] = {}  # row whose progress is to be sent -> its last token
         self._chosen: tuple[int, ...] = ()  # the rows that the device decodes
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one KV block, all layers."""
         return self._block_bytes
+
+    @torch.inference_mode()
+    def warm(self) -> None:
+        """Compile every kernel that a step may need, before the first plan, which would wait.
+
+        Prompts of all sizes to a power of two, a decode beside each; the draws of logits as the
+        model gives them and as fp32, which those with bias, mask or penalties are; a copied block.
+        """
+        pool, sizes = self._pool, self._sizes
+        holds = min(sizes.max_model_len, pool.shape[0] * sizes.block_size, WARMED_CONTEXT)
+        count = 1
+        while count <= sizes.max_num_batched_tokens:
+            lens = [*[holds] * (count // holds), *[count % holds] * (count % holds > 0), 1]
+            logits = _prompts(self._model, pool, sizes.block_size, lens, 1)
+            count *= 2
+        slots = self._state.chosen[:1]
+        for has_filters in (False, True):
+            for x in (logits, logits.float()):
+                self._sampler.draw_plain(x, slots, slots.long(), has_filters=has_filters)
+        self._decodes.warm()
+        if pool.shape[0] > 1:
+            ends = torch.tensor([[0], [1]], device=pool.device)
+            self._kernels.copy_blocks(pool, ends[0], ends[1])
 
     @torch.inference_mode()
     def record(self, reserved_bytes: int, show_progress: bool) -> None:
@@ -122,20 +151,26 @@ class CudaRunner:
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> CudaInFlight:
-        """Queue the plan; an exception here ends the engine."""
+        """Queue the plan. Without memory for it its rows fail; other exceptions end the engine."""
         main = self._device.main
         self._update_rows(plan)
         self._swaps.start(plan)
         self._swaps.need(b for join in plan.joins for b in join.blocks)
         self._swaps.need(b for update in plan.tables for b in update.blocks)
         inputs = self._rows.inputs(plan)
-        draw = self._sampler.prepare(inputs.rows, inputs.draw_at) if inputs.rows else None
-        began = main.record()
-        flight = CudaInFlight(plan, inputs, draw, began, self._collect)
-        if inputs.is_steady:
-            self._decode(flight)
-        else:
-            self._mixed(flight)
+        flight = CudaInFlight(plan, inputs, main.record(), self._collect)
+        try:
+            if inputs.rows:
+                flight.draw = self._sampler.prepare(inputs.rows, inputs.draw_at)
+            if inputs.is_steady:
+                self._decode(flight)
+            else:
+                self._mixed(flight)
+        except torch.OutOfMemoryError as error:
+            flight.is_lost = True
+            reason = str(error).splitlines()[0]
+            logger.error("plan %d of %d tokens: %s", plan.number, inputs.num_tokens, reason)
+            self._device.free_bytes()  # gives back what torch keeps and does not use
         flight.done = main.record()
         self._launched = plan.number
         return flight
@@ -147,6 +182,7 @@ class CudaRunner:
     def close(self) -> None:
         """Free pools, graphs and weights, after all queued work."""
         self._device.synchronize()
+        self._model.prepare(self._sizes.limits)  # it drops its graph, which refers to the model
         for name in ("_decodes", "_swaps", "_pool", "_state", "_model", "_sampler"):
             self.__dict__.pop(name, None)
 
@@ -156,6 +192,12 @@ class CudaRunner:
         if not (plan.num_tokens or plan.num_samples):
             self._swaps.wait()  # nothing else is under way: the core waits for a copy
         flight.done.wait()
+        if flight.is_lost:
+            lost = dict.fromkeys(inputs.rows, OUT_OF_MEMORY)
+            chunks = [row for row in inputs.computing.tolist() if row not in lost]
+            return StepResult(
+                plan.number, failed=lost, failed_chunks=dict.fromkeys(chunks, OUT_OF_MEMORY)
+            )
         if inputs.scored is None:  # scoring's time is no prefill cost
             took_s = flight.done.since(flight.began)
             self._costs.saw_step(took_s, inputs.num_tokens, inputs.num_chunk_tokens)
@@ -185,8 +227,7 @@ class CudaRunner:
         self._rows.join(join)
         self._sampler.join(join)
         self._fresh[join.row] = 0
-        self._joined.append(join.row)
-        self._latest.append(join.tokens[-1])
+        self._joined[join.row] = join.tokens[-1]
 
     def _changes(self, inputs: StepInputs) -> tuple[Ints, Ints]:
         """Indices of RowState.flat that change, each once, and their new values."""
@@ -203,20 +244,28 @@ class CudaRunner:
             first = tables + row * width + start
             at.append(np.arange(first, first + len(blocks)))
             to.append(blocks)
-        joined = np.array(self._joined, np.int64)
+        joined = np.array(list(self._joined), np.int64)
         at.append(latest + joined)
-        to.append(np.array(self._latest, np.int64))
+        to.append(np.array(list(self._joined.values()), np.int64))
         # A steady step advances `computed` on the device; for other steps the host sends it.
         moved = joined if inputs.is_steady else np.union1d(joined, inputs.computing)
         at.append(computed + moved)
         done = self._rows.computed(moved)
         to.append(done - np.isin(moved, inputs.computing) if inputs.is_steady else done)
         if inputs.is_steady and inputs.rows is not self._chosen:
-            self._chosen = inputs.rows
             at.append(np.arange(chosen, chosen + size))
             to.append(np.append(inputs.at, np.full(size - len(inputs.at), -1)))
-        self._fresh, self._joined, self._latest = {}, [], []
         return np.concatenate(at), np.concatenate(to)
+
+    def _change(self, inputs: StepInputs, at: torch.Tensor, to: torch.Tensor) -> None:
+        """Write the changes on the device; until here they stay to be sent by a later plan."""
+        self._device.main.run(partial(self._write, at, to))
+        self._fresh, self._joined = {}, {}
+        if inputs.is_steady:
+            self._chosen = inputs.rows
+
+    def _write(self, at: torch.Tensor, to: torch.Tensor) -> None:
+        self._state.flat.index_copy_(0, at, to.int())
 
     def _send(self, parts: Sequence[Ints]) -> list[torch.Tensor]:
         """The parts on the device, after one copy."""
@@ -234,9 +283,9 @@ class CudaRunner:
 
     def _decode(self, flight: CudaInFlight) -> None:
         """Every row decodes, from inputs on the device."""
-        main, changes = self._device.main, self._changes(flight.inputs)
+        changes = self._changes(flight.inputs)
         if len(changes[0]):
-            main.run(partial(self._state.flat.index_copy_, 0, *self._send(changes)))  # type: ignore[arg-type]
+            self._change(flight.inputs, *self._send(changes))
         draw = flight.draw
         if draw is None:
             return
@@ -245,7 +294,7 @@ class CudaRunner:
             logits, tokens = self._decodes.run(len(flight.inputs.rows), draw)
             flight.result = self._device.download(self._sampler.result(draw, logits, tokens))
 
-        main.run(work)
+        self._device.main.run(work)
 
     def _decode_logits(self, step: DecodeStep) -> torch.Tensor:
         return self._model.forward(step.tokens, step.positions, step.batch, self._pool, None)
@@ -256,7 +305,7 @@ class CudaRunner:
         host, owner = inputs.batch, none
         if host is not None:
             owner = np.repeat(inputs.computing, host.query_lens)
-        sent = self._send(
+        where, to, *sent = self._send(
             [
                 *self._changes(inputs),
                 *(none if t is None else t.numpy() for t in (inputs.tokens, inputs.positions)),
@@ -270,13 +319,13 @@ class CudaRunner:
                 none if inputs.scored is None else inputs.scored.targets,
             ]
         )
+        self._change(inputs, where, to)
         self._device.main.run(partial(self._compute_mixed, flight, sent))
 
     def _compute_mixed(self, flight: CudaInFlight, sent: list[torch.Tensor]) -> None:
-        where, to, tokens, positions, slots, owner, computing, last, *drawing, targets = sent
+        tokens, positions, slots, owner, computing, last, *drawing, targets = sent
         inputs, state, draw = flight.inputs, self._state, flight.draw
         at, draw_at, parents = drawing
-        state.flat.index_copy_(0, where, to)
         logits = None
         if inputs.batch is not None:
             width = inputs.batch.block_tables.shape[1]
@@ -299,8 +348,8 @@ class CudaRunner:
             return
         if inputs.parents:
             logits = torch.cat([logits, logits[parents]])
-        drawn = self._sampler.draw(draw, logits, at, draw_at)
-        state.latest.index_copy_(0, at, drawn.clamp(min=0))
+        drawn = self._sampler.draw(draw, logits, at.int(), draw_at)
+        state.latest.index_copy_(0, at, drawn.clamp(min=0).int())
         flight.result = self._device.download(self._sampler.result(draw, logits, drawn))
 
 
@@ -312,28 +361,49 @@ def step_bytes(
     model_limit: int,
     kv_dtype: torch.dtype,
 ) -> int:
-    """Memory that the largest step takes beside weights and pools, by running one."""
-    size, count = config.block_size, batched_tokens(config, "cuda")
+    """Memory that the largest step takes beside weights and pools, by running one: all rows draw,
+    with penalties and log probabilities, whose token counts are included."""
+    count, rows = batched_tokens(config, "cuda"), config.max_num_seqs
     longest = min(count, model_limit)
     lens = [longest] * (count // longest) + [count % longest] * (count % longest > 0)
-    blocks = -(-longest // size)
 
     @torch.inference_mode()
     def work() -> None:
-        there = torch.cat([torch.arange(n, device=device.where) for n in lens])
-        batch = ops.AttentionBatch(
-            query_lens=lens,
-            context_lens=lens,
-            block_tables=torch.arange(blocks, device=device.where).repeat(len(lens), 1),
-            slots=there,  # rows overwrite each other's blocks: the values are not used
-            block_size=size,
-        )
-        last = there[: min(count, config.max_num_seqs + MAX_SCORED)]
-        logits = model.forward(there % model.vocab_size, there, batch, pool, last)
-        logits[: config.max_num_seqs].float().log_softmax(-1)
+        counts = TokenCounts(model.vocab_size, device, rows)
+        num_last = min(count, rows + MAX_SCORED)
+        logits = _prompts(model, pool, config.block_size, lens, num_last)
+        x = logits[:rows, : model.vocab_size].float()
+        at = torch.arange(len(x), device=device.where)
+        counts.penalise(x, at, at, torch.ones(len(x), 1, 3, device=device.where))
+        x.log_softmax(-1)
 
     pool = kernels.new_pool(
-        blocks, model.num_layers, size, model.num_kv_heads, model.head_dim, kv_dtype,
+        -(-longest // config.block_size),
+        model.num_layers,
+        config.block_size,
+        model.num_kv_heads,
+        model.head_dim,
+        kv_dtype,
         device.where,
-    )  # fmt: skip
+    )
     return device.peak_bytes(work)
+
+
+def _prompts(
+    model: CausalModel, pool: torch.Tensor, block_size: int, lens: Sequence[int], num_last: int
+) -> torch.Tensor:
+    """Logits of the first num_last tokens of prompts of these lengths, each from its first token.
+
+    All are stored in the pool's first blocks, where they overwrite each other: no value is used.
+    """
+    where = pool.device
+    there = torch.cat([torch.arange(n, device=where) for n in lens])
+    blocks = torch.arange(-(-max(lens) // block_size), dtype=torch.int32, device=where)
+    batch = ops.AttentionBatch(
+        query_lens=lens,
+        context_lens=lens,
+        block_tables=blocks.repeat(len(lens), 1),
+        slots=there,
+        block_size=block_size,
+    )
+    return model.forward(there % model.vocab_size, there, batch, pool, there[:num_last])

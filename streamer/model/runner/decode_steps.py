@@ -55,6 +55,11 @@ class DecodeSteps:
         """Sizes that were recorded; the others run op by op."""
         return len(self._recorded)
 
+    def warm(self) -> None:
+        """Compile the kernels of a decode that is not recorded, by one of no rows."""
+        for launch in self._launches(self._steps[0]):
+            launch()
+
     def record(self, device: Device, budget_bytes: int, advance: Callable[[], None]) -> None:
         """Record the sizes, largest first, so that the smaller ones fit into its memory.
 

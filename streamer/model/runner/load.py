@@ -85,6 +85,7 @@ def load_runner(
     if device is None:
         return CpuRunner(ops.for_cpu(), model, sizes), info
     runner = CudaRunner(device, kernels, model, sizes)
+    runner.warm()
     if model.is_recordable:
         runner.record(peak, config.load_progress)
     return runner, info

@@ -8,7 +8,6 @@ formulas are sampling/host.py's. Called by runner/cuda.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -32,56 +31,39 @@ Ints = NDArray[np.int64]
 
 
 class TokenCounts:
-    """[P, V] fp32: how often each token was output by the rows with penalties; -1: never seen.
+    """[rows, V] fp32: how often each token was output by a row with penalties; -1: never seen.
 
     Dense, unlike rows.History: a row's 0.6 MB (150,000 tokens) are 0.2 us of the device's memory
-    traffic, and the distinct tokens need no list. The table grows as rows join.
+    traffic, and the distinct tokens need no list. Made whole, so that no row that joins can find
+    the memory taken: 156 MB of 256 rows, which `step_bytes` counts.
     """
 
-    def __init__(self, vocab_size: int, device: Device) -> None:
+    def __init__(self, vocab_size: int, device: Device, rows: int) -> None:
         self._device = device
         self._vocab_size = vocab_size
-        self._counts = torch.empty(0, vocab_size, device=device.where)
-        self._places: dict[int, int] = {}  # row -> its place among P
-        self._free: list[int] = []
+        self._counts = torch.empty(rows, vocab_size, device=device.where)
 
     def join(self, row: int, ids: Ints, counts: NDArray[np.float32]) -> None:
         """The row has these tokens, output `counts` times each."""
-        place = self._free.pop() if self._free else len(self._places)
-        self._places[row] = place
         there = self._device.upload(ids), self._device.upload(counts)
-        self._device.main.run(partial(self._set, place, *there))
+        self._device.main.run(partial(self._set, row, *there))
 
-    def leave(self, row: int) -> None:
-        """Free the row's place, if it has one."""
-        place = self._places.pop(row, None)
-        if place is not None:
-            self._free.append(place)
-
-    def places(self, rows: Sequence[int]) -> Ints:
-        """The rows' places among P."""
-        return np.array([self._places[row] for row in rows], np.int64)
-
-    def penalise(self, x: torch.Tensor, at: torch.Tensor, places: torch.Tensor,
+    def penalise(self, x: torch.Tensor, at: torch.Tensor, rows: torch.Tensor,
                  settings: torch.Tensor) -> None:  # fmt: skip
-        """In place, rows `at` of the logits x [S, V]; settings [n, 1, 3] as in `penalised`."""
-        counts, logits = self._counts[places], x[at]
+        """In place, the logits x [S, V] at `at`, of row slots `rows`; settings [n, 1, 3] as in
+        `penalised`."""
+        counts, logits = self._counts[rows], x[at]
         changed = penalised(logits, counts.clamp(min=0), settings)
         x[at] = torch.where(counts >= 0, changed, logits)
 
-    def add(self, places: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Count a drawn token at each place (a failed row's -1 as token 0, never used)."""
+    def add(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Count a drawn token of each row (a failed row's -1 as token 0, never used)."""
         flat = self._counts.view(-1)
-        at = places * self._vocab_size + tokens.clamp(min=0)
+        at = rows * self._vocab_size + tokens.clamp(min=0)
         flat.index_copy_(0, at, flat[at].clamp(min=0) + 1)
 
-    def _set(self, place: int, ids: torch.Tensor, counts: torch.Tensor) -> None:
-        held = self._counts.shape[0]
-        if place >= held:
-            grown = torch.empty(max(4, 2 * place), self._vocab_size, device=counts.device)
-            grown[:held] = self._counts
-            self._counts = grown
-        self._counts[place].fill_(-1.0).index_copy_(0, ids, counts)
+    def _set(self, row: int, ids: torch.Tensor, counts: torch.Tensor) -> None:
+        self._counts[row].fill_(-1.0).index_copy_(0, ids, counts)
 
 
 class Draw(NamedTuple):
@@ -89,7 +71,7 @@ class Draw(NamedTuple):
 
     bias        indices into the flattened logits, and the values to add
     mask        indices into the flattened logits that become -inf
-    penalties   indices of rows, their places among the TokenCounts, their settings [n, 1, 3]
+    penalties   indices of rows, their row slots, their settings [n, 1, 3]
     logprobs    indices of rows that asked for them
     """
 
@@ -120,7 +102,7 @@ class DeviceSampler:
         self._table = RowTable(max_rows, USE_SAMPLE)
         self._settings = SamplingRows(max_rows, device.where)
         self._sample = sample
-        self._counts = TokenCounts(vocab_size, device)
+        self._counts = TokenCounts(vocab_size, device, max_rows)
         self._has_joined = False  # since the settings were sent
         self._rows: tuple[int, ...] = ()
         self._draw: Draw | None = None  # of those rows, without a mask
@@ -135,7 +117,6 @@ class DeviceSampler:
 
     def leave(self, row: int) -> None:
         self._table.states[row] = None
-        self._counts.leave(row)
         self._draw = None
 
     def prepare(self, rows: tuple[int, ...], positions: Ints) -> Draw:
@@ -165,8 +146,8 @@ class DeviceSampler:
         held = [i for i in layout.edited if layout.states[i].history is not None]
         if held:
             settings = np.array([layout.states[i].penalties for i in held], np.float32)
-            places = self._counts.places([rows[i] for i in held])
-            penalties = upload(np.array(held)), upload(places), upload(settings[:, None])
+            slots_held = np.array([rows[i] for i in held])
+            penalties = upload(np.array(held)), upload(slots_held), upload(settings[:, None])
         return Draw(
             layout=layout,
             has_filters=bool(has_filters),
@@ -188,7 +169,7 @@ class DeviceSampler:
     ) -> torch.Tensor:
         """[S] tokens from logits [S, V or more] as they are; -1 where they are not finite.
 
-        slots, positions  [S], as in kernels/gpu/sampling/sample.py
+        slots int32, positions int64 [S], as in kernels/gpu/sampling/sample.py
         """
         return self._sample(
             logits[:, : self._vocab_size], self._settings, slots, positions, has_filters=has_filters
@@ -213,8 +194,8 @@ class DeviceSampler:
         tokens = self.draw_plain(x, slots, positions, has_filters=draw.has_filters)
         tokens = torch.where(best.isfinite(), tokens, -1)
         if draw.penalties is not None:
-            at, places, _ = draw.penalties
-            self._counts.add(places, tokens[at])
+            at, penalised_rows, _ = draw.penalties
+            self._counts.add(penalised_rows, tokens[at])
         return tokens
 
     def result(self, draw: Draw, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 import torch
 
-from streamer.core.plan import Plan
+from streamer.core.plan import OUT_OF_MEMORY, Plan
 from streamer.core.sampling import SamplingParams
 from streamer.kernels import ops, reference
 from streamer.model.decoder import Decoder
 from streamer.model.runner.costs import Costs
 from streamer.model.runner.swaps import Swaps
+from streamer.model.sampling.device import DeviceSampler
 from tests.kernels.conftest import skip_without_interpreter
 from tests.model.greedy_oracle import Ask, GreedyOracle, mixed_asks
 from tests.model.hand import make_runner
@@ -251,7 +252,7 @@ def test_the_largest_step_is_tried_for_its_memory(
     monkeypatch.setattr(device, "peak_bytes", peak_bytes)
     folder = checkpoint("llama", 1, **TINY, max_position_embeddings=40)
     make_runner(folder, max_num_batched_tokens=100, max_num_seqs=7)
-    assert seen == [(100, [40, 40, 20], 100)]  # every token may be scored
+    assert seen[0] == (100, [40, 40, 20], 100)  # every token may be scored
 
 
 KINDS = [
@@ -334,6 +335,72 @@ def test_a_row_that_is_not_finite_fails_alone(checkpoint: Any, oracle: Any, late
     upto = bad.tokens.index(poison) + 1
     assert engine.tokens["r1", 0] == bad.tokens[:upto]
     assert engine.finishes["r1", 0].detail == "the model's logits are not finite"
+
+
+class PromptDevice(LateDevice):
+    """Work is done when it is queued, as far as events allow: its errors are the launch's."""
+
+    def nudge(self, counts: list[int]) -> None:
+        self.synchronize()
+
+
+@pytest.mark.parametrize("prompt", [3, 40], ids=["drawing", "a chunk that draws nothing"])
+def test_a_step_without_memory_fails_its_rows_alone(
+    checkpoint: Any, oracle: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    late: Late, prompt: int,
+) -> None:  # fmt: skip
+    """The engine goes on: what joins in a later plan gets its own tokens."""
+    folder = checkpoint("llama", 1, **TINY)
+    asks: list[Ask] = [([5, 6, 7], 6), ([9, 8, 7, 6], 6)]
+    monkeypatch.setattr(Where, "make", PromptDevice)
+    engine = SyncEngine(folder, max_num_seqs=2, max_model_len=64, max_num_batched_tokens=16)
+    compute = Decoder.forward
+
+    def forward(self: Decoder, *args: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nand more")
+
+    monkeypatch.setattr(Decoder, "forward", forward)
+    engine.add("lost", list(range(1, prompt + 1)), 6)
+    engine.step()
+    monkeypatch.setattr(Decoder, "forward", compute)
+    for i, (tokens, count) in enumerate(asks):
+        engine.add(f"r{i}", tokens, count)
+    engine.run()
+    assert engine.finishes["lost", 0].detail == OUT_OF_MEMORY
+    assert "Tried to allocate 2.00 GiB" in caplog.text
+    assert [engine.tokens[f"r{i}", 0] for i in range(2)] == [
+        answer.tokens for answer in oracle(folder).answers(asks)
+    ]
+
+
+def test_every_kernel_that_a_step_may_need_is_compiled_before_the_first(
+    checkpoint: Any, monkeypatch: pytest.MonkeyPatch, late: Late
+) -> None:
+    """Prompts of all sizes, draws of both dtypes with filters and without, a copied block."""
+    seen: list[Any] = []
+
+    class Doors(LateDoors):
+        def copy_blocks(self, *args: Any) -> None:
+            seen.append("copy")
+            reference.copy_blocks(*args)
+
+    def forward(self: Decoder, tokens: torch.Tensor, *args: Any) -> torch.Tensor:
+        seen.append(len(tokens))
+        return compute(self, tokens, *args)
+
+    def draw(self: Any, logits: torch.Tensor, slots: torch.Tensor, *args: Any, **more: Any) -> Any:
+        assert slots.dtype is torch.int32
+        seen.append((logits.dtype, more.get("has_filters", True)))
+        return draw_plain(self, logits, slots, *args, **more)
+
+    compute, draw_plain = Decoder.forward, DeviceSampler.draw_plain
+    monkeypatch.setattr(ops, "choose", lambda device: Doors())
+    monkeypatch.setattr(Decoder, "forward", forward)
+    monkeypatch.setattr(DeviceSampler, "draw_plain", draw)
+    folder = checkpoint("llama", 1, **TINY)
+    make_runner(folder, max_num_batched_tokens=40, max_num_seqs=3, dtype="bfloat16")
+    kinds = [(t, f) for t in (torch.bfloat16, torch.float32) for f in (False, True)]
+    assert {2, 3, 5, 9, 17, 33, "copy", *kinds} <= set(seen)
 
 
 def test_decodes_beyond_the_memory_for_graphs_run_op_by_op(

@@ -138,16 +138,15 @@ def test_a_mask_that_leaves_nothing_fails_the_row() -> None:
     same(got, expected)
 
 
-def test_counts_grow_while_steps_are_queued() -> None:
-    """Row slots are taken, freed and counted in stream order, however late the stream is."""
+def test_counts_are_set_while_steps_are_queued() -> None:
+    """Row slots are taken, taken again and counted in stream order, however late the stream is."""
     device = LateDevice(1)
     counts = DeviceSampler(device, LateDoors(), VOCAB, 16)._counts
     for row in range(5):
         counts.join(row, np.array([row, 30]), np.array([1, 2], np.float32))
-    counts.leave(1)
-    counts.join(9, np.array([7]), np.array([0], np.float32))
-    places = torch.from_numpy(counts.places([0, 4, 9]))
-    device.main.run(partial(counts.add, places, torch.tensor([30, 4, -1])))
+    counts.join(1, np.array([7]), np.array([0], np.float32))
+    rows = torch.tensor([0, 4, 1])
+    device.main.run(partial(counts.add, rows, torch.tensor([30, 4, -1])))
     device.synchronize()
-    seen = [{t: c for t, c in enumerate(row) if c >= 0} for row in counts._counts[places].tolist()]
+    seen = [{t: c for t, c in enumerate(row) if c >= 0} for row in counts._counts[rows].tolist()]
     assert seen == [{0: 1, 30: 3}, {4: 2, 30: 2}, {0: 1, 7: 0}]
