@@ -30,7 +30,7 @@ def preempt_for_head(state: State, draft: Draft) -> None:
         return
     while running and (blocks_short > 0 or rows_short > 0):
         candidates = paused if paused and blocks_short > 0 else running
-        victim = choose_victim(candidates, is_outranked=True)
+        victim = choose_victim(candidates, may_be_last=True)
         if victim is None:
             return
         candidates.remove(victim)

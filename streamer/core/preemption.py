@@ -22,11 +22,10 @@ MAX_PREEMPTIONS = 2
 # ---------------------------------------------------------------- which
 
 
-def choose_victim(candidates: Iterable[Request], *, is_outranked: bool = False) -> Request | None:
+def choose_victim(candidates: Iterable[Request], *, may_be_last: bool = False) -> Request | None:
     """The request to preempt among PAUSED and RUNNING ones, or None if none may be.
 
-    is_outranked  a request of better priority than all of them waits: the last running one may be
-                  preempted, and the last to arrive goes first: earlier ones keep their order
+    may_be_last  the last running one may be preempted too: another is admitted in its place
     """
     paused: list[Request] = []
     running: list[Request] = []
@@ -34,9 +33,7 @@ def choose_victim(candidates: Iterable[Request], *, is_outranked: bool = False) 
         (paused if request.status is Status.PAUSED else running).append(request)
     if paused:
         return max(paused, key=lambda r: (r.is_held, *_rank(r)))
-    if is_outranked:
-        return max(running, key=lambda r: (r.add.priority, r.arrival), default=None)
-    if len(running) < 2:
+    if len(running) < (1 if may_be_last else 2):
         return None
     ordinary = [r for r in running if r.evictions < MAX_PREEMPTIONS]
     if ordinary:

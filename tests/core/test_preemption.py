@@ -52,14 +52,15 @@ def test_the_last_running_request_is_never_evicted() -> None:
     assert choose_victim([]) is None
 
 
-def test_to_a_request_of_better_priority_the_last_that_runs_gives_way_juniors_first() -> None:
-    assert choose_victim([only := request(1)], is_outranked=True) is only
-    junior, lowest = request(3, computed=900), request(2, priority=1)
-    assert choose_victim([request(1, computed=1), junior], is_outranked=True) is junior
-    assert choose_victim([junior, lowest], is_outranked=True) is lowest
+def test_to_a_request_of_better_priority_the_last_that_runs_gives_way_in_the_same_order() -> None:
+    assert choose_victim([only := request(1)], may_be_last=True) is only
+    long, short = request(3, computed=900), request(1, computed=5)
+    assert choose_victim([short, long], may_be_last=True) is short
+    lowest = request(2, priority=1)
+    assert choose_victim([short, lowest], may_be_last=True) is lowest
     paused = request(1, paused=True, held=True)
-    assert choose_victim([junior, paused], is_outranked=True) is paused
-    assert choose_victim([], is_outranked=True) is None
+    assert choose_victim([short, paused], may_be_last=True) is paused
+    assert choose_victim([], may_be_last=True) is None
 
 
 def test_swap_and_recompute_are_compared_in_seconds() -> None:
