@@ -122,7 +122,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def columns(kinds: Sequence[int]) -> list[str]:
-    """The engines with so many bits a weight; ours with bfloat16 is always among them."""
+    """The engines with that many bits per weight; ours with bfloat16 is always among them."""
     return [name for name, engine in ENGINES.items() if engine.kind in kinds or name == OURS]
 
 

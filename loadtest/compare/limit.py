@@ -58,7 +58,7 @@ def prefill_s(model: Model, machine: Machine, num_prompts: int, bits: float = BI
 
 
 def _speedup(bits: float) -> float:
-    """Products a second of weights with so many bits, against bfloat16's."""
+    """Products a second of weights with that many bits, against bfloat16's."""
     return 1 if bits == BITS else INT8_SPEEDUP
 
 

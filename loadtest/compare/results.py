@@ -128,7 +128,7 @@ class Results(msgspec.Struct):
         return ideal_tokens_s(shape, median_machine(self.machine), WORKS[work], bits)
 
     def of_kind(self, model: str, kind: int, *, is_ours: bool | None = None) -> list[Engine]:
-        """Engines that have samples of the model with so many bits a weight."""
+        """Engines that have samples of the model with that many bits per weight."""
         names = {s.engine for s in self.samples if s.model == model}
         found = [e for e in ENGINES.values() if e.name in names and e.kind == kind]
         return [e for e in found if is_ours is None or e.is_ours == is_ours]
@@ -273,7 +273,7 @@ def _peak_verdicts(results: Results, engine: Engine, model: str) -> Iterable[Ver
 
 
 def model_rows(results: Results, model: str, kind: int = 16) -> Rows:
-    """Engines with so many bits a weight down, workloads across, medians; a * marks a single round
+    """Engines by bits of a weight down, workloads across, medians; a * marks a single round
     among several."""
     works, engines = results.works, results.of_kind(model, kind)
     heading = [f"{model}, tokens/s" if kind == 16 else f"{model}, {kind} bits, tokens/s", *works]

@@ -95,7 +95,7 @@ describe("maths", () => {
     ["`$x$`", []],
     ["a $ b $ c", []],
     ["```\n$x$\n```", []],
-  ])("%j", (source, wanted) => expect(types(source)).toEqual(wanted));
+  ])("%j", (source, expected) => expect(types(source)).toEqual(expected));
 });
 
 test.each(["\\[", "$$", "$$ x", "\\("])("maths that are never closed take no time: %s", (opening) => {

@@ -243,7 +243,7 @@ test.each([1001, 1006, 1011, 1012, 1013, 1015])("it comes back after %i", async 
   expect(FakeSocket.all).toHaveLength(2);
 });
 
-test.each([1000, 1009, 4400, 4401, 4403, 4429])("it stays away after %i, until it is told", async (code) => {
+test.each([1000, 1009, 4400, 4401, 4403, 4429])("it stays offline after %i, until connect is called", async (code) => {
   client = connected();
   FakeSocket.last.welcome();
   FakeSocket.last.cut(code, "because");
@@ -263,7 +263,7 @@ test("silence is answered with a ping, more of it with another socket", async ()
   expect([first.isClosed, FakeSocket.all.length > 1]).toEqual([true, true]);
 });
 
-test("a key that is wanted or not known locks it, and another opens it", async () => {
+test("a missing or invalid key locks it, and another one opens it", async () => {
   let isKnown = false;
   const states: ConnectionState[] = [];
   const fetch = () => Promise.resolve(isKnown ? Response.json({ ticket: "t", expires_in_s: 30 }) : refusal(401, "invalid_api_key"));

@@ -35,7 +35,7 @@ test("a chat that is deleted while its answer grows is not written again", async
   expect(put).not.toHaveBeenCalled();
 });
 
-test("a full disk is said, until there is room again", async () => {
+test("a full disk is reported, until there is room again", async () => {
   put.mockRejectedValueOnce(new DOMException("", "QuotaExceededError"));
   keepMessage(conversation, message);
   await vi.runAllTimersAsync();

@@ -150,7 +150,7 @@ test("quiet time is not replayed", () => {
   expect(playback.shown).toBe(late);
 });
 
-test("the buffer forgets its oldest, also below a reader who stands there", () => {
+test("the buffer forgets its oldest, also under a paused reader", () => {
   const playback = played(MAX_FRAMES);
   playback.seek(0);
   const next = frameOf(body([0]), 1e6, null);

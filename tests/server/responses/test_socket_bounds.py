@@ -104,7 +104,7 @@ def test_responses_that_have_not_ended_are_bounded(
         assert (error["status"], error["stream_id"]) == (429, "c")
         assert error["error"]["type"] == "rate_limit_error"
         assert "limit is 3" in error["error"]["message"]
-        send(socket, "response.steer", previous_response_id="nobody", input="x")
+        send(socket, "response.steer", previous_response_id="unknown", input="x")
         until(socket, "response.steer.failed")  # the socket is open
         created = until(socket, "response.output_text.delta")[-1]["item_id"]
         send(socket, "response.cancel", response_id=created.replace("msg_", "resp_"))

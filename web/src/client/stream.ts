@@ -152,7 +152,6 @@ export class ResponseStream extends Emitter<StreamEvents> {
 
   // ---------------------------------------------------------------- the client's side
 
-  /** The id that the server assigned. */
   setId(id: string): void {
     if (this.id === id) return;
     this.id = id;

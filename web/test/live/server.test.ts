@@ -188,7 +188,7 @@ describe("where no WebSocket gets through", () => {
     expectCounting(endless);
   });
 
-  test("refusals and forgotten ids are told", async () => {
+  test("refusals and forgotten ids are reported", async () => {
     const client = clientOf(SERVER, { transport: "sse" });
     const refused = client.create({ input: "hi", temperature: -1 });
     const gone = client.resume({ id: "resp_000000000000000000000000" });
@@ -207,7 +207,7 @@ test("a key opens a socket by a ticket; none, or a wrong one, locks it", async (
   expect([stream.status, client.state]).toEqual(["completed", { name: "connected", transport: "websocket" }]);
 });
 
-test("the engine's snapshots come while it works and stop when nobody looks", async () => {
+test("the engine's snapshots come while it works and stop with the last follower", async () => {
   const client = clientOf(SERVER);
   await connected(client);
   const stream = client.create({ input: "count", max_output_tokens: 5000 });

@@ -97,7 +97,6 @@ export function keepSoon(conversation: Conversation, message: Message): void {
   if (!due.has(message)) due.set(message, setTimeout(() => keepQuietly(conversation, message), EVERY_MS));
 }
 
-/** A message was removed. */
 export function dropMessage(conversation: Conversation, { id }: Message): void {
   channel?.postMessage({ type: "message-dropped", conversation: conversation.id, id } satisfies TabMessage);
   void write((store) => store.delete("messages", id));

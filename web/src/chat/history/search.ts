@@ -40,7 +40,6 @@ export function messageWith(conversation: Conversation, words: readonly string[]
   return best;
 }
 
-/** Open a chat at the message found. */
 export function openFound(conversation: Conversation): void {
   const words = wordsOf(query.value);
   const message = words.length > 0 ? messageWith(conversation, words) : null;

@@ -247,7 +247,6 @@ export class Connection extends Emitter<ConnectionEvents> {
     this.#timer = setTimeout(() => void this.#try(), delayMs);
   }
 
-  /** Drop socket and timers. */
   #drop(): void {
     this.#turn += 1;
     clearTimeout(this.#timer);

@@ -15,8 +15,8 @@ const SPANS = [64, 256, 1024, 4096];
 const SEPARATED_FROM = 5; // pixels of a step
 
 export const KIND_TEXT: Record<Kind, string> = {
-  prefill: "prefill (reading the prompt)",
-  decode: "decode (generating)",
+  prefill: "prefill",
+  decode: "decode",
   waiting: "waiting",
   paused: "paused for its reader",
   swapped: "swapped to the host pool",
