@@ -63,6 +63,14 @@ class Fields:
         """A finite number above 0, or None where absent."""
         return None if self._values.get(name) is None else self.number(name)
 
+    def numbers(self, name: str, count: int) -> tuple[float, ...]:
+        """So many finite numbers above 0."""
+        values = self._values.get(name)
+        if not isinstance(values, list) or len(values) != count:
+            raise self._wrong(name, values, f"a list of {count} numbers")
+        each = (Fields({name: value}, self._where).number(name) for value in values)
+        return tuple(each)
+
     def flag(self, name: str, default: bool) -> bool:
         value = self._get(name, default)
         if not isinstance(value, bool):

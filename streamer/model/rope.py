@@ -1,6 +1,6 @@
 """Rotary embedding variants: the config fields, old and new, and their inverse frequencies.
 
-Owns RopeConfig and the arithmetic (default, linear, dynamic, llama3, yarn). The rotation itself is
+Owns RopeConfig and the arithmetic (default, linear, dynamic, llama3, yarn, factors). The rotation itself is
 a kernel. Called by families.py and layers.py.
 """
 
@@ -23,6 +23,7 @@ KNOWN_FIELDS: dict[str, set[str]] = {
     "linear": SCALED,
     "dynamic": SCALED | {"max_position_embeddings"},
     "llama3": SCALED | {"low_freq_factor", "high_freq_factor"},
+    "factors": PLAIN | {"factors"},
     "yarn": SCALED
     | {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
 }
@@ -34,6 +35,7 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     dim               rotated dimensions of a head
     limit             longest context in tokens that it is defined for
     attention_factor  scales cos and sin (YaRN)
+    factors           what each frequency is divided by, dim / 2 of them (GGUF's llama3)
     """
 
     kind: str = "default"
@@ -48,6 +50,7 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     truncate: bool = True
+    factors: tuple[float, ...] = ()
 
 
 def rope_fields(config: dict[str, Any]) -> dict[str, Any]:
@@ -107,6 +110,9 @@ def _scaled(
     replace = msgspec.structs.replace
     if kind == "default":
         return replace(plain, limit=max_positions)
+    if kind == "factors":
+        factors = read.numbers("factors", plain.dim // 2)
+        return replace(plain, kind=kind, factors=factors, limit=max_positions)
     factor = read.number_or_none("factor")
     if kind == "dynamic":
         # Beyond max_position_embeddings its frequencies depend on the longest context so far,
@@ -176,6 +182,8 @@ def inverse_frequencies(rope: RopeConfig) -> torch.Tensor:
     plain = 1.0 / rope.theta ** (torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim)
     if rope.kind == "linear":
         return plain / rope.factor
+    if rope.kind == "factors":
+        return plain / torch.tensor(rope.factors, dtype=torch.float32)
     if rope.kind == "llama3":
         return _llama3(plain, rope)
     if rope.kind == "yarn":

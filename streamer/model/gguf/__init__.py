@@ -1,0 +1,1 @@
+"""GGUF: llama.cpp's file format, read as a checkpoint."""
