@@ -7,8 +7,10 @@ every backend take it. What a code means is `dequantize`, the reference of every
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -41,6 +43,15 @@ class QuantizedWeight:
     def shape(self) -> torch.Size:
         """[N, K]."""
         return self.codes.shape
+
+    def to(self, device: torch.device) -> QuantizedWeight:
+        """The same on another device."""
+        tensors: dict[str, Any] = {
+            field.name: value.to(device)
+            for field in dataclasses.fields(self)
+            if isinstance(value := getattr(self, field.name), torch.Tensor)
+        }
+        return dataclasses.replace(self, **tensors)
 
 
 Weight = torch.Tensor | QuantizedWeight

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from streamer.config import Config
     from streamer.engine.core import ModelInfo, Runner, Tokenizer
+    from streamer.tokenizer.tokenizer import Tokenizer as FolderTokenizer
 
 DEMO_NAME = "streamer-demo"
-# Weights are fetched as safetensors only: nothing is unpickled and no code runs.
+# Weights are fetched as safetensors or GGUF only: nothing is unpickled and no code runs.
 HUB_TEXTS = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "spiece.model")
 
 
@@ -48,11 +49,21 @@ def loaders(config: Config) -> tuple[LoadRunner, LoadTokenizer]:
         return load_runner(_with_folder(config, folder()))
 
     def load_tokenizer() -> Tokenizer:
-        from streamer.tokenizer.tokenizer import Tokenizer as FolderTokenizer
-
-        return FolderTokenizer.from_folder(folder(), config.chat_template)
+        return read_tokenizer(folder(), config.chat_template)
 
     return load, load_tokenizer
+
+
+def read_tokenizer(model: Path, chat_template: str | None = None) -> FolderTokenizer:
+    """The tokenizer of a checkpoint folder or a GGUF file; `chat_template`: a file, instead."""
+    from streamer.tokenizer import gguf
+    from streamer.tokenizer.tokenizer import Tokenizer as FolderTokenizer
+
+    if model.is_dir():
+        return FolderTokenizer.from_folder(model, chat_template)
+    from streamer.model.gguf.header import read_header
+
+    return gguf.from_metadata(read_header(model, gguf.ARRAYS).metadata, chat_template)
 
 
 def _fake_loaders(config: Config) -> tuple[LoadRunner, LoadTokenizer]:
@@ -70,7 +81,9 @@ def _fake_loaders(config: Config) -> tuple[LoadRunner, LoadTokenizer]:
 
 
 def resolve_model(config: Config) -> Path:
-    """The checkpoint folder of a Config: the bundled one, a path, or a hub id, fetched.
+    """The checkpoint of a Config: the bundled folder, a path, or a hub id, fetched.
+
+    A folder, or a GGUF file; `owner/name:Q4_K_M` is the file of that quantization.
 
     Raises ConfigError if there is no such model.
     """
@@ -86,61 +99,84 @@ def resolve_model(config: Config) -> Path:
             raise ConfigError(f"the bundled model is not there: {CHECKPOINT}", param="model")
         return CHECKPOINT
     path = Path(config.model).expanduser()
-    if path.is_dir():
-        return path
     if path.exists():
-        raise ConfigError(
-            f"{config.model} is a file; a model is a folder with config.json, model.safetensors "
-            "and tokenizer.json, or a hub id",
-            param="model",
-        )
+        return path  # what a file is, open_checkpoint says
     if _looks_like_path(config.model):
-        raise ConfigError(f"there is no folder {config.model}", param="model")
+        raise ConfigError(f"there is no folder or file {config.model}", param="model")
     return _fetch(config)
 
 
 def _looks_like_path(model: str) -> bool:
-    """A hub id is `name` or `owner/name`."""
+    """A hub id is `name` or `owner/name`, and a quantization after a colon."""
     return model.startswith((".", "/", "~")) or model.count("/") > 1 or "\\" in model
 
 
 def _fetch(config: Config) -> Path:
-    """A hub id's files, from the cache or the hub; progress bars if wanted, on a terminal.
-
-    Texts come first: a model that can't be served is refused before its weights are fetched, and
-    only weights that will be read are fetched.
-    """
-    from huggingface_hub import snapshot_download
+    """A hub id's files, from the cache or the hub; progress bars if wanted, on a terminal."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
     from rich.console import Console
 
     from streamer.errors import ConfigError
-    from streamer.model.checkpoint import read_config, wanted_weights
-    from streamer.model.inspect import check_config
 
     model = config.model or ""
     is_seen = config.load_progress and Console(stderr=True).is_terminal
     (enable_progress_bars if is_seen else disable_progress_bars)()
-
-    def fetch(names: Iterable[str]) -> Path:
-        return Path(snapshot_download(model, revision=config.revision, allow_patterns=list(names)))
-
+    name, _, quantization = model.partition(":")
     try:
-        folder = fetch(HUB_TEXTS)
-        check_config(read_config(folder))
-        return fetch((*HUB_TEXTS, *wanted_weights(folder)))
+        if quantization:
+            return _fetch_gguf(name, config.revision, quantization)
+        return _fetch_folder(name, config.revision)
     except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as e:
         raise ConfigError(
             f"{model} is not a folder here, and the hub did not provide it: {e}", param="model"
         ) from e
 
 
+def _fetch_folder(model: str, revision: str | None) -> Path:
+    """Texts come first: a model that can't be served is refused before its weights are fetched, and
+    only weights that will be read are fetched.
+    """
+    from huggingface_hub import snapshot_download
+
+    from streamer.model.checkpoint import read_config, wanted_weights
+    from streamer.model.inspect import check_config
+
+    def fetch(names: Iterable[str]) -> Path:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=list(names)))
+
+    folder = fetch(HUB_TEXTS)
+    check_config(read_config(folder))
+    return fetch((*HUB_TEXTS, *wanted_weights(folder)))
+
+
+def _fetch_gguf(model: str, revision: str | None, quantization: str) -> Path:
+    """The one GGUF file of that quantization; of a split one all files, and the first's path."""
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    from streamer.model.gguf.names import choose_file, split_files
+
+    try:
+        siblings = HfApi().model_info(model, revision=revision).siblings or []
+        listed = [file.rfilename for file in siblings]
+    except (HfHubHTTPError, HFValidationError):
+        raise
+    except Exception:  # out of reach, as whatever its HTTP client raises: what the cache has
+        cached = Path(snapshot_download(model, revision=revision, local_files_only=True))
+        listed = [f.relative_to(cached).as_posix() for f in cached.rglob("*.gguf")]
+    chosen = choose_file(listed, model, quantization)
+    folder = snapshot_download(model, revision=revision, allow_patterns=split_files(chosen))
+    return Path(folder, chosen)
+
+
 def _with_folder(config: Config, folder: Path) -> Config:
-    """The Config of that folder, under the name that clients will see."""
+    """The Config of that folder or file, under the name that clients will see."""
     from msgspec.structs import replace
 
+    from streamer.model.gguf.names import model_name
+
     name = config.served_model_name or config.model or DEMO_NAME
-    if Path(name).expanduser().is_dir():
-        name = folder.resolve().name
+    if Path(name).expanduser().exists():
+        name = model_name(folder.resolve().name)
     return replace(config, model=str(folder), served_model_name=name)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from fnmatch import fnmatch
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from streamer.build import resolve_model
 from streamer.config import Config
 from streamer.engine.engine import AsyncEngine
 from streamer.errors import ConfigError, ModelNotSupported
+from streamer.model.checkpoint import open_checkpoint
 
 DEADLINE_S = 30.0
 
@@ -33,16 +35,17 @@ def test_no_model_is_the_bundled_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
         resolve_model(Config())
 
 
-def test_a_file_in_place_of_a_folder_is_called_a_file(tmp_path: Path) -> None:
-    """With what is accepted, also where the name could be a hub id."""
-    (tmp_path / "model.gguf").write_bytes(b"x")
-    with pytest.raises(ConfigError, match=r"model\.gguf is a file; a model is a folder with"):
-        resolve_model(Config(model=str(tmp_path / "model.gguf")))
+def test_a_file_is_a_gguf_or_refused_as_what_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"x")
+    assert resolve_model(Config(model=str(file))) == file
+    with pytest.raises(ModelNotSupported, match=r"model\.gguf is a file, and no GGUF; a model is"):
+        open_checkpoint(file)
 
 
 @pytest.mark.parametrize("model", ["./nothing", "/nothing/here", "~/nothing", "a/b/c"])
 def test_a_path_that_is_not_there_is_never_looked_for_on_the_hub(model: str) -> None:
-    with pytest.raises(ConfigError, match="there is no folder") as refusal:
+    with pytest.raises(ConfigError, match="there is no folder or file") as refusal:
         resolve_model(Config(model=model))
     assert refusal.value.param == "model"
 
@@ -52,6 +55,45 @@ def test_a_hub_id_out_of_reach_is_a_clear_refusal() -> None:
     with pytest.raises(ConfigError, match="the hub did not provide it") as refusal:
         resolve_model(Config(model="nobody/no-such-model", load_progress=False))
     assert refusal.value.param == "model"
+
+
+@pytest.mark.parametrize("is_reached", [True, False])
+def test_the_file_of_a_quantization_is_fetched_or_found_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_reached: bool
+) -> None:
+    """Of a split model all files; nothing else of the repository."""
+    import huggingface_hub
+
+    names = [f"x-Q4_K_M-0000{i}-of-00002.gguf" for i in (1, 2)]
+    asked: list[Any] = []
+
+    class Api:
+        def model_info(self, model: str, revision: str | None) -> Any:
+            if not is_reached:
+                raise ConnectionError("no route")
+            files = [*names, "x-Q8_0.gguf", "config.json"]
+            return SimpleNamespace(siblings=[SimpleNamespace(rfilename=f) for f in files])
+
+    def download(model: str, **given: Any) -> str:
+        asked.append((model, given))
+        return str(tmp_path)
+
+    for name in names:
+        (tmp_path / name).write_bytes(b"")
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    found = resolve_model(Config(model="some/model:q4_k_m", revision="v1"))
+    assert found == tmp_path / names[0]
+    assert asked[-1] == ("some/model", {"revision": "v1", "allow_patterns": names})
+    cached = ("some/model", {"revision": "v1", "local_files_only": True})
+    assert asked[:-1] == ([] if is_reached else [cached])
+    with pytest.raises(ConfigError, match="some/model has no Q5_0, but: "):
+        resolve_model(Config(model="some/model:Q5_0"))
+
+
+def test_a_quantization_out_of_reach_is_a_clear_refusal() -> None:
+    with pytest.raises(ConfigError, match="the hub did not provide it"):
+        resolve_model(Config(model="nobody/no-such-model:Q8_0", load_progress=False))
 
 
 LLAMA = {

@@ -1,7 +1,8 @@
-"""A checkpoint folder as facts: config.json, generation_config.json and the safetensors headers.
+"""A checkpoint as facts: config.json, generation_config.json and the tensors' headers.
 
-Reads no weights, imports no torch, runs no code from the folder (`auto_map` means nothing here).
-Refuses what can't be served with ModelNotSupported; called by inspect.py and loader.py.
+A folder with safetensors, or a GGUF file, of which model/gguf makes the same facts. Reads no
+weights, imports no torch, runs no code from the folder (`auto_map` means nothing here). Refuses
+what can't be served with ModelNotSupported; called by inspect.py and loader.py.
 """
 
 from __future__ import annotations
@@ -15,22 +16,28 @@ from typing import Annotated, Any
 import msgspec
 
 from streamer.errors import ModelNotSupported
+from streamer.model.gguf.header import is_gguf
 
 # All headers of a checkpoint together: 91,000 tensors take 13 MB, each byte some 40 of memory.
 MAX_HEADER_BYTES = 32 << 20
 MAX_JSON_BYTES = 32 << 20  # the index of those 91,000 tensors has 9 MB
 FLOATS = ("F32", "BF16", "F16")  # of dense tensors
 SINGLE_FILE = "model.safetensors"
-OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx")
+OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx")
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
-    """One tensor of the checkpoint; `dtype` is the safetensors name (F32, BF16, F16, ...)."""
+    """One tensor of the checkpoint, in bytes `start` to `end` of its file.
+
+    dtype  as safetensors names it (F32, BF16, F16, ...), or GGUF (Q4_K, ...)
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     file: str
+    start: int
+    end: int
 
     @property
     def num_elements(self) -> int:
@@ -46,18 +53,22 @@ class _HeaderEntry(msgspec.Struct):
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """A folder that can be read: its two configs and every tensor's header, by name."""
+    """A folder or GGUF file that can be read: its two configs and every tensor's header, by name.
+
+    path  the folder or the file; files of tensors lie in it or beside it
+    """
 
     path: Path
     config: dict[str, Any]
     generation: dict[str, Any]
     tensors: dict[str, TensorEntry]
+    is_gguf: bool = False
 
     @property
     def stored_dtype(self) -> str:
-        """The safetensors dtype that holds most of the numbers, of floats where there are some."""
+        """The dtype that holds most of the numbers; of safetensors, of floats where there are some."""
         totals: dict[str, int] = {}
-        dense = [entry for entry in self.tensors.values() if entry.dtype in FLOATS]
+        dense = [e for e in self.tensors.values() if e.dtype in FLOATS and not self.is_gguf]
         for entry in dense or self.tensors.values():
             totals[entry.dtype] = totals.get(entry.dtype, 0) + entry.num_elements
         return max(totals, key=lambda name: totals[name])
@@ -65,10 +76,14 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Read config and headers, or raise ModelNotSupported naming the missing or broken file."""
+    if path.is_file() and is_gguf(path):
+        from streamer.model.gguf.checkpoint import open_gguf
+
+        return open_gguf(path)
     if path.exists() and not path.is_dir():
         raise ModelNotSupported(
-            f"{path} is a file; a model is a folder with config.json, model.safetensors and "
-            "tokenizer.json",
+            f"{path} is a file, and no GGUF; a model is a folder with config.json, "
+            "model.safetensors and tokenizer.json, or a GGUF file",
             param="model",
         )
     if not path.is_dir():
@@ -128,6 +143,12 @@ def _weight_files(path: Path) -> dict[str, set[str] | None]:
                 param="model",
             )
         return dict(files)
+    if files_here := sorted(f.name for f in path.glob("*.gguf")):
+        raise ModelNotSupported(
+            f"{path} has no model.safetensors; a GGUF file is served by its own name: "
+            f"{_some(files_here)}",
+            param="model",
+        )
     others = sorted(f.name for pattern in OTHER_WEIGHTS for f in path.glob(pattern))
     if others:
         raise ModelNotSupported(
@@ -136,7 +157,9 @@ def _weight_files(path: Path) -> dict[str, set[str] | None]:
             param="model",
         )
     raise ModelNotSupported(
-        f"{path} has neither model.safetensors nor model.safetensors.index.json", param="model"
+        f"{path} has neither model.safetensors nor model.safetensors.index.json; a GGUF file of a "
+        "repository is served as REPOSITORY:Q4_K_M",
+        param="model",
     )
 
 
@@ -186,11 +209,15 @@ def _read_header(file: Path, room: int) -> tuple[dict[str, TensorEntry], int]:
             raise ValueError(f"no dtype: {_some(untyped)}")
     except (ValueError, RecursionError) as e:
         raise ModelNotSupported(f"{file} has a broken header: {e!r}", param="model") from e
-    entries = {n: TensorEntry(n, e.dtype, e.shape, file.name) for n, e in header.items()}
-    end = max((e.data_offsets[1] for e in header.values()), default=0)
-    if 8 + length + end != size:
+    begin = 8 + length
+    entries = {
+        n: TensorEntry(n, e.dtype, e.shape, file.name, *(begin + at for at in e.data_offsets))
+        for n, e in header.items()
+    }
+    end = max((e.end for e in entries.values()), default=begin)
+    if end != size:
         raise ModelNotSupported(
-            f"{file} has {size} bytes, its header says {8 + length + end}: an incomplete download?",
+            f"{file} has {size} bytes, its header says {end}: an incomplete download?",
             param="model",
         )
     return entries, length

@@ -1,4 +1,4 @@
-"""Safetensors -> a model that computes: names and shapes first, then tensor by tensor.
+"""Safetensors or GGUF -> a model that computes: names and shapes first, then tensor by tensor.
 
 Keeps no weights afterwards. `check_tensors` refuses leftovers and gaps by name before anything is
 read; `load_decoder` reads, merges, packs and frees layer by layer, so that peak memory is one layer
@@ -7,7 +7,6 @@ above the result. Called by runner/load.py (on the GPU thread) and inspect.py.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -20,10 +19,12 @@ import torch
 from safetensors import safe_open
 
 from streamer.errors import ModelNotSupported
-from streamer.kernels.ops import Backend, QuantizedWeight, Weight
+from streamer.kernels.ops import Backend, Weight
 from streamer.model.checkpoint import FLOATS, Checkpoint, TensorEntry
 from streamer.model.decoder import Decoder
 from streamer.model.families import DecoderConfig, expected_tensors
+from streamer.model.gguf.blocks import scheme_of
+from streamer.model.gguf.source import GgufSource
 from streamer.model.layers import has_bf16
 from streamer.model.quantization.interface import Matrix, Stored
 from streamer.model.quantization.schemes import parse_quantization
@@ -60,7 +61,7 @@ def check_tensors(checkpoint: Checkpoint, config: DecoderConfig) -> dict[str, Ma
     matrices = {}
     for module, stored in _of_modules(checkpoint, shapes.keys(), vectors.keys()).items():
         n, k = shapes[module]
-        scheme = schemes.of(module, stored)
+        scheme = scheme_of(stored) if checkpoint.is_gguf else schemes.of(module, stored)
         tensors = scheme.stored(n, k, stored.keys())
         expected.update({f"{module}.{name}": rule for name, rule in tensors.items()})
         names = {name: f"{module}.{name}" for name in tensors if name in stored}
@@ -135,7 +136,7 @@ def choose_dtype(
     float32; of a quantized checkpoint bfloat16, since the matrices keep fewer bits than that.
     bfloat16 on a CPU that would emulate it becomes float32 too. All are logged.
     """
-    name = STORED.get(stored, "float32") if wanted == "auto" else wanted
+    name = STORED.get(stored, "bfloat16") if wanted == "auto" else wanted
     if name == "float16" and wanted == "auto" and is_quantized:
         logger.warning("the checkpoint's dense tensors are float16, computing in bfloat16")
         name = "bfloat16"
@@ -170,7 +171,11 @@ def load_decoder(
     name = f"Loading {checkpoint.path.name}"
     with (
         progress_bar(name, config.num_layers, "layers", show_progress) as advance,
-        SafetensorsSource(checkpoint, matrices, dtype, device, advance) as source,
+        (
+            GgufSource(checkpoint, config, dtype, device, advance)
+            if checkpoint.is_gguf
+            else SafetensorsSource(checkpoint, matrices, dtype, device, advance)
+        ) as source,
         torch.inference_mode(),
     ):
         return Decoder(kernels, config, source)
@@ -220,7 +225,7 @@ class SafetensorsSource:
             raise ModelNotSupported(f"{module}: {e.message}", param=e.param) from e
         if isinstance(weight, torch.Tensor):
             return weight.to(self.device, self.dtype, copy=True)
-        return _to_device(weight, self.device)
+        return weight.to(self.device)
 
     def layer_done(self) -> None:
         """Advance the progress bar, and unmap the files: pages that were read count as resident."""
@@ -239,17 +244,6 @@ class SafetensorsSource:
             self._files[file] = self._stack.enter_context(handle)
         tensor: torch.Tensor = self._files[file].get_tensor(name)
         return tensor
-
-
-def _to_device(weight: QuantizedWeight, device: torch.device) -> QuantizedWeight:
-    if device.type == "cpu":
-        return weight
-    tensors: dict[str, Any] = {
-        field.name: value.to(device)
-        for field in dataclasses.fields(weight)
-        if isinstance(value := getattr(weight, field.name), torch.Tensor)
-    }
-    return dataclasses.replace(weight, **tensors)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Rotary embedding variants: the config fields, old and new, and their inverse frequencies.
 
-Owns RopeConfig and the arithmetic (default, linear, dynamic, llama3, yarn, factors). The rotation itself is
-a kernel. Called by families.py and layers.py.
+Owns RopeConfig and the arithmetic (default, linear, dynamic, llama3, yarn, factors). The rotation
+itself is a kernel. Called by families.py and layers.py.
 """
 
 from __future__ import annotations

@@ -27,7 +27,19 @@ MAX_TENSORS = 1 << 18
 MAX_DIMS = 4
 MAX_ALIGNMENT = 1 << 16
 
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "B",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _U64 = struct.Struct("<Q")
 
@@ -59,9 +71,25 @@ FORMATS = {
 }
 # Known by name only, for the refusal.
 _OTHERS = {
-    **{9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"},
-    **{21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64"},
-    **{28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4", 41: "Q1_0"},
+    9: "Q8_1",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    23: "IQ4_XS",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    40: "NVFP4",
+    41: "Q1_0",
 }
 
 
@@ -208,14 +236,17 @@ class _Reader:
             raise self._wrong(field, f"its shape is {list(shape)}")
         if shape[-1] % FORMATS[kind].weights:
             each, wide = FORMATS[kind], shape[-1]
-            raise self._wrong(field, f"rows of {wide} are no blocks of {each.weights} ({each.name})")
+            raise self._wrong(
+                field, f"rows of {wide} are no blocks of {each.weights} ({each.name})"
+            )
         return TensorPlace(name, FORMATS[kind], shape, offset)
 
     def _alignment(self, metadata: dict[str, Any]) -> int:
         found = metadata.get("general.alignment", 32)
-        is_power = isinstance(found, int) and found > 0 and found & (found - 1) == 0
+        is_power = isinstance(found, int) and found >= 8 and found & (found - 1) == 0
         if not is_power or found > MAX_ALIGNMENT:
-            raise self._wrong("general.alignment", f"{found} is no power of 2 to {MAX_ALIGNMENT}")
+            why = f"{str(found)[:100]} is no power of 2 from 8 to {MAX_ALIGNMENT}"
+            raise self._wrong("general.alignment", why)
         return int(found)
 
     def _checked(self, places: list[TensorPlace], alignment: int) -> tuple[TensorPlace, ...]:

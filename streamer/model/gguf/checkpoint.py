@@ -1,0 +1,104 @@
+"""A GGUF file, or the files of a split one, as a Checkpoint with the names safetensors would have.
+
+Reads headers, and of the tensors only Llama 3's rotary factors. Called by model/checkpoint.py.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+from streamer.errors import ModelNotSupported
+from streamer.model.checkpoint import Checkpoint, TensorEntry
+from streamer.model.gguf.config import ROPE_FACTORS, config_of, generation_of, tensor_name
+from streamer.model.gguf.header import Header, TensorPlace, read_header
+from streamer.model.gguf.names import split_files
+
+END_KEYS = ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type")
+MAX_FACTORS = 4096
+
+
+def open_gguf(path: Path) -> Checkpoint:
+    """The checkpoint of a file, or of a split one's first; ModelNotSupported names the field."""
+    first = read_header(path, END_KEYS)
+    headers = {path.name: first} | _others(path, first)
+    tensors: dict[str, TensorEntry] = {}
+    factors: list[float] = []
+    for file, header in headers.items():
+        for place in header.tensors:
+            if place.name == ROPE_FACTORS:
+                factors = _read_factors(path.parent / file, place)
+                continue
+            name = tensor_name(place.name)
+            if name in tensors:
+                raise ModelNotSupported(
+                    f"{file}: tensor {place.name}: it is stated twice", param=place.name
+                )
+            end = place.start + place.num_bytes
+            tensors[name] = TensorEntry(
+                name, place.format.name, place.shape, file, place.start, end
+            )
+    if not tensors:
+        raise ModelNotSupported(f"{path} holds no tensors", param="tensor_count")
+    shapes = {name: entry.shape for name, entry in tensors.items()}
+    config = config_of(first.metadata, shapes, factors)
+    return Checkpoint(path, config, generation_of(first.metadata), tensors, is_gguf=True)
+
+
+def _others(path: Path, first: Header) -> dict[str, Header]:
+    """Headers of the other files of a split model, by name; none where there is one file."""
+    count = _number(first, "split.count", 1)
+    files = split_files(path.name)
+    if count <= 1 and len(files) == 1:
+        return {}
+    if count != len(files):
+        raise ModelNotSupported(
+            f"{path.name}: split.count: {count} files, the name says {len(files)}",
+            param="split.count",
+        )
+    if path.name != files[0]:
+        raise ModelNotSupported(
+            f"{path.name} is one of {count} files of a model; name the first, {files[0]}",
+            param="model",
+        )
+    if missing := [name for name in files if not (path.parent / name).is_file()]:
+        raise ModelNotSupported(
+            f"{path.parent} lacks {len(missing)} of {count} files: {', '.join(missing[:8])}",
+            param="model",
+        )
+    found = {name: read_header(path.parent / name) for name in files[1:]}
+    for number, (name, header) in enumerate([(path.name, first), *found.items()]):
+        for key, wanted in (("split.no", number), ("split.count", count)):
+            if (stated := _number(header, key)) != wanted:
+                raise ModelNotSupported(f"{name}: {key}: {stated}, not {wanted}", param=key)
+    stated = _number(first, "split.tensors.count")
+    held = len(first.tensors) + sum(len(header.tensors) for header in found.values())
+    if stated != held:
+        raise ModelNotSupported(
+            f"{path.name}: split.tensors.count: {stated}, the files hold {held}",
+            param="split.tensors.count",
+        )
+    return found
+
+
+def _number(header: Header, key: str, default: int | None = None) -> int:
+    value: Any = header.metadata.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ModelNotSupported(f"{key}: {str(value)[:100]} is no whole number", param=key)
+    return value
+
+
+def _read_factors(file: Path, place: TensorPlace) -> list[float]:
+    if place.format.name != "F32" or len(place.shape) != 1 or place.shape[0] > MAX_FACTORS:
+        raise ModelNotSupported(
+            f"{file.name}: tensor {place.name}: {place.format.name} {list(place.shape)} "
+            "instead of one float32 for each rotary frequency",
+            param=place.name,
+        )
+    with file.open("rb") as f:
+        f.seek(place.start)
+        raw = f.read(place.num_bytes)
+    if len(raw) != place.num_bytes:
+        raise ModelNotSupported(f"{file.name} was cut while it was read", param=place.name)
+    return list(struct.unpack(f"<{place.shape[0]}f", raw))

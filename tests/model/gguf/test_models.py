@@ -1,0 +1,150 @@
+"""Models from GGUF files that the gguf package wrote: logits as transformers' own."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from streamer.errors import ModelNotSupported
+from streamer.kernels import reference
+from streamer.kernels.ops import for_cpu
+from streamer.model.checkpoint import open_checkpoint
+from streamer.model.gguf.header import FORMATS, read_header
+from streamer.model.inspect import recognize
+from streamer.model.loader import load_decoder
+from tests.checkpoints import reference_logits, reference_model
+from tests.model.gguf_files import Kind, write_gguf
+from tests.model.hand import paged_logits
+from tests.model.test_decoder import random_tokens
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "initializer_range": 0.05,
+}
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def mixed(name: str) -> Kind:
+    """As Q4_K_M mixes: Q6_K where it matters most."""
+    is_finer = "v_proj" in name or "down_proj" in name or "embed" in name
+    return Kind.Q6_K if is_finer else Kind.Q4_K
+
+
+def all_formats(name: str) -> Kind:
+    """Every format somewhere in one model."""
+    every = [gguf.GGMLQuantizationType(kind) for kind in FORMATS]
+    return every[sum(name.encode()) % len(every)]
+
+
+def load(file: Path, kernels: Any = reference, dtype: str = "float32") -> Any:
+    known = recognize(open_checkpoint(file), dtype)
+    assert known.decoder is not None
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    return load_decoder(
+        kernels, known.checkpoint, known.decoder, dtypes[known.dtype], show_progress=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture", "kind_of", "more"),
+    [
+        ("llama", "llama", lambda name: Kind.Q8_0, {"tie_word_embeddings": True}),
+        ("llama", "llama", all_formats, {"attention_bias": True, "num_hidden_layers": 4}),
+        ("mistral", "llama", mixed, {"head_dim": 128}),
+        ("qwen2", "qwen2", mixed, {}),
+        ("qwen3", "qwen3", mixed, {"head_dim": 64, "tie_word_embeddings": True}),
+    ],
+)
+def test_logits_are_transformers_on_the_dequantized_weights(
+    checkpoint: Any,
+    tmp_path: Path,
+    family: str,
+    architecture: str,
+    kind_of: Any,
+    more: dict[str, Any],
+) -> None:
+    """In the reference's fp32 to rounding; with the native kernels within their own."""
+    folder = Path(shutil.copytree(checkpoint(family, 1, **{**SIZES, **more}), tmp_path / "m"))
+    file = write_gguf(folder, tmp_path / "m.gguf", kind_of, architecture=architecture)
+    tokens = random_tokens(40, 3)
+    wanted = reference_logits(reference_model(folder), tokens)
+    assert error(paged_logits(load(file), tokens), wanted) < 1e-4
+    assert error(paged_logits(load(file, for_cpu()), tokens), wanted) < 0.05
+
+
+def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Root of the mean square, of the difference over that of what is wanted."""
+    return float((got - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
+
+
+def test_llama3s_stretched_rope_is_read_from_its_factors(checkpoint: Any, tmp_path: Path) -> None:
+    made = checkpoint("llama", 1, **SIZES, rope_parameters=LLAMA3)
+    folder = Path(shutil.copytree(made, tmp_path / "m"))
+    turns = 64 * 10000.0 ** (-np.arange(0, 64, 2) / 64) / (2 * np.pi)
+    kept = np.clip((turns - 1.0) / 3.0, 0, 1)
+    factors = 1 / ((1 - kept) / 8.0 + kept)
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
+
+    file = write_gguf(folder, tmp_path / "m.gguf", add=add)
+    tokens = random_tokens(300, 3)  # far enough for the slow frequencies to matter
+    wanted = reference_logits(reference_model(folder), tokens)
+    assert error(paged_logits(load(file), tokens), wanted) < 1e-4
+
+
+def test_a_split_model_is_read_from_its_first_file(checkpoint: Any, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoint("llama", 1, **SIZES), tmp_path / "m"))
+    write_gguf(folder, tmp_path / "m.gguf", split_max_tensors=8)
+    files = sorted(tmp_path.glob("m-*.gguf"))
+    assert len(files) == 3
+    tokens = random_tokens(20, 3)
+    wanted = reference_logits(reference_model(folder), tokens)
+    assert error(paged_logits(load(files[0]), tokens), wanted) < 1e-4
+
+    with pytest.raises(ModelNotSupported, match=r"name the first, m-00001-of-00003\.gguf"):
+        open_checkpoint(files[1])
+    third = files[2].read_bytes()
+    files[2].write_bytes(files[1].read_bytes())
+    with pytest.raises(ModelNotSupported, match=r"00003-of-00003\.gguf: split\.no: 1, not 2"):
+        open_checkpoint(files[0])
+    files[2].write_bytes(third[:-64])
+    with pytest.raises(ModelNotSupported, match="an incomplete download"):
+        open_checkpoint(files[0])
+    files[2].unlink()
+    with pytest.raises(ModelNotSupported, match=r"lacks 1 of 3 files: m-00003-of-00003\.gguf"):
+        open_checkpoint(files[0])
+
+
+def test_loading_leaves_the_file_as_it_was(checkpoint: Any, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoint("llama", 1, **SIZES), tmp_path / "m"))
+    file = write_gguf(folder, tmp_path / "m.gguf")
+    before = file.read_bytes()
+    load(file)
+    assert file.read_bytes() == before
+
+
+def test_a_file_cut_after_it_was_opened_is_refused(checkpoint: Any, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoint("llama", 1, **SIZES), tmp_path / "m"))
+    file = write_gguf(folder, tmp_path / "m.gguf")
+    known = recognize(open_checkpoint(file), "float32")
+    assert known.decoder is not None
+    with file.open("rb+") as f:
+        f.truncate(read_header(file).tensors[4].start)
+    with pytest.raises(ModelNotSupported, match="was cut while it was read"):
+        load_decoder(reference, known.checkpoint, known.decoder, torch.float32, show_progress=False)

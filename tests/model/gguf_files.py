@@ -1,0 +1,131 @@
+"""GGUF files for the tests, written by the `gguf` package from checkpoints of tests/checkpoints.py.
+
+`write_gguf` converts as llama.cpp's converter does (its names, its order of rotated rows), and puts
+into the checkpoint's folder the weights that the file really holds, as the package dequantizes
+them: transformers' model of that folder is the oracle.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+Kind = gguf.GGMLQuantizationType
+
+
+def quantized(dense: np.ndarray, kind: Kind, rng: np.random.Generator) -> np.ndarray:
+    """Bytes of a matrix in a format; where the package has no quantizer, random blocks."""
+    try:
+        return gguf.quants.quantize(dense, kind)
+    except NotImplementedError:
+        return random_blocks(dense.shape, kind, rng)
+
+
+def random_blocks(shape: Sequence[int], kind: Kind, rng: np.random.Generator) -> np.ndarray:
+    """Blocks of random codes, with scales that make weights of about the size of trained ones."""
+    weights, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    raw = rng.integers(0, 256, (shape[0], shape[1] // weights, num_bytes), dtype=np.uint8)
+    halves = {
+        Kind.Q2_K: {80: 0.01, 82: 0.01},
+        Kind.Q3_K: {108: 0.004},
+        Kind.Q4_K: {0: 0.0008, 2: 0.006},
+        Kind.Q5_K: {0: 0.0004, 2: 0.006},
+        Kind.Q6_K: {208: 0.0002},
+        Kind.IQ4_NL: {0: 0.003},
+    }[kind]
+    for at, scale in halves.items():
+        values = (rng.uniform(0.5, 1.5, raw.shape[:2]) * scale).astype(np.float16)
+        raw[..., at : at + 2] = values[..., None].view(np.uint8)
+    return raw.reshape(shape[0], -1)
+
+
+def paired(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of a projection as llama.cpp rotates them: halves of a head become pairs."""
+    split = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
+    return split.swapaxes(1, 2).reshape(rows.shape)
+
+
+def write_gguf(
+    folder: Path,
+    file: Path,
+    kind_of: Callable[[str], Kind] = lambda name: Kind.Q8_0,
+    *,
+    architecture: str = "llama",
+    seed: int = 0,
+    add: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+    split_max_tensors: int = 0,
+) -> Path:
+    """The folder's model as a GGUF file; kind_of gives a matrix's format by its usual name."""
+    config = json.loads((folder / "config.json").read_text())
+    writer = gguf.GGUFWriter(str(file), architecture, split_max_tensors=split_max_tensors)
+    add_config(writer, config)
+    add(writer)
+    if "tokenizer.ggml.tokens" not in writer.kv_data[0]:
+        add_bytes(writer, config["vocab_size"])
+    rng = np.random.default_rng(seed)
+    arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    held = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        dense = tensor.float().numpy()
+        target = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        heads = None
+        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+            of = "num_attention_heads" if "q_proj" in name else "num_key_value_heads"
+            heads = config[of]
+        if dense.ndim == 1:
+            writer.add_tensor(target, dense if heads is None else paired(dense, heads))
+            held[name] = tensor
+            continue
+        kind = kind_of(name)
+        raw = quantized(dense, kind, rng)
+        back = gguf.quants.dequantize(raw, kind).reshape(dense.shape)
+        held[name] = torch.from_numpy(np.ascontiguousarray(back))
+        if heads is not None:  # a permutation of rows is one of rows of blocks
+            raw = paired(raw, heads)
+        writer.add_tensor(target, np.ascontiguousarray(raw), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    save_file(held, folder / "model.safetensors", {"format": "pt"})
+    return file
+
+
+def add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    if head_dim := config.get("head_dim"):
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+
+
+def add_bytes(writer: gguf.GGUFWriter, vocab_size: int = 256) -> None:
+    """A vocabulary of single bytes, and one merge in place of a byte that no text has."""
+    tokens = [*gguf_alphabet()[:255], "He", *(f"<unused{i}>" for i in range(vocab_size - 256))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens[:vocab_size])
+    writer.add_token_types([1] * vocab_size)
+    writer.add_token_merges(["H e"])
+    writer.add_eos_token_id(2)
+
+
+def gguf_alphabet() -> list[str]:
+    """GPT-2's characters, by byte."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = iter(range(256, 512))
+    return [chr(b) if b in visible else chr(next(hidden)) for b in range(256)]
