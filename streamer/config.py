@@ -74,7 +74,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     model: Annotated[
         str | None,
         Meta(
-            description="checkpoint folder, GGUF file or hub id; the bundled model if absent; fake: no model"
+            description="a folder, a GGUF file or a hub id; the bundled model if absent; fake: none"
         ),
     ] = None
     served_model_name: Annotated[

@@ -66,7 +66,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
     @property
     def stored_dtype(self) -> str:
-        """The dtype that holds most of the numbers; of safetensors, of floats where there are some."""
+        """The dtype of most numbers; in safetensors, of those that are floats if there are any."""
         totals: dict[str, int] = {}
         dense = [e for e in self.tensors.values() if e.dtype in FLOATS and not self.is_gguf]
         for entry in dense or self.tensors.values():

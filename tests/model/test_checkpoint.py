@@ -60,7 +60,11 @@ def write_header(file: Path, header: bytes, length: int | None = None) -> None:
 
 BREAKS: list[tuple[str, Callable[[Path], object], str]] = [
     ("gone", lambda f: shutil.rmtree(f), "does not exist"),
-    ("a file", lambda f: (shutil.rmtree(f), f.write_text("")), "is a file, and no GGUF; a model is a folder"),
+    (
+        "a file",
+        lambda f: (shutil.rmtree(f), f.write_text("")),
+        "is a file, and no GGUF; a model is a folder",
+    ),
     ("no config", lambda f: (f / "config.json").unlink(), "no config.json"),
     ("bad config", lambda f: (f / "config.json").write_text("{"), "can't be read as JSON"),
     ("list config", lambda f: (f / "config.json").write_text("[]"), "no JSON object"),

@@ -38,7 +38,7 @@ def test_a_checkpoint_without_quantization_is_dense() -> None:
 
 def test_a_matrix_that_is_stored_dense_is_dense() -> None:
     """Writers match the names of modules that they skip each in their own way."""
-    entry = TensorEntry("x", "BF16", (8, 8), "model.safetensors")
+    entry = TensorEntry("x", "BF16", (8, 8), "model.safetensors", 0, 128)
     assert schemes("awq").of(UP, {"weight": entry}) is DENSE
     assert schemes("awq").of(UP, {}).name == "AWQ, 4 bits, groups of 128"
 
