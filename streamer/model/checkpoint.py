@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import msgspec
 
 from streamer.errors import ModelNotSupported
+from streamer.model.gguf.checkpoint import open_gguf
 from streamer.model.gguf.header import is_gguf
 
 # All headers of a checkpoint together: 91,000 tensors take 13 MB, each byte some 40 of memory.
@@ -77,9 +78,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
 def open_checkpoint(path: Path) -> Checkpoint:
     """Read config and headers, or raise ModelNotSupported naming the missing or broken file."""
     if path.is_file() and is_gguf(path):
-        from streamer.model.gguf.checkpoint import open_gguf
-
-        return open_gguf(path)
+        return _of_gguf(path)
     if path.exists() and not path.is_dir():
         raise ModelNotSupported(
             f"{path} is a file, and no GGUF; a model is a folder with config.json, "
@@ -109,6 +108,17 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not tensors:
         raise ModelNotSupported(f"{path} holds safetensors files without tensors", param="model")
     return Checkpoint(path, config, generation, tensors)
+
+
+def _of_gguf(path: Path) -> Checkpoint:
+    facts = open_gguf(path)
+    entries = {
+        name: TensorEntry(
+            name, p.format.name, p.shape, file, start=p.start, end=p.start + p.num_bytes
+        )
+        for name, (file, p) in facts.places.items()
+    }
+    return Checkpoint(path, facts.config, facts.generation, entries, is_gguf=True)
 
 
 def read_config(path: Path) -> dict[str, Any]:

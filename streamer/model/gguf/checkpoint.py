@@ -1,4 +1,4 @@
-"""A GGUF file, or the files of a split one, as a Checkpoint with the names safetensors would have.
+"""A GGUF file, or the files of a split one, as a checkpoint's facts, with safetensors' names.
 
 Reads headers, and of the tensors only Llama 3's rotary factors. Called by model/checkpoint.py.
 """
@@ -9,8 +9,9 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from streamer.errors import ModelNotSupported
-from streamer.model.checkpoint import Checkpoint, TensorEntry
 from streamer.model.gguf.config import ROPE_FACTORS, config_of, generation_of, tensor_name
 from streamer.model.gguf.header import Header, TensorPlace, read_header
 from streamer.model.gguf.names import split_files
@@ -19,11 +20,22 @@ END_KEYS = ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type")
 MAX_FACTORS = 4096
 
 
-def open_gguf(path: Path) -> Checkpoint:
-    """The checkpoint of a file, or of a split one's first; ModelNotSupported names the field."""
+class GgufFacts(msgspec.Struct, frozen=True):
+    """What config.json, generation_config.json and headers of safetensors would have said.
+
+    places  of the tensors, by their usual names: the file's name, and where in it
+    """
+
+    config: dict[str, Any]
+    generation: dict[str, Any]
+    places: dict[str, tuple[str, TensorPlace]]
+
+
+def open_gguf(path: Path) -> GgufFacts:
+    """The facts of a file, or of a split one's first; ModelNotSupported names the field."""
     first = read_header(path, END_KEYS)
     headers = {path.name: first} | _others(path, first)
-    tensors: dict[str, TensorEntry] = {}
+    places: dict[str, tuple[str, TensorPlace]] = {}
     factors: list[float] = []
     for file, header in headers.items():
         for place in header.tensors:
@@ -31,19 +43,16 @@ def open_gguf(path: Path) -> Checkpoint:
                 factors = _read_factors(path.parent / file, place)
                 continue
             name = tensor_name(place.name)
-            if name in tensors:
+            if name in places:
                 raise ModelNotSupported(
                     f"{file}: tensor {place.name}: it is stated twice", param=place.name
                 )
-            end = place.start + place.num_bytes
-            tensors[name] = TensorEntry(
-                name, place.format.name, place.shape, file, place.start, end
-            )
-    if not tensors:
+            places[name] = (file, place)
+    if not places:
         raise ModelNotSupported(f"{path} holds no tensors", param="tensor_count")
-    shapes = {name: entry.shape for name, entry in tensors.items()}
+    shapes = {name: place.shape for name, (_, place) in places.items()}
     config = config_of(first.metadata, shapes, factors)
-    return Checkpoint(path, config, generation_of(first.metadata), tensors, is_gguf=True)
+    return GgufFacts(config, generation_of(first.metadata), places)
 
 
 def _others(path: Path, first: Header) -> dict[str, Header]:
