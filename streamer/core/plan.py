@@ -292,7 +292,7 @@ class StepStats(msgspec.Struct, frozen=True):
     """Counts after a step: requests by status, blocks by state, and running totals.
 
     blocks_cached, host_blocks_cached  free ones whose content can still be matched
-    swap_s                             seconds of swap copies, as Facts tells them
+    swap_s                             seconds of swap copies
     """
 
     waiting: int = 0

@@ -55,7 +55,8 @@ class PoolView(msgspec.Struct, frozen=True):
 class SequenceView(msgspec.Struct, frozen=True):
     """One choice and its page table.
 
-    tokens, computed  known tokens, and those whose KV is (or will be, by launched plans) there
+    tokens            known tokens
+    computed          those of them whose KV is (or will be, by launched plans) there
     blocks            device block ids in order, 4 bytes each, little-endian (base64 in JSON); cut
                       off beyond what a view may carry: num_blocks counts all
     host_blocks       likewise while it is swapped out
@@ -71,7 +72,7 @@ class SequenceView(msgspec.Struct, frozen=True):
 
 
 class RequestView(msgspec.Struct, frozen=True):
-    """A live request. The steps call it by its `number`.
+    """A live request; steps refer to it by its `number`.
 
     preemptions     times it lost its blocks, running or paused
     queue_position  0: next to be admitted; None: not queued
@@ -91,12 +92,13 @@ class RequestView(msgspec.Struct, frozen=True):
 
 
 class StepView(msgspec.Struct, frozen=True):
-    """One step: who computed how much, and what else happened, by the requests' numbers.
+    """One step: what it computed and moved, by the requests' numbers.
 
     prefilled    (request, tokens): several known tokens at once, recomputed ones too
     decoded      one token each; a request is there once a choice
     admitted     took rows, new or again
-    preempted    (request, "swap" or "recompute");  finished (request, reason), once a choice
+    preempted    (request, "swap" or "recompute")
+    finished     (request, reason), once a choice
     swapped_out, swapped_in, copied   blocks
     others       entries of the lists above that belong to other keys
     """
@@ -118,7 +120,7 @@ class StepView(msgspec.Struct, frozen=True):
 class SchedulerView(msgspec.Struct, frozen=True):
     """The scheduler at one moment.
 
-    requests   those of the query's owners, at most MAX_LISTED of each
+    requests   those of the caller's key, at most 256
     unlisted   every other live request, counted by status
     steps      recorded since the last view; a number that is missing was not recorded
     owner_of   number of each listed or recorded request -> its salt; not for the wire

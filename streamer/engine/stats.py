@@ -88,13 +88,15 @@ class PhaseTallies:
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The engine now.
 
-    state            "new", "loading", "ready", "draining", "dead" or "closed"
-    step             the scheduler's counts after the last step
-    live_streams     requests that have not ended;  waiting those of them that never ran
-    paused_streams   held because their reader is behind, or by `pause`
-    retained_streams finished ones kept for late readers, retained_bytes in all
-    submitted, finished, cancelled, failed   requests since the start
-    max_loop_lag_s   from a step's wake-up to the loop's turn, the largest of the last LAG_WINDOW_S
+    state             "new", "loading", "ready", "draining", "dead" or "closed"
+    step              the scheduler's counts after the last step
+    live_streams      requests that have not ended
+    waiting           those of them that have not run yet
+    paused_streams    paused because their reader is behind, or by `pause`
+    retained_streams  finished ones that are kept for later readers
+    retained_bytes    of all retained ones
+    submitted, finished, cancelled, failed  requests since the start
+    max_loop_lag_s    seconds from a step's end to its delivery, the largest of the last seconds
     """
 
     state: str

@@ -85,7 +85,7 @@ def deadline_of(scope: Scope, *, is_whole: bool) -> float | None:
         if seconds > 0:
             found.append(seconds)
         elif name == DEADLINE:
-            raise InvalidRequest(f"{name}: seconds above 0 are wanted", param=name)
+            raise InvalidRequest(f"{name}: expected seconds above 0", param=name)
     return min(*found, MAX_DEADLINE_S) if found else None
 
 
@@ -188,19 +188,19 @@ class Admission:
             if any(getattr(each, name) for name in LIMITED)
         }
 
-    def priority(self, tenant: str, wanted: int | None = None) -> int:
+    def priority(self, tenant: str, requested: int | None = None) -> int:
         """The priority of a request of this key; InvalidRequest for one below the key's own.
 
         Lower runs first: a client may put its requests behind those of others, never before.
         """
         own = self._priorities[tenant]
-        if wanted is not None and wanted < own:
+        if requested is not None and requested < own:
             raise InvalidRequest(
-                f"priority {wanted} would run before others: this key's requests may have "
+                f"priority {requested} would run before others: this key's requests may have "
                 f"{own} or more",
                 param="priority",
             )
-        return own if wanted is None else wanted
+        return own if requested is None else requested
 
     def enter(self, tenant: str) -> None:
         """Count a request when it comes; RateLimited if the key can have none now."""

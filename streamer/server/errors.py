@@ -17,7 +17,7 @@ MAX_MESSAGE: Final = 1000  # characters of a message
 
 
 class ApiError(msgspec.Struct, frozen=True):
-    """OpenAI's error object."""
+    """An error: what is wrong, the field at fault and a code for programs."""
 
     message: str
     type: str

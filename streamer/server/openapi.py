@@ -6,6 +6,7 @@ from what the server does. A new route is a line in ROUTES; a test compares it w
 
 from __future__ import annotations
 
+import inspect
 import re
 from functools import cache
 from typing import Any, Final
@@ -25,19 +26,19 @@ SSE_TYPE, JSON_TYPE = "text/event-stream", "application/json"
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """What every error looks like."""
+    """An error."""
 
     error: ApiError
 
 
 class ModelList(msgspec.Struct, frozen=True, tag_field="object", tag="list"):
-    """What is served."""
+    """The names of the served model."""
 
     data: list[models.Model]
 
 
 class Version(msgspec.Struct, frozen=True):
-    """Of the server."""
+    """The version of the server."""
 
     version: str
 
@@ -49,7 +50,7 @@ class Alive(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """Requests are taken."""
+    """The model is loaded and requests are accepted."""
 
     status: str
     model: str
@@ -61,15 +62,19 @@ STATUSES: Final = {
     401: "no API key, or one that is not known",
     403: "an Origin or Host that is not allowed here",
     404: "there is no such model, response or part of the page",
-    409: "not now: the same request may succeed later",
+    408: "the body came too slowly",
     413: "the body is too large",
-    429: "this key's share is used up: see Retry-After",
+    414: "the request's target is too long",
+    429: "the limit of this key is reached: see Retry-After",
+    431: "the request's headers are too large",
     500: "the request failed inside the engine",
     503: "loading, overloaded, shutting down or dead: see Retry-After",
+    504: "the answer was not complete at the request's deadline",
 }
-OPEN: Final = (403, 503)
+OPEN: Final = (403, 414, 431, 503)
 KEYED: Final = (401, *OPEN)
-POSTED: Final = (400, 404, 413, 429, 500, *KEYED)
+POSTED: Final = (400, 404, 408, 413, 429, 500, *KEYED)
+ANSWERED: Final = (*POSTED, 504)
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -113,7 +118,7 @@ ROUTES: Final = (
         fields=chat.FIELDS,
         answer=chat_types.ChatCompletion,
         is_streamed=True,
-        statuses=POSTED,
+        statuses=ANSWERED,
     ),
     Route(
         "POST",
@@ -123,7 +128,7 @@ ROUTES: Final = (
         fields=completions.FIELDS,
         answer=completions.Completion,
         is_streamed=True,
-        statuses=POSTED,
+        statuses=ANSWERED,
     ),
     Route(
         "GET",
@@ -141,12 +146,12 @@ ROUTES: Final = (
         fields=responses.FIELDS,
         answer=response_types.Response,
         is_streamed=True,
-        statuses=POSTED,
+        statuses=ANSWERED,
     ),
     Route(
         "POST",
         "/v1/responses/compact",
-        "Not supported: the error says what to do instead",
+        "Not supported; the error says what to do instead",
         answer=ErrorBody,
         success=400,
     ),
@@ -171,14 +176,14 @@ ROUTES: Final = (
     Route(
         "DELETE",
         "/v1/responses/{id}",
-        "Forget a response; a live one is cancelled first",
+        "Delete a response; a running one is cancelled first",
         answer=response_types.Deleted,
         statuses=(404, *KEYED),
     ),
     Route(
         "POST",
         "/v1/responses/{id}/cancel",
-        "End a response",
+        "Cancel a response",
         answer=response_types.Response,
         statuses=_BY_ID,
     ),
@@ -208,7 +213,7 @@ ROUTES: Final = (
         answer=tokenizing.Detokenized,
         statuses=POSTED,
     ),
-    Route("GET", "/v1/models", "What is served", answer=ModelList),
+    Route("GET", "/v1/models", "List the served model's names", answer=ModelList),
     Route("GET", "/v1/models/{model}", "One model", answer=models.Model, statuses=(404, *KEYED)),
     Route(
         "POST",
@@ -216,7 +221,7 @@ ROUTES: Final = (
         "A ticket with which a browser opens one socket",
         body=TicketRequest,
         answer=TicketAnswer,
-        statuses=(400, 413, 429, *KEYED),
+        statuses=(400, 408, 413, 429, *KEYED),
     ),
     Route(
         "GET",
@@ -233,7 +238,7 @@ ROUTES: Final = (
     Route("GET", "/metrics", "Prometheus metrics", media="text/plain"),
     Route("GET", "/openapi.json", "This document"),
     Route("GET", "/", "The page", media="text/html", statuses=(304, *OPEN)),
-    Route("GET", "/assets/{name}", "A part of the page", media="*/*", statuses=(304, 403, 404)),
+    Route("GET", "/assets/{name}", "A part of the page", media="*/*", statuses=(304, 404, *OPEN)),
 )
 
 
@@ -244,6 +249,8 @@ def document(root_path: str = "", has_keys: bool = False) -> bytes:
     schemas, components = msgspec.json.schema_components(
         types, ref_template="#/components/schemas/{name}"
     )
+    for schema in components.values():
+        _describe_fields(schema)
     schema_of = dict(zip(types, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for route in ROUTES:
@@ -262,6 +269,16 @@ def document(root_path: str = "", has_keys: bool = False) -> bytes:
     return encode(built)
 
 
+def _describe_fields(schema: dict[str, Any]) -> None:
+    """Move what a Struct's docstring says of its fields to the fields."""
+    text, _, notes = inspect.cleandoc(schema.get("description", "")).partition("\n\n")
+    schema["description"] = " ".join(text.split())
+    for names, note in re.findall(r"^(\w+(?:, \w+)*)  +(.*(?:\n +.*)*)", notes, re.MULTILINE):
+        for name in names.split(", "):
+            if name in schema["properties"]:
+                schema["properties"][name]["description"] = " ".join(note.split())
+
+
 def _described(route: Route, schema_of: dict[Any, Any]) -> dict[str, Any]:
     schema = {} if route.answer is None else schema_of[route.answer]
     if route.media != JSON_TYPE:
@@ -271,7 +288,7 @@ def _described(route: Route, schema_of: dict[Any, Any]) -> dict[str, Any]:
         content[SSE_TYPE] = {}  # OpenAPI 3.1 can't describe the events of a stream
     error = {JSON_TYPE: {"schema": schema_of[ErrorBody]}}
     responses: dict[str, Any] = {
-        str(route.success): {"description": "as asked for", "content": content}
+        str(route.success): {"description": "the answer", "content": content}
     }
     for status in sorted(route.statuses):
         responses[str(status)] = {"description": STATUSES[status]}
@@ -304,4 +321,4 @@ def _refusals(fields: Table) -> str:
     names = sorted(n for n, r in fields.items() if r.harmless is not None)
     if not names:
         return "Unknown fields are ignored."
-    return f"Refused unless they ask for nothing: {', '.join(names)}. Unknown fields are ignored."
+    return f"Refused unless null or without effect: {', '.join(names)}. Unknown fields are ignored."

@@ -163,7 +163,7 @@ def _check_key(headers: Headers, keys: Sequence[bytes]) -> str:
         is_known |= hmac.compare_digest(key, token)
     if not (is_known and token):
         raise NotAuthenticated(
-            "this server wants an API key: Authorization: Bearer KEY"
+            "this server requires an API key: Authorization: Bearer KEY"
             if not token
             else "the API key is not known here"
         )

@@ -26,11 +26,11 @@ MAX_TICKETS: Final = 1024  # of all keys
 
 
 class TicketRequest(msgspec.Struct):
-    """The body of POST /v1/tickets: `{}`."""
+    """An empty object."""
 
 
 class TicketAnswer(msgspec.Struct, frozen=True):
-    """The answer of POST /v1/tickets."""
+    """A ticket: offered as the subprotocol `streamer.ticket.TICKET`, it opens one WebSocket."""
 
     ticket: str
     expires_in_s: int = TICKET_S

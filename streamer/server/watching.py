@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 
 
 class EngineBody(msgspec.Struct, frozen=True, tag_field="object", tag="engine"):
-    """The answer, and each event: `engine` counts, `scheduler` shows pools, requests and steps."""
+    """The engine now.
+
+    engine     its state and counts
+    scheduler  block pools, requests and steps
+    """
 
     model: str
     engine: Snapshot

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -115,6 +116,18 @@ def test_the_document_is_whole(server: Running) -> None:
     keyed = openapi.document("/below", True)
     assert b'"servers":[{"url":"/below"}]' in keyed
     assert b'"securitySchemes"' in keyed
+
+
+def test_descriptions_are_for_its_readers() -> None:
+    """One line for each Struct; what it says of a field is the field's own description."""
+    schemas = json.loads(openapi.document())["components"]["schemas"]
+    assert all("\n" not in schema["description"] for schema in schemas.values())
+    assert schemas["Snapshot"]["properties"]["retained_bytes"]["description"]
+    assert schemas["PoolView"]["properties"]["cells"]["description"].startswith("a byte a cell")
+
+
+def test_every_status_of_the_document_is_one_of_a_route() -> None:
+    assert {s for route in openapi.ROUTES for s in route.statuses} == openapi.STATUSES.keys()
 
 
 def test_it_requires_the_key(server_with: Any) -> None:

@@ -97,17 +97,15 @@ FIELDS: Final[Table] = {
 
 
 class TextPart(msgspec.Struct):
-    """The one kind of content part this server reads.
+    """A part of a message's content: text alone is read."""
 
-    type  a field, not a tag: msgspec takes an object without the tag where no other is expected
-    """
-
+    # no tag: msgspec takes an object without the tag where no other is expected
     type: Literal["text"]
     text: str
 
 
 class ChatMessage(msgspec.Struct):
-    """One message. The fields of tool calls and other media are refused by name."""
+    """A message. Tool calls and media other than text are refused by name."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
@@ -169,14 +167,14 @@ def opened(body: Opening, messages: list[dict[str, Any]]) -> tuple[list[dict[str
     *before, last = messages
     if last["role"] != "assistant" or not before:
         raise InvalidRequest(
-            "continue_final_message wants messages of which the last is the assistant's",
+            "continue_final_message requires messages of which the last is the assistant's",
             param="continue_final_message",
         )
     return before, True, last["content"]
 
 
 class ChatRequest(PromptFields, kw_only=True):
-    """The body of POST /v1/chat/completions, the honoured fields."""
+    """A conversation to continue, and how: the fields that have an effect."""
 
     messages: list[ChatMessage]
     max_tokens: int | None = None

@@ -12,7 +12,7 @@ from streamer.server.openai.common import ChatLogprob, PromptLogprobs, Usage
 
 
 class Logprobs(msgspec.Struct, frozen=True):
-    """`logprobs` of a chat choice."""
+    """Log probabilities of a choice's tokens."""
 
     content: list[ChatLogprob]
     refusal: None = None
@@ -50,7 +50,7 @@ class Chunk(msgspec.Struct, frozen=True, tag_field="object", tag="chat.completio
 
 
 class Message(msgspec.Struct, frozen=True):
-    """The assistant's message of a whole answer."""
+    """The assistant's message."""
 
     content: str
     role: str = "assistant"
@@ -58,7 +58,7 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """One choice of a whole answer."""
+    """One of the `n` answers."""
 
     index: int
     message: Message
@@ -69,7 +69,7 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, tag_field="object", tag="chat.completion"):
-    """The whole answer."""
+    """A whole chat completion."""
 
     id: str
     created: int

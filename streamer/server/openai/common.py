@@ -105,25 +105,29 @@ class PromptFields(Body, kw_only=True):
 
         context  tokens of the model's context;  max_tokens  of the answer; None: room for one
         """
-        wanted = self.truncate_prompt_tokens
-        if wanted is None:
+        keep = self.truncate_prompt_tokens
+        if keep is None:
             return None
-        if wanted != -1 and not 0 < wanted <= context:
+        if keep != -1 and not 0 < keep <= context:
             raise InvalidRequest(
-                f"truncate_prompt_tokens is -1 or from 1 to {context}, got {wanted}",
+                f"truncate_prompt_tokens is -1 or from 1 to {context}, got {keep}",
                 param="truncate_prompt_tokens",
             )
-        if wanted == -1:
+        if keep == -1:
             return max(1, context - (max_tokens or 1))
-        return wanted
+        return keep
 
 
 class StreamOptions(msgspec.Struct):
-    """`stream_options`: the usage chunk, vLLM's usage on every chunk; no obfuscation.
+    """What a stream has besides its text.
 
-    include_event_ids  ours: an `id:` line on every event, by which the stream can be resumed. Not
-                       unasked: many readers know `data: ` lines alone (vllm bench, llmperf)
+    include_usage           a last chunk with the usage
+    continuous_usage_stats  the usage so far on every chunk
+    include_obfuscation     not supported
+    include_event_ids       an `id:` line on every event, by which the stream can be resumed
     """
+
+    # Not without a request for it: many readers know `data: ` lines alone (vllm bench, llmperf).
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -207,7 +211,7 @@ def _check_extras(body: SamplingFields) -> None:
 
 
 class PromptDetails(msgspec.Struct, frozen=True):
-    """Prompt tokens whose KV was already there."""
+    """Prompt tokens that were found in the prefix cache."""
 
     cached_tokens: int
 
@@ -266,7 +270,7 @@ def by_choice(deltas: Sequence[Delta], n: int) -> list[list[Delta]]:
 
 
 class TopLogprob(msgspec.Struct, frozen=True, gc=False):
-    """One alternative of a drawn token."""
+    """One of the most probable tokens at a position."""
 
     token: str
     bytes: list[int]
@@ -274,7 +278,7 @@ class TopLogprob(msgspec.Struct, frozen=True, gc=False):
 
 
 class ChatLogprob(msgspec.Struct, frozen=True, gc=False):
-    """A drawn token with its alternatives, as chat and responses write it."""
+    """A token of the answer and the most probable ones at its position."""
 
     token: str
     bytes: list[int]
@@ -314,7 +318,7 @@ def chat_logprobs(logprobs: Sequence[TokenLogprob], text: TokenText) -> list[Cha
 
 
 class PromptLogprob(msgspec.Struct, frozen=True):
-    """vLLM's entry of a prompt's token; `rank` where it is among the best that were asked for."""
+    """A token of the prompt; `rank` where it is among the requested most probable ones."""
 
     logprob: float
     rank: int | None

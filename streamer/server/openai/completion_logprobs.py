@@ -15,11 +15,11 @@ from streamer.server.openai.common import LOGPROB_FLOOR, TokenText, show
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """One entry a token; a prompt's first one has neither probability nor alternatives.
+    """Log probabilities, an entry for each token; a prompt's first token has none.
 
     text_offset   characters of the choice's text before the token
-    top_logprobs  the best tokens and, as OpenAI promises, always the token itself; of tokens that
-                  are written alike the better one
+    top_logprobs  the most probable tokens and the token itself; of tokens that are written alike
+                  the more probable one
     """
 
     text_offset: list[int]

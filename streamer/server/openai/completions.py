@@ -62,7 +62,7 @@ FIELDS: Final[Table] = {
 
 
 class CompletionRequest(PromptFields, kw_only=True):
-    """The body of POST /v1/completions, the honoured fields."""
+    """Texts to continue, and how: the fields that have an effect."""
 
     prompt: str | list[str | int | tuple[int, ...]]  # a million lists take 0.3 s, tuples 0.03
     max_tokens: int | None = None
@@ -153,9 +153,11 @@ READER: Final = Reader({CompletionRequest: FIELDS})
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """One choice, in a chunk or a whole answer. seed is here when there are several prompts.
+    """One of the answers, or in a stream what a chunk adds to it.
 
-    stop_reason, prompt_logprobs  vLLM's; with its end, and in a whole answer
+    seed             where there are several prompts
+    stop_reason      the stop string or token that ended it
+    prompt_logprobs  in a whole answer
     """
 
     index: int
@@ -170,7 +172,7 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class Completion(msgspec.Struct, frozen=True, tag_field="object", tag="text_completion"):
-    """text_completion, chunk and whole."""
+    """A completion, whole or a chunk of its stream."""
 
     id: str
     created: int

@@ -130,9 +130,9 @@ class Reader(Generic[T]):
         whole = {_with_known(kind, table, is_packed): kind for kind, table in tables.items()}
         self._plain: Mapping[Any, type[T]] = {w: kind for w, kind in whole.items() if w is not kind}
         self._tables = tables
-        wanted: Any = Union[tuple(whole)]  # noqa: UP007
+        union: Any = Union[tuple(whole)]  # noqa: UP007
         codec = msgspec.msgpack if is_packed else msgspec.json
-        self._decode = codec.Decoder(wanted).decode
+        self._decode = codec.Decoder(union).decode
 
     def decode(self, data: bytes | str) -> T:
         """The typed body; InvalidRequest whose `param` is the path of the first field at fault."""

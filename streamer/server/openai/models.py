@@ -13,7 +13,10 @@ from streamer.server.openai.common import encode
 
 
 class Model(msgspec.Struct, frozen=True, tag_field="object", tag="model"):
-    """OpenAI's model object; max_model_len is vLLM's extra that load tools read."""
+    """A model that is served.
+
+    max_model_len  the longest context, in tokens
+    """
 
     id: str
     created: int

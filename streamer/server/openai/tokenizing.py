@@ -26,11 +26,13 @@ DETOKENIZE_FIELDS: Final[Table] = {}
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """The body of POST /tokenize: a prompt or messages.
+    """A prompt or messages whose token ids are requested.
 
-    add_special_tokens     of a prompt; a chat template writes its own
-    add_generation_prompt, continue_final_message, chat_template_kwargs  of messages
-    return_token_strs      each token's text as well, as log probabilities write it
+    add_special_tokens      of a prompt; a chat template writes its own
+    add_generation_prompt   of messages: whether the answer is begun
+    continue_final_message  of messages: whether the last is the beginning of the answer
+    chat_template_kwargs    of messages: variables of the chat template
+    return_token_strs       each token's text as well, as log probabilities write it
     """
 
     prompt: str | None = None
@@ -46,7 +48,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
         """The messages for the chat template; None where there is a prompt instead."""
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest(
-                "one of prompt and messages is wanted, and only one",
+                "exactly one of prompt and messages is required",
                 param="prompt" if self.messages is None else "messages",
             )
         if self.messages is None:
@@ -60,7 +62,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
-    """The body of POST /detokenize."""
+    """Token ids whose text is requested."""
 
     tokens: list[int]
     model: str | None = None
@@ -71,7 +73,10 @@ DETOKENIZE: Final = Reader({DetokenizeRequest: DETOKENIZE_FIELDS})
 
 
 class Tokenized(msgspec.Struct, frozen=True):
-    """The answer of POST /tokenize; max_model_len is the context length in tokens."""
+    """Token ids and their number.
+
+    max_model_len  the longest context, in tokens
+    """
 
     count: int
     max_model_len: int
@@ -80,7 +85,7 @@ class Tokenized(msgspec.Struct, frozen=True):
 
 
 class Detokenized(msgspec.Struct, frozen=True):
-    """The answer of POST /detokenize."""
+    """The text of the token ids."""
 
     prompt: str
 

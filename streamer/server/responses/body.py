@@ -73,13 +73,13 @@ class InputText(msgspec.Struct, tag="input_text", tag_field="type"):
 
 
 class OutputText(msgspec.Struct, tag="output_text", tag_field="type"):
-    """Text of an earlier answer, sent back."""
+    """Text of an earlier answer."""
 
     text: str
 
 
 class InputItem(msgspec.Struct):
-    """A message of the input, or by its `id` one of an earlier response or of that one's input."""
+    """A message of the input; or a reference by `id` to an earlier response's message or input."""
 
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: str | list[InputText | OutputText] | None = None
@@ -92,7 +92,7 @@ class InputItem(msgspec.Struct):
         for name in names:
             if getattr(self, name) is None:
                 raise InvalidRequest(
-                    f"{path}.{name} is wanted", param=f"{path}.{name}", code="missing_field"
+                    f"{path}.{name} is required", param=f"{path}.{name}", code="missing_field"
                 )
 
     @property
@@ -109,20 +109,24 @@ class InputItem(msgspec.Struct):
 
 
 class CreateOptions(msgspec.Struct):
-    """`stream_options` of a response: its one known option only at its default."""
+    """Options of a stream; obfuscation is not supported."""
 
     include_obfuscation: bool | None = None
 
 
 class Fork(msgspec.Struct):
-    """`fork`: continue the parent's answer after its first `at` tokens and `text`."""
+    """Continue the previous response's answer from the middle.
+
+    at    the number of its tokens that are kept
+    text  goes after them, before what is generated
+    """
 
     at: int
     text: str | None = None
 
 
 class ResponseCreate(Body, kw_only=True):
-    """The body of a response, the honoured fields."""
+    """An input to respond to, and how: the fields that have an effect."""
 
     input: str | list[InputItem] | None = None
     instructions: str | None = None
@@ -148,7 +152,7 @@ class ResponseCreate(Body, kw_only=True):
         if self.input is None:
             if self.fork is not None:
                 return []
-            raise InvalidRequest("input is wanted", param="input", code="missing_field")
+            raise InvalidRequest("input is required", param="input", code="missing_field")
         if isinstance(self.input, str):
             return [InputItem("user", self.input)]
         if not 0 < len(self.input) <= MAX_ITEMS:
@@ -188,7 +192,7 @@ class ResponseCreate(Body, kw_only=True):
         if self.fork.at < 0:
             raise InvalidRequest(f"fork.at is 0 or more, got {self.fork.at}", param="fork.at")
         if self.generate is False:
-            raise InvalidRequest("fork goes on: it wants generate", param="generate")
+            raise InvalidRequest("fork continues an answer: it requires generate", param="generate")
 
     @property
     def names(self) -> dict[str, str]:

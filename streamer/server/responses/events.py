@@ -90,9 +90,9 @@ def blank_response(
 class ResponseEvents:
     """Builds the events of one response in order, those after number `after`.
 
-    number  the last sequence number given out, or passed over
-    lane    echoed as stream_id by every event
-    wanted  LOGPROBS, TOKEN_IDS: which of those that the body asks for this reader gets
+    number   the last sequence number given out, or passed over
+    lane     echoed as stream_id by every event
+    include  LOGPROBS, TOKEN_IDS: which of those that the body requests this reader gets
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class ResponseEvents:
         after: int = -1,
         lane: str | None = None,
         is_extended: bool = False,
-        wanted: frozenset[str] = EVERYTHING,
+        include: frozenset[str] = EVERYTHING,
     ) -> None:
         context = self._context = context_of(stream)
         self._stream = stream
@@ -111,8 +111,8 @@ class ResponseEvents:
         self._is_extended = is_extended
         self._after = self.number = after
         self._lane: str | UnsetType = UNSET if lane is None else lane
-        self._has_ids = bool(context.body.return_token_ids) and TOKEN_IDS in wanted
-        self._has_logprobs = LOGPROBS in wanted
+        self._has_ids = bool(context.body.return_token_ids) and TOKEN_IDS in include
+        self._has_logprobs = LOGPROBS in include
         self._item_id = item_id(stream.request_id)
         self._is_silent = context.body.generate is False
         # Whether every token is on an event, of this reader or of another.

@@ -177,7 +177,7 @@ class Lanes:
     def cancel(self, response_id: str | None) -> None:
         """response.cancel: idempotent; a create waiting for its lane is removed from the queue."""
         if response_id is None:
-            raise InvalidRequest("response.cancel wants a response_id", param="response_id")
+            raise InvalidRequest("response.cancel requires a response_id", param="response_id")
         if response_id in self._starting:
             self._starting[response_id] = True
             return
@@ -355,7 +355,7 @@ class Lanes:
             after=after,
             lane=lane,
             is_extended=self._is_extended,
-            wanted=settings.wanted,
+            include=settings.include,
         )
         is_behind = stream.num_output_tokens > 0
         attached = Attached(

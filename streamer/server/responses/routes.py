@@ -107,7 +107,9 @@ class ResponseRoutes:
         asked = await service.read(request, RESPONSE)
         body = asked.body
         if body.background and body.store is False:
-            raise InvalidRequest("background wants store: its answer is read later", param="store")
+            raise InvalidRequest(
+                "background requires store: its answer is read later", param="store"
+            )
         stream = await respond(service, asked, new_id("resp_"))
         answer = ResponseAnswer(self._events(stream), stream)
         if body.stream:

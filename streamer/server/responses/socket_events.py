@@ -36,12 +36,12 @@ class Settings(msgspec.Struct, frozen=True):
 
     window    output tokens that a reader may lag
     detach_s  seconds that a response outlives its last reader
-    wanted    LOGPROBS, TOKEN_IDS: which of those that a body asks for are sent on this socket
+    include   LOGPROBS, TOKEN_IDS: which of those that a body requests are sent on this socket
     """
 
     window: int
     detach_s: float
-    wanted: frozenset[str] = EVERYTHING
+    include: frozenset[str] = EVERYTHING
 
 
 # ---------------------------------------------------------------- client events
@@ -120,7 +120,7 @@ class Update(_Event, kw_only=True, tag="session.update"):
         return Settings(
             settings.window if self.window is None else self.window,
             settings.detach_s if self.detach_s is None else self.detach_s,
-            settings.wanted if self.include is None else frozenset(self.include),
+            settings.include if self.include is None else frozenset(self.include),
         )
 
 

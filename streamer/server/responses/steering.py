@@ -51,7 +51,7 @@ class Steer(msgspec.Struct, frozen=True):
 def read_steer(event: SteerEvent, size: int, decode: Decode) -> Steer:
     """The checked input: a text, or messages of the user; InvalidRequest otherwise."""
     if not event.input:
-        raise InvalidRequest("response.steer wants input", param="input")
+        raise InvalidRequest("response.steer requires input", param="input")
     given = event.input.copy()  # alone, without the event around it
     try:
         found: str | list[_Message] = decode(given, type=str | list[_Message])

@@ -13,7 +13,7 @@ from streamer.server.openai.common import ChatLogprob
 
 
 class InputDetails(msgspec.Struct, frozen=True):
-    """Input tokens by where they came from."""
+    """Input tokens: those found in the prefix cache, and those written to it."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
@@ -36,7 +36,7 @@ class ResponseUsage(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True, tag="output_text"):
-    """An output_text part."""
+    """Text of the answer."""
 
     text: str
     annotations: tuple[()] = ()
@@ -44,7 +44,7 @@ class Part(msgspec.Struct, frozen=True, tag="output_text"):
 
 
 class Item(msgspec.Struct, frozen=True, tag="message"):
-    """The one output item: the assistant's message."""
+    """The assistant's message."""
 
     id: str
     status: str
@@ -53,7 +53,7 @@ class Item(msgspec.Struct, frozen=True, tag="message"):
 
 
 class Reasoning(msgspec.Struct, frozen=True):
-    """No reasoning settings are honoured."""
+    """Reasoning settings: always null, none has an effect."""
 
     effort: None = None
     summary: None = None
@@ -64,15 +64,16 @@ class TextFormat(msgspec.Struct, frozen=True, tag="text"):
 
 
 class TextConfig(msgspec.Struct, frozen=True):
-    """What the text is."""
+    """The format of the text: always plain."""
 
     format: TextFormat = TextFormat()
 
 
 class Response(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="response"):
-    """OpenAI's response object, with what Open Responses wants of it; `seed` is ours.
+    """A response.
 
-    completed_at  unix seconds, of a response that is completed
+    completed_at  unix seconds; null unless it is completed
+    seed          of the random draws: the same seed gives the same answer
     """
 
     id: str
@@ -206,14 +207,14 @@ def type_of(event: Event) -> str:
 
 
 class Deleted(msgspec.Struct, frozen=True, tag_field="object", tag="response"):
-    """The answer to DELETE."""
+    """A response that was deleted."""
 
     id: str
     deleted: bool = True
 
 
 class InputTokens(msgspec.Struct, frozen=True, tag_field="object", tag="response.input_tokens"):
-    """The length of a prompt."""
+    """The number of tokens of a prompt."""
 
     input_tokens: int
 

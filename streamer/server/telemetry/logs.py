@@ -173,8 +173,8 @@ class LineHandler(logging.Handler):
             if self._num_lost:
                 text, args = "%d lines were lost: the log was not read", (self._num_lost,)
                 self._num_lost = 0
-                told = log.makeRecord(log.name, logging.WARNING, __file__, 0, text, args, None)
-                return self.format(told).encode() + b"\n"
+                record = log.makeRecord(log.name, logging.WARNING, __file__, 0, text, args, None)
+                return self.format(record).encode() + b"\n"
             self._thread = None
             self._state.notify_all()
             return b""
@@ -213,13 +213,13 @@ def _log_what_is_printed_or_raised() -> None:
     """Log prints, lines of libraries with handlers of their own, and uncaught exceptions."""
     uncaught = logging.getLogger("uncaught")
 
-    def told(args: Any) -> None:
+    def report(args: Any) -> None:
         if args.exc_type is SystemExit:
             return  # a thread may end with it
         trace = args.exc_type, args.exc_value, args.exc_traceback
         uncaught.critical("%s", getattr(args, "err_msg", None) or "exception", exc_info=trace)
 
     sys.excepthook = lambda *trace: uncaught.critical("exception", exc_info=trace)
-    threading.excepthook = sys.unraisablehook = told
+    threading.excepthook = sys.unraisablehook = report
     sys.stdout = Printed("stdout", logging.INFO, sys.stdout.fileno())
     sys.stderr = Printed("stderr", logging.WARNING, sys.stderr.fileno())

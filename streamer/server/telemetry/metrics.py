@@ -110,7 +110,7 @@ class Metrics:
     def refused(self, error: StreamerError) -> None:
         """Count and log a request that was answered with an error and never ran."""
         self._refused.labels(error.code or error.type).inc()
-        self._refusals.told(error)
+        self._refusals.count(error)
 
     def resumed(self, status: str) -> None:
         """Count a reader that came back to a response and found it "live", "finished" or "gone"."""

@@ -42,7 +42,7 @@ class Refusals:
         self._clock = clock
         self._second, self._num_lines, self._num_unlogged = -1, 0, 0
 
-    def told(self, error: StreamerError) -> None:
+    def count(self, error: StreamerError) -> None:
         """Log a refusal, or count it for the next line."""
         second = int(self._clock())
         if second != self._second:

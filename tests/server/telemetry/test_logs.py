@@ -177,7 +177,7 @@ def test_refusals_are_lines_and_a_flood_of_them_is_counted(
     refusals = Refusals(lambda: next(clock))
     with caplog.at_level(logging.INFO, "streamer.refused"):
         for _ in range(REFUSALS_A_SECOND + 4):
-            refusals.told(NotFound("no model\n'x'" + "y" * 9000, param="model"))
+            refusals.count(NotFound("no model\n'x'" + "y" * 9000, param="model"))
     lines = [record.args[0] for record in caplog.records if isinstance(record.args, tuple)]
     assert len(lines) == REFUSALS_A_SECOND + 1
     assert all(isinstance(line, Refused) and len(line.error) == 500 for line in lines)
