@@ -112,7 +112,7 @@ def _looks_like_path(model: str) -> bool:
 
 
 def _fetch(config: Config) -> Path:
-    """A hub id's files, from the cache or the hub; progress bars if wanted, on a terminal."""
+    """A hub id's files, from the cache or the hub; progress bars if requested, on a terminal."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
     from rich.console import Console

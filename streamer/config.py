@@ -147,7 +147,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = None
     api_key: Annotated[
         tuple[Annotated[str, Meta(min_length=1)], ...],
-        Meta(description="keys that clients may use; none: no key is asked for"),
+        Meta(description="keys that clients may use; none: no key is required"),
     ] = ()
     allowed_origins: Annotated[
         tuple[str, ...], Meta(description="Origins allowed besides the server's own")

@@ -41,7 +41,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """One choice. `logprobs` has one entry a token where they were asked for."""
+    """One choice. `logprobs` has one entry a token where they were requested."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -52,7 +52,7 @@ class Completion(msgspec.Struct, frozen=True):
 class Output(msgspec.Struct, frozen=True):
     """The answer to one prompt; `text`, `token_ids`, `finish_reason` are the first choice's.
 
-    prompt_logprobs  one a prompt token where they were asked for; the first token's is None
+    prompt_logprobs  one a prompt token where they were requested; the first token's is None
     """
 
     prompt: str | None

@@ -44,7 +44,7 @@ def test_a_file_is_a_gguf_or_refused_as_what_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["./nothing", "/nothing/here", "~/nothing", "a/b/c"])
-def test_a_path_that_is_not_there_is_never_looked_for_on_the_hub(model: str) -> None:
+def test_a_missing_path_is_never_searched_on_the_hub(model: str) -> None:
     with pytest.raises(ConfigError, match="there is no folder or file") as refusal:
         resolve_model(Config(model=model))
     assert refusal.value.param == "model"

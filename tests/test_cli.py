@@ -209,7 +209,7 @@ def test_a_public_bind_needs_a_key(config: Config, is_allowed: bool) -> None:
             check_bind(config)
 
 
-def test_what_is_announced() -> None:
+def test_the_announcement_shows_model_sizes_and_address() -> None:
     info = ModelInfo(
         name="tiny [1]",
         dtype="bfloat16",

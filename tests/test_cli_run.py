@@ -70,7 +70,7 @@ def test_chat_in_process(
     assert [len(numbers(answer)) for answer in answers] == [4, 4]
 
 
-def test_a_model_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_model_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "hi", "--model", "./absent"]) == 1
     output = capsys.readouterr().err
     assert "there is no folder ./absent" in output
@@ -176,7 +176,7 @@ def test_a_server_serves_on_if_its_announcement_is_not_read() -> None:
     assert process.returncode == 0
 
 
-def test_what_is_no_terminal_has_lines_of_any_length(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_to_a_pipe_is_not_wrapped(capsys: pytest.CaptureFixture[str]) -> None:
     model = "./" + "absent " * 30
     assert main(["generate", "hi", "--model", model]) == 1
     assert f"there is no folder {model}\n" in capsys.readouterr().err

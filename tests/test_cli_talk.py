@@ -121,7 +121,7 @@ async def test_an_address_without_a_server_is_an_error() -> None:
         ),
     ],
 )
-def test_what_an_event_adds(event: dict[str, Any], piece: Piece | None) -> None:
+def test_the_piece_of_each_event(event: dict[str, Any], piece: Piece | None) -> None:
     assert piece_of(event) == piece
 
 

@@ -31,7 +31,7 @@ def test_the_environment_can_name_the_file(tmp_path: Path) -> None:
     assert load_config({}, {"STREAMER_CONFIG": str(file)}).api_key == ("a", "b")
 
 
-def test_the_kernels_variable_is_no_setting_and_not_refused() -> None:
+def test_the_kernels_variable_is_ignored() -> None:
     assert load_config({}, {"STREAMER_KERNELS": "torch"}) == Config()
 
 
@@ -100,7 +100,7 @@ def test_a_list_flag_may_be_repeated() -> None:
         ({"gpu_memory_utilization": "0"}, {}, "--gpu-memory-utilization: expected", None),
     ],
 )
-def test_refusals_name_the_place(
+def test_refusals_name_the_flag_variable_or_key(
     flags: dict[str, str], environment: dict[str, str], message: str, param: str | None
 ) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -33,7 +33,7 @@ def test_answers_come_in_the_order_of_the_prompts(llm: LLM) -> None:
     assert {o.finish_reason for o in outputs} == {"stop"}
 
 
-def test_an_output_says_everything(llm: LLM) -> None:
+def test_an_output_has_text_ids_reason_and_usage(llm: LLM) -> None:
     params = SamplingParams(max_tokens=5, n=2, logprobs=1, seed=7)
     (output,) = llm.generate([(5, 6, 7)], params)
     assert output.prompt is None
@@ -213,7 +213,7 @@ def test_closing_ends_the_calls_of_other_threads() -> None:
             assert not thread.is_alive()
 
 
-def test_a_model_that_is_not_there_is_raised_and_leaves_no_thread() -> None:
+def test_a_missing_model_raises_and_leaves_no_thread() -> None:
     before = set(threading.enumerate())
     with pytest.raises(ConfigError, match="no folder"):
         LLM("./not-here")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-HELP = "[dim]Ctrl-C stops an answer and, at the prompt, leaves. /new forgets what was said.[/]"
+HELP = "[dim]Ctrl-C stops an answer and, at the prompt, leaves. /new starts a new conversation.[/]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""`streamer doctor`: checks this machine, says what is missing and how to mend it.
+"""`streamer doctor`: checks this machine, says what is missing and how to fix it.
 
 Changes nothing. Each check is a function that returns findings; a finding with a remedy is a flaw,
 and only the states "missing" and "failing" make the exit code 1.

@@ -22,7 +22,7 @@ def apply_result(state: State, result: StepResult) -> StepOutput:
     choices: list[int] = []
     tokens: list[int] = []
     logprobs: dict[int, TokenLogprob] = {}
-    owners, asked = state.rows.owners, result.logprobs
+    owners, drawn_logprobs = state.rows.owners, result.logprobs
     for row, reason in result.failed.items():
         fail_row(state, row, reason, num_drawn=1)
     for row, reason in result.failed_chunks.items():
@@ -39,8 +39,8 @@ def apply_result(state: State, result: StepResult) -> StepOutput:
             continue
         known, request = seq.tokens, seq.request
         known.append(token)
-        if asked and row in asked:
-            logprobs[len(tokens)] = asked[row]
+        if drawn_logprobs and row in drawn_logprobs:
+            logprobs[len(tokens)] = drawn_logprobs[row]
         request.share.time += OUTPUT_COST
         request_ids.append(request.request_id)
         choices.append(seq.choice)

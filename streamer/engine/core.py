@@ -19,7 +19,7 @@ from streamer.core.scheduler import Scheduler
 from streamer.core.sizes import ModelInfo
 from streamer.core.view import SchedulerView, ViewQuery
 from streamer.errors import InvariantViolated
-from streamer.tokenizer.chat import Said
+from streamer.tokenizer.chat import EarlierTurn
 
 __all__ = ["EngineCore", "InFlight", "Inbox", "ModelInfo", "Runner", "Tokenizer"]
 
@@ -84,7 +84,7 @@ class Tokenizer(Protocol):
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         max_tokens: int | None = None,
-        said: Said | None = None,
+        earlier_turn: EarlierTurn | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]: ...
     def encode_plain(self, text: str, max_tokens: int | None = None) -> list[int]: ...

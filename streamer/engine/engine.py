@@ -57,7 +57,7 @@ from streamer.errors import (
     RequestFailed,
     StreamerError,
 )
-from streamer.tokenizer.chat import Said
+from streamer.tokenizer.chat import EarlierTurn
 
 __all__ = ["AsyncEngine", "Delta", "GenerateRequest", "Timing", "TokenStream"]
 
@@ -360,11 +360,11 @@ class AsyncEngine:
         *,
         add_generation_prompt: bool = True,
         cache_salt: str = "",
-        said: Said | None = None,
+        earlier_turn: EarlierTurn | None = None,
         variables: Mapping[str, Any] | None = None,
         keep: int | None = None,
     ) -> list[int]:
-        """Like `encode`, for a conversation through the chat template, after `said`.
+        """Like `encode`, for a conversation through the chat template, after `earlier_turn`.
 
         variables  further variables of the template
         """
@@ -375,7 +375,7 @@ class AsyncEngine:
                 messages,
                 add_generation_prompt=add_generation_prompt,
                 max_tokens=max_tokens,
-                said=said,
+                earlier_turn=earlier_turn,
                 variables=variables,
             )
 

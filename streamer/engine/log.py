@@ -47,7 +47,7 @@ class Delta(msgspec.Struct, frozen=True):
 
     start      index of the first token covered, in the choice's output
     text       released by these tokens; may be empty
-    logprobs   one a token where the request asked for them
+    logprobs   one a token where requested
     finish     on the last delta of the choice, which may have no tokens
     """
 
@@ -106,7 +106,7 @@ class ChoiceLog:
         self._last = text
 
     def end(self, finish: Finish) -> None:
-        """No more tokens: release what was held back, cut where the core said."""
+        """No more tokens: release what was held back, cut where the core ended it."""
         text = self._writer.finish(finish.text_bytes)
         self._text += text.encode()
         self._last += text

@@ -111,7 +111,7 @@ class TokenStream:
                    request named in share_with; known once it runs
     copied_tokens  those copied out of shared blocks before a write (see Finish); final at its end
     finishes       a Finish for each choice that has ended
-    prompt_logprobs  one a prompt token but the first, if asked for: complete before the first
+    prompt_logprobs  one a prompt token but the first, if requested: complete before the first
                    output token
     error          what ended the stream without finishes: the engine's death
     context        GenerateRequest.context, unchanged
@@ -181,9 +181,9 @@ class TokenStream:
     @property
     def num_bytes(self) -> int:
         """About the bytes of memory the stream occupies, for retention."""
-        asked = PROMPT_TOKEN_BYTES * len(self.prompt) + bytes_of_params(self.params)
-        made = sum(c.num_bytes for c in self._choices) + bytes_of(self.prompt_logprobs)
-        return asked + made + self._context_bytes + STREAM_BYTES
+        request_bytes = PROMPT_TOKEN_BYTES * len(self.prompt) + bytes_of_params(self.params)
+        output_bytes = sum(c.num_bytes for c in self._choices) + bytes_of(self.prompt_logprobs)
+        return request_bytes + output_bytes + self._context_bytes + STREAM_BYTES
 
     @property
     def is_paused(self) -> bool:
@@ -238,7 +238,7 @@ class TokenStream:
         return tuple(self._choices[choice].tokens)
 
     def logprobs(self, choice: int = 0) -> tuple[TokenLogprob, ...] | None:
-        """One a token of a choice so far; None where they were not asked for."""
+        """One a token of a choice so far; None where they were not requested."""
         return self._choices[choice].logprobs_from(0)
 
     # ------------------------------------------------------------ reading

@@ -88,8 +88,8 @@ class ViewFeed:
     def close(self, error: StreamerError) -> None:
         """No more answers: all waiting callers get the error."""
         self._end = error
-        asked, self._unanswered = self._unanswered, deque()
-        for future in (*asked, *self._waiting.values()):
+        unanswered, self._unanswered = self._unanswered, deque()
+        for future in (*unanswered, *self._waiting.values()):
             if not future.done():
                 future.set_exception(error)
                 future.exception()  # marked as seen, in case no caller waits any more

@@ -84,7 +84,7 @@ class _Row:
 
 
 def certain_logprob(token: int, num_top: int) -> TokenLogprob:
-    """The token with log probability 0 and impossible alternatives, `wanted` in all."""
+    """The token with log probability 0 and impossible alternatives, `num_top` in all."""
     others = ((token + i) % VOCAB_SIZE for i in range(1, num_top))
     top = ((token, 0.0), *((other, IMPOSSIBLE) for other in others))[:num_top]
     return TokenLogprob(token, 0.0, top)
@@ -97,8 +97,8 @@ def _end_of(join: RowJoin, length: int) -> int:
     prompt = join.tokens[: join.num_prompt]
     if USER in prompt:  # earlier turns do not count
         prompt = prompt[len(prompt) - 1 - prompt[::-1].index(USER) :]
-    asked = COUNT_TO.findall(bytes(token for token in prompt if token < 256))
-    end = num_tokens_to(int(asked[-1])) if asked else length or NEVER
+    counts = COUNT_TO.findall(bytes(token for token in prompt if token < 256))
+    end = num_tokens_to(int(counts[-1])) if counts else length or NEVER
     return max(end, join.params.min_tokens)
 
 

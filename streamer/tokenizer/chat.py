@@ -36,10 +36,10 @@ TEMPLATE_ERRORS = (
 )
 
 
-class Said(NamedTuple):
+class EarlierTurn(NamedTuple):
     """A turn that was computed: its ids stand for its text, however that text would encode.
 
-    messages  what its prompt said;  is_open  with the generation prompt
+    messages  of its prompt;  is_open  with the generation prompt
     answer    the text that followed;  ids  of prompt and answer
     """
 

@@ -22,12 +22,12 @@ from streamer.errors import (
     ModelNotSupported,
     RequestFailed,
 )
-from streamer.tokenizer.chat import ChatTemplate, Said
+from streamer.tokenizer.chat import ChatTemplate, EarlierTurn
 from streamer.tokenizer.special import Disguise, SpecialText
 from streamer.tokenizer.text import TextStream
 from streamer.tokenizer.token_bytes import decoder_of_pre_tokenizer, token_bytes
 
-__all__ = ["Said", "TextStream", "Tokenizer", "read_template"]
+__all__ = ["EarlierTurn", "TextStream", "Tokenizer", "read_template"]
 
 # The largest of known models: 35 MB for 262,144 tokens, and 11 MB.
 MAX_TOKENIZER_BYTES, MAX_SETTINGS_BYTES = 256 << 20, 64 << 20
@@ -123,13 +123,13 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         max_tokens: int | None = None,
-        said: Said | None = None,
+        earlier_turn: EarlierTurn | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a conversation as the model was trained to see it; `max_tokens`: see encode.
 
         variables  further variables of the template
-        said  an earlier turn: if the text extends its text, its ids come first, then the rest's
+        earlier_turn  if the text extends its text, its ids come first, then the rest's
 
         Only the template writes special tokens: one spelt in messages or tools is text.
         """
@@ -138,11 +138,13 @@ class Tokenizer:
         text = self._render(messages, add_generation_prompt, tools, disguise, variables)
         self._require_short(text, max_tokens, "messages")
         known: list[int] = []
-        if said is not None:
-            before = self._render(said.messages, said.is_open, tools, disguise, variables)
-            before += said.answer if disguise is None else disguise(said.answer)
+        if earlier_turn is not None:
+            before = self._render(
+                earlier_turn.messages, earlier_turn.is_open, tools, disguise, variables
+            )
+            before += earlier_turn.answer if disguise is None else disguise(earlier_turn.answer)
             if text.startswith(before) and self._can_begin(text[len(before) :]):
-                text, known = text[len(before) :], list(said.ids)
+                text, known = text[len(before) :], list(earlier_turn.ids)
         if special is None or disguise is None or not disguise.hidden:
             return known + self.encode(text, add_special_tokens=False)
         with _library():

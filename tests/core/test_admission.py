@@ -70,7 +70,7 @@ def test_admission_keeps_a_watermark_of_free_blocks_beside_others(
     driver.drain()
 
 
-def test_alone_it_needs_no_watermark() -> None:
+def test_a_request_alone_needs_no_watermark() -> None:
     driver = Driver(make_config(num_blocks=8, max_num_batched_tokens=64))
     driver.add(prompt(30), max_tokens=2)
     driver.step()

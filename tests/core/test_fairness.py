@@ -35,7 +35,7 @@ def wide(**settings: int) -> Driver:
 
 
 @pytest.mark.parametrize("is_fair", [True, False])
-def test_two_requests_do_not_wait_for_the_fifty_of_another(is_fair: bool) -> None:
+def test_two_requests_do_not_wait_for_fifty_of_another_tenant(is_fair: bool) -> None:
     """Four rows, answers of 20 tokens: 50 requests of A take 13 turns; B arrives in the first."""
     driver = wide()
     for i in range(50):
@@ -66,7 +66,7 @@ def served(driver: Driver, tenant: str) -> int:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_the_backlogged_are_served_alike_whatever_their_requests_are_like(depth: int) -> None:
+def test_backlogged_tenants_get_equal_service_whatever_their_requests(depth: int) -> None:
     """Long prompts and short answers against the opposite: the paper's bound holds throughout."""
     driver = Driver(
         make_config(

@@ -23,7 +23,7 @@ def chunks(driver: Driver, first: int = 0) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_step_scores_no_more_than_it_may_and_the_last_token_is_for_drawing(n: int) -> None:
+def test_a_step_scores_up_to_the_maximum_and_not_the_last_token(n: int) -> None:
     driver = Driver(make_config(max_scored_tokens=10, max_model_len=64))
     driver.add(PROMPT, max_tokens=2, n=n, prompt_logprobs=0)
     driver.drain()

@@ -164,7 +164,7 @@ def test_a_copy_cancelled_before_its_plan_is_not_counted() -> None:
 # ------------------------------------------------------------ memory pressure
 
 
-def pressed(costs: dict[str, float], *, depth: int = 0) -> Driver:
+def small_pool(costs: dict[str, float], *, depth: int = 0) -> Driver:
     """Four requests that need 28 blocks of 20, all admitted while they are small."""
     config = make_config(num_blocks=20, max_num_batched_tokens=32)
     driver = Driver(config, costs=costs, depth=depth)
@@ -175,13 +175,13 @@ def pressed(costs: dict[str, float], *, depth: int = 0) -> Driver:
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_costs_decide_between_swap_and_recompute(depth: int) -> None:
-    driver = pressed(SWAP, depth=depth)
+    driver = small_pool(SWAP, depth=depth)
     driver.drain()
     stats = driver.outputs[-1].stats
     assert stats.preemptions_swap > 0
     assert stats.preemptions_recompute == 0
     assert stats.swapped_in_blocks > 0
-    driver = pressed(RECOMPUTE, depth=depth)
+    driver = small_pool(RECOMPUTE, depth=depth)
     driver.drain()
     stats = driver.outputs[-1].stats
     assert stats.preemptions_recompute > 0
@@ -222,7 +222,7 @@ def test_a_clean_host_copy_is_not_copied_twice() -> None:
 
 
 def test_a_preempted_request_comes_back_before_new_ones_of_its_priority() -> None:
-    driver = pressed(RECOMPUTE)
+    driver = small_pool(RECOMPUTE)
     while not any(driver.status(f"r{i}") is Status.PREEMPTED for i in range(4)):
         driver.step()
     preempted = next(f"r{i}" for i in range(4) if driver.status(f"r{i}") is Status.PREEMPTED)

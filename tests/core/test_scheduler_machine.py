@@ -23,7 +23,7 @@ from tests.core.driver import RECOMPUTE, SWAP, Driver, make_config
 COSTS = [SWAP, RECOMPUTE, {"prefill_s": 1e-3, "swap_bytes_per_s": 1e6, "swap_fixed_s": 4e-3}]
 
 
-class Life(RuleBasedStateMachine):
+class RandomCommands(RuleBasedStateMachine):
     """Random add, fork, cancel, pause, resume and steps over random pool sizes."""
 
     depth = 0
@@ -107,7 +107,7 @@ class Life(RuleBasedStateMachine):
         self.driver.resume(data.draw(st.sampled_from(sorted(self.driver.held))))
 
     @rule(late=st.booleans(), early=st.booleans(), fails=st.booleans())
-    def weather(self, late: bool, early: bool, fails: bool) -> None:
+    def faults(self, late: bool, early: bool, fails: bool) -> None:
         """Swap copies that run early or late; a row whose logits are not finite."""
         self.driver.flush_copies = not late
         self.driver.early_copies = early
@@ -124,16 +124,16 @@ class Life(RuleBasedStateMachine):
             type(self).total_steps += self.driver.steps
 
 
-class LifeAhead(Life):
+class RandomCommandsAhead(RandomCommands):
     """The same with one plan launched and not yet applied."""
 
     depth = 1
     total_steps = 0
 
 
-@pytest.mark.parametrize("machine", [Life, LifeAhead])
+@pytest.mark.parametrize("machine", [RandomCommands, RandomCommandsAhead])
 def test_random_commands_leak_nothing_starve_no_request_and_end_each_once(
-    machine: type[Life],
+    machine: type[RandomCommands],
 ) -> None:
     machine.total_steps = 0
     profile = settings(
@@ -147,7 +147,7 @@ def test_random_commands_leak_nothing_starve_no_request_and_end_each_once(
     assert machine.total_steps >= 5_000, f"only {machine.total_steps} steps ran"
 
 
-def busy_life(seed: int, *, depth: int) -> Driver:
+def random_session(seed: int, *, depth: int) -> Driver:
     """A seeded run under memory pressure, with every command, and swap copies at any time."""
     rng = random.Random(seed)
     num_blocks = 20 if seed % 2 else rng.randint(1, 9)
@@ -201,9 +201,9 @@ def add_what_fits(
     )
 
 
-def busy_lives(depth: int) -> None:
+def random_sessions(depth: int) -> None:
     for seed in range(30):
-        busy_life(seed, depth=depth)
+        random_session(seed, depth=depth)
 
 
 def swap_in_beside_a_cancelled_writer(depth: int) -> None:
@@ -264,7 +264,7 @@ def before_a_swap_in(depth: int) -> None:
 
 
 LIVES = [
-    busy_lives,
+    random_sessions,
     swap_in_beside_a_cancelled_writer,
     before_another_fork,
     before_a_swap_in,
@@ -279,7 +279,7 @@ def test_random_commands_with_copies_at_any_time_pass(
     life(depth)
 
 
-def not_waiting_for_anybody(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_waiting_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block is free as soon as no table holds it."""
     honest = BlockPool.give_back
 
@@ -289,7 +289,7 @@ def not_waiting_for_anybody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockPool, "give_back", at_once)
 
 
-def not_waiting_for_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_waiting_for_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block is free when its copies are done, also while a launched plan still writes it."""
     honest = State.retire
 
@@ -302,7 +302,7 @@ def not_waiting_for_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(State, "retire", after_copies)
 
 
-def not_waiting_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_waiting_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block is free when its plans are collected, also while a copy still reads or writes it."""
     honest = State.retire
 
@@ -314,7 +314,7 @@ def not_waiting_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(State, "retire", after_plans)
 
 
-def not_waiting_for_this_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_waiting_for_this_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """A victim's blocks are free at once, also while this plan's copies read them."""
     honest = KVManager.release
 
@@ -331,11 +331,11 @@ def not_waiting_for_this_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("mutate", "life"),
     [
-        (not_waiting_for_this_plan, before_another_fork),
-        (not_waiting_for_this_plan, before_a_swap_in),
-        (not_waiting_for_anybody, busy_lives),
-        (not_waiting_for_plans, swap_in_beside_a_cancelled_writer),
-        (not_waiting_for_copies, busy_lives),
+        (no_waiting_for_this_plan, before_another_fork),
+        (no_waiting_for_this_plan, before_a_swap_in),
+        (no_waiting_at_all, random_sessions),
+        (no_waiting_for_plans, swap_in_beside_a_cancelled_writer),
+        (no_waiting_for_copies, random_sessions),
     ],
 )
 def test_freeing_blocks_too_soon_is_caught(
@@ -351,7 +351,7 @@ def test_freeing_blocks_too_soon_is_caught(
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_recorded_log_replays_to_the_same_plans(depth: int) -> None:
-    driver = busy_life(11, depth=depth)
+    driver = random_session(11, depth=depth)
     plans, outputs = replay(driver, driver.hasher.secret)
     assert plans == driver.plans
     assert outputs == driver.outputs

@@ -30,15 +30,15 @@ def swap_two_rows(state: State) -> None:
     owners[0], owners[1] = owners[1], owners[0]
 
 
-def forget_who_waits(state: State) -> None:
+def drop_a_waiting_request(state: State) -> None:
     state.queue.remove(state.requests.by_id["r2"])
 
 
-def queue_somebody_twice(state: State) -> None:
+def queue_a_request_twice(state: State) -> None:
     state.enqueue(state.requests.by_id["r2"])
 
 
-def queue_who_runs(state: State) -> None:
+def queue_a_running_request(state: State) -> None:
     state.enqueue(state.requests.by_id["r0"])
 
 
@@ -46,15 +46,15 @@ def lose_a_block(state: State) -> None:
     state.kv.device.take(1)
 
 
-def forget_who_runs(state: State) -> None:
+def drop_a_running_request(state: State) -> None:
     state.requests.running.popitem()
 
 
-def trust_too_long(state: State) -> None:
+def extend_plain_until(state: State) -> None:
     state.requests.by_id["r0"].sequences[0].plain_until = 1000
 
 
-def miss_an_end_in_the_lineup(state: State) -> None:
+def shorten_the_lineup(state: State) -> None:
     state.requests.lineup().pop()
 
 
@@ -64,13 +64,13 @@ def miss_an_end_in_the_lineup(state: State) -> None:
         (lose_a_row, r"2 rows: 0 free \+ 0 cooling \+ 1 held"),
         (free_a_row_twice, r"2 rows: 1 free \+ 0 cooling \+ 2 held"),
         (swap_two_rows, "another sequence"),
-        (forget_who_waits, "request r2 is waiting and not in the queue"),
-        (queue_somebody_twice, "2 requests are queued, 1 of them different"),
-        (queue_who_runs, "request r0 is running and in the queue"),
+        (drop_a_waiting_request, "request r2 is waiting and not in the queue"),
+        (queue_a_request_twice, "2 requests are queued, 1 of them different"),
+        (queue_a_running_request, "request r0 is running and in the queue"),
         (lose_a_block, "1 references, held by 0 tables"),
-        (forget_who_runs, "2 requests are running, 1 in its set"),
-        (trust_too_long, "r0 counts as plain up to 1000 tokens"),
-        (miss_an_end_in_the_lineup, "2 sequences run, 1 lined up"),
+        (drop_a_running_request, "2 requests are running, 1 in its set"),
+        (extend_plain_until, "r0 counts as plain up to 1000 tokens"),
+        (shorten_the_lineup, "2 sequences run, 1 lined up"),
     ],
 )
 def test_check_finds_lost_entries(corrupt: Callable[[State], None], says: str) -> None:

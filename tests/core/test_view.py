@@ -244,7 +244,7 @@ def test_states_of_a_block_in_more_tables_than_a_byte_counts() -> None:
 # ------------------------------------------------------------ other keys
 
 
-def shared_house() -> tuple[Scheduler, SchedulerView]:
+def two_owners() -> tuple[Scheduler, SchedulerView]:
     """Two requests of one key, one of another; the steps of all."""
     scheduler = Scheduler(make_config(), BlockHasher(4, b"s" * 32))
     query = ViewQuery((b"one:", b"two:"), 9)
@@ -263,7 +263,7 @@ def shared_house() -> tuple[Scheduler, SchedulerView]:
 
 
 def test_requests_of_others_become_counts() -> None:
-    _, view = shared_house()
+    _, view = two_owners()
     mine = seen_by(view, b"one:")
     assert [r.request_id for r in mine.requests] == ["a", "c"]
     assert mine.unlisted == {"waiting": 1}
@@ -280,7 +280,7 @@ def test_requests_of_others_become_counts() -> None:
 
 
 def test_requests_of_other_owners_are_only_counted_by_status() -> None:
-    scheduler, _ = shared_house()
+    scheduler, _ = two_owners()
     view = scheduler.snapshot(ViewQuery((b"two:",), 9))
     assert [r.request_id for r in view.requests] == ["b"]
     assert view.unlisted == {"running": 2}

@@ -90,7 +90,7 @@ class Rig:
         return outputs
 
 
-def test_nothing_to_do_launches_nothing() -> None:
+def test_an_idle_step_launches_nothing() -> None:
     rig = Rig()
     assert rig.core.step() is None
     assert rig.runner.log == []

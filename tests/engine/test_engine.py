@@ -212,7 +212,7 @@ async def test_a_failed_request_is_not_a_dead_engine() -> None:
         assert engine.snapshot().failed == 1
 
 
-async def test_drain_lets_what_runs_finish_and_takes_nothing_new() -> None:
+async def test_drain_lets_running_requests_finish_and_takes_no_new_ones() -> None:
     async with asyncio.timeout(DEADLINE_S), make_engine() as engine:
         streams = [engine.submit(request(200, detach_s=None)) for _ in range(20)]
         draining = asyncio.create_task(engine.drain(DEADLINE_S))

@@ -113,7 +113,7 @@ async def test_loading_happens_on_the_gpu_thread() -> None:
 # ---------------------------------------------------------------- death
 
 
-class Dying(Wrapped):
+class FailsAtPlan3(Wrapped):
     """Raises at plan 3."""
 
     def launch(self, plan: Plan) -> InFlight:
@@ -122,7 +122,7 @@ class Dying(Wrapped):
         return super().launch(plan)
 
 
-class Stillborn(Wrapped):
+class FailsAtOnce(Wrapped):
     """Raises at once."""
 
     def launch(self, plan: Plan) -> InFlight:
@@ -130,10 +130,10 @@ class Stillborn(Wrapped):
 
 
 async def test_death_in_a_step_reaches_present_queued_and_future_requests() -> None:
-    runners: list[Dying] = []
+    runners: list[FailsAtPlan3] = []
 
-    def wrap(inner: FakeRunner) -> Dying:
-        runners.append(Dying(inner))
+    def wrap(inner: FakeRunner) -> FailsAtPlan3:
+        runners.append(FailsAtPlan3(inner))
         return runners[0]
 
     engine = make_engine(wrap, max_num_seqs=2)
@@ -163,7 +163,7 @@ async def test_death_in_a_step_reaches_present_queued_and_future_requests() -> N
 async def test_a_death_is_logged_once_with_its_whole_traceback(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with asyncio.timeout(DEADLINE_S), make_engine(Dying) as engine:
+    async with asyncio.timeout(DEADLINE_S), make_engine(FailsAtPlan3) as engine:
         streams = [engine.submit(request(100)) for _ in range(3)]
         await asyncio.gather(*(s.wait() for s in streams), return_exceptions=True)
     (line,) = [r for r in caplog.records if r.name.startswith("streamer")]
@@ -173,7 +173,7 @@ async def test_a_death_is_logged_once_with_its_whole_traceback(
 
 
 async def test_output_before_the_death_is_kept() -> None:
-    async with asyncio.timeout(DEADLINE_S), make_engine(Dying) as engine:
+    async with asyncio.timeout(DEADLINE_S), make_engine(FailsAtPlan3) as engine:
         stream = engine.submit(request(100))
         with pytest.raises(EngineDead):
             await stream.wait()
@@ -183,7 +183,7 @@ async def test_output_before_the_death_is_kept() -> None:
 
 async def test_a_request_sent_as_the_engine_dies_gets_the_error() -> None:
     """Submitted after the thread's end, before the loop was informed of it."""
-    async with asyncio.timeout(DEADLINE_S), make_engine(Stillborn) as engine:
+    async with asyncio.timeout(DEADLINE_S), make_engine(FailsAtOnce) as engine:
         first = engine.submit(request(100))
         (thread,) = threads()
         thread.join(DEADLINE_S)  # the loop is blocked: no callback runs
@@ -334,7 +334,7 @@ async def test_closing_twice_and_at_once() -> None:
 
 
 async def test_closing_after_death() -> None:
-    engine = make_engine(Dying)
+    engine = make_engine(FailsAtPlan3)
     async with asyncio.timeout(DEADLINE_S):
         await engine.start()
         with pytest.raises(EngineDead):

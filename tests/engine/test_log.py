@@ -50,19 +50,19 @@ def occupied(make: Callable[[], TokenStream]) -> tuple[int, TokenStream]:
 
 
 @pytest.mark.parametrize("num_tops", [None, 0, 1, 5, 20])
-def test_the_output_is_counted_as_it_is(num_tops: int | None) -> None:
+def test_the_bytes_of_the_output_are_as_measured(num_tops: int | None) -> None:
     real, stream = occupied(lambda: stream_of((1,), num_tops))
     assert stream.num_bytes == pytest.approx(real, rel=0.3, abs=8192)
 
 
-def test_the_prompt_is_counted_as_it_is() -> None:
+def test_the_bytes_of_the_prompt_are_as_measured() -> None:
     real, stream = occupied(lambda: stream_of(tuple(range(1000, 101_000)), None))
     assert stream.num_bytes == pytest.approx(real, rel=0.1)
 
 
 @pytest.mark.parametrize("n", [1, 64])
 @pytest.mark.parametrize("asked", ["", "stop", "logit_bias"])
-def test_choices_and_what_was_asked_of_them_are_counted_as_they_are(n: int, asked: str) -> None:
+def test_the_bytes_of_choices_and_parameters_are_as_measured(n: int, asked: str) -> None:
     def make() -> TokenStream:
         fields: dict[str, Any] = {}
         if asked == "stop":

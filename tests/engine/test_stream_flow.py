@@ -67,12 +67,12 @@ async def test_without_a_detach_time_it_runs_on_for_ever() -> None:
 async def test_the_detach_time_passes_before_the_cancel() -> None:
     cancelled = asyncio.Event()
 
-    class Watch(Calls):
+    class CountingControl(Calls):
         def cancel(self, request_id: str) -> None:
             super().cancel(request_id)
             cancelled.set()
 
-    calls = Watch()
+    calls = CountingControl()
     stream = lone_stream(calls, detach_s=0.01)
     write(stream, "a")
     async with aclosing(stream.read()) as reader:
@@ -293,11 +293,11 @@ async def test_a_cursor_beyond_the_head_is_refused_and_flow_control_stays() -> N
 async def test_without_another_reader_it_is_cancelled() -> None:
     cancelled = asyncio.Event()
 
-    class Watch(Calls):
+    class CountingControl(Calls):
         def cancel(self, request_id: str) -> None:
             cancelled.set()
 
-    stream = lone_stream(Watch(), window=4, detach_s=None, pause_s=0.0, linger_s=0.0)
+    stream = lone_stream(CountingControl(), window=4, detach_s=None, pause_s=0.0, linger_s=0.0)
     async with asyncio.timeout(DEADLINE_S), aclosing(stream.read()) as reader:
         write(stream, "a")
         await anext(reader)
@@ -357,7 +357,7 @@ async def test_acknowledgements_of_a_dropped_reader_are_ignored() -> None:
     assert (calls.log, stream.is_paused) == (["pause"], True)
 
 
-async def test_a_reader_that_never_came_counts_as_one_that_left() -> None:
+async def test_a_missed_reader_counts_as_one_that_left() -> None:
     calls = Calls()
     stream = lone_stream(calls, detach_s=0.0)
     stream.miss()
@@ -367,7 +367,7 @@ async def test_a_reader_that_never_came_counts_as_one_that_left() -> None:
     assert calls.log == ["cancel"]
 
 
-async def test_a_resume_that_never_came_leaves_the_wait_for_another_as_it_was() -> None:
+async def test_a_missed_resume_leaves_the_wait_for_another_reader_unchanged() -> None:
     calls = Calls()
     stream = lone_stream(calls, window=4, detach_s=0.0)
     number = stream.new_reader()

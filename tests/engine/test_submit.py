@@ -60,7 +60,7 @@ async def test_an_invalid_request_is_refused_by_name_and_not_queued(
         assert engine.snapshot().submitted == 0
 
 
-async def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
+async def test_a_request_that_can_never_fit_is_refused_with_the_numbers() -> None:
     settings = {"num_gpu_blocks_override": 8, "max_model_len": 100}
     async with asyncio.timeout(DEADLINE_S), make_engine(**settings) as engine:
         for fields, number in (

@@ -14,7 +14,7 @@ from streamer.errors import ConfigError, InvalidRequest
 from streamer.fake.tokenizer import END, fake_tokenizer
 from streamer.tokenizer import chat as tokenizer_chat
 from streamer.tokenizer.chat import ChatTemplate
-from streamer.tokenizer.tokenizer import Said, Tokenizer
+from streamer.tokenizer.tokenizer import EarlierTurn, Tokenizer
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -208,9 +208,9 @@ def turns(*texts: str) -> list[dict[str, str]]:
 def test_a_next_turn_keeps_the_earlier_ids_and_adds_the_rest() -> None:
     t = fake_tokenizer()
     ids = [*t.encode_chat(turns("hi <|end|>")), 300, 301]  # not what " 39 40" encodes to
-    said = Said(turns("hi <|end|>"), True, " 39 40", ids)
+    earlier_turn = EarlierTurn(turns("hi <|end|>"), True, " 39 40", ids)
     for last in ("on", "<|end|>", "hi <|end|>"):
-        after = t.encode_chat(turns("hi <|end|>", " 39 40", last), said=said)
+        after = t.encode_chat(turns("hi <|end|>", " 39 40", last), earlier_turn=earlier_turn)
         assert after[: len(ids)] == ids
         whole = t.encode_chat(turns("hi <|end|>", " 39 40", last))
         assert after[len(ids) :] == whole[whole.index(END, len(ids)) :]
@@ -219,9 +219,9 @@ def test_a_next_turn_keeps_the_earlier_ids_and_adds_the_rest() -> None:
 def test_a_turn_that_is_not_extended_is_encoded_again() -> None:
     t = fake_tokenizer()
     for messages, answer in ((turns("other"), " 1"), (turns("hi"), " 2")):
-        said = Said(messages, True, answer, [1, 2, 3])
+        earlier_turn = EarlierTurn(messages, True, answer, [1, 2, 3])
         conversation = turns("hi", " 1", "on")
-        assert t.encode_chat(conversation, said=said) == t.encode_chat(conversation)
+        assert t.encode_chat(conversation, earlier_turn=earlier_turn) == t.encode_chat(conversation)
 
 
 def test_plain_text_has_no_special_tokens() -> None:

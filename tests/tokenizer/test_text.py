@@ -105,7 +105,7 @@ def test_special_tokens_are_shown_on_request_where_they_came() -> None:
     assert text == "a<x>b<x>"
 
 
-def test_special_tokens_do_not_count_in_the_cores_bytes() -> None:
+def test_special_tokens_have_no_bytes_in_the_core() -> None:
     stream = TextStream(BYTES, stop=[b"END"], special={SPECIAL: b"<x>"})
     text = "".join(stream.push(t) for t in (*b"a", SPECIAL, *b"bEN"))
     text += stream.finish(text_bytes=2, token_id=ord("D"))

@@ -15,7 +15,7 @@ import msgspec
 from streamer.errors import InvalidRequest
 from streamer.server.context import TurnItem, context_of
 from streamer.server.responses.events import item_id
-from streamer.tokenizer.chat import Said
+from streamer.tokenizer.chat import EarlierTurn
 
 if TYPE_CHECKING:
     from streamer.engine.stream import TokenStream
@@ -51,7 +51,7 @@ async def make_turn(
     Raises InvalidRequest for a parent that still runs, a fork beyond its end, and what the chat
     template refuses.
     """
-    said: Said | None = None
+    earlier_turn: EarlierTurn | None = None
     if parent is not None:
         context = context_of(parent)
         tokens, answer = _answer(parent, body)
@@ -63,10 +63,10 @@ async def make_turn(
             if not items:
                 return Turn(context.items, parent.prompt + tokens, text, parent.request_id)
         is_cut = _is_cut(parent) and body.fork is None
-        said = (
+        earlier_turn = (
             None
             if is_cut
-            else Said(
+            else EarlierTurn(
                 _messages(context.body, context.items),
                 context.body.generate is not False,
                 text,
@@ -81,7 +81,7 @@ async def make_turn(
         _messages(body, items),
         add_generation_prompt=body.generate is not False,
         cache_salt=salt,
-        said=said,
+        earlier_turn=earlier_turn,
     )
     return Turn(items, tuple(ids))
 

@@ -25,7 +25,7 @@ from streamer.loadtest.inside.gpu import report as gpu_report
 from streamer.loadtest.inside.gpu.report import Figure, Report, Results
 from tests.kernels.conftest import skip_without_interpreter
 from tests.model.late_device import LateDevice
-from tests.model.late_doors import LateDoors
+from tests.model.torch_ops import TorchOps
 
 CPU = gpu_models.Where(torch.device("cpu"), is_tiny=True)
 
@@ -82,7 +82,7 @@ def test_sections_with_models_on_the_gpus_runner(
         return devices[-1]
 
     monkeypatch.setattr(gpu_models.Where, "new_device", new_device)
-    monkeypatch.setattr(ops, "choose", lambda device: LateDoors())
+    monkeypatch.setattr(ops, "choose", lambda device: TorchOps())
     monkeypatch.setattr(sample, "best", reference.best)
     with np.errstate(all="ignore"):
         code, text = run("--only", section)

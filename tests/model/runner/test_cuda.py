@@ -27,7 +27,6 @@ from tests.kernels.conftest import skip_without_interpreter
 from tests.model.greedy_oracle import Ask, GreedyOracle, mixed_asks
 from tests.model.hand import make_runner
 from tests.model.late_device import LateDevice
-from tests.model.late_doors import LateDoors
 from tests.model.runner.test_cpu import (  # the same Plans by hand, on late devices
     test_a_fork_without_its_parents_prompt,
     test_a_nan_row_fails_alone,
@@ -42,6 +41,7 @@ from tests.model.runner.test_cpu import (  # the same Plans by hand, on late dev
 from tests.model.runner.test_scoring import check as check_scores
 from tests.model.sync_engine import GREEDY, SyncEngine
 from tests.model.test_parity import MIXED, RECOMPUTE, SWAP
+from tests.model.torch_ops import TorchOps
 from tests.model.where import Where
 
 pytestmark = pytest.mark.usefixtures("late")
@@ -79,7 +79,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
         return device
 
     monkeypatch.setattr(Where, "make", LateDevice)
-    monkeypatch.setattr(ops, "choose", lambda device: LateDoors())
+    monkeypatch.setattr(ops, "choose", lambda device: TorchOps())
     monkeypatch.setattr(sample, "best", reference.best)
     with np.errstate(all="ignore"):
         yield put

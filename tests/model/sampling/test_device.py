@@ -17,7 +17,7 @@ from streamer.model.sampling.device import DeviceSampler
 from streamer.model.sampling.host import SampleOutput, Sampler
 from tests.kernels.conftest import skip_without_interpreter
 from tests.model.late_device import LateDevice
-from tests.model.late_doors import LateDoors
+from tests.model.torch_ops import TorchOps
 
 VOCAB = 40
 ENDS = frozenset([3, 8])
@@ -43,7 +43,7 @@ class Both:
 
     def __init__(self, max_rows: int) -> None:
         self.device = LateDevice(1)
-        self.there = DeviceSampler(self.device, LateDoors(), VOCAB, max_rows)
+        self.there = DeviceSampler(self.device, TorchOps(), VOCAB, max_rows)
         self.here = Sampler(for_cpu(), VOCAB, max_rows)
 
     def join(self, row: int, params: SamplingParams, tokens: tuple[int, ...], prompt: int) -> None:
@@ -141,7 +141,7 @@ def test_a_mask_that_leaves_nothing_fails_the_row() -> None:
 def test_counts_are_set_while_steps_are_queued() -> None:
     """Row slots are taken, taken again and counted in stream order, however late the stream is."""
     device = LateDevice(1)
-    counts = DeviceSampler(device, LateDoors(), VOCAB, 16)._counts
+    counts = DeviceSampler(device, TorchOps(), VOCAB, 16)._counts
     for row in range(5):
         counts.join(row, np.array([row, 30]), np.array([1, 2], np.float32))
     counts.join(1, np.array([7]), np.array([0], np.float32))

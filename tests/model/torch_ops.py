@@ -15,7 +15,7 @@ from streamer.kernels import ops, reference
 from streamer.kernels.batch import AttentionBatch
 
 
-class LateDoors:
+class TorchOps:
     """reference.py, also for batches of decode_step.DecodeStep."""
 
     def __getattr__(self, name: str) -> Any:
