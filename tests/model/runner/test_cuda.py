@@ -379,7 +379,7 @@ def test_every_kernel_that_a_step_may_need_is_compiled_before_the_first(
     """Prompts of all sizes, draws of both dtypes with filters and without, a copied block."""
     seen: list[Any] = []
 
-    class Doors(LateDoors):
+    class RecordedOps(TorchOps):
         def copy_blocks(self, *args: Any) -> None:
             seen.append("copy")
             reference.copy_blocks(*args)
@@ -394,7 +394,7 @@ def test_every_kernel_that_a_step_may_need_is_compiled_before_the_first(
         return draw_plain(self, logits, slots, *args, **more)
 
     compute, draw_plain = Decoder.forward, DeviceSampler.draw_plain
-    monkeypatch.setattr(ops, "choose", lambda device: Doors())
+    monkeypatch.setattr(ops, "choose", lambda device: RecordedOps())
     monkeypatch.setattr(Decoder, "forward", forward)
     monkeypatch.setattr(DeviceSampler, "draw_plain", draw)
     folder = checkpoint("llama", 1, **TINY)
