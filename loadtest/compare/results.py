@@ -273,8 +273,8 @@ def _peak_verdicts(results: Results, engine: Engine, model: str) -> Iterable[Ver
 
 
 def model_rows(results: Results, model: str, kind: int = 16) -> Rows:
-    """Engines by bits of a weight down, workloads across, medians; a * marks a single round
-    among several."""
+    """Medians: a row for each engine with `kind` bits per weight, a column for each workload; a *
+    marks a single round among several."""
     works, engines = results.works, results.of_kind(model, kind)
     heading = [f"{model}, tokens/s" if kind == 16 else f"{model}, {kind} bits, tokens/s", *works]
     if STREAM in works:

@@ -238,7 +238,7 @@ def judged(options: Options, results: Sequence[Values], console: Console) -> boo
         held = knee(sweep.tried(rates))
         rates = [result for result in rates if result["request_rate"] == held]
         if not rates:
-            console.out("No rate was held, so no objective of --slo is met.")
+            console.out("No rate was sustained, so no objective of --slo is met.")
     are_met = bool(rates)
     for result in rates:
         verdicts = slo.judge(options.slos, lambda name, user: measured(result, name, user))  # noqa: B023

@@ -25,7 +25,7 @@ from .jobs import Job, Turn
 from .served import UNFINISHED, Outcome
 
 CALIBRATION_WORDS = (50, 250)
-UNASKED = "not asked: the turn before it failed"
+NOT_SENT = "not sent: the previous turn failed"
 
 
 class Bounds(NamedTuple):
@@ -117,7 +117,7 @@ class Driver:
         outcomes: list[Outcome] = []
         for turn in job.turns:
             if outcomes and outcomes[-1].error:
-                outcomes.append(msgspec.structs.replace(outcomes[-1], error=UNASKED))
+                outcomes.append(msgspec.structs.replace(outcomes[-1], error=NOT_SENT))
                 self._on_done(outcomes[-1])
                 continue
             messages.append({"role": "user", "content": turn.prompt})

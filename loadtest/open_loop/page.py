@@ -184,7 +184,7 @@ def _settings(runs: Sequence[Run]) -> Markup:
         )
     names = [run.name for run in runs]
     heading = ["Setting", *names, *(["Compared"] if len(runs) > 1 else [])]
-    table = _table("What was asked", heading, [tag("tbody", *rows)], kind="word")
+    table = _table("Settings of the runs", heading, [tag("tbody", *rows)], kind="word")
     return _section("Settings", table)
 
 

@@ -20,7 +20,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
     add = parser.add_argument
     add("first", type=Path, metavar="RUN", help="a result file of open-loop, or its folder")
-    add("second", type=Path, metavar="RUN", nargs="?", help="another, to stand beside it")
+    add(
+        "second",
+        type=Path,
+        metavar="RUN",
+        nargs="?",
+        help="a second run, to compare with the first",
+    )
     says = "of the runs, instead of their files' names"
     add("--names", nargs="+", default=[], metavar="NAME", help=says)
     add("--out", type=Path, default=Path("report.html"), metavar="FILE", help="report.html")

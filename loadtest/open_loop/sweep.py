@@ -91,12 +91,12 @@ def conditions(results: Sequence[Result]) -> str:
     finite = [pair for pair in tried(results) if math.isfinite(pair[0])]
     if finite:
         found = knee(finite)
-        held = "no rate held" if found is None else f"held up to {found:.3g} requests/s"
+        held = "no rate sustained" if found is None else f"sustained up to {found:.3g} requests/s"
         if found == max(rate for rate, _ in finite):
             held += ", the highest that was tried"
         good = f"{GOOD_SHARE:.0%} of requests " + ("meet them" if goals else "are answered")
         says = f"Objectives: {goals}; {held}" if goals else held[0].upper() + held[1:]
-        lines.append(f"{says} ({good}, and as many finish as come).")
+        lines.append(f"{says} ({good}, and completions keep up with arrivals).")
     return "\n".join(lines)
 
 

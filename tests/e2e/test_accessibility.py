@@ -176,7 +176,7 @@ MOVING = """() => {
 
 
 @pytest.mark.parametrize("motion", ["reduce", "no-preference"])
-def test_nothing_moves_where_that_is_asked_for(
+def test_reduced_motion_disables_animation(
     open_page: OpenPage, short: Running, motion: str
 ) -> None:
     page = connected(open_page(short.url, reduced_motion=motion, viewport=SIZES["phone"]))

@@ -172,7 +172,7 @@ def test_stop_ends_all_of_them(page: Page, server: Running) -> None:
     server.wait_idle()
 
 
-def test_what_is_set_is_what_is_asked(page: Page) -> None:
+def test_settings_are_sent_with_a_question(page: Page) -> None:
     """A seed beside the ranges: two answers with it differ, each is drawn again as it was."""
     sent: list[str] = []
     page.on("websocket", lambda ws: ws.on("framesent", lambda data: sent.append(str(data))))

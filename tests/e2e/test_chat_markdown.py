@@ -37,7 +37,7 @@ $$
 The end."""
 
 
-def test_it_is_drawn_with_code_in_colours_and_maths(page: Page) -> None:
+def test_markdown_is_rendered_with_highlighted_code_and_maths(page: Page) -> None:
     prose = say(page, GOOD).locator(".prose")
     expect(prose.get_by_role("heading", name="A heading")).to_be_visible()
     expect(prose.locator("em")).to_have_text("soft")

@@ -120,7 +120,7 @@ def test_everything_has_a_name_and_the_keyboard_reaches_it(page: Page) -> None:
     expect(page.get_by_role("dialog", name="Settings")).to_be_hidden()
 
 
-def test_it_comes_back_after_the_server_did_and_asks_what_waited(
+def test_after_a_restart_of_the_server_waiting_questions_are_sent(
     server_with: Any, open_page: OpenPage
 ) -> None:
     first = server_with(model="fake:tokens_per_s=400")
@@ -180,7 +180,7 @@ def kept(page: Page) -> list[str]:
     return [str(page.evaluate(f"JSON.stringify({name})")) for name in names]
 
 
-def test_without_keys_no_ticket_is_asked_for(open_page: OpenPage, server: Running) -> None:
+def test_without_keys_no_ticket_is_requested(open_page: OpenPage, server: Running) -> None:
     page = open_page("about:blank")
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))

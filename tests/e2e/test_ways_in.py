@@ -45,7 +45,7 @@ def look_at_the_engine(page: Page) -> None:
     expect(page.locator("main.engine:not([aria-busy=true])")).to_have_count(1)
 
 
-def test_no_other_host_is_asked_for_anything(open_page: OpenPage, short: Running) -> None:
+def test_no_request_goes_to_another_host(open_page: OpenPage, short: Running) -> None:
     page = open_page("about:blank")
     asked = urls_of(page)
     page.goto(short.url)

@@ -36,7 +36,7 @@ def test_steps_of_an_axis(high: float, step: float) -> None:
     assert plots.steps(high)[:2] == [0, pytest.approx(step)]
 
 
-def test_a_file_asks_for_nothing_and_has_two_themes() -> None:
+def test_a_file_loads_nothing_and_has_two_themes() -> None:
     text = plots.chart("a < b", "bars", ("x", "y"), [plots.Line("&", [(0, 1)])], plots.named(["n"]))
     root = ElementTree.fromstring(text)
     assert {part.tag.removeprefix(SVG) for part in root.iter()} == (

@@ -112,7 +112,7 @@ def test_a_key_names_no_priority_that_runs_before_its_own() -> None:
         assert caught.value.param == "priority"
 
 
-def test_without_keys_all_callers_may_only_let_others_go_first() -> None:
+def test_without_keys_callers_may_only_lower_their_priority() -> None:
     desk = Admission(Config())
     assert [desk.priority(""), desk.priority("", 5)] == [0, 5]
     with pytest.raises(InvalidRequest):

@@ -35,7 +35,7 @@ def built(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_index_is_asked_for_again_and_the_assets_never(built: Path) -> None:
+def test_the_index_is_revalidated_and_the_assets_are_cached(built: Path) -> None:
     client = serving(built)
     index, asset = client.get("/"), client.get("/assets/index-1a2b3c4d.js")
     assert (index.content, asset.content) == (b"<!doctype html>", SCRIPT)

@@ -129,7 +129,7 @@ def test_bundled_it_opens_the_socket_of_its_key(server_with: Any) -> None:
     assert httpx.get(url, headers=theirs).status_code == 404
 
 
-def test_it_grows_old(keyed: Running, clock: Clock) -> None:
+def test_a_ticket_expires(keyed: Running, clock: Clock) -> None:
     young, old = ticket_of(keyed), ticket_of(keyed)
     clock.now += TICKET_S - 0.001
     dial(keyed, JSON, young).close()

@@ -207,7 +207,7 @@ def test_targets(value: float, target: float | None, is_ceiling: bool, is_met: b
     assert cells[4:] == [*shown, *{True: ["yes"], False: ["no"], None: []}[is_met]]
 
 
-def test_figures_without_targets_where_none_are_kept() -> None:
+def test_figures_without_targets_where_none_are_stored() -> None:
     report = new_report(has_targets=False)
     report.add("a", "b", 1.0, "x", target=2.0)
     assert report.part.figures[0].is_met is None

@@ -94,7 +94,7 @@ def test_a_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["{}", "no", '{"timestamp": "x"}'])
-def test_a_trace_that_is_none(line: str, tmp_path: Path) -> None:
+def test_a_malformed_trace_is_refused(line: str, tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_text('{"timestamp": 1, "input_length": 4, "output_length": 7}\n' + line + "\n")
     with pytest.raises(ValueError, match="line 2"):

@@ -13,7 +13,7 @@ import pytest
 from streamer.cli import main
 from streamer.loadtest.open_loop import arrivals
 from streamer.loadtest.open_loop import command as program
-from streamer.loadtest.open_loop.driving import UNASKED, Driver, Ways, ask, measured_scale, request
+from streamer.loadtest.open_loop.driving import NOT_SENT, Driver, Ways, ask, measured_scale, request
 from streamer.loadtest.open_loop.jobs import Job, Turn, WorkloadOptions, jobs, words
 from streamer.loadtest.open_loop.served import Outcome
 from streamer.loadtest.responses import check_counting
@@ -86,7 +86,7 @@ def test_turns_follow_one_another(slow: Running) -> None:
         assert after.num_input > before.num_input + before.num_output
 
 
-def test_turns_that_are_never_asked_fail_too() -> None:
+def test_turns_that_are_never_sent_fail_too() -> None:
     """Otherwise a conversation that fails at once weighs less than one that goes on to its end."""
     done: list[Outcome] = []
     job = Job(tuple(Turn("one", 4) for _ in range(3)))
@@ -94,7 +94,7 @@ def test_turns_that_are_never_asked_fail_too() -> None:
         outcomes, _ = Driver(Ways(Target.of(url), "unknown"), done.append).run([job], [0.0])
     assert outcomes == done
     assert outcomes[0].error.startswith("404")
-    assert [outcome.error for outcome in outcomes[1:]] == [UNASKED] * 2
+    assert [outcome.error for outcome in outcomes[1:]] == [NOT_SENT] * 2
 
 
 def test_words_and_tokens(slow: Running) -> None:
@@ -114,7 +114,7 @@ def test_a_sweep_ends_by_itself(
     flags += ["--rates", "50", "--burstiness", "inf", "--sweep", "--goodput", "ttft:0.0001"]
     assert open_loop(flags) == 0
     assert sorted(path.name for path in tmp_path.glob("*.json")) == ["25qps.json", "50qps.json"]
-    assert "no rate held" in (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "no rate sustained" in (tmp_path / "report.md").read_text(encoding="utf-8")
 
 
 def test_rates_run_for_a_duration_after_a_warm_up(slow: Running, tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_what_is_late_when_the_run_is_over_is_unfinished(
     result = read(tmp_path, "400qps.json")
     assert result["unfinished"] > 0
     assert result["completed"] + result["unfinished"] == result["num_prompts"] == 40
-    assert "No rate held" in (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "No rate sustained" in (tmp_path / "report.md").read_text(encoding="utf-8")
     slow.wait_idle()
 
 
@@ -218,7 +218,7 @@ def test_failures_are_counted_and_reported(
         (["--url", "http://127.0.0.1:9"], "refused"),
     ],
 )
-def test_what_can_not_begin(
+def test_invalid_flags_are_refused_with_a_message(
     flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert open_loop(flags) == 2

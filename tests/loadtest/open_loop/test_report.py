@@ -123,7 +123,7 @@ def test_one_run_alone(tmp_path: Path) -> None:
     assert not any(word in text for word in ("differs</", "better</", "Compared"))
 
 
-def test_a_page_asks_for_nothing_and_can_be_read_by_all(tmp_path: Path) -> None:
+def test_a_page_loads_nothing_and_is_accessible(tmp_path: Path) -> None:
     file = write(tmp_path / "a.json", values())
     text = page([Run.read(file, "one"), Run.read(file, "two")])
     tree = Tree(text)

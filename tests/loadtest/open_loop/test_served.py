@@ -96,8 +96,10 @@ def test_a_rate_is_held_only_if_what_finishes_keeps_up() -> None:
     burst, steady = answered(117.0, 8.9), answered(8.0, 8.0)
     assert burst["goodput_share"] == 1.0
     assert burst["request_throughput"] == pytest.approx(8.9)
-    assert "Held up to 8 requests/s (90% of requests are answered" in sweep.report([burst, steady])
-    assert "No rate held" in sweep.report([burst])
+    assert "Sustained up to 8 requests/s (90% of requests are answered" in sweep.report(
+        [burst, steady]
+    )
+    assert "No rate sustained" in sweep.report([burst])
 
 
 def test_only_requests_after_the_warm_up_count_and_only_answers_within_the_time() -> None:
@@ -118,7 +120,9 @@ def test_only_requests_after_the_warm_up_count_and_only_answers_within_the_time(
 def test_tables_and_curves() -> None:
     results = [result(4.0), result(2.0, OUTCOMES[:1]), result(float("inf"))]
     page = sweep.report(results, is_markdown=True)
-    assert "held up to 2 requests/s (90% of requests meet them, and as many finish" in page
+    assert (
+        "sustained up to 2 requests/s (90% of requests meet them, and completions keep up" in page
+    )
     lines = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| ")]
     assert lines == ["| requests/s", "| ---", "| 2", "| 4", "| inf"]
     root = ElementTree.fromstring(sweep.svg(results))

@@ -182,7 +182,7 @@ def test_lines_go_through_their_points() -> None:
     assert set(ticks) <= set(texts(picture))
 
 
-def test_a_picture_of_nothing() -> None:
+def test_an_empty_plot_is_drawn() -> None:
     drawn(Plot("bars", "", "", ()))
     drawn(Plot("lines", "", "", (Series("one", ((3.0, 0.0),)),)))
 

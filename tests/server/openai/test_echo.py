@@ -69,7 +69,7 @@ def test_only_the_prompt(server: Running) -> None:
                 assert len(choice["logprobs"]["tokens"]) == len(choice["text"])
 
 
-def test_an_end_token_is_no_end_where_nothing_was_asked_for(server: Running) -> None:
+def test_an_echo_without_new_tokens_ends_by_length(server: Running) -> None:
     (choice,) = complete(server, prompt="count to 0", max_tokens=0, echo=True)["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("count to 0", "length")
 

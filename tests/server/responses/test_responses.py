@@ -113,7 +113,7 @@ def test_background_streams_and_survives_its_reader(server: Running) -> None:
     assert stream.num_output_tokens == 3000
 
 
-def test_cancel_is_idempotent_and_what_was_said_stays(client: openai.OpenAI) -> None:
+def test_cancel_is_idempotent_and_the_text_stays(client: openai.OpenAI) -> None:
     answer = client.responses.create(
         model="fake", input="x", background=True, max_output_tokens=30_000,
         extra_body={"ignore_eos": True},
@@ -435,7 +435,7 @@ def test_a_fork_beyond_the_end_is_refused(server: Running) -> None:
     assert "4 tokens" in answer.json()["error"]["message"]
 
 
-def test_bundled_background_says_the_same_alone(bundled: Running) -> None:
+def test_bundled_background_generates_the_same_text(bundled: Running) -> None:
     expected = story(bundled, 120)
     made = post(bundled, **telling(120, background=True)).json()
     assert made["status"] in ("queued", "in_progress")
@@ -460,7 +460,7 @@ def test_bundled_a_fork_without_another_word_goes_on_as_its_parent_did(
     assert forked["usage"]["output_tokens"] == 100 - at
 
 
-def test_a_large_answer_is_built_in_a_thread_however_often_it_is_asked_for(
+def test_a_large_answer_is_built_in_a_thread_at_each_request(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[threading.Thread] = []

@@ -62,7 +62,7 @@ def test_the_bytes_of_waiting_creates_are_bounded(server: Running) -> None:
     server.wait_idle()
 
 
-def test_what_has_run_no_longer_counts(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_creates_no_longer_count(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "MAX_QUEUED_BYTES", 5000)
     with dial(server) as socket:
         for _ in range(4):

@@ -209,7 +209,7 @@ def test_a_stuck_socket_is_aborted_and_its_responses_wait(server_with: Any) -> N
 # ---------------------------------------------------------------- settings, MessagePack, drain
 
 
-def test_include_filters_what_the_body_asked_for(socket: ClientConnection) -> None:
+def test_include_filters_what_the_body_requested(socket: ClientConnection) -> None:
     options: dict[str, Any] = {"top_logprobs": 1, "return_token_ids": True}
     seen = []
     for include in (["logprobs", "token_ids"], ["token_ids"], ["logprobs"], []):
@@ -300,7 +300,7 @@ def test_messagepack_and_json_give_the_same_transcript(
 
 
 @pytest.mark.parametrize("message", ["text", b"\xc1", b"\x92", b"", b"\x91" * 5000])
-def test_what_is_no_messagepack_is_answered(slow: Running, message: str | bytes) -> None:
+def test_invalid_messagepack_is_answered_with_an_error(slow: Running, message: str | bytes) -> None:
     with dial(slow, MSGPACK) as socket:
         socket.recv(timeout=20)
         socket.send(message)

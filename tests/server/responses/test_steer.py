@@ -113,7 +113,7 @@ def test_bad_input_comes_back(slow: Running, given: Any, code: str) -> None:
     assert failed["steer"] == {"previous_response_id": first, "input": given}
 
 
-def test_what_is_not_active_is_refused(slow: Running) -> None:
+def test_steering_an_inactive_response_is_refused(slow: Running) -> None:
     with dial(slow) as socket:
         send(socket, "response.steer", previous_response_id="resp_x", input="x")
         assert receive(socket)["error"]["code"] == "response_not_found"

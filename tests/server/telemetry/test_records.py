@@ -176,7 +176,7 @@ def logged(process: subprocess.Popen[str], url: str) -> str:
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_json_lines_of_a_process_have_no_key_and_no_prompt_unless_asked(asked: bool) -> None:
+def test_json_lines_of_a_process_have_no_key_and_no_prompt_by_default(asked: bool) -> None:
     words: list[Any] = ["fake", "--api-key", SECRET, "--log-format", "json", "--log-level", "debug"]
     with serving(*words, *(["--log-prompts"] if asked else [])) as (process, url, _):
         output = logged(process, url)

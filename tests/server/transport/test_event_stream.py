@@ -195,7 +195,7 @@ async def test_keep_alive_from_acceptance_on_and_not_between_tokens(
 
 
 @pytest.mark.parametrize("has_short_way", [False, True])
-async def test_a_client_that_takes_nothing_is_aborted_and_its_reader_dropped(
+async def test_a_client_that_reads_nothing_is_aborted_and_its_reader_dropped(
     has_short_way: bool,
 ) -> None:
     bench = Bench(pause_s=0.05, has_short_way=has_short_way)

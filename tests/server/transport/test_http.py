@@ -136,14 +136,14 @@ def test_connections_of_an_address_are_bounded(server_with: Any) -> None:
 @pytest.mark.parametrize(
     ("files", "most"), [(1024, 1024 - 64), (1 << 20, 16_384), (-1, 16_384), (10, 1)]
 )
-def test_connections_in_all_leave_some_file_descriptors(
+def test_total_connections_leave_some_file_descriptors(
     monkeypatch: pytest.MonkeyPatch, files: int, most: int
 ) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: (files, files))
     assert protocol.limited(0).most == most
 
 
-def test_connections_in_all_are_bounded(server_with: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_total_connections_are_bounded(server_with: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "most_connections", lambda: 2)
     server = server_with()
     with dial(server) as first, dial(server) as second:

@@ -135,7 +135,7 @@ async def test_what_is_unread_when_the_connection_is_lost_is_forgotten() -> None
     assert (len(seen), lost) == (1, [1])
 
 
-async def test_a_peer_that_takes_nothing_can_not_keep_a_closed_connection(
+async def test_a_peer_that_reads_nothing_cannot_keep_a_closed_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(loop_turn, "CLOSE_S", 0.0)

@@ -77,7 +77,7 @@ def test_numbers_count_role_tokens_finish_and_usage(server: Running) -> None:
     assert [e.id for e in events[:1] + events[-2:]] == ["1", "11", "12"]
 
 
-def test_usage_only_when_asked(server: Running) -> None:
+def test_usage_only_when_requested(server: Running) -> None:
     *events, _ = chat(server, max_tokens=3, stream_options={"include_usage": True})
     chunks = [e.json for e in events]
     assert [c["usage"] for c in chunks[:-1]] == [None] * (len(chunks) - 1)
@@ -226,7 +226,7 @@ def post_raw(server: Running, **fields: Any) -> socket.socket:
     return raw
 
 
-def test_a_reader_that_takes_nothing_is_paused_alone(server: Running) -> None:
+def test_a_reader_that_reads_nothing_is_paused_alone(server: Running) -> None:
     with post_raw(server, stream=True):
         server.wait_metric('streamer_requests{state="paused"}', 1)
         *events, _ = chat(server, max_tokens=2000, ignore_eos=True)

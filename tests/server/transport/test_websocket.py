@@ -108,7 +108,7 @@ async def protocol_with(written: list[bytes]) -> StreamingWebSocket:
     return made
 
 
-async def test_pings_of_a_peer_that_reads_nothing_are_not_hoarded() -> None:
+async def test_pongs_to_a_peer_that_reads_nothing_do_not_accumulate() -> None:
     written: list[bytes] = []
     protocol = await protocol_with(written)
     protocol.pause_writing()
@@ -120,7 +120,7 @@ async def test_pings_of_a_peer_that_reads_nothing_are_not_hoarded() -> None:
 
 
 @pytest.mark.parametrize("takes", [True, False])
-async def test_a_peer_that_answers_no_ping_and_takes_nothing_is_dropped(takes: bool) -> None:
+async def test_a_peer_that_answers_no_ping_and_reads_nothing_is_dropped(takes: bool) -> None:
     """A close handshake would wait for a peer that reads nothing."""
     done: list[str] = []
     protocol = await protocol_with([])
