@@ -139,7 +139,7 @@ def _fetch_folder(model: str, revision: str | None) -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    from streamer.model.checkpoint import read_config, wanted_weights
+    from streamer.model.checkpoint import read_config, weight_files
     from streamer.model.inspect import check_config
 
     def fetch(names: Iterable[str]) -> Path:
@@ -147,7 +147,7 @@ def _fetch_folder(model: str, revision: str | None) -> Path:
 
     folder = fetch(HUB_TEXTS)
     check_config(read_config(folder))
-    return fetch((*HUB_TEXTS, *wanted_weights(folder)))
+    return fetch((*HUB_TEXTS, *weight_files(folder)))
 
 
 def _fetch_gguf(model: str, revision: str | None, quantization: str) -> Path:

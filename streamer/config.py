@@ -115,8 +115,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_num_batched_tokens: Annotated[
         Annotated[int, Meta(ge=1, le=1 << 24)] | None,
         Meta(
-            description="tokens computed in one step; 512, on a GPU 2048, and beside running "
-            "answers what takes 3 to 4 times a step without prompts; never below the former"
+            description="tokens computed in one step; 512, on a GPU 2048, but beside running "
+            "answers no more than make a step 3 to 4 times as long; at least max_num_seqs"
         ),
     ] = None
     block_size: Annotated[
@@ -160,7 +160,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = False
     root_path: Annotated[str, Meta(description="path under which a proxy mounts the server")] = ""
     ssl_certfile: Annotated[str | None, Meta(description="certificate, for https and wss")] = None
-    ssl_keyfile: Annotated[str | None, Meta(description="its private key")] = None
+    ssl_keyfile: Annotated[str | None, Meta(description="private key of the certificate")] = None
     log_level: Annotated[
         Literal["critical", "error", "warning", "info", "debug"],
         Meta(description="minimum severity of the messages to log"),
@@ -228,7 +228,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 0
     key_limits: Annotated[
         dict[str, KeyLimits],
-        Meta(description="tables of these five for single keys, by key; as text in JSON"),
+        Meta(
+            description="limits of single keys: by key, a table of the five above; as text in JSON"
+        ),
     ] = {}
     metrics_key: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
@@ -268,7 +270,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ConfigError("root_path: must begin with a /", param="root_path")
         msgspec.structs.force_setattr(self, "root_path", self.root_path.rstrip("/"))
         if not self.key_limits.keys() <= set(self.api_key):
-            raise ConfigError("key_limits: a key that is not in api_key", param="key_limits")
+            raise ConfigError("key_limits: names a key that is not in api_key", param="key_limits")
         if self.metrics_key in self.api_key:
             raise ConfigError("metrics_key: is in api_key as well", param="metrics_key")
 

@@ -53,7 +53,7 @@ def test_a_missing_path_is_never_searched_on_the_hub(model: str) -> None:
 def test_a_hub_id_out_of_reach_is_a_clear_refusal() -> None:
     """Tests are offline: only the cache could have it."""
     with pytest.raises(ConfigError, match="the hub did not provide it") as refusal:
-        resolve_model(Config(model="nobody/no-such-model", load_progress=False))
+        resolve_model(Config(model="absent/no-such-model", load_progress=False))
     assert refusal.value.param == "model"
 
 
@@ -93,7 +93,7 @@ def test_the_file_of_a_quantization_is_fetched_or_found_in_the_cache(
 
 def test_a_quantization_out_of_reach_is_a_clear_refusal() -> None:
     with pytest.raises(ConfigError, match="the hub did not provide it"):
-        resolve_model(Config(model="nobody/no-such-model:Q8_0", load_progress=False))
+        resolve_model(Config(model="absent/no-such-model:Q8_0", load_progress=False))
 
 
 LLAMA = {

@@ -60,22 +60,22 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
     assert COMMANDS[name].help in capsys.readouterr().out
 
 
-DOORS = {"bench": BENCHES, "loadtest": PROGRAMS}
-BEHIND = [
-    (door, name, command)
-    for door in DOORS
-    for name, command in DOORS[door].items()
+GROUPS = {"bench": BENCHES, "loadtest": PROGRAMS}
+SUBCOMMANDS = [
+    (group, name, command)
+    for group in GROUPS
+    for name, command in GROUPS[group].items()
     if not command.is_foreign
 ]  # Locust's own tests run it: it patches what imports it
 
 
-@pytest.mark.parametrize(("door", "name", "command"), BEHIND)
+@pytest.mark.parametrize(("group", "name", "command"), SUBCOMMANDS)
 def test_every_subcommand_has_help(
-    door: str, name: str, command: Command, capsys: pytest.CaptureFixture[str]
+    group: str, name: str, command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([door, name, "--help"]) == 0
+    assert main([group, name, "--help"]) == 0
     output = " ".join(capsys.readouterr().out.split())
-    assert f"usage: streamer {door} {name}" in output
+    assert f"usage: streamer {group} {name}" in output
     assert command.help in output
 
 

@@ -1,6 +1,6 @@
 """Commands by name: each a module that adds its own flags and runs, imported when it is used.
 
-`streamer NAME` is one; a door such as `streamer bench WHAT` is a command whose first word names
+`streamer NAME` is one; a group such as `streamer bench WHAT` is a command whose first word names
 another command and whose other words are the flags of that command.
 """
 

@@ -173,7 +173,7 @@ def _weight_files(path: Path) -> dict[str, set[str] | None]:
     )
 
 
-def wanted_weights(path: Path) -> tuple[str, ...]:
+def weight_files(path: Path) -> tuple[str, ...]:
     """Names of the weight files that `open_checkpoint` will read, before they are fetched."""
     return tuple(_indexed_files(path)) or (SINGLE_FILE,)
 
