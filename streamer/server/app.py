@@ -62,37 +62,37 @@ class Api:
     async def chat_completions(self, request: Request) -> ASGIApp:
         """POST /v1/chat/completions."""
         service = self._service
-        asked = await service.read(request, CHAT)
-        body = asked.body
+        prepared = await service.read(request, CHAT)
+        body = prepared.body
         before, is_open, prefill = chat.opened(body, body.template_messages())
-        keep = body.kept(service.engine.info.max_model_len, asked.params.max_tokens)
-        with service.bodies.used(asked.tenant, asked.num_bytes):
+        keep = body.kept(service.engine.info.max_model_len, prepared.params.max_tokens)
+        with service.bodies.used(prepared.tenant, prepared.num_bytes):
             prompt = await service.encode_messages(
                 before,
-                salt=asked.salt,
+                salt=prepared.salt,
                 add_generation_prompt=is_open,
                 prefill=prefill,
                 variables=body.chat_template_kwargs,
                 keep=keep,
             )
-        service.admission.accept(asked.tenant, [prompt])
-        context = Context(kind="chat", tenant=asked.tenant, body=body, model=asked.model)
-        stream = service.submit(asked, prompt, new_id("chatcmpl-"), context=context)
+        service.admission.accept(prepared.tenant, [prompt])
+        context = Context(kind="chat", tenant=prepared.tenant, body=body, model=prepared.model)
+        stream = service.submit(prepared, prompt, new_id("chatcmpl-"), context=context)
         answer = chat.ChatAnswer(
-            body, [stream], asked.model, service.token_text, fingerprint=service.fingerprint
+            body, [stream], prepared.model, service.token_text, fingerprint=service.fingerprint
         )
-        service.record(asked, [stream])
+        service.record(prepared, [stream])
         return await self._respond(request, bool(body.stream), answer, [stream])
 
     async def completions(self, request: Request) -> ASGIApp:
         """POST /v1/completions."""
         service = self._service
-        asked = await service.read(request, COMPLETION)
-        body, params, salt = asked.body, asked.params, asked.salt
+        prepared = await service.read(request, COMPLETION)
+        body, params, salt = prepared.body, prepared.params, prepared.salt
         is_special = body.add_special_tokens is not False
         given = body.prompts()
         keep = body.kept(service.engine.info.max_model_len, params.max_tokens)
-        with service.bodies.used(asked.tenant, asked.num_bytes):
+        with service.bodies.used(prepared.tenant, prepared.num_bytes):
             prompts = [
                 await service.engine.encode(
                     p, add_special_tokens=is_special, cache_salt=salt, keep=keep
@@ -104,7 +104,7 @@ class Api:
         if keep is not None:
             prompts = [p[-keep:] for p in prompts]
             given = [tuple(p) for p in prompts]
-        service.admission.accept(asked.tenant, prompts)
+        service.admission.accept(prepared.tenant, prompts)
         echoes: list[Echo] = []
         if body.echo:
             texts = await service.texts_of(given, params.skip_special_tokens, salt=salt)
@@ -115,14 +115,14 @@ class Api:
         try:
             for i, prompt in enumerate(prompts):
                 request_id = base if i == 0 else f"{base}-{i}"
-                streams.append(service.submit(asked, tuple(prompt), request_id))
+                streams.append(service.submit(prepared, tuple(prompt), request_id))
         except StreamerError:
             service.cancel(streams)
             raise
         answer = completions.CompletionAnswer(
-            body, streams, asked.model, service.token_text, echoes, service.fingerprint
+            body, streams, prepared.model, service.token_text, echoes, service.fingerprint
         )
-        service.record(asked, streams)
+        service.record(prepared, streams)
         return await self._respond(request, bool(body.stream), answer, streams)
 
     async def tokenize(self, request: Request) -> ASGIApp:

@@ -66,5 +66,5 @@ class Context(msgspec.Struct, kw_only=True, eq=False):
 def context_of(stream: TokenStream) -> Context:
     """The context of a stream that has one."""
     if not isinstance(stream.context, Context):
-        raise TypeError(f"{stream.request_id} was not asked for over a resumable route")
+        raise TypeError(f"{stream.request_id} was not made by a resumable route")
     return stream.context

@@ -43,7 +43,7 @@ OPEN_PATHS: Final = frozenset({"/", "/health", "/ready"})
 METRICS: Final = "/metrics"
 ASSETS: Final = "/assets/"  # of the page
 LOCAL_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "::1"})
-MAX_ASKED: Final = 4096  # characters of a preflight's list of headers
+MAX_REQUESTED: Final = 4096  # characters of a preflight's list of headers
 _HEADER_NAMES: Final = re.compile(
     r"[A-Za-z0-9!#$%&'*+.^_`|~-]+(?:\s*,\s*[A-Za-z0-9!#$%&'*+.^_`|~-]+)*"
 )
@@ -203,12 +203,12 @@ class _Coming:
 class Bodies:
     """Bounds the bodies that are being received, and those whose prompts are being made.
 
-    Beyond `most` bytes the oldest unfinished body is refused: one that never ends blocks no
+    Beyond `max_bytes` the oldest unfinished body is refused: one that never ends blocks no
     others. transport/http.py bounds the time.
     """
 
-    def __init__(self, most: int = MAX_COMING_BYTES) -> None:
-        self._most = most
+    def __init__(self, max_bytes: int = MAX_COMING_BYTES) -> None:
+        self._max_bytes = max_bytes
         self._num_bytes = 0
         self._coming: dict[_Coming, None] = {}  # the oldest first
         self._used: Counter[str] = Counter()  # bytes by tenant
@@ -273,7 +273,7 @@ class Bodies:
             return  # it has given way
         self._num_bytes += num_bytes - coming.num_bytes
         coming.num_bytes = num_bytes
-        while self._num_bytes > self._most:
+        while self._num_bytes > self._max_bytes:
             oldest = next(each for each in self._coming if each.num_bytes)
             self._forget(oldest)
             oldest.patience.reschedule(0.0)
@@ -297,10 +297,10 @@ def _is_preflight(scope: Scope, headers: Headers) -> bool:
 
 async def _answer_preflight(request: Headers, send: Send) -> None:
     # Client libraries add headers of their own (x-stainless-...): an allowed site may send any.
-    asked = request.get("access-control-request-headers", "")
-    if len(asked) > MAX_ASKED or not _HEADER_NAMES.fullmatch(asked):
-        asked = ""
-    allowed = ", ".join(filter(None, ("authorization, content-type, last-event-id", asked)))
+    names = request.get("access-control-request-headers", "")
+    if len(names) > MAX_REQUESTED or not _HEADER_NAMES.fullmatch(names):
+        names = ""
+    allowed = ", ".join(filter(None, ("authorization, content-type, last-event-id", names)))
     headers = [
         (b"access-control-allow-methods", b"GET, POST, DELETE"),
         (b"access-control-allow-headers", allowed.encode("ascii")),

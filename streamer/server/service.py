@@ -231,7 +231,7 @@ class Service:
 
     def submit(
         self,
-        asked: Prepared[B],
+        prepared: Prepared[B],
         prompt: tuple[int, ...],
         request_id: str,
         *,
@@ -243,39 +243,39 @@ class Service:
         context     kept with the answer, which is found by its id
         share_with  the request that it was forked from
         """
-        body, reading = asked.body, asked.reading
+        body, reading = prepared.body, prepared.reading
         is_alone = context is not None and context.is_background
         detach_s = reading.detach_s if body.detach_s is None else body.detach_s
         window = self.config.stream_window if reading.window is None else reading.window
         is_whole = reading.transport == "http" and not is_alone
         request = GenerateRequest(
             prompt=prompt,
-            params=asked.params,
+            params=prepared.params,
             request_id=request_id,
-            priority=self.admission.priority(asked.tenant, body.priority),
-            tenant=asked.tenant,
-            cache_salt=asked.salt,
+            priority=self.admission.priority(prepared.tenant, body.priority),
+            tenant=prepared.tenant,
+            cache_salt=prepared.salt,
             share_with=share_with,
             detach_s=None if is_alone else detach_s,
             window=window,
             sends_position=reading.sends_position,
             max_wait_s=self.config.max_wait_s or None,
-            deadline_s=deadline_of(asked.scope, is_whole=is_whole),
+            deadline_s=deadline_of(prepared.scope, is_whole=is_whole),
             context=context,
-            context_bytes=0 if context is None else context.num_bytes(asked.num_bytes),
+            context_bytes=0 if context is None else context.num_bytes(prepared.num_bytes),
         )
         with named(body.names):
             stream = self.engine.submit(request)
-        self.admission.follow(asked.tenant, stream)
+        self.admission.follow(prepared.tenant, stream)
         return stream
 
-    def record(self, asked: Prepared[B], streams: Sequence[TokenStream]) -> None:
+    def record(self, prepared: Prepared[B], streams: Sequence[TokenStream]) -> None:
         """Follow a request that was just submitted, for metrics, log and traces."""
-        trace = Headers(scope=asked.scope).get("traceparent") if self._tracer else None
-        transport = asked.reading.transport
+        trace = Headers(scope=prepared.scope).get("traceparent") if self._tracer else None
+        transport = prepared.reading.transport
         Record(
             streams,
-            RequestInfo(asked.operation, transport, asked.model, asked.tenant, trace),
+            RequestInfo(prepared.operation, transport, prepared.model, prepared.tenant, trace),
             self.metrics,
             tracer=self._tracer,
             prompts=self._prompt_text if self.config.log_prompts else None,

@@ -239,7 +239,7 @@ async def reading(bodies: Bodies, *parts: bytes, more: asyncio.Event) -> bytes:
 
 
 async def test_of_bodies_that_never_end_the_oldest_gives_way() -> None:
-    bodies, more = Bodies(most=2 * 1000), asyncio.Event()
+    bodies, more = Bodies(max_bytes=2 * 1000), asyncio.Event()
     free = b"x" * security.FREE_BYTES
     small = asyncio.create_task(reading(bodies, b"x" * 900, more=more))  # not counted
     await asyncio.sleep(0)

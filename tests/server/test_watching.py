@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from streamer.engine import watch
+from streamer.engine import view_feed
 from tests.server.support.counting import CHAT, sse
 from tests.server.support.running import Running
 
@@ -104,8 +104,8 @@ def test_stream_is_true_or_false(server: Running, value: str) -> None:
 def test_a_follower_that_leaves_leaves_nothing(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "INTERVAL_S", 0.001)
-    monkeypatch.setattr(watch, "MAX_FOLLOWERS", 4)
+    monkeypatch.setattr(view_feed, "INTERVAL_S", 0.001)
+    monkeypatch.setattr(view_feed, "MAX_FOLLOWERS", 4)
     for _ in range(12):  # more than the number of followers allowed at once
         with httpx.stream("GET", server.url + "/v1/engine?stream=true", timeout=20) as response:
             assert response.status_code == 200
@@ -116,7 +116,7 @@ def test_a_follower_that_leaves_leaves_nothing(
 def test_one_follower_too_many_is_refused_before_the_200(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "MAX_FOLLOWERS", 0)
+    monkeypatch.setattr(view_feed, "MAX_FOLLOWERS", 0)
     got = httpx.get(server.url + "/v1/engine?stream=true")
     assert (got.status_code, got.json()["error"]["code"]) == (503, "server_overloaded")
     assert got.headers["retry-after"]

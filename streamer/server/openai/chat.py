@@ -161,7 +161,7 @@ def opened(body: Opening, messages: list[dict[str, Any]]) -> tuple[list[dict[str
         return messages, body.add_generation_prompt is not False, ""
     if body.add_generation_prompt:
         raise InvalidRequest(
-            "continue_final_message does not go with add_generation_prompt: true",
+            "continue_final_message is not possible with add_generation_prompt: true",
             param="continue_final_message",
         )
     *before, last = messages
@@ -196,14 +196,12 @@ class ChatRequest(PromptFields, kw_only=True):
         """The sampling settings, checked."""
         if self.stream_options is not None:
             if not self.stream:
-                raise InvalidRequest(
-                    "stream_options goes with stream: true", param="stream_options"
-                )
+                raise InvalidRequest("stream_options requires stream: true", param="stream_options")
             self.stream_options.check()
         check_metadata(self.metadata)
         self.check_prompt_logprobs()
         if self.top_logprobs is not None and not self.logprobs:
-            raise InvalidRequest("top_logprobs goes with logprobs: true", param="top_logprobs")
+            raise InvalidRequest("top_logprobs requires logprobs: true", param="top_logprobs")
         given = self.max_completion_tokens
         with named(self.names):
             return sampling_params(

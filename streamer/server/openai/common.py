@@ -95,7 +95,7 @@ class PromptFields(Body, kw_only=True):
         """Refuse them with `stream`: they are part of a whole answer, as in vLLM."""
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest(
-                "prompt_logprobs does not go with stream: true", param="prompt_logprobs"
+                "prompt_logprobs is not possible with stream: true", param="prompt_logprobs"
             )
 
     def kept(self, context: int, max_tokens: int | None) -> int | None:

@@ -111,9 +111,7 @@ class CompletionRequest(PromptFields, kw_only=True):
         """The sampling settings, checked."""
         if self.stream_options is not None:
             if not self.stream:
-                raise InvalidRequest(
-                    "stream_options goes with stream: true", param="stream_options"
-                )
+                raise InvalidRequest("stream_options requires stream: true", param="stream_options")
             self.stream_options.check()
             if self.stream_options.include_event_ids:
                 raise InvalidRequest(
@@ -129,7 +127,7 @@ class CompletionRequest(PromptFields, kw_only=True):
                 param="prompt_logprobs",
             )
         if self.max_tokens == 0 and not self.echo:
-            raise InvalidRequest("max_tokens: 0 goes with echo: true", param="max_tokens")
+            raise InvalidRequest("max_tokens: 0 requires echo: true", param="max_tokens")
         params = sampling_params(
             self,
             defaults,

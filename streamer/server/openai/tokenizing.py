@@ -55,7 +55,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
             return None
         if self.add_special_tokens:
             raise InvalidRequest(
-                "add_special_tokens goes with prompt: a chat template writes its own",
+                "add_special_tokens is for a prompt: a chat template writes its own",
                 param="add_special_tokens",
             )
         return template_messages(self.messages)

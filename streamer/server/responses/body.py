@@ -188,7 +188,7 @@ class ResponseCreate(Body, kw_only=True):
         if self.fork is None:
             return
         if parent is None:
-            raise InvalidRequest("fork goes with previous_response_id", param="fork")
+            raise InvalidRequest("fork requires previous_response_id", param="fork")
         if self.fork.at < 0:
             raise InvalidRequest(f"fork.at is 0 or more, got {self.fork.at}", param="fork.at")
         if self.generate is False:

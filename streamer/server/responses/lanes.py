@@ -56,13 +56,13 @@ class PendingCreate(msgspec.Struct, frozen=True):
     """A checked response.create, waiting for its lane."""
 
     response_id: str
-    asked: Prepared[ResponseCreate]
+    prepared: Prepared[ResponseCreate]
     settings: Settings
     steers: tuple[Steer, ...] = ()
 
     @property
     def lane(self) -> str | None:
-        return self.asked.body.stream_id
+        return self.prepared.body.stream_id
 
 
 class Resuming(msgspec.Struct, frozen=True):
@@ -90,9 +90,11 @@ class Attached(msgspec.Struct, eq=False):
 
 def cancelled(pending: PendingCreate) -> ResponseEvent:
     """The terminal event of a response that never began."""
-    asked = pending.asked
-    context = Context(kind="response", tenant="", body=asked.body, model=asked.model)
-    response = blank_response(context, pending.response_id, time.time(), asked.params, "cancelled")
+    prepared = pending.prepared
+    context = Context(kind="response", tenant="", body=prepared.body, model=prepared.model)
+    response = blank_response(
+        context, pending.response_id, time.time(), prepared.params, "cancelled"
+    )
     lane = UNSET if pending.lane is None else pending.lane
     return ResponseEvent("response.incomplete", 0, response, lane)
 
@@ -136,11 +138,11 @@ class Lanes:
         for name, value in (("background", body.background), ("stream", body.stream is False)):
             if value:
                 raise InvalidRequest(
-                    f"{name} goes with HTTP: a socket streams, and its responses outlive it",
+                    f"{name} is for HTTP alone: a socket streams, and its responses outlive it",
                     param=name,
                     code="unsupported_parameter",
                 )
-        asked = self._prepared(body, num_bytes, settings)
+        prepared = self._prepared(body, num_bytes, settings)
         body.items()
         self._require_room()
         if self._queued_bytes + num_bytes > MAX_QUEUED_BYTES:
@@ -148,12 +150,12 @@ class Lanes:
                 f"{self._queued_bytes} bytes of responses wait on this socket and this one has "
                 f"{num_bytes}; the limit is {MAX_QUEUED_BYTES}"
             )
-        pending = PendingCreate(new_id("resp_"), asked, settings)
+        pending = PendingCreate(new_id("resp_"), prepared, settings)
         if body.stream_id in self._lanes:
             self._wait_for_lane(pending)
         else:
             self._open_lane(body.stream_id, pending)
-        self._queued_bytes += asked.num_bytes
+        self._queued_bytes += prepared.num_bytes
 
     def _prepared(
         self, body: ResponseCreate, num_bytes: int, settings: Settings
@@ -185,7 +187,7 @@ class Lanes:
             for pending in lane:
                 if isinstance(pending, PendingCreate) and pending.response_id == response_id:
                     lane.remove(pending)
-                    self._queued_bytes -= pending.asked.num_bytes
+                    self._queued_bytes -= pending.prepared.num_bytes
                     self._reply(cancelled(pending))
                     return
         stream = find(self._service, response_id, self._scope, self._session, "response_id")
@@ -303,7 +305,7 @@ class Lanes:
         with service.working():
             self._starting[pending.response_id] = False
             try:
-                stream = await respond(service, pending.asked, pending.response_id)
+                stream = await respond(service, pending.prepared, pending.response_id)
             except StreamerError as e:
                 service.metrics.refused(e)
                 for steer in pending.steers:
@@ -312,7 +314,7 @@ class Lanes:
                     await self._send(error_event(e, pending.lane))
                 return
             finally:
-                self._queued_bytes -= pending.asked.num_bytes
+                self._queued_bytes -= pending.prepared.num_bytes
                 is_cancelled = self._starting.pop(pending.response_id)
             self._made.add(stream)
             if is_cancelled:

@@ -28,41 +28,41 @@ if TYPE_CHECKING:
 
 
 async def respond(
-    service: Service, asked: Prepared[ResponseCreate], response_id: str
+    service: Service, prepared: Prepared[ResponseCreate], response_id: str
 ) -> TokenStream:
     """The stream of a new response; its body is checked and its caller admitted."""
-    service.require_room(asked.scope)  # before its prompt is made
-    with service.bodies.used(asked.tenant, asked.num_bytes):
-        turn = await turn_of(service, asked, response_id)
-    service.admission.accept(asked.tenant, [turn.prompt])
-    if asked.body.generate is False:
-        params = msgspec.structs.replace(asked.params, max_tokens=1, min_tokens=0, stop=())
-        asked = msgspec.structs.replace(asked, params=params)
+    service.require_room(prepared.scope)  # before its prompt is made
+    with service.bodies.used(prepared.tenant, prepared.num_bytes):
+        turn = await turn_of(service, prepared, response_id)
+    service.admission.accept(prepared.tenant, [turn.prompt])
+    if prepared.body.generate is False:
+        params = msgspec.structs.replace(prepared.params, max_tokens=1, min_tokens=0, stop=())
+        prepared = msgspec.structs.replace(prepared, params=params)
     context = Context(
         kind="response",
-        tenant=asked.tenant,
-        body=asked.body,
-        model=asked.model,
+        tenant=prepared.tenant,
+        body=prepared.body,
+        model=prepared.model,
         items=turn.items,
         prefix=turn.prefix,
-        session=asked.reading.session,
+        session=prepared.reading.session,
     )
     stream = service.submit(
-        asked, turn.prompt, response_id, context=context, share_with=turn.share_with
+        prepared, turn.prompt, response_id, context=context, share_with=turn.share_with
     )
-    service.record(asked, [stream])
+    service.record(prepared, [stream])
     return stream
 
 
-async def turn_of(service: Service, asked: Prepared[ResponseCreate], response_id: str) -> Turn:
+async def turn_of(service: Service, prepared: Prepared[ResponseCreate], response_id: str) -> Turn:
     """The conversation and prompt of a response, with everything its body refers to."""
-    body, scope, session = asked.body, asked.scope, asked.reading.session
+    body, scope, session = prepared.body, prepared.scope, prepared.reading.session
     parent = None
     if body.previous_response_id is not None:
         parent = find(service, body.previous_response_id, scope, session, "previous_response_id")
     items = _items(service, body, scope, session, response_id)
     with named(body.names):
-        return await make_turn(service, body, items, parent, salt=asked.salt)
+        return await make_turn(service, body, items, parent, salt=prepared.salt)
 
 
 def _items(

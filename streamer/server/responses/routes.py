@@ -104,13 +104,13 @@ class ResponseRoutes:
     async def create(self, request: Request) -> ASGIApp:
         """POST /v1/responses."""
         service = self._service
-        asked = await service.read(request, RESPONSE)
-        body = asked.body
+        prepared = await service.read(request, RESPONSE)
+        body = prepared.body
         if body.background and body.store is False:
             raise InvalidRequest(
                 "background requires store: its answer is read later", param="store"
             )
-        stream = await respond(service, asked, new_id("resp_"))
+        stream = await respond(service, prepared, new_id("resp_"))
         answer = ResponseAnswer(self._events(stream), stream)
         if body.stream:
             return EventStream(service, answer, [stream])
@@ -123,9 +123,9 @@ class ResponseRoutes:
     async def input_tokens(self, request: Request) -> ASGIApp:
         """POST /v1/responses/input_tokens: the number of prompt tokens of such a response."""
         service = self._service
-        asked = await service.read(request, RESPONSE, is_for_later=True)
-        with service.bodies.used(asked.tenant, asked.num_bytes):
-            turn = await turn_of(service, asked, new_id("resp_"))
+        prepared = await service.read(request, RESPONSE, is_for_later=True)
+        with service.bodies.used(prepared.tenant, prepared.num_bytes):
+            turn = await turn_of(service, prepared, new_id("resp_"))
         return _body(encode(InputTokens(len(turn.prompt))))
 
     async def compact(self, request: Request) -> ASGIApp:

@@ -94,7 +94,7 @@ class Record:
     def __init__(
         self,
         streams: Sequence[TokenStream],
-        asked: RequestInfo,
+        request: RequestInfo,
         metrics: Metrics,
         *,
         tracer: Tracer | None = None,
@@ -102,7 +102,7 @@ class Record:
     ) -> None:
         self.streams = tuple(streams)
         self.began = time.time()
-        self.asked = asked
+        self.request = request
         self._metrics = metrics
         self._tracer = tracer
         self._prompts = prompts
@@ -150,16 +150,16 @@ class Record:
         show = self._prompts
         return Finished(
             id=streams[0].request_id,
-            operation=self.asked.operation,
-            transport=self.asked.transport,
-            model=self.asked.model,
+            operation=self.request.operation,
+            transport=self.request.transport,
+            model=self.request.model,
             prompt_tokens=sum(s.num_prompt_tokens for s in streams),
             output_tokens=sum(s.num_output_tokens for s in streams),
             cached_tokens=sum(s.cached_tokens for s in streams),
             total_s=max(s.timing.total_s or 0.0 for s in streams),
             reason=reason,
             status=status,
-            key=self.asked.tenant[:KEY_DIGITS] or None,
+            key=self.request.tenant[:KEY_DIGITS] or None,
             queue_s=self._queue_s,
             first_token_s=self._first_token_s,
             error=error.message if error is not None else detail,

@@ -68,7 +68,7 @@ class OpenTelemetry:
         """The span of a request that has just ended."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
-        carrier = {"traceparent": record.asked.traceparent} if record.asked.traceparent else {}
+        carrier = {"traceparent": record.request.traceparent} if record.request.traceparent else {}
         operation = OPERATIONS[line.operation]
         began = int(record.began * NANO)
         span = self._tracer.start_span(

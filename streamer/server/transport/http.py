@@ -37,20 +37,20 @@ MAX_WAITING: Final = 8  # requests behind one that is being answered, on the sam
 class Addresses:
     """Open connections by client address; IPv6 by /64, since one client has a whole /64.
 
-    most  maximum for one address; 0: any number. Unix sockets have no address and are not counted.
+    limit  for one address; 0: any number. Unix sockets have no address and are not counted.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._counts: dict[str, int] = {}
 
     def enter(self, peer: Any) -> Callable[[], None] | None:
         """Count one more; returns the function that uncounts it, or None at the maximum."""
-        if not self._most or not isinstance(peer, tuple):
+        if not self._limit or not isinstance(peer, tuple):
             return lambda: None
         address = _network(str(peer[0]))
         num_open = self._counts.get(address, 0)
-        if num_open >= self._most:
+        if num_open >= self._limit:
             return None
         self._counts[address] = num_open + 1
         return partial(self._leave, address)
@@ -92,7 +92,7 @@ class _Parser(httptools.HttpRequestParser):
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """Refuses heads over the limits, and connections beyond `addresses` and `most`.
+    """Refuses heads over the limits, and connections beyond `addresses` and `max_connections`.
 
     Closes a connection that does not send a head or body in time, or sends many requests ahead.
 
@@ -102,7 +102,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     """
 
     addresses = Addresses(0)
-    most = MAX_CONNECTIONS
+    max_connections = MAX_CONNECTIONS
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -122,7 +122,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         leave = self.addresses.enter(transport.get_extra_info("peername"))
         on_lost = leave if leave is not None else lambda: None
         super().connection_made(TurnTransport(transport, self.loop, on_lost))
-        if leave is None or len(self.connections) > self.most:
+        if leave is None or len(self.connections) > self.max_connections:
             whose = "your address" if leave is None else "all clients"
             self._answer(
                 b"503 Service Unavailable", Overloaded(f"{whose} have too many open connections")
@@ -312,20 +312,20 @@ def limited(connections_per_address: int) -> type[LimitedHttpProtocol]:
 
     class Limited(LimitedHttpProtocol):
         addresses = Addresses(connections_per_address)
-        most = most_connections()
+        max_connections = connection_limit()
 
     return Limited
 
 
-def most_connections() -> int:
+def connection_limit() -> int:
     """Maximum of open connections of all clients together."""
     try:
         import resource
     except ImportError:  # Windows
         return MAX_CONNECTIONS
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    is_bounded = most != resource.RLIM_INFINITY
-    return min(MAX_CONNECTIONS, max(1, most - SPARE_FILES)) if is_bounded else MAX_CONNECTIONS
+    num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    is_bounded = num_files != resource.RLIM_INFINITY
+    return min(MAX_CONNECTIONS, max(1, num_files - SPARE_FILES)) if is_bounded else MAX_CONNECTIONS
 
 
 def too_large(what: str) -> tuple[bytes, StreamerError]:

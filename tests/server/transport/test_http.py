@@ -140,11 +140,11 @@ def test_total_connections_leave_some_file_descriptors(
     monkeypatch: pytest.MonkeyPatch, files: int, most: int
 ) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: (files, files))
-    assert protocol.limited(0).most == most
+    assert protocol.limited(0).max_connections == most
 
 
 def test_total_connections_are_bounded(server_with: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "most_connections", lambda: 2)
+    monkeypatch.setattr(protocol, "connection_limit", lambda: 2)
     server = server_with()
     with dial(server) as first, dial(server) as second:
         for raw in (first, second):
