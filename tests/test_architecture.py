@@ -1,8 +1,8 @@
 """The structure of the code, checked on its syntax trees.
 
 Which room may import which, how long functions and files may be, how many parameters a function
-may take, what must not be in them, and what stands at the top of the repository. Every rule is
-first tried on small bad snippets.
+may take, how many files are in a folder, what must not be in them, and what stands at the top of
+the repository. Every rule is first tried on small bad snippets.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import ast
 import graphlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ TOP = {
 }
 FUNCTION_LINES, KERNEL_LINES, FILE_LINES = 59, 149, 600
 PARAMETERS = 6
+FOLDER_FILES = 15
 ANY = frozenset(["*"])
 OUTSIDE_WORLD = "asyncio threading time logging random datetime secrets socket queue signal"
 OUTSIDE_WORLD += " multiprocessing concurrent selectors sched subprocess torch numpy"
@@ -215,6 +217,14 @@ def parameter_faults(tree: ast.Module, module: str) -> Iterator[str]:
                 yield f"{module}:{node.lineno}: {node.name} takes {count}, limit {PARAMETERS}"
 
 
+def crowded_folders(paths: Iterable[Path]) -> Iterator[str]:
+    """Folders with too many source files, __init__.py not counted."""
+    counts = Counter(path.parent for path in paths if path.name != "__init__.py")
+    for folder, count in counts.items():
+        if count > FOLDER_FILES:
+            yield f"{folder}: {count} files, the limit is {FOLDER_FILES}"
+
+
 def contract_faults(tree: ast.Module, module: str) -> Iterator[str]:
     """A module docstring says what the module owns; two lines or more, but in package files."""
     doc = ast.get_docstring(tree)
@@ -308,6 +318,13 @@ def test_the_rooms_are_there() -> None:
     rooms = {room_of(module_of(path)) for path in PRODUCT}
     assert {"core", "model", "engine", "server", "kernels", "cli", "fake", "demo"} <= rooms
     assert any("core" in path.parts for path in TESTS)
+
+
+def test_no_folder_is_crowded() -> None:
+    assert list(crowded_folders(PRODUCT)) == []
+    names = [f"{letter}.py" for letter in "abcdefghijklmno"]
+    assert not list(crowded_folders(Path("here", name) for name in [*names, "__init__.py"]))
+    assert list(crowded_folders(Path("here", name) for name in [*names, "p.py"]))
 
 
 def test_no_module_imports_itself_through_others() -> None:
