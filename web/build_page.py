@@ -49,12 +49,12 @@ def _wheel_node() -> str | None:
 
 def _is_new_enough(node: Path) -> bool:
     try:
-        told = subprocess.run(
+        output = subprocess.run(
             [node, "--version"], capture_output=True, text=True, check=True
         ).stdout
     except (OSError, subprocess.CalledProcessError):
         return False
-    found = re.match(r"v(\d+)\.(\d+)", told)
+    found = re.match(r"v(\d+)\.(\d+)", output)
     version = (int(found[1]), int(found[2])) if found else (0, 0)
     return (20, 19) <= version < (21, 0) or version >= (22, 12)
 
