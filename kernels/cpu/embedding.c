@@ -1,7 +1,11 @@
-/* out [T, H] = table[tokens].
+/* out [T, H] = table[tokens], rows of a table, or of a packed weight.
  *
- *   p  tokens (int64 [T]), table, out      n  H
+ *   EMBEDDING       p  tokens (int64 [T]), table (row by row), out;  n  H
+ *   DENSE_ROWS      p  tokens, panels of linear.c, out;  n  H
+ *   QUANTIZED_ROWS  p  tokens, panels of quantized_linear.c, 0, out, table of codes or 0,
+ *                      permutation (int64 [H]) or 0;  n  as there
  */
+#include "dot.h"
 #include "common.h"
 
 static int64_t embedding_chunks(const Op *op, const Step *step, int threads) {
@@ -15,4 +19,47 @@ static void embedding_run(const Op *op, const Step *step, int64_t chunk, Worker 
     const int64_t *tokens = op->p[0];
     int64_t bytes = op->n[0] * size_of(op->dtype);
     memcpy((char *)op->p[2] + chunk * bytes, (const char *)op->p[1] + tokens[chunk] * bytes, bytes);
+}
+
+static void dense_rows_run(const Op *op, const Step *step, int64_t chunk, Worker *me) {
+    (void)me;
+    if (chunk >= step->counts[op->count]) return;
+    int64_t token = ((const int64_t *)op->p[0])[chunk], H = op->n[0], size = size_of(op->dtype);
+    int64_t each = HAS_DOT && op->dtype == BF16 ? 2 : 1; /* numbers that lie together */
+    const char *from = (const char *)op->p[1] + token / TILE * panel_bytes(H, op->dtype);
+    char *to = (char *)op->p[2] + chunk * H * size;
+    from += token % TILE * each * size;
+    for (int64_t k = 0; k < H; k += each, from += TILE * each * size)
+        memcpy(to + k * size, from, (size_t)(least(each, H - k) * size));
+}
+
+INLINE float scale_at(const char *p, int64_t i, int is_wide) {
+    float all[VW];
+    store_f32(all, load_scales(p + i / VW * VW * (is_wide ? 4 : 2), is_wide));
+    return all[i % VW];
+}
+
+static void quantized_rows_run(const Op *op, const Step *step, int64_t chunk, Worker *me) {
+    (void)me;
+    if (chunk >= step->counts[op->count]) return;
+    Shape shape = shape_of(op);
+    int64_t token = ((const int64_t *)op->p[0])[chunk], H = op->n[0], j = token % TILE;
+    const char *from = (const char *)op->p[1] + token / TILE * shape.panel_bytes;
+    const uint8_t *table = op->p[4];
+    const int64_t *order = op->p[5];
+    int is_wide = shape.form & WIDE_SCALES, bits = shape.form & EIGHT_BITS ? 8 : 4;
+    int64_t group = shape.per_group * shape.block, each = bits == 8 ? 4 : 8;
+    for (int64_t k = 0; k < H; from += shape.header + group * TILE * bits / 8) {
+        float scale = scale_at(from, j, is_wide), offset = 0.0f;
+        if (shape.form & OFFSETS) offset = scale_at(from + shape.header / 2, j, is_wide);
+        for (int64_t end = least(H, k + group), first = k; k < end; k++) {
+            int64_t i = k - first;
+            const uint8_t *word = (const uint8_t *)from + shape.header + (i / each * TILE + j) * 4;
+            int code = word[i % 4];
+            if (bits == 4) code = i % 8 < 4 ? code & 15 : code >> 4;
+            if (table) code = table[code];
+            float w = scale * (float)(code - shape.zero) + offset;
+            store_one(op->p[3], chunk * H + (order ? order[k] : k), w, op->dtype);
+        }
+    }
 }

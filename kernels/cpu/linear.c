@@ -6,23 +6,13 @@
  * is one chain of sums over K in order, so a row's result depends on that row alone.
  *
  *   p  x, weight, bias or 0, y      n  K, N, stride of x, stride of y
- *   flags  what is done with y: STORE it, ADD_TO y, or GATE: panels hold TILE / 2 gates and then
- *          their ups, and y [R, N / 2] is act(gate) * up
+ *   flags  see panels.h
  */
 #include "common.h"
-
-enum { STORE = 0, ADD_TO = 1, GATE_SILU = 2, GATE_GELU = 3, GATE_GELU_TANH = 4 };
+#include "panels.h"
 
 #define AHEAD 2048     /* bytes fetched ahead of a single pass */
 #define DEPTH 512      /* of K at once where rows take several passes: stays in the L1 cache */
-#define MAX_PANELS 8   /* a chunk of work */
-#define FETCHING 8     /* passes that fetch: together they bring the next DEPTH */
-/* Rows at once: they and their sums stay in the L2 cache between the panels of a chunk. 2,048
- * rows of the half model's matrices in 1.81 s, with 480 rows whatever K 1.97 (2 cores of an EPYC Zen
- * 5, 2026-11-22); 256 and 512 KiB, and DEPTH 256 and 384, within 1%. */
-#define BLOCK_BYTES (384 << 10)
-#define BLOCK_ROWS 480
-#define BLOCK_ROWS_MIN 96
 
 INLINE int64_t panel_bytes(int64_t K, int dtype) {
     return (HAS_DOT && dtype == BF16 ? (K + 1) / 2 * 2 : K) * TILE * size_of(dtype);
@@ -92,14 +82,6 @@ INLINE void multiply(float *sum, int is_first, const char *x, int64_t stride, co
         for (int j = 0; j < 2; j++) store_f32(sum + r * TILE + j * VW, s[r][j]);
 }
 
-/* Separate functions, since inlined together they run out of registers; and without GCC's
- * rewriting of the row pointers, which costs 3%. 8 rows by two vectors reach 460 GFLOP/s on a core
- * of an EPYC Zen 5 (2 bfloat16 dot products a cycle); 12 rows do so with GCC, and Clang spills. */
-#if defined(__clang__)
-#define KERNEL static __attribute__((noinline))
-#else
-#define KERNEL static __attribute__((noinline, optimize("no-ivopts")))
-#endif
 #define ONE_KERNEL(NAME, ROWS, DTYPE)                                                     \
     KERNEL void NAME(float *sum, int is_first, const char *x, int64_t stride,             \
                      const char *panel, int64_t K, const char *next, int lines) {         \
@@ -123,44 +105,6 @@ KERNELS(5) KERNELS(6) KERNELS(7) KERNELS(8)
 #endif
 static Kernel *const multiply_rows[2][ROWS_MAX + 1] = {UP_TO_MAX(f32), UP_TO_MAX(bf16)};
 
-INLINE void put(const Op *op, int64_t row, int64_t column, vf x, int dtype, int is_whole) {
-    void *y = at(op->p[3], row * op->n[3] + column, dtype);
-    int64_t outputs = op->flags >= GATE_SILU ? op->n[1] / 2 : op->n[1];
-    if (is_whole) {
-        if (op->flags == ADD_TO) x += load(y, 0, dtype);
-        store(y, 0, x, dtype);
-        return;
-    }
-    for (int i = 0; i < VW && column + i < outputs; i++)
-        store_one(y, i, op->flags == ADD_TO ? x[i] + load_one(y, i, dtype) : x[i], dtype);
-}
-
-INLINE void finish(const Op *op, const float *sum, int64_t rows, int64_t row, int64_t panel,
-                   int dtype) {
-    const float *bias = op->p[2];
-    for (int64_t r = 0; r < rows; r++) {
-        vf a = load_f32(sum + r * TILE), b = load_f32(sum + r * TILE + VW);
-        if (bias) a += load_f32(bias + panel * TILE), b += load_f32(bias + panel * TILE + VW);
-        if (op->flags >= GATE_SILU) {
-            vf act = op->flags == GATE_SILU ? silu(a) : gelu(a, op->flags == GATE_GELU_TANH);
-            put(op, row + r, panel * VW, act * b, dtype, (panel + 1) * VW <= op->n[1] / 2);
-        } else {
-            put(op, row + r, panel * TILE, a, dtype, panel * TILE + VW <= op->n[1]);
-            if (panel * TILE + VW < op->n[1])
-                put(op, row + r, panel * TILE + VW, b, dtype, (panel + 1) * TILE <= op->n[1]);
-        }
-    }
-}
-
-static int64_t linear_panels_at_once(const Op *op, int threads) {
-    return most(1, least(MAX_PANELS, divide_up(op->n[1], TILE) / (6 * threads)));
-}
-
-static int64_t linear_chunks(const Op *op, const Step *step, int threads) {
-    (void)step;
-    return divide_up(divide_up(op->n[1], TILE), linear_panels_at_once(op, threads));
-}
-
 INLINE void linear_panel(const Op *op, int64_t panel, int64_t from, int64_t rows, float *sum,
                          int dtype) {
     int64_t K = op->n[0], bytes = panel_bytes(K, dtype), passes = divide_up(rows, ROWS_MAX);
@@ -181,40 +125,15 @@ INLINE void linear_panel(const Op *op, int64_t panel, int64_t from, int64_t rows
 
 static void linear_run(const Op *op, const Step *step, int64_t chunk, Worker *me) {
     int64_t rows = step->counts[op->count], panels = divide_up(op->n[1], TILE);
-    int64_t at_once = linear_panels_at_once(op, me->threads);
+    int64_t at_once = panels_at_once(op, me->threads);
     int64_t first = chunk * at_once, last = least(panels, first + at_once);
+    int64_t block = rows_at_once(op->n[0] * size_of(op->dtype));
     float *sum = (float *)me->scratch;
-    int64_t fitting = BLOCK_BYTES / (op->n[0] * size_of(op->dtype));
-    int64_t block = most(BLOCK_ROWS_MIN, least(BLOCK_ROWS, fitting)) / ROWS_MAX * ROWS_MAX;
     for (int64_t row = 0; row < rows; row += block)
         for (int64_t panel = first; panel < last; panel++)
             if (op->dtype == F32)
                 linear_panel(op, panel, row, least(rows - row, block), sum, F32);
             else linear_panel(op, panel, row, least(rows - row, block), sum, BF16);
-}
-
-/* weight [N, K] (row-major, dtype) -> panels; rows beyond N are zero. With `gate`, N / 2 gates
- * and then N / 2 ups become panels of VW gates and VW ups. */
-void pack_weight(const void *weight, void *packed, int64_t N, int64_t K, int dtype, int gate) {
-    int is_paired = HAS_DOT && dtype == BF16;
-    int64_t half = N / 2, size = size_of(dtype), bytes = panel_bytes(K, dtype);
-    int64_t panels = gate ? divide_up(half, VW) : divide_up(N, TILE);
-    for (int64_t panel = 0; panel < panels; panel++)
-        for (int64_t j = 0; j < TILE; j++) {
-            int64_t row = panel * TILE + j, end = N;
-            if (gate) {
-                row = panel * VW + j % VW;
-                end = row < half ? N : 0;
-                row += j < VW ? 0 : half;
-            }
-            char *to = (char *)packed + panel * bytes;
-            for (int64_t k = 0; k < (is_paired ? (K + 1) / 2 * 2 : K); k++) {
-                int64_t place = is_paired ? k / 2 * TILE * 2 + j * 2 + k % 2 : k * TILE + j;
-                if (row < end && k < K)
-                    memcpy(to + place * size, (const char *)weight + (row * K + k) * size, size);
-                else memset(to + place * size, 0, size);
-            }
-        }
 }
 
 /* Floats in a vector: a panel has 2 * VW outputs. */

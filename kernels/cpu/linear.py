@@ -1,69 +1,95 @@
-"""Linear layers over linear.c: packed weights, which are called to multiply by them.
+"""Linear layers over linear.c and quantized_linear.c: packed weights, called to multiply by them.
 
-Called through native.py.
+A layer is one or more matrices whose outputs lie side by side: parts of one form are packed as one,
+others (a Q4_K beside a Q6_K) each by themselves. Called through native.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
+from streamer.kernels.cpu.memory import chunks
 from streamer.kernels.cpu.program import Call, Kind, issue, new_rows, team
-from streamer.kernels.weights import Weight, stack
+from streamer.kernels.cpu.quantized_linear import Quantized, Records, merge, widest
+from streamer.kernels.weights import QuantizedWeight, Weight, stack
 
-ACTIVATIONS = {None: 0, "silu": 2, "gelu": 3, "gelu_tanh": 4}  # linear.c's flags
+ACTIVATIONS = {None: 0, "silu": 2, "gelu": 3, "gelu_tanh": 4}  # panels.h's flags
 ADD = 1
 
 
-class Linear:
-    """A packed weight [N, K] with its bias and the activation of its gates. See ops.Linear."""
+class Matrix(Protocol):
+    """A packed matrix [N, K] with its bias."""
 
-    __slots__ = ("_table", "activation", "bias", "packed", "shape")
+    shape: tuple[int, int]
 
-    def __init__(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        activation: str | None,
-        *,
-        is_table: bool,
-    ) -> None:
+    def multiply(self, x: torch.Tensor, out: torch.Tensor, flags: int, records: Records) -> None:
+        """Issue the product of x; `records` are those of x that an earlier matrix has made."""
+        ...
+
+    def rows(self, tokens: torch.Tensor) -> torch.Tensor: ...
+
+
+class Dense:
+    """A matrix of floats. See Matrix."""
+
+    __slots__ = ("_bias", "_packed", "shape")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, flags: int) -> None:
         n, k = weight.shape
-        width = 2 * team.lanes
         self.shape = (n, k)
-        self._table = weight if is_table else weight[:0]
+        self._bias = bias
+        width = 2 * team.lanes
+        size = width * -(-k // 2) * 2 * weight.element_size()
+        panels = chunks.empty(-(-padded(n, flags) // width) * size).view(-1, size)
+        self._packed = panels.view(weight.dtype)
+        weight = weight.contiguous()
+        issue(Call(Kind.PACK, panels, weight.dtype, (weight, self._packed), (k, n), flags=flags))
+
+    def multiply(self, x: torch.Tensor, out: torch.Tensor, flags: int, records: Records) -> None:
+        """See Matrix."""
+        del records
+        n, k = self.shape
+        pointers = (x, self._packed, self._bias, out)
+        sizes = (k, n, x.stride(0), out.stride(0))
+        issue(Call(Kind.LINEAR, x, x.dtype, pointers, sizes, flags=flags))
+
+    def rows(self, tokens: torch.Tensor) -> torch.Tensor:
+        """See ops.Linear."""
+        k = self.shape[1]
+        out = new_rows(tokens, k, dtype=self._packed.dtype)
+        issue(Call(Kind.DENSE_ROWS, tokens, out.dtype, (tokens, self._packed, out), (k,)))
+        return out
+
+
+class Linear:
+    """Packed matrices, stacked to [N, K]. See ops.Linear."""
+
+    __slots__ = ("_matrices", "activation", "shape")
+
+    def __init__(self, matrices: Sequence[Matrix], activation: str | None) -> None:
+        self._matrices = matrices
+        self.shape = (sum(m.shape[0] for m in matrices), matrices[0].shape[1])
         self.activation = activation
-        self.packed = torch.empty(-(-n // width) * width * -(-k // 2) * 2, dtype=weight.dtype)
-        self.bias = None
-        if bias is not None:
-            self.bias = torch.zeros(-(-n // width) * width)
-            self.bias[:n] = bias
-            if activation is not None:
-                self.bias = _interleave(bias.float(), team.lanes)
-        team.pack(weight.contiguous(), self.packed, activation is not None)
 
     def __call__(self, x: torch.Tensor, *, add_to: torch.Tensor | None = None) -> torch.Tensor:
         """See ops.Linear."""
-        n, k = self.shape
-        width = n if self.activation is None else n // 2
+        width = self.shape[0] if self.activation is None else self.shape[0] // 2
         out = new_rows(x, width, dtype=x.dtype) if add_to is None else add_to
         flags = ACTIVATIONS[self.activation] if add_to is None else ADD
-        issue(
-            Call(
-                Kind.LINEAR,
-                x,
-                x.dtype,
-                (x, self.packed, self.bias, out),
-                (k, n, x.stride(0), out.stride(0)),
-                flags=flags,
-            )
-        )
+        records: Records = {}
+        start = 0
+        for matrix in self._matrices:
+            matrix.multiply(x, out[:, start:], flags, records)
+            start += matrix.shape[0]
         return out
 
     def rows(self, tokens: torch.Tensor) -> torch.Tensor:
         """See ops.Linear."""
-        return embedding(tokens, self._table)
+        (matrix,) = self._matrices
+        return matrix.rows(tokens)
 
 
 def embedding(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -73,11 +99,21 @@ def embedding(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _interleave(bias: torch.Tensor, lanes: int) -> torch.Tensor:
-    """The bias of gates and ups in the order of their panels: `lanes` of each in turn."""
+def padded(n: int, flags: int) -> int:
+    """Outputs of a weight's panels; of gates, each half is padded."""
+    if flags <= ADD:
+        return n
+    return -(-n // 2 // team.lanes) * team.lanes * 2
+
+
+def _pack_bias(bias: torch.Tensor, flags: int) -> torch.Tensor:
+    """The bias in the order of the panels: of gates and ups, a vector of each in turn."""
+    lanes, bias = team.lanes, bias.float()
+    if flags <= ADD:
+        return torch.nn.functional.pad(bias, (0, -len(bias) % (2 * lanes)))
     halves = bias.view(2, -1)
-    padded = torch.nn.functional.pad(halves, (0, -halves.shape[1] % lanes))
-    return padded.view(2, -1, lanes).transpose(0, 1).reshape(-1).contiguous()
+    wider = torch.nn.functional.pad(halves, (0, -halves.shape[1] % lanes))
+    return wider.view(2, -1, lanes).transpose(0, 1).reshape(-1).contiguous()
 
 
 def pack_weight(
@@ -88,5 +124,22 @@ def pack_weight(
     dtype: torch.dtype | None = None,
     is_table: bool = False,
 ) -> Linear:
-    """See Backend.pack_weight."""
-    return Linear(stack(parts, dtype), bias, activation, is_table=is_table)
+    """See Backend.pack_weight; a layer of gates takes the wider of two forms for both."""
+    del is_table  # rows are read from the panels
+    flags = ACTIVATIONS[activation]
+    merged = merge(parts)
+    if activation is not None and len(merged) > 1:
+        merged = [widest(merged)]
+    matrices: list[Matrix] = []
+    start = 0
+    for part in merged:
+        end = start + part.shape[0]
+        its_bias = None if bias is None else _pack_bias(bias[start:end], flags)
+        if isinstance(part, QuantizedWeight):
+            if dtype is None:
+                raise ValueError("a quantized weight needs the dtype of its results")
+            matrices.append(Quantized(part, its_bias, flags, dtype))
+        else:
+            matrices.append(Dense(stack([part], dtype), its_bias, flags))
+        start = end
+    return Linear(matrices, activation)

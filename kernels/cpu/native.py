@@ -6,9 +6,6 @@ weights and of its pool.
 
 from __future__ import annotations
 
-import ctypes
-import sys
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -17,11 +14,10 @@ from streamer.kernels import reference
 from streamer.kernels.batch import AttentionBatch, Forward, Limits
 from streamer.kernels.cpu.linear import embedding as embedding
 from streamer.kernels.cpu.linear import pack_weight as pack_weight
+from streamer.kernels.cpu.memory import in_huge_pages
 from streamer.kernels.cpu.program import Call, Count, Kind, Program, issue, new_rows, team
 from streamer.kernels.draws import Draws
 
-HUGE_PAGE = 2 << 20
-MADV_HUGEPAGE = 14  # Linux's number; a refusal is harmless
 MAX_DRAW = 500_000  # vocabulary for which draw.c has scratch memory
 MAX_HEAD, MAX_SHARE = 1024, 128  # head_dim, query heads a KV head: rope.c's, attention.c's limits
 TILE_QUERIES = 48  # as in attention.c
@@ -50,21 +46,6 @@ def new_pool(
         )
     shape = (num_blocks, layers, block_size, kv_heads, head_dim)
     return in_huge_pages(reference.new_pool(*shape, dtype, device))
-
-
-def in_huge_pages(memory: torch.Tensor) -> torch.Tensor:
-    """The same memory, not yet touched, in pages of 2 MiB where the system has them.
-
-    Each 4 KiB of a pool belongs to another head or block: with small pages each costs a walk of the
-    page tables.
-    """
-    start = -(-memory.data_ptr() // HUGE_PAGE) * HUGE_PAGE
-    end = (memory.data_ptr() + memory.numel() * memory.element_size()) // HUGE_PAGE * HUGE_PAGE
-    if sys.platform == "linux" and end > start:
-        ctypes.CDLL(None).madvise(
-            ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_HUGEPAGE
-        )
-    return memory
 
 
 def rms_norm(

@@ -54,6 +54,12 @@ class Kind(IntEnum):
     COPY = 6
     BEST = 7
     DRAW = 8
+    QUANTIZE = 9
+    QUANTIZED_LINEAR = 10
+    DENSE_ROWS = 11
+    QUANTIZED_ROWS = 12
+    PACK = 13
+    PACK_QUANTIZED = 14
 
 
 class Count(IntEnum):
@@ -118,7 +124,6 @@ class Team:
             ("team_open", [ctypes.c_int], pointer),
             ("team_close", [pointer], None),
             ("team_run", [pointer, pointer, size, pointer], None),
-            ("pack_weight", [pointer, pointer, size, size, ctypes.c_int, ctypes.c_int], None),
         ):
             function = getattr(self._library, name)
             function.argtypes, function.restype = arguments, result
@@ -143,13 +148,6 @@ class Team:
                 if self._handle is None:
                     raise MemoryError("no memory for the kernels' threads")
             self._library.team_run(self._handle, ops, num_ops, counts)
-
-    def pack(self, weight: torch.Tensor, packed: torch.Tensor, is_gate: bool) -> None:
-        """See pack_weight in linear.c."""
-        n, k = weight.shape
-        self._library.pack_weight(
-            weight.data_ptr(), packed.data_ptr(), n, k, DTYPES[weight.dtype], is_gate
-        )
 
 
 class _ThisThread(threading.local):

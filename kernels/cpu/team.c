@@ -13,8 +13,10 @@
 #include <stdlib.h>
 #include <time.h>
 #include "common.h"
-#include "activation.c"
 #include "linear.c"
+#include "quantize.c"
+#include "quantized_linear.c"
+#include "pack.c"
 #include "attention.c"
 #include "best.c"
 #include "copy.c"
@@ -37,9 +39,11 @@ static const Kind kinds[] = {
     {linear_chunks, linear_run},       {attention_chunks, attention_run},
     {embedding_chunks, embedding_run}, {norm_chunks, norm_run},
     {rope_chunks, rope_run},           {store_chunks, store_run},
-    {copy_chunks, copy_run},
-    {best_chunks, best_run},
-    {draw_chunks, draw_run},
+    {copy_chunks, copy_run},           {best_chunks, best_run},
+    {draw_chunks, draw_run},           {quantize_chunks, quantize_run},
+    {linear_chunks, quantized_run},    {embedding_chunks, dense_rows_run},
+    {embedding_chunks, quantized_rows_run},
+    {pack_chunks, pack_run},           {pack_chunks, pack_quantized_run},
 };
 
 /* A ticket is op << 52 | chunks of that op << 26 | next chunk, so that a thread that takes

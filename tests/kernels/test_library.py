@@ -16,7 +16,7 @@ from streamer.kernels import ops, reference
 from streamer.kernels.cpu import library, native
 
 ROOT = Path(__file__).parents[2]
-MACHINES = {"x86_64": ["haswell", "x86-64-v2"]}
+MACHINES = ["haswell", "x86-64-v2", "x86-64"] if os.uname().machine == "x86_64" else []
 WHICH = """
 from streamer.kernels import ops, reference
 print(ops.for_cpu().__name__.rpartition(".")[2], ops.why_not_native())
@@ -35,13 +35,15 @@ def run(command: list[str], **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("machine", MACHINES.get(os.uname().machine, []))
+@pytest.mark.parametrize("machine", MACHINES)
 def test_older_machines_compute_the_same(machine: str, tmp_path: Path) -> None:
-    """The ops' own tests, compiled without AVX512, and without AVX."""
-    names = ("linear", "attention", "quantized", "ops")
-    tests = [f"tests/kernels/test_{name}.py" for name in names]
+    """The ops' own tests, compiled without AVX512, without AVX, and codes in plain C."""
+    names = ["quantized_linear"]
+    if machine != "x86-64":
+        names += ["linear", "attention", "quantized", "ops"]
     done = run(
-        ["-m", "pytest", "-q", "-k", "native", *tests],
+        ["-m", "pytest", "-q", "-k", "native or quantized_linear"]
+        + [f"tests/kernels/test_{name}.py" for name in names],
         CFLAGS=f"-march={machine}",
         XDG_CACHE_HOME=str(tmp_path),
     )

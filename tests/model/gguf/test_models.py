@@ -84,7 +84,8 @@ def test_logits_are_transformers_on_the_dequantized_weights(
     tokens = random_tokens(40, 3)
     wanted = reference_logits(reference_model(folder), tokens)
     assert error(paged_logits(load(file), tokens), wanted) < 1e-4
-    assert error(paged_logits(load(file, for_cpu()), tokens), wanted) < 0.05
+    # Rounding the activations to int8, emulated in the reference, makes 0.04 to 0.09.
+    assert error(paged_logits(load(file, for_cpu()), tokens), wanted) < 0.12
 
 
 def error(got: torch.Tensor, wanted: torch.Tensor) -> float:

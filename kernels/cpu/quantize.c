@@ -1,0 +1,104 @@
+/* Rows of x as int8 codes with a scale for every `block` of them, for quantized_linear.c.
+ *
+ * A row is ceil(K / block) records: scale (float), scale * sum of the codes (float), MAGIC - zero *
+ * sum, sum (int32), then `block` codes, zero beyond K. scale = max |x| / 127, code = x / scale,
+ * rounded to the nearest, ties to even (quantized.py's scheme). Where a block has a NaN or an
+ * infinity its codes are 0 and its scale is NaN, so that all that is computed from the row is NaN.
+ *
+ *   p  x, records, permutation (int64 [K]: code k is of x[permutation[k]]) or 0
+ *   n  K, block (a multiple of 16), stride of x, bytes of a row of records, zero of the weights
+ */
+#include "dot.h"
+#include "common.h"
+
+#define RECORD_BYTES 16    /* before the codes */
+#define LEAST_SCALE 1e-30f /* blocks whose scale is below this are zeros, as in quantized.py */
+#define QUANTIZED_ROWS 8   /* a chunk of work */
+
+typedef struct {
+    float scale, scaled_sum;
+    int32_t start, sum;
+    int8_t codes[];
+} Record;
+
+static int64_t quantize_chunks(const Op *op, const Step *step, int threads) {
+    (void)threads;
+    return most(1, divide_up(step->counts[op->count], QUANTIZED_ROWS));
+}
+
+INLINE void store_bytes(int8_t *to, vi x) {
+#if VW == 16
+    _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8((__m512i)x));
+#else
+    for (int i = 0; i < VW; i++) to[i] = (int8_t)x[i];
+#endif
+}
+
+INLINE int32_t sum_of_ints(vi x) {
+#if VW == 16
+    return _mm512_reduce_add_epi32((__m512i)x);
+#else
+    int32_t sum = 0;
+    for (int i = 0; i < VW; i++) sum += x[i];
+    return sum;
+#endif
+}
+
+/* `size` numbers, a multiple of 16, from `x`. */
+INLINE void quantize_block(Record *to, const void *x, int64_t at, int64_t size,
+                           int32_t zero, int dtype) {
+    vi largest = {0}; /* of the bits without their sign: ordered as the numbers are, NaN highest */
+    for (int64_t k = 0; k < size; k += VW) {
+        vi bits = (vi)load(x, at + k, dtype) & 0x7fffffff;
+        vi is_more = bits > largest;
+        largest = (bits & is_more) | (largest & ~is_more);
+    }
+    union { int32_t i; float f; } peak = {0};
+#if VW == 16
+    peak.i = _mm512_reduce_max_epi32((__m512i)largest);
+#else
+    for (int i = 0; i < VW; i++) peak.i = largest[i] > peak.i ? largest[i] : peak.i;
+#endif
+    float scale = peak.f * (1.0f / 127.0f);
+    float inverse = scale < LEAST_SCALE ? 0.0f : 1.0f / scale;
+    if (peak.i >= 0x7f800000) {
+        scale = NAN;
+        inverse = 0.0f;
+    }
+    vi sum = {0};
+    for (int64_t k = 0; k < size; k += VW) {
+        vi codes = to_nearest(load(x, at + k, dtype) * splat(inverse));
+        if (inverse == 0.0f) codes = (vi){0}; /* an infinity times 0 is NaN */
+        sum += codes;
+        store_bytes(to->codes + k, codes);
+    }
+    to->scale = scale;
+    to->sum = sum_of_ints(sum);
+    to->scaled_sum = scale * (float)to->sum;
+    to->start = MAGIC - zero * to->sum;
+}
+
+INLINE void quantize_row(const Op *op, int64_t row, float *scratch, int dtype) {
+    int64_t K = op->n[0], block = op->n[1];
+    int32_t zero = (int32_t)op->n[4];
+    const void *x = at(op->p[0], row * op->n[2], dtype);
+    const int64_t *order = op->p[2];
+    char *to = (char *)op->p[1] + row * op->n[3];
+    for (int64_t k = 0; k < K; k += block, to += RECORD_BYTES + block) {
+        if (!order && k + block <= K) {
+            quantize_block((Record *)to, x, k, block, zero, dtype);
+            continue;
+        }
+        for (int64_t i = 0; i < block; i++)
+            scratch[i] = k + i < K ? load_one(x, order ? order[k + i] : k + i, dtype) : 0.0f;
+        quantize_block((Record *)to, scratch, 0, block, zero, F32);
+    }
+}
+
+static void quantize_run(const Op *op, const Step *step, int64_t chunk, Worker *me) {
+    int64_t first = chunk * QUANTIZED_ROWS;
+    int64_t last = least(step->counts[op->count], first + QUANTIZED_ROWS);
+    for (int64_t row = first; row < last; row++)
+        if (op->dtype == F32) quantize_row(op, row, (float *)me->scratch, F32);
+        else quantize_row(op, row, (float *)me->scratch, BF16);
+}

@@ -1,0 +1,202 @@
+/* y [R, N] = x [R, K] @ weight.T + bias, with weights of 4 or 8 bits and x as int8 (quantize.c).
+ *
+ *   weight[n, k] = scale[n, k / group] * (value(code[n, k]) - zero) + offset[n, k / group]
+ *
+ * A panel is TILE outputs, whole K, group by group: TILE scales, TILE offsets where there are any,
+ * then the codes: 4 of K of VW outputs a vector, in 4 bits 8 of K: the low halves of its bytes hold
+ * the first 4. So a line of memory feeds whole vectors, and no lane is ever moved.
+ *
+ * The products of a block of K are summed exactly, in integers; blocks are scaled and added in
+ * order, in float: one chain a sum, so a row's result depends on that row alone, and it is the same
+ * on every CPU that has fused multiply-add. A block is at most a group, and has its own scale of x.
+ *
+ *   p  x (records of quantize.c), weight, bias or 0, y, table (uint8 [16]) or 0
+ *   n  K, N, bytes of a row of x, stride of y, group, block, zero, form
+ *   flags  see panels.h
+ */
+#include "dot.h"
+#include "common.h"
+#include "panels.h"
+
+enum { EIGHT_BITS = 1, OFFSETS = 2, WIDE_SCALES = 4 }; /* bits of `form` */
+
+#define DEPTH_BYTES 16384 /* of a panel at once where rows take several passes: stays in the L1 */
+#define AT_ONCE (VW == 16 ? 6 : ROWS_MAX) /* rows whose sums fit into the registers */
+#define IN_REGISTERS (VW == 16 ? 6 : 2)   /* with their float sums */
+
+/* What a panel looks like; bytes. */
+typedef struct {
+    int64_t blocks, per_group; /* blocks in a panel, in a group */
+    int64_t block, header, block_bytes, panel_bytes;
+    int32_t zero, form;
+    vi table;
+} Shape;
+
+INLINE Shape shape_of(const Op *op) {
+    Shape s = {.block = op->n[5], .zero = (int32_t)op->n[6], .form = (int32_t)op->n[7]};
+    s.blocks = divide_up(op->n[0], s.block);
+    s.per_group = op->n[4] / s.block;
+    s.header = TILE * (s.form & WIDE_SCALES ? 4 : 2) * (s.form & OFFSETS ? 2 : 1);
+    s.block_bytes = s.block * TILE / (s.form & EIGHT_BITS ? 1 : 2);
+    s.panel_bytes = divide_up(s.blocks, s.per_group) * s.header + s.blocks * s.block_bytes;
+    if (op->p[4])
+        for (int i = 0; i < VW * 4; i += 16) memcpy((char *)&s.table + i, op->p[4], 16);
+    return s;
+}
+
+enum { NIBBLES, LOOKED_UP, BYTES, KINDS };
+
+typedef void QuantizedKernel(float *sum, const char *x, int64_t stride, const char *panel,
+                             int64_t first, int64_t last, const Shape *shape, const char *next,
+                             int64_t lines);
+
+/* s [rows][2] += 4 of K. */
+INLINE void dot_rows(vi s[][2], vi c0, vi c1, const char *const *from, int64_t at, int rows,
+                     int is_small) {
+    Four w0 = split(c0, is_small), w1 = split(c1, is_small);
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++) {
+        Four a = spread(from[r] + at, is_small);
+        s[r][0] = dot(s[r][0], w0, a, is_small);
+        s[r][1] = dot(s[r][1], w1, a, is_small);
+    }
+}
+
+/* s += a vector of codes for each half of the panel: 4 of K, or 8 in 4 bits. */
+INLINE void dot_codes(vi s[][2], const char *data, const char *const *from, int64_t at, vi table,
+                      int rows, int kind) {
+    vi c0 = *(const vi_any *)data, c1 = *(const vi_any *)(data + VW * 4);
+    if (kind == BYTES) {
+        dot_rows(s, c0, c1, from, at, rows, 0);
+        return;
+    }
+    vi low0 = c0 & 0x0f0f0f0f, low1 = c1 & 0x0f0f0f0f;
+    c0 = (vi)((vu)c0 >> 4) & 0x0f0f0f0f, c1 = (vi)((vu)c1 >> 4) & 0x0f0f0f0f;
+    if (kind == LOOKED_UP) {
+        low0 = values_of(table, low0), low1 = values_of(table, low1);
+        c0 = values_of(table, c0), c1 = values_of(table, c1);
+    }
+    dot_rows(s, low0, low1, from, at, rows, kind == NIBBLES);
+    dot_rows(s, c0, c1, from, at + 4, rows, kind == NIBBLES);
+}
+
+/* sum [rows][TILE] += x @ panel, blocks `first` to `last`; every block fetches `lines` lines of what
+ * comes next. Inlined with constants for rows and kind. */
+INLINE void multiply_codes(float *sum, const char *x, int64_t stride, const char *panel,
+                           int64_t first, int64_t last, const Shape *shape, const char *next,
+                           int64_t lines, int rows, int kind) {
+    const int is_small = kind == NIBBLES, is_wide = shape->form & WIDE_SCALES;
+    const int64_t block = shape->block, record = RECORD_BYTES + block;
+    const int64_t offsets = shape->form & OFFSETS ? shape->header / 2 : 0;
+    const vi table = shape->table;
+    const char *from[ROWS_MAX];
+    vf total[ROWS_MAX][2];
+    for (int r = 0; r < rows; r++) {
+        from[r] = x + r * stride + first * record;
+        if (rows <= IN_REGISTERS)
+            for (int j = 0; j < 2; j++) total[r][j] = load_f32(sum + r * TILE + j * VW);
+    }
+    int64_t left = shape->per_group - first % shape->per_group; /* blocks of this group */
+    const char *header = panel + first / shape->per_group * shape->header +
+                         (first - first % shape->per_group) * shape->block_bytes;
+    const char *data = header + shape->header + first % shape->per_group * shape->block_bytes;
+    for (int64_t b = first, at = 0; b < last; b++, at += record) {
+        vi s[ROWS_MAX][2];
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            const Record *a = (const Record *)(from[r] + at);
+            s[r][0] = s[r][1] = start(a->start, a->sum, is_small);
+        }
+        for (int64_t i = 0; i < lines; i++, next += 64) __builtin_prefetch(next, 0, 2);
+        int64_t k = at + RECORD_BYTES;
+        for (; k < at + record; k += 16)
+#pragma GCC unroll 4
+            for (int64_t i = k; i < k + 16; i += kind == BYTES ? 4 : 8, data += TILE * 4)
+                dot_codes(s, data, from, i, table, rows, kind);
+        int64_t apart = is_wide ? VW * 4 : VW * 2;
+        vf scale[2] = {load_scales(header, is_wide), load_scales(header + apart, is_wide)};
+        vf offset[2] = {{0}};
+        if (offsets) {
+            offset[0] = load_scales(header + offsets, is_wide);
+            offset[1] = load_scales(header + offsets + apart, is_wide);
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            const Record *a = (const Record *)(from[r] + at);
+            for (int j = 0; j < 2; j++) {
+                float *to = sum + r * TILE + j * VW;
+                vf y = rows <= IN_REGISTERS ? total[r][j] : load_f32(to);
+                y += to_floats(s[r][j]) * splat(a->scale) * scale[j];
+                if (offsets) y += offset[j] * splat(a->scaled_sum);
+                if (rows <= IN_REGISTERS) total[r][j] = y;
+                else store_f32(to, y);
+            }
+        }
+        if (--left == 0) {
+            left = shape->per_group;
+            header = data;
+            data += shape->header;
+        }
+    }
+    if (rows <= IN_REGISTERS)
+        for (int r = 0; r < rows; r++)
+            for (int j = 0; j < 2; j++) store_f32(sum + r * TILE + j * VW, total[r][j]);
+}
+
+#define QUANTIZED_KERNEL(ROWS, KIND)                                                             \
+    KERNEL void codes_##KIND##_##ROWS(float *sum, const char *x, int64_t stride,                 \
+                                      const char *panel, int64_t first, int64_t last,            \
+                                      const Shape *shape, const char *next, int64_t lines) {     \
+        multiply_codes(sum, x, stride, panel, first, last, shape, next, lines, ROWS, KIND);      \
+    }
+#define QUANTIZED_KERNELS(ROWS) \
+    QUANTIZED_KERNEL(ROWS, NIBBLES) QUANTIZED_KERNEL(ROWS, LOOKED_UP) QUANTIZED_KERNEL(ROWS, BYTES)
+#define CODES(KIND, ROWS) codes_##KIND##_##ROWS
+
+QUANTIZED_KERNELS(1) QUANTIZED_KERNELS(2) QUANTIZED_KERNELS(3) QUANTIZED_KERNELS(4)
+#if ROWS_MAX >= 8
+QUANTIZED_KERNELS(5) QUANTIZED_KERNELS(6) QUANTIZED_KERNELS(7) QUANTIZED_KERNELS(8)
+#define CODES_UP_TO_MAX(K) \
+    {0, CODES(K, 1), CODES(K, 2), CODES(K, 3), CODES(K, 4), CODES(K, 5), CODES(K, 6), CODES(K, 7), \
+     CODES(K, 8)}
+#else
+#define CODES_UP_TO_MAX(K) {0, CODES(K, 1), CODES(K, 2), CODES(K, 3), CODES(K, 4)}
+#endif
+static QuantizedKernel *const codes_rows[KINDS][ROWS_MAX + 1] = {
+    CODES_UP_TO_MAX(NIBBLES), CODES_UP_TO_MAX(LOOKED_UP), CODES_UP_TO_MAX(BYTES)};
+
+static void quantized_panel(const Op *op, const Shape *shape, int64_t panel, int64_t from,
+                            int64_t rows, float *sum) {
+    int kind = shape->form & EIGHT_BITS ? BYTES : op->p[4] ? LOOKED_UP : NIBBLES;
+    int64_t passes = divide_up(rows, AT_ONCE);
+    int64_t depth = shape->blocks;
+    if (passes > 1) depth = least(depth, most(1, DEPTH_BYTES / shape->block_bytes));
+    const char *w = (const char *)op->p[1] + panel * shape->panel_bytes;
+    const char *x = (const char *)op->p[0] + from * op->n[2];
+    int64_t bytes = divide_up(shape->panel_bytes * depth, shape->blocks), read = 0;
+    int64_t fetching = least(passes, FETCHING), share = passes == 1 ? 0 : bytes / fetching;
+    int64_t lines = divide_up(divide_up(bytes, 64 * fetching), depth);
+    memset(sum, 0, (size_t)(rows * TILE) * sizeof(float));
+    for (int64_t b = 0; b < shape->blocks; b += depth, read += bytes) {
+        const char *next = w + read + (passes == 1 ? AHEAD : bytes);
+        for (int64_t row = 0, pass = 0, end; pass < passes; row = end, pass++) {
+            end = rows * (pass + 1) / passes;
+            codes_rows[kind][end - row](sum + row * TILE, x + row * op->n[2], op->n[2], w, b,
+                                        least(b + depth, shape->blocks), shape,
+                                        next + share * pass, pass < fetching ? lines : 0);
+        }
+    }
+    finish(op, sum, rows, from, panel, op->dtype);
+}
+
+static void quantized_run(const Op *op, const Step *step, int64_t chunk, Worker *me) {
+    int64_t rows = step->counts[op->count], panels = divide_up(op->n[1], TILE);
+    int64_t at_once = panels_at_once(op, me->threads);
+    int64_t first = chunk * at_once, last = least(panels, first + at_once);
+    Shape shape = shape_of(op);
+    int64_t block = rows_at_once(op->n[2]);
+    for (int64_t row = 0; row < rows; row += block)
+        for (int64_t panel = first; panel < last; panel++)
+            quantized_panel(op, &shape, panel, row, least(rows - row, block),
+                            (float *)me->scratch);
+}

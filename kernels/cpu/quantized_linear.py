@@ -1,0 +1,210 @@
+"""Packed quantized matrices over quantized_linear.c: 4 or 8 bits a weight, activations in int8.
+
+Two forms serve every format: codes of at most 4 bits are packed as 4, others as 8; scales and
+offsets as float16 where that is exact or rounds within 2**-11, else as float32. So GGUF's float16
+scales stay exact, bfloat16 ones are unless they are very small, and products such as Q4_K's 6-bit
+scale times its block's are rounded, by a tenth of what rounding activations to int8 costs.
+Activations have a scale for every 32 columns (16 where weights have one for 16). Called by
+linear.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+
+from streamer.kernels.cpu.memory import chunks
+from streamer.kernels.cpu.program import Call, Kind, issue, new_rows, team
+from streamer.kernels.weights import QuantizedWeight, Weight, dequantize
+
+EIGHT_BITS, OFFSETS, WIDE_SCALES = 1, 2, 4  # quantized_linear.c's form
+BLOCK = 32  # columns that share a scale of the activations
+RECORD_BYTES = 16  # quantize.c's, before a block's codes
+FLOAT8_ROWS = 256  # converted at once
+
+Records = dict[tuple[int, int, int], torch.Tensor]  # by block, zero, the permutation's address
+
+
+class Quantized:
+    """A matrix of codes. See linear.Matrix."""
+
+    __slots__ = ("_bias", "_dtype", "_packed", "_permutation", "_sizes", "_table", "shape")
+
+    def __init__(
+        self, weight: QuantizedWeight, bias: torch.Tensor | None, flags: int, dtype: torch.dtype
+    ) -> None:
+        weight = as_integers(weight)
+        n, k = weight.shape
+        block = block_of(weight)
+        blocks = -(-k // block)
+        group = blocks * block if weight.group >= k else weight.group
+        scales, offsets = _narrow(weight)
+        form = EIGHT_BITS * (weight.bits > 4) + OFFSETS * (offsets is not None)
+        form += WIDE_SCALES * (scales.dtype is torch.float32)
+        width = 2 * team.lanes
+        header = width * scales.element_size() * (1 if offsets is None else 2)
+        size = -(-k // group) * header + blocks * block * width // (1 if weight.bits > 4 else 2)
+        rows = n if flags < 2 else -(-n // 2 // team.lanes) * width
+        self._packed = chunks.empty(-(-rows // width) * size).view(-1, size)
+        self._sizes = (group, block, weight.zero, form)
+        self._bias, self._table, self._permutation = bias, weight.table, weight.permutation
+        self._dtype = dtype
+        self.shape = (n, k)
+        pointers = (weight.codes.contiguous(), self._packed, scales, offsets)
+        sizes = (k, n, group, block, form)
+        issue(Call(Kind.PACK_QUANTIZED, self._packed, torch.float32, pointers, sizes, flags=flags))
+
+    def multiply(self, x: torch.Tensor, out: torch.Tensor, flags: int, records: Records) -> None:
+        """See linear.Matrix."""
+        n, k = self.shape
+        (_, block, zero, _), permutation = self._sizes, self._permutation
+        key = (block, zero, 0 if permutation is None else permutation.data_ptr())
+        if key not in records:
+            records[key] = quantize(x, block, zero, permutation)
+        codes = records[key]
+        pointers = (codes, self._packed, self._bias, out, self._table)
+        sizes = (k, n, codes.stride(0), out.stride(0), *self._sizes)
+        issue(Call(Kind.QUANTIZED_LINEAR, x, x.dtype, pointers, sizes, flags=flags))
+
+    def rows(self, tokens: torch.Tensor) -> torch.Tensor:
+        """See ops.Linear."""
+        n, k = self.shape
+        out = new_rows(tokens, k, dtype=self._dtype)
+        pointers = (tokens, self._packed, None, out, self._table, self._permutation)
+        sizes = (k, n, 0, 0, *self._sizes)
+        issue(Call(Kind.QUANTIZED_ROWS, tokens, self._dtype, pointers, sizes))
+        return out
+
+
+def quantize(
+    x: torch.Tensor, block: int, zero: int, permutation: torch.Tensor | None
+) -> torch.Tensor:
+    """x [T, K] as the records of quantize.c, uint8 [T, bytes]."""
+    k = x.shape[1]
+    size = -(-k // block) * (RECORD_BYTES + block)
+    records = new_rows(x, size, dtype=torch.uint8)
+    sizes = (k, block, x.stride(0), size, zero)
+    issue(Call(Kind.QUANTIZE, x, x.dtype, (x, records, permutation), sizes))
+    return records
+
+
+def block_of(weight: QuantizedWeight) -> int:
+    """Columns that share a scale of the activations; ValueError for a group with none."""
+    k, group = weight.shape[1], weight.group
+    if group >= k or group % BLOCK == 0:
+        return BLOCK
+    if group % 16 == 0:
+        return 16
+    raise ValueError(f"groups of {group} columns: the native kernels need a multiple of 16")
+
+
+def _narrow(weight: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scales and offsets as float16, or both as float32 where that would round by more."""
+    both = [weight.scales] if weight.offsets is None else [weight.scales, weight.offsets]
+    if all(bool(((t.half().float() - t).abs() <= t.abs() * 2.0**-11).all()) for t in both):
+        both = [t.half() for t in both]
+    both = [t.contiguous() for t in both]
+    return both[0], both[1] if len(both) > 1 else None
+
+
+def as_integers(weight: QuantizedWeight) -> QuantizedWeight:
+    """float8 codes as 8-bit integers in groups of 32: the error is about an eighth of theirs."""
+    if weight.codes.dtype is torch.uint8:
+        return weight
+    n, k = weight.shape
+    groups = -(-k // BLOCK)
+    codes = torch.empty(n, k, dtype=torch.uint8)
+    scales = torch.empty(n, groups)
+    for first in range(0, n, FLOAT8_ROWS):
+        these = slice(first, first + FLOAT8_ROWS)
+        some = dataclasses.replace(
+            weight, codes=weight.codes[these], scales=weight.scales[these], permutation=None
+        )
+        dense = torch.nn.functional.pad(dequantize(some), (0, groups * BLOCK - k))
+        dense = dense.view(-1, groups, BLOCK)
+        scale = dense.abs().amax(-1) / 127
+        rounded = scale.half().float()
+        scale = torch.where((rounded - scale).abs() <= scale * 2.0**-11, rounded, scale)
+        inverse = torch.where(scale > 0, 1 / scale, 0.0)
+        integers = (dense * inverse.unsqueeze(-1)).round().clamp(-127, 127) + 128
+        codes[these] = integers.to(torch.uint8).view(-1, groups * BLOCK)[:, :k]
+        scales[these] = scale
+    return QuantizedWeight(codes, scales, BLOCK, 8, 128, permutation=weight.permutation)
+
+
+def merge(parts: Sequence[Weight]) -> list[Weight]:
+    """The parts, neighbours of one form as one."""
+    merged: list[Weight] = []
+    for part in parts:
+        together = _together(merged[-1], part) if merged else None
+        if together is None:
+            merged.append(part)
+        else:
+            merged[-1] = together
+    return merged
+
+
+def _together(a: Weight, b: Weight) -> Weight | None:
+    """Both stacked, or None where their forms differ."""
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.dtype is b.dtype:
+            return torch.cat((a, b))
+        return None
+    is_one_form = (
+        (a.group, a.bits > 4, a.zero, a.codes.dtype) == (b.group, b.bits > 4, b.zero, b.codes.dtype)
+        and _same(a.table, b.table)
+        and _same(a.permutation, b.permutation)
+        and (a.offsets is None) == (b.offsets is None)
+    )
+    if not is_one_form:
+        return None
+    offsets = None
+    if a.offsets is not None and b.offsets is not None:
+        offsets = torch.cat((a.offsets, b.offsets))
+    return dataclasses.replace(
+        a,
+        codes=torch.cat((a.codes, b.codes)),
+        scales=torch.cat((a.scales, b.scales)),
+        bits=max(a.bits, b.bits),
+        offsets=offsets,
+    )
+
+
+def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return torch.equal(a, b)
+
+
+def widest(parts: Sequence[Weight]) -> Weight:
+    """The parts in one form that holds them all exactly: 8-bit codes in their smallest groups, or
+    dense where one is or where permutations differ."""
+    if any(isinstance(part, torch.Tensor) for part in parts):
+        return torch.cat([dequantize(part) for part in parts])
+    quantized = [as_integers(part) for part in parts if isinstance(part, QuantizedWeight)]
+    if not all(_same(part.permutation, quantized[0].permutation) for part in quantized):
+        return torch.cat([dequantize(part) for part in quantized])
+    k = quantized[0].shape[1]
+    group = math.gcd(*(part.group for part in quantized if part.group < k)) or k
+    zero = quantized[0].zero if len({part.zero for part in quantized}) == 1 else 0
+    has_offsets = any(part.offsets is not None or part.zero != zero for part in quantized)
+    wide = [_widen(part, group, zero, has_offsets=has_offsets) for part in quantized]
+    (one,) = merge(wide)
+    return one
+
+
+def _widen(weight: QuantizedWeight, group: int, zero: int, *, has_offsets: bool) -> QuantizedWeight:
+    """The same values with this group and zero, 8 bits, no table."""
+    k = weight.shape[1]
+    codes = weight.codes if weight.table is None else weight.table[weight.codes.long()]
+    groups = torch.arange(-(-k // group)) * group // weight.group
+    scales = weight.scales[:, groups]
+    offsets = None
+    if has_offsets:
+        offsets = scales * (zero - weight.zero)
+        if weight.offsets is not None:
+            offsets += weight.offsets[:, groups]
+    return QuantizedWeight(codes, scales, group, 8, zero, offsets, permutation=weight.permutation)
