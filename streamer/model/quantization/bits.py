@@ -1,6 +1,7 @@
 """Codes of 2 to 8 bits out of bytes, vectorized, for one matrix at a time.
 
-Pure functions on tensors, called by the parsers. 1024 x 3072 codes of 4 bits take about 2 ms.
+Pure functions on tensors, called by the parsers. 3072 x 1024 codes of 4 bits take 1.4 ms on one
+thread of an EPYC Zen 5 (2026-11-22).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from streamer.model.quantization.interface import (
     wrong,
 )
 
-AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # of outputs 0 to 7 in a word, lowest bits first
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # outputs of a word, lowest bits first
 ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}  # what v1 subtracted from words of zeros
 
 
@@ -70,8 +70,7 @@ class Gptq(msgspec.Struct, frozen=True):
         zeros = unpack(words_as_bytes(stored), self.bits, n)
         order = None
         if "g_idx" in tensors:
-            order = group_order(tensors["g_idx"].long(), self.group, k)
-            codes = codes if order is None else codes[:, order].contiguous()
+            codes, order = in_group_order(codes, tensors["g_idx"], self.group)
         scales = regroup(tensors["scales"].t(), self.group, k)
         zeros = regroup(zeros.t(), self.group, k)
         return with_zeros(codes, scales, zeros, self.bits, held_group(self.group, k), order)
@@ -102,19 +101,26 @@ class Awq(msgspec.Struct, frozen=True):
         return Form(4, held_group(self.group, k), not self.is_symmetric)
 
     def read(self, tensors: Mapping[str, torch.Tensor], n: int, k: int) -> QuantizedWeight:
-        codes = _outputs(tensors["qweight"], n).t().contiguous()
+        codes = _outputs(tensors["qweight"], n)
         scales = regroup(tensors["scales"].t(), self.group, k)
         held = held_group(self.group, k)
         if "qzeros" not in tensors:
             return QuantizedWeight(codes, scales, held, 4, zero=8)
-        zeros = regroup(_outputs(tensors["qzeros"], n).t(), self.group, k)
+        zeros = regroup(_outputs(tensors["qzeros"], n), self.group, k)
         return with_zeros(codes, scales, zeros, 4, held)
 
 
 def _outputs(words: torch.Tensor, n: int) -> torch.Tensor:
-    """Words [R, N / 8] -> codes uint8 [R, N] in the order of the outputs."""
-    places = unpack(words_as_bytes(words), 4, n).view(words.shape[0], n // 8, 8)
-    return places[..., AWQ_PLACES].view(words.shape[0], n)
+    """Words [R, N / 8] -> codes uint8 [N, R], the outputs in order.
+
+    The words are transposed first: 8 times fewer than the codes, which takes 3 ms for 3072 x 1024
+    where a transposed copy of the codes takes 18 (2 cores of an EPYC Zen 5, 2026-11-22).
+    """
+    words = words.t().contiguous()
+    codes = torch.empty(n // 8, 8, words.shape[1], dtype=torch.uint8)
+    for place, output in enumerate(AWQ_ORDER):
+        codes[:, output] = (words >> (4 * place)) & 15
+    return codes.view(n, -1)
 
 
 def with_zeros(
@@ -133,19 +139,24 @@ def with_zeros(
     return QuantizedWeight(codes, scales, group, bits, offsets=offsets, permutation=order)
 
 
-def group_order(groups: torch.Tensor, group: int, k: int) -> torch.Tensor | None:
-    """The order of columns in which those of a group lie together; None: as they are.
+def in_group_order(
+    codes: torch.Tensor, groups: torch.Tensor, group: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Codes [N, K] with the columns of a group side by side, and their order (None: as it was).
 
     groups: each column's group [K]. ModelNotSupported where they are not `group` columns each.
     """
+    n, k = codes.shape
     size = k if group == -1 else group
-    in_order = torch.arange(k) // size
-    if torch.equal(groups, in_order):
-        return None
+    side_by_side = torch.arange(k) // size
+    groups = groups.long()
+    if torch.equal(groups, side_by_side):
+        return codes, None
     order = torch.argsort(groups, stable=True)
-    if not torch.equal(groups[order], in_order):
+    if not torch.equal(groups[order], side_by_side):
         raise wrong("g_idx", f"does not divide {k} columns into groups of {size}", "g_idx")
-    return order
+    # 1.2 ms for 3072 x 1024; codes[:, order] takes 13 (EPYC Zen 5, 2026-11-22).
+    return codes.gather(1, order.expand(n, -1)), order
 
 
 def describe_group(group: int) -> str:

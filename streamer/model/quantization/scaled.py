@@ -15,7 +15,7 @@ import torch
 from streamer.kernels.weights import QuantizedWeight
 from streamer.model.checkpoint import FLOATS
 from streamer.model.quantization.bits import unpack, unsigned, words_as_bytes
-from streamer.model.quantization.gptq import describe_group, group_order, with_zeros
+from streamer.model.quantization.gptq import describe_group, in_group_order, with_zeros
 from streamer.model.quantization.interface import (
     Form,
     Shape,
@@ -152,8 +152,7 @@ class Packed(msgspec.Struct, frozen=True):
         codes = unpack(words_as_bytes(tensors["weight_packed"]), self.bits, k)
         order = None
         if "weight_g_idx" in tensors:
-            order = group_order(tensors["weight_g_idx"].long(), self.grid.columns, k)
-            codes = codes if order is None else codes[:, order].contiguous()
+            codes, order = in_group_order(codes, tensors["weight_g_idx"], self.grid.columns)
         scales = self.grid.spread(tensors["weight_scale"], n, k)
         group = held_group(self.grid.columns, k)
         if not self.has_zeros:
