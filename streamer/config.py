@@ -85,6 +85,26 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(description="data type of weights and activations"),
     ] = "auto"
+    quantization: Annotated[
+        Literal[
+            "int8",
+            "int4",
+            "fp8",
+            "gptq",
+            "awq",
+            "compressed-tensors",
+            "fbgemm_fp8",
+            "mxfp4",
+            "bitsandbytes",
+            "modelopt",
+            "gguf",
+        ]
+        | None,
+        Meta(
+            description="make a dense checkpoint int8, int4 or fp8 while it is loaded; of a "
+            "quantized one it must be what that is, which needs no flag"
+        ),
+    ] = None
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8", "int8"],
         Meta(
@@ -349,7 +369,8 @@ def settings() -> tuple[Setting, ...]:
 def _setting(name: str, hint: Any, default: Any, section: str) -> Setting:
     described = [m.description for m in hint.__metadata__ if m.description]
     inner = hint.__origin__
-    choices: tuple[str, ...] = get_args(inner) if get_origin(inner) is Literal else ()
+    literals = [kind for kind in (inner, *get_args(inner)) if get_origin(kind) is Literal]
+    choices: tuple[str, ...] = get_args(literals[0]) if literals else ()
     kind = "choice" if choices else "value"
     if inner is bool:
         kind = "bool"

@@ -56,7 +56,8 @@ class _HeaderEntry(msgspec.Struct):
 class Checkpoint(msgspec.Struct, frozen=True):
     """A folder or GGUF file that can be read: its two configs and every tensor's header, by name.
 
-    path  the folder or the file; files of tensors lie in it or beside it
+    path          the folder or the file; files of tensors lie in it or beside it
+    quantization  Config's: what its matrices are to be
     """
 
     path: Path
@@ -64,6 +65,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
     generation: dict[str, Any]
     tensors: dict[str, TensorEntry]
     is_gguf: bool = False
+    quantization: str | None = None
 
     @property
     def stored_dtype(self) -> str:
@@ -75,10 +77,10 @@ class Checkpoint(msgspec.Struct, frozen=True):
         return max(totals, key=lambda name: totals[name])
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path, quantization: str | None = None) -> Checkpoint:
     """Read config and headers, or raise ModelNotSupported naming the missing or broken file."""
     if path.is_file() and is_gguf(path):
-        return _of_gguf(path)
+        return msgspec.structs.replace(_of_gguf(path), quantization=quantization)
     if path.exists() and not path.is_dir():
         raise ModelNotSupported(
             f"{path} is a file, and no GGUF; a model is a folder with config.json, "
@@ -107,7 +109,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         tensors.update(found)
     if not tensors:
         raise ModelNotSupported(f"{path} holds safetensors files without tensors", param="model")
-    return Checkpoint(path, config, generation, tensors)
+    return Checkpoint(path, config, generation, tensors, quantization=quantization)
 
 
 def _of_gguf(path: Path) -> Checkpoint:

@@ -124,7 +124,8 @@ def check_config(config: dict[str, Any]) -> None:
 def recognize(checkpoint: Checkpoint, wanted_dtype: str, device: torch.device = CPU) -> Recognized:
     """How this checkpoint is served, or ModelNotSupported saying what is missing."""
     generation_defaults(checkpoint)  # refuses before minutes of loading
-    is_quantized = bool(parse_quantization(checkpoint.config).method)
+    method = parse_quantization(checkpoint.config).method
+    is_quantized = bool(method or checkpoint.quantization)
     stored = checkpoint.stored_dtype
     dtype = choose_dtype(wanted_dtype, stored, device, is_quantized=is_quantized)
     if architecture_of(checkpoint.config) in FAMILIES:
@@ -148,6 +149,12 @@ def recognize(checkpoint: Checkpoint, wanted_dtype: str, device: torch.device = 
     from streamer.model.fallback import examine  # transformers' modelling code, only where needed
 
     shape = examine(checkpoint)
+    if checkpoint.quantization is not None:
+        raise ConfigError(
+            f"quantization {checkpoint.quantization}: {shape.architecture} runs on transformers' "
+            "code, which takes dense weights",
+            param="quantization",
+        )
     return Recognized(
         checkpoint=checkpoint,
         decoder=None,
@@ -199,7 +206,7 @@ def inspect_checkpoint(path: str | Path, config: Config | None = None) -> Checkp
         host_free = memory.free_bytes()
         free = memory.device_free_bytes(device)
         facts = replace(facts, device=device.type, free_bytes=free)
-        checkpoint = open_checkpoint(Path(path))
+        checkpoint = open_checkpoint(Path(path), config.quantization)
         facts = replace(
             facts,
             architecture=architecture_of(checkpoint.config),

@@ -26,7 +26,8 @@ from streamer.model.families import DecoderConfig, expected_tensors
 from streamer.model.gguf.blocks import scheme_of
 from streamer.model.gguf.source import GgufSource
 from streamer.model.layers import has_bf16
-from streamer.model.quantization.interface import Matrix, Stored
+from streamer.model.quantization.interface import Matrix, Scheme, Stored
+from streamer.model.quantization.on_the_fly import OnTheFly, kind_for, made_on_the_fly
 from streamer.model.quantization.schemes import parse_quantization
 from streamer.model.runner.device import CPU
 
@@ -43,30 +44,24 @@ UNUSED = (
 
 
 def check_tensors(checkpoint: Checkpoint, config: DecoderConfig) -> dict[str, Matrix]:
-    """How each matrix is stored, by module; ModelNotSupported that names every missing, leftover or
-    misshapen tensor and strange dtype.
+    """How each matrix is read, by module; ModelNotSupported that names every missing, leftover or
+    misshapen tensor and strange dtype, or ConfigError where the checkpoint is not what its
+    `quantization` says.
 
     Not leftovers, by name: rotary inv_freq buffers, lm_head.weight of tied embeddings, and what a
     quantized checkpoint has for its activations, which are quantized here as they come.
     """
-    schemes = parse_quantization(checkpoint.config)
     vectors = {name: shape for name, shape in expected_tensors(config) if len(shape) == 1}
-    shapes = {
-        name.removesuffix(".weight"): shape
-        for name, shape in expected_tensors(config)
-        if len(shape) == 2
-    }
-    found = checkpoint.tensors
     expected = {name: Stored(FLOATS, (shape,)) for name, shape in vectors.items()}
     matrices = {}
-    for module, stored in _of_modules(checkpoint, shapes.keys(), vectors.keys()).items():
-        n, k = shapes[module]
-        scheme = scheme_of(stored) if checkpoint.is_gguf else schemes.of(module, stored)
+    schemes = _schemes(checkpoint, config)
+    found = checkpoint.tensors
+    for module, (scheme, stored, (n, k)) in schemes.items():
         tensors = scheme.stored(n, k, stored.keys())
         expected.update({f"{module}.{name}": rule for name, rule in tensors.items()})
         names = {name: f"{module}.{name}" for name in tensors if name in stored}
         matrices[module] = Matrix(scheme, n, k, names)
-    unused = re.compile(UNUSED if schemes.method else ROPE_BUFFER)
+    unused = re.compile(UNUSED if parse_quantization(checkpoint.config).method else ROPE_BUFFER)
     problems = []
     if missing := sorted(n for n, e in expected.items() if e.is_needed and n not in found):
         problems.append(f"missing {_list(missing)}")
@@ -89,6 +84,27 @@ def check_tensors(checkpoint: Checkpoint, config: DecoderConfig) -> dict[str, Ma
         )
     _check_dtypes({name: rule for name, rule in expected.items() if name in found}, found)
     return matrices
+
+
+def _schemes(
+    checkpoint: Checkpoint, config: DecoderConfig
+) -> dict[str, tuple[Scheme, dict[str, TensorEntry], tuple[int, ...]]]:
+    """The scheme of each module's matrix, the tensors stored for it, and its shape."""
+    schemes = parse_quantization(checkpoint.config)
+    method = "gguf" if checkpoint.is_gguf else schemes.method
+    made = made_on_the_fly(method, checkpoint.quantization)
+    shapes = dict(expected_tensors(config))
+    modules = [name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2]
+    vectors = [name for name, shape in shapes.items() if len(shape) == 1]
+    found = {}
+    for module, stored in _of_modules(checkpoint, modules, frozenset(vectors)).items():
+        scheme = schemes.of(module, stored)
+        if checkpoint.is_gguf:
+            scheme = scheme_of(stored)
+        elif made:
+            scheme = OnTheFly(kind_for(module, made))
+        found[module] = scheme, stored, shapes[f"{module}.weight"]
+    return found
 
 
 def _of_modules(
@@ -166,7 +182,8 @@ def load_decoder(
     *,
     show_progress: bool,
 ) -> Decoder:
-    """Check, then read and pack all weights; with a progress bar over the layers."""
+    """Check, then read, quantize where that is asked for, and pack all weights; with a progress bar
+    over the layers."""
     matrices = check_tensors(checkpoint, config)
     name = f"Loading {checkpoint.path.name}"
     with (

@@ -122,6 +122,14 @@ def check_weights_fit(weight_bytes: int, free: int) -> None:
         )
 
 
+def num_cores() -> int:
+    """Cores that this process may use, by its affinity and its cgroup's quota."""
+    count = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        count = len(os.sched_getaffinity(0))
+    return max(1, min(count, cpu_quota() or count))
+
+
 def cpu_quota() -> int | None:
     """Whole cores that the cgroups (version 2) let this process use; None: no limit."""
     found = []

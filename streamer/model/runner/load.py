@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from pathlib import Path
 
 import torch
@@ -45,7 +44,8 @@ def load_runner(
     if device is None and where.type == "cuda":
         device = CudaDevice(where)
     kernels = ops.choose(where)
-    known = recognize(open_checkpoint(Path(config.model)), config.dtype, where)
+    checkpoint = open_checkpoint(Path(config.model), config.quantization)
+    known = recognize(checkpoint, config.dtype, where)
     free = memory.device_free_bytes(where)
     memory.check_weights_fit(known.weight_bytes, free)
     kv_dtype = known.kv_dtype(config.kv_cache_dtype)
@@ -136,7 +136,4 @@ def _torch_threads() -> int:
 
 def _num_cores() -> int:
     """Cores this process may use: torch's own count, within affinity and the cgroup's quota."""
-    count = _torch_threads()
-    if hasattr(os, "sched_getaffinity"):
-        count = min(count, len(os.sched_getaffinity(0)))
-    return max(1, min(count, memory.cpu_quota() or count))
+    return min(_torch_threads(), memory.num_cores())

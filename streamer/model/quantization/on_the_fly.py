@@ -1,0 +1,174 @@
+"""Dense matrices -> QuantizedWeight, while a checkpoint is loaded or before one is written.
+
+`quantize` is pure and runs on all cores, a few rows at a time; OnTheFly is the scheme that calls it
+for `--quantization`. What each kind loses, on the bundled model, is in docs/quantization.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import torch
+
+from streamer.errors import ConfigError
+from streamer.kernels.weights import QuantizedWeight
+from streamer.model.memory import num_cores
+from streamer.model.quantization.interface import DENSE, Form, Stored
+
+KINDS = ("int8", "int4", "fp8")
+GROUP = 32  # columns of an int4 scale; 64 lose 1.4 times as much, as much as Q4_0 does
+LEVELS = 15  # the highest code of 4 bits
+# Shares of a group's range at which the search for a scale begins, and its steps from each: one
+# step less loses 4% more, a fourth share and a third step gain nothing.
+SHARES = (1.0, 0.9, 0.8)
+STEPS = 3
+CHUNK = 1 << 16  # numbers at a time: they and what is computed of them stay in the L2 cache
+FP8_MAX = 448.0
+TINY = 1e-12  # the scale of a group of zeros
+
+
+class OnTheFly(msgspec.Struct, frozen=True):
+    """A matrix that is stored dense and quantized when it is read."""
+
+    kind: str
+
+    @property
+    def name(self) -> str:
+        size = f"groups of {GROUP}" if self.kind == "int4" else "a scale for each output"
+        return f"{self.kind} made while loading, {size}"
+
+    def stored(self, n: int, k: int, found: Collection[str]) -> dict[str, Stored]:
+        return DENSE.stored(n, k, found)
+
+    def form(self, n: int, k: int) -> Form:
+        return Form(4, GROUP, True) if self.kind == "int4" else Form(8, k)
+
+    def read(self, tensors: Mapping[str, torch.Tensor], n: int, k: int) -> QuantizedWeight:
+        return quantize(tensors["weight"], self.kind)
+
+
+def kind_for(module: str, asked: str) -> str:
+    """What a module becomes: embeddings and the last matrix int8, which loses next to nothing."""
+    return "int8" if module.endswith(("embed_tokens", "lm_head")) else asked
+
+
+def made_on_the_fly(method: str, asked: str | None) -> str | None:
+    """What the matrices of a checkpoint that is stored as `method` are made while it is loaded.
+
+    None: they are read as they are stored. ConfigError where that is not what was asked for.
+    """
+    if asked in (None, method):
+        return None
+    if method:
+        raise ConfigError(
+            f"quantization {asked}: the checkpoint is quantized as {method} already",
+            param="quantization",
+        )
+    if asked not in KINDS:
+        raise ConfigError(
+            f"quantization {asked}: the checkpoint is dense; {', '.join(KINDS)} quantize it",
+            param="quantization",
+        )
+    return asked
+
+
+def quantize(weight: torch.Tensor, kind: str) -> QuantizedWeight:
+    """A dense matrix [N, K] as int8, int4 or fp8.
+
+    int8  a scale for each output, of its largest number
+    int4  a scale and a zero point of 0 to 15 for each group of 32, searched for
+    fp8   e4m3 with a scale for each output, of its largest number
+    """
+    n, k = weight.shape
+    bits, group = (4, GROUP) if kind == "int4" else (8, k)
+    codes = torch.empty(n, k, dtype=torch.float8_e4m3fn if kind == "fp8" else torch.uint8)
+    scales = torch.empty(n, -(-k // group))
+    zeros = torch.empty_like(scales)
+
+    def rows(first: int, last: int) -> None:
+        x = weight[first:last].float()
+        out = codes[first:last], scales[first:last], zeros[first:last]
+        if kind == "int4":
+            _int4(x, *out)
+        else:
+            _by_largest(x, *out[:2])
+
+    _in_parallel(rows, n, max(1, CHUNK // k))
+    if kind == "int4":
+        return QuantizedWeight(codes, scales, group, bits, offsets=-scales * zeros)
+    return QuantizedWeight(codes, scales, group, bits, zero=0 if kind == "fp8" else 128)
+
+
+def _in_parallel(rows: Callable[[int, int], None], n: int, step: int) -> None:
+    """Call rows(first, last) for all of n rows, `step` at a time, on all cores."""
+    with ThreadPoolExecutor(num_cores()) as pool:
+        for _ in pool.map(lambda first: rows(first, min(first + step, n)), range(0, n, step)):
+            pass
+
+
+def _by_largest(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    largest = 127.0 if codes.dtype == torch.uint8 else FP8_MAX
+    torch.amax(x.abs(), 1, keepdim=True, out=scales)
+    scales.div_(largest).clamp_(min=TINY)
+    x = x / scales
+    codes.copy_(x.round_().add_(128) if codes.dtype == torch.uint8 else x.clamp_(-448, 448))
+
+
+def _int4(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> None:
+    """Scale and zero point of least squared error, found by turns: codes for a scale, then the
+    scale for the codes (as llama.cpp's K-quants and HQQ do).
+
+    x is [GROUP, groups] in here, so that what a group shares lies along the vectors.
+    """
+    n, k = x.shape
+    if k % GROUP:
+        x = torch.nn.functional.pad(x, (0, -k % GROUP))
+    x = x.view(-1, GROUP).t().contiguous()
+    low, high = x.amin(0), x.amax(0)
+    total, square = x.sum(0), x.square().sum(0)
+    least, best, best_zero = torch.full_like(low, torch.inf), low, low
+    for share in SHARES:
+        scale = ((high - low) * (share / LEVELS)).clamp_(min=TINY)
+        zero = (LEVELS / 2 - (high + low) / 2 / scale).round_().clamp_(0, LEVELS)
+        for step in range(STEPS + 1):
+            steps = _steps(x, scale, zero)
+            by_x, by_step = (steps * x).sum(0), steps.square().sum(0)
+            error = square - 2 * scale * by_x + scale.square() * by_step
+            is_less = error < least
+            least = torch.where(is_less, error, least)
+            best = torch.where(is_less, scale, best)
+            best_zero = torch.where(is_less, zero, best_zero)
+            if step < STEPS:
+                scale, zero = _fitted(scale, zero, total, steps.sum(0), by_x, by_step)
+    found = _steps(x, best, best_zero).add_(best_zero)
+    codes.copy_(found.t().reshape(n, -1)[:, :k])
+    scales.copy_(best.view(n, -1))
+    zeros.copy_(best_zero.view(n, -1))
+
+
+def _steps(x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    """Codes less their zero point, as floats."""
+    return (x * scale.reciprocal()).add_(zero).round_().clamp_(0, LEVELS).sub_(zero)
+
+
+def _fitted(
+    scale: torch.Tensor,
+    zero: torch.Tensor,
+    total: torch.Tensor,
+    steps: torch.Tensor,
+    by_x: torch.Tensor,
+    by_step: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and zero point of least squares for given codes; sums over a group: of x, of the
+    codes' steps from `zero`, of steps * x and of steps squared."""
+    spread = by_step - steps.square() / GROUP
+    slope = (by_x - steps * total / GROUP) / spread.clamp(min=TINY)
+    slope = torch.where((spread > 0) & (slope > 0), slope, scale)
+    moved = (zero - (total - slope * steps) / GROUP / slope).round_().clamp_(0, LEVELS)
+    change = zero - moved
+    by_x = by_x + change * total
+    by_step = by_step + 2 * change * steps + GROUP * change.square()
+    slope = by_x / by_step.clamp(min=TINY)
+    return torch.where((by_step > 0) & (slope > 0), slope, scale), moved

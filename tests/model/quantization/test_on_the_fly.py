@@ -1,0 +1,121 @@
+"""Quantizing while loading: what the kinds lose, odd shapes, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import torch
+
+from streamer.config import Config
+from streamer.errors import ConfigError
+from streamer.kernels.weights import dequantize
+from streamer.model.checkpoint import open_checkpoint
+from streamer.model.families import parse_config
+from streamer.model.inspect import inspect_checkpoint, recognize
+from streamer.model.loader import check_tensors
+from streamer.model.quantization.on_the_fly import KINDS, kind_for, made_on_the_fly, quantize
+from streamer.model.quantization.schemes import METHODS
+
+UP = "model.layers.0.mlp.up_proj"
+
+
+def q4_0(weight: torch.Tensor) -> torch.Tensor:
+    """Round to nearest as llama.cpp's Q4_0: 32 numbers share a scale of which the largest is -8."""
+    parts = weight.view(-1, 32)
+    largest = parts.gather(1, parts.abs().argmax(1, keepdim=True))
+    scales = (largest / -8).half().float()
+    return ((parts / scales).round().clamp(-8, 7) * scales).view_as(weight)
+
+
+def error(weight: torch.Tensor, rounded: torch.Tensor) -> float:
+    """Root mean square, relative."""
+    return float((rounded - weight).square().mean().sqrt() / weight.square().mean().sqrt())
+
+
+def test_int4_loses_less_than_q4_0() -> None:
+    """On normal numbers; on numbers that are not centred much less."""
+    weight = torch.randn(64, 256)
+    got = error(weight, dequantize(quantize(weight, "int4")))
+    assert got < 0.92 * error(weight, q4_0(weight))
+    moved = weight + 2
+    assert error(moved, dequantize(quantize(moved, "int4"))) < 0.6 * error(moved, q4_0(moved))
+
+
+@pytest.mark.parametrize(("kind", "most"), [("int8", 0.012), ("fp8", 0.03), ("int4", 0.08)])
+def test_errors_of_the_kinds(kind: str, most: float) -> None:
+    """Relative to the weights, for normal numbers."""
+    weight = torch.randn(64, 256)
+    assert error(weight, dequantize(quantize(weight, kind))) < most
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("n", "k"), [(2, 32), (7, 40), (700, 96)], ids=str)
+def test_odd_shapes(kind: str, n: int, k: int) -> None:
+    """A ragged last group, rows that are no multiple of anything, several pieces of work."""
+    weight = torch.randn(n, k, dtype=torch.bfloat16)
+    found = quantize(weight, kind)
+    assert found.scales.shape == (n, -(-k // found.group))
+    assert error(weight.float(), dequantize(found)) < 0.12
+    halves = [quantize(part, kind) for part in (weight[: n // 2], weight[n // 2 :])]
+    assert torch.equal(dequantize(found), torch.cat([dequantize(half) for half in halves]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_zeros_stay_zeros(kind: str) -> None:
+    """Groups and rows without a number, which have no scale of their own."""
+    weight = torch.randn(4, 64)
+    weight[0], weight[1, :32] = 0, 0
+    found = dequantize(quantize(weight, kind))
+    assert found.isfinite().all()
+    assert not found[0].any()
+    assert not found[1, :32].any() or kind != "int4"
+
+
+def test_embeddings_and_head_keep_eight_bits(checkpoint: Any) -> None:
+    source = open_checkpoint(checkpoint("llama", 1), "int4")
+    matrices = check_tensors(source, parse_config(source.config))
+    forms = {module: matrix.form.bits for module, matrix in matrices.items()}
+    assert forms["model.embed_tokens"] == forms["lm_head"] == 8
+    assert {bits for module, bits in forms.items() if "layers" in module} == {4}
+    assert kind_for(UP, "fp8") == "fp8"
+
+
+def test_facts_are_of_the_quantized_model(checkpoint: Any) -> None:
+    """Bits a weight fall, parameters do not."""
+    folder = checkpoint("llama", 1)
+    dense, four = (inspect_checkpoint(folder, Config(quantization=q)) for q in (None, "int4"))
+    assert four.refused == ""
+    assert four.num_parameters == dense.num_parameters
+    assert four.scheme == "int4 made while loading, groups of 32"
+    assert (dense.bits_per_weight, dense.scheme) == (32, "")
+    assert 5 < four.bits_per_weight < 9
+
+
+@pytest.mark.parametrize(
+    ("method", "asked", "made"),
+    [("", None, None), ("", "int8", "int8"), ("awq", None, None), ("fp8", "fp8", None)],
+)
+def test_what_is_made_while_loading(method: str, asked: str | None, made: str | None) -> None:
+    assert made_on_the_fly(method, asked) == made
+
+
+@pytest.mark.parametrize(
+    ("method", "asked", "says"),
+    [("awq", "int4", "quantized as awq already"), ("", "gptq", "is dense; int8, int4, fp8")],
+)
+def test_refused(method: str, asked: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as raised:
+        made_on_the_fly(method, asked)
+    assert raised.value.param == "quantization"
+
+
+def test_models_of_transformers_code_are_not_quantized(checkpoint: Any) -> None:
+    with pytest.raises(ConfigError, match="GPT2LMHeadModel runs on transformers' code"):
+        recognize(open_checkpoint(checkpoint("gpt2", 1), "int8"), "auto")
+
+
+def test_the_setting_has_all_names() -> None:
+    """Those of quantized checkpoints besides what can be made."""
+    hint = get_type_hints(Config)["quantization"]
+    assert {*get_args(get_args(hint)[0])} == {*KINDS, *METHODS, "gguf"}
