@@ -11,8 +11,8 @@ from streamer.kernels.gpu.attention.paged import paged_attention as paged_attent
 from streamer.kernels.gpu.cache.copy_blocks import copy_blocks as copy_blocks
 from streamer.kernels.gpu.cache.rope import rope_and_store as rope_and_store
 from streamer.kernels.gpu.cache.store_kv import store_kv as store_kv
-from streamer.kernels.gpu.linear.dense import pack_weight as pack_weight
 from streamer.kernels.gpu.linear.embedding import embedding as embedding
+from streamer.kernels.gpu.linear.packed import pack_weight as pack_weight
 from streamer.kernels.gpu.norm import rms_norm as rms_norm
 from streamer.kernels.gpu.sampling.best import best as best
 from streamer.kernels.quantized import scale_rows

@@ -1,1 +1,1 @@
-"""Weights: matrix products with what is fused to them, and rows of an embedding table."""
+"""Weights, dense and as codes: matrix products and what follows them; rows of a table."""

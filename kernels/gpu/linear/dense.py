@@ -1,17 +1,14 @@
 """Linear layers: torch's own matrix products, followed by the gates' activation.
 
 cuBLAS chooses its kernel by the number of rows, so a row's last bits may depend on the number
-of rows here; ops.Linear rules that out only for the CPU's backends. Called through backend.py.
+of rows here; ops.Linear rules that out only for the CPU's backends. Called by packed.py.
 """
-
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
 from streamer.kernels.gpu.linear.activation import gate
 from streamer.kernels.gpu.linear.embedding import embedding
-from streamer.kernels.weights import Weight, stack
 
 
 class Linear:
@@ -41,13 +38,21 @@ class Linear:
         return embedding(tokens, self.weight)
 
 
-def pack_weight(
-    parts: Sequence[Weight],
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    *,
-    dtype: torch.dtype | None = None,
-    is_table: bool = False,
-) -> Linear:
-    """See Backend.pack_weight: a single dense part is not rearranged and its memory is kept."""
-    return Linear(stack(parts, dtype), bias, activation)
+class Dense:
+    """A weight [N, K] as a part of one that has quantized parts too."""
+
+    __slots__ = ("shape", "weight")
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.shape = (weight.shape[0], weight.shape[1])
+        self.weight = weight
+
+    def multiply(
+        self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, *, is_added: bool
+    ) -> None:
+        """out = x @ weight.T + bias, or is increased by that."""
+        y = F.linear(x, self.weight, bias)
+        if is_added:
+            out.add_(y)
+        else:
+            out.copy_(y)

@@ -1,9 +1,7 @@
 """A process that compiles every GPU kernel for sm_90 (H100, H200), on a machine without one.
 
 Triton needs no device to compile, only its description. The launchers run on CPU tensors, and stop
-before the launch. Prints one JSON line per kernel: name, case, bytes of stack (registers that did
-not fit), bytes of shared memory, what its tensor core products multiply, and whether their sums are
-added outside of it. Called by test_compile.py.
+before the launch. Prints one JSON object a kernel, see Made. Called by test_compile.py.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import re
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,9 +20,11 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from streamer.kernels import ops
+from streamer.kernels.weights import QuantizedWeight
 from tests.kernels.oracle import Case
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+WAIT = re.compile(r"cp\.async\.wait_group\s+(\w+)")
 PRODUCT = re.compile(r"mma\S*\.f32\.(\w+\.\w+)")
 MIXED, DECODES = [(1, 600), (70, 80)], [(1, 600), (1, 40)]
 NO_OPTIONS = {"sliding_window": None, "softcap": None, "sinks": None}
@@ -43,16 +43,37 @@ class Driver:
         return device
 
 
-def stack_bytes(cubin: bytes) -> int:
-    """Bytes a thread keeps outside registers; -1 where it can't be read."""
+class Made(NamedTuple):
+    """What the compiler made of a kernel.
+
+    stack      bytes a thread keeps outside registers: what did not fit; -1 where it can't be read
+    registers  of a thread;  shared  bytes of shared memory
+    overlap    groups of loads that are still under way, at most, when the code goes on computing
+    factors    what the tensor core's products multiply;  is_apart  whether a fused multiply and add
+               outside of it takes up their sums
+    """
+
+    kernel: str
+    label: str
+    stack: int
+    registers: int
+    shared: int
+    overlap: int
+    factors: list[str]
+    is_apart: bool
+
+
+def usage_of(cubin: bytes) -> tuple[int, int]:
+    """Bytes of stack, registers."""
     if not CUOBJDUMP.exists():
-        return -1
+        return -1, -1
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return sum(int(n) for n in re.findall(r"(?:STACK|LOCAL):(\d+)", usage))
+    stack = sum(int(n) for n in re.findall(r"(?:STACK|LOCAL):(\d+)", usage))
+    return stack, max(int(n) for n in re.findall(r"REG:(\d+)", usage))
 
 
 def attention(
@@ -120,6 +141,34 @@ def quantized_stores(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     backend.rope_and_store(qkv, tables, positions, layer, batch, norms=norms, eps=1e-6)
 
 
+def linears(dtype: torch.dtype, rows: int) -> None:
+    """A layer of each form of codes, and rows of a table."""
+    from streamer.kernels.gpu import backend
+    from streamer.kernels.gpu.linear import fp8
+
+    n, k = 4096, 4096
+    x, codes = torch.zeros(rows, k, dtype=dtype), torch.zeros(n, k, dtype=torch.uint8)
+    e4m3 = codes.view(torch.float8_e4m3fn)
+    for code, bits, group, has_offsets in (
+        (codes, 4, 32, True), (codes, 4, 128, False), (codes, 8, k, False), (codes, 6, 16, True),
+        (e4m3, 8, 128, False), (e4m3, 8, k, False),
+    ):  # fmt: skip
+        scales = torch.ones(n, k // group)
+        weight = QuantizedWeight(
+            codes=code, scales=scales, group=group, bits=bits, zero=0 if has_offsets else 8,
+            offsets=scales if has_offsets else None,
+        )  # fmt: skip
+        linear = backend.pack_weight([weight], dtype=dtype)
+        linear(x)
+        linear.rows(torch.zeros(2, dtype=torch.int64))
+    table = torch.arange(16, dtype=torch.uint8)
+    weight = QuantizedWeight(
+        codes=codes, scales=torch.ones(n, k // 32), group=32, bits=4, table=table
+    )
+    backend.pack_weight([weight], dtype=dtype)(x)
+    fp8.quantize_rows(x)
+
+
 def main() -> None:
     """Compile all; print a line for each."""
     driver.set_active(Driver())
@@ -127,10 +176,17 @@ def main() -> None:
 
     def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         compiled = compile_and_launch(kernel, *args, grid=grid, warmup=True, **kwargs)
-        stack, shared = stack_bytes(compiled.asm["cubin"]), compiled.metadata.shared
-        factors = sorted(set(PRODUCT.findall(compiled.asm["ptx"])))
-        is_apart = "math.fma" in compiled.asm["ttgir"]
-        print(json.dumps([kernel.__name__, label, stack, shared, factors, is_apart]), flush=True)
+        ptx = compiled.asm["ptx"]
+        made = Made(
+            kernel.__name__,
+            label,
+            *usage_of(compiled.asm["cubin"]),
+            compiled.metadata.shared,
+            max((int(n, 0) for n in WAIT.findall(ptx)), default=0),
+            sorted(set(PRODUCT.findall(ptx))),
+            "math.fma" in compiled.asm["ttgir"],
+        )
+        print(json.dumps(made._asdict()), flush=True)
         return compiled
 
     JITFunction.run = compile_only
@@ -148,6 +204,9 @@ def main() -> None:
     attention(bf16, (16, 8, 128), MIXED, torch.int8)
     attention(bf16, (32, 8, 128), DECODES, torch.float8_e4m3fn)
     attention(bf16, (8, 4, 256), MIXED, torch.float8_e4m3fn, sliding_window=4096, softcap=50.0)
+    for rows in (1, 2048):
+        label = f"{rows} rows"
+        linears(bf16, rows)
     label = "fp32"
     attention(torch.float32, (8, 4, 128), MIXED)
 
