@@ -118,7 +118,7 @@ def check_counting(text: str, num_tokens: int) -> None:
 
     The model draws one number per token.
     """
-    wanted = "".join(f" {number}" for number in range(1, num_tokens + 1))
-    if text != wanted:
-        at = common(text, wanted)
+    expected = "".join(f" {number}" for number in range(1, num_tokens + 1))
+    if text != expected:
+        at = common(text, expected)
         raise BadAnswer(f"not 1 to {num_tokens}: {text[max(0, at - 20) : at + 20]!r} at {at}")

@@ -144,9 +144,9 @@ def load(case: Case, dtype: str) -> tuple[Any, Any]:
     return load_runner()[0], load_tokenizer()
 
 
-def cut(tokens: Sequence[int], context: int, most: int) -> list[list[int]]:
+def cut(tokens: Sequence[int], context: int, max_count: int) -> list[list[int]]:
     """Whole windows from the text's beginning; ConfigError for a text that has none."""
-    count = min(most, len(tokens) // context)
+    count = min(max_count, len(tokens) // context)
     if not count:
         raise ConfigError(f"the text has {len(tokens)} tokens, a window {context}", param="text")
     return [list(tokens[i * context : (i + 1) * context]) for i in range(count)]

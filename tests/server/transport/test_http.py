@@ -134,13 +134,13 @@ def test_connections_of_an_address_are_bounded(server_with: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "most"), [(1024, 1024 - 64), (1 << 20, 16_384), (-1, 16_384), (10, 1)]
+    ("files", "expected"), [(1024, 1024 - 64), (1 << 20, 16_384), (-1, 16_384), (10, 1)]
 )
 def test_total_connections_leave_some_file_descriptors(
-    monkeypatch: pytest.MonkeyPatch, files: int, most: int
+    monkeypatch: pytest.MonkeyPatch, files: int, expected: int
 ) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: (files, files))
-    assert protocol.limited(0).max_connections == most
+    assert protocol.limited(0).max_connections == expected
 
 
 def test_total_connections_are_bounded(server_with: Any, monkeypatch: pytest.MonkeyPatch) -> None:
