@@ -129,3 +129,22 @@ def gguf_alphabet() -> list[str]:
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = iter(range(256, 512))
     return [chr(b) if b in visible else chr(next(hidden)) for b in range(256)]
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
+    """The byte-level tokenizer of a checkpoint folder, with its chat template."""
+    described = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    special = {token["content"] for token in described["added_tokens"]}
+    vocabulary = described["model"]["vocab"]
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    merges = [m if isinstance(m, str) else " ".join(m) for m in described["model"]["merges"]]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in special else 1 for token in tokens])
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(vocabulary[settings["bos_token"]])
+    writer.add_eos_token_id(vocabulary[settings["eos_token"]])
+    writer.add_add_bos_token(True)
+    writer.add_chat_template(settings["chat_template"])

@@ -16,7 +16,8 @@ from streamer.model.gguf.config import ROPE_FACTORS, config_of, generation_of, t
 from streamer.model.gguf.header import Header, TensorPlace, read_header
 from streamer.model.gguf.names import split_files
 
-END_KEYS = ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type")
+TOKENS = "tokenizer.ggml.tokens"
+END_KEYS = (TOKENS, "tokenizer.ggml.token_type")
 MAX_FACTORS = 4096
 
 
@@ -51,8 +52,14 @@ def open_gguf(path: Path) -> GgufFacts:
     if not places:
         raise ModelNotSupported(f"{path} holds no tensors", param="tensor_count")
     shapes = {name: place.shape for name, (_, place) in places.items()}
-    config = config_of(first.metadata, shapes, factors)
-    return GgufFacts(config, generation_of(first.metadata), places)
+    config, generation = config_of(first.metadata, shapes, factors), generation_of(first.metadata)
+    rows, num_tokens = config["vocab_size"], len(first.metadata[TOKENS])
+    if num_tokens > rows:
+        raise ModelNotSupported(
+            f"{path.name}: {TOKENS}: {num_tokens} tokens, token_embd.weight has {rows} rows",
+            param=TOKENS,
+        )
+    return GgufFacts(config, generation, places)
 
 
 def _others(path: Path, first: Header) -> dict[str, Header]:
