@@ -74,8 +74,10 @@ def made_on_the_fly(method: str, asked: str | None) -> str | None:
     return asked
 
 
-def quantize(weight: torch.Tensor, kind: str) -> QuantizedWeight:
-    """A dense matrix [N, K] as int8, int4 or fp8.
+def quantize(
+    weight: torch.Tensor, kind: str, scale_dtype: torch.dtype = torch.float32
+) -> QuantizedWeight:
+    """A dense matrix [N, K] as int8, int4 or fp8, with scales that are numbers of `scale_dtype`.
 
     int8  a scale for each output, of its largest number
     int4  a scale and a zero point of 0 to 15 for each group of 32, searched for
@@ -88,12 +90,18 @@ def quantize(weight: torch.Tensor, kind: str) -> QuantizedWeight:
     zeros = torch.empty_like(scales)
 
     def rows(first: int, last: int) -> None:
-        x = weight[first:last].float()
-        out = codes[first:last], scales[first:last], zeros[first:last]
-        if kind == "int4":
-            _int4(x, *out)
-        else:
-            _by_largest(x, *out[:2])
+        x, out = weight[first:last].float(), codes[first:last]
+        if kind != "int4":
+            scales[first:last] = _by_largest(x, out, scale_dtype)
+            return
+        if k % GROUP:
+            x = torch.nn.functional.pad(x, (0, -k % GROUP))
+        x = x.view(-1, GROUP).t().contiguous()
+        scale, zero = fit(x, scale_dtype)
+        found = steps_of(x, scale, zero).add_(zero)
+        out.copy_(found.t().reshape(last - first, -1)[:, :k])
+        scales[first:last] = scale.view(last - first, -1)
+        zeros[first:last] = zero.view(last - first, -1)
 
     _in_parallel(rows, n, max(1, CHUNK // k))
     if kind == "int4":
@@ -103,53 +111,64 @@ def quantize(weight: torch.Tensor, kind: str) -> QuantizedWeight:
 
 def _in_parallel(rows: Callable[[int, int], None], n: int, step: int) -> None:
     """Call rows(first, last) for all of n rows, `step` at a time, on all cores."""
+    is_inference = torch.is_inference_mode_enabled()
+
+    def work(first: int) -> None:
+        with torch.inference_mode(is_inference):  # a thread's own
+            rows(first, min(first + step, n))
+
     with ThreadPoolExecutor(num_cores()) as pool:
-        for _ in pool.map(lambda first: rows(first, min(first + step, n)), range(0, n, step)):
+        for _ in pool.map(work, range(0, n, step)):
             pass
 
 
-def _by_largest(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    largest = 127.0 if codes.dtype == torch.uint8 else FP8_MAX
-    torch.amax(x.abs(), 1, keepdim=True, out=scales)
-    scales.div_(largest).clamp_(min=TINY)
-    x = x / scales
-    codes.copy_(x.round_().add_(128) if codes.dtype == torch.uint8 else x.clamp_(-448, 448))
+def _by_largest(x: torch.Tensor, codes: torch.Tensor, scale_dtype: torch.dtype) -> torch.Tensor:
+    """Scales [N, 1] under which the largest number of a row is the largest code."""
+    is_int = codes.dtype == torch.uint8
+    largest = 127.0 if is_int else FP8_MAX
+    scales = _rounded(x.abs().amax(1, keepdim=True) / largest, scale_dtype)
+    x = (x / scales).clamp_(-largest, largest)
+    codes.copy_(x.round_().add_(128) if is_int else x)
+    return scales
 
 
-def _int4(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> None:
-    """Scale and zero point of least squared error, found by turns: codes for a scale, then the
-    scale for the codes (as llama.cpp's K-quants and HQQ do).
+def _rounded(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Scales as numbers of the dtype, none of them 0."""
+    return scales.to(dtype).float().clamp_(min=max(TINY, torch.finfo(dtype).tiny))
 
-    x is [GROUP, groups] in here, so that what a group shares lies along the vectors.
+
+def fit(
+    x: torch.Tensor, scale_dtype: torch.dtype, importance: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and zero point [M] of each column of x [GROUP, M] of least squared error, found by
+    turns: codes for a scale, then the scale for the codes (as llama.cpp's K-quants and HQQ do).
+
+    importance [GROUP, 1], of mean 1: what the square of an error weighs.
     """
-    n, k = x.shape
-    if k % GROUP:
-        x = torch.nn.functional.pad(x, (0, -k % GROUP))
-    x = x.view(-1, GROUP).t().contiguous()
+    heavy = x if importance is None else x * importance
     low, high = x.amin(0), x.amax(0)
-    total, square = x.sum(0), x.square().sum(0)
+    total, square = heavy.sum(0), (heavy * x).sum(0)
     least, best, best_zero = torch.full_like(low, torch.inf), low, low
     for share in SHARES:
         scale = ((high - low) * (share / LEVELS)).clamp_(min=TINY)
         zero = (LEVELS / 2 - (high + low) / 2 / scale).round_().clamp_(0, LEVELS)
         for step in range(STEPS + 1):
-            steps = _steps(x, scale, zero)
-            by_x, by_step = (steps * x).sum(0), steps.square().sum(0)
+            steps = steps_of(x, scale, zero)
+            by_x = (steps * heavy).sum(0)
+            weighed = steps if importance is None else steps * importance
+            by_step = (weighed * steps).sum(0)
             error = square - 2 * scale * by_x + scale.square() * by_step
             is_less = error < least
             least = torch.where(is_less, error, least)
             best = torch.where(is_less, scale, best)
             best_zero = torch.where(is_less, zero, best_zero)
             if step < STEPS:
-                scale, zero = _fitted(scale, zero, total, steps.sum(0), by_x, by_step)
-    found = _steps(x, best, best_zero).add_(best_zero)
-    codes.copy_(found.t().reshape(n, -1)[:, :k])
-    scales.copy_(best.view(n, -1))
-    zeros.copy_(best_zero.view(n, -1))
+                scale, zero = _fitted(scale, zero, total, weighed.sum(0), by_x, by_step)
+    return _rounded(best, scale_dtype), best_zero
 
 
-def _steps(x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-    """Codes less their zero point, as floats."""
+def steps_of(x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    """Codes of x [..., M] less their zero point, as floats."""
     return (x * scale.reciprocal()).add_(zero).round_().clamp_(0, LEVELS).sub_(zero)
 
 

@@ -9,13 +9,17 @@ import torch
 
 from streamer.config import Config
 from streamer.errors import ConfigError
+from streamer.kernels import reference as torch_kernels
 from streamer.kernels.weights import dequantize
 from streamer.model.checkpoint import open_checkpoint
 from streamer.model.families import parse_config
 from streamer.model.inspect import inspect_checkpoint, recognize
-from streamer.model.loader import check_tensors
+from streamer.model.loader import check_tensors, load_decoder
 from streamer.model.quantization.on_the_fly import KINDS, kind_for, made_on_the_fly, quantize
 from streamer.model.quantization.schemes import METHODS
+from tests.checkpoints import reference_logits, reference_model
+from tests.model.hand import paged_logits
+from tests.model.test_decoder import random_tokens
 
 UP = "model.layers.0.mlp.up_proj"
 
@@ -79,6 +83,24 @@ def test_embeddings_and_head_keep_eight_bits(checkpoint: Any) -> None:
     assert forms["model.embed_tokens"] == forms["lm_head"] == 8
     assert {bits for module, bits in forms.items() if "layers" in module} == {4}
     assert kind_for(UP, "fp8") == "fp8"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_the_quantized_weights(checkpoint: Any, kind: str) -> None:
+    """Beside transformers' own, whose matrices are quantized and dequantized."""
+    folder = checkpoint("qwen3", 1)
+    source = open_checkpoint(folder, kind)
+    config = parse_config(source.config)
+    made = load_decoder(torch_kernels, source, config, torch.float32, show_progress=False)
+    model = reference_model(folder)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                to = kind_for(name.removesuffix(".weight"), kind)
+                parameter.copy_(dequantize(quantize(parameter, to)))
+    tokens = random_tokens(30)
+    expected = reference_logits(model, tokens)
+    torch.testing.assert_close(paged_logits(made, tokens), expected, rtol=1e-3, atol=2e-3)
 
 
 def test_facts_are_of_the_quantized_model(checkpoint: Any) -> None:
