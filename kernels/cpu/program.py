@@ -60,6 +60,7 @@ class Kind(IntEnum):
     QUANTIZED_ROWS = 12
     PACK = 13
     PACK_QUANTIZED = 14
+    UNPACK = 15
 
 
 class Count(IntEnum):

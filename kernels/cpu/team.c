@@ -19,6 +19,7 @@
 #include "pack.c"
 #include "attention.c"
 #include "best.c"
+#include "blocks.c"
 #include "copy.c"
 #include "draw.c"
 #include "embedding.c"
@@ -44,6 +45,7 @@ static const Kind kinds[] = {
     {linear_chunks, quantized_run},    {embedding_chunks, dense_rows_run},
     {embedding_chunks, quantized_rows_run},
     {pack_chunks, pack_run},           {pack_chunks, pack_quantized_run},
+    {unpack_chunks, unpack_run},
 };
 
 /* A ticket is op << 52 | chunks of that op << 26 | next chunk, so that a thread that takes

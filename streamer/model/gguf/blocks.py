@@ -1,23 +1,43 @@
 """GGUF's blocks as QuantizedWeight: codes one a byte, the scales multiplied out, nothing rounded.
 
-Pure functions over a matrix's bytes, and the Scheme that says what they make. What each format
-means is ggml's; the `gguf` package's dequantizers are the oracle of the tests. Called by source.py
-and loader.py.
+Pure functions over a matrix's bytes, and the Scheme that says what they make: in C where there are
+native kernels, else in torch. What each format means is ggml's; the `gguf` package's dequantizers
+are the oracle of the tests. Called by source.py and loader.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
 
 import torch
 
+from streamer.kernels import ops
 from streamer.kernels.weights import QuantizedWeight, Weight
 from streamer.model.checkpoint import TensorEntry
 from streamer.model.quantization.interface import DENSE, Form, Scheme, Stored
 
-# Four-bit codes of which each stands for a value: here plus `zero`, as QuantizedWeight has them.
+# What four-bit codes stand for, where that is not a number plus `zero`.
 IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice e2m1's values
+
+Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # codes, scales, offsets
+
+
+class Layout(NamedTuple):
+    """What a block is. `parse` takes blocks [N, B, bytes]; see QuantizedWeight for the others.
+
+    values  what codes stand for, if they are no numbers in order
+    """
+
+    parse: Callable[[torch.Tensor], Parts]
+    bytes: int
+    weights: int
+    group: int
+    bits: int
+    zero: int = 0
+    has_offsets: bool = False
+    values: tuple[int, ...] = ()
 
 
 def unpack(name: str, rows: torch.Tensor) -> QuantizedWeight:
@@ -25,13 +45,38 @@ def unpack(name: str, rows: torch.Tensor) -> QuantizedWeight:
 
     name  the format, as header.py has it
     """
-    make, num_bytes = PARSERS[name]
-    return make(rows.view(rows.shape[0], -1, num_bytes))
+    layout = LAYOUTS[name]
+    blocks = rows.view(rows.shape[0], -1, layout.bytes)
+    parts = layout.parse(blocks) if ops.why_not_native() else _natively(name, blocks)
+    codes, scales, offsets = parts
+    n = rows.shape[0]
+    table = [value + layout.zero for value in layout.values]
+    return QuantizedWeight(
+        codes.reshape(n, -1),
+        scales.reshape(n, -1),
+        layout.group,
+        layout.bits,
+        layout.zero,
+        None if offsets is None else offsets.reshape(n, -1),
+        torch.tensor(table, dtype=torch.uint8) if table else None,
+    )
+
+
+def _natively(name: str, blocks: torch.Tensor) -> Parts:
+    from streamer.kernels.cpu.blocks import unpack as fill
+
+    layout = LAYOUTS[name]
+    count = blocks.shape[0] * blocks.shape[1]
+    codes = torch.empty(count * layout.weights, dtype=torch.uint8)
+    scales = torch.empty(count * layout.weights // layout.group)
+    offsets = torch.empty_like(scales) if layout.has_offsets else None
+    fill(name, blocks.contiguous(), codes, scales, offsets)
+    return codes, scales, offsets
 
 
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
-    """The fp16 at byte `at` of each block [N, B, bytes] -> float32 [N, B]."""
-    return blocks[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1).float()
+    """The fp16 at byte `at` of each block [N, B, bytes] -> float32 [N, B, 1]."""
+    return blocks[..., at : at + 2].contiguous().view(torch.float16).float()
 
 
 def _split(packed: torch.Tensor, bits: int) -> torch.Tensor:
@@ -40,18 +85,12 @@ def _split(packed: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.stack(parts, -2)
 
 
-def _rows(blocks: torch.Tensor) -> torch.Tensor:
-    """[N, B, ...] -> [N, K]."""
-    return blocks.reshape(blocks.shape[0], -1)
+def _q4_0(b: torch.Tensor) -> Parts:
+    return _split(b[..., 2:], 4), _half(b, 0), None
 
 
-def _q4_0(b: torch.Tensor) -> QuantizedWeight:
-    return QuantizedWeight(_rows(_split(b[..., 2:], 4)), _half(b, 0), group=32, bits=4, zero=8)
-
-
-def _q4_1(b: torch.Tensor) -> QuantizedWeight:
-    codes = _rows(_split(b[..., 4:], 4))
-    return QuantizedWeight(codes, _half(b, 0), group=32, bits=4, offsets=_half(b, 2))
+def _q4_1(b: torch.Tensor) -> Parts:
+    return _split(b[..., 4:], 4), _half(b, 0), _half(b, 2)
 
 
 def _fifth_bits(b: torch.Tensor, at: int) -> torch.Tensor:
@@ -61,94 +100,75 @@ def _fifth_bits(b: torch.Tensor, at: int) -> torch.Tensor:
     return bits.view(*b.shape[:2], 2, 16)
 
 
-def _q5_0(b: torch.Tensor) -> QuantizedWeight:
-    codes = _rows(_split(b[..., 6:], 4) | _fifth_bits(b, 2))
-    return QuantizedWeight(codes, _half(b, 0), group=32, bits=5, zero=16)
+def _q5_0(b: torch.Tensor) -> Parts:
+    return _split(b[..., 6:], 4) | _fifth_bits(b, 2), _half(b, 0), None
 
 
-def _q5_1(b: torch.Tensor) -> QuantizedWeight:
-    codes = _rows(_split(b[..., 8:], 4) | _fifth_bits(b, 4))
-    return QuantizedWeight(codes, _half(b, 0), group=32, bits=5, offsets=_half(b, 2))
+def _q5_1(b: torch.Tensor) -> Parts:
+    return _split(b[..., 8:], 4) | _fifth_bits(b, 4), _half(b, 0), _half(b, 2)
 
 
-def _q8_0(b: torch.Tensor) -> QuantizedWeight:
-    return QuantizedWeight(_rows(b[..., 2:] ^ 128), _half(b, 0), group=32, bits=8, zero=128)
+def _q8_0(b: torch.Tensor) -> Parts:
+    return b[..., 2:] ^ 128, _half(b, 0), None
 
 
-def _q2_k(b: torch.Tensor) -> QuantizedWeight:
-    d, dmin = _half(b, 80).unsqueeze(-1), _half(b, 82).unsqueeze(-1)
+def _q2_k(b: torch.Tensor) -> Parts:
     codes = _split(b[..., 16:80].view(*b.shape[:2], 2, 32), 2)
-    scales, mins = d * (b[..., :16] & 15), -dmin * (b[..., :16] >> 4)
-    return QuantizedWeight(_rows(codes), _rows(scales), group=16, bits=2, offsets=_rows(mins))
+    return codes, _half(b, 80) * (b[..., :16] & 15), -_half(b, 82) * (b[..., :16] >> 4)
 
 
-def _q3_k(b: torch.Tensor) -> QuantizedWeight:
+def _q3_k(b: torch.Tensor) -> Parts:
     low = _split(b[..., 32:96].view(*b.shape[:2], 2, 32), 2)
     high = _split(b[..., :32], 1).view(*b.shape[:2], 2, 4, 32)
-    packed, top = b[..., 96:104], b[..., 104:108]
-    low_scales, high_scales = _split(packed, 4).flatten(-2), _split(top, 2).flatten(-2)
-    scales = (low_scales | high_scales << 4).to(torch.int8) - 32
-    codes = _rows(low | high << 2)
-    scaled = _half(b, 108).unsqueeze(-1) * scales
-    return QuantizedWeight(codes, _rows(scaled), group=16, bits=3, zero=4)
+    low_scales, high_scales = _split(b[..., 96:104], 4), _split(b[..., 104:108], 2)
+    scales = low_scales.flatten(-2) | high_scales.flatten(-2) << 4
+    return low | high << 2, _half(b, 108) * (scales.to(torch.int8) - 32), None
 
 
 def _scales_and_mins(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Q4_K's and Q5_K's eight scales and offsets of a block, from 6 bits each -> [N, B * 8]."""
-    d, m, both = b[..., 4:8], b[..., 8:12], b[..., 12:16]
-    scales = torch.cat([d & 63, (both & 15) | ((d >> 2) & 48)], -1)
-    mins = torch.cat([m & 63, (both >> 4) | ((m >> 2) & 48)], -1)
-    return _rows(_half(b, 0).unsqueeze(-1) * scales), _rows(-_half(b, 2).unsqueeze(-1) * mins)
+    """Q4_K's and Q5_K's eight scales and offsets of a block, of 6 bits each -> [N, B, 8]."""
+    low, low_mins, both = b[..., 4:8], b[..., 8:12], b[..., 12:16]
+    scales = torch.cat([low & 63, (both & 15) | ((low >> 2) & 48)], -1)
+    mins = torch.cat([low_mins & 63, (both >> 4) | ((low_mins >> 2) & 48)], -1)
+    return _half(b, 0) * scales, -_half(b, 2) * mins
 
 
-def _q4_k(b: torch.Tensor) -> QuantizedWeight:
-    scales, offsets = _scales_and_mins(b)
-    codes = _rows(_split(b[..., 16:].view(*b.shape[:2], 4, 32), 4))
-    return QuantizedWeight(codes, scales, group=32, bits=4, offsets=offsets)
+def _q4_k(b: torch.Tensor) -> Parts:
+    return _split(b[..., 16:].view(*b.shape[:2], 4, 32), 4), *_scales_and_mins(b)
 
 
-def _q5_k(b: torch.Tensor) -> QuantizedWeight:
-    scales, offsets = _scales_and_mins(b)
+def _q5_k(b: torch.Tensor) -> Parts:
     low = _split(b[..., 48:].view(*b.shape[:2], 4, 32), 4)
-    high = _split(b[..., 16:48], 1).view(*b.shape[:2], 4, 2, 32) << 4
-    return QuantizedWeight(_rows(low | high), scales, group=32, bits=5, offsets=offsets)
+    high = _split(b[..., 16:48], 1).view(*b.shape[:2], 4, 2, 32)
+    return low | high << 4, *_scales_and_mins(b)
 
 
-def _q6_k(b: torch.Tensor) -> QuantizedWeight:
+def _q6_k(b: torch.Tensor) -> Parts:
     low = _split(b[..., :128].view(*b.shape[:2], 2, 64), 4).view(*b.shape[:2], 2, 4, 32)
-    high = _split(b[..., 128:192].view(*b.shape[:2], 2, 32), 2) << 4
-    scales = _half(b, 208).unsqueeze(-1) * b[..., 192:208].view(torch.int8)
-    return QuantizedWeight(_rows(low | high), _rows(scales), group=16, bits=6, zero=32)
+    high = _split(b[..., 128:192].view(*b.shape[:2], 2, 32), 2)
+    return low | high << 4, _half(b, 208) * b[..., 192:208].view(torch.int8), None
 
 
-def _iq4_nl(b: torch.Tensor) -> QuantizedWeight:
-    table = torch.tensor([value + 128 for value in IQ4_NL], dtype=torch.uint8)
-    codes = _rows(_split(b[..., 2:], 4))
-    return QuantizedWeight(codes, _half(b, 0), group=32, bits=4, zero=128, table=table)
-
-
-def _mxfp4(b: torch.Tensor) -> QuantizedWeight:
-    table = torch.tensor([value + 12 for value in MXFP4], dtype=torch.uint8)
+def _mxfp4(b: torch.Tensor) -> Parts:
     # The scale 2**(e - 127) halved, since the values are doubled; below 2, a subnormal number.
     e = b[..., 0].int()
     scales = torch.where(e < 2, 0x200000 << e.clamp(max=1), (e - 1) << 23).view(torch.float32)
-    codes = _rows(_split(b[..., 1:], 4))
-    return QuantizedWeight(codes, scales, group=32, bits=4, zero=12, table=table)
+    return _split(b[..., 1:], 4), scales, None
 
 
-PARSERS: dict[str, tuple[Callable[[torch.Tensor], QuantizedWeight], int]] = {
-    "Q4_0": (_q4_0, 18),
-    "Q4_1": (_q4_1, 20),
-    "Q5_0": (_q5_0, 22),
-    "Q5_1": (_q5_1, 24),
-    "Q8_0": (_q8_0, 34),
-    "Q2_K": (_q2_k, 84),
-    "Q3_K": (_q3_k, 110),
-    "Q4_K": (_q4_k, 144),
-    "Q5_K": (_q5_k, 176),
-    "Q6_K": (_q6_k, 210),
-    "IQ4_NL": (_iq4_nl, 18),
-    "MXFP4": (_mxfp4, 17),
+LAYOUTS = {
+    "Q4_0": Layout(_q4_0, 18, 32, 32, 4, 8),
+    "Q4_1": Layout(_q4_1, 20, 32, 32, 4, has_offsets=True),
+    "Q5_0": Layout(_q5_0, 22, 32, 32, 5, 16),
+    "Q5_1": Layout(_q5_1, 24, 32, 32, 5, has_offsets=True),
+    "Q8_0": Layout(_q8_0, 34, 32, 32, 8, 128),
+    "Q2_K": Layout(_q2_k, 84, 256, 16, 2, has_offsets=True),
+    "Q3_K": Layout(_q3_k, 110, 256, 16, 3, 4),
+    "Q4_K": Layout(_q4_k, 144, 256, 32, 4, has_offsets=True),
+    "Q5_K": Layout(_q5_k, 176, 256, 32, 5, has_offsets=True),
+    "Q6_K": Layout(_q6_k, 210, 256, 16, 6, 32),
+    "IQ4_NL": Layout(_q4_0, 18, 32, 32, 4, 128, values=IQ4_NL),
+    "MXFP4": Layout(_mxfp4, 17, 32, 32, 4, 12, values=MXFP4),
 }
 
 
@@ -166,8 +186,8 @@ class Blocks:
         return {"weight": Stored((self._dtype,), ((n, k),))}
 
     def form(self, n: int, k: int) -> Form:
-        made = unpack(self._dtype, torch.zeros(1, PARSERS[self._dtype][1], dtype=torch.uint8))
-        return Form(made.bits, made.group, made.offsets is not None)
+        layout = LAYOUTS[self._dtype]
+        return Form(layout.bits, layout.group, layout.has_offsets)
 
     def read(self, tensors: Mapping[str, torch.Tensor], n: int, k: int) -> Weight:
         return unpack(self._dtype, tensors["weight"])
@@ -176,4 +196,4 @@ class Blocks:
 def scheme_of(found: Mapping[str, TensorEntry]) -> Scheme:
     """How the matrix of a module is stored in GGUF, by its tensors' names after the module's."""
     weight = found.get("weight")
-    return DENSE if weight is None or weight.dtype not in PARSERS else Blocks(weight.dtype)
+    return DENSE if weight is None or weight.dtype not in LAYOUTS else Blocks(weight.dtype)

@@ -16,7 +16,7 @@ from streamer.errors import ModelNotSupported
 from streamer.kernels.weights import Weight
 from streamer.model.checkpoint import Checkpoint
 from streamer.model.families import DecoderConfig
-from streamer.model.gguf.blocks import PARSERS, unpack
+from streamer.model.gguf.blocks import LAYOUTS, unpack
 
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Of general.architecture `llama`, whose converter orders a head's rows for rotation in pairs.
@@ -64,7 +64,7 @@ class GgufSource:
         name = f"{module}.weight"
         dtype = self._checkpoint.tensors[name].dtype
         return (
-            unpack(dtype, self._read(name)).to(self.device) if dtype in PARSERS else self.take(name)
+            unpack(dtype, self._read(name)).to(self.device) if dtype in LAYOUTS else self.take(name)
         )
 
     def layer_done(self) -> None:
