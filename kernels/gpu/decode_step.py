@@ -144,6 +144,7 @@ class DecodeStep:
     def prepare(self) -> None:
         """Fill the inputs from `chosen` and the state."""
         size = self.chosen.shape[0]
+        self._rows.changed()
         _prepare_kernel[(triton.cdiv(size, BLOCK),)](
             chosen_ptr=self.chosen,
             latest_ptr=self.state.latest,

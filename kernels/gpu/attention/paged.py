@@ -1,4 +1,4 @@
-"""paged_attention: prefill chunks and decodes of one step in one launch.
+"""paged_attention: prefill chunks and decodes of one step, a launch for each kind.
 
 A program holds some query tokens of a row with all query heads of one KV head, so that each key is
 read once for all of them and products fill their tiles (as in vLLM's and FlashInfer's GQA kernels),
@@ -6,8 +6,10 @@ and reads the row's keys through the block table with an online softmax. Called 
 
 Decodes with many keys are split among programs, and a second kernel merges the parts
 (Flash-Decoding). How a row is split depends on its own keys alone, and products of decodes have
-one tile shape in every launch: a decode's bits do not depend on what else is in the step. Keys
-before a sliding window are not read.
+one tile shape in every launch: a decode's bits do not depend on what else is in the step. Which
+splits there are is listed on the device, so that a recorded step, which must be launched for the
+longest contexts, has no program for splits that its rows do not use: at 830 tokens those were three
+in four. Keys before a sliding window are not read.
 
 A quantized pool's codes are widened in registers to q's dtype, which holds them exactly, and
 multiplied as such; the keys' scales multiply the scores, the values' scales the weights. So sums
@@ -18,33 +20,30 @@ over long contexts are as precise as without quantization: tile.py says how.
 
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from streamer.kernels.batch import AttentionBatch
-from streamer.kernels.gpu.attention.rows import Ints, Rows
+from streamer.kernels.gpu.attention import items
+from streamer.kernels.gpu.attention.rows import Rows, num_splits
 from streamer.kernels.gpu.attention.tile import attend, split_of
 from streamer.kernels.gpu.common import IS_INTERPRETED, power_of_2
 from streamer.kernels.quantized import LIMITS, scales_of
 
-# Unmeasured; chosen so that bfloat16 compiles for sm_90 without spilling a register (tests/kernels/
-# test_gpu_compile.py). float32, which has no tensor cores here, spills 264 bytes at 128 dimensions.
+# Unmeasured; chosen so that all compiles for sm_90 without spilling a register, and loads go on
+# while tiles are multiplied (tests/kernels/gpu/test_compile.py).
 NARROW = 16  # rows of a decode's tile: the minimum of tl.dot
 WIDE = 64  # rows of a prefill's tile; half in float32 and beyond 128 dimensions
 KEY_ELEMENTS = {2: 8192, 4: 2048}  # elements of a tile of K, by bytes of one
-# Unmeasured.
-MIN_SPLIT = 256  # keys below which a decode is not split
-MAX_SPLITS = 16  # programs that may share a decode
+PROGRAMS = 1056  # that share the items of narrow tiles: 8 for each multiprocessor of an H200
 
 
 # Arguments that change from step to step must not cause another compilation.
-@triton.jit(do_not_specialize=["num_wide", "splits", "window", "table_row"])
-def _attention_kernel(
+@triton.jit(do_not_specialize=["window", "table_row"])
+def _wide_kernel(
     # pointers: q [T, Hq, D], pool's layer [N, 2, Hk, B, D], out [T, Hq, D], sinks float32 [Hq],
-    # starts, contexts, tiles and tables of Rows, parts float32 [P, Hq, splits, D], their maxima
-    # and sums float32 [P, Hq, splits]; scales float32 [N, 2, Hk, B] within the pool, or none
+    # starts, contexts, tiles and tables of Rows; scales float32 [N, 2, Hk, B] in the pool, or none
     q_ptr,
     pool_ptr,
     scales_ptr,
@@ -54,11 +53,62 @@ def _attention_kernel(
     contexts_ptr,
     tiles_ptr,
     tables_ptr,
+    # sizes
+    window,
+    scale,
+    softcap,
+    # strides
+    q_token,
+    q_head,
+    q_dim,
+    pool_block,
+    pool_side,
+    pool_head,
+    pool_token,
+    table_row,
+    # meta
+    HEADS: tl.constexpr,
+    SHARE: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Program (tile, KV head): a piece of a prefill chunk."""
+    attend(
+        q_ptr, pool_ptr, scales_ptr, out_ptr, sinks_ptr, starts_ptr, contexts_ptr,
+        tiles_ptr + tl.program_id(0) * 4, tables_ptr, out_ptr, out_ptr, out_ptr,
+        0, 1, window, scale, softcap,
+        q_token, q_head, q_dim, pool_block, pool_side, pool_head, pool_token, table_row,
+        HEADS, SHARE, D, D_PAD, BLOCK_SIZE, BLOCK_M, BLOCK_KEYS, BLOCK_KEYS, 1,
+        HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, HAS_SCALES, UPCAST,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["splits", "window", "table_row"])
+def _narrow_kernel(
+    # pointers: as above, `tiles` are the narrow ones; items int32 of Rows.items, parts float32
+    # [P, Hq, splits, D], their maxima and sums float32 [P, Hq, splits]
+    q_ptr,
+    pool_ptr,
+    scales_ptr,
+    out_ptr,
+    sinks_ptr,
+    starts_ptr,
+    contexts_ptr,
+    tiles_ptr,
+    tables_ptr,
+    items_ptr,
     parts_ptr,
     maxima_ptr,
     sums_ptr,
     # sizes
-    num_wide,
     splits,
     window,
     scale,
@@ -78,39 +128,27 @@ def _attention_kernel(
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    BLOCK_WIDE: tl.constexpr,
-    BLOCK_NARROW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     MIN_KEYS: tl.constexpr,
     MOST_SPLITS: tl.constexpr,
-    HAS_WIDE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Program (work, KV head): the wide tiles in order, then `splits` of every narrow tile."""
-    work = tl.program_id(0)
-    if work < num_wide:
-        if HAS_WIDE:  # else a pure decode does not pay for the registers of the other branch
-            attend(
-                q_ptr, pool_ptr, scales_ptr, out_ptr, sinks_ptr, starts_ptr, contexts_ptr,
-                tiles_ptr + work * 4, tables_ptr, parts_ptr, maxima_ptr, sums_ptr,
-                0, 1, window, scale, softcap,
-                q_token, q_head, q_dim, pool_block, pool_side, pool_head, pool_token, table_row,
-                HEADS, SHARE, D, D_PAD, BLOCK_SIZE, BLOCK_WIDE, BLOCK_KEYS, MIN_KEYS, 1,
-                HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, HAS_SCALES, UPCAST,
-            )  # fmt: skip
-    else:
-        narrow = work - num_wide
+    """Program (any, KV head): its share of the items, each a split of a tile."""
+    count = tl.load(items_ptr)
+    for n in range(tl.program_id(0), count, tl.num_programs(0)):
+        item = tl.load(items_ptr + 1 + n)
         attend(
             q_ptr, pool_ptr, scales_ptr, out_ptr, sinks_ptr, starts_ptr, contexts_ptr,
-            tiles_ptr + (num_wide + narrow // splits) * 4, tables_ptr, parts_ptr, maxima_ptr,
-            sums_ptr, narrow % splits, splits, window, scale, softcap,
+            tiles_ptr + item // MOST_SPLITS * 4, tables_ptr, parts_ptr, maxima_ptr, sums_ptr,
+            item % MOST_SPLITS, splits, window, scale, softcap,
             q_token, q_head, q_dim, pool_block, pool_side, pool_head, pool_token, table_row,
-            HEADS, SHARE, D, D_PAD, BLOCK_SIZE, BLOCK_NARROW, BLOCK_KEYS, MIN_KEYS,
-            MOST_SPLITS, HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, HAS_SCALES, UPCAST,
+            HEADS, SHARE, D, D_PAD, BLOCK_SIZE, BLOCK_M, BLOCK_KEYS, MIN_KEYS, MOST_SPLITS,
+            HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, HAS_SCALES, UPCAST,
         )  # fmt: skip
 
 
@@ -180,16 +218,21 @@ def _merge_kernel(
 class _Shape:
     """Tile sizes of one head shape and dtype: the same in every launch."""
 
-    __slots__ = ("dim_pad", "keys", "narrow", "share", "warps", "wide")
+    __slots__ = ("dim_pad", "keys", "narrow", "share", "stages", "warps", "wide")
 
-    def __init__(self, heads: int, kv_heads: int, dim: int, item_bytes: int) -> None:
-        self.share = heads // kv_heads
+    def __init__(self, q: torch.Tensor, pool_layer: torch.Tensor) -> None:
+        item_bytes, dim = q.element_size(), q.shape[2]
+        self.share = q.shape[1] // pool_layer.shape[2]
         self.dim_pad = max(16, power_of_2(dim))
         self.narrow = max(NARROW, power_of_2(self.share))
         is_large = item_bytes == 4 or self.dim_pad > 128
         self.wide = max(WIDE // 2 if is_large else WIDE, self.narrow)
         self.keys = min(64, max(16, KEY_ELEMENTS[item_bytes] // self.dim_pad))
-        self.warps = 4 if self.wide <= WIDE else 8
+        # Codes are widened in registers: with 4 warps Triton 3.6.0 spills 96 bytes of them, and
+        # 272 of float32, which no tensor core multiplies.
+        is_heavy = item_bytes == 4 or self.wide > WIDE or pool_layer.dtype in LIMITS
+        self.warps = 8 if is_heavy else 4
+        self.stages = 3
 
 
 def paged_attention(
@@ -203,98 +246,93 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See Backend.paged_attention. The output of a row without context is not written."""
-    heads, kv_heads = q.shape[1], pool_layer.shape[2]
-    has_scales = pool_layer.dtype in LIMITS
-    shape = _Shape(heads, kv_heads, q.shape[2], q.element_size())
+    kv_heads = pool_layer.shape[2]
+    shape = _Shape(q, pool_layer)
     rows = Rows.of(batch, shape.narrow // shape.share, shape.wide // shape.share)
-    splits = num_splits(rows, sliding_window or 0, shape.keys)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    shared = _shared_arguments(out, rows, shape, splits, sliding_window, sinks)
-    _attention_kernel[(rows.num_wide + rows.num_narrow * splits, kv_heads)](
-        q_ptr=q,
-        pool_ptr=pool_layer,
-        scales_ptr=scales_of(pool_layer, batch.block_size) if has_scales else None,
-        tiles_ptr=rows.tiles,
-        tables_ptr=rows.tables,
-        num_wide=rows.num_wide,
-        scale=scale,
-        softcap=softcap or 0.0,
-        q_token=q.stride(0),
-        q_head=q.stride(1),
-        q_dim=q.stride(2),
-        pool_block=pool_layer.stride(0),
-        pool_side=pool_layer.stride(1),
-        pool_head=pool_layer.stride(2),
-        pool_token=pool_layer.stride(3),
-        table_row=rows.tables.stride(0),
-        SHARE=shape.share,
-        BLOCK_SIZE=batch.block_size,
-        BLOCK_WIDE=shape.wide,
-        BLOCK_NARROW=shape.narrow,
-        HAS_WIDE=rows.num_wide > 0,
-        HAS_SOFTCAP=softcap is not None,
-        HAS_SCALES=has_scales,
-        UPCAST=IS_INTERPRETED and q.dtype is torch.bfloat16,
-        num_warps=shape.warps,
-        num_stages=2,
+    shared = _shared_arguments(out, rows, shape, sliding_window, sinks)
+    has_scales = pool_layer.dtype in LIMITS
+    both = {
         **shared,
+        "q_ptr": q,
+        "pool_ptr": pool_layer,
+        "scales_ptr": scales_of(pool_layer, batch.block_size) if has_scales else None,
+        "tables_ptr": rows.tables,
+        "scale": scale,
+        "softcap": softcap or 0.0,
+        "q_token": q.stride(0),
+        "q_head": q.stride(1),
+        "q_dim": q.stride(2),
+        "pool_block": pool_layer.stride(0),
+        "pool_side": pool_layer.stride(1),
+        "pool_head": pool_layer.stride(2),
+        "pool_token": pool_layer.stride(3),
+        "table_row": rows.tables.stride(0),
+        "SHARE": shape.share,
+        "BLOCK_SIZE": batch.block_size,
+        "HAS_SOFTCAP": softcap is not None,
+        "HAS_SCALES": has_scales,
+        "UPCAST": IS_INTERPRETED and q.dtype is torch.bfloat16,
+        "num_stages": shape.stages,
+    }
+    if rows.num_wide:
+        _wide_kernel[(rows.num_wide, kv_heads)](
+            tiles_ptr=rows.tiles, BLOCK_M=shape.wide, num_warps=shape.warps, **both
+        )
+    if rows.num_narrow:
+        _launch_narrow(rows, shape, kv_heads, both, shared)
+    return out
+
+
+def _launch_narrow(
+    rows: Rows, shape: _Shape, kv_heads: int, both: dict[str, Any], shared: dict[str, Any]
+) -> None:
+    """The narrow tiles: their items in as many programs as are needed, or as are enough."""
+    heads, dim, window = shared["HEADS"], shared["D"], shared["window"]
+    splits = num_splits(rows, window, shape.keys)
+    stats = rows.num_parts * heads * splits if splits > 1 else 0
+    stats = -(-stats // 4) * 4  # so that each part begins at a multiple of 16 bytes: see Rows
+    room = torch.empty(stats * (dim + 2), dtype=torch.float32, device=rows.tiles.device)
+    split = {
+        "tiles_ptr": rows.tiles[rows.num_wide :],
+        "parts_ptr": room,
+        "maxima_ptr": room[stats * dim :],
+        "sums_ptr": room[stats * (dim + 1) :],
+        "splits": splits,
+        "MIN_KEYS": items.MIN_SPLIT,
+        "MOST_SPLITS": items.MAX_SPLITS,
+    }
+    queries = shape.narrow // shape.share
+    programs = min(rows.num_narrow * splits, max(1, PROGRAMS // kv_heads))
+    _narrow_kernel[(programs, kv_heads)](
+        items_ptr=rows.items(queries, window, shape.keys),
+        BLOCK_M=shape.narrow,
+        num_warps=4,
+        **both,
+        **split,
     )
     if splits > 1:
-        _merge_kernel[(rows.num_narrow, heads)](
-            tiles_ptr=rows.tiles[rows.num_wide :],
-            QUERIES=shape.narrow // shape.share,
-            num_warps=4,
-            **shared,
-        )
-    return out
+        _merge_kernel[(rows.num_narrow, heads)](QUERIES=queries, num_warps=4, **shared, **split)
 
 
 def _shared_arguments(
     out: torch.Tensor,
     rows: Rows,
     shape: _Shape,
-    splits: int,
     window: int | None,
     sinks: torch.Tensor | None,
 ) -> dict[str, Any]:
-    """The arguments that both kernels take, with memory for the parts of split decodes."""
-    _, heads, dim = out.shape
-    stats = rows.num_parts * heads * splits if splits > 1 else 0
-    stats = -(-stats // 4) * 4  # so that each part begins at a multiple of 16 bytes: see Rows
-    room = torch.empty(stats * (dim + 2), dtype=torch.float32, device=out.device)
+    """The arguments that all kernels take."""
     return {
         "out_ptr": out,
         "sinks_ptr": None if sinks is None else sinks.float().contiguous(),
         "starts_ptr": rows.starts,
         "contexts_ptr": rows.contexts,
-        "parts_ptr": room,
-        "maxima_ptr": room[stats * dim :],
-        "sums_ptr": room[stats * (dim + 1) :],
-        "splits": splits,
         "window": window or 0,
-        "HEADS": heads,
-        "D": dim,
+        "HEADS": out.shape[1],
+        "D": out.shape[2],
         "D_PAD": shape.dim_pad,
         "BLOCK_KEYS": shape.keys,
-        "MIN_KEYS": MIN_SPLIT,
-        "MOST_SPLITS": MAX_SPLITS,
         "HAS_WINDOW": window is not None,
         "HAS_SINKS": sinks is not None,
     }
-
-
-def num_splits(rows: Rows, window: int, keys: int) -> int:
-    """Programs to launch for each narrow tile: the largest number a row uses, to a power of two.
-
-    The kernels decide for each row (tile.split_of, which this repeats); surplus programs
-    exit at once. Where only the device knows the contexts, the number is that of the longest
-    possible context without a window: no shorter one uses a greater power of two.
-    """
-    if not len(rows.spans):
-        return 1
-    begin: Ints = np.zeros_like(rows.spans)
-    if window and rows.queries is not None:
-        begin = np.maximum(0, rows.spans - rows.queries - window + 1) // keys * keys
-    tiles = -(-(rows.spans - begin) // keys)
-    per_split = np.maximum(MIN_SPLIT // keys, -(-tiles // MAX_SPLITS))
-    return power_of_2(int((-(-tiles // per_split)).max()))

@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from streamer.kernels.batch import AttentionBatch
-from streamer.kernels.gpu.common import to_device
+from streamer.kernels.gpu.attention import items
+from streamer.kernels.gpu.common import power_of_2, to_device
 
 TILE_FIELDS = 4
 
@@ -31,6 +32,7 @@ class Rows:
     """
 
     __slots__ = (
+        "_items",
         "contexts",
         "num_narrow",
         "num_parts",
@@ -63,6 +65,19 @@ class Rows:
         self.num_parts = num_parts
         self.spans = spans
         self.queries = queries
+        self._items: dict[tuple[int, int, int], torch.Tensor] = {}
+
+    def items(self, queries: int, window: int, keys: int) -> torch.Tensor:
+        """See items.list_items; listed once a step, by the first layer that wants them."""
+        key = queries, window, keys
+        if key not in self._items:
+            narrow = self.tiles[self.num_wide :]
+            self._items[key] = items.list_items(self.starts, self.contexts, narrow, *key)
+        return self._items[key]
+
+    def changed(self) -> None:
+        """The tensors hold another step now."""
+        self._items.clear()
 
     @classmethod
     def of(cls, batch: AttentionBatch, narrow: int, wide: int) -> "Rows":
@@ -107,3 +122,20 @@ def wide_tiles(lens: Ints, contexts: Ints, is_wide: NDArray[np.bool_], wide: int
     first = (np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)) * wide
     order = np.argsort(-(contexts[owner] - lens[owner] + first), kind="stable")
     return np.stack((owner, first, owner, 0 * first), 1)[order]
+
+
+def num_splits(rows: Rows, window: int, keys: int) -> int:
+    """Parts to keep room for of each narrow tile: the largest number a row uses, to a power of two.
+
+    The kernels decide for each row (tile.split_of, which this repeats). Where only the device knows
+    the contexts, the number is that of the longest possible context without a window: no shorter
+    one uses a greater power of two.
+    """
+    if not len(rows.spans):
+        return 1
+    begin: Ints = np.zeros_like(rows.spans)
+    if window and rows.queries is not None:
+        begin = np.maximum(0, rows.spans - rows.queries - window + 1) // keys * keys
+    tiles = -(-(rows.spans - begin) // keys)
+    per_split = np.maximum(items.MIN_SPLIT // keys, -(-tiles // items.MAX_SPLITS))
+    return power_of_2(int((-(-tiles // per_split)).max()))

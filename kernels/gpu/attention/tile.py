@@ -1,6 +1,6 @@
 """One program of paged attention: one tile of queries over its share of the keys.
 
-Inlined into paged.py's kernel twice, for tiles of prefill and of decode. Launches nothing.
+Inlined into paged.py's kernels, for tiles of prefill and of decode. Launches nothing.
 
 How sums over many keys keep their precision, by the pool's dtype:
 - float32: products and sums are float32 throughout ("ieee", no tensor core).
@@ -112,79 +112,83 @@ def attend(
         context, queries, first, QUERIES, split, window,
         BLOCK_KEYS, MIN_KEYS, MOST_SPLITS, HAS_WINDOW,
     )  # fmt: skip
-    if split < used:
-        m, i, n = tl.arange(0, BLOCK_M), tl.arange(0, D_PAD), tl.arange(0, BLOCK_KEYS)
-        token, head = first + m // SHARE, kv_head * SHARE + m % SHARE
-        position = context - queries + token
-        is_query = (m < QUERIES * SHARE) & (token < queries)
-        # int64: T * Hq * D passes 2**31 at 262,144 tokens of 8,192
-        packed = (start + token).to(tl.int64)
-        # [BLOCK_M, D_PAD]
-        q_at = q_ptr + (packed * q_token + head * q_head)[:, None] + (i * q_dim)[None, :]
-        q = tl.load(q_at, mask=is_query[:, None] & (i < D)[None, :], other=0.0)
-        if UPCAST:
-            q = q.to(tl.float32)
-        # int64: a table of 65,536 rows may have 2**31 entries
-        table = tables_ptr + tl.load(tile_ptr + 2).to(tl.int64) * table_row
-        top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
-        acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
-        for first_key in range(begin, end, BLOCK_KEYS):
-            key = first_key + n
-            is_key = key < end
-            block = tl.load(table + key // BLOCK_SIZE, mask=is_key, other=0)
-            # int64: a pool of 100 GB has more than 2**31 elements
-            head_at = block.to(tl.int64) * pool_block + kv_head * pool_head
-            at = head_at + key % BLOCK_SIZE * pool_token
-            kv_at = pool_ptr + at[:, None] + i[None, :]
-            # Values beyond the context may be another sequence's NaN, and 0 * NaN is NaN.
-            is_loaded = is_key[:, None] & (i < D)[None, :]
-            # [BLOCK_KEYS, D_PAD] each
-            k = tl.load(kv_at, mask=is_loaded, other=0.0)
-            v = tl.load(kv_at + pool_side, mask=is_loaded, other=0.0)
-            k, v = k.to(q.dtype), v.to(q.dtype)
-            # [BLOCK_M, BLOCK_KEYS]; "ieee": float32 is multiplied as float32, not as TF32
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            if HAS_SCALES:
-                scales_at = scales_ptr + head_at // 4 + key % BLOCK_SIZE
-                # [BLOCK_KEYS] each
-                k_scale = tl.load(scales_at, mask=is_key, other=0.0)
-                v_scale = tl.load(scales_at + pool_side // 4, mask=is_key, other=0.0)
-                scores *= k_scale[None, :]
-            if HAS_SOFTCAP:  # tanh(x) is 1 - 2 / (exp(2 * x) + 1)
-                scores = softcap * (1.0 - 2.0 / (tl.exp(scores * (2.0 / softcap)) + 1.0))
-            is_seen = is_key[None, :] & (key[None, :] <= position[:, None])
-            if HAS_WINDOW:
-                is_seen = is_seen & (key[None, :] > position[:, None] - window)
-            scores = tl.where(is_seen, scores * LOG2_E, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, 1))
-            # Until a row has seen a key its maximum is -inf, and -inf - -inf is NaN.
-            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-            weights = tl.exp2(scores - shift[:, None])
-            keep = tl.exp2(top - shift)
-            total = total * keep + tl.sum(weights, 1)
-            if HAS_SCALES:  # fma: else Triton folds the addition into the dot's sum
-                weights = (weights * v_scale[None, :]).to(v.dtype)
-                part = tl.dot(weights, v, input_precision="ieee")
-                acc = tl.fma(acc, tl.broadcast_to(keep[:, None], acc.shape), part)
-            else:
-                weights = weights.to(v.dtype)
-                acc = tl.dot(weights, v, acc * keep[:, None], input_precision="ieee")
-            top = new_top
-        is_out = is_query[:, None] & (i < D)[None, :]
-        if used == 1:
-            if HAS_SINKS:
-                sink = tl.load(sinks_ptr + head, mask=is_query, other=0.0) * LOG2_E
-                highest = tl.maximum(top, sink)
-                keep = tl.exp2(top - highest)
-                total = total * keep + tl.exp2(sink - highest)
-                acc = acc * keep[:, None]
-            y = acc / tl.where(is_query, total, 1.0)[:, None]
-            out_at = out_ptr + ((packed * HEADS + head) * D)[:, None] + i[None, :]
-            tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=is_out)
+    m, i, n = tl.arange(0, BLOCK_M), tl.arange(0, D_PAD), tl.arange(0, BLOCK_KEYS)
+    token, head = first + m // SHARE, kv_head * SHARE + m % SHARE
+    position = context - queries + token
+    is_query = (m < QUERIES * SHARE) & (token < queries)
+    # int64: T * Hq * D passes 2**31 at 262,144 tokens of 8,192
+    packed = (start + token).to(tl.int64)
+    # [BLOCK_M, D_PAD]
+    q_at = q_ptr + (packed * q_token + head * q_head)[:, None] + (i * q_dim)[None, :]
+    q = tl.load(q_at, mask=is_query[:, None] & (i < D)[None, :], other=0.0)
+    if UPCAST:
+        q = q.to(tl.float32)
+    # int64: a table of 65,536 rows may have 2**31 entries
+    table = tables_ptr + tl.load(tile_ptr + 2).to(tl.int64) * table_row
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
+    # The blocks of a tile are read one tile before its keys: loads whose addresses come from a
+    # load of the same round are not started ahead (at two stages none were).
+    block = tl.load(table + (begin + n) // BLOCK_SIZE, mask=begin + n < end, other=0)
+    for first_key in range(begin, end, BLOCK_KEYS):
+        key = first_key + n
+        is_key = key < end
+        ahead = key + BLOCK_KEYS
+        next_block = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
+        # int64: a pool of 100 GB has more than 2**31 elements
+        head_at = block.to(tl.int64) * pool_block + kv_head * pool_head
+        at = head_at + key % BLOCK_SIZE * pool_token
+        kv_at = pool_ptr + at[:, None] + i[None, :]
+        # Values beyond the context may be another sequence's NaN, and 0 * NaN is NaN.
+        is_loaded = is_key[:, None] & (i < D)[None, :]
+        # [BLOCK_KEYS, D_PAD] each
+        k = tl.load(kv_at, mask=is_loaded, other=0.0)
+        v = tl.load(kv_at + pool_side, mask=is_loaded, other=0.0)
+        k, v = k.to(q.dtype), v.to(q.dtype)
+        # [BLOCK_M, BLOCK_KEYS]; "ieee": float32 is multiplied as float32, not as TF32
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if HAS_SCALES:
+            scales_at = scales_ptr + head_at // 4 + key % BLOCK_SIZE
+            # [BLOCK_KEYS] each
+            k_scale = tl.load(scales_at, mask=is_key, other=0.0)
+            v_scale = tl.load(scales_at + pool_side // 4, mask=is_key, other=0.0)
+            scores *= k_scale[None, :]
+        if HAS_SOFTCAP:  # tanh(x) is 1 - 2 / (exp(2 * x) + 1)
+            scores = softcap * (1.0 - 2.0 / (tl.exp(scores * (2.0 / softcap)) + 1.0))
+        is_seen = is_key[None, :] & (key[None, :] <= position[:, None])
+        if HAS_WINDOW:
+            is_seen = is_seen & (key[None, :] > position[:, None] - window)
+        scores = tl.where(is_seen, scores * LOG2_E, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        # Until a row has seen a key its maximum is -inf, and -inf - -inf is NaN.
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(scores - shift[:, None])
+        keep = tl.exp2(top - shift)
+        total = total * keep + tl.sum(weights, 1)
+        if HAS_SCALES:  # fma: else Triton folds the addition into the dot's sum
+            weights = (weights * v_scale[None, :]).to(v.dtype)
+            part = tl.dot(weights, v, input_precision="ieee")
+            acc = tl.fma(acc, tl.broadcast_to(keep[:, None], acc.shape), part)
         else:
-            # int64: P * Hq * splits * D passes 2**31 at 32,768 decodes of 32 heads
-            part = ((tl.load(tile_ptr + 3) + token).to(tl.int64) * HEADS + head) * splits + split
-            tl.store(maxima_ptr + part, top, mask=is_query)
-            tl.store(sums_ptr + part, total, mask=is_query)
-            tl.store(parts_ptr + (part * D)[:, None] + i[None, :], acc, mask=is_out)
+            weights = weights.to(v.dtype)
+            acc = tl.dot(weights, v, acc * keep[:, None], input_precision="ieee")
+        top = new_top
+        block = next_block
+    is_out = is_query[:, None] & (i < D)[None, :]
+    if used == 1:
+        if HAS_SINKS:
+            sink = tl.load(sinks_ptr + head, mask=is_query, other=0.0) * LOG2_E
+            highest = tl.maximum(top, sink)
+            keep = tl.exp2(top - highest)
+            total = total * keep + tl.exp2(sink - highest)
+            acc = acc * keep[:, None]
+        y = acc / tl.where(is_query, total, 1.0)[:, None]
+        out_at = out_ptr + ((packed * HEADS + head) * D)[:, None] + i[None, :]
+        tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=is_out)
+    else:
+        # int64: P * Hq * splits * D passes 2**31 at 32,768 decodes of 32 heads
+        part = ((tl.load(tile_ptr + 3) + token).to(tl.int64) * HEADS + head) * splits + split
+        tl.store(maxima_ptr + part, top, mask=is_query)
+        tl.store(sums_ptr + part, total, mask=is_query)
+        tl.store(parts_ptr + (part * D)[:, None] + i[None, :], acc, mask=is_out)

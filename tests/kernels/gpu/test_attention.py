@@ -53,10 +53,10 @@ def test_split_decodes(
     device: str, monkeypatch: pytest.MonkeyPatch, options: dict[str, float], has_sinks: bool
 ) -> None:
     """Rows in one to four parts beside prefill, of one token or a few."""
-    from streamer.kernels.gpu.attention import paged
+    from streamer.kernels.gpu.attention import items, paged
 
-    monkeypatch.setattr(paged, "MIN_SPLIT", 32)
-    monkeypatch.setattr(paged, "MAX_SPLITS", 4)
+    monkeypatch.setattr(items, "MIN_SPLIT", 32)
+    monkeypatch.setattr(items, "MAX_SPLITS", 4)
     monkeypatch.setitem(paged.KEY_ELEMENTS, 4, 16 * 32)  # 16 keys a tile
     rows = [(1, 150), (5, 97), (2, 33), (12, 40), (1, 1)]
     case = Case(rows, heads=6, kv_heads=2, dim=20, block=16)
@@ -72,9 +72,9 @@ def test_split_decodes(
 def test_a_split_decode_is_bit_equal_alone_and_beside_prefill(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from streamer.kernels.gpu.attention import paged
+    from streamer.kernels.gpu.attention import items
 
-    monkeypatch.setattr(paged, "MIN_SPLIT", 64)
+    monkeypatch.setattr(items, "MIN_SPLIT", 64)
     case = Case(LONG, heads=4, kv_heads=2, dim=64, block=16)
     together = run(case, device, batch_of(case, device))
     for r, token in ((0, 0), (1, 1), (3, 7)):
@@ -109,6 +109,46 @@ def test_dtypes_and_odd_heads(
     torch.testing.assert_close(out.double(), case.expected(0.2), **CLOSE[dtype])
 
 
+def test_few_programs_share_many_items(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit what a program an item computes."""
+    from streamer.kernels.gpu.attention import items, paged
+
+    monkeypatch.setattr(items, "MIN_SPLIT", 64)
+    case = Case(LONG, heads=4, kv_heads=2, dim=64, block=16)
+    whole = run(case, device, batch_of(case, device))
+    monkeypatch.setattr(paged, "PROGRAMS", 3)
+    assert torch.equal(run(case, device, batch_of(case, device)), whole)
+
+
+@pytest.mark.parametrize("window", [0, 300])
+def test_the_items_are_the_splits_that_rows_use(device: str, window: int) -> None:
+    """Of narrow tiles alone, in order; none of padding, and none that no keys are left for."""
+    from streamer.kernels.gpu.attention.items import BLOCK, MAX_SPLITS
+    from streamer.kernels.gpu.attention.rows import Rows
+
+    contexts = [0, 830, 4096, 1, 257, 100_000, *[3] * BLOCK, 600]
+    count = len(contexts)
+    rows = Rows(
+        starts=torch.arange(count + 1, dtype=torch.int32, device=device),
+        contexts=torch.tensor(contexts, dtype=torch.int32, device=device),
+        tiles=torch.tensor([[i, 0, i, i] for i in (0, 0, *range(count))]).int().to(device),
+        tables=torch.empty(0),
+        num_wide=2,
+        num_parts=count,
+        spans=np.array([100_000]),
+    )
+    expected = [
+        tile * MAX_SPLITS + split
+        for tile, context in enumerate(contexts)
+        for split in range(splits_used(context, window, 64) if context else 0)
+    ]
+    items = rows.items(1, window, 64)
+    assert items[: 1 + len(expected)].tolist() == [len(expected), *expected]
+    assert rows.items(1, window, 64) is items
+    rows.changed()
+    assert rows.items(1, window, 64) is not items
+
+
 def test_any_strides_of_q(device: str) -> None:
     from streamer.kernels.gpu import backend
 
@@ -124,7 +164,7 @@ def test_any_strides_of_q(device: str) -> None:
 
 @pytest.mark.parametrize("window", [0, 1, 100, 300])
 def test_the_host_launches_as_many_splits_as_rows_use(window: int) -> None:
-    from streamer.kernels.gpu.attention.paged import num_splits
+    from streamer.kernels.gpu.attention.rows import num_splits
 
     for contexts in ([1], [257, 3], [100_000], [4097, 8192], []):
         for keys in (16, 64):
@@ -139,7 +179,7 @@ def test_rows_that_only_the_device_knows_have_as_many_splits_as_any_uses(
     window: int, longest: int
 ) -> None:
     """For all contexts up to the longest; a window may need fewer."""
-    from streamer.kernels.gpu.attention.paged import num_splits
+    from streamer.kernels.gpu.attention.rows import num_splits
 
     for keys in (16, 32, 64):
         most = max(splits_used(n, window, keys) for n in range(1, longest + 1))
@@ -150,7 +190,7 @@ def test_rows_that_only_the_device_knows_have_as_many_splits_as_any_uses(
 
 def splits_used(context: int, window: int, keys: int) -> int:
     """Number of programs that share a decode, by the kernel's own rule, written again."""
-    from streamer.kernels.gpu.attention.paged import MAX_SPLITS, MIN_SPLIT
+    from streamer.kernels.gpu.attention.items import MAX_SPLITS, MIN_SPLIT
 
     begin = max(0, context - window) // keys * keys if window else 0
     tiles = -(-(context - begin) // keys)

@@ -65,10 +65,10 @@ def greedy_by_the_host(tables: torch.Tensor, known: list[list[int]], steps: int)
 def test_steps_need_no_host_data(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of one to three parts in scattered slots, beside padding, across block borders."""
     from streamer.kernels.gpu import backend
-    from streamer.kernels.gpu.attention import paged
+    from streamer.kernels.gpu.attention import items, paged
     from streamer.kernels.gpu.decode_step import DecodeStep, RowState
 
-    monkeypatch.setattr(paged, "MIN_SPLIT", 16)
+    monkeypatch.setattr(items, "MIN_SPLIT", 16)
     monkeypatch.setitem(paged.KEY_ELEMENTS, 4, 16 * DIM)  # 16 keys a tile
     known, slots = [[*range(1, 11)] * 3, [7], [3, 3, 9, 10]], [5, 0, 2]
     tables = torch.randperm(36, generator=torch.Generator().manual_seed(1)).view(3, 12)

@@ -114,12 +114,12 @@ def test_greedy_equals_transformers(
 ) -> None:  # fmt: skip
     """Chunks, late joins and recorded decodes by the GPU's own kernels; gpt2 is not recorded."""
     from streamer.kernels.gpu import backend
-    from streamer.kernels.gpu.attention import paged
+    from streamer.kernels.gpu.attention import items
     from streamer.kernels.gpu.sampling import sample
 
     monkeypatch.setattr(ops, "choose", lambda device: backend)
     monkeypatch.setattr(sample, "best", backend.best)
-    monkeypatch.setattr(paged, "MAX_SPLITS", 2)  # programs of a decode: 16 are slow
+    monkeypatch.setattr(items, "MAX_SPLITS", 2)  # programs of a decode: 16 are slow
     small = TINY if family == "llama" else {"n_layer": 1, "n_embd": 32, "n_head": 2}
     folder = checkpoint(family, 0, **small)
     asks = mixed_asks(1, 4, longest=20, output=(4, 6))
