@@ -24,6 +24,7 @@ COMMANDS = {
     "chat": Command("streamer.cli.chat", "talk to a model, or to a server, in the terminal"),
     "generate": Command("streamer.cli.generate", "answer one prompt"),
     "info": Command("streamer.cli.info", "what a checkpoint is and what it needs"),
+    "quantize": Command("streamer.cli.quantize", "write a checkpoint with 4 or 8 bits a weight"),
     "doctor": Command("streamer.cli.doctor", "check this machine and say how to fix it"),
     "simulate": Command(
         "streamer.loadtest.inside.simulate", "simulate the scheduler, without a model"

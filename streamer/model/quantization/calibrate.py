@@ -1,0 +1,196 @@
+"""int4 with its errors compensated on a text: GPTQ (Frantar and others, 2023), a layer at a time.
+
+Calibration runs the decoder's layers over the tokens, each first as it is stored, to see the inputs
+of its matrices, then quantized, so that later layers see what they will see. Called by write.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+
+from streamer.errors import ConfigError
+from streamer.kernels import ops
+from streamer.kernels.weights import QuantizedWeight, dequantize
+from streamer.model.decoder import DecoderLayer, WeightSource
+from streamer.model.families import DecoderConfig
+from streamer.model.layers import RopeTable, Step
+from streamer.model.quantization.on_the_fly import GROUP, LEVELS, fit
+
+SEQUENCE = 512  # tokens that see each other
+MAX_TOKENS = 1 << 16  # of a calibration; what comes after is not read
+MIN_TOKENS = 2048
+BLOCK = 16
+DAMPING = 0.01  # of the mean of the diagonal, added to it
+COLUMNS = 128  # that are corrected at once
+
+
+class Calibration:
+    """The hidden states of a text between two layers; each call of `layer` takes them on by one."""
+
+    def __init__(
+        self,
+        kernels: ops.Backend,
+        config: DecoderConfig,
+        source: WeightSource,
+        tokens: list[int],
+    ) -> None:
+        if len(tokens) < MIN_TOKENS:
+            raise ConfigError(
+                f"calibration: {len(tokens)} tokens, at least {MIN_TOKENS} say something",
+                param="calibration",
+            )
+        self._kernels = kernels
+        self._config = config
+        self._source = source
+        self._rope = RopeTable(kernels, config.rope, source.dtype)
+        self._pool = kernels.new_pool(
+            SEQUENCE // BLOCK, 1, BLOCK, config.num_kv_heads, config.head_dim, source.dtype
+        )
+        table = source.take("model.embed_tokens.weight")
+        whole = torch.tensor(tokens[: min(len(tokens), MAX_TOKENS) // SEQUENCE * SEQUENCE])
+        self._hidden = [table[part].contiguous() for part in whole.view(-1, SEQUENCE)]
+
+    def layer(
+        self, index: int, modules: list[str], scale_dtype: torch.dtype
+    ) -> dict[str, QuantizedWeight]:
+        """The matrices of a layer, quantized; the layers before it must have been asked for."""
+        seen = _Seen(self._kernels, self._source)
+        before = [hidden.clone() for hidden in self._hidden]
+        self._run(index, cast(ops.Backend, seen), seen)
+        made = {}
+        for module in modules:
+            weight = self._source.take(f"{module}.weight")
+            made[module] = compensated(weight, seen.grams[module], scale_dtype)
+        self._hidden = before
+        self._run(index, self._kernels, _Replaced(self._source, made))
+        return made
+
+    def _run(self, index: int, kernels: ops.Backend, source: WeightSource) -> None:
+        """Take the hidden states through a layer."""
+        layer = DecoderLayer(kernels, self._config, index, source)
+        positions = torch.arange(SEQUENCE)
+        batch = ops.AttentionBatch(
+            query_lens=[SEQUENCE],
+            context_lens=[SEQUENCE],
+            block_tables=torch.arange(SEQUENCE // BLOCK)[None],
+            slots=positions,
+            block_size=BLOCK,
+        )
+        step = Step(batch, positions, self._rope.up_to(SEQUENCE))
+        pool = ops.layer_view(self._pool, 0)
+        for hidden in self._hidden:
+            layer(hidden, pool, step)
+
+
+class _Seen:
+    """Kernels and source of a layer whose matrices sum up what they are multiplied by.
+
+    grams: sum of x x^T over the tokens, by module
+    """
+
+    def __init__(self, kernels: ops.Backend, source: WeightSource) -> None:
+        self._kernels = kernels
+        self._source = source
+        self._asked: list[str] = []
+        self.dtype, self.device = source.dtype, source.device
+        self.grams: dict[str, torch.Tensor] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernels, name)
+
+    def take(self, name: str) -> torch.Tensor:
+        return self._source.take(name)
+
+    def weight(self, module: str) -> ops.Weight:
+        self._asked.append(module)
+        return self._source.weight(module)
+
+    def layer_done(self) -> None:
+        self._source.layer_done()
+
+    def pack_weight(self, parts: list[ops.Weight], *args: Any, **kwargs: Any) -> _Summing:
+        linear = self._kernels.pack_weight(parts, *args, **kwargs)
+        gram = torch.zeros(linear.shape[1], linear.shape[1])
+        self.grams.update(dict.fromkeys(self._asked, gram))
+        self._asked.clear()
+        return _Summing(linear, gram)
+
+
+class _Summing:
+    """A Linear that adds its inputs' products to `gram`."""
+
+    def __init__(self, linear: ops.Linear, gram: torch.Tensor) -> None:
+        self._linear = linear
+        self._gram = gram
+
+    def __call__(self, x: torch.Tensor, *, add_to: torch.Tensor | None = None) -> torch.Tensor:
+        wide = x.float()
+        self._gram.addmm_(wide.t(), wide)
+        return self._linear(x, add_to=add_to)
+
+
+class _Replaced:
+    """A source with the matrices of a layer as they will be read."""
+
+    def __init__(self, source: WeightSource, made: Mapping[str, QuantizedWeight]) -> None:
+        self._source = source
+        self._made = made
+        self.dtype, self.device = source.dtype, source.device
+
+    def take(self, name: str) -> torch.Tensor:
+        return self._source.take(name)
+
+    def weight(self, module: str) -> ops.Weight:
+        if module in self._made:
+            return dequantize(self._made[module]).to(self.dtype)
+        return self._source.weight(module)
+
+    def layer_done(self) -> None:
+        self._source.layer_done()
+
+
+def compensated(
+    weight: torch.Tensor, gram: torch.Tensor, scale_dtype: torch.dtype
+) -> QuantizedWeight:
+    """A matrix [N, K] in int4, column by column: what a column loses, those after it make up for,
+    as far as `gram` [K, K] says that their inputs go together."""
+    n, k = weight.shape
+    left = weight.float()
+    factor = _factor(gram)
+    importance = gram.diagonal() / gram.diagonal().mean().clamp(min=1e-30)
+    codes = torch.empty(n, k, dtype=torch.uint8)
+    scales, zeros = torch.empty(n, k // GROUP), torch.empty(n, k // GROUP)
+    for first in range(0, k, COLUMNS):
+        last = min(first + COLUMNS, k)
+        lost = torch.empty(last - first, n)
+        part = left[:, first:last].t().contiguous()  # columns side by side
+        for column in range(first, last):
+            at = column - first
+            group = column // GROUP
+            if column % GROUP == 0:
+                weights = importance[column : column + GROUP]
+                weights = (weights / weights.mean().clamp(min=1e-30)).unsqueeze(1)
+                scale, zero = fit(part[at : at + GROUP], scale_dtype, weights)
+                scales[:, group], zeros[:, group] = scale, zero
+            x = part[at]
+            found = (x / scale).add_(zero).round_().clamp_(0, LEVELS)
+            codes[:, column] = found.to(torch.uint8)
+            lost[at] = (x - (found - zero) * scale) / factor[column, column]
+            if at + 1 < last - first:
+                part[at + 1 :].addr_(factor[column, column + 1 : last], lost[at], alpha=-1)
+        left[:, last:].addmm_(lost.t(), factor[first:last, last:], alpha=-1)
+    return QuantizedWeight(codes, scales, GROUP, 4, offsets=-scales * zeros)
+
+
+def _factor(gram: torch.Tensor) -> torch.Tensor:
+    """The upper triangle U of U^T U = the inverse of the damped gram."""
+    damped = gram.double()
+    diagonal = damped.diagonal()
+    diagonal += DAMPING * diagonal.mean().clamp(min=1e-30)
+    lower = torch.linalg.cholesky(damped)
+    inverse = torch.cholesky_inverse(lower)
+    upper: torch.Tensor = torch.linalg.cholesky(inverse, upper=True)
+    return upper.float()

@@ -1,0 +1,157 @@
+"""Written checkpoints: what compressed-tensors' own code reads of them, and how they load here."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.config import CompressionFormat
+from compressed_tensors.quantization import QuantizationConfig
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+
+from streamer.demo import CHECKPOINT
+from streamer.demo.training.corpus import documents, encode
+from streamer.demo.training.texts.questions import read_questions
+from streamer.errors import ConfigError, ModelNotSupported
+from streamer.kernels import reference as torch_kernels
+from streamer.kernels.weights import QuantizedWeight, dequantize
+from streamer.model.checkpoint import open_checkpoint
+from streamer.model.families import parse_config
+from streamer.model.loader import check_tensors, load_decoder
+from streamer.model.quantization import write
+from streamer.model.quantization.calibrate import compensated
+from streamer.model.quantization.on_the_fly import KINDS, quantize
+from streamer.model.quantization.write import quantize_checkpoint
+from tests.model.hand import paged_logits
+from tests.model.test_decoder import random_tokens
+
+SIZES = {"intermediate_size": 128, "num_hidden_layers": 2}
+DENSE = ("model.embed_tokens", "lm_head")
+
+
+def written(folder: Path, out: Path, kind: str, calibration: list[int] | None = None) -> Path:
+    quantize_checkpoint(folder, out, kind, calibration, show_progress=False)
+    return out
+
+
+def logits(folder: Path, tokens: list[int]) -> torch.Tensor:
+    checkpoint = open_checkpoint(folder)
+    config = parse_config(checkpoint.config)
+    model = load_decoder(torch_kernels, checkpoint, config, torch.float32, show_progress=False)
+    return paged_logits(model, tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_compressed_tensors_reads_the_same_weights(
+    checkpoint: Any, tmp_path: Path, kind: str, dtype: torch.dtype
+) -> None:
+    """By its own config and decompressor; they are what is made while loading, too."""
+    source = checkpoint("llama", 1, dtype=dtype, **SIZES)
+    folder = written(source, tmp_path / "q", kind)
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    theirs = QuantizationConfig.model_validate(config)
+    assert theirs.ignore == ["lm_head"]
+    scheme: Any = theirs.config_groups["group_0"]
+    compressor: Any = BaseCompressor.get_value_from_registry(CompressionFormat(theirs.format).value)
+    stored, dense = load_file(folder / "model.safetensors"), load_file(source / "model.safetensors")
+    opened = open_checkpoint(folder)
+    for module, matrix in check_tensors(opened, parse_config(opened.config)).items():
+        if module in DENSE:
+            assert torch.equal(stored[f"{module}.weight"], dense[f"{module}.weight"])
+            continue
+        parts = {name: stored[whole] for name, whole in matrix.names.items()}
+        ours = dequantize(matrix.scheme.read(parts, matrix.n, matrix.k))
+        expected = quantize(dense[f"{module}.weight"], kind, dtype)
+        torch.testing.assert_close(ours, dequantize(expected), rtol=1e-5, atol=1e-6)
+        read = compressor.decompress(dict(parts), scheme)["weight"].float()
+        tolerance = 1e-5 if dtype == torch.float32 else 2**-7  # it multiplies in the scales' dtype
+        torch.testing.assert_close(ours, read, rtol=tolerance, atol=1e-6)
+
+
+def test_shards_and_texts(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weight files of a limited size with an index; every other file of the folder that is text."""
+    source = checkpoint("qwen3", 1, **SIZES)
+    (source / "tokenizer_config.json").write_text("{}")
+    one = written(source, tmp_path / "one", "int4")
+    monkeypatch.setattr(write, "SHARD_BYTES", 40_000)
+    folder = written(source, tmp_path / "many", "int4")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    files = sorted(file.name for file in folder.glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    assert sorted({*index["weight_map"].values()}) == files
+    assert (folder / "tokenizer_config.json").read_text() == "{}"
+    assert (folder / "generation_config.json").exists()
+    assert (folder / files[0]).stat().st_mode == (folder / "config.json").stat().st_mode
+    tokens = random_tokens(20)
+    assert torch.equal(logits(one, tokens), logits(folder, tokens))
+
+
+def test_matrices_without_whole_groups_stay_dense(checkpoint: Any, tmp_path: Path) -> None:
+    """And are named in `ignore`; int8 has no groups."""
+    source = checkpoint("llama", 1)  # 112 columns
+    down = [f"model.layers.{i}.mlp.down_proj" for i in range(3)]
+    assert quantize_checkpoint(source, tmp_path / "4", "int4", show_progress=False) == down
+    config = json.loads((tmp_path / "4" / "config.json").read_text())["quantization_config"]
+    assert config["ignore"] == [*down, "lm_head"]
+    assert logits(tmp_path / "4", random_tokens(9)).isfinite().all()
+    assert quantize_checkpoint(source, tmp_path / "8", "int8", show_progress=False) == []
+
+
+def test_what_can_not_be_quantized(checkpoint: Any, tmp_path: Path) -> None:
+    """A folder that exists is never written to."""
+    source = checkpoint("llama", 1, **SIZES)
+    folder = written(source, tmp_path / "q", "int8")
+    with pytest.raises(ConfigError, match="is there already"):
+        written(source, folder, "int8")
+    with pytest.raises(ModelNotSupported, match="quantized already, as compressed-tensors"):
+        written(folder, tmp_path / "twice", "int4")
+    with pytest.raises(ModelNotSupported, match="GPT2LMHeadModel can't be quantized"):
+        written(checkpoint("gpt2", 1), tmp_path / "gpt2", "int4")
+    assert not (tmp_path / "twice").exists()
+
+
+def test_compensation_loses_less_where_inputs_go_together() -> None:
+    """In what the matrix gives for such inputs, though its own numbers lose more."""
+    inputs = torch.randn(1000, 24) @ torch.randn(24, 96) + 0.3 * torch.randn(1000, 96)
+    weight = torch.randn(40, 96)
+    plain = quantize(weight, "int4")
+    better = compensated(weight, inputs.t() @ inputs, torch.float32)
+    assert isinstance(better, QuantizedWeight)
+
+    def lost(found: QuantizedWeight) -> float:
+        return float((inputs @ (dequantize(found) - weight).t()).square().mean())
+
+    assert lost(better) < 0.5 * lost(plain)
+
+
+def test_calibration_brings_the_bundled_model_closer(tmp_path: Path) -> None:
+    """On documents that the calibration has not seen, by half of what int4 loses."""
+    tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
+    rows = encode(list(islice(documents(1, read_questions()), 40)), tokenizer)
+    unseen = [row.ids for row in rows[:5]]
+    seen = [token for row in rows[5:] for token in row.ids]
+    plain = written(CHECKPOINT, tmp_path / "plain", "int4")
+    better = written(CHECKPOINT, tmp_path / "better", "int4", seen[:2560])
+
+    def divergence(folder: Path) -> float:
+        lost = 0.0
+        for tokens in unseen:
+            exact, found = (logits(f, tokens).log_softmax(-1) for f in (CHECKPOINT, folder))
+            lost += float((exact.exp() * (exact - found)).sum())
+        return lost
+
+    assert divergence(better) < 0.7 * divergence(plain)
+
+
+def test_a_calibration_needs_a_text(checkpoint: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="100 tokens, at least 2048"):
+        written(checkpoint("llama", 1, **SIZES), tmp_path / "few", "int4", random_tokens(100))
+    assert not (tmp_path / "few").exists()

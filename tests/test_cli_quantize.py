@@ -1,0 +1,44 @@
+"""`streamer quantize`: what it says and writes, and the command lines that it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from streamer.cli import main
+from streamer.demo import CHECKPOINT
+from streamer.model.inspect import inspect_checkpoint
+
+
+def test_the_bundled_model_in_eight_bits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "eight"
+    assert main(["quantize", str(CHECKPOINT), "--to", "int8", "--out", str(out)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "compressed-tensors, 8 bits, a scale for each output" in said
+    assert "9.60 bits a weight" in said  # the embedding stays bfloat16
+    assert inspect_checkpoint(out).refused == ""
+    assert (out / "tokenizer.json").read_bytes() == (CHECKPOINT / "tokenizer.json").read_bytes()
+    assert main(["quantize", str(CHECKPOINT), "--to", "int8", "--out", str(out)]) == 1
+    assert "is there already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--to", "int8", "--calibration", "text"], "--calibration: int8 loses next to nothing"),
+        (["--to", "int4", "--calibration", "missing"], "--calibration missing"),
+        (["--to", "int3"], "invalid choice"),
+        ([], "--to"),
+    ],
+)
+def test_wrong_command_lines(
+    words: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2, and nothing is written."""
+    out = tmp_path / "out"
+    assert main(["quantize", str(CHECKPOINT), "--out", str(out), *words]) == 2
+    assert says in capsys.readouterr().err
+    assert not out.exists()
