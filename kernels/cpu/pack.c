@@ -77,7 +77,7 @@ static void pack_quantized_run(const Op *op, const Step *step, int64_t panel, Wo
     (void)me;
     if (panel >= step->counts[op->count]) return;
     Op as_linear = {.p = {0, op->p[1], 0, 0, 0}};
-    int64_t sizes[] = {op->n[0], op->n[1], 0, 0, op->n[2], op->n[3], 0, op->n[4]};
+    int64_t sizes[] = {op->n[0], op->n[1], 0, 0, op->n[2], op->n[3], op->n[3], op->n[4]};
     memcpy(as_linear.n, sizes, sizeof sizes);
     Shape shape = shape_of(&as_linear);
     int64_t K = op->n[0], groups = divide_up(K, op->n[2]);

@@ -1,12 +1,13 @@
-/* Rows of x as int8 codes with a scale for every `block` of them, for quantized_linear.c.
+/* Rows of x as int8 codes with a scale for every `span` of them, for quantized_linear.c.
  *
- * A row is ceil(K / block) records: scale (float), scale * sum of the codes (float), MAGIC - zero *
- * sum, sum (int32), then `block` codes, zero beyond K. scale = max |x| / 127, code = x / scale,
- * rounded to the nearest, ties to even (quantized.py's scheme). Where a block has a NaN or an
- * infinity its codes are 0 and its scale is NaN, so that all that is computed from the row is NaN.
+ * A span is one block or several. A row is ceil(K / block) records: scale, sum of the codes (float),
+ * MAGIC - zero * sum, sum (int32), then `block` codes, zero beyond K. scale = max |x| / 127, code = x / scale, rounded to the nearest, ties to even
+ * (quantized.py's scheme). Where a span has a NaN or an infinity its codes are 0 and its scale is
+ * NaN, so that all that is computed from the row is NaN.
  *
  *   p  x, records, permutation (int64 [K]: code k is of x[permutation[k]]) or 0
- *   n  K, block (a multiple of 16), stride of x, bytes of a row of records, zero of the weights
+ *   n  K, block (a multiple of 16), stride of x, bytes of a row of records, zero of the weights,
+ *      span
  */
 #include "dot.h"
 #include "common.h"
@@ -16,7 +17,7 @@
 #define QUANTIZED_ROWS 8   /* a chunk of work */
 
 typedef struct {
-    float scale, scaled_sum;
+    float scale, as_float;
     int32_t start, sum;
     int8_t codes[];
 } Record;
@@ -44,14 +45,19 @@ INLINE int32_t sum_of_ints(vi x) {
 #endif
 }
 
-/* `size` numbers, a multiple of 16, from `x`. */
-INLINE void quantize_block(Record *to, const void *x, int64_t at, int64_t size,
-                           int32_t zero, int dtype) {
-    vi largest = {0}; /* of the bits without their sign: ordered as the numbers are, NaN highest */
-    for (int64_t k = 0; k < size; k += VW) {
-        vi bits = (vi)load(x, at + k, dtype) & 0x7fffffff;
+/* max |x| of `size` numbers, a multiple of 16; a NaN is more than an infinity. */
+INLINE float peak_of(const void *x, int64_t first, int64_t size, int dtype) {
+    vi largest = {0}; /* of the bits without their sign: ordered as the numbers are */
+    for (int64_t k = first; k < first + size; k += VW) {
+        vi bits = (vi)load(x, k, dtype) & 0x7fffffff;
+#if VW == 16
+        largest = (vi)_mm512_max_epi32((__m512i)bits, (__m512i)largest);
+#elif VW == 8
+        largest = (vi)_mm256_max_epi32((__m256i)bits, (__m256i)largest);
+#else
         vi is_more = bits > largest;
         largest = (bits & is_more) | (largest & ~is_more);
+#endif
     }
     union { int32_t i; float f; } peak = {0};
 #if VW == 16
@@ -59,39 +65,59 @@ INLINE void quantize_block(Record *to, const void *x, int64_t at, int64_t size,
 #else
     for (int i = 0; i < VW; i++) peak.i = largest[i] > peak.i ? largest[i] : peak.i;
 #endif
-    float scale = peak.f * (1.0f / 127.0f);
-    float inverse = scale < LEAST_SCALE ? 0.0f : 1.0f / scale;
-    if (peak.i >= 0x7f800000) {
-        scale = NAN;
-        inverse = 0.0f;
-    }
+    return peak.f;
+}
+
+INLINE void store_block(Record *to, const void *x, int64_t first, int64_t size, float inverse,
+                        int32_t zero, int dtype) {
     vi sum = {0};
-    for (int64_t k = 0; k < size; k += VW) {
-        vi codes = to_nearest(load(x, at + k, dtype) * splat(inverse));
-        if (inverse == 0.0f) codes = (vi){0}; /* an infinity times 0 is NaN */
-        sum += codes;
-        store_bytes(to->codes + k, codes);
-    }
-    to->scale = scale;
+    if (inverse == 0.0f) memset(to->codes, 0, (size_t)size); /* an infinity times 0 is NaN */
+    else
+        for (int64_t k = 0; k < size; k += 16)
+#pragma GCC unroll 4
+            for (int64_t i = k; i < k + 16; i += VW) {
+                vi codes = to_nearest(load(x, first + i, dtype) * splat(inverse));
+                sum += codes;
+                store_bytes(to->codes + i, codes);
+            }
     to->sum = sum_of_ints(sum);
-    to->scaled_sum = scale * (float)to->sum;
     to->start = MAGIC - zero * to->sum;
 }
 
+/* `size` numbers, whole blocks, from `x`. */
+INLINE void quantize_span(const Op *op, char *to, const void *x, int64_t first, int64_t size,
+                          int dtype) {
+    const int64_t block = op->n[1];
+    const int32_t zero = (int32_t)op->n[4];
+    float peak = peak_of(x, first, size, dtype), scale = peak * (1.0f / 127.0f);
+    float inverse = scale < LEAST_SCALE ? 0.0f : 1.0f / scale;
+    if (!(peak < INFINITY)) {
+        scale = NAN;
+        inverse = 0.0f;
+    }
+    for (int64_t k = 0; k < size; k += block, to += RECORD_BYTES + block) {
+        Record *record = (Record *)to;
+        store_block(record, x, first + k, block, inverse, zero, dtype);
+        record->scale = scale;
+        record->as_float = (float)record->sum;
+    }
+}
+
 INLINE void quantize_row(const Op *op, int64_t row, float *scratch, int dtype) {
-    int64_t K = op->n[0], block = op->n[1];
-    int32_t zero = (int32_t)op->n[4];
+    int64_t K = op->n[0], block = op->n[1], span = op->n[5];
     const void *x = at(op->p[0], row * op->n[2], dtype);
     const int64_t *order = op->p[2];
     char *to = (char *)op->p[1] + row * op->n[3];
-    for (int64_t k = 0; k < K; k += block, to += RECORD_BYTES + block) {
-        if (!order && k + block <= K) {
-            quantize_block((Record *)to, x, k, block, zero, dtype);
+    const int64_t bytes = span / block * (RECORD_BYTES + block);
+    for (int64_t k = 0; k < K; k += span, to += bytes) {
+        int64_t size = least(span, divide_up(K - k, block) * block);
+        if (!order && k + size <= K) {
+            quantize_span(op, to, x, k, size, dtype);
             continue;
         }
-        for (int64_t i = 0; i < block; i++)
+        for (int64_t i = 0; i < size; i++)
             scratch[i] = k + i < K ? load_one(x, order ? order[k + i] : k + i, dtype) : 0.0f;
-        quantize_block((Record *)to, scratch, 0, block, zero, F32);
+        quantize_span(op, to, scratch, 0, size, F32);
     }
 }
 

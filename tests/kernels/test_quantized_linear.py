@@ -80,23 +80,28 @@ def fused(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
 def exact(weight: QuantizedWeight, x: torch.Tensor) -> torch.Tensor:
     """What the kernel computes before bias and rounding to x's dtype: float32 [T, N]."""
     n, k = weight.shape
-    block = quantized_linear.block_of(weight)
+    block, span = quantized_linear.block_of(weight)
     order = torch.arange(k) if weight.permutation is None else weight.permutation
     padding = (0, -k % block)
-    blocks = F.pad(x.float()[:, order], padding).view(len(x), -1, block)
-    activations, sizes = quantized.quantize(blocks, torch.int8)
+    ordered = F.pad(x.float()[:, order], (0, -k % span)).view(len(x), -1, span)
+    activations, sizes = quantized.quantize(ordered, torch.int8)
+    activations = activations.view(len(x), -1, block)[:, : -(-k // block)]
     codes = weight.codes if weight.table is None else weight.table[weight.codes.long()]
     values = F.pad(codes.double() - weight.zero, padding).view(n, -1, block)
     sums = torch.einsum("tbk,nbk->tnb", activations.double(), values)
     totals = activations.float().sum(-1)
     y = torch.zeros(len(x), n)
-    for b in range(blocks.shape[1]):
+    total = torch.zeros(len(x), n)
+    for b in range(sums.shape[2]):
         g = b * block // weight.group
-        size = sizes[:, b, None]
-        y = fused(sums[:, :, b].float() * size, weight.scales[:, g], y)
+        size = sizes[:, b * block // span, None]
+        own = size if span == block and weight.bits > 4 else torch.ones(1)
+        total = fused(sums[:, :, b].float() * own, weight.scales[:, g], total)
         if weight.offsets is not None:
-            y = fused(weight.offsets[:, g], size * totals[:, b, None], y)
-    return y
+            total = fused(weight.offsets[:, g], totals[:, b, None] * own, total)
+        if own is not size and ((b + 1) * block % span == 0 or b + 1 == sums.shape[2]):
+            y, total = fused(total, size, y), torch.zeros(len(x), n)
+    return y + total
 
 
 @pytest.mark.parametrize("form", FORMS)
