@@ -1,8 +1,9 @@
 """Memory for packed weights and pools: in pages of 2 MiB where the system has them.
 
 With pages of 4 KiB every page costs a walk of the page tables: reading weights front to back, that
-is a part of the time, and in a pool each 4 KiB belong to another head or block. Keeps the chunk of
-memory that the next packed weights come from. Called by native.py and by the linear layers.
+is up to a sixth of the time (docs/kernels.md), and in a pool each 4 KiB belong to another head or
+block. Keeps the chunk of memory that the next packed weights come from. Called by native.py and by
+the linear layers.
 """
 
 from __future__ import annotations
