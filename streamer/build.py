@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 DEMO_NAME = "streamer-demo"
 # Weights are fetched as safetensors or GGUF only: nothing is unpickled and no code runs.
 HUB_TEXTS = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "spiece.model")
+PEEK_BYTES = 1 << 16
 
 
 LoadRunner: TypeAlias = "Callable[[], tuple[Runner, ModelInfo]]"
@@ -151,23 +152,47 @@ def _fetch_folder(model: str, revision: str | None) -> Path:
 
 
 def _fetch_gguf(model: str, revision: str | None, quantization: str) -> Path:
-    """The one GGUF file of that quantization; of a split one all files, and the first's path."""
+    """The one GGUF file of that quantization; of a split one all files, and the first's path.
+
+    An architecture that can't be served is refused by the file's first bytes.
+    """
+    from huggingface_hub import snapshot_download
+
+    from streamer.model.gguf.config import architecture_of
+    from streamer.model.gguf.header import peek
+    from streamer.model.gguf.names import choose_file, split_files
+
+    chosen = choose_file(_gguf_files(model, revision), model, quantization)
+    if known := peek(_first_bytes(f"{model}/{chosen}", revision)):
+        architecture_of(known)
+    folder = snapshot_download(model, revision=revision, allow_patterns=split_files(chosen))
+    return Path(folder, chosen)
+
+
+def _gguf_files(model: str, revision: str | None) -> list[str]:
+    """Names of a repository's files; if the hub is out of reach, of GGUF files in the cache."""
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    from streamer.model.gguf.names import choose_file, split_files
-
     try:
-        siblings = HfApi().model_info(model, revision=revision).siblings or []
-        listed = [file.rfilename for file in siblings]
+        siblings = HfApi().model_info(model, revision=revision).siblings
     except (HfHubHTTPError, HFValidationError):
         raise
-    except Exception:  # out of reach, as whatever its HTTP client raises: what the cache has
+    except Exception:  # whatever its HTTP client raises
         cached = Path(snapshot_download(model, revision=revision, local_files_only=True))
-        listed = [f.relative_to(cached).as_posix() for f in cached.rglob("*.gguf")]
-    chosen = choose_file(listed, model, quantization)
-    folder = snapshot_download(model, revision=revision, allow_patterns=split_files(chosen))
-    return Path(folder, chosen)
+        return [f.relative_to(cached).as_posix() for f in cached.rglob("*.gguf")]
+    return [file.rfilename for file in siblings or ()]
+
+
+def _first_bytes(file: str, revision: str | None) -> bytes:
+    """The beginning of a file on the hub; nothing where that fails: the download says why."""
+    from huggingface_hub import HfFileSystem
+
+    try:
+        with HfFileSystem().open(file, revision=revision, block_size=PEEK_BYTES) as f:
+            return bytes(f.read(PEEK_BYTES))
+    except Exception:
+        return b""
 
 
 def _with_folder(config: Config, folder: Path) -> Config:

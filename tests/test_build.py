@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gguf
 import pytest
 
 import streamer.demo
@@ -57,38 +59,75 @@ def test_a_hub_id_out_of_reach_is_a_clear_refusal() -> None:
     assert refusal.value.param == "model"
 
 
+class Hub:
+    """A hub with one repository of GGUF files, `start` being the first's first bytes."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, start: bytes = b"") -> None:
+        import huggingface_hub
+
+        self.folder = folder
+        self.start = start
+        self.is_reached = True
+        self.names = [f"x-Q4_K_M-0000{i}-of-00002.gguf" for i in (1, 2)]
+        self.downloads: list[Any] = []
+        for name in self.names:
+            (folder / name).write_bytes(start)
+        monkeypatch.setattr(huggingface_hub, "HfApi", lambda: self)
+        monkeypatch.setattr(huggingface_hub, "HfFileSystem", lambda: self)
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", self.download)
+
+    def model_info(self, model: str, revision: str | None) -> Any:
+        if not self.is_reached:
+            raise ConnectionError("no route")
+        files = [*self.names, "x-Q8_0.gguf", "config.json"]
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=f) for f in files])
+
+    def open(self, file: str, revision: str | None, block_size: int) -> io.BytesIO:
+        if not self.is_reached:
+            raise ConnectionError("no route")
+        assert file == f"some/model/{self.names[0]}"
+        return io.BytesIO(self.start)
+
+    def download(self, model: str, **given: Any) -> str:
+        self.downloads.append((model, given))
+        return str(self.folder)
+
+
 @pytest.mark.parametrize("is_reached", [True, False])
 def test_the_file_of_a_quantization_is_fetched_or_found_in_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_reached: bool
 ) -> None:
     """Of a split model all files; nothing else of the repository."""
-    import huggingface_hub
-
-    names = [f"x-Q4_K_M-0000{i}-of-00002.gguf" for i in (1, 2)]
-    asked: list[Any] = []
-
-    class Api:
-        def model_info(self, model: str, revision: str | None) -> Any:
-            if not is_reached:
-                raise ConnectionError("no route")
-            files = [*names, "x-Q8_0.gguf", "config.json"]
-            return SimpleNamespace(siblings=[SimpleNamespace(rfilename=f) for f in files])
-
-    def download(model: str, **given: Any) -> str:
-        asked.append((model, given))
-        return str(tmp_path)
-
-    for name in names:
-        (tmp_path / name).write_bytes(b"")
-    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    hub = Hub(tmp_path, monkeypatch)
+    hub.is_reached = is_reached
     found = resolve_model(Config(model="some/model:q4_k_m", revision="v1"))
-    assert found == tmp_path / names[0]
-    assert asked[-1] == ("some/model", {"revision": "v1", "allow_patterns": names})
+    assert found == tmp_path / hub.names[0]
+    wanted = ("some/model", {"revision": "v1", "allow_patterns": hub.names})
     cached = ("some/model", {"revision": "v1", "local_files_only": True})
-    assert asked[:-1] == ([] if is_reached else [cached])
+    assert hub.downloads == ([wanted] if is_reached else [cached, wanted])
     with pytest.raises(ConfigError, match="some/model has no Q5_0, but: "):
         resolve_model(Config(model="some/model:Q5_0"))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_an_architecture_is_refused_before_its_weights_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
+    """By the file's first bytes, which end somewhere in its metadata."""
+    file = tmp_path / "start"
+    writer = gguf.GGUFWriter(str(file), architecture)
+    writer.add_token_list(["some token"] * 1000)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    hub = Hub(tmp_path, monkeypatch, file.read_bytes()[:2000])
+    if architecture == "llama":
+        resolve_model(Config(model="some/model:Q4_K_M"))
+        assert len(hub.downloads) == 1
+        return
+    with pytest.raises(ModelNotSupported, match="'gemma3' is not one of llama, qwen2, qwen3"):
+        resolve_model(Config(model="some/model:Q4_K_M"))
+    assert not hub.downloads
 
 
 def test_a_quantization_out_of_reach_is_a_clear_refusal() -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from streamer.errors import ModelNotSupported
+from streamer.errors import ConfigError, InvalidRequest, ModelNotSupported
 from streamer.tokenizer.tokenizer import Tokenizer, read_template
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,10 @@ ARRAYS = (TOKENS, SCORES, TYPES, MERGES)
 # Kinds of tokens in `token_type`.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 MAX_TOKEN = 4096  # characters; the longest of known models have 512
+MAX_ADDED = 1 << 16  # tokens that are found whole; known models have some thousands
+# Characters of all pairs that scores make, some of which nested tokens have millions; Gemma's
+# 262,144 tokens have 4 million.
+MAX_PAIRS = 64 << 20
 ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
@@ -106,11 +110,11 @@ def from_metadata(metadata: Mapping[str, Any], chat_template: str | None = None)
         backend.add_special_tokens(vocabulary.added((CONTROL, UNKNOWN), special=True))
         backend.add_tokens(vocabulary.added((USER_DEFINED,), special=False))
         _add_ends(backend, vocabulary)
-    except ModelNotSupported:
+        return Tokenizer(backend, vocabulary.roles() | _templates(metadata, chat_template))
+    except (ConfigError, InvalidRequest):
         raise
     except Exception as e:  # the library raises plain Exception for what can't be
         raise _wrong(PREFIX + "*", f"no tokenizer can be made of it: {str(e)[:200]}") from e
-    return Tokenizer(backend, vocabulary.roles() | _templates(metadata, chat_template))
 
 
 class _Vocabulary:
@@ -175,6 +179,8 @@ class _Vocabulary:
         """Tokens of these types, found whole in a text before it is split."""
         pairs = zip(self.tokens, self.types, strict=True)
         found = [token for token, kind in pairs if kind in types]
+        if len(found) > MAX_ADDED:
+            raise _wrong(TYPES, f"{len(found)} tokens of type {types[0]}; {MAX_ADDED} can be")
         return [AddedToken(token, special=special, normalized=False) for token in found]
 
 
@@ -240,9 +246,13 @@ def _merges_of_scores(vocabulary: _Vocabulary) -> Iterator[tuple[str, str]]:
         for i, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
         if kind == NORMAL
     }
+    room = MAX_PAIRS
     for token in sorted(ids, key=lambda t: -scores[ids[t]]):
         cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
         pairs = [(a, b) for a, b in cuts if a in ids and b in ids]
+        room -= len(pairs) * len(token)
+        if room < 0:
+            raise _wrong(TOKENS, f"its pairs have more than {MAX_PAIRS} characters")
         yield from sorted(pairs, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
 
 

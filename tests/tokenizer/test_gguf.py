@@ -303,6 +303,21 @@ def test_what_is_missing_or_unknown_is_refused_by_its_key(
     assert field in refusal.value.message
 
 
+def test_nested_tokens_do_not_take_the_machines_memory() -> None:
+    """4,000 tokens of which each pair is a third: 8 MB in the file, 16 GB as pairs."""
+    tokens = ["a" * length for length in range(1, 4000)]
+    nested = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.scores": [0.0] * len(tokens)}
+    with pytest.raises(ModelNotSupported, match=r"tokens: its pairs have more than 67108864"):
+        from_metadata({"tokenizer.ggml.model": "llama", **nested})
+    # As special tokens they would be a regular expression of 4,000 levels.
+    control = {
+        "tokenizer.ggml.token_type": [CONTROL] * len(tokens),
+        "tokenizer.chat_template": "{{ messages }}",
+    }
+    with pytest.raises(ModelNotSupported, match="no tokenizer can be made of it: maximum recurs"):
+        from_metadata({"tokenizer.ggml.model": "llama", **nested, **control})
+
+
 def test_a_file_that_does_not_name_its_split_is_warned_of(caplog: Any) -> None:
     from_metadata({k: v for k, v in GOOD.items() if k != "tokenizer.ggml.pre"})
     assert "tokenizer.ggml.pre is missing" in caplog.text

@@ -127,6 +127,17 @@ class _Keys:
         return ModelNotSupported(f"{field}: {why}", param=field)
 
 
+def architecture_of(metadata: Mapping[str, Any]) -> str:
+    """One of ARCHITECTURES; ModelNotSupported for another, by its name."""
+    named = metadata.get("general.architecture")
+    if isinstance(named, str) and named in ARCHITECTURES:
+        return named
+    raise ModelNotSupported(
+        f"general.architecture: {str(named)[:100]!r} is not one of {', '.join(ARCHITECTURES)}",
+        param="general.architecture",
+    )
+
+
 def config_of(
     metadata: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], rope_factors: list[float]
 ) -> dict[str, Any]:
@@ -135,13 +146,7 @@ def config_of(
     shapes        of the tensors, by their usual names
     rope_factors  what each rotary frequency is divided by (Llama 3.1's stretch), or none
     """
-    named = metadata.get("general.architecture")
-    if named not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise ModelNotSupported(
-            f"general.architecture: {str(named)[:100]!r} is not one of {known}",
-            param="general.architecture",
-        )
+    named = architecture_of(metadata)
     keys = _Keys(metadata, named)
     for key in FOREIGN_KEYS:
         if keys.get(key):

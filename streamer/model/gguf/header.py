@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Container
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,16 @@ def read_header(path: Path, wanted: Container[str] = ()) -> Header:
     return _Reader(path, data, size, wanted).header()
 
 
+def peek(start: bytes) -> dict[str, Any]:
+    """The metadata in the first bytes of a file, as far as they go; empty if it is no GGUF."""
+    reader = _Reader(Path("a file"), start, MAX_HEADER_BYTES, ())
+    metadata: dict[str, Any] = {}
+    with suppress(ModelNotSupported):
+        _, num_pairs = reader.counts()
+        reader.read_metadata(num_pairs, metadata)
+    return metadata
+
+
 class _Reader:
     """Reads fields one after the other; `_at` never passes the end of `_data`."""
 
@@ -148,6 +159,14 @@ class _Reader:
         self._at = 0
 
     def header(self) -> Header:
+        num_tensors, num_pairs = self.counts()
+        metadata: dict[str, Any] = {}
+        self.read_metadata(num_pairs, metadata)
+        places = [self._place() for _ in range(num_tensors)]
+        return Header(metadata, self._checked(places, self._alignment(metadata)))
+
+    def counts(self) -> tuple[int, int]:
+        """How many tensors and pairs of metadata follow."""
         if self._take(4, "magic") != MAGIC:
             raise self._wrong("magic", "it does not begin with GGUF", param="model")
         version = self._number("I", "version")
@@ -157,21 +176,17 @@ class _Reader:
             raise self._wrong("version", why)
         # A tensor takes 32 bytes of header or more, a pair of key and value 13.
         num_tensors = self._count("tensor_count", 32, MAX_TENSORS)
-        num_pairs = self._count("metadata_kv_count", 13, MAX_PAIRS)
-        metadata = self._metadata(num_pairs)
-        places = [self._place() for _ in range(num_tensors)]
-        return Header(metadata, self._checked(places, self._alignment(metadata)))
+        return num_tensors, self._count("metadata_kv_count", 13, MAX_PAIRS)
 
     # ------------------------------------------------------------ fields
 
-    def _metadata(self, num_pairs: int) -> dict[str, Any]:
-        metadata: dict[str, Any] = {}
+    def read_metadata(self, num_pairs: int, metadata: dict[str, Any]) -> None:
+        """Fill `metadata` with that many pairs."""
         for i in range(num_pairs):
             key = self._string(f"the key of pair {i}")
             if key in metadata:
                 raise self._wrong(key, "it is stated twice")
             metadata[key] = self._value(key)
-        return metadata
 
     def _value(self, key: str) -> Any:
         kind = self._number("I", key)
@@ -281,7 +296,7 @@ class _Reader:
         count = int(self._number("Q", field))
         if count > most:
             raise self._wrong(field, f"it counts {count}, at most {most} are read")
-        left = len(self._data) - self._at
+        left = min(self._size, MAX_HEADER_BYTES) - self._at
         if count * least_bytes > left:
             raise self._wrong(field, f"{count} can't be in the {left} bytes that follow")
         return count

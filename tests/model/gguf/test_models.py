@@ -19,7 +19,7 @@ from streamer.model.gguf.header import FORMATS, read_header
 from streamer.model.inspect import recognize
 from streamer.model.loader import load_decoder
 from tests.checkpoints import reference_logits, reference_model
-from tests.model.gguf_files import Kind, write_gguf
+from tests.model.gguf_files import Kind, add_bytes, write_gguf
 from tests.model.hand import paged_logits
 from tests.model.test_decoder import random_tokens
 
@@ -130,6 +130,16 @@ def test_a_split_model_is_read_from_its_first_file(checkpoint: Any, tmp_path: Pa
     files[2].unlink()
     with pytest.raises(ModelNotSupported, match=r"lacks 1 of 3 files: m-00003-of-00003\.gguf"):
         open_checkpoint(files[0])
+
+
+def test_more_tokens_than_rows_of_the_embedding_are_refused(
+    checkpoint: Any, tmp_path: Path
+) -> None:
+    """A prompt's token beyond them would be read from what lies after."""
+    folder = Path(shutil.copytree(checkpoint("llama", 1, **SIZES), tmp_path / "m"))
+    file = write_gguf(folder, tmp_path / "m.gguf", add=lambda writer: add_bytes(writer, 257))
+    with pytest.raises(ModelNotSupported, match=r"tokens: 257 tokens, token_embd\.weight has 256"):
+        open_checkpoint(file)
 
 
 def test_loading_leaves_the_file_as_it_was(checkpoint: Any, tmp_path: Path) -> None:
