@@ -176,7 +176,7 @@ def sample(
         logits_ptr=logits,
         positions_ptr=positions,
         origin_ptr=settings.origin,
-        cuts_ptr=find_cuts(logits, settings.top_k, whose) if has_filters else None,
+        cuts_ptr=find_cuts(logits, settings.top_k, whose)[0] if has_filters else None,
         width=width,
         logits_row=logits.stride(0),
         HAS_CUTS=has_filters,

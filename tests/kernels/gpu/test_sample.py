@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -116,6 +117,7 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(sample, "CHUNK", 64)
     monkeypatch.setattr(filters, "BLOCK", 256)
+    monkeypatch.setattr(filters, "ROOM", 16)
 
 
 @pytest.mark.parametrize("has_filters", [False, True])
@@ -154,3 +156,61 @@ def test_greedy_rows_failed_rows_and_padding(device: str, has_filters: bool) -> 
     padding = 8
     del drawn[padding], expected[padding]
     assert drawn == expected
+
+
+WIDTH = 4736
+ROWS = {
+    "a model's": lambda rng: torch.randn(WIDTH, generator=rng) * 3,
+    "flat": lambda rng: torch.rand(WIDTH, generator=rng) * 0.01,
+    "all alike": lambda rng: torch.full((WIDTH,), 2.5),
+    "peaked": lambda rng: torch.randn(WIDTH, generator=rng) * 0.5 - 30 * torch.arange(WIDTH).gt(2),
+    # over sixty powers of ten, as no model's are
+    "far apart": lambda rng: -torch.logspace(-30, 30, WIDTH),
+    "mostly banned": lambda rng: torch.randn(WIDTH, generator=rng).where(
+        torch.arange(WIDTH) % 7 == 0, -torch.inf
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ROWS)
+def test_cuts_are_those_of_sorting_in_few_passes(
+    device: str, monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
+) -> None:
+    """Filters alone and together; as many of the tokens are searched in registers as of 152,000."""
+    from streamer.kernels.gpu.sampling import filters
+    from streamer.kernels.gpu.sampling.sample import SamplingRows
+
+    monkeypatch.setattr(filters, "BLOCK", 2048)
+    monkeypatch.setattr(filters, "ROOM", 128)
+    asked = [
+        (50, 1.0, 0.0),
+        (0, 0.9, 0.0),
+        (400, 0.8, 0.0),
+        (WIDTH - 1, 0.999, 1e-4),
+        (10**6, 0.5, 0.0),
+    ]
+    x = ROWS[name](torch.Generator().manual_seed(1)).to(dtype)
+    settings = SamplingRows(len(asked), device)
+    draws = draws_of([0.8] * len(asked), asked)
+    tables = (draws.top_k, draws.settings, draws.origin)
+    settings.packed.copy_(torch.from_numpy(settings.pack(*(table.numpy() for table in tables))))
+    logits = x.expand(len(asked), -1).contiguous().to(device)
+    slots = torch.arange(len(asked), dtype=torch.int32, device=device)
+    top = logits.float().amax(1)
+    whose = {"top_ptr": top, "slots_ptr": slots, "settings_ptr": settings.settings}
+    cuts, passes = filters.find_cuts(logits, settings.top_k, whose)
+    assert int(passes.max()) <= (9 if name == "far apart" else 8)
+    below = ((x.float().max() - x.float()) / torch.tensor(0.8)).sort().values.double()
+    for (top_k, top_p, min_p), bits in zip(asked, cuts.tolist(), strict=True):
+        got = float(np.array(bits, np.int32).view(np.float32))
+        kept = below[below <= (-math.log(min_p) if min_p else math.inf)]
+        if top_k:
+            kept = kept[kept <= kept[min(top_k, len(kept)) - 1]]
+        mass = (-kept).exp().cumsum(0)
+        for near in (1 - 2e-6, 1.0, 1 + 2e-6):  # a sum's rounding may move the last token
+            place = int((mass < top_p * near * mass[-1]).sum()) if top_p < 1 else len(kept) - 1
+            if math.isclose(got, float(kept[min(place, len(kept) - 1)]), rel_tol=1e-6):
+                break
+        else:
+            pytest.fail(f"{top_k}, {top_p}: {got}")
