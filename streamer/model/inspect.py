@@ -183,15 +183,16 @@ def _scheme_of(matrices: dict[str, Matrix]) -> str:
 def _weight_bytes(
     decoder: DecoderConfig, matrices: dict[str, Matrix], dtype: torch.dtype, device: torch.device
 ) -> int:
-    """Memory of the weights. Dense tied embeddings are held twice, as rows and packed; torch's
-    operators hold all matrices dense."""
+    """Memory of the weights. Torch's operators on a CPU hold matrices dense, and tied embeddings
+    twice, as rows and packed."""
     is_packed = device.type != "cpu" or not ops.why_not_native()
+    on_cpu = device.type == "cpu"
     vectors = (shape[0] for _, shape in expected_tensors(decoder) if len(shape) == 1)
     total = sum(vectors) * dtype.itemsize
     for module, matrix in matrices.items():
         form = matrix.form if is_packed else DENSE.form(matrix.n, matrix.k)
-        held = form.held_bytes(matrix.n, matrix.k, dtype.itemsize)
-        is_twice = decoder.tied and module == "model.embed_tokens" and not form.bits
+        held = form.held_bytes(matrix.n, matrix.k, dtype.itemsize, on_cpu=on_cpu)
+        is_twice = decoder.tied and module == "model.embed_tokens" and not is_packed
         total += held * (2 if is_twice else 1)
     return total
 

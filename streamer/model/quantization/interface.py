@@ -34,18 +34,21 @@ class Stored(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What a matrix becomes: bits of a code (0: dense), columns of a scale, offsets or none."""
+    """What a matrix becomes: bits of a code (0: dense), columns of a scale, offsets or none, and
+    whether the codes are e4m3, which a CPU makes integers in groups of 32."""
 
     bits: int
     group: int
     has_offsets: bool = False
+    is_float: bool = False
 
-    def held_bytes(self, n: int, k: int, item_bytes: int) -> int:
+    def held_bytes(self, n: int, k: int, item_bytes: int, *, on_cpu: bool) -> int:
         """Memory of a matrix [n, k], packed: 4 or 8 bits a code, 2 bytes a scale or offset."""
         if not self.bits:
             return n * k * item_bytes
         codes = n * k // 2 if self.bits <= 4 else n * k
-        return codes + n * math.ceil(k / self.group) * (4 if self.has_offsets else 2)
+        group = 32 if self.is_float and on_cpu else self.group
+        return codes + n * math.ceil(k / group) * (4 if self.has_offsets else 2)
 
 
 class Scheme(Protocol):

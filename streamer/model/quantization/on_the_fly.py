@@ -45,7 +45,8 @@ class OnTheFly(msgspec.Struct, frozen=True):
         return DENSE.stored(n, k, found)
 
     def form(self, n: int, k: int) -> Form:
-        return Form(4, GROUP, True) if self.kind == "int4" else Form(8, k)
+        is_float = self.kind == "fp8"
+        return Form(4, GROUP, True) if self.kind == "int4" else Form(8, k, is_float=is_float)
 
     def read(self, tensors: Mapping[str, torch.Tensor], n: int, k: int) -> QuantizedWeight:
         return quantize(tensors["weight"], self.kind)

@@ -92,7 +92,8 @@ class Numbers(msgspec.Struct, frozen=True):
         return tensors
 
     def form(self, n: int, k: int) -> Form:
-        return Form(self.bits, held_group(self.grids[0].columns, k), self.has_zeros)
+        group = held_group(self.grids[0].columns, k)
+        return Form(self.bits, group, self.has_zeros, self.is_float)
 
     def read(self, tensors: Mapping[str, torch.Tensor], n: int, k: int) -> QuantizedWeight:
         stored = next(tensors[s] for s in self.scale_names if s in tensors)
