@@ -21,7 +21,8 @@ BENCHES = {
         "streamer.loadtest.inside.stream.command", "from a step's output to the sockets, by itself"
     ),
     "accuracy": Command(
-        "streamer.loadtest.inside.accuracy", "perplexity and divergence of quantized weights and KV"
+        "streamer.loadtest.inside.accuracy.command",
+        "perplexity and divergence of quantized weights and KV",
     ),
     "gpu": Command(
         "streamer.loadtest.inside.gpu.command", "a GPU's figures, each beside its target"

@@ -11,7 +11,7 @@ import torch
 
 from streamer.cli import main
 from streamer.errors import ConfigError
-from streamer.loadtest.inside import accuracy
+from streamer.loadtest.inside.accuracy import command as accuracy
 
 
 def test_figures_are_those_worked_out_by_hand() -> None:

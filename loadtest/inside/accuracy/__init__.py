@@ -1,0 +1,1 @@
+"""`streamer bench accuracy`: what quantization costs in accuracy. Needs a checkout."""
