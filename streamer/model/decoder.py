@@ -100,17 +100,18 @@ class Decoder:
         else:
             self._embed = partial(kernels.embedding, table=table)
         del table
+        # Before the layers, since what packing the largest matrices takes is free again for them.
+        self._head = (
+            embedding
+            if config.tied and embedding is not None
+            else kernels.pack_weight([source.weight("lm_head")], dtype=source.dtype)
+        )
         self._rope = RopeTable(kernels, config.rope, source.dtype, source.device)
         self._layers = []
         for i in range(config.num_layers):
             self._layers.append(DecoderLayer(kernels, config, i, source))
             source.layer_done()
         self._norm = source.take("model.norm.weight")
-        self._head = (
-            embedding
-            if config.tied and embedding is not None
-            else kernels.pack_weight([source.weight("lm_head")], dtype=source.dtype)
-        )
         self._graph: ops.Forward | None = None
         self._graph_of: tuple[object, ...] = ()
         self._limits: ops.Limits | None = None

@@ -26,6 +26,7 @@ from streamer.model.families import DecoderConfig, expected_tensors
 from streamer.model.gguf.blocks import scheme_of
 from streamer.model.gguf.source import GgufSource
 from streamer.model.layers import has_bf16
+from streamer.model.memory import return_freed
 from streamer.model.quantization.interface import Matrix, Scheme, Stored
 from streamer.model.quantization.on_the_fly import OnTheFly, kind_for, made_on_the_fly
 from streamer.model.quantization.schemes import parse_quantization
@@ -195,7 +196,9 @@ def load_decoder(
         ) as source,
         torch.inference_mode(),
     ):
-        return Decoder(kernels, config, source)
+        model = Decoder(kernels, config, source)
+    return_freed()
+    return model
 
 
 class SafetensorsSource:
@@ -247,6 +250,7 @@ class SafetensorsSource:
     def layer_done(self) -> None:
         """Advance the progress bar, and unmap the files: pages that were read count as resident."""
         self._close()
+        return_freed()
         self._advance()
 
     def _close(self) -> None:

@@ -17,6 +17,7 @@ from streamer.kernels.weights import Weight
 from streamer.model.checkpoint import Checkpoint
 from streamer.model.families import DecoderConfig
 from streamer.model.gguf.blocks import LAYOUTS, unpack
+from streamer.model.memory import return_freed
 
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Of general.architecture `llama`, whose converter orders a head's rows for rotation in pairs.
@@ -71,6 +72,7 @@ class GgufSource:
         """Advance the progress bar, and let go of the pages: those read count as resident."""
         for mapped in self._files.values():
             mapped.madvise(mmap.MADV_DONTNEED)
+        return_freed()
         self._advance()
 
     def _read(self, name: str) -> torch.Tensor:
