@@ -73,6 +73,11 @@ INLINE void pack_row(uint32_t *to, const uint8_t *from, int64_t first, int64_t l
         *to = four_codes(from, k, K) | four_codes(from, k + 4, K) << 4;
 }
 
+INLINE void pack_scale(char *to, int64_t j, const void *from, int64_t i, int is_wide) {
+    if (is_wide) ((uint32_t *)to)[j] = ((const uint32_t *)from)[i];
+    else ((uint16_t *)to)[j] = ((const uint16_t *)from)[i];
+}
+
 static void pack_quantized_run(const Op *op, const Step *step, int64_t panel, Worker *me) {
     (void)me;
     if (panel >= step->counts[op->count]) return;
@@ -81,7 +86,7 @@ static void pack_quantized_run(const Op *op, const Step *step, int64_t panel, Wo
     memcpy(as_linear.n, sizes, sizeof sizes);
     Shape shape = shape_of(&as_linear);
     int64_t K = op->n[0], groups = divide_up(K, op->n[2]);
-    int64_t size = shape.form & WIDE_SCALES ? 4 : 2;
+    int is_wide = shape.form & WIDE_SCALES;
     int64_t group_bytes = shape.header + shape.per_group * shape.block_bytes;
     char *to = (char *)op->p[1] + panel * shape.panel_bytes;
     memset(to, 0, (size_t)shape.panel_bytes);
@@ -91,10 +96,9 @@ static void pack_quantized_run(const Op *op, const Step *step, int64_t panel, Wo
         const uint8_t *from = (const uint8_t *)op->p[0] + row * K;
         for (int64_t g = 0; g < groups; g++) {
             char *group = to + g * group_bytes;
-            memcpy(group + size * j, (char *)op->p[2] + (row * groups + g) * size, (size_t)size);
+            pack_scale(group, j, op->p[2], row * groups + g, is_wide);
             if (op->p[3])
-                memcpy(group + shape.header / 2 + size * j,
-                       (char *)op->p[3] + (row * groups + g) * size, (size_t)size);
+                pack_scale(group + shape.header / 2, j, op->p[3], row * groups + g, is_wide);
             int64_t first = g * op->n[2];
             int64_t last = least(first + op->n[2], shape.blocks * shape.block);
             pack_row((uint32_t *)(group + shape.header) + j, from, first, last, K,
