@@ -2,7 +2,7 @@
  *
  * A vector of weights holds 4 consecutive codes of VW outputs, 32 bits an output; it is multiplied
  * by the same 4 activations for all of them. `split` and `spread` prepare both, `dot` adds to int32
- * sums, `start` is what a sum begins with. With `is_small` all weights are below 16.
+ * sums, `start` is what a sum begins with. With `is_small` all weights are below 64.
  *
  *   AVX512-VNNI, AVX-VNNI  one instruction
  *   AVX512BW, AVX2, SSSE3  products of 16 bits: pmaddubsw adds pairs and saturates beyond 32,767,

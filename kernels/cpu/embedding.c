@@ -39,6 +39,14 @@ INLINE float scale_at(const char *p, int64_t i, int is_wide) {
     return all[i % VW];
 }
 
+/* Code i of 16. */
+INLINE int code_at(const uint8_t *codes, int64_t i, int bits) {
+    if (bits == 8) return codes[i / 4 * TILE * 4 + i % 4];
+    int both = codes[i / 8 * TILE * 4 + i % 4], code = i % 8 < 4 ? both & 15 : both >> 4;
+    if (bits == 6) code |= (codes[TILE * 8 + i % 4] >> i / 4 * 2 & 3) << 4;
+    return code;
+}
+
 static void quantized_rows_run(const Op *op, const Step *step, int64_t chunk, Worker *me) {
     (void)me;
     if (chunk >= step->counts[op->count]) return;
@@ -47,16 +55,15 @@ static void quantized_rows_run(const Op *op, const Step *step, int64_t chunk, Wo
     const char *from = (const char *)op->p[1] + token / TILE * shape.panel_bytes;
     const uint8_t *table = op->p[4];
     const int64_t *order = op->p[5];
-    int is_wide = shape.form & WIDE_SCALES, bits = shape.form & EIGHT_BITS ? 8 : 4;
-    int64_t group = shape.per_group * shape.block, each = bits == 8 ? 4 : 8;
+    int is_wide = shape.form & WIDE_SCALES, bits = bits_of(shape.form);
+    int64_t group = shape.per_group * shape.block;
     for (int64_t k = 0; k < H; from += shape.header + group * TILE * bits / 8) {
         float scale = scale_at(from, j, is_wide), offset = 0.0f;
         if (shape.form & OFFSETS) offset = scale_at(from + shape.header / 2, j, is_wide);
         for (int64_t end = least(H, k + group), first = k; k < end; k++) {
             int64_t i = k - first;
-            const uint8_t *word = (const uint8_t *)from + shape.header + (i / each * TILE + j) * 4;
-            int code = word[i % 4];
-            if (bits == 4) code = i % 8 < 4 ? code & 15 : code >> 4;
+            const char *codes = from + shape.header + i / 16 * TILE * 2 * bits;
+            int code = code_at((const uint8_t *)codes + 4 * j, i % 16, bits);
             if (table) code = table[code];
             float w = scale * (float)(code - shape.zero) + offset;
             store_one(op->p[3], chunk * H + (order ? order[k] : k), w, op->dtype);

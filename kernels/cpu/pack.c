@@ -57,20 +57,26 @@ INLINE uint32_t four_codes(const uint8_t *from, int64_t k, int64_t K) {
     return four;
 }
 
+/* `first` to `last` of a row's codes, 16 at a time, into every TILE-th word from `to` on. */
 INLINE void pack_row(uint32_t *to, const uint8_t *from, int64_t first, int64_t last, int64_t K,
-                       int is_eight_bits) {
-    int64_t k = first, whole = least(last, K);
-    if (is_eight_bits) {
-        for (; k + 4 <= whole; k += 4, to += TILE) *to = (uint32_t)*(const int_any *)(from + k);
-        for (; k < last; k += 4, to += TILE) *to = four_codes(from, k, K);
-        return;
+                     int bits) {
+    for (int64_t k = first; k < last; k += 16, to += TILE * bits / 2) {
+        uint32_t c[4];
+        if (k + 16 <= K) memcpy(c, from + k, 16);
+        else
+            for (int i = 0; i < 4; i++) c[i] = four_codes(from, k + 4 * i, K);
+        if (bits == 8) {
+            for (int i = 0; i < 4; i++) to[i * TILE] = c[i];
+            continue;
+        }
+        const uint32_t low = 0x0f0f0f0f, high = 0x03030303;
+        to[0] = (c[0] & low) | (c[1] & low) << 4;
+        to[TILE] = (c[2] & low) | (c[3] & low) << 4;
+        if (bits == 6) {
+            for (int i = 0; i < 4; i++) c[i] = c[i] >> 4 & high;
+            to[2 * TILE] = c[0] | c[1] << 2 | c[2] << 4 | c[3] << 6;
+        }
     }
-    for (; k + 8 <= whole; k += 8, to += TILE) {
-        const int_any *two = (const int_any *)(from + k);
-        *to = (uint32_t)two[0] | (uint32_t)two[1] << 4;
-    }
-    for (; k < last; k += 8, to += TILE)
-        *to = four_codes(from, k, K) | four_codes(from, k + 4, K) << 4;
 }
 
 INLINE void pack_scale(char *to, int64_t j, const void *from, int64_t i, int is_wide) {
@@ -102,7 +108,7 @@ static void pack_quantized_run(const Op *op, const Step *step, int64_t panel, Wo
             int64_t first = g * op->n[2];
             int64_t last = least(first + op->n[2], shape.blocks * shape.block);
             pack_row((uint32_t *)(group + shape.header) + j, from, first, last, K,
-                       shape.form & EIGHT_BITS);
+                     bits_of(shape.form));
         }
     }
 }

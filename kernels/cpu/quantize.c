@@ -1,9 +1,9 @@
 /* Rows of x as int8 codes with a scale for every `span` of them, for quantized_linear.c.
  *
  * A span is one block or several. A row is ceil(K / block) records: scale, sum of the codes (float),
- * MAGIC - zero * sum, sum (int32), then `block` codes, zero beyond K. scale = max |x| / 127, code = x / scale, rounded to the nearest, ties to even
- * (quantized.py's scheme). Where a span has a NaN or an infinity its codes are 0 and its scale is
- * NaN, so that all that is computed from the row is NaN.
+ * MAGIC - zero * sum, sum (int32), then `block` codes, zero beyond K. scale = max |x| / 127, code =
+ * x / scale, rounded to the nearest, ties to even (quantized.py's scheme). Where a span has a NaN or
+ * an infinity its codes are 0 and its scale is NaN, so that all that is computed from the row is NaN.
  *
  *   p  x, records, permutation (int64 [K]: code k is of x[permutation[k]]) or 0
  *   n  K, block (a multiple of 16), stride of x, bytes of a row of records, zero of the weights,

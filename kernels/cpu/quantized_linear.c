@@ -1,15 +1,16 @@
-/* y [R, N] = x [R, K] @ weight.T + bias, with weights of 4 or 8 bits and x as int8 (quantize.c).
+/* y [R, N] = x [R, K] @ weight.T + bias, with weights of 4, 6 or 8 bits and x as int8.
  *
  *   weight[n, k] = scale[n, k / group] * (value(code[n, k]) - zero) + offset[n, k / group]
  *
  * A panel is TILE outputs, whole K, group by group: TILE scales, TILE offsets where there are any,
  * then the codes: 4 of K of VW outputs a vector, in 4 bits 8 of K: the low halves of its bytes hold
- * the first 4. So a line of memory feeds whole vectors, and no lane is ever moved.
+ * the first 4. In 6 bits each 16 of K are the lower 4 bits and then, in one vector, the upper 2. So a
+ * line of memory feeds whole vectors, and no lane is ever moved.
  *
  * The products of a block of K are summed exactly, in integers; blocks are scaled and added in
  * order, in float: one chain a sum, so a row's result depends on that row alone, and it is the same
  * on every CPU that has fused multiply-add. A block is at most a group. x has a scale for every span
- * of one or more blocks; of more, it multiplies their sum: 8% less time at 32 rows.
+ * of one or more blocks, which multiplies their sum (of bytes, each block: there a span is one).
  *
  *   p  x (records of quantize.c), weight, bias or 0, y, table (uint8 [16]) or 0
  *   n  K, N, bytes of a row of x, stride of y, group, block, span, form
@@ -19,8 +20,8 @@
 #include "common.h"
 #include "panels.h"
 
-/* Bits of `form`; 8 and above are the zero. */
-enum { EIGHT_BITS = 1, OFFSETS = 2, WIDE_SCALES = 4, ZERO = 8 };
+/* Bits of `form`; without the first two codes have 4 bits; from ZERO on it is the zero. */
+enum { EIGHT_BITS = 1, SIX_BITS = 2, OFFSETS = 4, WIDE_SCALES = 8, ZERO = 16 };
 
 #define DEPTH_BYTES 16384 /* of a panel at once where rows take several passes: stays in the L1 */
 #define AT_ONCE (VW == 16 ? 6 : ROWS_MAX) /* rows whose sums fit into the registers */
@@ -33,6 +34,8 @@ typedef struct {
     vi table;
 } Shape;
 
+INLINE int bits_of(int64_t form) { return form & EIGHT_BITS ? 8 : form & SIX_BITS ? 6 : 4; }
+
 INLINE Shape shape_of(const Op *op) {
     Shape s = {.block = op->n[5], .form = (int32_t)op->n[7]};
     s.zero = s.form / ZERO;
@@ -40,14 +43,14 @@ INLINE Shape shape_of(const Op *op) {
     s.per_group = op->n[4] / s.block;
     s.per_span = op->n[6] / s.block;
     s.header = TILE * (s.form & WIDE_SCALES ? 4 : 2) * (s.form & OFFSETS ? 2 : 1);
-    s.block_bytes = s.block * TILE / (s.form & EIGHT_BITS ? 1 : 2);
+    s.block_bytes = s.block * TILE / 8 * bits_of(s.form);
     s.panel_bytes = divide_up(s.blocks, s.per_group) * s.header + s.blocks * s.block_bytes;
     if (op->p[4])
         for (int i = 0; i < VW * 4; i += 16) memcpy((char *)&s.table + i, op->p[4], 16);
     return s;
 }
 
-enum { NIBBLES, LOOKED_UP, BYTES, LONE_BYTES, KINDS }; /* lone: a span is one block */
+enum { NIBBLES, LOOKED_UP, SIXES, BYTES, KINDS };
 
 typedef void QuantizedKernel(float *sum, const char *x, int64_t stride, const char *panel,
                              int64_t first, int64_t last, const Shape *shape, const char *next,
@@ -65,22 +68,32 @@ INLINE void dot_rows(vi s[][2], vi c0, vi c1, const char *const *from, int64_t a
     }
 }
 
-/* s += a vector of codes for each half of the panel: 4 of K, or 8 in 4 bits. */
+/* s += 16 of K, from a panel's codes. */
 INLINE void dot_codes(vi s[][2], const char *data, const char *const *from, int64_t at, vi table,
                       int rows, int kind) {
-    vi c0 = *(const vi_any *)data, c1 = *(const vi_any *)(data + VW * 4);
-    if (kind >= BYTES) {
-        dot_rows(s, c0, c1, from, at, rows, 0);
+    const vi_any *codes = (const vi_any *)data;
+    const int is_small = kind != LOOKED_UP;
+    if (kind == BYTES) {
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++)
+            dot_rows(s, codes[2 * i], codes[2 * i + 1], from, at + 4 * i, rows, 0);
         return;
     }
-    vi low0 = c0 & 0x0f0f0f0f, low1 = c1 & 0x0f0f0f0f;
-    c0 = (vi)((vu)c0 >> 4) & 0x0f0f0f0f, c1 = (vi)((vu)c1 >> 4) & 0x0f0f0f0f;
-    if (kind == LOOKED_UP) {
-        low0 = values_of(table, low0), low1 = values_of(table, low1);
-        c0 = values_of(table, c0), c1 = values_of(table, c1);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        vi c[2];
+        for (int j = 0; j < 2; j++) {
+            vi both = codes[i / 2 * 2 + j];
+            c[j] = (i % 2 ? (vi)((vu)both >> 4) : both) & 0x0f0f0f0f;
+            if (kind == LOOKED_UP) c[j] = values_of(table, c[j]);
+            if (kind == SIXES) {
+                vu upper = (vu)codes[4 + j];
+                upper = i < 2 ? upper << (4 - 2 * i) : upper >> (2 * i - 4);
+                c[j] |= (vi)upper & 0x30303030;
+            }
+        }
+        dot_rows(s, c[0], c[1], from, at + 4 * i, rows, is_small);
     }
-    dot_rows(s, low0, low1, from, at, rows, kind == NIBBLES);
-    dot_rows(s, c0, c1, from, at + 4, rows, kind == NIBBLES);
 }
 
 /* sum [rows][TILE] += x @ panel, blocks `first` to `last`; every block fetches `lines` lines of what
@@ -88,16 +101,17 @@ INLINE void dot_codes(vi s[][2], const char *data, const char *const *from, int6
 INLINE void multiply_codes(float *sum, const char *x, int64_t stride, const char *panel,
                            int64_t first, int64_t last, const Shape *shape, const char *next,
                            int64_t lines, int rows, int kind) {
-    const int is_small = kind == NIBBLES, is_wide = shape->form & WIDE_SCALES;
+    const int is_small = kind == NIBBLES || kind == SIXES, is_wide = shape->form & WIDE_SCALES;
     const int64_t block = shape->block, record = RECORD_BYTES + block;
+    const int bits = kind == BYTES ? 8 : kind == SIXES ? 6 : 4;
     const int64_t offsets = shape->form & OFFSETS ? shape->header / 2 : 0;
     const vi table = shape->table;
     const char *from[ROWS_MAX];
-    vf total[ROWS_MAX][2]; /* of a span; if that is one block, of all of them */
+    vf total[ROWS_MAX][2]; /* of a span; of bytes, whose spans are one block, of all */
     for (int r = 0; r < rows; r++) {
         from[r] = x + r * stride + first * record;
         for (int j = 0; j < 2; j++)
-            total[r][j] = kind == LONE_BYTES ? load_f32(sum + r * TILE + j * VW) : (vf){0};
+            total[r][j] = kind == BYTES ? load_f32(sum + r * TILE + j * VW) : (vf){0};
     }
     int64_t of_span = shape->per_span;
     int64_t left = shape->per_group - first % shape->per_group; /* blocks of this group */
@@ -113,10 +127,8 @@ INLINE void multiply_codes(float *sum, const char *x, int64_t stride, const char
         }
         for (int64_t i = 0; i < lines; i++, next += 64) __builtin_prefetch(next, 0, 2);
         int64_t k = at + RECORD_BYTES;
-        for (; k < at + record; k += 16)
-#pragma GCC unroll 4
-            for (int64_t i = k; i < k + 16; i += kind >= BYTES ? 4 : 8, data += TILE * 4)
-                dot_codes(s, data, from, i, table, rows, kind);
+        for (; k < at + record; k += 16, data += TILE * 2 * bits)
+            dot_codes(s, data, from, k, table, rows, kind);
         int64_t apart = is_wide ? VW * 4 : VW * 2;
         vf scale[2] = {load_scales(header, is_wide), load_scales(header + apart, is_wide)};
         vf offset[2] = {{0}};
@@ -129,13 +141,13 @@ INLINE void multiply_codes(float *sum, const char *x, int64_t stride, const char
             const Record *a = (const Record *)(from[r] + at);
             for (int j = 0; j < 2; j++) {
                 vf product = to_floats(s[r][j]);
-                if (kind == LONE_BYTES) product *= splat(a->scale);
+                if (kind == BYTES) product *= splat(a->scale);
                 total[r][j] += product * scale[j];
-                float activations = kind == LONE_BYTES ? a->scale * a->as_float : a->as_float;
+                float activations = kind == BYTES ? a->scale * a->as_float : a->as_float;
                 if (offsets) total[r][j] += offset[j] * splat(activations);
             }
         }
-        if (kind != LONE_BYTES && (--of_span == 0 || b + 1 == last)) {
+        if (kind != BYTES && (--of_span == 0 || b + 1 == last)) {
             of_span = shape->per_span;
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++) {
@@ -153,7 +165,7 @@ INLINE void multiply_codes(float *sum, const char *x, int64_t stride, const char
             data += shape->header;
         }
     }
-    if (kind == LONE_BYTES)
+    if (kind == BYTES)
         for (int r = 0; r < rows; r++)
             for (int j = 0; j < 2; j++) store_f32(sum + r * TILE + j * VW, total[r][j]);
 }
@@ -166,7 +178,7 @@ INLINE void multiply_codes(float *sum, const char *x, int64_t stride, const char
     }
 #define QUANTIZED_KERNELS(ROWS) \
     QUANTIZED_KERNEL(ROWS, NIBBLES) QUANTIZED_KERNEL(ROWS, LOOKED_UP) \
-    QUANTIZED_KERNEL(ROWS, BYTES) QUANTIZED_KERNEL(ROWS, LONE_BYTES)
+    QUANTIZED_KERNEL(ROWS, SIXES) QUANTIZED_KERNEL(ROWS, BYTES)
 #define CODES(KIND, ROWS) codes_##KIND##_##ROWS
 
 QUANTIZED_KERNELS(1) QUANTIZED_KERNELS(2) QUANTIZED_KERNELS(3) QUANTIZED_KERNELS(4)
@@ -179,13 +191,13 @@ QUANTIZED_KERNELS(5) QUANTIZED_KERNELS(6) QUANTIZED_KERNELS(7) QUANTIZED_KERNELS
 #define CODES_UP_TO_MAX(K) {0, CODES(K, 1), CODES(K, 2), CODES(K, 3), CODES(K, 4)}
 #endif
 static QuantizedKernel *const codes_rows[KINDS][ROWS_MAX + 1] = {
-    CODES_UP_TO_MAX(NIBBLES), CODES_UP_TO_MAX(LOOKED_UP), CODES_UP_TO_MAX(BYTES),
-    CODES_UP_TO_MAX(LONE_BYTES)};
+    CODES_UP_TO_MAX(NIBBLES), CODES_UP_TO_MAX(LOOKED_UP), CODES_UP_TO_MAX(SIXES),
+    CODES_UP_TO_MAX(BYTES)};
 
 static void quantized_panel(const Op *op, const Shape *shape, int64_t panel, int64_t from,
                             int64_t rows, float *sum) {
     int kind = op->p[4] ? LOOKED_UP : NIBBLES;
-    if (shape->form & EIGHT_BITS) kind = shape->per_span == 1 ? LONE_BYTES : BYTES;
+    if (shape->form & (EIGHT_BITS | SIX_BITS)) kind = shape->form & SIX_BITS ? SIXES : BYTES;
     int64_t passes = divide_up(rows, AT_ONCE);
     int64_t depth = shape->blocks;
     if (passes > 1) /* whole spans, so that sums are rounded as they are in a single pass */

@@ -1,9 +1,9 @@
-"""Packed quantized matrices over quantized_linear.c: 4 or 8 bits a weight, activations in int8.
+"""Packed quantized matrices over quantized_linear.c: 4, 6 or 8 bits, activations in int8.
 
-Two forms serve every format: codes of at most 4 bits are packed as 4, others as 8; scales and
-offsets as float16 where that is exact or rounds within 2**-11, else as float32. So GGUF's float16
-scales stay exact, bfloat16 ones are unless they are very small, and products such as Q4_K's 6-bit
-scale times its block's are rounded, by a tenth of what rounding activations to int8 costs.
+Three forms serve every format: codes of at most 4 bits are packed as 4, of 5 and 6 as 6, others as
+8; scales and offsets as float16 where that is exact or rounds within 2**-11, else as float32. So
+GGUF's float16 scales stay exact, bfloat16 ones are unless they are very small, and products such as
+Q4_K's 6-bit scale times its block's are rounded, by a tenth of what rounding activations costs.
 
 Activations have a scale for every 32 columns, or 16 where weights have one for 16; beside weights
 of at most 6 bits for every 128, which costs no accuracy there. The bundled model, its weights
@@ -24,7 +24,7 @@ from streamer.kernels.cpu.memory import chunks
 from streamer.kernels.cpu.program import Call, Kind, issue, new_rows, team
 from streamer.kernels.weights import QuantizedWeight, Weight, dequantize
 
-EIGHT_BITS, OFFSETS, WIDE_SCALES, ZERO = 1, 2, 4, 8  # quantized_linear.c's form
+EIGHT_BITS, SIX_BITS, OFFSETS, WIDE_SCALES, ZERO = 1, 2, 4, 8, 16  # quantized_linear.c's form
 BLOCK = 32  # columns that share a scale of the activations,
 SPAN = 128  # and beside weights of few bits: beyond, integer sums may exceed dot.h's 2**22
 FEW_BITS = 6
@@ -48,11 +48,12 @@ class Quantized:
         blocks = -(-k // block)
         group = blocks * block if weight.group >= k else weight.group
         scales, offsets = _narrow(weight)
-        form = EIGHT_BITS * (weight.bits > 4) + OFFSETS * (offsets is not None)
+        bits = packed_bits(weight)
+        form = {4: 0, 6: SIX_BITS, 8: EIGHT_BITS}[bits] + OFFSETS * (offsets is not None)
         form += WIDE_SCALES * (scales.dtype is torch.float32) + ZERO * weight.zero
         width = 2 * team.lanes
         header = width * scales.element_size() * (1 if offsets is None else 2)
-        size = -(-k // group) * header + blocks * block * width // (1 if weight.bits > 4 else 2)
+        size = -(-k // group) * header + blocks * block * width // 8 * bits
         rows = n if flags < 2 else -(-n // 2 // team.lanes) * width
         self._packed = chunks.empty(-(-rows // width) * size).view(-1, size)
         self._sizes = (group, block, span, form)
@@ -95,6 +96,11 @@ def quantize(
     sizes = (k, block, x.stride(0), size, zero, span)
     issue(Call(Kind.QUANTIZE, x, x.dtype, (x, records, permutation), sizes))
     return records
+
+
+def packed_bits(weight: QuantizedWeight) -> int:
+    """Bits that a code takes."""
+    return 4 if weight.bits <= 4 else 6 if weight.bits <= FEW_BITS else 8
 
 
 def block_of(weight: QuantizedWeight) -> tuple[int, int]:
@@ -162,7 +168,8 @@ def _together(a: Weight, b: Weight) -> Weight | None:
             return torch.cat((a, b))
         return None
     is_one_form = (
-        (a.group, a.bits > 4, a.zero, a.codes.dtype) == (b.group, b.bits > 4, b.zero, b.codes.dtype)
+        (a.group, packed_bits(a), a.zero, a.codes.dtype)
+        == (b.group, packed_bits(b), b.zero, b.codes.dtype)
         and _same(a.table, b.table)
         and _same(a.permutation, b.permutation)
         and (a.offsets is None) == (b.offsets is None)
@@ -188,8 +195,8 @@ def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 
 def widest(parts: Sequence[Weight]) -> Weight:
-    """The parts in one form that holds them all exactly: 8-bit codes in their smallest groups, or
-    dense where one is or where permutations differ."""
+    """The parts in one form that holds them all exactly: codes of the most bits in their smallest
+    groups, or dense where one is or where permutations differ."""
     if any(isinstance(part, torch.Tensor) for part in parts):
         return torch.cat([dequantize(part) for part in parts])
     quantized = [as_integers(part) for part in parts if isinstance(part, QuantizedWeight)]
@@ -199,13 +206,16 @@ def widest(parts: Sequence[Weight]) -> Weight:
     group = math.gcd(*(part.group for part in quantized if part.group < k)) or k
     zero = quantized[0].zero if len({part.zero for part in quantized}) == 1 else 0
     has_offsets = any(part.offsets is not None or part.zero != zero for part in quantized)
-    wide = [_widen(part, group, zero, has_offsets=has_offsets) for part in quantized]
+    bits = max(8 if part.table is not None else packed_bits(part) for part in quantized)
+    wide = [_widen(part, group, bits, zero, has_offsets=has_offsets) for part in quantized]
     (one,) = merge(wide)
     return one
 
 
-def _widen(weight: QuantizedWeight, group: int, zero: int, *, has_offsets: bool) -> QuantizedWeight:
-    """The same values with this group and zero, 8 bits, no table."""
+def _widen(
+    weight: QuantizedWeight, group: int, bits: int, zero: int, *, has_offsets: bool
+) -> QuantizedWeight:
+    """The same values with this group, bits and zero, no table."""
     k = weight.shape[1]
     codes = weight.codes if weight.table is None else weight.table[weight.codes.long()]
     groups = torch.arange(-(-k // group)) * group // weight.group
@@ -215,4 +225,6 @@ def _widen(weight: QuantizedWeight, group: int, zero: int, *, has_offsets: bool)
         offsets = scales * (zero - weight.zero)
         if weight.offsets is not None:
             offsets += weight.offsets[:, groups]
-    return QuantizedWeight(codes, scales, group, 8, zero, offsets, permutation=weight.permutation)
+    return QuantizedWeight(
+        codes, scales, group, bits, zero, offsets, permutation=weight.permutation
+    )

@@ -95,7 +95,7 @@ def exact(weight: QuantizedWeight, x: torch.Tensor) -> torch.Tensor:
     for b in range(sums.shape[2]):
         g = b * block // weight.group
         size = sizes[:, b * block // span, None]
-        own = size if span == block and weight.bits > 4 else torch.ones(1)
+        own = size if weight.bits > 6 else torch.ones(1)
         total = fused(sums[:, :, b].float() * own, weight.scales[:, g], total)
         if weight.offsets is not None:
             total = fused(weight.offsets[:, g], totals[:, b, None] * own, total)
