@@ -36,6 +36,7 @@ from streamer.kernels.quantized import LIMITS, scales_of
 NARROW = 16  # rows of a decode's tile: the minimum of tl.dot
 WIDE = 64  # rows of a prefill's tile; half in float32 and beyond 128 dimensions
 KEY_ELEMENTS = {2: 8192, 4: 2048}  # elements of a tile of K, by bytes of one
+STAGES = 3  # at two no load goes on while tiles are multiplied
 PROGRAMS = 1056  # that share the items of narrow tiles: 8 for each multiprocessor of an H200
 
 
@@ -232,7 +233,7 @@ class _Shape:
         # 272 of float32, which no tensor core multiplies.
         is_heavy = item_bytes == 4 or self.wide > WIDE or pool_layer.dtype in LIMITS
         self.warps = 8 if is_heavy else 4
-        self.stages = 3
+        self.stages = STAGES
 
 
 def paged_attention(

@@ -39,12 +39,14 @@ class Section(NamedTuple):
 
 SECTIONS = {
     "bandwidth": Section(10, "memory's rate"),
-    "single": Section(110, "one stream, three models"),
-    "batch": Section(100, "nano-vllm's 256 requests"),
-    "transformers": Section(100, "the same with transformers' continuous batching"),
-    "step": Section(40, "a step's time on host and device"),
-    "swap": Section(20, "beside a plain pinned copy"),
-    "attention": Section(100, "beside torch's SDPA on contiguous K and V"),
+    "single": Section(75, "one stream, three models"),
+    "batch": Section(65, "nano-vllm's 256 requests"),
+    "step": Section(75, "a step's time on host and device, of 1, 32 and 256 rows"),
+    "attention": Section(60, "beside torch's SDPA on contiguous K and V"),
+    "tune": Section(60, "kernels with other tiles and stages"),
+    "swap": Section(15, "beside a plain pinned copy"),
+    "served": Section(40, "arrivals through the server"),
+    "transformers": Section(60, "nano-vllm's requests with transformers' continuous batching"),
 }
 GRACE_S = 15.0  # for a process to start, and to end by itself when the section's time is over
 
@@ -54,6 +56,8 @@ def _function(name: str) -> Callable[[Where, Report], None]:
     from streamer.loadtest.inside.gpu import engine as gpu_engine
     from streamer.loadtest.inside.gpu import kernels as gpu_kernels
     from streamer.loadtest.inside.gpu import peer as gpu_peer
+    from streamer.loadtest.inside.gpu import served as gpu_served
+    from streamer.loadtest.inside.gpu import tune as gpu_tune
 
     return {
         "bandwidth": gpu_kernels.bandwidth,
@@ -63,6 +67,8 @@ def _function(name: str) -> Callable[[Where, Report], None]:
         "step": gpu_engine.step,
         "swap": gpu_kernels.swap,
         "attention": gpu_kernels.attention,
+        "tune": gpu_tune.tune,
+        "served": gpu_served.served,
     }[name]
 
 
@@ -95,6 +101,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         logging.getLogger(logger).setLevel(logging.CRITICAL)  # a failure is raised, and reported
     if args.part is not None:
         return 1 if _run_here(names[0], where, console, args.part).failure else 0
+    out = args.out or (None if where.is_tiny else gpu_report.default_out(where.device))
     parts: dict[str, Part] = {}
     seconds: dict[str, float] = {}
     for name in names:
@@ -106,15 +113,14 @@ def run(args: argparse.Namespace, console: Console) -> int:
         seconds[name] = round(time.perf_counter() - began, 2)
         if parts[name].failure:
             console.print(f"[red]{name} failed:[/red] {parts[name].failure}", highlight=False)
-    figures = [figure for part in parts.values() for figure in part.figures]
-    failures = {name: part.failure for name, part in parts.items() if part.failure}
-    found = gpu_report.results(where.device, figures, failures, seconds, is_tiny=where.is_tiny)
+            console.print(parts[name].traceback, highlight=False, markup=False)
+        found = gpu_report.results(where.device, parts, seconds, is_tiny=where.is_tiny)
+        if out is not None:  # after each section: what ends the bench leaves those before it
+            gpu_report.write(found, out)
     gpu_report.print_table(console, found)
-    out = args.out or (None if where.is_tiny else gpu_report.default_out(where.device))
     if out is not None:
-        gpu_report.write(found, out)
         console.print(f"written to {out}", highlight=False)
-    return 1 if failures else 0
+    return 1 if found.failures else 0
 
 
 def _run_apart(name: str, where: Where) -> Part:
@@ -126,7 +132,7 @@ def _run_apart(name: str, where: Where) -> Part:
         limit_s = SECTIONS[name].budget_s + GRACE_S
         failure = run_apart(_command(name, where, file), limit_s)
         part = msgspec.json.decode(file.read_bytes(), type=Part) if file.exists() else Part([])
-    return Part(part.figures, part.failure or failure)
+    return Part(part.figures, part.failure or failure, part.traceback)
 
 
 def _command(name: str, where: Where, file: Path) -> list[str]:
@@ -150,7 +156,7 @@ def _run_here(name: str, where: Where, console: Console, file: Path | None) -> P
         try:
             _function(name)(where, report)
         except Exception as error:  # of any kind: the other sections are still to be run
-            report.fail(gpu_report.describe(error))
+            report.fail(error)
     return report.part
 
 

@@ -37,6 +37,7 @@ BATCH_SPEED = 20_000.0
 BATCH_TOKENS = 16_384  # computed in a step
 STEP_ROWS, STEP_PROMPT, STEPS = 256, 128, 200
 HOST_MS = AtMost(0.3)
+PROFILED, KERNELS = 8, 12  # steps, and kernels that are listed
 
 
 class Request(NamedTuple):
@@ -134,7 +135,7 @@ def _run_requests(
             max_num_seqs=len(requests),
             num_blocks=blocks + blocks // 16,  # above the watermark: no request is preempted
             max_model_len=longest,
-            max_num_batched_tokens=BATCH_TOKENS,
+            max_num_batched_tokens=64 if where.is_tiny else BATCH_TOKENS,
             kv_dtype=kind,
         ),
     )
@@ -147,40 +148,64 @@ def _run_requests(
     return sum(r.num_output for r in requests) / took_s, took_s
 
 
+class StepCase(NamedTuple):
+    """A steady decode: its rows, with filters or without, and the context it is recorded for."""
+
+    rows: int
+    has_filters: bool
+    max_model_len: int
+
+    @property
+    def name(self) -> str:
+        filters = ", top-k and top-p" if self.has_filters else ""
+        return f"{SMALLEST}, {self.rows} rows{filters}, context up to {self.max_model_len:,}"
+
+
 def step(where: Where, report: Report) -> None:
-    """Times of a steady decode step of 256 rows, on the host and on the device."""
+    """Times of a steady decode step on the host and on the device: 1, 32 and 256 rows, with filters
+    and without, recorded for a short context and for the model's own, as a server does by default.
+    """
+    report.doing(f"making {SMALLEST}")
+    model = make_model(SMALLEST, where)
+    default = int(where.config_of(SMALLEST)["max_position_embeddings"])
+    most, short = (4, 256) if where.is_tiny else (STEP_ROWS, 1024)
+    cases = [StepCase(rows, False, default) for rows in (1, min(32, most // 2), most)]
+    cases += [StepCase(most, True, default), StepCase(most, False, short)]
+    for case in cases:
+        _step(model, where, report, case)
+
+
+def _step(model: Model, where: Where, report: Report, case: StepCase) -> None:
+    """Report one case, and the kernels of its steps."""
     from streamer.model.runner.interface import RunnerSizes
 
-    rows, count = (8, 10) if where.is_tiny else (STEP_ROWS, STEPS)
-    report.doing(f"making {SMALLEST}")
+    count, longest = (4, 64) if where.is_tiny else (STEPS, 1024)
+    prompt = min(STEP_PROMPT, longest // 2)
     bed = Bed(
-        make_model(SMALLEST, where),
+        model,
         where,
         RunnerSizes(
             num_host_blocks=0,
             block_size=BLOCK_SIZE,
-            max_num_seqs=rows,
-            num_blocks=rows * blocks_for(1024) * 17 // 16,
-            max_model_len=1024,
-            max_num_batched_tokens=BATCH_TOKENS,
+            max_num_seqs=case.rows,
+            num_blocks=max(case.rows * blocks_for(longest) * 17 // 16, blocks_for(longest) + 2),
+            max_model_len=case.max_model_len,
+            max_num_batched_tokens=64 if where.is_tiny else BATCH_TOKENS,
         ),
     )
     try:
-        for i in range(rows):
-            bed.add([i + 1, *range(STEP_PROMPT - 1)], 1024 - STEP_PROMPT, 0.6)
-        report.doing("prefill")
-        _until(bed, report, lambda tokens: tokens == rows)
+        for i in range(case.rows):
+            tokens = [i + 1, *range(prompt - 1)]
+            bed.add(tokens, longest - prompt, 0.6, has_filters=case.has_filters)
+        report.doing(f"{case.name}: prefill")
+        _until(bed, report, lambda tokens: tokens == case.rows)
         for _ in range(count // 4):
             bed.step()
-        report.doing(f"{count} steps of {rows} rows")
+        report.doing(f"{case.name}: {count} steps")
         times, wall_s = _timed_steps(bed, count)
-        what = f"{SMALLEST}, {rows} rows"
-        _report_step(report, what, times, wall_s, where)
-        if where.device.type == "cuda":
-            report.doing("the device's own time")
-            report.add(
-                what, "device", _device_s(bed, count // 10) * 1e3, "ms", "kernels, by the profiler"
-            )
+        _report_step(report, case.name, times, wall_s, where)
+        report.doing(f"{case.name}: the profiler")
+        _profile(bed, report, case.name, where)
     finally:
         bed.close()
         free(where)
@@ -216,15 +241,26 @@ def _timed_steps(bed: Bed, count: int) -> tuple[list[StepTimes], float]:
     return times, (time.perf_counter() - began) / count
 
 
-def _device_s(bed: Bed, count: int) -> float:
-    """Seconds of kernels and copies on the device a step."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        for _ in range(count):
+def _profile(bed: Bed, report: Report, what: str, where: Where) -> None:
+    """Report the time of all kernels and copies on the device a step, and of the longest ones."""
+    from torch.profiler import ProfilerActivity
+
+    is_cuda = where.device.type == "cuda"
+    steps = 2 if where.is_tiny else PROFILED
+    with torch.profiler.profile(
+        activities=[ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU]
+    ) as profile:
+        for _ in range(steps):
             bed.step()
-        torch.cuda.synchronize()
-    total_us: float = sum(event.self_device_time_total for event in profile.key_averages())
-    return total_us / 1e6 / count
+        where.synchronize()
+    took = {
+        event.key: event.self_device_time_total if is_cuda else event.self_cpu_time_total
+        for event in profile.key_averages()
+    }
+    report.add(what, "device", sum(took.values()) / 1e3 / steps, "ms", "kernels, by the profiler")
+    for name, us in sorted(took.items(), key=lambda item: -item[1])[:KERNELS]:
+        share = f"{us / sum(took.values()):.0%} of the device's time"
+        report.add(what, f"kernel {name[:60]}", us / steps, "us", share)
 
 
 def _run_to_end(

@@ -183,7 +183,7 @@ def attention(where: Where, report: Report) -> None:
         for kind in (where.dtype, torch.int8, torch.float8_e4m3fn):
             name = "paged" if kind is where.dtype else f"paged, {_name(kind)} KV"
             report.doing(f"attention, {shape.name}, {name}")
-            took = seconds_of(_paged(shape, kind, where), where, report)
+            took = seconds_of(paged(shape, kind, where), where, report)
             _free(where)
             _tell(report, shape, name, took, kind.itemsize, rate)
             target = SHARE_OF_SDPA if kind is where.dtype else None
@@ -214,7 +214,7 @@ def _contiguous(shape: Shape, where: Where) -> Callable[[], object]:
     )
 
 
-def _paged(shape: Shape, kind: torch.dtype, where: Where) -> Callable[[], object]:
+def paged(shape: Shape, kind: torch.dtype, where: Where) -> Callable[[], object]:
     """This engine's paged attention, over blocks in random order."""
     from streamer.kernels import ops
 

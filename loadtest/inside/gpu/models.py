@@ -205,11 +205,23 @@ class Bed:
         self._core = EngineCore(runner, scheduler, self._inbox)
         self._num_added = 0
 
-    def add(self, prompt: Sequence[int], max_tokens: int, temperature: float) -> None:
-        """Add a request that ends only at `max_tokens`."""
+    def add(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        temperature: float,
+        *,
+        has_filters: bool = False,
+    ) -> None:
+        """Add a request that ends only at `max_tokens`; `has_filters`: with top_k and top_p."""
         self._num_added += 1
         params = SamplingParams(
-            temperature=temperature, seed=self._num_added, max_tokens=max_tokens, ignore_eos=True
+            temperature=temperature,
+            seed=self._num_added,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            top_k=50 if has_filters else 0,
+            top_p=0.9 if has_filters else 1.0,
         )
         self._inbox.put(Add(str(self._num_added), tuple(prompt), params))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 import time
+import traceback
 from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -61,14 +62,15 @@ class Figure(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A section's figures, and its error, or ""."""
+    """A section's figures, and its error with the traceback, or ""."""
 
     figures: list[Figure]
     failure: str = ""
+    traceback: str = ""
 
 
 class Results(msgspec.Struct, frozen=True):
-    """A whole run, as written to JSON. `failures`: section -> error."""
+    """A run so far, as written to JSON. `failures`: section -> error; `tracebacks` likewise."""
 
     device: str
     date: str
@@ -79,6 +81,7 @@ class Results(msgspec.Struct, frozen=True):
     figures: list[Figure]
     met: dict[str, bool]
     failures: dict[str, str]
+    tracebacks: dict[str, str]
 
 
 class Report:
@@ -137,9 +140,10 @@ class Report:
             f"{figure.section}: {what}, {measure}: {number(value)} {unit}", highlight=False
         )
 
-    def fail(self, why: str) -> None:
-        """Record why the section failed."""
-        self._keep(Part(self.part.figures, why))
+    def fail(self, error: BaseException) -> None:
+        """Record why the section failed, and where."""
+        where = "".join(traceback.format_exception(error))
+        self._keep(Part(self.part.figures, describe(error), where))
 
     def _keep(self, part: Part) -> None:
         """Write the part to the file at once, for a process that dies later."""
@@ -176,14 +180,10 @@ def versions() -> dict[str, str]:
 
 
 def results(
-    device: torch.device,
-    figures: list[Figure],
-    failures: dict[str, str],
-    seconds: dict[str, float],
-    *,
-    is_tiny: bool,
+    device: torch.device, parts: dict[str, Part], seconds: dict[str, float], *, is_tiny: bool
 ) -> Results:
-    """A run's results, dated now."""
+    """The results of the sections so far, dated now."""
+    figures = [figure for part in parts.values() for figure in part.figures]
     return Results(
         device=device_name(device),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -195,7 +195,8 @@ def results(
         met={
             f"{f.section}: {f.what}, {f.measure}": f.is_met for f in figures if f.is_met is not None
         },
-        failures=failures,
+        failures={name: part.failure for name, part in parts.items() if part.failure},
+        tracebacks={name: part.traceback for name, part in parts.items() if part.traceback},
     )
 
 

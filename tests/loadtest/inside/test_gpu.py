@@ -22,6 +22,7 @@ from streamer.loadtest.inside.gpu import engine as gpu_engine
 from streamer.loadtest.inside.gpu import kernels as gpu_kernels
 from streamer.loadtest.inside.gpu import models as gpu_models
 from streamer.loadtest.inside.gpu import report as gpu_report
+from streamer.loadtest.inside.gpu import tune as gpu_tune
 from streamer.loadtest.inside.gpu.report import Figure, Report, Results
 from tests.kernels.conftest import skip_without_interpreter
 from tests.model.late_device import LateDevice
@@ -87,7 +88,7 @@ def test_sections_with_models_on_the_gpus_runner(
     with np.errstate(all="ignore"):
         code, text = run("--only", section)
     assert code == 0, text
-    assert len(devices) == {"single": 3, "batch": 3, "step": 1}[section]
+    assert len(devices) == {"single": 3, "batch": 3, "step": 5}[section]
     assert all(device.num_replays > 0 for device in devices)
 
 
@@ -114,7 +115,36 @@ def test_a_section_that_fails_does_not_stop_the_others(
     assert "step failed: ValueError: no such" in text
     found = msgspec.json.decode(out.read_bytes(), type=Results)
     assert found.failures == {"step": "ValueError: no such"}
+    assert 'raise ValueError("no such\\nkernel")' in found.tracebacks["step"]
+    assert "in broken" in text, "the whole traceback is printed"
     assert {f.section for f in found.figures} == {"bandwidth", "step", "swap"}
+
+
+def test_figures_are_written_after_each_section(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ends the bench, such as its machine, leaves the sections before it."""
+
+    def killed(where: gpu_models.Where, report: Report) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu_kernels, "swap", killed)
+    out = tmp_path / "gpu.json"
+    with pytest.raises(KeyboardInterrupt):
+        run("--only", "bandwidth,swap", "--out", str(out))
+    assert list(msgspec.json.decode(out.read_bytes(), type=Results).seconds) == ["bandwidth"]
+
+
+def test_tuning_sets_a_kernels_constants_while_it_is_timed() -> None:
+    paged = pytest.importorskip("streamer.kernels.gpu.attention.paged")
+    cuda = gpu_models.Where(torch.device("cuda"), is_tiny=True)
+    stages = paged.STAGES
+    with gpu_tune._set(gpu_tune.Choice("paged", {"STAGES": 7}), cuda):
+        assert paged.STAGES == 7
+    assert stages == paged.STAGES
+    for choice in (*gpu_tune.DECODES, *gpu_tune.PREFILLS, *gpu_tune.LINEARS):
+        with gpu_tune._set(choice, cuda):
+            pass
 
 
 def test_a_section_that_takes_too_long_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +227,7 @@ def test_without_a_gpu_only_tiny_shapes_are_tried(monkeypatch: pytest.MonkeyPatc
 def test_targets(value: float, target: float | None, is_ceiling: bool, is_met: bool | None) -> None:
     figure = Figure("a", "b", "c", value, "x", "", target, is_ceiling)
     assert figure.is_met is is_met
-    found = gpu_report.results(CPU.device, [figure], {}, {}, is_tiny=False)
+    found = gpu_report.results(CPU.device, {"a": gpu_report.Part([figure])}, {}, is_tiny=False)
     assert found.met == ({} if is_met is None else {"a: b, c": is_met})
     text = io.StringIO()
     gpu_report.print_table(Console(file=text, width=200), found)

@@ -1,0 +1,125 @@
+"""The section of `streamer bench gpu` that tries tiles and stages of kernels, in turn.
+
+Sets the sizes that the kernels' files call unmeasured, times each, and reports every one beside the
+one in use: what is fastest is written into those files by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from streamer.errors import ConfigError
+from streamer.loadtest.inside.gpu.kernels import Shape, seconds_of
+from streamer.loadtest.inside.gpu.kernels import paged as paged_attention
+from streamer.loadtest.inside.gpu.models import Where
+from streamer.loadtest.inside.gpu.report import Report
+
+DECODE = Shape("decode 256 x 1,024, 16/8 heads of 128", 256, 1, 1024, 16, 8, 128)
+PREFILL = Shape("prefill 4 x 2,048, 16/8 heads of 128", 4, 2048, 2048, 16, 8, 128)
+TINY_DECODE = Shape("decode 3 x 40", 3, 1, 40, 4, 2, 16)
+TINY_PREFILL = Shape("prefill 2 x 24", 2, 24, 24, 4, 2, 16)
+LINEAR_ROWS, LINEAR = (1, 64, 1024), (4096, 4096)  # of x; outputs and inputs
+
+
+class Choice(NamedTuple):
+    """One setting of a kernel's file: its module's name, the constants, their values."""
+
+    module: str
+    values: dict[str, object]
+
+    @property
+    def says(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self.values.items())
+
+
+def _attention(name: str, values: tuple[object, ...]) -> list[Choice]:
+    return [Choice("paged", {name: value}) for value in values]
+
+
+DECODES = [
+    *_attention("PROGRAMS", (264, 528, 1056, 4224)),
+    *_attention("STAGES", (2, 3, 4)),
+    *_attention("KEY_ELEMENTS", ({2: 4096, 4: 2048}, {2: 8192, 4: 2048}, {2: 16384, 4: 2048})),
+    *(Choice("items", {"MIN_SPLIT": n}) for n in (128, 256, 512)),
+]
+PREFILLS = [*_attention("WIDE", (32, 64, 128)), *_attention("STAGES", (2, 3, 4))]
+LINEARS = [
+    Choice("multiply", {"OUTPUTS": outputs, "STAGES": stages})
+    for outputs in (32, 64, 128)
+    for stages in (3, 4, 6)
+]
+
+
+def tune(where: Where, report: Report) -> None:
+    """Microseconds of attention and of a 4-bit weight for each setting."""
+    decode, prefill = (TINY_DECODE, TINY_PREFILL) if where.is_tiny else (DECODE, PREFILL)
+    for shape, choices in ((decode, DECODES), (prefill, PREFILLS)):
+        _try(
+            shape.name, choices, partial(paged_attention, shape, where.dtype, where), where, report
+        )
+    rows, (n, k) = ((1, 8), (64, 64)) if where.is_tiny else (LINEAR_ROWS, LINEAR)
+    weight = _weight(n, k, where)
+    for count in rows:
+        x = torch.randn(count, k, dtype=where.dtype, device=where.device)
+        what = f"4 bits, {count} x {k:,} x {n:,}"
+        _try(what, LINEARS, partial(partial, weight, x), where, report)
+
+
+def _try(
+    what: str,
+    choices: list[Choice],
+    make: Callable[[], Callable[[], object]],
+    where: Where,
+    report: Report,
+) -> None:
+    """Report the time with each choice, the one in use first."""
+    used = seconds_of(make(), where, report)
+    report.add(what, "as it is", used * 1e6, "us")
+    for choice in choices:
+        report.doing(f"{what}, {choice.says}")
+        with _set(choice, where):
+            try:
+                took = seconds_of(make(), where, report)
+            except (RuntimeError, ValueError) as error:  # a tile that does not fit
+                report.doing(f"{what}, {choice.says}: {error}")
+                continue
+        report.add(what, choice.says, took * 1e6, "us", f"{used / took:.2f} of the speed as it is")
+
+
+@contextmanager
+def _set(choice: Choice, where: Where) -> Iterator[None]:
+    """The kernels' file with these constants; without a GPU its kernels are not what is timed."""
+    if where.device.type != "cuda":
+        yield
+        return
+    from streamer.kernels.gpu.attention import items, paged
+    from streamer.kernels.gpu.linear import multiply
+
+    files = {"items": items, "paged": paged, "multiply": multiply}
+    module: Any = files[choice.module]
+    before = {name: getattr(module, name) for name in choice.values}
+    try:
+        for name, value in choice.values.items():
+            setattr(module, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
+
+
+def _weight(n: int, k: int, where: Where) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A random 4-bit weight, packed."""
+    from streamer.kernels import ops
+    from streamer.kernels.weights import QuantizedWeight
+
+    if k % 32:
+        raise ConfigError(f"{k} columns are no whole groups of 32", param="tune")
+    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device=where.device)
+    scales = torch.rand(n, k // 32, device=where.device)
+    weight = QuantizedWeight(codes=codes, scales=scales, group=32, bits=4, zero=8)
+    return ops.choose(where.device).pack_weight([weight], dtype=where.dtype)
