@@ -73,7 +73,7 @@ def test_chat_in_process(
 def test_a_missing_model_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "hi", "--model", "./absent"]) == 1
     output = capsys.readouterr().err
-    assert "there is no folder ./absent" in output
+    assert "there is no folder or file ./absent" in output
     assert "Traceback" not in output
 
 

@@ -43,7 +43,7 @@ class CheckpointFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint is and what would fit here. `refused` says why it can't be served, or "".
 
     served_by           "decoder" (our own) or "transformers" (the fallback); "" where refused
-    scheme              how most of the matrices are stored, where they are quantized
+    scheme              how the quantized matrices are stored
     bits_per_weight     of the memory that the weights take here
     weight_bytes        in the computing dtype, or packed as they are quantized
     kv_bytes_per_token  K and V of all layers, a block's scales shared among its tokens
@@ -76,7 +76,7 @@ class CheckpointFacts(msgspec.Struct, frozen=True, kw_only=True):
 class Recognized(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint that can be served: exactly one of decoder and fallback is set.
 
-    scheme        how most of the matrices are quantized; "" if none is
+    scheme        how matrices are quantized; "" if none is
     weight_bytes  memory of the weights
     """
 
@@ -171,13 +171,13 @@ def recognize(checkpoint: Checkpoint, wanted_dtype: str, device: torch.device = 
 
 
 def _scheme_of(matrices: dict[str, Matrix]) -> str:
-    """The name of the scheme that stores most of the quantized numbers, "" where none is."""
+    """The schemes of the quantized matrices, that of most numbers first; "" where none is."""
     sizes: dict[str, int] = {}
     for matrix in matrices.values():
         if matrix.scheme is not DENSE:
             name = matrix.scheme.name
             sizes[name] = sizes.get(name, 0) + matrix.n * matrix.k
-    return max(sizes, key=lambda name: sizes[name], default="")
+    return "; ".join(sorted(sizes, key=lambda name: -sizes[name]))
 
 
 def _weight_bytes(

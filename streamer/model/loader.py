@@ -23,7 +23,7 @@ from streamer.kernels.ops import Backend, Weight
 from streamer.model.checkpoint import FLOATS, Checkpoint, TensorEntry
 from streamer.model.decoder import Decoder
 from streamer.model.families import DecoderConfig, expected_tensors
-from streamer.model.gguf.blocks import scheme_of
+from streamer.model.gguf.blocks import LAYOUTS, scheme_of
 from streamer.model.gguf.source import GgufSource
 from streamer.model.layers import has_bf16
 from streamer.model.memory import return_freed
@@ -92,17 +92,18 @@ def _schemes(
 ) -> dict[str, tuple[Scheme, dict[str, TensorEntry], tuple[int, ...]]]:
     """The scheme of each module's matrix, the tensors stored for it, and its shape."""
     schemes = parse_quantization(checkpoint.config)
-    method = "gguf" if checkpoint.is_gguf else schemes.method
-    made = made_on_the_fly(method, checkpoint.quantization)
+    has_blocks = any(entry.dtype in LAYOUTS for entry in checkpoint.tensors.values())
+    asked = checkpoint.quantization
+    made = made_on_the_fly(
+        "gguf" if checkpoint.is_gguf and (has_blocks or asked == "gguf") else schemes.method, asked
+    )
     shapes = dict(expected_tensors(config))
     modules = [name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2]
     vectors = [name for name, shape in shapes.items() if len(shape) == 1]
     found = {}
     for module, stored in _of_modules(checkpoint, modules, frozenset(vectors)).items():
-        scheme = schemes.of(module, stored)
-        if checkpoint.is_gguf:
-            scheme = scheme_of(stored)
-        elif made:
+        scheme = scheme_of(stored) if checkpoint.is_gguf else schemes.of(module, stored)
+        if made:
             scheme = OnTheFly(kind_for(module, made))
         found[module] = scheme, stored, shapes[f"{module}.weight"]
     return found
@@ -190,9 +191,9 @@ def load_decoder(
     with (
         progress_bar(name, config.num_layers, "layers", show_progress) as advance,
         (
-            GgufSource(checkpoint, config, dtype, device, advance)
-            if checkpoint.is_gguf
-            else SafetensorsSource(checkpoint, matrices, dtype, device, advance)
+            (GgufSource if checkpoint.is_gguf else SafetensorsSource)(
+                checkpoint, matrices, dtype, device, advance
+            )
         ) as source,
         torch.inference_mode(),
     ):

@@ -15,9 +15,9 @@ import torch
 from streamer.errors import ModelNotSupported
 from streamer.kernels.weights import Weight
 from streamer.model.checkpoint import Checkpoint
-from streamer.model.families import DecoderConfig
-from streamer.model.gguf.blocks import LAYOUTS, unpack
+from streamer.model.gguf.blocks import LAYOUTS
 from streamer.model.memory import return_freed
+from streamer.model.quantization.interface import Matrix
 
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Of general.architecture `llama`, whose converter orders a head's rows for rotation in pairs.
@@ -30,7 +30,7 @@ class GgufSource:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        config: DecoderConfig,
+        matrices: dict[str, Matrix],
         dtype: torch.dtype,
         device: torch.device,
         advance: Callable[[], None],
@@ -38,8 +38,11 @@ class GgufSource:
         self.dtype = dtype
         self.device = device
         self._checkpoint = checkpoint
-        self._heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
-        self._is_paired = config.architecture in PAIRED
+        self._matrices = matrices
+        config = checkpoint.config
+        heads = (config["num_attention_heads"], config["num_key_value_heads"])
+        self._heads = dict(zip(("q_proj", "k_proj"), heads, strict=True))
+        self._is_paired = config["architectures"][0] in PAIRED
         self._advance = advance
         self._files: dict[str, mmap.mmap] = {}
 
@@ -57,26 +60,28 @@ class GgufSource:
     def take(self, name: str) -> torch.Tensor:
         """See decoder.WeightSource."""
         entry = self._checkpoint.tensors[name]
-        dense = self._read(name).view(DENSE[entry.dtype]).to(self.device, self.dtype, copy=True)
-        return dense.view(entry.shape)
+        return self._read(name).to(self.device, self.dtype, copy=True).view(entry.shape)
 
     def weight(self, module: str) -> Weight:
         """See decoder.WeightSource."""
-        name = f"{module}.weight"
-        dtype = self._checkpoint.tensors[name].dtype
-        return (
-            unpack(dtype, self._read(name)).to(self.device) if dtype in LAYOUTS else self.take(name)
-        )
+        matrix = self._matrices[module]
+        stored = self._read(f"{module}.weight")
+        weight = matrix.scheme.read({"weight": stored}, matrix.n, matrix.k)
+        if isinstance(weight, torch.Tensor):
+            return weight.to(self.device, self.dtype, copy=True)
+        return weight.to(self.device)
 
     def layer_done(self) -> None:
         """Advance the progress bar, and let go of the pages: those read count as resident."""
         for mapped in self._files.values():
-            mapped.madvise(mmap.MADV_DONTNEED)
+            if hasattr(mapped, "madvise"):  # Windows has none
+                mapped.madvise(mmap.MADV_DONTNEED)
         return_freed()
         self._advance()
 
     def _read(self, name: str) -> torch.Tensor:
-        """The tensor's bytes, uint8 [N, bytes of a row] (a vector is one row); maybe a view."""
+        """The tensor as it is stored, [N, K], or uint8 [N, bytes of a row] if it is in blocks; a
+        vector is one row. It may be a view of the mapping."""
         entry = self._checkpoint.tensors[name]
         columns = entry.shape[-1]
         raw = self._bytes(entry.file, entry.start, entry.end - entry.start)
@@ -84,7 +89,7 @@ class GgufSource:
         order = self._order(name, entry.shape[0])
         if order is not None:
             rows = rows.view(len(order), -1)[order].view(rows.shape)
-        return rows
+        return rows if entry.dtype in LAYOUTS else rows.view(DENSE[entry.dtype])
 
     def _bytes(self, file: str, start: int, num_bytes: int) -> torch.Tensor:
         """A view of the mapping; written to, it would be a private copy."""

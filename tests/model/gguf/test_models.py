@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from streamer.errors import ModelNotSupported
+from streamer.errors import ConfigError, ModelNotSupported
 from streamer.kernels import reference
 from streamer.kernels.ops import for_cpu
 from streamer.model.checkpoint import open_checkpoint
@@ -140,6 +140,25 @@ def test_more_tokens_than_rows_of_the_embedding_are_refused(
     file = write_gguf(folder, tmp_path / "m.gguf", add=lambda writer: add_bytes(writer, 257))
     with pytest.raises(ModelNotSupported, match=r"tokens: 257 tokens, token_embd\.weight has 256"):
         open_checkpoint(file)
+
+
+def test_a_dense_file_can_be_quantized_while_it_is_loaded(checkpoint: Any, tmp_path: Path) -> None:
+    """As a folder can be; blocks are served as they are."""
+    folder = Path(shutil.copytree(checkpoint("llama", 1, **SIZES), tmp_path / "m"))
+    file = write_gguf(folder, tmp_path / "m.gguf", lambda name: Kind.BF16)
+    for asked, says in (("int8", "int8 made while loading"), ("gguf", "")):
+        assert recognize(open_checkpoint(file, asked), "auto").scheme.startswith(says)
+    known = recognize(open_checkpoint(file, "int8"), "float32")
+    assert known.decoder is not None
+    model = load_decoder(
+        reference, known.checkpoint, known.decoder, torch.float32, show_progress=False
+    )
+    tokens = random_tokens(20, 3)
+    wanted = reference_logits(reference_model(folder), tokens)
+    assert 1e-4 < error(paged_logits(model, tokens), wanted) < 0.05
+    blocks = write_gguf(folder, tmp_path / "q.gguf")
+    with pytest.raises(ConfigError, match="quantization int8: the checkpoint is quantized as gguf"):
+        recognize(open_checkpoint(blocks, "int8"), "auto")
 
 
 def test_loading_leaves_the_file_as_it_was(checkpoint: Any, tmp_path: Path) -> None:
