@@ -17,14 +17,14 @@ from streamer.kernels.weights import QuantizedWeight, dequantize
 from streamer.model.decoder import DecoderLayer, WeightSource
 from streamer.model.families import DecoderConfig
 from streamer.model.layers import RopeTable, Step
-from streamer.model.quantization.on_the_fly import GROUP, LEVELS, fit
+from streamer.model.memory import num_cores
+from streamer.model.quantization.on_the_fly import GROUP, LEVELS, fit, in_parallel
 
 SEQUENCE = 512  # tokens that see each other
 MAX_TOKENS = 1 << 16  # of a calibration; what comes after is not read
 MIN_TOKENS = 2048
 BLOCK = 16
 DAMPING = 0.01  # of the mean of the diagonal, added to it
-COLUMNS = 128  # that are corrected at once
 
 
 class Calibration:
@@ -42,6 +42,7 @@ class Calibration:
                 f"calibration: {len(tokens)} tokens, at least {MIN_TOKENS} say something",
                 param="calibration",
             )
+        kernels.set_threads(num_cores())
         self._kernels = kernels
         self._config = config
         self._source = source
@@ -61,9 +62,14 @@ class Calibration:
         before = [hidden.clone() for hidden in self._hidden]
         self._run(index, cast(ops.Backend, seen), seen)
         made = {}
+        known: dict[int, torch.Tensor] = {}
         for module in modules:
+            gram = seen.grams[module]
+            if id(gram) not in known:  # q, k and v see the same, and so do gates and ups
+                known[id(gram)] = factor_of(gram)
             weight = self._source.take(f"{module}.weight")
-            made[module] = compensated(weight, seen.grams[module], scale_dtype)
+            factor = known[id(gram)]
+            made[module] = compensated(weight, gram.diagonal(), factor, scale_dtype)
         self._hidden = before
         self._run(index, self._kernels, _Replaced(self._source, made))
         return made
@@ -153,44 +159,50 @@ class _Replaced:
 
 
 def compensated(
-    weight: torch.Tensor, gram: torch.Tensor, scale_dtype: torch.dtype
+    weight: torch.Tensor,
+    importance: torch.Tensor,
+    factor: torch.Tensor,
+    scale_dtype: torch.dtype,
 ) -> QuantizedWeight:
     """A matrix [N, K] in int4, column by column: what a column loses, those after it make up for,
-    as far as `gram` [K, K] says that their inputs go together."""
+    as far as their inputs go together.
+
+    importance  [K], mean squares of the inputs, up to a factor
+    factor      factor_of the inputs' gram
+    """
     n, k = weight.shape
-    left = weight.float()
-    factor = _factor(gram)
-    importance = gram.diagonal() / gram.diagonal().mean().clamp(min=1e-30)
     codes = torch.empty(n, k, dtype=torch.uint8)
     scales, zeros = torch.empty(n, k // GROUP), torch.empty(n, k // GROUP)
-    for first in range(0, k, COLUMNS):
-        last = min(first + COLUMNS, k)
-        lost = torch.empty(last - first, n)
-        part = left[:, first:last].t().contiguous()  # columns side by side
-        for column in range(first, last):
-            at = column - first
-            group = column // GROUP
-            if column % GROUP == 0:
-                weights = importance[column : column + GROUP]
-                weights = (weights / weights.mean().clamp(min=1e-30)).unsqueeze(1)
-                scale, zero = fit(part[at : at + GROUP], scale_dtype, weights)
-                scales[:, group], zeros[:, group] = scale, zero
-            x = part[at]
-            found = (x / scale).add_(zero).round_().clamp_(0, LEVELS)
-            codes[:, column] = found.to(torch.uint8)
-            lost[at] = (x - (found - zero) * scale) / factor[column, column]
-            if at + 1 < last - first:
-                part[at + 1 :].addr_(factor[column, column + 1 : last], lost[at], alpha=-1)
-        left[:, last:].addmm_(lost.t(), factor[first:last, last:], alpha=-1)
+
+    def rows(first: int, last: int) -> None:
+        left = weight[first:last].float().t().contiguous()  # columns side by side
+        for group, column in enumerate(range(0, k, GROUP)):
+            end = column + GROUP
+            part, lost = left[column:end], torch.empty(GROUP, last - first)
+            weights = importance[column:end] / importance[column:end].mean().clamp(min=1e-30)
+            scale, zero = fit(part, scale_dtype, weights.unsqueeze(1))
+            scales[first:last, group], zeros[first:last, group] = scale, zero
+            corner = factor[column:end, column:end]
+            for i in range(GROUP):
+                found = (part[i] / scale).add_(zero).round_().clamp_(0, LEVELS)
+                lost[i] = (part[i] - (found - zero) * scale) / corner[i, i]
+                part[i + 1 :].addr_(corner[i, i + 1 :], lost[i], alpha=-1)
+                part[i] = found
+            codes[first:last, column:end] = part.t()
+            left[end:].addmm_(factor[column:end, end:].t(), lost, alpha=-1)
+
+    in_parallel(rows, n, -(-n // num_cores()))
     return QuantizedWeight(codes, scales, GROUP, 4, offsets=-scales * zeros)
 
 
-def _factor(gram: torch.Tensor) -> torch.Tensor:
-    """The upper triangle U of U^T U = the inverse of the damped gram."""
+def factor_of(gram: torch.Tensor) -> torch.Tensor:
+    """The upper triangle U of which U^T U is the inverse of the damped gram [K, K]."""
     damped = gram.double()
     diagonal = damped.diagonal()
     diagonal += DAMPING * diagonal.mean().clamp(min=1e-30)
-    lower = torch.linalg.cholesky(damped)
-    inverse = torch.cholesky_inverse(lower)
-    upper: torch.Tensor = torch.linalg.cholesky(inverse, upper=True)
-    return upper.float()
+    # The Cholesky factor of the gram from its last row up is R with R R^T, and U its inverse.
+    upper = torch.linalg.cholesky(damped.flip(0, 1)).flip(0, 1)
+    inverse: torch.Tensor = torch.linalg.solve_triangular(
+        upper, torch.eye(len(gram), dtype=torch.float64), upper=True
+    )
+    return inverse.float()

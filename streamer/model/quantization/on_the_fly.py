@@ -106,23 +106,30 @@ def quantize(
         scales[first:last] = scale.view(last - first, -1)
         zeros[first:last] = zero.view(last - first, -1)
 
-    _in_parallel(rows, n, max(1, CHUNK // k))
+    in_parallel(rows, n, max(1, CHUNK // k))
     if kind == "int4":
         return QuantizedWeight(codes, scales, group, bits, offsets=-scales * zeros)
     return QuantizedWeight(codes, scales, group, bits, zero=0 if kind == "fp8" else 128)
 
 
-def _in_parallel(rows: Callable[[int, int], None], n: int, step: int) -> None:
-    """Call rows(first, last) for all of n rows, `step` at a time, on all cores."""
-    is_inference = torch.is_inference_mode_enabled()
+def in_parallel(rows: Callable[[int, int], None], n: int, step: int) -> None:
+    """Call rows(first, last) for all of n rows, `step` at a time, on all cores.
+
+    Each thread computes alone: torch's own threads would wait for each other after every call.
+    """
+    is_inference, threads = torch.is_inference_mode_enabled(), torch.get_num_threads()
 
     def work(first: int) -> None:
         with torch.inference_mode(is_inference):  # a thread's own
             rows(first, min(first + step, n))
 
-    with ThreadPoolExecutor(num_cores()) as pool:
-        for _ in pool.map(work, range(0, n, step)):
-            pass
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(num_cores()) as pool:
+            for _ in pool.map(work, range(0, n, step)):
+                pass
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _by_largest(x: torch.Tensor, codes: torch.Tensor, scale_dtype: torch.dtype) -> torch.Tensor:

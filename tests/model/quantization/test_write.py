@@ -25,7 +25,7 @@ from streamer.model.checkpoint import open_checkpoint
 from streamer.model.families import parse_config
 from streamer.model.loader import check_tensors, load_decoder
 from streamer.model.quantization import write
-from streamer.model.quantization.calibrate import compensated
+from streamer.model.quantization.calibrate import compensated, factor_of
 from streamer.model.quantization.on_the_fly import KINDS, quantize
 from streamer.model.quantization.write import quantize_checkpoint
 from tests.model.hand import paged_logits
@@ -123,7 +123,8 @@ def test_compensation_loses_less_where_inputs_go_together() -> None:
     inputs = torch.randn(1000, 24) @ torch.randn(24, 96) + 0.3 * torch.randn(1000, 96)
     weight = torch.randn(40, 96)
     plain = quantize(weight, "int4")
-    better = compensated(weight, inputs.t() @ inputs, torch.float32)
+    gram = inputs.t() @ inputs
+    better = compensated(weight, gram.diagonal(), factor_of(gram), torch.float32)
     assert isinstance(better, QuantizedWeight)
 
     def lost(found: QuantizedWeight) -> float:
