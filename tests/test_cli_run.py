@@ -179,7 +179,7 @@ def test_a_server_serves_on_if_its_announcement_is_not_read() -> None:
 def test_output_to_a_pipe_is_not_wrapped(capsys: pytest.CaptureFixture[str]) -> None:
     model = "./" + "absent " * 30
     assert main(["generate", "hi", "--model", model]) == 1
-    assert f"there is no folder {model}\n" in capsys.readouterr().err
+    assert f"there is no folder or file {model}\n" in capsys.readouterr().err
 
 
 def test_generate_and_serve_meet(
