@@ -204,6 +204,14 @@ def test_files_of_the_architecture_exist() -> None:
     assert missing == []
 
 
+def test_files_of_the_changes_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = text.partition("## Seven changes")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`(\w+/[\w/]*(?:\.(?:py|c|md))?)`", table))
+    assert len(named) > 20
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
 def test_names_in_the_architecture_exist() -> None:
     rows = [r.split("|") for r in section("Where things are", "architecture.md").splitlines()]
     found = [(r[2].strip(" `"), r[3].strip(" `")) for r in rows if len(r) == 5 and "`" in r[2]]

@@ -291,7 +291,7 @@ def build_app(engine: AsyncEngine, config: Config) -> ASGIApp:
 
 def build_service_app(service: Service) -> ASGIApp:
     """The application of `build_app`, over a Service that the caller keeps."""
-    api, stored, page = Api(service), ResponseRoutes(service), Page()
+    api, responses, page = Api(service), ResponseRoutes(service), Page()
     limited = [Middleware(LimitHeaders, admission=service.admission)]
     routes = [
         Route("/", page.index),
@@ -305,14 +305,14 @@ def build_service_app(service: Service) -> ASGIApp:
         Route("/v1/models/{model:path}", api.model),
         Route("/v1/chat/completions", api.chat_completions, methods=["POST"], middleware=limited),
         Route("/v1/completions", api.completions, methods=["POST"], middleware=limited),
-        Route("/v1/chat/completions/{id}", stored.resume_chat),
-        Route("/v1/responses", stored.create, methods=["POST"], middleware=limited),
-        Route("/v1/responses/compact", stored.compact, methods=["POST"]),
-        Route("/v1/responses/input_tokens", stored.input_tokens, methods=["POST"]),
-        Route("/v1/responses/{id}", stored.delete, methods=["DELETE"]),
-        Route("/v1/responses/{id}", stored.retrieve),
-        Route("/v1/responses/{id}/cancel", stored.cancel, methods=["POST"]),
-        Route("/v1/responses/{id}/input_items", stored.input_items),
+        Route("/v1/chat/completions/{id}", responses.resume_chat),
+        Route("/v1/responses", responses.create, methods=["POST"], middleware=limited),
+        Route("/v1/responses/compact", responses.compact, methods=["POST"]),
+        Route("/v1/responses/input_tokens", responses.input_tokens, methods=["POST"]),
+        Route("/v1/responses/{id}", responses.delete, methods=["DELETE"]),
+        Route("/v1/responses/{id}", responses.retrieve),
+        Route("/v1/responses/{id}/cancel", responses.cancel, methods=["POST"]),
+        Route("/v1/responses/{id}/input_items", responses.input_items),
         Route("/v1/tickets", api.tickets, methods=["POST"]),
         Route("/v1/engine", api.engine),
         Route("/tokenize", api.tokenize, methods=["POST"], middleware=limited),
