@@ -165,7 +165,7 @@ def _weight_files(path: Path) -> dict[str, set[str] | None]:
     if others:
         raise ModelNotSupported(
             f"{path} has no model.safetensors, only {_some(others)}; weights are read from "
-            "safetensors alone, convert them first",
+            "safetensors and GGUF alone, convert them first",
             param="model",
         )
     raise ModelNotSupported(

@@ -69,7 +69,7 @@ BREAKS: list[tuple[str, Callable[[Path], object], str]] = [
     ("bad config", lambda f: (f / "config.json").write_text("{"), "can't be read as JSON"),
     ("list config", lambda f: (f / "config.json").write_text("[]"), "no JSON object"),
     ("no shard", lambda f: shards(f)[1].unlink(), "lacks 1 of "),
-    ("only bin", only_bin, "only pytorch_model.bin.*safetensors alone"),
+    ("only bin", only_bin, "only pytorch_model.bin.*safetensors and GGUF alone"),
     ("no weights", lambda f: [s.unlink() for s in f.glob("model*")], "neither"),
     ("cut", cut, "incomplete download"),
     ("escape", escape, "names the file '../m"),
