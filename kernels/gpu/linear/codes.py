@@ -21,15 +21,17 @@ from streamer.kernels.weights import QuantizedWeight
 
 SLICE = 16  # columns of a slice: the least that a tensor core multiplies
 MAX_BLOCK = 1024  # columns a program of `rows`; unmeasured
-# Half a step of float16, which is finer than the rounding of the weight to bfloat16 or float16.
-HALF_STEP = 2.0**-11
+# What scales and offsets may lose as float16, which halves what is read for them: half a step of
+# float16, as finely as a weight is rounded in any case; and of a step between codes a 64th.
+SCALE_LOSS, OFFSET_LOSS = 2.0**-11, 2.0**-6
 
 
 class Codes:
     """Parts of one form, stacked along N.
 
     words        int32 [N, tiles * 16]
-    scales       float16 or float32 [N, groups];  offsets  the same or None
+    scales       float16 or float32 [N, groups];  offsets  the same or None; float32 where the
+                 weight is computed in it
     group        columns of a scale; 0: the whole row
     bits         4 or 8;  is_float  whether 8 bits are an e4m3 number
     zero, table  as in QuantizedWeight, the table int64 [2], a value a byte, the first ones lowest
@@ -41,7 +43,7 @@ class Codes:
         "zero",
     )  # fmt: skip
 
-    def __init__(self, parts: Sequence[QuantizedWeight]) -> None:
+    def __init__(self, parts: Sequence[QuantizedWeight], dtype: torch.dtype) -> None:
         first = parts[0]
         k = first.shape[1]
         device = first.codes.device
@@ -55,10 +57,14 @@ class Codes:
             self.table = first.table.to(device, torch.uint8).contiguous().view(torch.int64)
         self.permutation = None if first.permutation is None else first.permutation.to(device)
         self.words = torch.cat([pack(part.codes, self.bits) for part in parts])
-        self.scales = _halved(torch.cat([part.scales for part in parts]))
-        self.offsets = None
+        scales, offsets = torch.cat([part.scales for part in parts]), None
         if first.offsets is not None:
-            self.offsets = _halved(torch.cat([p.offsets for p in parts if p.offsets is not None]))
+            offsets = torch.cat([p.offsets for p in parts if p.offsets is not None])
+        is_exact = dtype is torch.float32
+        self.scales = scales if is_exact else _halved(scales, SCALE_LOSS)
+        self.offsets = offsets
+        if offsets is not None and not is_exact:
+            self.offsets = _halved(offsets, OFFSET_LOSS, scales)
 
     @property
     def tiles(self) -> int:
@@ -122,10 +128,11 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return words.view(n, -1)
 
 
-def _halved(values: torch.Tensor) -> torch.Tensor:
-    """As float16 where none changes by more than its last bit's half, else float32."""
+def _halved(values: torch.Tensor, loss: float, measure: torch.Tensor | None = None) -> torch.Tensor:
+    """As float16 where none changes by more than a share of `measure`, or itself; else float32."""
     half = values.half()
-    is_close = (half.float() - values).abs() <= HALF_STEP * values.abs()
+    limit = loss * (values if measure is None else measure).abs()
+    is_close = (half.float() - values).abs() <= limit
     return half.contiguous() if bool(is_close.all()) else values.float().contiguous()
 
 

@@ -95,7 +95,7 @@ def pack_weight(
         elif form == "fp8":
             packed.append(Fp8(codes))
         else:
-            packed.append(Widened(Codes(codes)))
+            packed.append(Widened(Codes(codes, computing)))
     return Packed(packed, bias, activation, computing)
 
 

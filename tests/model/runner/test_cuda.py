@@ -302,6 +302,32 @@ def test_quantized_blocks_survive_swaps_under_replay(
     assert got.tokens != exact.tokens, "nothing was quantized"
 
 
+@pytest.mark.parametrize("kind", ["int4", "fp8"])
+def test_quantized_weights_stay_codes_on_the_gpu(
+    checkpoint: Any, monkeypatch: pytest.MonkeyPatch, late: Late, kind: str
+) -> None:
+    """The tokens of the torch backend, which holds the same weights dense; embedding and head are
+    one table."""
+    from streamer.kernels.gpu import backend
+    from streamer.kernels.gpu.linear.packed import Packed
+    from streamer.kernels.gpu.sampling import sample
+
+    folder = checkpoint("llama", 1, **{**TINY, "hidden_size": 64}, tie_word_embeddings=True)
+    sizes: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "max_model_len": 32}
+    asks = mixed_asks(3, 2, longest=9, output=(3, 4))
+    monkeypatch.setattr(ops, "choose", lambda device: backend)
+    monkeypatch.setattr(sample, "best", backend.best)
+    late()
+    got = serve(folder, asks, [GREEDY], quantization=kind, block_size=8, **sizes)
+    runner: Any = got.runner
+    assert isinstance(runner._model._head, Packed)
+    assert runner._model._embed == runner._model._head.rows
+    monkeypatch.undo()
+    monkeypatch.setenv("STREAMER_KERNELS", "torch")
+    expected = serve(folder, asks, [GREEDY], quantization=kind, block_size=8, **sizes)
+    assert got.tokens == expected.tokens
+
+
 def test_min_tokens_masks_stop_ids_until_then(checkpoint: Any, oracle: Any, late: Late) -> None:
     """Masked while the output is short, allowed after; positions are known without the tokens."""
     folder = checkpoint("llama", 1, **TINY)
