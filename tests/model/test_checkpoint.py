@@ -39,6 +39,12 @@ def cut(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-10])
 
 
+def only_gguf(folder: Path) -> None:
+    for file in folder.glob("model*"):
+        file.unlink()
+    (folder / "m.gguf").write_bytes(b"GGUF")
+
+
 def escape(folder: Path) -> None:
     """An index that points out of the folder."""
     index = json.loads((folder / "model.safetensors.index.json").read_text())
@@ -70,6 +76,7 @@ BREAKS: list[tuple[str, Callable[[Path], object], str]] = [
     ("list config", lambda f: (f / "config.json").write_text("[]"), "no JSON object"),
     ("no shard", lambda f: shards(f)[1].unlink(), "lacks 1 of "),
     ("only bin", only_bin, "only pytorch_model.bin.*safetensors and GGUF alone"),
+    ("only GGUF", only_gguf, r"a GGUF file is served by its own name: m\.gguf"),
     ("no weights", lambda f: [s.unlink() for s in f.glob("model*")], "neither"),
     ("cut", cut, "incomplete download"),
     ("escape", escape, "names the file '../m"),
