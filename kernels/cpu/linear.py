@@ -21,9 +21,13 @@ ADD = 1
 
 
 class Matrix(Protocol):
-    """A packed matrix [N, K] with its bias."""
+    """A packed matrix [N, K] with its bias.
+
+    num_bytes  of the packed weights
+    """
 
     shape: tuple[int, int]
+    num_bytes: int
 
     def multiply(self, x: torch.Tensor, out: torch.Tensor, flags: int, records: Records) -> None:
         """Issue the product of x; `records` are those of x that an earlier matrix has made."""
@@ -35,7 +39,7 @@ class Matrix(Protocol):
 class Dense:
     """A matrix of floats. See Matrix."""
 
-    __slots__ = ("_bias", "_packed", "shape")
+    __slots__ = ("_bias", "_packed", "num_bytes", "shape")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, flags: int) -> None:
         n, k = weight.shape
@@ -45,6 +49,7 @@ class Dense:
         size = width * -(-k // 2) * 2 * weight.element_size()
         panels = chunks.empty(-(-padded(n, flags) // width) * size).view(-1, size)
         self._packed = panels.view(weight.dtype)
+        self.num_bytes = panels.numel()
         weight = weight.contiguous()
         issue(Call(Kind.PACK, panels, weight.dtype, (weight, self._packed), (k, n), flags=flags))
 
@@ -67,10 +72,10 @@ class Dense:
 class Linear:
     """Packed matrices, stacked to [N, K]. See ops.Linear."""
 
-    __slots__ = ("_matrices", "activation", "shape")
+    __slots__ = ("activation", "matrices", "shape")
 
     def __init__(self, matrices: Sequence[Matrix], activation: str | None) -> None:
-        self._matrices = matrices
+        self.matrices = matrices
         self.shape = (sum(m.shape[0] for m in matrices), matrices[0].shape[1])
         self.activation = activation
 
@@ -81,14 +86,14 @@ class Linear:
         flags = ACTIVATIONS[self.activation] if add_to is None else ADD
         records: Records = {}
         start = 0
-        for matrix in self._matrices:
+        for matrix in self.matrices:
             matrix.multiply(x, out[:, start:], flags, records)
             start += matrix.shape[0]
         return out
 
     def rows(self, tokens: torch.Tensor) -> torch.Tensor:
         """See ops.Linear."""
-        (matrix,) = self._matrices
+        (matrix,) = self.matrices
         return matrix.rows(tokens)
 
 

@@ -37,7 +37,16 @@ Records = dict[tuple[int, int, int, int], torch.Tensor]  # by block, span, zero,
 class Quantized:
     """A matrix of codes. See linear.Matrix."""
 
-    __slots__ = ("_bias", "_dtype", "_packed", "_permutation", "_sizes", "_table", "shape")
+    __slots__ = (
+        "_bias",
+        "_dtype",
+        "_packed",
+        "_permutation",
+        "_sizes",
+        "_table",
+        "num_bytes",
+        "shape",
+    )
 
     def __init__(
         self, weight: QuantizedWeight, bias: torch.Tensor | None, flags: int, dtype: torch.dtype
@@ -56,6 +65,7 @@ class Quantized:
         size = -(-k // group) * header + blocks * block * width // 8 * bits
         rows = n if flags < 2 else -(-n // 2 // team.lanes) * width
         self._packed = chunks.empty(-(-rows // width) * size).view(-1, size)
+        self.num_bytes = self._packed.numel()
         self._sizes = (group, block, span, form)
         self._bias, self._table, self._permutation = bias, weight.table, weight.permutation
         self._dtype = dtype

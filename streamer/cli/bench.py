@@ -20,6 +20,9 @@ BENCHES = {
     "stream": Command(
         "streamer.loadtest.inside.stream.command", "from a step's output to the sockets, by itself"
     ),
+    "linear": Command(
+        "streamer.loadtest.inside.linear", "the CPU's matrix products, dense and quantized"
+    ),
     "accuracy": Command(
         "streamer.loadtest.inside.accuracy.command",
         "perplexity and divergence of quantized weights and KV",
