@@ -43,10 +43,10 @@ class Form(NamedTuple):
     is_float: bool = False
 
     def held_bytes(self, n: int, k: int, item_bytes: int, *, on_cpu: bool) -> int:
-        """Memory of a matrix [n, k], packed: 4 or 8 bits a code, 2 bytes a scale or offset."""
+        """Memory of a matrix [n, k], packed: 4, 6 (on a CPU) or 8 bits a code, 16 a scale."""
         if not self.bits:
             return n * k * item_bytes
-        codes = n * k // 2 if self.bits <= 4 else n * k
+        codes = n * k * (4 if self.bits <= 4 else 6 if self.bits <= 6 and on_cpu else 8) // 8
         group = 32 if self.is_float and on_cpu else self.group
         return codes + n * math.ceil(k / group) * (4 if self.has_offsets else 2)
 
