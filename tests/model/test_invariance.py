@@ -1,18 +1,22 @@
 """With the native kernels a request's tokens do not depend on what else happens, bit for bit.
 
-That is: not on the other rows of a step, on where its prompt was cut, nor on a preemption; in
-bfloat16 as in float32, log probabilities to the last bit. transformers is no oracle for this; the
-oracle is the request run alone.
+That is: not on the other rows of a step, on where its prompt was cut, on what of it was cached, nor
+on a preemption; in bfloat16 as in float32, with quantized weights and caches, log probabilities to
+the last bit. transformers is no oracle for this; the oracle is the request run alone.
 """
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from streamer.core.sampling import SamplingParams
 from streamer.kernels import ops
+from tests.model.gguf.test_models import all_formats
+from tests.model.gguf_files import write_gguf
 from tests.model.greedy_oracle import mixed_asks
 from tests.model.sync_engine import SyncEngine
 from tests.model.test_parity import MIXED, RECOMPUTE
@@ -20,39 +24,60 @@ from tests.model.test_parity import MIXED, RECOMPUTE
 DRAWN = SamplingParams(temperature=0.8, top_p=0.95, logprobs=0)
 Answer = tuple[list[int], list[float]]
 
+WINDOW: dict[str, Any] = {"sliding_window": 40}
+# A K-quant's block has 256 columns.
+WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "initializer_range": 0.05}
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
+    "llama-float32": ("llama", {}, {"dtype": "float32"}),
+    "llama-bfloat16": ("llama", {}, {"dtype": "bfloat16"}),
+    "mistral-float32": ("mistral", WINDOW, {"dtype": "float32"}),
+    "mistral-bfloat16": ("mistral", WINDOW, {"dtype": "bfloat16"}),
+    "qwen3-float32": ("qwen3", {}, {"dtype": "float32"}),
+    "qwen3-bfloat16": ("qwen3", {}, {"dtype": "bfloat16"}),
+    "int4": ("qwen2", {}, {"dtype": "bfloat16", "quantization": "int4"}),
+    "int8": ("llama", {}, {"dtype": "float32", "quantization": "int8", "kv_cache_dtype": "fp8"}),
+    "gguf": ("qwen3", WIDE, {"dtype": "bfloat16", "kv_cache_dtype": "int8"}),
+}
 
-def answers(engine: SyncEngine, asks: list[tuple[list[int], int]]) -> list[Answer]:
+
+def answers(engine: SyncEngine, asks: list[tuple[list[int], int]], name: str = "r") -> list[Answer]:
     """Tokens and log probabilities; every other request is greedy."""
     for i, (prompt, count) in enumerate(asks):
         params = SamplingParams(temperature=0.0, logprobs=0) if i % 2 else DRAWN
-        engine.add(f"r{i}", prompt, count, params)
+        engine.add(f"{name}{i}", prompt, count, params)
     engine.run()
-    return [(engine.tokens[f"r{i}", 0], engine.logprobs[f"r{i}", 0]) for i in range(len(asks))]
+    keys = [(f"{name}{i}", 0) for i in range(len(asks))]
+    return [(engine.tokens[key], engine.logprobs[key]) for key in keys]
 
 
 @pytest.mark.skipif(ops.why_not_native() != "", reason="torch's sums depend on shapes")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
-def test_a_request_is_bit_equal_alone_together_in_chunks_and_recomputed(
-    checkpoint: Any, family: str, dtype: str
+@pytest.mark.parametrize("case", CASES)
+def test_a_request_is_bit_equal_alone_together_in_chunks_cached_and_recomputed(
+    checkpoint: Any, tmp_path: Path, case: str
 ) -> None:
-    folder = checkpoint(family, 1, **({"sliding_window": 40} if family == "mistral" else {}))
+    family, sizes, settings = CASES[case]
+    model = checkpoint(family, 1, **sizes)
+    if case == "gguf":  # every format somewhere, and tied embeddings in one
+        copy = Path(shutil.copytree(model, tmp_path / "m"))
+        model = write_gguf(copy, tmp_path / "m.gguf", all_formats, architecture=family)
     asks = mixed_asks(3, 20, longest=60, output=(25, 40), twins=2)
-    alone = SyncEngine(folder, dtype=dtype, max_num_seqs=1, max_num_batched_tokens=512)
+    alone = SyncEngine(model, max_num_seqs=1, max_num_batched_tokens=512, **settings)
     expected = answers(alone, asks)
-    together = SyncEngine(folder, dtype=dtype, max_num_seqs=20, max_num_batched_tokens=512)
+    together = SyncEngine(model, max_num_seqs=20, max_num_batched_tokens=512, **settings)
     assert answers(together, asks) == expected
     assert together.widest == 20
+    assert answers(together, asks, "again") == expected
+    assert together.stats.prefix_hit_tokens >= 200
     for costs in (RECOMPUTE, MIXED):
         tight = SyncEngine(
-            folder,
+            model,
             costs=costs,
-            dtype=dtype,
             num_gpu_blocks_override=40,
             max_num_seqs=16,
             max_num_batched_tokens=37,
             block_size=8,
             max_model_len=128,
+            **settings,
         )
         assert answers(tight, asks) == expected
         assert sum(tight.preemptions) >= 10
