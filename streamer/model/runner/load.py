@@ -95,6 +95,9 @@ def _load_model(
     kernels: ops.Backend, known: Recognized, device: torch.device, show_progress: bool
 ) -> CausalModel:
     dtype = DTYPES[known.dtype]
+    if known.scheme and device.type == "cpu" and (why := ops.why_not_native()):
+        says = "quantized weights are held dense, %d MiB, and gain nothing in speed: %s"
+        logger.warning(says, known.weight_bytes >> 20, why)
     if known.decoder is not None:
         return load_decoder(
             kernels, known.checkpoint, known.decoder, dtype, device, show_progress=show_progress

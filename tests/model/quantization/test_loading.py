@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from streamer.config import Config
 from streamer.errors import ModelNotSupported
 from streamer.kernels import reference as torch_kernels
 from streamer.kernels.weights import dequantize
@@ -18,6 +19,7 @@ from streamer.model.families import parse_config
 from streamer.model.inspect import inspect_checkpoint
 from streamer.model.loader import check_tensors, load_decoder
 from streamer.model.quantization.schemes import parse_quantization
+from streamer.model.runner.load import load_runner
 from tests.checkpoints import edit_config, reference_logits, reference_model
 from tests.model.hand import paged_logits
 from tests.model.quantization import stores
@@ -204,3 +206,14 @@ def test_unknown_schemes_are_facts_too(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     assert "bits must be 2, 4 or 8" in inspect_checkpoint(folder).refused
     assert parse_quantization({}).method == ""
+
+
+def test_torch_kernels_say_what_they_cost(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They hold the weights dense, and so does their count."""
+    monkeypatch.setenv("STREAMER_KERNELS", "torch")
+    facts = inspect_checkpoint(folder)
+    assert facts.weight_bytes == 4 * facts.num_parameters
+    load_runner(Config(model=str(folder), num_gpu_blocks_override=8, swap_space=0))
+    assert "held dense, 0 MiB, and gain nothing in speed: STREAMER_KERNELS=torch" in caplog.text
