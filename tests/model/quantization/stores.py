@@ -68,9 +68,12 @@ def mxfp4(codes: torch.Tensor, exponents: torch.Tensor) -> Tensors:
     }
 
 
-def bnb4(codes: torch.Tensor, largest: torch.Tensor, values: torch.Tensor, kind: str) -> Tensors:
-    """codes [N, K] into `values` [16], the largest of each block of 64."""
+def bnb4(
+    codes: torch.Tensor, largest: torch.Tensor, values: torch.Tensor, kind: str, **more: float
+) -> Tensors:
+    """codes [N, K] into `values` [16], the largest of each block of 64, more of the state."""
     state = {"quant_type": kind, "blocksize": 64, "dtype": "float32", "shape": list(codes.shape)}
+    state |= more
     pairs = codes.view(-1, 2)
     return {
         "weight": (pairs[:, :1] << 4 | pairs[:, 1:]).contiguous(),

@@ -277,6 +277,22 @@ def test_bitsandbytes_four_bits() -> None:
         Bnb4("fp4", False).read(tensors, 8, 128)
 
 
+def test_bitsandbytes_scales_that_are_quantized_too() -> None:
+    """A byte into 256 values times the largest of 256 blocks, plus an offset."""
+    values, nested = torch.linspace(-1, 1, 16), torch.linspace(-1, 1, 256)
+    codes, coded = random_codes(160, 128, 4), torch.randint(0, 256, (320,), dtype=torch.uint8)
+    largest = nested[coded.long()] * torch.tensor([0.5] * 256 + [0.25] * 64) + 0.75
+    tensors = stores.bnb4(codes, coded, values, "fp4", nested_blocksize=256, nested_offset=0.75)
+    tensors["weight.nested_absmax"] = torch.tensor([0.5, 0.25])
+    tensors["weight.nested_quant_map"] = nested
+    scales = largest.view(160, 2).repeat_interleave(64, 1)
+    got = parse(Bnb4("fp4", True), tensors, 160, 128)
+    assert ((got - values[codes.long()] * scales).abs() <= scales / 253).all()
+    tensors["weight.nested_absmax"] = torch.ones(3)
+    with pytest.raises(ModelNotSupported, match="do not fit nested_absmax"):
+        Bnb4("fp4", True).read(tensors, 160, 128)
+
+
 def test_bitsandbytes_eight_bits() -> None:
     weight = torch.randint(-127, 128, (8, 48), dtype=torch.int8)
     largest = torch.rand(8)
