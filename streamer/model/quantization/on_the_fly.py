@@ -28,7 +28,7 @@ STEPS = 2
 # calls wait for the GIL, in pieces twice as large 45 (2 cores of an EPYC Zen 5, 2026-11-22).
 CHUNK = 1 << 18
 FP8_MAX = 448.0
-TINY = 1e-12  # the scale of a group of zeros
+TINY = 1e-12  # numbers of less than a few of it are zeros
 
 
 class OnTheFly(msgspec.Struct, frozen=True):
@@ -143,8 +143,10 @@ def _by_largest(x: torch.Tensor, codes: torch.Tensor, scale_dtype: torch.dtype) 
 
 
 def _rounded(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Scales as numbers of the dtype, none of them 0."""
-    return scales.to(dtype).float().clamp_(min=max(TINY, torch.finfo(dtype).tiny))
+    """Scales as numbers of the dtype, none of them 0; of a group of zeros 1, which float16 holds:
+    the kernels keep all scales of a matrix as float32 where one needs it."""
+    held = scales.to(dtype).float().clamp_(min=torch.finfo(dtype).tiny)
+    return held.masked_fill_(scales <= TINY, 1.0)
 
 
 def fit(
@@ -174,6 +176,7 @@ def fit(
             best_zero = torch.where(is_less, zero, best_zero)
             if step < STEPS:
                 scale, zero = _fitted(scale, zero, total, weighed.sum(0), by_x, by_step)
+    best = torch.where(least < torch.inf, best, torch.nan)  # of an infinity or a NaN
     return _rounded(best, scale_dtype), best_zero
 
 

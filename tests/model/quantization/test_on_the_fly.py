@@ -67,13 +67,30 @@ def test_odd_shapes(kind: str, n: int, k: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_zeros_stay_zeros(kind: str) -> None:
-    """Groups and rows without a number, which have no scale of their own."""
+    """Groups and rows without a number, which have no scale of their own; nor do they make the
+    kernels hold all scales in float32."""
     weight = torch.randn(4, 64)
     weight[0], weight[1, :32] = 0, 0
-    found = dequantize(quantize(weight, kind))
+    made = quantize(weight, kind)
+    found = dequantize(made)
     assert found.isfinite().all()
     assert not found[0].any()
     assert not found[1, :32].any() or kind != "int4"
+    assert (made.scales >= torch.finfo(torch.float16).tiny).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_what_is_not_finite_stays_so(kind: str, value: float) -> None:
+    """A damaged checkpoint would otherwise answer as if it were whole; other rows are as they
+    were."""
+    weight = torch.randn(4, 64)
+    expected = dequantize(quantize(weight, kind))
+    weight[2, 37] = value
+    found = dequantize(quantize(weight, kind))
+    assert not found[2].isfinite().all()
+    others = torch.tensor([0, 1, 3])
+    assert torch.equal(found[others], expected[others])
 
 
 def test_embeddings_and_head_keep_eight_bits(checkpoint: Any) -> None:
