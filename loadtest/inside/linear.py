@@ -1,9 +1,9 @@
 """`streamer bench linear`: the native kernels' matrix products by themselves, dense and quantized.
 
 All matrices of a decoder are multiplied one after the other, as a step does without attention:
-bfloat16 first, then each form of codes. One row is a matter of memory: its rate stands beside the
-best of this run, which a plain sum over memory or the dense weights reach. Many rows are a matter
-of arithmetic, and stand beside bfloat16. The fastest of several runs counts.
+bfloat16 first, then each form of codes. One row is a matter of memory: its rate stands beside that
+of a plain sum over memory, right before or after, since a virtual machine's changes from minute to
+minute. Many rows are a matter of arithmetic, and stand beside bfloat16. The fastest run counts.
 """
 
 from __future__ import annotations
@@ -45,12 +45,14 @@ FORMS = {
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """One form: bytes of its weights, and seconds of all products for each number of rows."""
+    """One form: bytes of its weights, seconds of all products for each number of rows, and bytes a
+    second that a plain sum read meanwhile."""
 
     name: str
     num_weights: int
     num_bytes: int
     seconds: dict[int, float]
+    read: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,9 +80,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     for name in ("bfloat16", *FORMS):
         with console.status(f"Measuring {name}"):
             found.append(measure(name, args.layers, args.rows, args.seconds))
-    read = read_rate(args.seconds)
-    title = f"{args.layers} layers; a plain sum reads {read / 1e9:.1f} GB/s"
-    console.print(terminal(table(found, read), title))
+    console.print(terminal(table(found), f"{args.layers} layers"))
     return 0
 
 
@@ -99,8 +99,10 @@ def measure(name: str, layers: int, rows: Sequence[int], seconds: float) -> Meas
         for _ in range(layers)
     ]
     num_bytes = sum(m.num_bytes for layer in stack for linear in layer for m in linear.matrices)
-    times = {count: fastest(recorded(stack, count), seconds) for count in rows}
-    return Measured(name, layers * sum(n * k for n, k, _ in LAYER), num_bytes, times)
+    read = read_rate(seconds)
+    times = {count: fastest(recorded(stack, count), seconds) for count in sorted(rows)}
+    read = max(read, read_rate(seconds))
+    return Measured(name, layers * sum(n * k for n, k, _ in LAYER), num_bytes, times, read)
 
 
 def random_weight(n: int, k: int, form: Form | None) -> Any:
@@ -160,21 +162,23 @@ def read_rate(seconds: float) -> float:
     return READ_BYTES / fastest(memory.sum, seconds)
 
 
-def table(found: Sequence[Measured], read: float) -> list[tuple[str, ...]]:
+def table(found: Sequence[Measured]) -> list[tuple[str, ...]]:
     """Rows of text: rates of a row, then of each larger number of rows."""
     dense = found[0]
     counts = list(dense.seconds)
-    limit = max(read, *(dense.num_bytes / dense.seconds[n] for n in counts if n == 1), 0.0)
     heading = ["weights", "bits"]
     for n in counts:
-        heading += ["1 row, GB/s", "of limit"] if n == 1 else [f"{n} rows, GOP/s", "/ bf16"]
+        heading += ["1 row, GB/s", "of a sum's"] if n == 1 else [f"{n} rows, GOP/s", "/ bf16"]
     rows = [tuple(heading)]
     for one in found:
         row = [one.name, f"{8 * one.num_bytes / one.num_weights:.2f}"]
         for n in counts:
             took = one.seconds[n]
             if n == 1:
-                row += [f"{one.num_bytes / took / 1e9:.1f}", f"{one.num_bytes / took / limit:.2f}"]
+                row += [
+                    f"{one.num_bytes / took / 1e9:.1f}",
+                    f"{one.num_bytes / took / one.read:.2f}",
+                ]
             else:
                 rate = 2 * n * one.num_weights / took / 1e9
                 row += [f"{rate:,.0f}", f"{dense.seconds[n] / took:.2f}"]

@@ -34,7 +34,7 @@ FORMS = [  # bits, group, zero, offsets, table, permuted
     (4, 0, 8, True, False, False),
 ]
 IS_OLD = "x86-64" in os.environ.get("CFLAGS", "")  # set by test_library.py
-SHAPES = [(96, 160), (33, 200), (7, 40), (70, 1111)]  # N, K
+SHAPES = [(96, 160), (33, 200), (7, 40), (70, 331)]  # N, K
 
 
 def make(
@@ -120,6 +120,16 @@ def test_equals_its_arithmetic(
     # Each activation is off by at most half a step: 1/254 of the largest of its block.
     rounding = x.abs().amax(-1, keepdim=True).double() / 254 * dense.abs().sum(-1)
     assert ((y - x.double() @ dense.T).abs() <= rounding + 1e-5).all()
+
+
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[3], FORMS[7], FORMS[9]])
+def test_rows_too_long_for_one_pass(form: tuple[int, int, int, bool, bool, bool]) -> None:
+    """Many rows take K in pieces: of whole spans, so that the bits stay the same."""
+    weight, x = make(40, 2500, form), inputs(13, 2500)
+    packed = native.pack_weight([weight], dtype=torch.float32)
+    expected = exact(weight, x)
+    assert torch.equal(packed(x), expected)
+    assert torch.equal(packed(x[12:]), expected[12:])
 
 
 @pytest.mark.parametrize("form", [FORMS[1], FORMS[3], FORMS[8]])
