@@ -29,7 +29,7 @@ import torch
 
 LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # the largest code
 SCALE_BYTES = 4
-LEAST = 1e-30  # a head whose elements are all below this is stored as zeros
+MIN_SCALE = 1e-30  # a head whose elements are all below this is stored as zeros
 
 
 def scale_rows(block_size: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -60,6 +60,6 @@ def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
     """
     wide = x.float()
     scales = wide.abs().amax(-1) * (1.0 / LIMITS[dtype])
-    inverse = torch.where(scales < LEAST, 0.0, 1.0 / scales)
+    inverse = torch.where(scales < MIN_SCALE, 0.0, 1.0 / scales)
     scaled = wide * inverse.unsqueeze(-1)
     return (scaled.round() if dtype is torch.int8 else scaled).to(dtype), scales

@@ -114,8 +114,8 @@ def _key(command: list[str]) -> str:
         digest.update(f"{about.st_size} {about.st_mtime_ns} {platform.machine()}".encode())
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        wanted = ("flags", "Features", "model name")
-        lines = {x for x in cpuinfo.read_text().splitlines() if x.startswith(wanted)}
+        prefixes = ("flags", "Features", "model name")
+        lines = {x for x in cpuinfo.read_text().splitlines() if x.startswith(prefixes)}
         digest.update("\n".join(sorted(lines)).encode())
     return digest.hexdigest()
 

@@ -243,12 +243,12 @@ class Graph:
     def __init__(self, forward: Forward, limits: Limits) -> None:
         self._forward = forward
         self._limits = limits
-        most = limits.max_tokens
-        tokens, positions, last, slots = torch.zeros(4, most, dtype=torch.int64)
+        max_tokens = limits.max_tokens
+        tokens, positions, last, slots = torch.zeros(4, max_tokens, dtype=torch.int64)
         starts = torch.zeros(limits.max_rows + 1, dtype=torch.int64)
         contexts = torch.zeros(limits.max_rows, dtype=torch.int64)
         rows = Rows(starts, contexts, torch.zeros(1, 1, dtype=torch.int64))
-        rows.tiles = torch.zeros(most, 2, dtype=torch.int64)
+        rows.tiles = torch.zeros(max_tokens, 2, dtype=torch.int64)
         batch = AttentionBatch.fixed(slots, limits.block_size, {"rows": rows})
         inputs = {
             Count.TOKENS: (tokens, positions, slots),
@@ -263,7 +263,7 @@ class Graph:
         # For a few numbers, a copy through numpy takes a fifth of torch's time.
         fixed = (tokens, positions, slots, last, starts, contexts, rows.tiles)
         self._fixed: list[Ints] = [tensor.numpy() for tensor in fixed]
-        self._in_order = np.arange(max(most, limits.max_rows + 1))
+        self._in_order = np.arange(max(max_tokens, limits.max_rows + 1))
         self._one_tile_each = np.stack((self._in_order, np.zeros_like(self._in_order)), 1)
 
     def __call__(

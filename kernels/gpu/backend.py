@@ -48,7 +48,7 @@ def new_pool(
         if capability < FP8_CAPABILITY:
             raise ValueError(
                 f"{torch.cuda.get_device_name(device)} has compute capability {capability}, an FP8 "
-                f"KV cache wants {FP8_CAPABILITY}; int8 has no such limit"
+                f"KV cache needs {FP8_CAPABILITY}; int8 has no such limit"
             )
     rows = block_size + scale_rows(block_size, head_dim, dtype)
     shape = (num_blocks, layers, 2, kv_heads, rows, head_dim)

@@ -289,9 +289,9 @@ def _check_sizes(name: str, fields: Any) -> None:
             _check_sizes(name, value)
         if not isinstance(value, int):
             continue
-        most = MAX_COUNT if COUNTED.match(str(key)) else MAX_SIZE
-        if value > most:
-            raise _refusal(name, f"{key} is {str(value)[:100]}, at most {most} can be")
+        limit = MAX_COUNT if COUNTED.match(str(key)) else MAX_SIZE
+        if value > limit:
+            raise _refusal(name, f"{key} is {str(value)[:100]}, at most {limit} can be")
 
 
 def _hollow_model(config: Any, model_class: Any) -> Any:
@@ -452,7 +452,7 @@ class _Packed:
 
 
 def _quiet(show_progress: bool) -> None:
-    """transformers' own progress bar only if wanted and on a terminal, its log only for errors."""
+    """transformers' own progress bar if asked for and on a terminal, its log only for errors."""
     log: Any = transformers.utils.logging
     log.set_verbosity_error()
     if show_progress and Console(stderr=True).is_terminal:

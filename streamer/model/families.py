@@ -116,7 +116,7 @@ def parse_config(config: dict[str, Any]) -> DecoderConfig:
             )
     read = Fields(config, architecture)
     hidden, heads = read.size("hidden_size"), read.size("num_attention_heads")
-    layers = read.size("num_hidden_layers", most=MAX_COUNT)
+    layers = read.size("num_hidden_layers", maximum=MAX_COUNT)
     kv_heads = read.size("num_key_value_heads", heads)
     if heads % kv_heads:
         raise ModelNotSupported(
@@ -140,7 +140,7 @@ def parse_config(config: dict[str, Any]) -> DecoderConfig:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=read.number("rms_norm_eps", 1e-6, most=1.0),
+        rms_norm_eps=read.number("rms_norm_eps", 1e-6, maximum=1.0),
         activation=ACTIVATIONS[act],
         rope=parse_rope(config, head_dim, max_positions),
         tied=read.flag("tie_word_embeddings", False),

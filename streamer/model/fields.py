@@ -24,9 +24,9 @@ class Fields:
         self._values = values
         self._where = where
 
-    def size(self, name: str, default: int | None = None, most: int = MAX_SIZE) -> int:
-        """An integer of at least 1 and at most `most`."""
-        value = self.count(name, default, most)
+    def size(self, name: str, default: int | None = None, maximum: int = MAX_SIZE) -> int:
+        """An integer of at least 1 and at most `maximum`."""
+        value = self.count(name, default, maximum)
         if value < 1:
             raise self._wrong(name, value, "at least 1")
         return value
@@ -39,24 +39,24 @@ class Fields:
         """An integer of at least 1, or None where absent."""
         return None if self._values.get(name) is None else self.size(name)
 
-    def count(self, name: str, default: int | None = None, most: int = MAX_SIZE) -> int:
-        """An integer of at least 0 and at most `most`."""
+    def count(self, name: str, default: int | None = None, maximum: int = MAX_SIZE) -> int:
+        """An integer of at least 0 and at most `maximum`."""
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise self._wrong(name, value, "an integer of at least 0")
-        if value > most:
-            raise self._wrong(name, value, f"at most {most}")
+        if value > maximum:
+            raise self._wrong(name, value, f"at most {maximum}")
         return value
 
-    def number(self, name: str, default: float | None = None, most: float = MAX_NUMBER) -> float:
-        """A finite number above 0 and at most `most`."""
+    def number(self, name: str, default: float | None = None, maximum: float = MAX_NUMBER) -> float:
+        """A finite number above 0 and at most `maximum`."""
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._wrong(name, value, "a number")
         if value <= 0 or (isinstance(value, float) and not math.isfinite(value)):
             raise self._wrong(name, value, "a finite number above 0")
-        if value > most:
-            raise self._wrong(name, value, f"at most {most:g}")
+        if value > maximum:
+            raise self._wrong(name, value, f"at most {maximum:g}")
         return float(value)
 
     def number_or_none(self, name: str) -> float | None:
@@ -100,8 +100,8 @@ class Fields:
             raise ModelNotSupported(f"{self._where}: config.json lacks {name}", param=name)
         return value
 
-    def _wrong(self, name: str, value: Any, wanted: str) -> ModelNotSupported:
+    def _wrong(self, name: str, value: Any, expected: str) -> ModelNotSupported:
         return ModelNotSupported(
-            f"{self._where}: {name} must be {wanted}, config.json says {str(value)[:100]}",
+            f"{self._where}: {name} must be {expected}, config.json says {str(value)[:100]}",
             param=name,
         )

@@ -61,13 +61,13 @@ def plan_pools(
     GPU's, or, if None (one memory for both), half of what the device pool leaves. Without
     max_model_len the context shrinks to what the pool holds. NotEnoughMemory carries the numbers.
     """
-    wanted = config.max_model_len
-    if wanted is not None and wanted > model_limit:
+    requested = config.max_model_len
+    if requested is not None and requested > model_limit:
         raise ConfigError(
-            f"max_model_len {wanted} exceeds the {model_limit} tokens the model is made for",
+            f"max_model_len {requested} exceeds the {model_limit} tokens the model is made for",
             param="max_model_len",
         )
-    context = model_limit if wanted is None else wanted
+    context = model_limit if requested is None else requested
     size = config.block_size
     share = config.gpu_memory_utilization
     if share is None:
@@ -82,13 +82,13 @@ def plan_pools(
                 "--num-gpu-blocks-override",
                 param="num_gpu_blocks_override",
             )
-        least = 1
+        minimum = 1
     else:
         num_blocks = min(config.max_num_seqs * -(-context // size), budget // block_bytes)
-        least = min(MIN_MODEL_LEN, model_limit)
+        minimum = min(MIN_MODEL_LEN, model_limit)
     holds = num_blocks * size
-    if holds < context and (wanted is not None or holds < least):
-        needed = -(-(context if wanted is not None else least) // size)
+    if holds < context and (requested is not None or holds < minimum):
+        needed = -(-(context if requested is not None else minimum) // size)
         raise NotEnoughMemory(
             f"one sequence of {needed * size} tokens needs {needed} KV blocks of {block_bytes:,} "
             f"bytes ({_gib(needed * block_bytes)}); the pool has {num_blocks} "

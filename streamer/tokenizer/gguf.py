@@ -260,7 +260,7 @@ BACKENDS = {"gpt2": _byte_level, "llama": _sentencepiece}
 
 
 def _add_ends(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
-    """Begin and end tokens around an encoded text, where the file or its kind wants them."""
+    """Begin and end tokens around an encoded text, where the file or its kind requires them."""
     if vocabulary.is_sentencepiece:
         default = True
     else:

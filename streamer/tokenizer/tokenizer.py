@@ -287,7 +287,7 @@ def _described(part: Any) -> Mapping[str, Any] | None:
 
 
 def _require_size(file: Path, max_bytes: int) -> None:
-    """ConfigError above `most` bytes: reading the file could take the machine's memory."""
+    """ConfigError above `max_bytes`: reading the file could take the machine's memory."""
     size = file.stat().st_size
     if size > max_bytes:
         raise ConfigError(f"{file} has {size} bytes; the maximum is {max_bytes}", param="model")

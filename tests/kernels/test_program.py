@@ -117,8 +117,8 @@ def test_a_graph_equals_its_forward() -> None:
     tokens = torch.arange(44) % 50
     positions = torch.cat([torch.arange(17, 20), torch.arange(32, 33), torch.arange(10, 50)])
     expected = compute(tokens, positions, case.batch(), None)
-    for most in (44, 60, 43):
-        limits = ops.Limits(max_tokens=most, max_rows=3, block_size=16)
+    for max_tokens in (44, 60, 43):
+        limits = ops.Limits(max_tokens=max_tokens, max_rows=3, block_size=16)
         graph = native.graph(compute, limits)
         for last in (None, torch.tensor([2, 43])):
             out = graph(tokens, positions, case.batch(), last)

@@ -52,7 +52,7 @@ def escape(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def liar(folder: Path) -> None:
+def wrong_index(folder: Path) -> None:
     """An index that names the wrong file for a tensor."""
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     index["weight_map"]["model.extra"] = shards(folder)[0].name
@@ -80,7 +80,7 @@ BREAKS: list[tuple[str, Callable[[Path], object], str]] = [
     ("no weights", lambda f: [s.unlink() for s in f.glob("model*")], "neither"),
     ("cut", cut, "incomplete download"),
     ("escape", escape, "names the file '../m"),
-    ("liar", liar, "lacks 1 tensors of its index: model.extra"),
+    ("wrong_index", wrong_index, "lacks 1 tensors of its index: model.extra"),
     ("empty file", lambda f: shards(f)[0].write_bytes(b""), "no safetensors file"),
     ("huge header", lambda f: write_header(shards(f)[0], b"{}", 1 << 60), "no safetensors file"),
     (

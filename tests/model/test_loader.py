@@ -97,7 +97,7 @@ def test_weights_outlive_their_file(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "stored", "has_bf16", "dtype", "says"),
+    ("setting", "stored", "has_bf16", "dtype", "says"),
     [
         ("auto", "F32", True, torch.float32, ""),
         ("auto", "BF16", True, torch.bfloat16, ""),
@@ -111,7 +111,7 @@ def test_weights_outlive_their_file(folder: Path) -> None:
 def test_choose_dtype(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    wanted: str,
+    setting: str,
     stored: str,
     has_bf16: bool,
     dtype: torch.dtype,
@@ -120,7 +120,7 @@ def test_choose_dtype(
     """The checkpoint's own dtype is the default; a changed one is logged."""
     monkeypatch.setattr(loader, "has_bf16", lambda: has_bf16)
     with caplog.at_level(logging.WARNING):
-        assert choose_dtype(wanted, stored) is dtype
+        assert choose_dtype(setting, stored) is dtype
     assert says in caplog.text
     assert bool(says) == bool(caplog.text)
 

@@ -68,7 +68,7 @@ class Rows:
         self._items: dict[tuple[int, int, int], torch.Tensor] = {}
 
     def items(self, queries: int, window: int, keys: int) -> torch.Tensor:
-        """See items.list_items; listed once a step, by the first layer that wants them."""
+        """See items.list_items; listed once a step, by the first layer that needs them."""
         key = queries, window, keys
         if key not in self._items:
             narrow = self.tiles[self.num_wide :]

@@ -9,11 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-from streamer.kernels.quantized import LEAST, LIMITS, scales_of
+from streamer.kernels.quantized import LIMITS, MIN_SCALE, scales_of
 
 INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds to an integer
 SMALLEST = tl.constexpr(24576.0)  # 1.5 * 2**14: likewise to 2**-9, the step of e4m3's subnormals
-TINY = tl.constexpr(LEAST)
+TINY = tl.constexpr(MIN_SCALE)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ import triton.language as tl
 from streamer.kernels.gpu.common import power_of_2
 from streamer.kernels.weights import QuantizedWeight
 
-SLICE = 16  # columns of a slice: the least that a tensor core multiplies
+SLICE = 16  # columns of a slice: the fewest that a tensor core multiplies
 MAX_BLOCK = 1024  # columns a program of `rows`; unmeasured
 # What scales and offsets may lose as float16, which halves what is read for them: half a step of
 # float16, as finely as a weight is rounded in any case; and of a step between codes a 64th.

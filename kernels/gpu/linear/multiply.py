@@ -19,7 +19,7 @@ from streamer.kernels.gpu.linear.codes import Codes, halves_of, numbers
 
 # Unmeasured; chosen so that no register is spilled (tests/kernels/gpu/test_compile.py).
 OUTPUTS = 64  # of a program
-MAX_ROWS = 64  # of x in a program; the tensor core's least is 16
+MAX_ROWS = 64  # of x in a program; the tensor core's minimum is 16
 STAGES = 4
 ENOUGH = 264  # programs: two for each multiprocessor of an H100 or H200
 MIN_TILES = 4  # of words in a program's part of K

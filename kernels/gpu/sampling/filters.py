@@ -57,22 +57,22 @@ def _limits(low, high, LIMITS: tl.constexpr):
 @triton.jit
 def _within(row_ptr, width, top, temperature, low, high, limits, BLOCK: tl.constexpr,
             LIMITS: tl.constexpr):  # fmt: skip
-    """Tokens in (low, limit] for each limit, their mass, and the least and the largest bits in
+    """Tokens in (low, limit] for each limit, their mass, and the smallest and the largest bits in
     (low, high]."""
     count = tl.zeros((LIMITS, BLOCK), tl.int32)
     mass = tl.zeros((LIMITS, BLOCK), tl.float32)
-    least = tl.full((BLOCK,), OUTSIDE, tl.int32)
-    most = tl.full((BLOCK,), -1, tl.int32)
+    smallest = tl.full((BLOCK,), OUTSIDE, tl.int32)
+    largest = tl.full((BLOCK,), -1, tl.int32)
     for first in tl.range(0, width, BLOCK, num_stages=4):
         bits = _bits(row_ptr, first, width, top, temperature, BLOCK)
         is_inside = (bits > low) & (bits <= high)
-        least = tl.minimum(least, tl.where(is_inside, bits, OUTSIDE))
-        most = tl.maximum(most, tl.where(is_inside, bits, -1))
+        smallest = tl.minimum(smallest, tl.where(is_inside, bits, OUTSIDE))
+        largest = tl.maximum(largest, tl.where(is_inside, bits, -1))
         # [LIMITS, BLOCK]
         is_within = is_inside[None, :] & (bits[None, :] <= limits[:, None])
         count += is_within.to(tl.int32)
         mass += tl.where(is_within, _mass(bits)[None, :], 0.0)
-    return tl.sum(count, 1), tl.sum(mass, 1), tl.min(least, 0), tl.max(most, 0)
+    return tl.sum(count, 1), tl.sum(mass, 1), tl.min(smallest, 0), tl.max(largest, 0)
 
 
 @triton.jit
@@ -109,7 +109,7 @@ def _smallest(row_ptr, room_ptr, width, top, temperature, high, inside, share, t
     high_count, high_mass = inside, tl.zeros((), tl.float32)  # within `high`
     while (high - low > 1) & (high_count - before_count > ROOM):
         limits = _limits(low, high, LIMITS)
-        count, mass, least, most = _within(
+        count, mass, smallest, largest = _within(
             row_ptr, width, top, temperature, low, high, limits, BLOCK, LIMITS
         )
         count += before_count
@@ -121,8 +121,8 @@ def _smallest(row_ptr, room_ptr, width, top, temperature, high, inside, share, t
         high_mass = tl.min(tl.where(is_enough, mass, tl.max(mass, 0)), 0)
         before_count = tl.max(tl.where(is_enough, before_count, count), 0)
         before_mass = tl.max(tl.where(is_enough, before_mass, mass), 0)
-        new_high = tl.minimum(tl.min(tl.where(is_enough, limits, high), 0), most)
-        low = tl.max(tl.where(is_enough, tl.maximum(low, least - 1), limits), 0)
+        new_high = tl.minimum(tl.min(tl.where(is_enough, limits, high), 0), largest)
+        low = tl.max(tl.where(is_enough, tl.maximum(low, smallest - 1), limits), 0)
         high = tl.maximum(new_high, low)
         passes += 1
     if high - low > 1:
@@ -196,12 +196,12 @@ def _cut_kernel(
 
 
 def find_cuts(
-    logits: torch.Tensor, top_k: torch.Tensor, whose: dict[str, Any]
+    logits: torch.Tensor, top_k: torch.Tensor, shared: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Bits of the largest distance that each row of logits [S, V] keeps, and the passes that it
     took over the row -> int32 [S] each.
 
-    `whose` are the arguments that sample.py's kernels share. Rows that are greedy or not finite get
+    `shared` are the arguments of all of sample.py's kernels. Rows that are greedy or not finite get
     no cut.
     """
     rows, width = logits.shape
@@ -219,6 +219,6 @@ def find_cuts(
         LIMITS=LIMITS,
         ROOM=room,
         num_warps=16,
-        **whose,
+        **shared,
     )
     return cuts, passes

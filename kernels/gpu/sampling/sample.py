@@ -166,7 +166,7 @@ def sample(
     chunks = triton.cdiv(width, block)
     device = logits.device
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
-    whose = {"top_ptr": top, "slots_ptr": slots, "settings_ptr": settings.settings}
+    shared = {"top_ptr": top, "slots_ptr": slots, "settings_ptr": settings.settings}
     found = {
         "values_ptr": torch.empty(rows, chunks, dtype=torch.float32, device=device),
         "ids_ptr": torch.empty(rows, chunks, dtype=torch.int64, device=device),
@@ -176,13 +176,13 @@ def sample(
         logits_ptr=logits,
         positions_ptr=positions,
         origin_ptr=settings.origin,
-        cuts_ptr=find_cuts(logits, settings.top_k, whose)[0] if has_filters else None,
+        cuts_ptr=find_cuts(logits, settings.top_k, shared)[0] if has_filters else None,
         width=width,
         logits_row=logits.stride(0),
         HAS_CUTS=has_filters,
         GROUPS=block // 4,
         num_warps=4,
-        **whose,
+        **shared,
         **found,
     )
     _choose_kernel[(rows,)](
@@ -190,7 +190,7 @@ def sample(
         tokens_ptr=tokens,
         BLOCK=power_of_2(chunks),
         num_warps=1,
-        **whose,
+        **shared,
         **found,
     )
     return tokens

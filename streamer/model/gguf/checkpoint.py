@@ -22,7 +22,7 @@ MAX_FACTORS = 4096
 
 
 class GgufFacts(msgspec.Struct, frozen=True):
-    """What config.json, generation_config.json and headers of safetensors would have said.
+    """What config.json, generation_config.json and headers of safetensors would have contained.
 
     places  of the tensors, by their usual names: the file's name, and where in it
     """
@@ -85,9 +85,9 @@ def _others(path: Path, first: Header) -> dict[str, Header]:
         )
     found = {name: read_header(path.parent / name) for name in files[1:]}
     for number, (name, header) in enumerate([(path.name, first), *found.items()]):
-        for key, wanted in (("split.no", number), ("split.count", count)):
-            if (stated := _number(header, key)) != wanted:
-                raise ModelNotSupported(f"{name}: {key}: {stated}, not {wanted}", param=key)
+        for key, expected in (("split.no", number), ("split.count", count)):
+            if (stated := _number(header, key)) != expected:
+                raise ModelNotSupported(f"{name}: {key}: {stated}, not {expected}", param=key)
     stated = _number(first, "split.tensors.count")
     held = len(first.tensors) + sum(len(header.tensors) for header in found.values())
     if stated != held:

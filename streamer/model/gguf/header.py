@@ -123,10 +123,10 @@ def is_gguf(path: Path) -> bool:
         return False
 
 
-def read_header(path: Path, wanted: Container[str] = ()) -> Header:
+def read_header(path: Path, arrays: Container[str] = ()) -> Header:
     """The header of one file; ModelNotSupported names the field that can't be.
 
-    wanted  keys below `tokenizer.` whose arrays are read: they are most of a header
+    arrays  keys below `tokenizer.` whose arrays are read: they are most of a header
     """
     try:
         size = path.stat().st_size
@@ -134,7 +134,7 @@ def read_header(path: Path, wanted: Container[str] = ()) -> Header:
             data = f.read(min(size, MAX_HEADER_BYTES))
     except OSError as e:
         raise ModelNotSupported(f"{path} can't be read: {e}", param="model") from e
-    return _Reader(path, data, size, wanted).header()
+    return _Reader(path, data, size, arrays).header()
 
 
 def peek(start: bytes) -> dict[str, Any]:
@@ -150,11 +150,11 @@ def peek(start: bytes) -> dict[str, Any]:
 class _Reader:
     """Reads fields one after the other; `_at` never passes the end of `_data`."""
 
-    def __init__(self, path: Path, data: bytes, size: int, wanted: Container[str]) -> None:
+    def __init__(self, path: Path, data: bytes, size: int, arrays: Container[str]) -> None:
         self._path = path
         self._data = data
         self._size = size
-        self._wanted = wanted
+        self._arrays = arrays
         self._num_items = 0
         self._at = 0
 
@@ -208,15 +208,15 @@ class _Reader:
             raise self._wrong(key, f"it is an array of type {kind}, read are numbers and strings")
         count = self._count(key, width, MAX_ITEMS - self._num_items)
         self._num_items += count
-        is_wanted = key in self._wanted or not key.startswith("tokenizer.")
+        is_read = key in self._arrays or not key.startswith("tokenizer.")
         if kind == _STRING:
-            strings = self._strings(key, count, is_wanted)
-            return strings if is_wanted else count
+            strings = self._strings(key, count, is_read)
+            return strings if is_read else count
         raw = self._take(count * width, key)
-        return list(struct.unpack(f"<{count}{_SCALARS[kind]}", raw)) if is_wanted else count
+        return list(struct.unpack(f"<{count}{_SCALARS[kind]}", raw)) if is_read else count
 
-    def _strings(self, key: str, count: int, is_wanted: bool) -> list[str]:
-        """`count` strings, or none where only their end is wanted."""
+    def _strings(self, key: str, count: int, is_read: bool) -> list[str]:
+        """`count` strings, or none where only their end is needed."""
         found: list[str] = []
         data, at, length_at = self._data, self._at, _U64.unpack_from
         try:
@@ -225,7 +225,7 @@ class _Reader:
                 end = at + 8 + length
                 if end > len(data):
                     raise self._ends(key, end)
-                if is_wanted:
+                if is_read:
                     found.append(data[at + 8 : end].decode())
                 at = end
         except struct.error as e:
@@ -291,13 +291,13 @@ class _Reader:
         (value,) = struct.unpack(f"<{kind}", self._take(struct.calcsize(f"<{kind}"), field))
         return value
 
-    def _count(self, field: str, least_bytes: int, most: int) -> int:
+    def _count(self, field: str, min_bytes: int, maximum: int) -> int:
         """A count of things that take at least so many bytes of header each."""
         count = int(self._number("Q", field))
-        if count > most:
-            raise self._wrong(field, f"it counts {count}, at most {most} are read")
+        if count > maximum:
+            raise self._wrong(field, f"it counts {count}, at most {maximum} are read")
         left = min(self._size, MAX_HEADER_BYTES) - self._at
-        if count * least_bytes > left:
+        if count * min_bytes > left:
             raise self._wrong(field, f"{count} can't be in the {left} bytes that follow")
         return count
 

@@ -27,22 +27,22 @@ def model_name(file: str) -> str:
     return file.removesuffix(".gguf") if match is None else match[1]
 
 
-def choose_file(listed: Iterable[str], repository: str, wanted: str) -> str:
-    """The file of a repository for `wanted`: a quantization such as Q4_K_M, or a file's name.
+def choose_file(listed: Iterable[str], repository: str, selector: str) -> str:
+    """The file of a repository for `selector`: a quantization such as Q4_K_M, or a file's name.
 
     Of a split model its first. ConfigError where there is none, or more than one.
     """
     files = [
         f for f in sorted(listed) if f.endswith(".gguf") and f == split_files(f)[0] and _is_model(f)
     ]
-    ends = re.compile(rf"(?:.*[-._/])?{re.escape(wanted)}(?:-\d{{5}}-of-\d{{5}})?\.gguf", re.I)
-    found = [f for f in files if f == wanted] or [f for f in files if ends.fullmatch(f)]
+    ends = re.compile(rf"(?:.*[-._/])?{re.escape(selector)}(?:-\d{{5}}-of-\d{{5}})?\.gguf", re.I)
+    found = [f for f in files if f == selector] or [f for f in files if ends.fullmatch(f)]
     if len(found) == 1:
         return found[0]
     if not files:
         raise ConfigError(f"{repository} has no GGUF files", param="model")
     names = ", ".join(found or files)
-    what = f"{len(found)} files for {wanted}, name one" if found else f"no {wanted}, but"
+    what = f"{len(found)} files for {selector}, name one" if found else f"no {selector}, but"
     raise ConfigError(f"{repository} has {what}: {names[:2000]}", param="model")
 
 

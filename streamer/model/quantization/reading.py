@@ -17,10 +17,10 @@ MAX_PATTERN = 1000  # characters of a pattern in config.json
 MAX_NAMES = 100_000
 
 
-def refused(field: str, value: Any, wanted: str) -> ModelNotSupported:
+def refused(field: str, value: Any, expected: str) -> ModelNotSupported:
     """The error for a field's value."""
     return ModelNotSupported(
-        f"quantization_config: {field} must be {wanted}, config.json says {str(value)[:100]}",
+        f"quantization_config: {field} must be {expected}, config.json says {str(value)[:100]}",
         param=field,
     )
 

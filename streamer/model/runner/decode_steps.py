@@ -66,10 +66,10 @@ class DecodeSteps:
         Ends early when recording has taken budget_bytes. `advance` is called after each size. No
         row may be resident.
         """
-        least = device.free_bytes() - budget_bytes
+        min_free_bytes = device.free_bytes() - budget_bytes
         for n in reversed(range(len(self.sizes))):
             compute, draw = map(device.record, self._launches(self._steps[n]))
-            if device.free_bytes() < least:
+            if device.free_bytes() < min_free_bytes:
                 return
             self._recorded[n] = compute, draw
             advance()

@@ -96,13 +96,13 @@ class Device(Protocol):
         ...
 
 
-def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
+def choose_device(setting: Literal["auto", "cpu", "cuda"]) -> torch.device:
     """The device that a Config names: `auto` is CUDA where torch sees one.
 
     ConfigError if `cuda` is asked for and not available.
     """
-    is_there = wanted != "cpu" and torch.cuda.is_available()
-    if wanted == "cuda" and not is_there:
+    is_there = setting != "cpu" and torch.cuda.is_available()
+    if setting == "cuda" and not is_there:
         raise ConfigError(
             "device cuda: torch.cuda.is_available() is false (no GPU, no driver, or a torch built "
             "without CUDA)",

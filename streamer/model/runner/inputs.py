@@ -85,7 +85,7 @@ class Rows:
     def leave(self, row: int) -> None:
         """The row is empty again."""
         if self._joined.pop(row, None) is None:
-            raise InvariantViolated(f"row {row} leaves, but nobody is there")
+            raise InvariantViolated(f"row {row} leaves, but is empty")
         self._scoring.pop(row, None)
         self._has_moved = True
 
@@ -120,7 +120,7 @@ class Rows:
         """Write blocks into a row's table."""
         row, start, blocks = update.row, update.start, update.blocks
         if row not in self._joined:
-            raise InvariantViolated(f"table of row {row}: nobody is there")
+            raise InvariantViolated(f"table of row {row}: the row is empty")
         held, end = int(self._table_lens[row]), start + len(blocks)
         if not 0 <= start <= held or end > self._tables.shape[1]:
             raise InvariantViolated(
@@ -313,7 +313,7 @@ class Rows:
     def _check_chunk(self, chunk: Chunk, busy: set[int]) -> None:
         row = chunk.row
         if row not in self._joined or row in busy:
-            raise InvariantViolated(f"chunk of row {row}: nobody is there, or it is named twice")
+            raise InvariantViolated(f"chunk of row {row}: the row is empty, or named twice")
         known, computed = int(self._known[row]), int(self._computed[row])
         end = chunk.start + chunk.count
         is_right = chunk.count >= 0 and chunk.start == computed and end <= known

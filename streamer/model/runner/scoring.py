@@ -44,19 +44,19 @@ class Scored(msgspec.Struct, frozen=True):
         logits   [P, V]: of the tokens before the targets
         targets  [P], on the same device
         """
-        most = max(self.num_top)
+        max_top = max(self.num_top)
         parts = []
         for i in range(0, len(targets), PIECE):
             raw = logits[i : i + PIECE].float()
-            own, values, ids = top_logprobs(raw, targets[i : i + PIECE], most)
+            own, values, ids = top_logprobs(raw, targets[i : i + PIECE], max_top)
             parts.append(torch.cat([own[:, None].double(), values.double(), ids.double()], 1))
         return torch.cat(parts)
 
     def by_row(self, result: torch.Tensor) -> dict[int, tuple[TokenLogprob, ...]]:
         """StepResult.prompt_logprobs, from a copy of compute's result on the host."""
-        most = result.shape[1] // 2
-        values: list[list[float]] = result[:, : most + 1].tolist()
-        ids: list[list[int]] = result[:, most + 1 :].long().tolist()
+        max_top = result.shape[1] // 2
+        values: list[list[float]] = result[:, : max_top + 1].tolist()
+        ids: list[list[int]] = result[:, max_top + 1 :].long().tolist()
         numbers = zip(self.targets.tolist(), values, ids, strict=True)
         out = {}
         for (row, count), num_top in zip(self.rows, self.num_top, strict=True):

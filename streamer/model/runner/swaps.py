@@ -103,5 +103,5 @@ class Swaps:
         copies = [copy for copy in self._pending if copy.is_out is is_out]
         if not copies:
             return []  # the usual case
-        wanted = frozenset(blocks)
-        return [copy for copy in copies if not copy.written.isdisjoint(wanted)]
+        needed = frozenset(blocks)
+        return [copy for copy in copies if not copy.written.isdisjoint(needed)]

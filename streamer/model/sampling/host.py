@@ -96,14 +96,14 @@ class Sampler:
         )
 
     def _layout_of(self, rows: Sequence[int]) -> Layout:
-        wanted = tuple(rows)  # no copy of a tuple: most often it is the last step's object
-        if self._layout is None or (wanted is not self._rows and wanted != self._rows):
-            layout, table = Layout(self._table, wanted), self._table
+        requested = tuple(rows)  # no copy of a tuple: most often it is the last step's object
+        if self._layout is None or (requested is not self._rows and requested != self._rows):
+            layout, table = Layout(self._table, requested), self._table
             slots = layout.slots[layout.drawn]
             self._draws = ops.Draws(
                 layout.drawn, table.top_k[slots], table.settings[slots], table.origin[slots]
             )
-            self._layout, self._rows = layout, wanted
+            self._layout, self._rows = layout, requested
         return self._layout
 
     def _draw(

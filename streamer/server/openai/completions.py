@@ -231,9 +231,9 @@ class CompletionAnswer:
         """The chunks of the deltas of one step or several, for one prompt."""
         parts = []
         for d in map(self._shown, deltas):
-            is_wanted = d.token_ids and (d.logprobs or self._body.return_token_ids)
+            is_sent = d.token_ids and (d.logprobs or self._body.return_token_ids)
             is_end = d.finish is not None and failure(d.finish) is None
-            if not (d.text or is_wanted or is_end):
+            if not (d.text or is_sent or is_end):
                 continue
             index = source * self._n + d.choice
             choice = self._choice(source, [d], index not in self._begun)

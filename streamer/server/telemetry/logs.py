@@ -90,9 +90,9 @@ class Printed(io.TextIOBase):
         with self._lock:
             whole = (self._text + text)[-MAX_PRINTED:]
             self._text = "" if whole.endswith("\n") else whole.rpartition("\r")[2]
-            said = "" if self._text else whole.rstrip().rpartition("\r")[2]
-        if said:
-            self._log.log(self._level, "%s", said)
+            line = "" if self._text else whole.rstrip().rpartition("\r")[2]
+        if line:
+            self._log.log(self._level, "%s", line)
         return len(text)
 
     def fileno(self) -> int:

@@ -123,9 +123,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         on_lost = leave if leave is not None else lambda: None
         super().connection_made(TurnTransport(transport, self.loop, on_lost))
         if leave is None or len(self.connections) > self.max_connections:
-            whose = "your address" if leave is None else "all clients"
+            owner = "your address" if leave is None else "all clients"
             self._answer(
-                b"503 Service Unavailable", Overloaded(f"{whose} have too many open connections")
+                b"503 Service Unavailable", Overloaded(f"{owner} have too many open connections")
             )
             self.transport.close()
         else:

@@ -169,8 +169,8 @@ def test_the_host_launches_as_many_splits_as_rows_use(window: int) -> None:
     for contexts in ([1], [257, 3], [100_000], [4097, 8192], []):
         for keys in (16, 64):
             rows = rows_of(contexts, np.ones(len(contexts), np.int64))
-            most = max([1, *(splits_used(context, window, keys) for context in contexts)])
-            assert most <= num_splits(rows, window, keys) < 2 * most
+            max_splits = max([1, *(splits_used(context, window, keys) for context in contexts)])
+            assert max_splits <= num_splits(rows, window, keys) < 2 * max_splits
 
 
 @pytest.mark.parametrize("window", [0, 100, 1024, 3000])
@@ -182,10 +182,10 @@ def test_rows_that_only_the_device_knows_have_as_many_splits_as_any_uses(
     from streamer.kernels.gpu.attention.rows import num_splits
 
     for keys in (16, 32, 64):
-        most = max(splits_used(n, window, keys) for n in range(1, longest + 1))
+        max_splits = max(splits_used(n, window, keys) for n in range(1, longest + 1))
         launched = num_splits(rows_of([longest], None), window, keys)
-        assert most <= launched
-        assert launched < 2 * most or window
+        assert max_splits <= launched
+        assert launched < 2 * max_splits or window
 
 
 def splits_used(context: int, window: int, keys: int) -> int:

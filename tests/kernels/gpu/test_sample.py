@@ -198,8 +198,8 @@ def test_cuts_are_those_of_sorting_in_few_passes(
     logits = x.expand(len(asked), -1).contiguous().to(device)
     slots = torch.arange(len(asked), dtype=torch.int32, device=device)
     top = logits.float().amax(1)
-    whose = {"top_ptr": top, "slots_ptr": slots, "settings_ptr": settings.settings}
-    cuts, passes = filters.find_cuts(logits, settings.top_k, whose)
+    shared = {"top_ptr": top, "slots_ptr": slots, "settings_ptr": settings.settings}
+    cuts, passes = filters.find_cuts(logits, settings.top_k, shared)
     assert int(passes.max()) <= (9 if name == "far apart" else 8)
     below = ((x.float().max() - x.float()) / torch.tensor(0.8)).sort().values.double()
     for (top_k, top_p, min_p), bits in zip(asked, cuts.tolist(), strict=True):

@@ -47,9 +47,9 @@ def test_random_blocks_are_what_the_gguf_package_makes_of_them(name: str) -> Non
     raw = np.random.default_rng(1).integers(0, 256, size, dtype=np.uint8)
     kind = gguf.GGMLQuantizationType[name]
     with np.errstate(all="ignore"):
-        wanted = gguf.quants.dequantize(raw, kind)
+        expected = gguf.quants.dequantize(raw, kind)
     weight = unpack(name, torch.from_numpy(raw))
-    np.testing.assert_array_equal(dequantize(weight).numpy(), wanted)
+    np.testing.assert_array_equal(dequantize(weight).numpy(), expected)
     assert int(weight.codes.max()) < 1 << weight.bits
     assert weight.codes.dtype == torch.uint8
     assert weight.scales.shape == (19, weight.shape[1] // weight.group)

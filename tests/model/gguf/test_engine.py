@@ -48,17 +48,17 @@ def test_answers_are_those_of_the_checkpoint_with_the_same_weights(file: Path) -
         assert found.prompt_token_ids == tuple(prompts[0])
         answers = llm.generate(prompts, greedy)
         assert answers[0].choices[0].text == found.choices[0].text
-        for answer, wanted in zip(answers, m.generate(prompts, greedy), strict=True):
+        for answer, expected in zip(answers, m.generate(prompts, greedy), strict=True):
             # The native kernels' rounding of activations: the greedy tokens of a trained model
             # are far from ties nearly everywhere.
             num_same = sum(
                 a == b
                 for a, b in zip(
-                    answer.choices[0].token_ids, wanted.choices[0].token_ids, strict=False
+                    answer.choices[0].token_ids, expected.choices[0].token_ids, strict=False
                 )
             )
-            assert num_same >= 0.9 * len(wanted.choices[0].token_ids)
-            assert answer.choices[0].finish_reason == wanted.choices[0].finish_reason
+            assert num_same >= 0.9 * len(expected.choices[0].token_ids)
+            assert answer.choices[0].finish_reason == expected.choices[0].finish_reason
 
 
 def test_requests_start_from_the_authors_sampling_defaults(file: Path) -> None:

@@ -92,7 +92,7 @@ def test_what_the_gguf_package_writes_is_read_as_its_own_reader_reads_it(tmp_pat
 
 ONE = tensor("t", (32, 2), 0, 0)
 HUGE = struct.pack("<Q", 1 << 60)
-LIES: dict[str, tuple[bytes, str]] = {
+IMPOSSIBLE: dict[str, tuple[bytes, str]] = {
     "not GGUF": (b"GGML" + bytes(60), "magic"),
     "empty": (b"", "magic"),
     "cut in the counts": (b"GGUF" + struct.pack("<I", 3), "tensor_count"),
@@ -148,9 +148,9 @@ LIES: dict[str, tuple[bytes, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", LIES)
+@pytest.mark.parametrize("name", IMPOSSIBLE)
 def test_a_file_that_lies_is_refused_with_the_field(tmp_path: Path, name: str) -> None:
-    raw, says = LIES[name]
+    raw, says = IMPOSSIBLE[name]
     file = tmp_path / "a.gguf"
     file.write_bytes(raw)
     with pytest.raises(ModelNotSupported) as refusal:

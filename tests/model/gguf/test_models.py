@@ -82,15 +82,15 @@ def test_logits_are_transformers_on_the_dequantized_weights(
     folder = Path(shutil.copytree(checkpoint(family, 1, **{**SIZES, **more}), tmp_path / "m"))
     file = write_gguf(folder, tmp_path / "m.gguf", kind_of, architecture=architecture)
     tokens = random_tokens(40, 3)
-    wanted = reference_logits(reference_model(folder), tokens)
-    assert error(paged_logits(load(file), tokens), wanted) < 1e-4
+    expected = reference_logits(reference_model(folder), tokens)
+    assert error(paged_logits(load(file), tokens), expected) < 1e-4
     # Rounding the activations to int8, emulated in the reference, makes 0.04 to 0.09.
-    assert error(paged_logits(load(file, for_cpu()), tokens), wanted) < 0.12
+    assert error(paged_logits(load(file, for_cpu()), tokens), expected) < 0.12
 
 
-def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Root of the mean square, of the difference over that of what is wanted."""
-    return float((got - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
+def error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Root of the mean square, of the difference over that of what is expected."""
+    return float((got - expected).square().mean().sqrt() / expected.square().mean().sqrt())
 
 
 def test_llama3s_stretched_rope_is_read_from_its_factors(checkpoint: Any, tmp_path: Path) -> None:
@@ -105,8 +105,8 @@ def test_llama3s_stretched_rope_is_read_from_its_factors(checkpoint: Any, tmp_pa
 
     file = write_gguf(folder, tmp_path / "m.gguf", add=add)
     tokens = random_tokens(300, 3)  # far enough for the slow frequencies to matter
-    wanted = reference_logits(reference_model(folder), tokens)
-    assert error(paged_logits(load(file), tokens), wanted) < 1e-4
+    expected = reference_logits(reference_model(folder), tokens)
+    assert error(paged_logits(load(file), tokens), expected) < 1e-4
 
 
 def test_a_split_model_is_read_from_its_first_file(checkpoint: Any, tmp_path: Path) -> None:
@@ -115,8 +115,8 @@ def test_a_split_model_is_read_from_its_first_file(checkpoint: Any, tmp_path: Pa
     files = sorted(tmp_path.glob("m-*.gguf"))
     assert len(files) == 3
     tokens = random_tokens(20, 3)
-    wanted = reference_logits(reference_model(folder), tokens)
-    assert error(paged_logits(load(files[0]), tokens), wanted) < 1e-4
+    expected = reference_logits(reference_model(folder), tokens)
+    assert error(paged_logits(load(files[0]), tokens), expected) < 1e-4
 
     with pytest.raises(ModelNotSupported, match=r"name the first, m-00001-of-00003\.gguf"):
         open_checkpoint(files[1])
@@ -154,8 +154,8 @@ def test_a_dense_file_can_be_quantized_while_it_is_loaded(checkpoint: Any, tmp_p
         reference, known.checkpoint, known.decoder, torch.float32, show_progress=False
     )
     tokens = random_tokens(20, 3)
-    wanted = reference_logits(reference_model(folder), tokens)
-    assert 1e-4 < error(paged_logits(model, tokens), wanted) < 0.05
+    expected = reference_logits(reference_model(folder), tokens)
+    assert 1e-4 < error(paged_logits(model, tokens), expected) < 0.05
     blocks = write_gguf(folder, tmp_path / "q.gguf")
     with pytest.raises(ConfigError, match="quantization int8: the checkpoint is quantized as gguf"):
         recognize(open_checkpoint(blocks, "int8"), "auto")

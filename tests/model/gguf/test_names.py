@@ -21,7 +21,7 @@ LISTED = [
 
 
 @pytest.mark.parametrize(
-    ("wanted", "file"),
+    ("selector", "file"),
     [
         ("Q4_K_M", "Qwen3-8B-Q4_K_M.gguf"),
         ("q4_k_m", "Qwen3-8B-Q4_K_M.gguf"),
@@ -31,12 +31,12 @@ LISTED = [
         ("Qwen3-8B-Q5_K_M.gguf", "Qwen3-8B-Q5_K_M.gguf"),
     ],
 )
-def test_a_file_is_found_by_its_quantization_or_its_name(wanted: str, file: str) -> None:
-    assert choose_file(LISTED, "a/b", wanted) == file
+def test_a_file_is_found_by_its_quantization_or_its_name(selector: str, file: str) -> None:
+    assert choose_file(LISTED, "a/b", selector) == file
 
 
 @pytest.mark.parametrize(
-    ("wanted", "says"),
+    ("selector", "says"),
     [
         ("F16", "a/b has no F16, but: "),  # the projector's file is no model
         ("K_M", "a/b has 3 files for K_M, name one: "),
@@ -44,13 +44,13 @@ def test_a_file_is_found_by_its_quantization_or_its_name(wanted: str, file: str)
         ("Q5_K_M", "2 files for Q5_K_M, name one: Qwen3-8B-Q5_K_M.gguf, UD/"),
     ],
 )
-def test_what_is_not_one_file_is_refused_with_those_there_are(wanted: str, says: str) -> None:
+def test_what_is_not_one_file_is_refused_with_those_there_are(selector: str, says: str) -> None:
 
     listed = LISTED
-    if wanted == "K_M":
+    if selector == "K_M":
         listed = ["x-K_M.gguf", "y-K_M.gguf", "z.K_M.gguf"]
     with pytest.raises(ConfigError) as refusal:
-        choose_file(listed, "a/b", wanted)
+        choose_file(listed, "a/b", selector)
     assert says in refusal.value.message
 
 

@@ -46,11 +46,11 @@ def test_int4_loses_less_than_q4_0() -> None:
     assert error(moved, dequantize(quantize(moved, "int4"))) < 0.6 * error(moved, q4_0(moved))
 
 
-@pytest.mark.parametrize(("kind", "most"), [("int8", 0.012), ("fp8", 0.03), ("int4", 0.08)])
-def test_errors_of_the_kinds(kind: str, most: float) -> None:
+@pytest.mark.parametrize(("kind", "limit"), [("int8", 0.012), ("fp8", 0.03), ("int4", 0.08)])
+def test_errors_of_the_kinds(kind: str, limit: float) -> None:
     """Relative to the weights, for normal numbers."""
     weight = torch.randn(64, 256)
-    assert error(weight, dequantize(quantize(weight, kind))) < most
+    assert error(weight, dequantize(quantize(weight, kind))) < limit
 
 
 @pytest.mark.parametrize("kind", KINDS)

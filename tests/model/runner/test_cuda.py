@@ -195,7 +195,7 @@ def test_blocks_are_the_copies_until_they_are_done(late: Late) -> None:
     assert (swaps.copies_done(3), pool[6].item()) == (0, 107.0), "the second is done, not the first"
     assert not device.into.can_go_on
     swaps.need([6, 0])
-    assert device.main.can_go_on, "nobody waits for a copy that is done"
+    assert device.main.can_go_on, "nothing waits for a copy that is done"
     swaps.need([5])
     swaps.wait()
     assert swaps.copies_done(3) >= 2

@@ -168,7 +168,7 @@ def test_wrong_joins(joins: list[RowJoin], says: str) -> None:
 @pytest.mark.parametrize(
     ("update", "says"),
     [
-        (TableUpdate(1, 0, (1,)), "nobody is there"),
+        (TableUpdate(1, 0, (1,)), "the row is empty"),
         (TableUpdate(0, 2, (1,)), "blocks 2 to 3, it has 1"),
         (TableUpdate(0, 1, (1, 2, 3)), "at most 3"),
         (TableUpdate(0, 1, (-1,)), "not below 10"),

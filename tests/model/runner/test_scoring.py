@@ -22,17 +22,17 @@ from tests.model.test_parity import FAMILIES, RECOMPUTE, SWAP
 
 TOLERANCE = 2e-4  # of a log probability; the largest error seen was 3e-5, where logits reach 30
 # Number of best tokens asked for beside the prompt's own, in turns; None: no scores.
-WANTED = [1, None, 0, 20, None]
+NUM_TOP = [1, None, 0, 20, None]
 VOCAB = 256
 
 
 def params(i: int) -> SamplingParams:
     """Parameters of the i-th request; every third one has two choices from one prompt."""
-    wanted = WANTED[i % len(WANTED)]
-    return SamplingParams(temperature=0.0, prompt_logprobs=wanted, n=1 + (i % 3 == 0))
+    num_top = NUM_TOP[i % len(NUM_TOP)]
+    return SamplingParams(temperature=0.0, prompt_logprobs=num_top, n=1 + (i % 3 == 0))
 
 
-def compare(found: Sequence[TokenLogprob], prompt: list[int], wanted: int, model: Any) -> None:
+def compare(found: Sequence[TokenLogprob], prompt: list[int], num_top: int, model: Any) -> None:
     """Check that `found` are the log probabilities that transformers gives for the prompt."""
     ids = torch.tensor([prompt])
     with torch.inference_mode():
@@ -41,13 +41,13 @@ def compare(found: Sequence[TokenLogprob], prompt: list[int], wanted: int, model
     assert [lp.token_id for lp in found] == prompt[1:]
     for theirs, lp in zip(logs, found, strict=False):
         assert abs(theirs[lp.token_id].item() - lp.logprob) < TOLERANCE
-        best = theirs.topk(wanted).values.tolist()
-        assert len(lp.top) == wanted
+        best = theirs.topk(num_top).values.tolist()
+        assert len(lp.top) == num_top
         for (token, value), other in zip(lp.top, best, strict=True):
             assert abs(value - other) < TOLERANCE
             assert abs(value - theirs[token].item()) < TOLERANCE
         # lm-eval asks whether the token was the best one by comparing these two
-        if wanted and lp.top[0][0] == lp.token_id:
+        if num_top and lp.top[0][0] == lp.token_id:
             assert lp.top[0][1] == lp.logprob
 
 
@@ -58,11 +58,11 @@ def check(engine: SyncEngine, asks: list[Ask], model: Any, record_property: Any)
     engine.run()
     for i, (prompt, _) in enumerate(asks):
         found = engine.scores.get(f"r{i}", [])
-        wanted = WANTED[i % len(WANTED)]
-        if wanted is None:
+        num_top = NUM_TOP[i % len(NUM_TOP)]
+        if num_top is None:
             assert not found
         else:
-            compare(found, prompt, wanted, model)
+            compare(found, prompt, num_top, model)
     got = [engine.tokens[f"r{i}", 0] for i in range(len(asks))]
     GreedyOracle(model).compare(got, asks, record_property)
 

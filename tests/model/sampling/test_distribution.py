@@ -73,14 +73,14 @@ def p_value(counts: NDArray[np.int64], probs: NDArray[np.float64]) -> float:
     order = np.argsort(-expected)
     large = order[expected[order] >= 8.0]
     rest = order[(expected[order] < 8.0) & (expected[order] > 0.0)]
-    seen, wanted = counts[large].tolist(), expected[large].tolist()
+    seen, predicted = counts[large].tolist(), expected[large].tolist()
     if expected[rest].sum() >= 8.0:
         seen.append(int(counts[rest].sum()))
-        wanted.append(float(expected[rest].sum()))
+        predicted.append(float(expected[rest].sum()))
     elif rest.size:
         seen[-1] += int(counts[rest].sum())
-        wanted[-1] += float(expected[rest].sum())
-    return float(chisquare(seen, wanted).pvalue) if len(seen) > 1 else 1.0
+        predicted[-1] += float(expected[rest].sum())
+    return float(chisquare(seen, predicted).pvalue) if len(seen) > 1 else 1.0
 
 
 def of(params: SamplingParams) -> NDArray[np.float64]:
@@ -134,5 +134,5 @@ def test_positions_alone_make_draws_independent(params: SamplingParams) -> None:
     is_best = np.array(tokens) == best
     table = np.bincount(2 * is_best[:-1] + is_best[1:], minlength=4)
     p = probs[best]
-    wanted = np.array([(1 - p) ** 2, (1 - p) * p, p * (1 - p), p * p])
-    assert p_value(table, wanted) > 1e-3
+    predicted = np.array([(1 - p) ** 2, (1 - p) * p, p * (1 - p), p * p])
+    assert p_value(table, predicted) > 1e-3
