@@ -68,7 +68,7 @@ ROOMS = {
     "core": _room("", never=OUTSIDE_WORLD),
     "model": _room(
         "kernels core tokenizer",
-        "torch transformers safetensors numpy rich",
+        "torch transformers safetensors numpy regex rich",
         never="asyncio streamer.engine streamer.server",
     ),
     "engine": _room("core tokenizer", lazy_rooms="build", never="torch"),

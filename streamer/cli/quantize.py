@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 KINDS = ("int8", "int4", "fp8")
+MAX_TEXT = 4 << 20  # characters of a calibration that are read: 64 for each of its tokens
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +65,8 @@ def _tokens(folder: Path, file: Path) -> list[int]:
     from streamer.tokenizer.tokenizer import Tokenizer
 
     try:
-        text = file.read_text(encoding="utf-8")
+        with file.open(encoding="utf-8") as f:
+            text = f.read(MAX_TEXT)
     except (OSError, UnicodeDecodeError) as e:
         raise UsageError(f"--calibration {file}: {e}") from None
     return list(Tokenizer.from_folder(folder, None).encode(text))

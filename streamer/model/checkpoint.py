@@ -23,6 +23,25 @@ from streamer.model.gguf.header import is_gguf
 MAX_HEADER_BYTES = 32 << 20
 MAX_JSON_BYTES = 32 << 20  # the index of those 91,000 tensors has 9 MB
 FLOATS = ("F32", "BF16", "F16")  # of dense tensors
+# Bits of a number, by safetensors' names.
+BITS = {
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+    "F32": 32,
+    "I32": 32,
+    "U32": 32,
+    "BF16": 16,
+    "F16": 16,
+    "I16": 16,
+    "U16": 16,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "I8": 8,
+    "U8": 8,
+    "BOOL": 8,
+}
 SINGLE_FILE = "model.safetensors"
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx")
 
@@ -198,7 +217,7 @@ def _indexed_files(path: Path) -> dict[str, set[str]]:
 
 def _read_header(file: Path, room: int) -> tuple[dict[str, TensorEntry], int]:
     """The safetensors header, and its bytes: 8 of little-endian length, then JSON of at most
-    `room`; offsets are checked."""
+    `room`; every tensor has the bytes of its shape, side by side with the next."""
     size = file.stat().st_size
     with file.open("rb") as f:
         start = f.read(8)
@@ -232,6 +251,17 @@ def _read_header(file: Path, room: int) -> tuple[dict[str, TensorEntry], int]:
             f"{file} has {size} bytes, its header says {end}: an incomplete download?",
             param="model",
         )
+    at = begin
+    for entry in sorted(entries.values(), key=lambda entry: (entry.start, entry.end)):
+        num_bytes = entry.num_elements * BITS.get(entry.dtype, 8) // 8
+        is_sized = entry.dtype not in BITS or entry.end - entry.start == num_bytes
+        if entry.start != at or entry.end < at or not is_sized:
+            raise ModelNotSupported(
+                f"{file} has a broken header: {entry.name}, {entry.dtype} {list(entry.shape)[:8]}, "
+                f"is in bytes {entry.start} to {entry.end}, not in {num_bytes} from {at} on",
+                param="model",
+            )
+        at = entry.end
     return entries, length
 
 

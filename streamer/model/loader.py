@@ -10,24 +10,22 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from streamer.errors import ModelNotSupported
 from streamer.kernels.ops import Backend, Weight
 from streamer.model.checkpoint import FLOATS, Checkpoint, TensorEntry
 from streamer.model.decoder import Decoder
 from streamer.model.families import DecoderConfig, expected_tensors
+from streamer.model.files import WeightFiles
 from streamer.model.gguf.blocks import LAYOUTS, scheme_of
 from streamer.model.gguf.source import GgufSource
 from streamer.model.layers import has_bf16
 from streamer.model.memory import return_freed
-from streamer.model.quantization.interface import Matrix, Scheme, Stored
+from streamer.model.quantization.interface import Matrix, Scheme, Stored, check_finite
 from streamer.model.quantization.on_the_fly import OnTheFly, kind_for, made_on_the_fly
 from streamer.model.quantization.schemes import parse_quantization
 from streamer.model.runner.device import CPU
@@ -35,6 +33,18 @@ from streamer.model.runner.device import CPU
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Of tensors that are read, by safetensors' names.
+TORCH_DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
 STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 ROPE_BUFFER = r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
 # Scales and zero points of activations and of a quantized KV cache.
@@ -203,7 +213,7 @@ def load_decoder(
 
 
 class SafetensorsSource:
-    """A decoder's WeightSource over a checkpoint's files; every tensor is a copy of its own."""
+    """A decoder's WeightSource over a checkpoint's files."""
 
     def __init__(
         self,
@@ -218,8 +228,7 @@ class SafetensorsSource:
         self._checkpoint = checkpoint
         self._matrices = matrices
         self._advance = advance
-        self._files: dict[str, Any] = {}
-        self._stack = ExitStack()
+        self._files = WeightFiles(checkpoint.path)
 
     def __enter__(self) -> SafetensorsSource:
         return self
@@ -230,11 +239,11 @@ class SafetensorsSource:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._close()
+        self._files.__exit__(kind, error, trace)
 
     def take(self, name: str) -> torch.Tensor:
-        """The tensor in the computing dtype; a copy, since the file may change under a mapping."""
-        return self._read(name).to(self.device, self.dtype, copy=True)
+        """The tensor in the computing dtype."""
+        return self._read(name).to(self.device, self.dtype)
 
     def weight(self, module: str) -> Weight:
         """See decoder.WeightSource."""
@@ -245,27 +254,17 @@ class SafetensorsSource:
         except ModelNotSupported as e:
             raise ModelNotSupported(f"{module}: {e.message}", param=e.param) from e
         if isinstance(weight, torch.Tensor):
-            return weight.to(self.device, self.dtype, copy=True)
-        return weight.to(self.device)
+            return weight.to(self.device, self.dtype)
+        return check_finite(module, weight).to(self.device)
 
     def layer_done(self) -> None:
-        """Advance the progress bar, and unmap the files: pages that were read count as resident."""
-        self._close()
+        """Advance the progress bar, and return the memory that the layer took meanwhile."""
         return_freed()
         self._advance()
 
-    def _close(self) -> None:
-        self._files.clear()
-        self._stack.close()
-
     def _read(self, name: str) -> torch.Tensor:
-        file = self._checkpoint.tensors[name].file
-        if file not in self._files:
-            path: Path = self._checkpoint.path / file
-            handle: Any = safe_open(path, framework="pt", device="cpu")
-            self._files[file] = self._stack.enter_context(handle)
-        tensor: torch.Tensor = self._files[file].get_tensor(name)
-        return tensor
+        entry = self._checkpoint.tensors[name]
+        return self._files.read(entry).view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
 
 
 @contextmanager

@@ -103,7 +103,7 @@ def from_metadata(metadata: Mapping[str, Any], chat_template: str | None = None)
     """
     vocabulary = _Vocabulary(metadata)
     kind = metadata.get(f"{PREFIX}model")
-    if kind not in BACKENDS:
+    if not isinstance(kind, str) or kind not in BACKENDS:
         raise _wrong(f"{PREFIX}model", f"{str(kind)[:100]!r} is not one of {', '.join(BACKENDS)}")
     try:
         backend = BACKENDS[kind](vocabulary)
@@ -190,7 +190,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     if pre is None:
         logger.warning("%spre is missing: text may be split otherwise than in training", PREFIX)
     pre = "default" if pre is None else pre
-    if pre not in SPLITS:
+    if not isinstance(pre, str) or pre not in SPLITS:
         known = ", ".join(sorted(SPLITS))
         raise _wrong(f"{PREFIX}pre", f"{str(pre)[:100]!r} is not one of {known}")
     split = SPLITS[pre]

@@ -59,6 +59,15 @@ def wrong_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def edit_header(folder: Path, **change: object) -> None:
+    """A first file of two tensors of 64 numbers, one of which lies."""
+    entry = {"dtype": "F16", "shape": [64], "data_offsets": [0, 128]}
+    entries = {"a": {**entry, **change}, "b": {**entry, "data_offsets": [128, 256]}}
+    write_header(shards(folder)[0], json.dumps(entries).encode())
+    with shards(folder)[0].open("ab") as f:
+        f.write(bytes(256))
+
+
 def write_header(file: Path, header: bytes, length: int | None = None) -> None:
     """A safetensors file of a header alone."""
     file.write_bytes(struct.pack("<Q", len(header) if length is None else length) + header)
@@ -91,6 +100,10 @@ BREAKS: list[tuple[str, Callable[[Path], object], str]] = [
     ("header of lists", lambda f: write_header(shards(f)[0], b"[[],[]]"), "broken header"),
     ("deep config", lambda f: (f / "config.json").write_text("[" * 99999), "can't be read as JSON"),
     ("no json", lambda f: write_header(shards(f)[0], b"xxxx"), "broken header"),
+    ("bytes of another shape", lambda f: edit_header(f, shape=[16, 3]), "not in 96 from"),
+    ("bytes of another dtype", lambda f: edit_header(f, dtype="F8_E4M3"), "not in 64 from"),
+    ("bytes from before the file", lambda f: edit_header(f, data_offsets=[-9, 256]), "is in bytes"),
+    ("no bytes", lambda f: edit_header(f, data_offsets=[256, 0]), "is in bytes"),
     ("no dtype", lambda f: write_header(shards(f)[0], b'{"a": {}}'), "broken header"),
     (
         "empty index",

@@ -276,6 +276,8 @@ SPM: dict[str, Any] = {
     [
         ({"tokenizer.ggml.model": "rwkv"}, "tokenizer.ggml.model: 'rwkv' is not one of gpt2, ll"),
         ({"tokenizer.ggml.model": None}, "tokenizer.ggml.model"),
+        ({"tokenizer.ggml.model": ["gpt2"]}, "tokenizer.ggml.model: \"['gpt2']\" is not one of"),
+        ({"tokenizer.ggml.pre": ["gpt-2"]}, "tokenizer.ggml.pre"),
         ({"tokenizer.ggml.pre": "newest"}, "tokenizer.ggml.pre: 'newest' is not one of"),
         ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens"),
         ({"tokenizer.ggml.tokens": [1, 2, 3, 4]}, "tokenizer.ggml.tokens"),

@@ -184,6 +184,8 @@ class _Reader:
         """Fill `metadata` with that many pairs."""
         for i in range(num_pairs):
             key = self._string(f"the key of pair {i}")
+            if not key:
+                raise self._wrong(f"the key of pair {i}", "it is empty")
             if key in metadata:
                 raise self._wrong(key, "it is stated twice")
             metadata[key] = self._value(key)

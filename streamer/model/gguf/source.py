@@ -1,23 +1,22 @@
-"""GgufSource: a decoder's tensors from mapped GGUF files, quantized matrices as codes.
+"""GgufSource: a decoder's tensors from GGUF files, quantized matrices as codes.
 
-Owns the mappings while a model is loaded. Rows of queries and keys that llama.cpp keeps in pairs
+Owns the open files while a model is loaded. Rows of queries and keys that llama.cpp keeps in pairs
 are put back in halves, as the rotary kernels want them. Called by loader.py.
 """
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable
 from types import TracebackType
 
 import torch
 
-from streamer.errors import ModelNotSupported
 from streamer.kernels.weights import Weight
 from streamer.model.checkpoint import Checkpoint
+from streamer.model.files import WeightFiles
 from streamer.model.gguf.blocks import LAYOUTS
 from streamer.model.memory import return_freed
-from streamer.model.quantization.interface import Matrix
+from streamer.model.quantization.interface import Matrix, check_finite
 
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Of general.architecture `llama`, whose converter orders a head's rows for rotation in pairs.
@@ -25,7 +24,7 @@ PAIRED = ("LlamaForCausalLM", "MistralForCausalLM")
 
 
 class GgufSource:
-    """A WeightSource over the files of a checkpoint; nothing it returns refers to a mapping."""
+    """A WeightSource over the files of a checkpoint."""
 
     def __init__(
         self,
@@ -44,7 +43,7 @@ class GgufSource:
         self._heads = dict(zip(("q_proj", "k_proj"), heads, strict=True))
         self._is_paired = config["architectures"][0] in PAIRED
         self._advance = advance
-        self._files: dict[str, mmap.mmap] = {}
+        self._files = WeightFiles(checkpoint.path.parent)
 
     def __enter__(self) -> GgufSource:
         return self
@@ -55,12 +54,12 @@ class GgufSource:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._files.clear()
+        self._files.__exit__(kind, error, trace)
 
     def take(self, name: str) -> torch.Tensor:
         """See decoder.WeightSource."""
         entry = self._checkpoint.tensors[name]
-        return self._read(name).to(self.device, self.dtype, copy=True).view(entry.shape)
+        return self._read(name).to(self.device, self.dtype).view(entry.shape)
 
     def weight(self, module: str) -> Weight:
         """See decoder.WeightSource."""
@@ -68,40 +67,24 @@ class GgufSource:
         stored = self._read(f"{module}.weight")
         weight = matrix.scheme.read({"weight": stored}, matrix.n, matrix.k)
         if isinstance(weight, torch.Tensor):
-            return weight.to(self.device, self.dtype, copy=True)
-        return weight.to(self.device)
+            return weight.to(self.device, self.dtype)
+        return check_finite(module, weight).to(self.device)
 
     def layer_done(self) -> None:
-        """Advance the progress bar, and let go of the pages: those read count as resident."""
-        for mapped in self._files.values():
-            if hasattr(mapped, "madvise"):  # Windows has none
-                mapped.madvise(mmap.MADV_DONTNEED)
+        """Advance the progress bar, and return the memory that the layer took meanwhile."""
         return_freed()
         self._advance()
 
     def _read(self, name: str) -> torch.Tensor:
         """The tensor as it is stored, [N, K], or uint8 [N, bytes of a row] if it is in blocks; a
-        vector is one row. It may be a view of the mapping."""
+        vector is one row."""
         entry = self._checkpoint.tensors[name]
         columns = entry.shape[-1]
-        raw = self._bytes(entry.file, entry.start, entry.end - entry.start)
-        rows = raw.view(entry.num_elements // columns, -1)
+        rows = self._files.read(entry).view(entry.num_elements // columns, -1)
         order = self._order(name, entry.shape[0])
         if order is not None:
             rows = rows.view(len(order), -1)[order].view(rows.shape)
         return rows if entry.dtype in LAYOUTS else rows.view(DENSE[entry.dtype])
-
-    def _bytes(self, file: str, start: int, num_bytes: int) -> torch.Tensor:
-        """A view of the mapping; written to, it would be a private copy."""
-        if file not in self._files:
-            path = self._checkpoint.path.parent / file
-            with path.open("rb") as f:
-                mapped = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
-            self._files[file] = mapped
-        mapped = self._files[file]
-        if start + num_bytes > len(mapped):
-            raise ModelNotSupported(f"{file} was cut while it was read", param="model")
-        return torch.frombuffer(mapped, dtype=torch.uint8, count=num_bytes, offset=start)
 
     def _order(self, name: str, num_rows: int) -> torch.Tensor | None:
         """Where each row of a head's halves lies among its pairs; None: rows are in order."""

@@ -6,15 +6,12 @@ is a module's name, `re:` and a pattern for the beginning of its name, or its cl
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from typing import Any
-
-import msgspec
+from typing import Any, NamedTuple
 
 from streamer.model.quantization.float4 import Mxfp4, Nvfp4
 from streamer.model.quantization.interface import DENSE, Scheme
-from streamer.model.quantization.reading import block, fields, group_size, names, pattern, refused
+from streamer.model.quantization.reading import Pattern, block, fields, group_size, names, refused
 from streamer.model.quantization.scaled import Grid, Numbers, Packed
 
 FORMATS = (
@@ -29,16 +26,16 @@ FORMATS = (
 )
 
 
-class Target(msgspec.Struct, frozen=True):
+class Target(NamedTuple):
     """What a string of targets or ignore stands for: exactly one of the three, then its scheme."""
 
     rank: int  # a name comes before a pattern, a pattern before a class
     text: str
-    compiled: re.Pattern[str] | None
+    pattern: Pattern | None
 
     def matches(self, module: str) -> bool:
-        if self.compiled is not None:
-            return self.compiled.match(module) is not None
+        if self.pattern is not None:
+            return self.pattern.matches(module)
         return self.text in (module, class_of(module))
 
 
@@ -84,7 +81,7 @@ def _changes_the_weights(config: Any) -> bool:
 
 def _target(text: str, field: str) -> Target:
     if text.startswith("re:"):
-        return Target(1, text, pattern(text.removeprefix("re:"), field))
+        return Target(1, text, Pattern(text.removeprefix("re:"), field))
     return Target(2 if text in ("Linear", "Embedding") else 0, text, None)
 
 

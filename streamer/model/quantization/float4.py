@@ -23,6 +23,7 @@ E2M1_TABLE = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
 E2M1_ZERO = 12
 BLOCKS = (64, 128, 32)
 MAX_STATE_BYTES = 1 << 16
+MAX_OFFSET = 1e30  # of scales, which are float32
 STATE = "weight.quant_state.bitsandbytes__"
 
 
@@ -150,7 +151,7 @@ class Bnb4(msgspec.Struct, frozen=True):
         packed = tensors["weight"].reshape(n, k // 2)
         codes = torch.stack((packed >> 4, packed & 15), -1).view(n, k)
         values = tensors["weight.quant_map"]
-        if bool((values.abs() > 1).any()):
+        if not bool((values.abs() <= 1).all()):  # nor NaN
             raise wrong("weight.quant_map", "has values beyond 1")
         table = ((values * 127).round() + 128).to(torch.uint8)
         scales = largest.view(n, k // block) / 127
@@ -203,8 +204,10 @@ def _unnested(
         not isinstance(block, int)
         or block < 1
         or not isinstance(offset, float | int)
+        or not abs(offset) <= MAX_OFFSET
         or largest.numel() != math.ceil(codes.numel() / block)
     ):
         raise wrong("quant_state", "nested_blocksize and nested_offset do not fit nested_absmax")
     values = tensors["weight.nested_quant_map"][codes.long()]
+    block = min(block, codes.numel())
     return values * largest.repeat_interleave(block)[: codes.numel()] + float(offset)

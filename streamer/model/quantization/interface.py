@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from streamer.errors import ModelNotSupported
-from streamer.kernels.weights import Weight
+from streamer.kernels.weights import QuantizedWeight, Weight
 from streamer.model.checkpoint import FLOATS
 
 GROUPS = (128, 64, 32, 16)  # of QuantizedWeight, beside whole rows
@@ -125,6 +125,17 @@ def regroup(scales: torch.Tensor, group: int, k: int) -> torch.Tensor:
     if group in (-1, held) or group >= k:
         return scales.contiguous()
     return scales.repeat_interleave(group // held, 1)[:, : math.ceil(k / held)].contiguous()
+
+
+def check_finite(module: str, weight: QuantizedWeight) -> QuantizedWeight:
+    """The weight; ModelNotSupported for a scale or offset that would make every answer NaN."""
+    for field, values in (("scales", weight.scales), ("offsets", weight.offsets)):
+        # A sum is NaN or infinite if a number is, and three times as fast as looking at each.
+        if values is not None and not math.isfinite(float(values.sum())):
+            strange = int((~values.isfinite()).sum())
+            if strange:
+                raise wrong(f"{module}: {field}", f"{strange} are NaN or infinite", "scales")
+    return weight
 
 
 def num_groups(k: int, group: int) -> int:

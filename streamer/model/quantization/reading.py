@@ -5,8 +5,12 @@ Pure functions on parsed JSON, beside Fields; called by schemes.py and compresse
 
 from __future__ import annotations
 
+import math
 import re
+import time
 from typing import Any
+
+import regex
 
 from streamer.errors import ModelNotSupported
 from streamer.model.fields import Fields
@@ -14,7 +18,9 @@ from streamer.model.quantization.interface import held_group
 from streamer.model.quantization.scaled import Grid
 
 MAX_PATTERN = 1000  # characters of a pattern in config.json
-MAX_NAMES = 100_000
+MAX_REPEATS = 1000  # of all its counts, multiplied: compiled, they are written out
+MAX_MATCHING_S = 0.5  # of a pattern and all names
+MAX_NAMES = 1 << 18  # characters of a list
 
 
 def refused(field: str, value: Any, expected: str) -> ModelNotSupported:
@@ -32,31 +38,55 @@ def fields(given: dict[str, Any]) -> Fields:
 
 def names(value: Any, field: str) -> list[str]:
     """A list of strings, however nested; null is empty."""
-    if value is None:
-        return []
     found: list[str] = []
-    for item in value if isinstance(value, list) else [None]:
+    left: list[Any] = [] if value is None else [value if isinstance(value, list) else None]
+    num_characters = 0
+    while left:
+        item = left.pop()
         if isinstance(item, list):
-            found += names(item, field)
+            left += reversed(item)
         elif isinstance(item, str):
             found.append(item)
+            num_characters += len(item) + 1
         else:
             raise refused(field, value, "a list of strings")
-    if len(found) > MAX_NAMES:
-        raise refused(field, f"{len(found)} names", f"at most {MAX_NAMES}")
+    if num_characters > MAX_NAMES:
+        raise refused(field, f"{num_characters} characters", f"at most {MAX_NAMES}")
     return found
 
 
-def pattern(text: str, field: str) -> re.Pattern[str]:
-    """A regular expression of config.json, compiled."""
-    if len(text) > MAX_PATTERN:
-        raise refused(field, text, f"patterns of at most {MAX_PATTERN} characters")
-    try:
-        return re.compile(text)
-    except (re.error, RecursionError, OverflowError) as e:
-        raise ModelNotSupported(
-            f"quantization_config: {field} {text[:100]!r} is no pattern: {e}", param=field
-        ) from e
+class Pattern:
+    """A regular expression of config.json. Some take hours for one name: all that is asked of it
+    takes at most MAX_MATCHING_S, or ModelNotSupported says so."""
+
+    def __init__(self, text: str, field: str) -> None:
+        if len(text) > MAX_PATTERN:
+            raise refused(field, text, f"patterns of at most {MAX_PATTERN} characters")
+        self._text = text
+        self._field = field
+        self._left_s = MAX_MATCHING_S
+        counts = re.findall(r"\d+", " ".join(re.findall(r"\{([\d, ]*)\}", text)))
+        if math.prod(max(1, int(count[:9])) for count in counts) > MAX_REPEATS:
+            raise self._wrong(f"repeats more than {MAX_REPEATS} times")
+        try:
+            re.compile(text)  # what that of the package knows beyond is no pattern of transformers
+            self._compiled = regex.compile(text)
+        except (re.error, regex.error, RecursionError, OverflowError) as e:
+            raise self._wrong(f"is no pattern: {e}") from e
+
+    def matches(self, name: str) -> bool:
+        """Whether a name begins so."""
+        start_s = time.perf_counter()
+        try:
+            found = self._compiled.match(name, timeout=max(self._left_s, 0.001))
+        except TimeoutError as e:
+            raise self._wrong(f"takes more than {MAX_MATCHING_S} s to match") from e
+        self._left_s -= time.perf_counter() - start_s
+        return found is not None
+
+    def _wrong(self, why: str) -> ModelNotSupported:
+        text = f"quantization_config: {self._field} {self._text[:100]!r} {why}"
+        return ModelNotSupported(text, param=self._field)
 
 
 def group_size(value: Any, field: str = "group_size") -> int:

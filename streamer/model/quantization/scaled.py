@@ -48,7 +48,7 @@ class Grid(msgspec.Struct, frozen=True):
         """Scales of this grid as float32 [n, ceil(k / held_group)]."""
         values = scale_values(scales).reshape(-1, num_groups(k, self.columns))
         if values.shape[0] != n:  # one for several rows, the last of which may be fewer
-            times = n if self.rows == -1 else self.rows
+            times = n if self.rows == -1 else min(self.rows, n)
             values = values.repeat_interleave(times, 0)[:n]
         return regroup(values, self.columns, k)
 
@@ -113,6 +113,8 @@ class Numbers(msgspec.Struct, frozen=True):
         if not self.has_zeros:
             return QuantizedWeight(codes, scales, group, self.bits, zero=zero)
         zeros = grid.spread(tensors["weight_zero_point"].float() + zero, n, k)
+        if bool(((zeros < 0) | (zeros >= 2 * zero)).any()):
+            raise wrong("weight_zero_point", f"has values beyond {self.bits} bits", "num_bits")
         return with_zeros(codes, scales, zeros, self.bits, group)
 
 

@@ -8,7 +8,6 @@ config.json says of it: writers differ in how they match the names that they ski
 from __future__ import annotations
 
 import fnmatch
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,7 +19,7 @@ from streamer.model.quantization.compressed import class_of, parse_compressed
 from streamer.model.quantization.float4 import Bnb4, Bnb8, Mxfp4, Nvfp4
 from streamer.model.quantization.gptq import ONES, Awq, Gptq
 from streamer.model.quantization.interface import DENSE, Scheme
-from streamer.model.quantization.reading import block, fields, group_size, names, pattern, refused
+from streamer.model.quantization.reading import Pattern, block, fields, group_size, names, refused
 from streamer.model.quantization.scaled import Grid, Numbers
 
 Rule = Callable[[str], Scheme]
@@ -78,14 +77,14 @@ def _gptq(given: dict[str, Any]) -> Rule:
     dynamic = given.get("dynamic") or {}
     if not isinstance(dynamic, dict):
         raise refused("dynamic", dynamic, "an object")
-    rules: list[tuple[re.Pattern[str], Scheme]] = []
+    rules: list[tuple[Pattern, Scheme]] = []
     for text, change in dynamic.items():
         scheme: Scheme = DENSE
         if not text.startswith("-:") and change is not False:
             if not isinstance(change, dict):
                 raise refused("dynamic", change, "an object or false for each pattern")
             scheme = _gptq_scheme({**given, **change}, form == "gptq")
-        rules.append((pattern(text.removeprefix("-:").removeprefix("+:"), "dynamic"), scheme))
+        rules.append((Pattern(text.removeprefix("-:").removeprefix("+:"), "dynamic"), scheme))
     chosen = names(given.get("modules_in_block_to_quantize"), "modules_in_block_to_quantize")
 
     def rule(module: str) -> Scheme:
@@ -93,7 +92,7 @@ def _gptq(given: dict[str, Any]) -> Rule:
             return DENSE
         if chosen and not any(module.endswith(f".{name}") for name in chosen):
             return DENSE
-        return next((scheme for p, scheme in rules if p.match(module)), base)
+        return next((scheme for p, scheme in rules if p.matches(module)), base)
 
     return rule
 
@@ -177,10 +176,10 @@ def _skipping(given: dict[str, Any], lists: tuple[str, ...], scheme: Scheme) -> 
     """The scheme for all but embeddings and the modules of the lists, matched as transformers does:
     a pattern for the beginning of a name up to a dot, or its end."""
     texts = [text for name in lists for text in names(given.get(name), name)]
-    compiled = [pattern(rf"(?:{text})(?:(?<=\.)|(?=\.|$))", lists[0]) for text in texts]
+    compiled = [Pattern(rf"(?:{text})(?:(?<=\.)|(?=\.|$))", lists[0]) for text in texts]
 
     def rule(module: str) -> Scheme:
-        skip = any(p.match(module) for p in compiled) or module.endswith(tuple(texts))
+        skip = any(p.matches(module) for p in compiled) or module.endswith(tuple(texts))
         return DENSE if skip or class_of(module) == "Embedding" else scheme
 
     return rule

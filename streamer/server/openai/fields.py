@@ -207,7 +207,8 @@ def _numbered(name: str, value: dict[int | str, float] | None) -> dict[int, floa
     try:
         found: dict[int, float] = msgspec.convert(value, _NUMBERED[name], strict=False)
     except msgspec.ValidationError as e:
-        raise InvalidRequest(f"{name}: {e}", param=name, code="invalid_type") from None
+        what = str(e).partition(" - at ")[0]
+        raise InvalidRequest(f"{name}: {what}", param=name, code="invalid_type") from None
     return found
 
 
@@ -315,7 +316,10 @@ def _with_key(kind: Any, name: str, data: bytes | str) -> str:
     """`name.key` for the first key of an object, a field of the body, that its type refuses."""
     hints = (get_type_hints(each).get(name) for each in get_args(kind) or (kind,))
     hint = next(filter(None, hints), None)
-    found = _ANY.decode(data)[name] if hint is not None else None
+    try:
+        found = _ANY.decode(data)[name] if hint is not None else None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # further on
+        return name
     # of a repeated name this is the last value, which may be no object
     for key, value in found.items() if isinstance(found, dict) else ():
         try:

@@ -118,6 +118,7 @@ IMPOSSIBLE: dict[str, tuple[bytes, str]] = {
         a_file((pair("a", ARRAY, struct.pack("<IQ", STRING, 1) + HUGE),)),
         "a: it ends at",
     ),
+    "a key of nothing": (a_file((pair("", U32, bytes(4)),)), "the key of pair 0: it is empty"),
     "a key twice": (a_file((pair("a", U32, bytes(4)),) * 2), "a: it is stated twice"),
     "a tensor twice": (a_file((), (ONE, tensor("t", (32,), 0, 256)), 512), "tensor t: it is st"),
     "no dimensions": (a_file((), (tensor("t", (), 0, 0),), 64), "tensor t: it has 0 dim"),

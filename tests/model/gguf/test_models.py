@@ -178,3 +178,15 @@ def test_a_file_cut_after_it_was_opened_is_refused(checkpoint: Any, tmp_path: Pa
         f.truncate(read_header(file).tensors[4].start)
     with pytest.raises(ModelNotSupported, match="was cut while it was read"):
         load_decoder(reference, known.checkpoint, known.decoder, torch.float32, show_progress=False)
+
+
+def test_a_blocks_scale_that_is_no_number_is_refused(checkpoint: Any, tmp_path: Path) -> None:
+    """Every answer would be NaN."""
+    folder = Path(shutil.copytree(checkpoint("llama", 1, **SIZES), tmp_path / "m"))
+    file = write_gguf(folder, tmp_path / "m.gguf", lambda name: Kind.Q4_0)
+    place = next(p for p in read_header(file).tensors if p.name == "blk.1.ffn_up.weight")
+    with file.open("rb+") as f:
+        f.seek(place.start + 18 * 5)
+        f.write(np.float16(np.nan).tobytes())
+    with pytest.raises(ModelNotSupported, match=r"1\.mlp\.up_proj: scales: 1 are NaN or infinite"):
+        load(file)

@@ -163,6 +163,17 @@ def test_values_that_lie_are_named_with_their_module(folder: Path) -> None:
         load(folder)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_scales_that_are_no_numbers_are_named(folder: Path, value: float) -> None:
+    """Every answer would be NaN."""
+    name = "model.layers.1.mlp.up_proj"
+    scales = load_file(folder / "model.safetensors")[f"{name}.scales"]
+    scales[1, 5] = value
+    change(folder, **{f"{name}.scales": scales})
+    with pytest.raises(ModelNotSupported, match=rf"{name}: scales: 1 are NaN or infinite"):
+        load(folder)
+
+
 def test_a_truncated_file_is_refused(folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -304,6 +305,11 @@ def test_bitsandbytes_eight_bits() -> None:
     ("scheme", "change", "says"),
     [
         (Numbers("", False, (Grid(),), 4), {"weight": torch.full((8, 64), 9)}, "beyond 4 bits"),
+        (
+            Numbers("", False, (Grid(),), 4, has_zeros=True),
+            {"weight_zero_point": torch.full((8, 1), -100)},
+            "weight_zero_point: has values beyond 4 bits",
+        ),
         (Mxfp4(has_blocks=True), {"weight_scales": torch.full((8, 2), 255)}, "255"),
     ],
 )
@@ -314,9 +320,36 @@ def test_values_that_no_writer_makes(
     tensors = {
         "weight": torch.zeros(8, 64, dtype=torch.int8),
         "weight_scale": torch.ones(8, 1),
+        "weight_zero_point": torch.zeros(8, 1, dtype=torch.int8),
         "weight_blocks": torch.zeros(8, 2, 16, dtype=torch.uint8),
         "weight_scales": torch.zeros(8, 2, dtype=torch.uint8),
     }
     tensors |= {name: value.to(tensors[name].dtype) for name, value in change.items()}
     with pytest.raises(ModelNotSupported, match=says):
         scheme.read(tensors, 8, 64)
+
+
+def test_a_scale_for_more_rows_than_there_are_takes_no_more_memory() -> None:
+    scales = Grid(1 << 40, 64).spread(torch.tensor([[2.0, 3.0]]), 5, 128)
+    assert torch.equal(scales, torch.tensor([2.0, 3.0]).expand(5, 2))
+
+
+@pytest.mark.parametrize(
+    ("state", "values"),
+    [
+        ({"nested_blocksize": 1 << 70, "nested_offset": 10**400}, torch.linspace(-1, 1, 16)),
+        ({"nested_blocksize": 1 << 70, "nested_offset": 0}, torch.full((16,), torch.nan)),
+    ],
+)
+def test_a_bitsandbytes_state_that_lies(state: dict[str, int], values: torch.Tensor) -> None:
+    said = {"shape": [8, 64], "quant_type": "nf4", "blocksize": 64, **state}
+    tensors = {
+        "weight": torch.zeros(256, 1, dtype=torch.uint8),
+        "weight.absmax": torch.zeros(8, dtype=torch.uint8),
+        "weight.quant_map": values,
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor([*json.dumps(said).encode()]),
+        "weight.nested_absmax": torch.ones(1),
+        "weight.nested_quant_map": torch.zeros(256),
+    }
+    with pytest.raises(ModelNotSupported, match=r"quant_state|quant_map"):
+        Bnb4("nf4", True).read(tensors, 8, 64)

@@ -9,6 +9,7 @@ import pytest
 from streamer.errors import ModelNotSupported
 from streamer.model.checkpoint import TensorEntry
 from streamer.model.fallback import model_class_of
+from streamer.model.quantization import reading
 from streamer.model.quantization.interface import DENSE
 from streamer.model.quantization.schemes import Schemes, parse_quantization
 
@@ -161,6 +162,34 @@ def test_compressed_tensors_refused(
     """Formats, widths and combinations that no parser here reads."""
     with pytest.raises(ModelNotSupported, match=says):
         compressed(weights, form, **more)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "says"),
+    [
+        ("(?:(.)|(..)|(...))+(?!.)[^a-z]", "takes more than"),
+        ("((a{99}){99}){99}", "repeats more than 1000 times"),
+    ],
+)
+def test_a_pattern_that_takes_hours_is_refused(
+    monkeypatch: pytest.MonkeyPatch, pattern: str, says: str
+) -> None:
+    monkeypatch.setattr(reading, "MAX_MATCHING_S", 0.01)
+    with pytest.raises(ModelNotSupported, match=says) as error:
+        compressed(INT4, ignore=[f"re:{pattern}"]).of(ATTENTION, {})
+    assert error.value.param == "ignore"
+
+
+def test_names_may_be_nested_however_deep() -> None:
+    names: Any = "lm_head"
+    for _ in range(5000):
+        names = [names]
+    assert compressed(INT4, ignore=names).of("lm_head", {}) is DENSE
+
+
+def test_lists_of_names_are_bounded() -> None:
+    with pytest.raises(ModelNotSupported, match="at most 262144"):
+        compressed(INT4, ignore=["re:a" * 200] * 400)
 
 
 def test_other_architectures_are_refused_quantized() -> None:

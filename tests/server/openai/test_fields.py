@@ -110,6 +110,10 @@ def test_unknown_fields_are_ignored() -> None:
         (b'{"messages":[],"ignore_eos":1}', "ignore_eos"),
         (b'{"messages":[],"logit_bias":{"7":1,"x":1}}', "logit_bias.x"),
         (b'{"messages":[],"logit_bias":{"7":1,"8":"a"}}', "logit_bias.8"),
+        # No JSON follows, so the key can't be found.
+        (b'{"messages":[],"logit_bias":{"8":"a"},"x":tru}', "logit_bias"),
+        (b'{"messages":[],"logit_bias":{"8":"a"},"\xf6":1}', "logit_bias"),
+        (b'{"messages":[],"logit_bias":{"8":"a"},"x":' + b"[" * 9999, "logit_bias"),
         (b'{"messages":[],"metadata":{"a":1}}', "metadata.a"),
         (b'{"messages":[],"top_k":Infinity}', "top_k"),
         (b'{"messages":[],"top_k":1e400}', "top_k"),
