@@ -348,7 +348,7 @@ INLINE void attend_keys(const Op *op, const Tile *tile, const Keys *keys, const 
     }
     for (; r < rows; r += ROWS_MAX) {
         const char *q = tile->q + r * D * size_of(dtype);
-        multiply_rows[dtype][least(ROWS_MAX, rows - r)](tile->scores + r * TILE, 1, q, D,
+        multiply_rows[dtype][min_int(ROWS_MAX, rows - r)](tile->scores + r * TILE, 1, q, D,
                                                         tile->panel, D, next->key[TILE / 2],
                                                         r || op->flags ? 0 : 4);
     }
@@ -425,18 +425,18 @@ INLINE void attend(const Op *op, int64_t row, int64_t start, int64_t head, int64
     const int64_t *starts = op->p[5], *table = (const int64_t *)op->p[7] + row * op->n[5];
     int64_t D = op->n[2], share = op->n[0] / op->n[1], window = op->n[7];
     int64_t count = starts[row + 1] - starts[row], context = ((const int64_t *)op->p[6])[row];
-    int64_t queries = least(count - start, most(1, TILE_QUERIES / share));
+    int64_t queries = min_int(count - start, max_int(1, TILE_QUERIES / share));
     int64_t token = starts[row] + start, first = context - count + start;
     int64_t each = head_bytes(queries * share, divide_up(D, TILE) * TILE, D);
-    int64_t together = least(HEADS_MAX, most(1, TOGETHER_BYTES / each));
-    int64_t begin = window ? most(0, first - window + 1) / TILE * TILE : 0;
+    int64_t together = min_int(HEADS_MAX, max_int(1, TOGETHER_BYTES / each));
+    int64_t begin = window ? max_int(0, first - window + 1) / TILE * TILE : 0;
     int64_t end = first + queries; /* what the last query sees */
     Keys keys[2];
     int i = 0;
     find_keys(op, table, head, begin, end, &keys[0], dtype);
     for (; head <= last; head += together) {
         Tile tiles[HEADS_MAX];
-        int64_t heads = least(together, last + 1 - head);
+        int64_t heads = min_int(together, last + 1 - head);
         for (int64_t h = 0; h < heads; h++) {
             tiles[h] = make_tile(op, queries, first, h, me);
             take_queries(op, &tiles[h], token, head + h, dtype);
@@ -446,7 +446,7 @@ INLINE void attend(const Op *op, int64_t row, int64_t start, int64_t head, int64
                 int64_t next = head + h + 1, from = key;
                 if (h + 1 == heads && key + TILE < end) next = head, from = key + TILE;
                 else if (h + 1 == heads) from = begin;
-                find_keys(op, table, least(next, last), from, end, &keys[i ^ 1], dtype);
+                find_keys(op, table, min_int(next, last), from, end, &keys[i ^ 1], dtype);
                 attend_keys(op, &tiles[h], &keys[i], &keys[i ^ 1], key, dtype);
             }
         for (int64_t h = 0; h < heads; h++) put_sums(op, &tiles[h], token, head + h, dtype);
@@ -457,12 +457,12 @@ INLINE void attend(const Op *op, int64_t row, int64_t start, int64_t head, int64
  * with few tiles there are more chunks, so that all threads have work although one row may be longer
  * than the others. One tile alone has no such neighbour. */
 static int64_t attention_groups(const Op *op, const Step *step, int threads) {
-    int64_t tiles = most(1, step->counts[op->count]);
-    return least(op->n[1], divide_up((tiles == 1 ? 2 : 16) * threads, tiles));
+    int64_t tiles = max_int(1, step->counts[op->count]);
+    return min_int(op->n[1], divide_up((tiles == 1 ? 2 : 16) * threads, tiles));
 }
 
 static int64_t attention_chunks(const Op *op, const Step *step, int threads) {
-    return most(1, step->counts[op->count]) * attention_groups(op, step, threads);
+    return max_int(1, step->counts[op->count]) * attention_groups(op, step, threads);
 }
 
 static void attention_run(const Op *op, const Step *step, int64_t chunk, Worker *me) {

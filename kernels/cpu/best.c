@@ -6,7 +6,7 @@
 
 static int64_t best_chunks(const Op *op, const Step *step, int threads) {
     (void)threads;
-    return most(1, step->counts[op->count]);
+    return max_int(1, step->counts[op->count]);
 }
 
 INLINE void best_row(const Op *op, int64_t row, int dtype) {
@@ -43,7 +43,7 @@ INLINE void best_row(const Op *op, int64_t row, int dtype) {
         for (i = 0; i < V; i++)
             if (load_one(x, i, dtype) != load_one(x, i, dtype)) value = NAN;
     ((float *)op->p[1])[row] = value;
-    ((int64_t *)op->p[2])[row] = most(best, 0);
+    ((int64_t *)op->p[2])[row] = max_int(best, 0);
 }
 
 static void best_run(const Op *op, const Step *step, int64_t chunk, Worker *me) {

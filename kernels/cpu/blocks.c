@@ -36,21 +36,21 @@ INLINE void fifth_bits(const uint8_t *b, uint8_t *codes) {
 
 /* Eight scales and mins of 6 bits each, in 12 bytes. */
 INLINE void six_bits(const uint8_t *b, float *scales, float *offsets) {
-    float d = half_at(b), least = -half_at(b + 2);
+    float d = half_at(b), lowest = -half_at(b + 2);
     const uint8_t *low = b + 4, *low_mins = b + 8, *both = b + 12;
     for (int i = 0; i < 4; i++) {
         scales[i] = d * (float)(low[i] & 63);
-        offsets[i] = least * (float)(low_mins[i] & 63);
+        offsets[i] = lowest * (float)(low_mins[i] & 63);
         scales[i + 4] = d * (float)((both[i] & 15) | (low[i] >> 2 & 48));
-        offsets[i + 4] = least * (float)(both[i] >> 4 | (low_mins[i] >> 2 & 48));
+        offsets[i + 4] = lowest * (float)(both[i] >> 4 | (low_mins[i] >> 2 & 48));
     }
 }
 
 INLINE void q2_k(const uint8_t *b, uint8_t *codes, float *scales, float *offsets) {
-    float d = half_at(b + 80), least = -half_at(b + 82);
+    float d = half_at(b + 80), lowest = -half_at(b + 82);
     for (int i = 0; i < 16; i++) {
         scales[i] = d * (float)(b[i] & 15);
-        offsets[i] = least * (float)(b[i] >> 4);
+        offsets[i] = lowest * (float)(b[i] >> 4);
     }
     for (int part = 0; part < 8; part++)
         for (int i = 0; i < 32; i++)
@@ -148,14 +148,14 @@ static Sizes unpack_row(int64_t format, int64_t blocks, const uint8_t *row, uint
 
 static int64_t unpack_chunks(const Op *op, const Step *step, int threads) {
     (void)threads;
-    return most(1, divide_up(step->counts[op->count], UNPACK_ROWS));
+    return max_int(1, divide_up(step->counts[op->count], UNPACK_ROWS));
 }
 
 static void unpack_run(const Op *op, const Step *step, int64_t chunk, Worker *me) {
     (void)me;
     int64_t blocks = op->n[0], format = op->n[1];
     Sizes each = unpack_row(format, 0, 0, 0, 0, 0);
-    int64_t last = least(step->counts[op->count], (chunk + 1) * UNPACK_ROWS);
+    int64_t last = min_int(step->counts[op->count], (chunk + 1) * UNPACK_ROWS);
     for (int64_t i = chunk * UNPACK_ROWS; i < last; i++) {
         int64_t first = i * blocks;
         float *offsets = op->p[3] ? (float *)op->p[3] + first * each.groups : 0;

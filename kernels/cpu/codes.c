@@ -11,7 +11,6 @@
 enum { PLAIN, INT8, FP8 }; /* an op's flags: the pool's elements are the op's floats, or codes */
 
 #define HEAD_MAX 1024 /* the largest D */
-#define LEAST 1e-30f  /* as in quantized.py */
 
 typedef int8_t vb __attribute__((vector_size(VW)));
 typedef vb vb_any __attribute__((aligned(1), may_alias));
@@ -53,7 +52,7 @@ INLINE void store_codes(int8_t *codes, float *scale, const void *x, int64_t D, i
         top = fabsf(v) > top || v != v ? fabsf(v) : top;
     }
     *scale = top * (1.0f / (kind == INT8 ? 127.0f : 448.0f));
-    float inverse = *scale < LEAST ? 0.0f : 1.0f / *scale;
+    float inverse = *scale < MIN_SCALE ? 0.0f : 1.0f / *scale;
     for (i = 0; i + VW <= D; i += VW) store_f32(scaled + i, load(x, i, dtype) * inverse);
     for (; i < D; i++) scaled[i] = load_one(x, i, dtype) * inverse;
     for (int j = 0; j < VW; j++) scaled[D + j] = 0;

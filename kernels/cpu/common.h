@@ -166,8 +166,10 @@ INLINE vi lane_numbers(void) {
 INLINE vf choose(vi where, vf yes, vf no) { return (vf)((where & (vi)yes) | (~where & (vi)no)); }
 /* b where either is NaN. */
 INLINE vf max_of(vf a, vf b) { return choose(a > b, a, b); }
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+#define MIN_SCALE 1e-30f /* what has a smaller scale is stored as zeros, as in quantized.py */
+
+INLINE int64_t min_int(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t max_int(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 /* exp by 2**n * 2**f, f from -0.5 to 0.5: a polynomial of degree 6, within 2 units in the last

@@ -6,7 +6,7 @@
 
 static int64_t copy_chunks(const Op *op, const Step *step, int threads) {
     (void)threads;
-    return most(1, step->counts[op->count]);
+    return max_int(1, step->counts[op->count]);
 }
 
 static void copy_run(const Op *op, const Step *step, int64_t chunk, Worker *me) {

@@ -109,7 +109,7 @@ static void collect(const Op *op, const char *x, float top, float scale, float l
             for (int j = 0; j < VW; j++) any |= is_near[j];
             if (!any) continue;
         }
-        for (int64_t j = i; j < least(V, i + VW); j++) {
+        for (int64_t j = i; j < min_int(V, i + VW); j++) {
             float distance = (top - load_one(x, j, dtype)) * scale;
             if (distance <= limit && distance < INFINITY) near->distance[near->count++] = distance;
         }
@@ -183,7 +183,7 @@ INLINE void draw_row(const Op *op, int64_t row, Worker *me, int dtype) {
     }
     for (int64_t from = 0; from < V; from += 4 * GROUPS) {
         int32_t any = 0;
-        int64_t last = least(V, from + 4 * GROUPS);
+        int64_t last = min_int(V, from + 4 * GROUPS);
         for (i = from; i + VW <= last; i += VW) {
             vi is_near = (top - load(x, i, dtype)) * scale <= cut;
             for (int j = 0; j < VW; j++) any |= is_near[j];
@@ -203,7 +203,7 @@ INLINE void draw_row(const Op *op, int64_t row, Worker *me, int dtype) {
 
 static int64_t draw_chunks(const Op *op, const Step *step, int threads) {
     (void)threads;
-    return most(1, step->counts[op->count]);
+    return max_int(1, step->counts[op->count]);
 }
 
 static void draw_run(const Op *op, const Step *step, int64_t chunk, Worker *me) {

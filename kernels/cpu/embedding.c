@@ -10,7 +10,7 @@
 
 static int64_t embedding_chunks(const Op *op, const Step *step, int threads) {
     (void)threads;
-    return most(1, step->counts[op->count]);
+    return max_int(1, step->counts[op->count]);
 }
 
 static void embedding_run(const Op *op, const Step *step, int64_t chunk, Worker *me) {
@@ -30,7 +30,7 @@ static void dense_rows_run(const Op *op, const Step *step, int64_t chunk, Worker
     char *to = (char *)op->p[2] + chunk * H * size;
     from += token % TILE * each * size;
     for (int64_t k = 0; k < H; k += each, from += TILE * each * size)
-        memcpy(to + k * size, from, (size_t)(least(each, H - k) * size));
+        memcpy(to + k * size, from, (size_t)(min_int(each, H - k) * size));
 }
 
 INLINE float scale_at(const char *p, int64_t i, int is_wide) {
@@ -60,7 +60,7 @@ static void quantized_rows_run(const Op *op, const Step *step, int64_t chunk, Wo
     for (int64_t k = 0; k < H; from += shape.header + group * TILE * bits / 8) {
         float scale = scale_at(from, j, is_wide), offset = 0.0f;
         if (shape.form & OFFSETS) offset = scale_at(from + shape.header / 2, j, is_wide);
-        for (int64_t end = least(H, k + group), first = k; k < end; k++) {
+        for (int64_t end = min_int(H, k + group), first = k; k < end; k++) {
             int64_t i = k - first;
             const char *codes = from + shape.header + i / 16 * TILE * 2 * bits;
             int code = code_at((const uint8_t *)codes + 4 * j, i % 16, bits);

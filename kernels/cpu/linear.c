@@ -110,14 +110,14 @@ INLINE void linear_panel(const Op *op, int64_t panel, int64_t from, int64_t rows
     int64_t K = op->n[0], bytes = panel_bytes(K, dtype), passes = divide_up(rows, ROWS_MAX);
     int64_t each = divide_up(rows, passes), depth = passes == 1 ? K : DEPTH;
     int64_t ahead = passes == 1 ? AHEAD : depth * TILE * size_of(dtype);
-    int64_t fetching = least(passes, FETCHING);
+    int64_t fetching = min_int(passes, FETCHING);
     for (int64_t k = 0; k < K; k += depth) {
         const char *w = (const char *)op->p[1] + panel * bytes + k * TILE * size_of(dtype);
         const char *x = at(op->p[0], from * op->n[2] + k, dtype);
         for (int64_t row = 0, pass = 0; row < rows; row += each, pass++)
-            multiply_rows[dtype][least(each, rows - row)](
+            multiply_rows[dtype][min_int(each, rows - row)](
                 sum + row * TILE, k == 0, x + row * op->n[2] * size_of(dtype), op->n[2], w,
-                least(depth, K - k), w + ahead + ahead * pass / fetching,
+                min_int(depth, K - k), w + ahead + ahead * pass / fetching,
                 pass < fetching ? (int)divide_up(FETCHING, fetching) : 0);
     }
     finish(op, sum, rows, from, panel, dtype);
@@ -126,14 +126,14 @@ INLINE void linear_panel(const Op *op, int64_t panel, int64_t from, int64_t rows
 static void linear_run(const Op *op, const Step *step, int64_t chunk, Worker *me) {
     int64_t rows = step->counts[op->count], panels = divide_up(op->n[1], TILE);
     int64_t at_once = panels_at_once(op, me->threads);
-    int64_t first = chunk * at_once, last = least(panels, first + at_once);
+    int64_t first = chunk * at_once, last = min_int(panels, first + at_once);
     int64_t block = rows_at_once(op->n[0] * size_of(op->dtype));
     float *sum = (float *)me->scratch;
     for (int64_t row = 0; row < rows; row += block)
         for (int64_t panel = first; panel < last; panel++)
             if (op->dtype == F32)
-                linear_panel(op, panel, row, least(rows - row, block), sum, F32);
-            else linear_panel(op, panel, row, least(rows - row, block), sum, BF16);
+                linear_panel(op, panel, row, min_int(rows - row, block), sum, F32);
+            else linear_panel(op, panel, row, min_int(rows - row, block), sum, BF16);
 }
 
 /* Floats in a vector: a panel has 2 * VW outputs. */

@@ -29,13 +29,13 @@ INLINE void norm_row(const void *x, const void *weight, void *out, int64_t H, fl
 
 static int64_t norm_chunks(const Op *op, const Step *step, int threads) {
     (void)threads;
-    return most(1, divide_up(step->counts[op->count], NORM_ROWS));
+    return max_int(1, divide_up(step->counts[op->count], NORM_ROWS));
 }
 
 static void norm_run(const Op *op, const Step *step, int64_t chunk, Worker *me) {
     (void)me;
     const int64_t *rows = op->p[3];
-    int64_t last = least(step->counts[op->count], (chunk + 1) * NORM_ROWS);
+    int64_t last = min_int(step->counts[op->count], (chunk + 1) * NORM_ROWS);
     for (int64_t r = chunk * NORM_ROWS; r < last; r++) {
         const void *x = at(op->p[0], (rows ? rows[r] : r) * op->n[1], op->dtype);
         void *out = at(op->p[2], r * op->n[0], op->dtype);

@@ -12,7 +12,7 @@
 /* Panels, which are the rows that bound the op. */
 static int64_t pack_chunks(const Op *op, const Step *step, int threads) {
     (void)threads;
-    return most(1, step->counts[op->count]);
+    return max_int(1, step->counts[op->count]);
 }
 
 /* The row of the weight that is output j of a panel, or -1 where there is none. */
@@ -53,7 +53,7 @@ static void pack_run(const Op *op, const Step *step, int64_t panel, Worker *me) 
 /* 4 codes from k on; beyond K they are 0. */
 INLINE uint32_t four_codes(const uint8_t *from, int64_t k, int64_t K) {
     uint32_t four = 0;
-    if (k < K) memcpy(&four, from + k, (size_t)least(4, K - k));
+    if (k < K) memcpy(&four, from + k, (size_t)min_int(4, K - k));
     return four;
 }
 
@@ -106,7 +106,7 @@ static void pack_quantized_run(const Op *op, const Step *step, int64_t panel, Wo
             if (op->p[3])
                 pack_scale(group + shape.header / 2, j, op->p[3], row * groups + g, is_wide);
             int64_t first = g * op->n[2];
-            int64_t last = least(first + op->n[2], shape.blocks * shape.block);
+            int64_t last = min_int(first + op->n[2], shape.blocks * shape.block);
             pack_row((uint32_t *)(group + shape.header) + j, from, first, last, K,
                      bits_of(shape.form));
         }

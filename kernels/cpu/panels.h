@@ -29,7 +29,7 @@ enum { STORE = 0, ADD_TO = 1, GATE_SILU = 2, GATE_GELU = 3, GATE_GELU_TANH = 4 }
 #endif
 
 static int64_t panels_at_once(const Op *op, int threads) {
-    return most(1, least(MAX_PANELS, divide_up(op->n[1], TILE) / (6 * threads)));
+    return max_int(1, min_int(MAX_PANELS, divide_up(op->n[1], TILE) / (6 * threads)));
 }
 
 static int64_t linear_chunks(const Op *op, const Step *step, int threads) {
@@ -38,7 +38,7 @@ static int64_t linear_chunks(const Op *op, const Step *step, int threads) {
 }
 
 static int64_t rows_at_once(int64_t row_bytes) {
-    int64_t rows = most(BLOCK_ROWS_MIN, least(BLOCK_ROWS, BLOCK_BYTES / row_bytes));
+    int64_t rows = max_int(BLOCK_ROWS_MIN, min_int(BLOCK_ROWS, BLOCK_BYTES / row_bytes));
     return rows / ROWS_MAX * ROWS_MAX;
 }
 

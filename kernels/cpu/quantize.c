@@ -13,7 +13,6 @@
 #include "common.h"
 
 #define RECORD_BYTES 16    /* before the codes */
-#define LEAST_SCALE 1e-30f /* blocks whose scale is below this are zeros, as in quantized.py */
 #define QUANTIZED_ROWS 8   /* a chunk of work */
 
 typedef struct {
@@ -24,7 +23,7 @@ typedef struct {
 
 static int64_t quantize_chunks(const Op *op, const Step *step, int threads) {
     (void)threads;
-    return most(1, divide_up(step->counts[op->count], QUANTIZED_ROWS));
+    return max_int(1, divide_up(step->counts[op->count], QUANTIZED_ROWS));
 }
 
 INLINE void store_bytes(int8_t *to, vi x) {
@@ -90,7 +89,7 @@ INLINE void quantize_span(const Op *op, char *to, const void *x, int64_t first, 
     const int64_t block = op->n[1];
     const int32_t zero = (int32_t)op->n[4];
     float peak = peak_of(x, first, size, dtype), scale = peak * (1.0f / 127.0f);
-    float inverse = scale < LEAST_SCALE ? 0.0f : 1.0f / scale;
+    float inverse = scale < MIN_SCALE ? 0.0f : 1.0f / scale;
     if (!(peak < INFINITY)) {
         scale = NAN;
         inverse = 0.0f;
@@ -110,7 +109,7 @@ INLINE void quantize_row(const Op *op, int64_t row, float *scratch, int dtype) {
     char *to = (char *)op->p[1] + row * op->n[3];
     const int64_t bytes = span / block * (RECORD_BYTES + block);
     for (int64_t k = 0; k < K; k += span, to += bytes) {
-        int64_t size = least(span, divide_up(K - k, block) * block);
+        int64_t size = min_int(span, divide_up(K - k, block) * block);
         if (!order && k + size <= K) {
             quantize_span(op, to, x, k, size, dtype);
             continue;
@@ -123,7 +122,7 @@ INLINE void quantize_row(const Op *op, int64_t row, float *scratch, int dtype) {
 
 static void quantize_run(const Op *op, const Step *step, int64_t chunk, Worker *me) {
     int64_t first = chunk * QUANTIZED_ROWS;
-    int64_t last = least(step->counts[op->count], first + QUANTIZED_ROWS);
+    int64_t last = min_int(step->counts[op->count], first + QUANTIZED_ROWS);
     for (int64_t row = first; row < last; row++)
         if (op->dtype == F32) quantize_row(op, row, (float *)me->scratch, F32);
         else quantize_row(op, row, (float *)me->scratch, BF16);

@@ -201,12 +201,12 @@ static void quantized_panel(const Op *op, const Shape *shape, int64_t panel, int
     int64_t passes = divide_up(rows, AT_ONCE);
     int64_t depth = shape->blocks;
     if (passes > 1) /* whole spans, so that sums are rounded as they are in a single pass */
-        depth = least(depth, divide_up(DEPTH_BYTES / shape->block_bytes, shape->per_span) *
-                                 shape->per_span);
+        depth = min_int(depth, divide_up(DEPTH_BYTES / shape->block_bytes, shape->per_span) *
+                                   shape->per_span);
     const char *w = (const char *)op->p[1] + panel * shape->panel_bytes;
     const char *x = (const char *)op->p[0] + from * op->n[2];
     int64_t bytes = divide_up(shape->panel_bytes * depth, shape->blocks), read = 0;
-    int64_t fetching = least(passes, FETCHING), share = passes == 1 ? 0 : bytes / fetching;
+    int64_t fetching = min_int(passes, FETCHING), share = passes == 1 ? 0 : bytes / fetching;
     int64_t lines = divide_up(divide_up(bytes, 64 * fetching), depth);
     memset(sum, 0, (size_t)(rows * TILE) * sizeof(float));
     for (int64_t b = 0; b < shape->blocks; b += depth, read += bytes) {
@@ -214,7 +214,7 @@ static void quantized_panel(const Op *op, const Shape *shape, int64_t panel, int
         for (int64_t row = 0, pass = 0, end; pass < passes; row = end, pass++) {
             end = rows * (pass + 1) / passes;
             codes_rows[kind][end - row](sum + row * TILE, x + row * op->n[2], op->n[2], w, b,
-                                        least(b + depth, shape->blocks), shape,
+                                        min_int(b + depth, shape->blocks), shape,
                                         next + share * pass, pass < fetching ? lines : 0);
         }
     }
@@ -224,11 +224,11 @@ static void quantized_panel(const Op *op, const Shape *shape, int64_t panel, int
 static void quantized_run(const Op *op, const Step *step, int64_t chunk, Worker *me) {
     int64_t rows = step->counts[op->count], panels = divide_up(op->n[1], TILE);
     int64_t at_once = panels_at_once(op, me->threads);
-    int64_t first = chunk * at_once, last = least(panels, first + at_once);
+    int64_t first = chunk * at_once, last = min_int(panels, first + at_once);
     Shape shape = shape_of(op);
     int64_t block = rows_at_once(op->n[2]);
     for (int64_t row = 0; row < rows; row += block)
         for (int64_t panel = first; panel < last; panel++)
-            quantized_panel(op, &shape, panel, row, least(rows - row, block),
+            quantized_panel(op, &shape, panel, row, min_int(rows - row, block),
                             (float *)me->scratch);
 }

@@ -85,16 +85,16 @@ INLINE void rope_head(const Op *op, int64_t t, int64_t h, int dtype) {
 /* Tokens a chunk: neighbours lie side by side in the pool, so they are taken head by head (2,048
  * tokens of 16/8 heads of 128: 1.3 ms, token by token 2.7; 2026-11-22). */
 static int64_t rope_tokens(const Op *op, const Step *step, int threads) {
-    return most(1, least(ROPE_TOKENS, step->counts[op->count] / (4 * threads)));
+    return max_int(1, min_int(ROPE_TOKENS, step->counts[op->count] / (4 * threads)));
 }
 
 static int64_t rope_chunks(const Op *op, const Step *step, int threads) {
-    return most(1, divide_up(step->counts[op->count], rope_tokens(op, step, threads)));
+    return max_int(1, divide_up(step->counts[op->count], rope_tokens(op, step, threads)));
 }
 
 static void rope_run(const Op *op, const Step *step, int64_t chunk, Worker *me) {
     int64_t tokens = rope_tokens(op, step, me->threads), heads = op->n[0] + 2 * op->n[1];
-    int64_t first = chunk * tokens, last = least(step->counts[op->count], first + tokens);
+    int64_t first = chunk * tokens, last = min_int(step->counts[op->count], first + tokens);
     for (int64_t h = 0; h < heads; h++)
         for (int64_t t = first; t < last; t++)
             if (op->dtype == F32) rope_head(op, t, h, F32);
@@ -108,7 +108,7 @@ static void rope_run(const Op *op, const Step *step, int64_t chunk, Worker *me) 
  */
 static int64_t store_chunks(const Op *op, const Step *step, int threads) {
     (void)threads;
-    return most(1, step->counts[op->count]);
+    return max_int(1, step->counts[op->count]);
 }
 
 static void store_run(const Op *op, const Step *step, int64_t t, Worker *me) {

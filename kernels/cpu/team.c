@@ -155,7 +155,7 @@ Team *team_open(int threads) {
     pthread_mutex_init(&team->lock, 0);
     pthread_cond_init(&team->wake, 0);
     atomic_store(&team->ticket, DONE);
-    for (int i = 0; i < least(threads, THREADS_MAX); i++) {
+    for (int i = 0; i < min_int(threads, THREADS_MAX); i++) {
         Worker *worker = &team->workers[i];
         *worker = (Worker){team, threads, 0};
         if (posix_memalign((void **)&worker->scratch, 64, SCRATCH_BYTES)) break;
