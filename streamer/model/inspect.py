@@ -93,14 +93,14 @@ class Recognized(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     model_limit: int
 
-    def kv_dtype(self, wanted: str) -> torch.dtype:
+    def kv_dtype(self, setting: str) -> torch.dtype:
         """The pools' dtype for a kv_cache_dtype; ConfigError if heads have no room for scales."""
-        if wanted == "auto":
+        if setting == "auto":
             return DTYPES[self.dtype]
         if self.head_dim % quantized.SCALE_BYTES:
             why = f"heads of {self.head_dim} elements have no room for scales"
-            raise ConfigError(f"kv_cache_dtype {wanted}: {why}", param="kv_cache_dtype")
-        return KV_DTYPES[wanted]
+            raise ConfigError(f"kv_cache_dtype {setting}: {why}", param="kv_cache_dtype")
+        return KV_DTYPES[setting]
 
     def block_bytes(self, config: Config) -> int:
         """Bytes of one KV block, all layers; ConfigError as kv_dtype."""
@@ -121,13 +121,13 @@ def check_config(config: dict[str, Any]) -> None:
     model_class_of(config)
 
 
-def recognize(checkpoint: Checkpoint, wanted_dtype: str, device: torch.device = CPU) -> Recognized:
+def recognize(checkpoint: Checkpoint, dtype_setting: str, device: torch.device = CPU) -> Recognized:
     """How this checkpoint is served, or ModelNotSupported saying what is missing."""
     generation_defaults(checkpoint)  # refuses before minutes of loading
     method = parse_quantization(checkpoint.config).method
     is_quantized = bool(method or checkpoint.quantization)
     stored = checkpoint.stored_dtype
-    dtype = choose_dtype(wanted_dtype, stored, device, is_quantized=is_quantized)
+    dtype = choose_dtype(dtype_setting, stored, device, is_quantized=is_quantized)
     if architecture_of(checkpoint.config) in FAMILIES:
         decoder = parse_config(checkpoint.config)
         matrices = check_tensors(checkpoint, decoder)

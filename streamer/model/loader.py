@@ -156,20 +156,20 @@ def check_stored_dtypes(entries: Iterable[TensorEntry]) -> None:
 
 
 def choose_dtype(
-    wanted: str, stored: str, device: torch.device = CPU, *, is_quantized: bool = False
+    setting: str, stored: str, device: torch.device = CPU, *, is_quantized: bool = False
 ) -> torch.dtype:
-    """The dtype to compute in: `wanted` (auto, float32, bfloat16, float16), or the checkpoint's.
+    """The dtype to compute in: `setting` (auto, float32, bfloat16, float16), or the checkpoint's.
 
     float16 has no fast path on a CPU, and bfloat16 would drop 3 of its 10 bits: there auto makes it
     float32; of a quantized checkpoint bfloat16, since the matrices keep fewer bits than that.
     bfloat16 on a CPU that would emulate it becomes float32 too. All are logged.
     """
-    name = STORED.get(stored, "bfloat16") if wanted == "auto" else wanted
-    if name == "float16" and wanted == "auto" and is_quantized:
+    name = STORED.get(stored, "bfloat16") if setting == "auto" else setting
+    if name == "float16" and setting == "auto" and is_quantized:
         logger.warning("the checkpoint's dense tensors are float16, computing in bfloat16")
         name = "bfloat16"
     if name == "float16" and device.type == "cpu":
-        if wanted != "auto":
+        if setting != "auto":
             raise ModelNotSupported("dtype float16 needs a GPU", param="dtype")
         logger.warning(
             "the checkpoint is float16, computing in float32; --dtype bfloat16 halves it"
@@ -177,7 +177,7 @@ def choose_dtype(
         name = "float32"
     if name not in DTYPES:
         raise ModelNotSupported(
-            f"dtype {wanted!r} is not auto, float32, bfloat16 or float16", param="dtype"
+            f"dtype {setting!r} is not auto, float32, bfloat16 or float16", param="dtype"
         )
     if name == "bfloat16" and device.type == "cpu" and not has_bf16():
         logger.warning("this CPU has no bfloat16 arithmetic, computing in float32")

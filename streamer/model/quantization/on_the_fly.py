@@ -160,7 +160,7 @@ def fit(
     heavy = x if importance is None else x * importance
     low, high = x.amin(0), x.amax(0)
     total, square = heavy.sum(0), (heavy * x).sum(0)
-    least, best, best_zero = torch.full_like(low, torch.inf), low, low
+    smallest, best, best_zero = torch.full_like(low, torch.inf), low, low
     for share in SHARES:
         scale = ((high - low) * (share / LEVELS)).clamp_(min=TINY)
         zero = (LEVELS / 2 - (high + low) / 2 / scale).round_().clamp_(0, LEVELS)
@@ -170,13 +170,13 @@ def fit(
             weighed = steps if importance is None else steps * importance
             by_step = (weighed * steps).sum(0)
             error = square - 2 * scale * by_x + scale.square() * by_step
-            is_less = error < least
-            least = torch.where(is_less, error, least)
+            is_less = error < smallest
+            smallest = torch.where(is_less, error, smallest)
             best = torch.where(is_less, scale, best)
             best_zero = torch.where(is_less, zero, best_zero)
             if step < STEPS:
                 scale, zero = _fitted(scale, zero, total, weighed.sum(0), by_x, by_step)
-    best = torch.where(least < torch.inf, best, torch.nan)  # of an infinity or a NaN
+    best = torch.where(smallest < torch.inf, best, torch.nan)  # of an infinity or a NaN
     return _rounded(best, scale_dtype), best_zero
 
 
