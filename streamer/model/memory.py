@@ -122,7 +122,7 @@ def check_weights_fit(weight_bytes: int, free: int) -> None:
     if weight_bytes > free:
         raise NotEnoughMemory(
             f"the weights need {_gib(weight_bytes)}, {_gib(free)} are free; --dtype bfloat16 "
-            "halves what float32 takes",
+            "halves what float32 takes, --quantization int8 that again, int4 nearly so once more",
             param="model",
         )
 
