@@ -311,13 +311,26 @@ def test_nested_tokens_do_not_take_the_machines_memory() -> None:
     nested = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.scores": [0.0] * len(tokens)}
     with pytest.raises(ModelNotSupported, match=r"tokens: its pairs have more than 67108864"):
         from_metadata({"tokenizer.ggml.model": "llama", **nested})
-    # As special tokens they would be a regular expression of 4,000 levels.
+    # As special tokens, those that may be so many would be a regular expression of 1,400 levels.
     control = {
-        "tokenizer.ggml.token_type": [CONTROL] * len(tokens),
+        "tokenizer.ggml.tokens": tokens[:1400],
+        "tokenizer.ggml.scores": [0.0] * 1400,
+        "tokenizer.ggml.token_type": [CONTROL] * 1400,
         "tokenizer.chat_template": "{{ messages }}",
     }
     with pytest.raises(ModelNotSupported, match="no tokenizer can be made of it: maximum recurs"):
         from_metadata({"tokenizer.ggml.model": "llama", **nested, **control})
+
+
+def test_special_tokens_do_not_take_the_machines_memory() -> None:
+    tokens = [f"{i:04}{'x' * 4000}" for i in range(300)]
+    many = {
+        **GOOD,
+        "tokenizer.ggml.tokens": ["a", "b", "ab", *tokens],
+        "tokenizer.ggml.token_type": [1, 1, 1, *[3] * 300],
+    }
+    with pytest.raises(ModelNotSupported, match="type 3 have 1201500 characters; 1048576 can be"):
+        from_metadata(many)
 
 
 def test_a_file_that_does_not_name_its_split_is_warned_of(caplog: Any) -> None:
