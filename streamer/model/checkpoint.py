@@ -87,6 +87,11 @@ class Checkpoint(msgspec.Struct, frozen=True):
     quantization: str | None = None
 
     @property
+    def folder(self) -> Path:
+        """Where the tensors' files are."""
+        return self.path.parent if self.is_gguf else self.path
+
+    @property
     def stored_dtype(self) -> str:
         """The dtype of most numbers; in safetensors, of those that are floats if there are any."""
         totals: dict[str, int] = {}

@@ -3,7 +3,7 @@
 Owns the open files while a model is loaded. They are read and not mapped: a file that is cut or
 replaced meanwhile is an error here, where a mapping would end the process. It takes as long: 600 MB
 in tensors of 4 or 30 MB 0.02 to 0.03 s, as copies out of a mapping do (page cache, 2 cores of an
-EPYC Zen 5, 2026-11-22). Called by loader.py and gguf/source.py.
+EPYC Zen 5, 2026-11-22). Called by loader.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -27,15 +26,8 @@ class WeightFiles:
         self._files: dict[str, FileIO] = {}
         self._stack = ExitStack()
 
-    def __enter__(self) -> WeightFiles:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Close what was opened."""
         self._stack.close()
 
     def read(self, entry: TensorEntry) -> torch.Tensor:

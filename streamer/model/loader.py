@@ -22,7 +22,7 @@ from streamer.model.decoder import Decoder
 from streamer.model.families import DecoderConfig, expected_tensors
 from streamer.model.files import WeightFiles
 from streamer.model.gguf.blocks import LAYOUTS, scheme_of
-from streamer.model.gguf.source import GgufSource
+from streamer.model.gguf.rows import Rows
 from streamer.model.layers import has_bf16
 from streamer.model.memory import return_freed
 from streamer.model.quantization.interface import Matrix, Scheme, Stored, check_finite
@@ -200,11 +200,7 @@ def load_decoder(
     name = f"Loading {checkpoint.path.name}"
     with (
         progress_bar(name, config.num_layers, "layers", show_progress) as advance,
-        (
-            (GgufSource if checkpoint.is_gguf else SafetensorsSource)(
-                checkpoint, matrices, dtype, device, advance
-            )
-        ) as source,
+        FileSource(checkpoint, matrices, dtype, device, advance) as source,
         torch.inference_mode(),
     ):
         model = Decoder(kernels, config, source)
@@ -212,8 +208,8 @@ def load_decoder(
     return model
 
 
-class SafetensorsSource:
-    """A decoder's WeightSource over a checkpoint's files."""
+class FileSource:
+    """A decoder's WeightSource over a checkpoint's files, safetensors or GGUF."""
 
     def __init__(
         self,
@@ -228,9 +224,10 @@ class SafetensorsSource:
         self._checkpoint = checkpoint
         self._matrices = matrices
         self._advance = advance
-        self._files = WeightFiles(checkpoint.path)
+        self._files = WeightFiles(checkpoint.folder)
+        self._shaped = Rows(checkpoint.config) if checkpoint.is_gguf else _shaped
 
-    def __enter__(self) -> SafetensorsSource:
+    def __enter__(self) -> FileSource:
         return self
 
     def __exit__(
@@ -239,7 +236,7 @@ class SafetensorsSource:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._files.__exit__(kind, error, trace)
+        self._files.close()
 
     def take(self, name: str) -> torch.Tensor:
         """The tensor in the computing dtype."""
@@ -264,7 +261,12 @@ class SafetensorsSource:
 
     def _read(self, name: str) -> torch.Tensor:
         entry = self._checkpoint.tensors[name]
-        return self._files.read(entry).view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
+        return self._shaped(entry, self._files.read(entry))
+
+
+def _shaped(entry: TensorEntry, data: torch.Tensor) -> torch.Tensor:
+    """A tensor of safetensors from its bytes."""
+    return data.view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from streamer.model.families import (
     expected_tensors,
     parse_config,
 )
-from streamer.model.loader import SafetensorsSource, check_tensors, progress_bar
+from streamer.model.loader import FileSource, check_tensors, progress_bar
 from streamer.model.quantization.calibrate import Calibration
 from streamer.model.quantization.on_the_fly import GROUP, quantize
 from streamer.model.quantization.schemes import parse_quantization
@@ -64,7 +64,7 @@ def quantize_checkpoint(
     title = f"Quantizing {folder.name}"
     with (
         torch.inference_mode(),
-        SafetensorsSource(checkpoint, matrices, dtype, CPU, lambda: None) as source,
+        FileSource(checkpoint, matrices, dtype, CPU, lambda: None) as source,
         progress_bar(title, config.num_layers, "layers", show_progress) as advance,
     ):
         calibrated = None
