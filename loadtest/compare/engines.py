@@ -91,20 +91,26 @@ class Engine(msgspec.Struct, frozen=True):
 OURS, LLAMA = "streamer", "llamacpp"
 
 
+KV8 = {"kv_cache_dtype": "int8"}
+
+
 def _quantized() -> Iterator[Engine]:
     """Ours and the peers with weights in 8 and 4 bits."""
     for name in ("int8", "int4"):
-        label, options = f"Streamer {name}", {"quantization": name}
-        yield Engine(
-            f"{OURS}-{name}",
-            label,
-            "",
-            "run_streamer",
-            options,
-            serves=True,
-            ready="/ready",
-            weights=name,
-        )
+        for suffix, also, cache in (
+            ("", "", {}),
+            ("-kv8", ", int8 KV", {"kv_cache_dtype": "int8"}),
+        ):
+            yield Engine(
+                f"{OURS}-{name}{suffix}",
+                f"Streamer {name}{also}",
+                "",
+                "run_streamer",
+                {"quantization": name, **cache},
+                serves=True,
+                ready="/ready",
+                weights=name,
+            )
         yield Engine(
             f"openvino-{name}",
             f"OpenVINO {name.upper()}",
@@ -201,7 +207,7 @@ def setup(engine: Engine, model: Model, places: Places, threads: int) -> PeerSet
     return PeerSetup(
         model=places.source(engine, model),
         kv_bytes=KV_BYTES,
-        kv_token_bytes=kv_token_bytes(model),
+        kv_token_bytes=kv_token_bytes(engine, model),
         threads=threads,
         max_len=MAX_LEN,
         max_seqs=MAX_SEQS,
@@ -209,9 +215,9 @@ def setup(engine: Engine, model: Model, places: Places, threads: int) -> PeerSet
     )
 
 
-def kv_token_bytes(model: Model) -> int:
+def kv_token_bytes(engine: Engine, model: Model) -> int:
     """KV bytes of a token in the pool; a model without weights counts as `small`."""
-    return model.kv_token_bytes or 8192
+    return (model.kv_token_bytes or 8192) // (2 if "kv_cache_dtype" in engine.options else 1)
 
 
 def environment(engine: Engine, places: Places, threads: int) -> dict[str, str]:
@@ -246,12 +252,13 @@ def server_command(
 ) -> list[str]:
     """The command line of an engine's own server on 127.0.0.1."""
     python, folder = str(places.python(engine)), places.source(engine, model)
-    token_bytes = kv_token_bytes(model)
+    token_bytes = kv_token_bytes(engine, model)
     listen = ["--host", "127.0.0.1", "--port", str(port)]
     same = ["--dtype", "bfloat16", "--max-model-len", str(MAX_LEN), "--max-num-seqs", str(MAX_SEQS)]
     same += ["--no-enable-prefix-caching", "--served-model-name", SERVED]
     if engine.is_ours:
-        same += [word for name, value in engine.options.items() for word in (f"--{name}", value)]
+        for name, value in engine.options.items():
+            same += [f"--{name.replace('_', '-')}", value]
         blocks = ["--num-gpu-blocks-override", str(KV_BYTES // (BLOCK * token_bytes))]
         blocks += ["--block-size", str(BLOCK), "--no-load-progress", "--log-level", "warning"]
         return [python, "-m", "streamer", "serve", folder, *same, *blocks, *listen]

@@ -98,6 +98,10 @@ def test_quantized_engines_read_their_own_files(tmp_path: Path) -> None:
     assert file in theirs
     assert places.checkpoint(SMALL) in fly
     assert fly[fly.index("--quantization") + 1] == "int4"
+    cached = server_command(ENGINES["streamer-int4-kv8"], SMALL, places, 2, 1)
+    assert cached[cached.index("--kv-cache-dtype") + 1] == "int8"
+    blocks = [int(c[c.index("--num-gpu-blocks-override") + 1]) for c in (fly, cached)]
+    assert blocks[1] == 2 * blocks[0]
     assert compare.columns([4])[0] == "streamer"
     assert "openvino-int4" in compare.columns([4])
     assert "vllm" not in compare.columns([4])
