@@ -69,6 +69,18 @@ class AttentionBatch:
         self.max_context = int(self.context_lens.max()) if self.num_rows else 0
 
     @classmethod
+    def of_row(cls, blocks: torch.Tensor, start: int, end: int, block_size: int) -> AttentionBatch:
+        """The tokens at positions `start` to `end` of one row whose `blocks` [W] are given."""
+        positions = torch.arange(start, end, device=blocks.device)
+        return cls(
+            query_lens=[end - start],
+            context_lens=[end],
+            block_tables=blocks[None],
+            slots=blocks[positions // block_size] * block_size + positions % block_size,
+            block_size=block_size,
+        )
+
+    @classmethod
     def fixed(
         cls,
         slots: torch.Tensor,

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from streamer.kernels.cpu.memory import chunks
+from streamer.kernels.cpu.memory import new_panels
 from streamer.kernels.cpu.program import Call, Kind, issue, new_rows, team
 from streamer.kernels.cpu.quantized_linear import Quantized, Records, merge, widest
 from streamer.kernels.weights import QuantizedWeight, Weight, stack
@@ -47,7 +47,7 @@ class Dense:
         self._bias = bias
         width = 2 * team.lanes
         size = width * -(-k // 2) * 2 * weight.element_size()
-        panels = chunks.empty(-(-padded(n, flags) // width) * size).view(-1, size)
+        panels = new_panels(n, size, has_gates=flags > ADD)
         self._packed = panels.view(weight.dtype)
         self.num_bytes = panels.numel()
         weight = weight.contiguous()
@@ -102,13 +102,6 @@ def embedding(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     out = new_rows(tokens, table.shape[1], dtype=table.dtype)
     issue(Call(Kind.EMBEDDING, tokens, table.dtype, (tokens, table, out), (table.shape[1],)))
     return out
-
-
-def padded(n: int, flags: int) -> int:
-    """Outputs of a weight's panels; of gates, each half is padded."""
-    if flags <= ADD:
-        return n
-    return -(-n // 2 // team.lanes) * team.lanes * 2
 
 
 def _pack_bias(bias: torch.Tensor, flags: int) -> torch.Tensor:

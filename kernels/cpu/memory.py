@@ -14,6 +14,8 @@ import threading
 
 import torch
 
+from streamer.kernels.cpu.program import team
+
 HUGE_PAGE = 2 << 20
 MADV_HUGEPAGE = 14  # Linux's number; a refusal is harmless
 LINE = 64
@@ -53,3 +55,12 @@ class Chunks:
 
 
 chunks = Chunks()
+
+
+def new_panels(n: int, size: int, *, has_gates: bool) -> torch.Tensor:
+    """uint8 [panels, size] for a weight of n outputs; gates and ups are each padded to whole
+    vectors."""
+    lanes = team.lanes
+    outputs = -(-n // 2 // lanes) * lanes * 2 if has_gates else n
+    num_panels = -(-outputs // (2 * lanes))
+    return chunks.empty(num_panels * size).view(num_panels, size)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import torch
 
-from streamer.kernels.cpu.memory import chunks
+from streamer.kernels.cpu.memory import new_panels
 from streamer.kernels.cpu.program import Call, Kind, issue, new_rows, team
 from streamer.kernels.weights import QuantizedWeight, Weight, dequantize
 
@@ -63,8 +63,7 @@ class Quantized:
         width = 2 * team.lanes
         header = width * scales.element_size() * (1 if offsets is None else 2)
         size = -(-k // group) * header + blocks * block * width // 8 * bits
-        rows = n if flags < 2 else -(-n // 2 // team.lanes) * width
-        self._packed = chunks.empty(-(-rows // width) * size).view(-1, size)
+        self._packed = new_panels(n, size, has_gates=flags > 1)
         self.num_bytes = self._packed.numel()
         self._sizes = (group, block, span, form)
         self._bias, self._table, self._permutation = bias, weight.table, weight.permutation

@@ -396,20 +396,14 @@ def _paged_logits(model: FallbackModel, tokens: torch.Tensor) -> torch.Tensor:
     count, block = len(tokens), 16
     blocks = -(-count // block)
     device = tokens.device
-    table = torch.arange(blocks, device=device).flip(0)[None].contiguous()
+    table = torch.arange(blocks, device=device).flip(0)
     pool = model.kernels.new_pool(
         blocks, model.num_layers, block, model.num_kv_heads, model.head_dim, model.dtype, device
     )
     out = []
     for start, end in ((0, count // 2 + 1), (count // 2 + 1, count)):
         positions = torch.arange(start, end, device=device)
-        batch = ops.AttentionBatch(
-            query_lens=[end - start],
-            context_lens=[end],
-            block_tables=table,
-            slots=table[0][positions // block] * block + positions % block,
-            block_size=block,
-        )
+        batch = ops.AttentionBatch.of_row(table, start, end, block)
         out.append(model.forward(tokens[start:end], positions, batch, pool, None))
     return torch.cat(out).float()
 

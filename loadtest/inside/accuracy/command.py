@@ -164,19 +164,13 @@ def log_probs(runner: Any, window: Sequence[int]) -> torch.Tensor:
     pool = kernels.new_pool(
         blocks, model.num_layers, BLOCK, model.num_kv_heads, model.head_dim, runner.kv_dtype
     )
-    table = torch.arange(blocks)[None]
+    table = torch.arange(blocks)
     half = len(window) // 2
     logits = torch.empty(0)
     with torch.inference_mode():
         for start, end in ((0, half), (half, len(window) - 1)):
             positions = torch.arange(start, end)
-            batch = ops.AttentionBatch(
-                query_lens=[end - start],
-                context_lens=[end],
-                block_tables=table,
-                slots=positions,
-                block_size=BLOCK,
-            )
+            batch = ops.AttentionBatch.of_row(table, start, end, BLOCK)
             tokens = torch.tensor(window[start:end])
             logits = model.forward(tokens, positions, batch, pool, None)
         return torch.log_softmax(logits.float(), -1)

@@ -78,13 +78,7 @@ class Calibration:
         """Take the hidden states through a layer."""
         layer = DecoderLayer(kernels, self._config, index, source)
         positions = torch.arange(SEQUENCE)
-        batch = ops.AttentionBatch(
-            query_lens=[SEQUENCE],
-            context_lens=[SEQUENCE],
-            block_tables=torch.arange(SEQUENCE // BLOCK)[None],
-            slots=positions,
-            block_size=BLOCK,
-        )
+        batch = ops.AttentionBatch.of_row(torch.arange(SEQUENCE // BLOCK), 0, SEQUENCE, BLOCK)
         step = Step(batch, positions, self._rope.up_to(SEQUENCE))
         pool = ops.layer_view(self._pool, 0)
         for hidden in self._hidden:
