@@ -155,7 +155,7 @@ class Stuck:
 
 async def test_an_engine_whose_every_thread_for_prompts_hangs_is_dead() -> None:
     work = Hanging()
-    engine = make_engine(watchdog_s=4 * LIMIT_S)
+    engine = make_engine(tokens_per_s=100, watchdog_s=1.0)  # its answer takes seconds
     engine._load_tokenizer = lambda: Stuck(work)  # type: ignore[assignment, return-value]
     async with asyncio.timeout(DEADLINE_S), engine:
         stream = engine.submit(request(max_tokens=None))
