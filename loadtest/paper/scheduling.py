@@ -388,7 +388,7 @@ def _prefill(number: int, tokens: tuple[int, ...], blocks: tuple[int, ...]) -> P
         blocks=blocks,
         params=SamplingParams(temperature=0.0, seed=0),
     )
-    chunk = Chunk(0, 0, len(tokens), sample=True)
+    chunk = Chunk(0, 0, len(tokens), num_draws=1)
     return Plan(
         number, joins=(join,), chunks=(chunk,), num_rows=1, num_tokens=len(tokens), num_samples=1
     )

@@ -2,13 +2,15 @@
 
 Commands and Facts go into the scheduler, a Plan comes out; the runner turns it into a StepResult;
 `apply` turns that into a StepOutput for the loop. Nothing here has a torch type, or behaviour but
-`check_moves`: every runner calls it before it copies anything, so that a scheduler's mistake ends
-the engine before one request reads another's KV.
+two rules that scheduler and runners share. `accepted` says how far drawn tokens confirm provisional
+ones. `check_moves` is called by every runner before it copies anything, so that a scheduler's
+mistake ends the engine before one request reads another's KV.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence as Seq
 
 import msgspec
 
@@ -41,6 +43,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     tenant        its owner; requests of one priority share fairly between tenants
     share_with    fork: begin from this request's blocks as far as the tokens agree
     queue_position  requests before it in the queue, as sent to its reader; None: not sent
+    prediction    text that the output is expected to repeat, as token ids
     """
 
     request_id: str
@@ -54,6 +57,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     tenant: str = ""
     share_with: str | None = None
     queue_position: int | None = None
+    prediction: tuple[int, ...] = ()
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -83,6 +87,8 @@ class Facts(msgspec.Struct, frozen=True):
     copies_done        every plan up to this number has all its swap copies complete
     prefill_s          seconds a prefilled token takes, in steps that are mostly prefill
     decode_s           seconds of a step that only decodes; 0: none was seen yet
+    step_s             (tokens, seconds): what a step without prompt chunks takes, by the number of
+                       tokens it computes, ascending; running means of measured steps
     swap_bytes_per_s   measured host-device bandwidth
     swap_fixed_s       fixed cost of a swap, one way
     swap_s             seconds that swap copies have taken so far, both ways
@@ -91,6 +97,7 @@ class Facts(msgspec.Struct, frozen=True):
     copies_done: int = 0
     prefill_s: float = 1e-4
     decode_s: float = 0.0
+    step_s: tuple[tuple[int, float], ...] = ()
     swap_bytes_per_s: float = 1e10
     swap_fixed_s: float = 1e-4
     swap_s: float = 0.0
@@ -135,32 +142,39 @@ class TableUpdate(msgspec.Struct, frozen=True):
 class Chunk(msgspec.Struct, frozen=True):
     """A row that does not simply decode one token in this plan.
 
-    It computes `count` known tokens from position `start` (0: it sits this plan out) and draws a
-    token from the last one's logits if `sample`. Each of the last `score` of these tokens (not
-    counting the one it draws from) gives the log probability of the prompt token after it.
+    It computes `count` tokens from position `start` and draws a token from the logits of each of
+    the last `num_draws`. Each of the last `score` of these tokens (not counting those it draws
+    from) gives the log probability of the prompt token after it.
+
+    tokens  what it computes. Empty: the row's known tokens. A verification is the last known
+            token and the provisional ones after it, with a draw from each: the run that the row
+            reports goes up to the first drawn token that is not the next provisional one.
     """
 
     row: int
     start: int
     count: int
-    sample: bool
+    num_draws: int
     score: int = 0
+    tokens: tuple[int, ...] = ()
 
 
 class Plan(msgspec.Struct, frozen=True):
     """One step, as a difference to the rows the runner already holds.
 
     Order of effects: leaves, joins, tables; then swap_out, copies, swap_in; then the forward. A
-    row that is in neither `chunks` nor joined with `logits_of` decodes: it computes its one known
-    token that is not computed yet (the one it drew last) and draws the next. All K and V of a
-    plan are stored, layer by layer, before any attention of that layer reads: a row may read
-    blocks that another row fills in the same plan. The copies of a plan run in any order and
+    row that is in neither `chunks` nor `idle`, nor joined with `logits_of`, decodes: it computes
+    its one known token that is not computed yet (the one it drew last) and draws the next. All K
+    and V of a plan are stored, layer by layer, before any attention of that layer reads: a row may
+    read blocks that another row fills in the same plan. The copies of a plan run in any order and
     beside its swaps, so none writes a block that another reads or writes (check_moves).
 
+    idle      rows that compute nothing in this plan
+    drafts    (row, number of tokens): rows whose next tokens the runner proposes itself
     copies    (source, destination) device blocks, copy-on-write
     swap_out  (device, host) blocks;  swap_in  (host, device) blocks
-    num_rows, num_tokens, num_samples  resident rows, tokens computed, tokens drawn: sums the runner
-              checks its own rows against
+    num_rows, num_tokens, num_samples  resident rows, tokens computed, draws: sums the runner checks
+              its own rows against
     """
 
     number: int
@@ -168,12 +182,25 @@ class Plan(msgspec.Struct, frozen=True):
     joins: tuple[RowJoin, ...] = ()
     tables: tuple[TableUpdate, ...] = ()
     chunks: tuple[Chunk, ...] = ()
+    idle: tuple[int, ...] = ()
+    drafts: tuple[tuple[int, int], ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
     swap_out: tuple[tuple[int, int], ...] = ()
     swap_in: tuple[tuple[int, int], ...] = ()
     num_rows: int = 0
     num_tokens: int = 0
     num_samples: int = 0
+
+
+def accepted(provisional: Seq[int], drawn: Seq[int]) -> int:
+    """How many provisional tokens the drawn ones confirm: those before the first that differs.
+
+    The drawn token after them counts as well: it depends on confirmed tokens alone.
+    """
+    for i, (token, found) in enumerate(zip(provisional, drawn, strict=False)):
+        if token != found:
+            return i
+    return min(len(provisional), len(drawn))
 
 
 def check_moves(plan: Plan, num_blocks: int, num_host_blocks: int) -> None:
@@ -227,10 +254,16 @@ OUT_OF_MEMORY = "the device ran out of memory in the request's step"
 class StepResult(msgspec.Struct, frozen=True):
     """What a plan drew: `rows` ascending, `tokens` parallel to it.
 
-    logprobs  row -> TokenLogprob, for rows that asked
-    failed    row -> why, for rows that should have drawn and did not
+    A row is in `rows` once for each token of its run, in order of position: one, or up to as many
+    as its chunk draws (`accepted`).
+
+    logprobs  index into `tokens` -> TokenLogprob, for rows that asked
+    failed    row -> why, for rows that drew fewer tokens than they should have; those that they
+              drew before count
     prompt_logprobs  row -> one for each of Chunk.score, in order
     failed_chunks    row -> why, for rows that draw nothing and whose chunk was not computed
+    proposals  row of Plan.drafts -> the tokens that the runner proposes after its newest one
+    candidates  row of a beam, which draws nothing -> the best (token, log probability), best first
     """
 
     number: int
@@ -240,6 +273,8 @@ class StepResult(msgspec.Struct, frozen=True):
     failed: dict[int, str] = {}
     prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
     failed_chunks: dict[int, str] = {}
+    proposals: dict[int, tuple[int, ...]] = {}
+    candidates: dict[int, tuple[tuple[int, float], ...]] = {}
 
 
 # ---------------------------------------------------------------- output: scheduler -> loop

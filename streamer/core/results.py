@@ -28,7 +28,7 @@ def apply_result(state: State, result: StepResult) -> StepOutput:
     for row, reason in result.failed_chunks.items():
         fail_row(state, row, reason, num_drawn=0)
     prompt_logprobs = prompt_scores(state, result) if result.prompt_logprobs else {}
-    for row, token in zip(result.rows, result.tokens, strict=True):
+    for index, (row, token) in enumerate(zip(result.rows, result.tokens, strict=True)):
         seq = owners[row]
         if seq is None:
             raise InvariantViolated(
@@ -39,8 +39,8 @@ def apply_result(state: State, result: StepResult) -> StepOutput:
             continue
         known, request = seq.tokens, seq.request
         known.append(token)
-        if drawn_logprobs and row in drawn_logprobs:
-            logprobs[len(tokens)] = drawn_logprobs[row]
+        if drawn_logprobs and index in drawn_logprobs:
+            logprobs[len(tokens)] = drawn_logprobs[index]
         request.share.time += OUTPUT_COST
         request_ids.append(request.request_id)
         choices.append(seq.choice)

@@ -203,6 +203,7 @@ class Scheduler:
             joins=tuple(draft.joins),
             tables=state.kv.take_updates(),
             chunks=tuple(draft.chunks),
+            idle=tuple(draft.idle),
             copies=copies,
             swap_out=tuple(draft.swap_out),
             swap_in=tuple(draft.swap_in),

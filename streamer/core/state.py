@@ -28,6 +28,7 @@ from streamer.core.plan import (
 )
 from streamer.core.request import MAY_BE_ADMITTED, Event, Request, Requests, Sequence, Status
 from streamer.core.sizes import SchedulerConfig
+from streamer.core.speculation.interface import Speculation
 from streamer.errors import InvariantViolated
 
 WATERMARK = 0.01  # of the pool stays free when a request is admitted beside others
@@ -49,6 +50,7 @@ class Draft:
         self.to_score = config.max_scored_tokens
         self.joins: list[RowJoin] = []
         self.chunks: list[Chunk] = []
+        self.idle: list[int] = []
         self.swap_out: list[tuple[int, int]] = []
         self.swap_in: list[tuple[int, int]] = []
         self.stalled: set[Sequence] = set()
@@ -250,6 +252,7 @@ class State:
 
     launched, collected   numbers of the last plan made and the last one applied
     copy_plans            plans whose swap copies are not done
+    speculation           chooses provisional tokens; None: off
     """
 
     def __init__(self, config: SchedulerConfig, hasher: BlockHasher) -> None:
@@ -269,6 +272,7 @@ class State:
         self.launched = 0
         self.collected = 0
         self.copy_plans: deque[int] = deque()
+        self.speculation: Speculation | None = None
 
     # ------------------------------------------------------------ time
 

@@ -116,13 +116,13 @@ def advance(state: State, seq: Sequence, draft: Draft) -> None:
         count, score = scored_part(request, start, count, draft)
     if count == 0:
         if seq.joined:
-            draft.chunks.append(Chunk(seq.row, start, 0, False))
+            draft.idle.append(seq.row)
         return
     if not seq.joined:
         state.join(seq, draft)
     samples = count == remaining
     if remaining > 1:
-        draft.chunks.append(Chunk(seq.row, start, count, samples, score))
+        draft.chunks.append(Chunk(seq.row, start, count, int(samples), score))
     draft.starts[seq] = start
     draft.budget -= count
     draft.num_tokens += count

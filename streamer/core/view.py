@@ -209,7 +209,8 @@ class Recorder:
             return
         self._room -= 1
         # of rows that do not simply decode: the tokens they compute
-        counts = {c.row: c.count for c in draft.chunks}
+        counts = dict.fromkeys(draft.idle, 0)
+        counts |= {c.row: c.count for c in draft.chunks}
         counts |= {j.row: 0 for j in draft.joins if j.logits_of >= 0}
         prefilled: list[tuple[int, int]] = []
         decoded: list[int] = []

@@ -74,7 +74,7 @@ class _Row:
 
     def score(self, chunk: Chunk) -> tuple[TokenLogprob, ...]:
         """The chunk's scores of prompt tokens: log probability 0 for each."""
-        upto = chunk.start + chunk.count - chunk.sample + 1
+        upto = chunk.start + chunk.count - chunk.num_draws + 1
         tokens = self.prompt[upto - chunk.score : upto]
         return tuple(certain_logprob(token, self.prompt_logprobs or 0) for token in tokens)
 
@@ -140,7 +140,7 @@ class FakeRunner:
         if plan.copies or plan.swap_out or plan.swap_in:
             check_moves(plan, self._num_blocks, self._num_host_blocks)
         _equal(plan, "rows", plan.num_rows, len(self._order))
-        if plan.chunks or any(join.logits_of >= 0 for join in plan.joins):
+        if plan.chunks or plan.idle or any(join.logits_of >= 0 for join in plan.joins):
             result = self._mixed_step(plan)
         else:
             result = self._decode_step(plan)
@@ -171,10 +171,11 @@ class FakeRunner:
         return self._result(plan, self._numbers, tokens, {})
 
     def _mixed_step(self, plan: Plan) -> StepResult:
-        """A step in which some rows prefill, wait, or begin from another row's logits."""
+        """A step in which some rows prefill, are idle, or begin from another row's logits."""
         chunks = {chunk.row: chunk for chunk in plan.chunks}
-        if len(chunks) != len(plan.chunks):
-            raise InvariantViolated(f"plan {plan.number} names a row in two chunks")
+        idle = set(plan.idle)
+        if len(chunks.keys() | idle) != len(plan.chunks) + len(plan.idle):
+            raise InvariantViolated(f"plan {plan.number} names a row twice in chunks and idle")
         forks = {join.row: join for join in plan.joins if join.logits_of >= 0}
         num_tokens, rows, tokens = 0, [], []
         at_end: set[int] = set()  # rows whose last prompt token has its logits in this plan
@@ -182,13 +183,16 @@ class FakeRunner:
         for number, row in self._order:
             if number in forks:
                 continue
+            if number in idle:
+                idle.remove(number)
+                continue
             chunk = chunks.pop(number, None)
-            count, is_drawing = (1, True) if chunk is None else (chunk.count, chunk.sample)
+            count, is_drawing = (1, True) if chunk is None else (chunk.count, chunk.num_draws > 0)
             start = row.computed if chunk is None else chunk.start
             row.computed += count
             is_last = row.computed == row.known
             fits = start + count == row.computed <= min(row.known, row.capacity)
-            if not fits or count < 0 or (is_drawing and not (is_last and count)):
+            if not fits or count < 1 or (is_drawing and not is_last):
                 raise _misfit(plan, number, row, count)
             num_tokens += count
             if chunk is not None and chunk.score:
@@ -199,8 +203,9 @@ class FakeRunner:
                     at_end.add(number)
                 rows.append(number)
                 tokens.append(row.draw())
-        if chunks:
-            raise InvariantViolated(f"plan {plan.number}: no sequence has the rows {[*chunks]}")
+        if chunks or idle:
+            unknown = [*chunks, *idle]
+            raise InvariantViolated(f"plan {plan.number}: no sequence has the rows {unknown}")
         for number, join in forks.items():
             row = self._rows[number]
             is_whole = row.computed == row.known == row.first <= row.capacity
@@ -224,10 +229,10 @@ class FakeRunner:
         if not self._has_logprobs:
             return StepResult(plan.number, rows, tuple(tokens), prompt_logprobs=scores)
         logprobs = {}
-        for number, token in zip(rows, tokens, strict=True):
+        for index, (number, token) in enumerate(zip(rows, tokens, strict=True)):
             num_top = self._rows[number].logprobs
             if num_top is not None:
-                logprobs[number] = certain_logprob(token, num_top)
+                logprobs[index] = certain_logprob(token, num_top)
         return StepResult(plan.number, rows, tuple(tokens), logprobs, prompt_logprobs=scores)
 
     def _due(self, plan: Plan) -> float:

@@ -176,6 +176,8 @@ class Device:
 
     def _compute(self, plan: Plan, joined: set[int]) -> StepResult:
         chunks = {c.row: c for c in plan.chunks}
+        assert len(chunks.keys() | set(plan.idle)) == len(plan.chunks) + len(plan.idle)
+        assert self.rows.keys() >= set(plan.idle)
         scores = self._scores(plan)
         work: list[tuple[Row, int, bool]] = []
         forks: list[tuple[Row, Row]] = []
@@ -184,8 +186,11 @@ class Device:
             if number in joined and row.join.logits_of >= 0:
                 forks.append((row, self.rows[row.join.logits_of]))
                 continue
+            if number in plan.idle:
+                continue
             chunk = chunks.pop(number, None)
-            count, sample = (1, True) if chunk is None else (chunk.count, chunk.sample)
+            count, sample = (1, True) if chunk is None else (chunk.count, chunk.num_draws > 0)
+            assert count > 0
             if chunk is not None:
                 assert chunk.start == row.computed
             if chunk is None or sample:
@@ -207,8 +212,8 @@ class Device:
                 self._check_store(stored, other)
         drawn: dict[int, int] = {}
         failed: dict[int, str] = {}
-        for row, count, sample in work:
-            is_well = self._read(row) if count else True
+        for row, _, sample in work:
+            is_well = self._read(row)
             if sample and is_well:
                 drawn[row.join.row] = draw(chain_of(row.tokens)[-1], row.join.choice)
             elif sample:
@@ -232,7 +237,7 @@ class Device:
         for chunk in plan.chunks:
             join = self.rows[chunk.row].join
             assert chunk.score == 0 or join.params.prompt_logprobs is not None
-            upto = chunk.start + chunk.count - chunk.sample
+            upto = chunk.start + chunk.count - chunk.num_draws
             assert 0 <= chunk.score <= upto - chunk.start
             assert chunk.score == 0 or upto < join.num_prompt
             if chunk.score:

@@ -55,9 +55,7 @@ def test_the_steps_say_what_the_plans_did(depth: int) -> None:
     for step, plan in zip(steps, driver.plans, strict=True):
         assert sum(n for _, n in step.prefilled) + len(step.decoded) == plan.num_tokens
         assert step.tokens == plan.num_tokens
-        assert Counter(n for _, n in step.prefilled) == Counter(
-            c.count for c in plan.chunks if c.count
-        )
+        assert Counter(n for _, n in step.prefilled) == Counter(c.count for c in plan.chunks)
         moves = (len(plan.swap_out), len(plan.swap_in), len(plan.copies))
         assert (step.swapped_out, step.swapped_in, step.copied) == moves
     stats = driver.outputs[-1].stats

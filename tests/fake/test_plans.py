@@ -26,12 +26,12 @@ def join(row: int, **changes: Any) -> RowJoin:
 PREFILL = Plan(
     number=1,
     joins=(join(0), join(1)),
-    chunks=(Chunk(0, 0, 6, True), Chunk(1, 0, 4, False)),
+    chunks=(Chunk(0, 0, 6, 1), Chunk(1, 0, 4, 0)),
     num_rows=2,
     num_tokens=10,
     num_samples=1,
 )
-DECODE = Plan(number=2, chunks=(Chunk(1, 4, 2, True),), num_rows=2, num_tokens=3, num_samples=2)
+DECODE = Plan(number=2, chunks=(Chunk(1, 4, 2, 1),), num_rows=2, num_tokens=3, num_samples=2)
 STEADY = Plan(number=3, num_rows=2, num_tokens=2, num_samples=2)
 
 
@@ -73,7 +73,7 @@ def test_rows_are_reported_ascending() -> None:
     plan = Plan(
         number=1,
         joins=tuple(join(row, blocks=(0, 1)) for row in rows),
-        chunks=tuple(Chunk(row, 0, 6, True) for row in rows),
+        chunks=tuple(Chunk(row, 0, 6, 1) for row in rows),
         num_rows=3,
         num_tokens=18,
         num_samples=3,
@@ -97,14 +97,17 @@ BAD = {
     "tokens": changed(PREFILL, num_tokens=9),
     "samples": changed(PREFILL, num_samples=2),
     "tokens of a steady step": changed(PREFILL, number=1, chunks=()),
-    "chunk starts late": changed(DECODE, chunks=(Chunk(1, 5, 1, True),)),
-    "chunk starts early": changed(DECODE, chunks=(Chunk(1, 3, 3, True),), num_tokens=4),
-    "chunk beyond the tokens": changed(DECODE, chunks=(Chunk(1, 4, 3, True),), num_tokens=4),
-    "chunk of fewer than none": changed(DECODE, chunks=(Chunk(1, 4, -1, False),), num_tokens=0),
-    "draws before its last token": changed(DECODE, chunks=(Chunk(1, 4, 1, True),), num_tokens=2),
-    "draws without computing": changed(STEADY, chunks=(Chunk(1, 6, 0, True),), num_tokens=1),
+    "chunk starts late": changed(DECODE, chunks=(Chunk(1, 5, 1, 1),)),
+    "chunk starts early": changed(DECODE, chunks=(Chunk(1, 3, 3, 1),), num_tokens=4),
+    "chunk beyond the tokens": changed(DECODE, chunks=(Chunk(1, 4, 3, 1),), num_tokens=4),
+    "chunk of fewer than none": changed(DECODE, chunks=(Chunk(1, 4, -1, 0),), num_tokens=0),
+    "draws before its last token": changed(DECODE, chunks=(Chunk(1, 4, 1, 1),), num_tokens=2),
+    "draws without computing": changed(STEADY, chunks=(Chunk(1, 6, 0, 1),), num_tokens=1),
     "chunk twice": changed(DECODE, chunks=DECODE.chunks * 2),
-    "chunk of an unknown row": changed(DECODE, chunks=(*DECODE.chunks, Chunk(7, 0, 0, False))),
+    "chunk of an unknown row": changed(DECODE, chunks=(*DECODE.chunks, Chunk(7, 0, 1, 0))),
+    "chunk of an idle row": changed(DECODE, idle=(1,)),
+    "idle twice": changed(STEADY, idle=(1, 1), num_tokens=1, num_samples=1),
+    "unknown row is idle": changed(STEADY, idle=(7,)),
     "decodes before its prompt is computed": changed(DECODE, chunks=(), num_tokens=2),
     "table too short for a chunk": changed(PREFILL, joins=(join(0, blocks=(0,)), join(1))),
     "table too short for what is computed": changed(

@@ -126,8 +126,8 @@ class Hand:
             if row not in fresh and len(seq.blocks) > had:
                 self._tables.append(TableUpdate(row, had, tuple(seq.blocks[had:])))
             sample = count > 0 and seq.computed + count == len(seq.tokens)
-            if row in (chunks or {}):
-                parts.append(Chunk(row, seq.computed, count, sample))
+            if row in (chunks or {}) and count:
+                parts.append(Chunk(row, seq.computed, count, int(sample)))
             tokens, samples = tokens + count, samples + sample
         for row, join in forks.items():
             shared = self.rows[join.parent].blocks[: -(-self.rows[row].num_prompt // BLOCK)]
@@ -139,6 +139,7 @@ class Hand:
             joins=tuple(join.value() for join in self._joins),
             tables=tuple(self._tables),
             chunks=tuple(parts),
+            idle=tuple(row for row, count in (chunks or {}).items() if not count),
             num_rows=len(self.rows),
             num_tokens=tokens,
             num_samples=samples,

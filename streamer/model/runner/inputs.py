@@ -77,9 +77,10 @@ class Rows:
         self._computed: Ints = np.zeros(max_rows, np.int64)  # of them with KV
         self._latest: Ints = np.zeros(max_rows, np.int64)  # the last known token
         self._ones: Ints = np.ones(max_rows, np.int64)
-        # The resident rows, ascending, as of the latest step: as an array and as a tuple.
-        self._resident: Ints = np.zeros(0, np.int64)
+        # The rows that are not idle, ascending, as of the latest step: as an array and a tuple.
+        self._active: Ints = np.zeros(0, np.int64)
         self._names: tuple[int, ...] = ()
+        self._idle: tuple[int, ...] = ()  # and as of it: rows that are not among them
         self._has_moved = False  # a row joined or left since
 
     def leave(self, row: int) -> None:
@@ -148,18 +149,24 @@ class Rows:
 
     def inputs(self, plan: Plan) -> StepInputs:
         """The forward of this plan, after its leaves, joins and tables; advances `computed`."""
-        if self._has_moved:
-            self._names = tuple(sorted(self._joined))
-            self._resident = np.array(self._names, np.int64)
-            self._has_moved = False
+        if self._has_moved or plan.idle != self._idle:
+            self._see_moves(plan.idle)
         forks = [(j.row, j.logits_of) for j in plan.joins if j.logits_of >= 0]
         if plan.chunks or forks:
             return self._mixed(plan, forks)
         return self._steady(plan)
 
+    def _see_moves(self, idle: tuple[int, ...]) -> None:
+        active = self._joined.keys() - set(idle)
+        if len(self._joined) - len(active) != len(idle):
+            raise InvariantViolated(f"idle rows {idle}: one is empty, or named twice")
+        self._names = tuple(sorted(active))
+        self._active = np.array(self._names, np.int64)
+        self._idle, self._has_moved = idle, False
+
     def _steady(self, plan: Plan) -> StepInputs:
         """Every row decodes: operations on whole arrays only."""
-        rows, count = self._resident, len(self._resident)
+        rows, count = self._active, len(self._active)
         self._check_decoding(rows)
         self._check_sums(plan, count, count)
         tokens = positions = batch = None
@@ -191,17 +198,17 @@ class Rows:
 
     def _mixed(self, plan: Plan, forks: list[tuple[int, int]]) -> StepInputs:
         """Decoding rows first, then chunks; forks only draw."""
-        busy = {row for row, _ in forks}
+        busy = {row for row, _ in forks}.union(plan.idle)
         for chunk in plan.chunks:
             self._check_chunk(chunk, busy)
             busy.add(chunk.row)
-        decoding = self._resident[~np.isin(self._resident, list(busy))]
-        chunks = [c for c in plan.chunks if c.count]
+        decoding = self._active[~np.isin(self._active, list(busy))]
+        chunks = plan.chunks
         counts = np.array([c.count for c in chunks], np.int64)
         rows = np.concatenate([decoding, np.array([c.row for c in chunks], np.int64)])
         counts = np.concatenate([self._ones[: len(decoding)], counts])
         self._check_decoding(decoding)
-        drawing = decoding.tolist() + [c.row for c in chunks if c.sample]
+        drawing = decoding.tolist() + [c.row for c in chunks if c.num_draws]
         num_tokens = int(counts.sum())
         self._check_sums(plan, num_tokens, len(drawing) + len(forks))
         tokens = positions = batch = None
@@ -209,7 +216,7 @@ class Rows:
             tokens, positions, batch = self._pack(decoding, chunks, rows, counts)
         last = scored = None
         if chunks:
-            draws = np.array([True] * len(decoding) + [c.sample for c in chunks], bool)
+            draws = np.array([True] * len(decoding) + [c.num_draws for c in chunks], bool)
             ends = np.cumsum(counts)
             at_last = (ends - 1)[draws]
             if any(c.score for c in chunks):
@@ -239,7 +246,7 @@ class Rows:
             scored=scored,
         )
 
-    def _score(self, chunks: list[Chunk], ends: Ints) -> tuple[Scored, Ints]:
+    def _score(self, chunks: tuple[Chunk, ...], ends: Ints) -> tuple[Scored, Ints]:
         """What the chunks score, and its packed indices; `ends`: index after each chunk."""
         rows: list[tuple[int, int]] = []
         targets: list[int] = []
@@ -248,8 +255,8 @@ class Rows:
             if not chunk.score:
                 continue
             top, num_prompt = self._scoring.get(chunk.row, (0, 0))
-            upto = chunk.start + chunk.count - chunk.sample  # position of its last target
-            if not 0 < chunk.score <= chunk.count - chunk.sample or upto >= num_prompt:
+            upto = chunk.start + chunk.count - chunk.num_draws  # position of its last target
+            if not 0 < chunk.score <= chunk.count - chunk.num_draws or upto >= num_prompt:
                 raise InvariantViolated(
                     f"chunk of row {chunk.row}: {chunk.score} tokens up to {upto} are scored, of "
                     f"{chunk.count} from {chunk.start} and {num_prompt} of a prompt that asked"
@@ -257,7 +264,7 @@ class Rows:
             rows.append((chunk.row, chunk.score))
             num_top.append(top)
             targets += self._joined[chunk.row][upto - chunk.score + 1 : upto + 1]
-            end -= chunk.sample
+            end -= chunk.num_draws
             where.append(np.arange(end - chunk.score, end))
         scored = Scored(tuple(rows), tuple(num_top), np.array(targets, np.int64))
         return scored, np.concatenate(where)
@@ -267,7 +274,7 @@ class Rows:
         self._latest[rows] = tokens
 
     def _pack(
-        self, decoding: Ints, chunks: list[Chunk], rows: Ints, counts: Ints
+        self, decoding: Ints, chunks: tuple[Chunk, ...], rows: Ints, counts: Ints
     ) -> tuple[torch.Tensor, torch.Tensor, AttentionBatch]:
         starts = self._computed[rows]
         contexts = starts + counts
@@ -289,7 +296,7 @@ class Rows:
         index, offset = np.divmod(positions, block)
         slots = self._tables[owner, index] * block + offset
         width = -(-int(contexts.max()) // block)
-        is_whole = rows is self._resident and int(rows[-1]) == len(rows) - 1
+        is_whole = rows is self._active and int(rows[-1]) == len(rows) - 1
         # Without gaps among the rows their tables are a slice: nothing to copy.
         tables = self._tables[: len(rows), :width] if is_whole else self._tables[rows, :width]
         return slots, tables
@@ -316,15 +323,13 @@ class Rows:
             raise InvariantViolated(f"chunk of row {row}: the row is empty, or named twice")
         known, computed = int(self._known[row]), int(self._computed[row])
         end = chunk.start + chunk.count
-        is_right = chunk.count >= 0 and chunk.start == computed and end <= known
-        if chunk.count == 0:
-            is_right = not chunk.sample
-        elif chunk.sample:
+        is_right = chunk.count > 0 and chunk.start == computed and end <= known
+        if chunk.num_draws:
             is_right = is_right and end == known
         if not is_right:
             raise InvariantViolated(
-                f"chunk of row {row}: {chunk.count} tokens from {chunk.start}, sample "
-                f"{chunk.sample}; {computed} of {known} known tokens are computed"
+                f"chunk of row {row}: {chunk.count} tokens from {chunk.start}, "
+                f"{chunk.num_draws} draws; {computed} of {known} known tokens are computed"
             )
 
     def _check_room(self, rows: Ints, contexts: Ints) -> None:
@@ -367,13 +372,21 @@ def step_result(
 ) -> StepResult:
     """The result of `tokens`, parallel to inputs.rows: rows ascending, without failed ones (-1)."""
     if inputs.is_steady and not failed:
-        return StepResult(number, inputs.rows, tuple(tokens), logprobs)
+        return StepResult(number, inputs.rows, tuple(tokens), by_index(inputs.rows, logprobs))
     drawn = np.array(tokens, np.int64)
     order = inputs.at.argsort()
     order = order[drawn[order] >= 0]  # those that did not fail
     rows = tuple(inputs.at[order].tolist())
     tokens = drawn[order].tolist()
-    return StepResult(number, rows, tuple(tokens), logprobs, failed, prompt_logprobs)
+    found = by_index(rows, logprobs)
+    return StepResult(number, rows, tuple(tokens), found, failed, prompt_logprobs)
+
+
+def by_index(rows: tuple[int, ...], logprobs: dict[int, TokenLogprob]) -> dict[int, TokenLogprob]:
+    """Log probabilities by row as those by index into `rows`."""
+    if not logprobs:
+        return logprobs
+    return {i: logprobs[row] for i, row in enumerate(rows) if row in logprobs}
 
 
 def _index_of(drawing: list[int], parent: int) -> int:

@@ -187,8 +187,8 @@ def test_results_are_ascending_and_numbered(checkpoint: Any) -> None:
     result = hand.step({1: 6})
     assert (result.number, result.rows) == (2, (1, 5))
     assert len(result.tokens) == 2
-    assert list(result.logprobs) == [1]
-    assert result.logprobs[1].token_id == result.tokens[0]
+    assert list(result.logprobs) == [0]
+    assert result.logprobs[0].token_id == result.tokens[0]
 
 
 def test_a_plan_without_rows(checkpoint: Any) -> None:

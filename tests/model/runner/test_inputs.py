@@ -49,7 +49,7 @@ def test_chunks_and_decodes_are_packed() -> None:
         join(2, (7, 8, 9, 10, 11, 12), (5, 1)),
         join(0, (20, 21, 22), (9,), num_prompt=2, num_computed=2),
     )
-    got = step(rows, Chunk(2, 0, 5, False), num=(2, 6, 1))
+    got = step(rows, Chunk(2, 0, 5, 0), num=(2, 6, 1))
     assert got.tokens is not None
     assert got.positions is not None
     assert got.batch is not None
@@ -107,11 +107,35 @@ def test_rows_without_holes_lend_their_tables() -> None:
 def test_a_resumed_row_prefills_its_own_output() -> None:
     """Drawn tokens are known tokens: a chunk after a failed sampling step may contain them."""
     rows = make(join(0, (1, 2), (3,)))
-    step(rows, Chunk(0, 0, 2, True), num=(1, 2, 1))
+    step(rows, Chunk(0, 0, 2, 1), num=(1, 2, 1))
     rows.append(np.array([0]), [9])
-    got = step(rows, Chunk(0, 2, 1, True), num=(1, 1, 1))
+    got = step(rows, Chunk(0, 2, 1, 1), num=(1, 1, 1))
     assert got.tokens is not None
     assert got.tokens.tolist() == [9]
+
+
+def test_idle_rows_leave_the_others_steady() -> None:
+    """The rows are the same object while the same ones are idle; those come back as they were."""
+    rows = make(join(0, (1,), (0,)), join(1, (2,), (1,)), join(2, (3,), (2,)))
+    first = step(rows, num=(3, 2, 2), idle=(1,))
+    rows.append(np.array([0, 2]), [8, 9])
+    second = step(rows, num=(3, 2, 2), idle=(1,))
+    rows.append(np.array([0, 2]), [6, 7])
+    assert first.is_steady
+    assert first.rows == (0, 2)
+    assert second.rows is first.rows
+    third = step(rows, num=(3, 3, 3))
+    assert third.tokens is not None
+    assert third.positions is not None
+    assert (third.rows, third.tokens.tolist()) == ((0, 1, 2), [6, 2, 7])
+    assert third.positions.tolist() == [2, 0, 2]
+
+
+@pytest.mark.parametrize("idle", [(1, 1), (3,)])
+def test_idle_rows_are_resident_and_named_once(idle: tuple[int, ...]) -> None:
+    rows = make(join(0, (1,), (0,)), join(1, (2,), (1,)))
+    with pytest.raises(InvariantViolated, match="idle rows"):
+        step(rows, num=(2, 1, 1), idle=idle)
 
 
 def test_forks_draw_last() -> None:
@@ -120,7 +144,7 @@ def test_forks_draw_last() -> None:
     rows = make(join(1, (1, 2, 3), (3,), params=forked))
     child = join(0, (1, 2, 3), (3,), num_computed=3, logits_of=1)
     rows.join(child)
-    got = step(rows, Chunk(1, 0, 3, True), num=(2, 3, 2), joins=(child,))
+    got = step(rows, Chunk(1, 0, 3, 1), num=(2, 3, 2), joins=(child,))
     assert (got.rows, got.parents) == ((1, 0), [0])
     assert got.draw_at.tolist() == [3, 3]
 
@@ -140,7 +164,7 @@ def test_tables_grow_and_change() -> None:
     rows = make(join(0, (1, 2, 3, 4, 5), (3,)))
     rows.update_table(TableUpdate(0, 1, (7,)))
     rows.update_table(TableUpdate(0, 0, (8,)))
-    got = step(rows, Chunk(0, 0, 5, True), num=(1, 5, 1))
+    got = step(rows, Chunk(0, 0, 5, 1), num=(1, 5, 1))
     assert got.batch is not None
     assert got.batch.slots.tolist() == [32, 33, 34, 35, 28]
 
@@ -183,18 +207,18 @@ def test_wrong_tables(update: TableUpdate, says: str) -> None:
 @pytest.mark.parametrize(
     ("chunks", "num", "says"),
     [
-        ([Chunk(1, 0, 1, True)], (1, 1, 1), "chunk of row 1"),
-        ([Chunk(0, 0, 2, False), Chunk(0, 2, 1, False)], (1, 3, 0), "named twice"),
-        ([Chunk(0, 1, 2, False)], (1, 2, 0), "2 tokens from 1"),
-        ([Chunk(0, 0, 7, False)], (1, 7, 0), "7 tokens from 0"),
-        ([Chunk(0, 0, 5, True)], (1, 5, 1), "sample True; 0 of 6"),
-        ([Chunk(0, 0, 0, True)], (1, 0, 1), "0 tokens from 0"),
-        ([Chunk(0, 0, -1, False)], (1, -1, 0), "-1 tokens"),
-        ([Chunk(0, 0, 5, False)], (1, 5, 0), "its 1 blocks of 4 do not cover"),
+        ([Chunk(1, 0, 1, 1)], (1, 1, 1), "chunk of row 1"),
+        ([Chunk(0, 0, 2, 0), Chunk(0, 2, 1, 0)], (1, 3, 0), "named twice"),
+        ([Chunk(0, 1, 2, 0)], (1, 2, 0), "2 tokens from 1"),
+        ([Chunk(0, 0, 7, 0)], (1, 7, 0), "7 tokens from 0"),
+        ([Chunk(0, 0, 5, 1)], (1, 5, 1), "1 draws; 0 of 6"),
+        ([Chunk(0, 0, 0, 1)], (1, 0, 1), "0 tokens from 0"),
+        ([Chunk(0, 0, -1, 0)], (1, -1, 0), "-1 tokens"),
+        ([Chunk(0, 0, 5, 0)], (1, 5, 0), "its 1 blocks of 4 do not cover"),
         ([], (1, 1, 1), "row 0 is to decode, but 0 of its 6"),
-        ([Chunk(0, 0, 4, False)], (2, 4, 0), "num_rows is 2, the rows say 1"),
-        ([Chunk(0, 0, 4, False)], (1, 5, 0), "num_tokens is 5, the rows say 4"),
-        ([Chunk(0, 0, 4, False)], (1, 4, 1), "num_samples is 1, the rows say 0"),
+        ([Chunk(0, 0, 4, 0)], (2, 4, 0), "num_rows is 2, the rows say 1"),
+        ([Chunk(0, 0, 4, 0)], (1, 5, 0), "num_tokens is 5, the rows say 4"),
+        ([Chunk(0, 0, 4, 0)], (1, 4, 1), "num_samples is 1, the rows say 0"),
     ],
 )
 def test_wrong_steps(chunks: list[Chunk], num: tuple[int, int, int], says: str) -> None:
@@ -207,11 +231,11 @@ def test_wrong_steps(chunks: list[Chunk], num: tuple[int, int, int], says: str) 
 @pytest.mark.parametrize(
     "chunk",
     [
-        Chunk(0, 0, 5, True, 5),  # the last token is for drawing
-        Chunk(0, 0, 4, False, 4),  # the token after it is not of the prompt
-        Chunk(0, 0, 2, False, 3),
-        Chunk(0, 0, 2, False, -1),
-        Chunk(1, 0, 2, False, 1),  # this request asked for no scores
+        Chunk(0, 0, 5, 1, 5),  # the last token is for drawing
+        Chunk(0, 0, 4, 0, 4),  # the token after it is not of the prompt
+        Chunk(0, 0, 2, 0, 3),
+        Chunk(0, 0, 2, 0, -1),
+        Chunk(1, 0, 2, 0, 1),  # this request asked for no scores
     ],
 )
 def test_scores_that_a_plan_can_not_have(chunk: Chunk) -> None:
@@ -220,9 +244,9 @@ def test_scores_that_a_plan_can_not_have(chunk: Chunk) -> None:
         msgspec.structs.replace(join(0, (1, 2, 3, 4, 5), (3, 5), num_prompt=4), params=asked),
         join(1, (1, 2, 3), (4,), num_prompt=3),
     )
-    others = [Chunk(1 - chunk.row, 0, 0, False)]
+    idle = (1 - chunk.row,)
     with pytest.raises(InvariantViolated, match="are scored"):
-        step(rows, chunk, *others, num=(2, chunk.count, int(chunk.sample)))
+        step(rows, chunk, num=(2, chunk.count, chunk.num_draws), idle=idle)
 
 
 def test_scored_tokens_come_after_those_that_draw() -> None:
@@ -232,7 +256,7 @@ def test_scored_tokens_come_after_those_that_draw() -> None:
         msgspec.structs.replace(join(1, (1, 2, 3, 4, 5), (3, 1)), params=asked),
         msgspec.structs.replace(join(2, (6, 7, 8), (2,)), params=asked),
     )
-    got = step(rows, Chunk(1, 0, 4, False, 3), Chunk(2, 0, 3, True, 2), num=(3, 8, 2))
+    got = step(rows, Chunk(1, 0, 4, 0, 3), Chunk(2, 0, 3, 1, 2), num=(3, 8, 2))
     assert got.last is not None
     assert got.last.tolist() == [0, 7, 2, 3, 4, 5, 6]
     assert got.scored is not None
