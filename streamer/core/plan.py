@@ -132,7 +132,7 @@ class RowJoin(msgspec.Struct, frozen=True):
 
 
 class TableUpdate(msgspec.Struct, frozen=True):
-    """Write `blocks` into the row's block table from logical block `start` on."""
+    """The row's block table goes on with `blocks` from logical block `start` on, and ends there."""
 
     row: int
     start: int

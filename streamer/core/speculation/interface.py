@@ -6,6 +6,7 @@ answers must follow from these calls, so that a recorded log replays to the same
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,18 +20,31 @@ class Speculation(Protocol):
     """Proposes tokens; only tokens that the model draws as well are ever known."""
 
     def begin(self, seq: Sequence) -> None:
-        """A sequence begins to decode, or does so again; its known tokens are `seq.tokens`."""
+        """The sequence takes a row, for the first time or again; it knows `seq.tokens`."""
 
     def extend(self, seq: Sequence, tokens: Seq[int]) -> None:
-        """Known tokens were appended."""
+        """A sequence that has a row has appended these to `seq.tokens`."""
 
     def end(self, seq: Sequence) -> None:
-        """The sequence decodes no longer; `begin` may follow. It may not have begun."""
+        """The sequence gives up its row; `begin` may follow, unless it has a finish_reason.
+
+        `seq.tokens` may be longer than `extend` reported, by those of its last step.
+        """
+
+    def wait(self, rows: Seq[Sequence], facts: Facts) -> Collection[Sequence]:
+        """Those of `rows` that sit this plan out, so that the next one can verify tokens of theirs.
+
+        rows  the sequences that would decode now, but whose newest token the scheduler does not
+              know yet: an earlier plan, not applied, draws it. Without plans ahead there are none
+        """
+        ...
 
     def choose(
         self, rows: Seq[Sequence], budget: int, facts: Facts
     ) -> dict[Sequence, tuple[int, ...]]:
-        """The provisional tokens of those of `rows` that get any, `budget` of them at most.
+        """The provisional tokens of those of `rows` that get any; about `budget` in all.
+
+        The scheduler drops what exceeds the budget, max_tokens or the blocks that are free.
 
         rows  the sequences that would decode and may be verified now: all their tokens are known
         """
@@ -42,7 +56,7 @@ class Speculation(Protocol):
         ...
 
     def proposed(self, seq: Sequence, tokens: tuple[int, ...]) -> None:
-        """The runner proposes these tokens after the sequence's newest one."""
+        """The runner proposes these tokens after `seq.tokens`."""
 
     def observe(self, seq: Sequence, num_proposed: int, num_accepted: int) -> None:
         """A verification of `num_proposed` tokens found `num_accepted` of them right."""

@@ -118,7 +118,7 @@ class Rows:
             )
 
     def update_table(self, update: TableUpdate) -> None:
-        """Write blocks into a row's table."""
+        """Write blocks into a row's table, which ends with them."""
         row, start, blocks = update.row, update.start, update.blocks
         if row not in self._joined:
             raise InvariantViolated(f"table of row {row}: the row is empty")
@@ -136,8 +136,7 @@ class Rows:
             self._tables[row, start] = blocks[0]
         else:
             self._tables[row, start:end] = blocks
-        if end > held:
-            self._table_lens[row], self._capacity[row] = end, end * self._block_size
+        self._table_lens[row], self._capacity[row] = end, end * self._block_size
 
     def table(self, row: int, start: int) -> Ints:
         """The row's blocks from logical block `start` on; a view."""

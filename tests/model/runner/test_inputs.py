@@ -131,6 +131,16 @@ def test_idle_rows_leave_the_others_steady() -> None:
     assert third.positions.tolist() == [2, 0, 2]
 
 
+def test_a_table_may_become_shorter() -> None:
+    """Blocks given back are not the row's any more: a plan that would write there is refused."""
+    rows = make(join(0, (1, 2, 3, 4), (3, 5)))
+    rows.update_table(TableUpdate(0, 1, ()))
+    assert rows.table(0, 0).tolist() == [3]
+    step(rows, Chunk(0, 0, 4, 1), num=(1, 4, 1))
+    with pytest.raises(InvariantViolated, match="its 1 blocks of 4 do not cover"):
+        step(rows, num=(1, 1, 1))
+
+
 @pytest.mark.parametrize("idle", [(1, 1), (3,)])
 def test_idle_rows_are_resident_and_named_once(idle: tuple[int, ...]) -> None:
     rows = make(join(0, (1,), (0,)), join(1, (2,), (1,)))
