@@ -170,10 +170,10 @@ def test_a_row_slot_is_used_again() -> None:
 
 
 def test_tables_grow_and_change() -> None:
-    """A table grows at its end, or a block in the middle is replaced (copy-on-write)."""
+    """A table grows at its end, or changes from a block in the middle on (copy-on-write)."""
     rows = make(join(0, (1, 2, 3, 4, 5), (3,)))
     rows.update_table(TableUpdate(0, 1, (7,)))
-    rows.update_table(TableUpdate(0, 0, (8,)))
+    rows.update_table(TableUpdate(0, 0, (8, 7)))
     got = step(rows, Chunk(0, 0, 5, 1), num=(1, 5, 1))
     assert got.batch is not None
     assert got.batch.slots.tolist() == [32, 33, 34, 35, 28]
