@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,11 @@ def test_wrong_command_lines(
     assert main(["quantize", str(CHECKPOINT), "--out", str(out), *words]) == 2
     assert says in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_a_pipe_is_no_calibration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Opening it would wait for a writer that may never come."""
+    os.mkfifo(pipe := tmp_path / "pipe")
+    words = ["--to", "int4", "--out", str(tmp_path / "out"), "--calibration", str(pipe)]
+    assert main(["quantize", str(CHECKPOINT), *words]) == 2
+    assert "it is no regular file" in " ".join(capsys.readouterr().err.split())

@@ -64,6 +64,8 @@ def _tokens(folder: Path, file: Path) -> list[int]:
     """The file's text in the model's tokens."""
     from streamer.tokenizer.tokenizer import Tokenizer
 
+    if file.exists() and not file.is_file():  # a pipe without a writer would be waited for
+        raise UsageError(f"--calibration {file}: it is no regular file")
     try:
         with file.open(encoding="utf-8") as f:
             text = f.read(MAX_TEXT)

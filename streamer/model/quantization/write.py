@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from streamer.errors import ConfigError, ModelNotSupported
@@ -53,9 +55,31 @@ def quantize_checkpoint(
     calibration: tokens of a text on which the errors of int4 are compensated. Returns the modules
     that stay dense, because their inputs are no whole groups.
     """
+    with _new_folder(out) as part:
+        return _write(folder, part, kind, calibration, show_progress=show_progress)
+
+
+@contextmanager
+def _new_folder(out: Path) -> Iterator[Path]:
+    """A folder beside `out` that gets its name once all is written, and is removed else."""
+    part = out.with_name(f"{out.name}.part")
+    for path in (out, part):
+        if path.exists():
+            raise ConfigError(f"out: {path} is there already", param="out")
+    try:
+        yield part
+        part.rename(out)
+    except (OSError, SafetensorError) as e:
+        raise ConfigError(f"out: {out} can't be written: {e}", param="out") from e
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _write(
+    folder: Path, out: Path, kind: str, calibration: list[int] | None, *, show_progress: bool
+) -> list[str]:
+    """See quantize_checkpoint; makes `out`."""
     checkpoint, config = _open_dense(folder)
-    if out.exists():
-        raise ConfigError(f"out: {out} is there already", param="out")
     dtype = DTYPES[checkpoint.stored_dtype]
     matrices = check_tensors(checkpoint, config)
     names = [name for name, _ in expected_tensors(config)]

@@ -94,6 +94,28 @@ def test_shards_and_texts(checkpoint: Any, tmp_path: Path, monkeypatch: pytest.M
     assert torch.equal(logits(one, tokens), logits(folder, tokens))
 
 
+@pytest.mark.parametrize("end", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_an_interrupted_one_leaves_nothing(
+    checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: BaseException
+) -> None:
+    """Neither a folder that looks complete, nor files beside it."""
+    source, quantized = checkpoint("llama", 1, **SIZES), write.quantize
+    found: list[list[str]] = []
+
+    def interrupted(weight: torch.Tensor, *args: Any) -> QuantizedWeight:
+        found.append(sorted(p.name for p in tmp_path.iterdir()))
+        if len(found) > 9:  # in the second layer
+            raise end
+        return quantized(weight, *args)
+
+    monkeypatch.setattr(write, "quantize", interrupted)
+    with pytest.raises((KeyboardInterrupt, ConfigError)) as caught:
+        written(source, tmp_path / "q", "int8")
+    assert isinstance(caught.value, KeyboardInterrupt) or "No space left" in str(caught.value)
+    assert found[-1] == ["q.part"]
+    assert not list(tmp_path.iterdir())
+
+
 def test_matrices_without_whole_groups_stay_dense(checkpoint: Any, tmp_path: Path) -> None:
     """And are named in `ignore`; int8 has no groups."""
     source = checkpoint("llama", 1)  # 112 columns
