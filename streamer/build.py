@@ -21,7 +21,8 @@ HUB_TEXTS = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "spiece.model
 PEEK_BYTES = 1 << 16
 
 
-LoadRunner: TypeAlias = "Callable[[], tuple[Runner, ModelInfo]]"
+# Is passed a function that it calls now and then, which raises to end the loading.
+LoadRunner: TypeAlias = "Callable[[Callable[[], None]], tuple[Runner, ModelInfo]]"
 LoadTokenizer: TypeAlias = "Callable[[], Tokenizer]"
 
 
@@ -44,10 +45,10 @@ def loaders(config: Config) -> tuple[LoadRunner, LoadTokenizer]:
             found.append(path)
         return found[0]
 
-    def load() -> tuple[Runner, ModelInfo]:
+    def load(go_on: Callable[[], None]) -> tuple[Runner, ModelInfo]:
         from streamer.model.runner.load import load_runner
 
-        return load_runner(_with_folder(config, folder()))
+        return load_runner(_with_folder(config, folder()), go_on=go_on)
 
     def load_tokenizer() -> Tokenizer:
         return read_tokenizer(folder(), config.chat_template)
@@ -78,7 +79,7 @@ def _fake_loaders(config: Config) -> tuple[LoadRunner, LoadTokenizer]:
         given = config.chat_template
         return load_fake_tokenizer(read_template(given) if given is not None else None)
 
-    return lambda: load_fake(config, options), load_tokenizer
+    return lambda _: load_fake(config, options), load_tokenizer
 
 
 def resolve_model(config: Config) -> Path:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from streamer.cli import main
+from streamer.demo import CHECKPOINT
 from streamer.errors import StreamerError
 from tests.checkpoints import make_checkpoint
 
@@ -39,6 +41,23 @@ def test_generate_streams_the_answer_alone_to_stdout(capsys: pytest.CaptureFixtu
     assert "12 tokens" in output.err
     assert "first token" in output.err
     assert "ended: length" in output.err
+
+
+def test_generate_without_a_chat_template_names_raw(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not a server's ways to give it one."""
+    folder = Path(shutil.copytree(CHECKPOINT, tmp_path / "m"))
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    del settings["chat_template"]
+    file.write_text(json.dumps(settings))
+    words = ["--model", str(folder), "--max-tokens", "2", "--num-gpu-blocks-override", "8"]
+    assert main(["generate", "hello", *words, "--max-model-len", "64"]) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "no chat template: --chat-template FILE gives it one" in said
+    assert "`streamer generate --raw` continues plain text" in said
+    assert main(["generate", "hello", "--raw", *words, "--max-model-len", "64"]) == 0
 
 
 def test_generate_reads_standard_input(

@@ -160,40 +160,39 @@ def as_integers(weight: QuantizedWeight) -> QuantizedWeight:
 
 def merge(parts: Sequence[Weight]) -> list[Weight]:
     """The parts, neighbours of one form as one."""
-    merged: list[Weight] = []
+    runs: list[list[Weight]] = []
     for part in parts:
-        together = _together(merged[-1], part) if merged else None
-        if together is None:
-            merged.append(part)
+        if runs and _is_one_form(runs[-1][0], part):
+            runs[-1].append(part)
         else:
-            merged[-1] = together
-    return merged
+            runs.append([part])
+    return [run[0] if len(run) == 1 else _stacked(run) for run in runs]
 
 
-def _together(a: Weight, b: Weight) -> Weight | None:
-    """Both stacked, or None where their forms differ."""
+def _is_one_form(a: Weight, b: Weight) -> bool:
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.dtype is b.dtype:
-            return torch.cat((a, b))
-        return None
-    is_one_form = (
+        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.dtype is b.dtype
+    return (
         (a.group, packed_bits(a), a.zero, a.codes.dtype)
         == (b.group, packed_bits(b), b.zero, b.codes.dtype)
         and _same(a.table, b.table)
         and _same(a.permutation, b.permutation)
         and (a.offsets is None) == (b.offsets is None)
     )
-    if not is_one_form:
-        return None
-    offsets = None
-    if a.offsets is not None and b.offsets is not None:
-        offsets = torch.cat((a.offsets, b.offsets))
+
+
+def _stacked(parts: Sequence[Weight]) -> Weight:
+    """Parts of one form as one."""
+    quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
+    if not quantized:
+        return torch.cat([part for part in parts if isinstance(part, torch.Tensor)])
+    offsets = [part.offsets for part in quantized if part.offsets is not None]
     return dataclasses.replace(
-        a,
-        codes=torch.cat((a.codes, b.codes)),
-        scales=torch.cat((a.scales, b.scales)),
-        bits=max(a.bits, b.bits),
-        offsets=offsets,
+        quantized[0],
+        codes=torch.cat([part.codes for part in quantized]),
+        scales=torch.cat([part.scales for part in quantized]),
+        bits=max(part.bits for part in quantized),
+        offsets=torch.cat(offsets) if offsets else None,
     )
 
 

@@ -18,7 +18,7 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -202,10 +202,10 @@ def _build(
             block_size=1024,
         )
 
-    def load() -> tuple[Runner, ModelInfo]:
+    def load(go_on: Callable[[], None]) -> tuple[Runner, ModelInfo]:
         from streamer.model.runner.load import load_runner
 
-        inner, info = load_fake(config) if case.model is None else load_runner(config)
+        inner, info = load_fake(config) if case.model is None else load_runner(config, go_on=go_on)
         runners.append(TimedRunner(inner, case.num_calls))
         return runners[0], info
 

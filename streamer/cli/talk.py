@@ -23,7 +23,7 @@ from streamer.cli.arguments import (
     config_from,
     sampling_from,
 )
-from streamer.errors import StreamerError
+from streamer.errors import InvalidRequest, StreamerError
 
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
@@ -97,7 +97,15 @@ class InProcess:
 
     async def answer(self, messages: list[Message]) -> AsyncIterator[Piece]:
         """Pieces of the assistant's next message."""
-        prompt = await self._engine.encode_chat(messages)
+        try:
+            prompt = await self._engine.encode_chat(messages)
+        except InvalidRequest as error:
+            if error.code != "no_chat_template":
+                raise
+            raise StreamerError(
+                "this model has no chat template: --chat-template FILE gives it one, and "
+                "`streamer generate --raw` continues plain text"
+            ) from error
         async for piece in self._generate(prompt):
             yield piece
 

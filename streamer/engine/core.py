@@ -98,6 +98,10 @@ class _Signal:
 _PERMIT, _STOP = _Signal(), _Signal()
 
 
+class Stopped(Exception):
+    """The engine was asked to end while it loaded."""
+
+
 class Inbox:
     """What the loop sends the GPU thread: commands, view queries, permits to step, and the stop.
 
@@ -124,6 +128,13 @@ class Inbox:
     def stop(self) -> None:
         """Ask the thread to end."""
         self._queue.put(_STOP)
+
+    def check_stop(self) -> None:
+        """Raise Stopped if the thread was asked to end; for what takes long before its steps."""
+        if not self.is_stopped and not self._queue.empty():
+            self._commands = self.take()
+        if self.is_stopped:
+            raise Stopped
 
     def wait(self) -> None:
         """Sleep until a message comes. Uses no CPU: there is no time-out."""

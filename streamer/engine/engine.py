@@ -75,7 +75,8 @@ T = TypeVar("T")
 class AsyncEngine:
     """One model, many streams.
 
-    load              makes the runner, on the GPU thread, where all torch work happens
+    load              makes the runner, on the GPU thread, where all torch work happens; it is
+                      passed a function to call now and then, which raises to end the loading
     tokenizer_loader  makes the tokenizer, on the GPU thread too, before the model
 
     `async with engine:` starts and closes it. It belongs to the loop it was started on.
@@ -83,7 +84,7 @@ class AsyncEngine:
 
     def __init__(
         self,
-        load: Callable[[], tuple[Runner, ModelInfo]],
+        load: Callable[[Callable[[], None]], tuple[Runner, ModelInfo]],
         tokenizer_loader: Callable[[], Tokenizer],
         config: Config,
     ) -> None:
@@ -403,7 +404,7 @@ class AsyncEngine:
     def _build(self, inbox: Inbox) -> EngineCore:
         """Load everything; called once, by the thread."""
         tokenizer = self._load_tokenizer()
-        runner, info = self._load()
+        runner, info = self._load(inbox.check_stop)
         info = with_end(info, tokenizer.eos_token_id)
         sizes = sizes_of(self.config, info, tokenizer.token_bytes())
         hasher = BlockHasher(info.block_size, secrets.token_bytes(32))

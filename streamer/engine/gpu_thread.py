@@ -19,7 +19,7 @@ from typing import Protocol
 
 from streamer.core.plan import Command, StepOutput
 from streamer.core.view import SchedulerView, ViewQuery
-from streamer.engine.core import EngineCore, Inbox
+from streamer.engine.core import EngineCore, Inbox, Stopped
 from streamer.errors import StepHung
 
 FIRST_TIMES = 5  # factor on the first step's limit: it may compile its kernels
@@ -102,7 +102,7 @@ class GpuThread:
         self._inbox.permit()
 
     def stop(self) -> None:
-        """Ask the thread to end after the current step or, while it loads, after loading."""
+        """Ask the thread to end after the current step or, while it loads, the current layer."""
         self._inbox.stop()
 
     def join(self) -> None:
@@ -153,7 +153,7 @@ class GpuThread:
             core = self._build(self._inbox)
             self._post(self._listener.on_ready)
             self._steps(core)
-        except _LoopClosed:
+        except (_LoopClosed, Stopped):
             pass
         except BaseException as e:  # of any kind: all waiting callers must get it
             cause = e

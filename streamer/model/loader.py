@@ -25,9 +25,15 @@ from streamer.model.gguf.blocks import LAYOUTS, scheme_of
 from streamer.model.gguf.rows import Rows
 from streamer.model.layers import has_bf16
 from streamer.model.memory import return_freed
-from streamer.model.quantization.interface import Matrix, Scheme, Stored, check_finite
+from streamer.model.quantization.interface import (
+    Matrix,
+    Scheme,
+    Stored,
+    check_finite,
+    check_numbers,
+)
 from streamer.model.quantization.on_the_fly import OnTheFly, kind_for, made_on_the_fly
-from streamer.model.quantization.schemes import parse_quantization
+from streamer.model.quantization.schemes import Schemes, parse_quantization
 from streamer.model.runner.device import CPU
 
 logger = logging.getLogger(__name__)
@@ -46,6 +52,7 @@ TORCH_DTYPES = {
     "U8": torch.uint8,
 }
 STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+CHECKED = (*FLOATS, "F8_E4M3")  # for NaN; of other types the schemes know what is a number
 ROPE_BUFFER = r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
 # Scales and zero points of activations and of a quantized KV cache.
 UNUSED = (
@@ -65,14 +72,15 @@ def check_tensors(checkpoint: Checkpoint, config: DecoderConfig) -> dict[str, Ma
     vectors = {name: shape for name, shape in expected_tensors(config) if len(shape) == 1}
     expected = {name: Stored(FLOATS, (shape,)) for name, shape in vectors.items()}
     matrices = {}
-    schemes = _schemes(checkpoint, config)
+    parsed = parse_quantization(checkpoint.config)
+    schemes = _schemes(checkpoint, config, parsed)
     found = checkpoint.tensors
     for module, (scheme, stored, (n, k)) in schemes.items():
         tensors = scheme.stored(n, k, stored.keys())
         expected.update({f"{module}.{name}": rule for name, rule in tensors.items()})
         names = {name: f"{module}.{name}" for name in tensors if name in stored}
         matrices[module] = Matrix(scheme, n, k, names)
-    unused = re.compile(UNUSED if parse_quantization(checkpoint.config).method else ROPE_BUFFER)
+    unused = re.compile(UNUSED if parsed.method else ROPE_BUFFER)
     problems = []
     if missing := sorted(n for n, e in expected.items() if e.is_needed and n not in found):
         problems.append(f"missing {_list(missing)}")
@@ -98,10 +106,9 @@ def check_tensors(checkpoint: Checkpoint, config: DecoderConfig) -> dict[str, Ma
 
 
 def _schemes(
-    checkpoint: Checkpoint, config: DecoderConfig
+    checkpoint: Checkpoint, config: DecoderConfig, schemes: Schemes
 ) -> dict[str, tuple[Scheme, dict[str, TensorEntry], tuple[int, ...]]]:
     """The scheme of each module's matrix, the tensors stored for it, and its shape."""
-    schemes = parse_quantization(checkpoint.config)
     has_blocks = any(entry.dtype in LAYOUTS for entry in checkpoint.tensors.values())
     asked = checkpoint.quantization
     made = made_on_the_fly(
@@ -191,16 +198,13 @@ def load_decoder(
     config: DecoderConfig,
     dtype: torch.dtype,
     device: torch.device = CPU,
-    *,
-    show_progress: bool,
+    layer_done: Callable[[], None] = lambda: None,
 ) -> Decoder:
-    """Check, then read, quantize where that is asked for, and pack all weights; with a progress bar
-    over the layers."""
+    """Check, then read, quantize where that is asked for, and pack all weights. `layer_done` is
+    called after each layer; what it raises ends the loading."""
     matrices = check_tensors(checkpoint, config)
-    name = f"Loading {checkpoint.path.name}"
     with (
-        progress_bar(name, config.num_layers, "layers", show_progress) as advance,
-        FileSource(checkpoint, matrices, dtype, device, advance) as source,
+        FileSource(checkpoint, matrices, dtype, device, layer_done) as source,
         torch.inference_mode(),
     ):
         model = Decoder(kernels, config, source)
@@ -217,13 +221,13 @@ class FileSource:
         matrices: dict[str, Matrix],
         dtype: torch.dtype,
         device: torch.device,
-        advance: Callable[[], None],
+        layer_done: Callable[[], None],
     ) -> None:
         self.dtype = dtype
         self.device = device
         self._checkpoint = checkpoint
         self._matrices = matrices
-        self._advance = advance
+        self._layer_done = layer_done
         self._files = WeightFiles(checkpoint.folder)
         self._shaped = Rows(checkpoint.config) if checkpoint.is_gguf else _shaped
 
@@ -255,13 +259,17 @@ class FileSource:
         return check_finite(module, weight).to(self.device)
 
     def layer_done(self) -> None:
-        """Advance the progress bar, and return the memory that the layer took meanwhile."""
+        """Return the memory that the layer took meanwhile, and tell the caller."""
         return_freed()
-        self._advance()
+        self._layer_done()
 
     def _read(self, name: str) -> torch.Tensor:
+        """As it is stored; ModelNotSupported for numbers that would make every answer NaN."""
         entry = self._checkpoint.tensors[name]
-        return self._shaped(entry, self._files.read(entry))
+        data = self._shaped(entry, self._files.read(entry))
+        if entry.dtype in CHECKED:
+            check_numbers(name, data)
+        return data
 
 
 def _shaped(entry: TensorEntry, data: torch.Tensor) -> torch.Tensor:

@@ -160,9 +160,12 @@ async def serve(
             gc.unfreeze()
         if not starting.cancelled():
             starting.result()
-    if engine.is_hung:
+    is_left_loading = engine.is_hung and starting.cancelled()
+    if is_left_loading:  # a download, say; no request was taken
+        log.info("stopped while the model was loading")
+    elif engine.is_hung:
         log.error("a thread of the engine hangs and is left behind")
-    code = int(engine.is_dead or engine.is_hung)
+    code = int(engine.is_dead or (engine.is_hung and not is_left_loading))
     log.info("stopped %s", Stopped(exit_code=code))
     return code
 

@@ -95,7 +95,7 @@ def make_engine(
     """An engine over the fake model, not started."""
     config = Config(**{"model": "fake", "num_gpu_blocks_override": 256, **settings})
 
-    def load() -> tuple[Runner, ModelInfo]:
+    def load(go_on: Callable[[], None]) -> tuple[Runner, ModelInfo]:
         runner, info = load_fake(config, depth=depth, tokens_per_s=tokens_per_s)
         return runner if wrap is None else wrap(runner), info
 

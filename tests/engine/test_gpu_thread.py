@@ -231,7 +231,7 @@ async def test_death_while_loading_reaches_every_waiting_caller() -> None:
 
 
 async def test_an_error_of_loading_is_raised_unchanged() -> None:
-    def load() -> Any:
+    def load(go_on: Any) -> Any:
         raise ModelNotSupported("no mamba here", param="model")
 
     engine = AsyncEngine(load, fake_tokenizer, Config(model="fake"))
@@ -243,7 +243,7 @@ async def test_an_error_of_loading_is_raised_unchanged() -> None:
 
 
 async def test_each_caller_waiting_for_a_failed_load_gets_its_own_error() -> None:
-    def load() -> Any:
+    def load(go_on: Any) -> Any:
         raise ModelNotSupported("no mamba here", param="model")
 
     engine = AsyncEngine(load, fake_tokenizer, Config(model="fake"))
@@ -258,7 +258,7 @@ async def test_a_tokenizer_that_can_not_be_loaded_is_a_refusal_too() -> None:
     def load_tokenizer() -> Any:
         raise ConfigError("no tokenizer", param="model")
 
-    engine = AsyncEngine(lambda: None, load_tokenizer, Config(model="fake"))  # type: ignore[arg-type, return-value]
+    engine = AsyncEngine(lambda _: None, load_tokenizer, Config(model="fake"))  # type: ignore[arg-type, return-value]
     async with asyncio.timeout(DEADLINE_S):
         with pytest.raises(ConfigError, match="no tokenizer"):
             await engine.start()

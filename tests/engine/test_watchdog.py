@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -137,7 +138,7 @@ async def test_closing_and_draining_leave_a_hung_step_behind(
 async def test_closing_leaves_a_load_behind_that_does_not_end() -> None:
     let_go = threading.Event()
 
-    def load() -> tuple[Runner, ModelInfo]:
+    def load(go_on: Callable[[], None]) -> tuple[Runner, ModelInfo]:
         let_go.wait(DEADLINE_S)
         raise RuntimeError("too late")
 
@@ -150,6 +151,29 @@ async def test_closing_leaves_a_load_behind_that_does_not_end() -> None:
             await starting
     assert engine.is_hung
     let_go.set()
+
+
+async def test_closing_ends_a_load_between_two_layers() -> None:
+    has_begun, num_layers = threading.Event(), 0
+
+    def load(go_on: Callable[[], None]) -> tuple[Runner, ModelInfo]:
+        nonlocal num_layers
+        has_begun.set()
+        for _ in range(int(DEADLINE_S / 0.01)):
+            go_on()
+            num_layers += 1
+            time.sleep(0.01)  # a layer
+        raise RuntimeError("never asked to end")
+
+    engine = AsyncEngine(load, fake_tokenizer, Config(model="fake"))
+    async with asyncio.timeout(DEADLINE_S):
+        starting = asyncio.create_task(engine.start())
+        await asyncio.to_thread(has_begun.wait, DEADLINE_S)
+        await engine.aclose(DEADLINE_S / 2)
+        with pytest.raises(EngineDead, match="closed"):
+            await starting
+    assert (engine.is_hung, engine.is_dead) == (False, False)
+    assert engine.snapshot().state == "closed"
 
 
 async def test_many_slow_steps_are_no_hung_one() -> None:
@@ -180,8 +204,8 @@ async def test_bundled_a_hung_step_is_death_and_earlier_output_stays() -> None:
     engine = AsyncEngine.from_config(Config(model=None, num_gpu_blocks_override=64, watchdog_s=1.0))
     load = engine._load
 
-    def load_stuck() -> tuple[Runner, ModelInfo]:
-        runner, info = load()
+    def load_stuck(go_on: Callable[[], None]) -> tuple[Runner, ModelInfo]:
+        runner, info = load(go_on)
         made.append(Stuck(runner, 8))
         return made[0], info
 

@@ -72,9 +72,7 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
 def load(folder: Any, dtype: torch.dtype = torch.float32) -> Decoder:
     """The decoder of a folder, without a bar."""
     checkpoint = open_checkpoint(folder)
-    return load_decoder(
-        for_cpu(), checkpoint, parse_config(checkpoint.config), dtype, show_progress=False
-    )
+    return load_decoder(for_cpu(), checkpoint, parse_config(checkpoint.config), dtype)
 
 
 def random_tokens(count: int, seed: int = 0) -> list[int]:

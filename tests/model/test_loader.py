@@ -12,12 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from streamer.config import Config
 from streamer.errors import ModelNotSupported
-from streamer.kernels.ops import for_cpu
 from streamer.model import loader
-from streamer.model.checkpoint import open_checkpoint
-from streamer.model.families import parse_config
-from streamer.model.loader import choose_dtype, load_decoder, progress_bar
+from streamer.model.loader import choose_dtype, progress_bar
+from streamer.model.runner.load import load_runner
 from tests.checkpoints import edit_config
 from tests.model.hand import paged_logits
 from tests.model.test_decoder import load, random_tokens
@@ -35,6 +34,27 @@ def change(folder: Path, *drop: str, **add: torch.Tensor) -> None:
     for name in drop:
         del weights[name]
     save_file({**weights, **add}, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("value", [float("nan"), -float("inf")])
+@pytest.mark.parametrize("name", ["mlp.up_proj.weight", "input_layernorm.weight"])
+def test_numbers_that_make_every_answer_nan_are_named(
+    folder: Path, name: str, value: float, dtype: torch.dtype
+) -> None:
+    name = f"model.layers.1.{name}"
+    tensor = load_file(folder / "model.safetensors")[name].to(dtype)
+    tensor.view(-1)[-3] = value
+    change(folder, **{name: tensor})
+    with pytest.raises(ModelNotSupported, match=rf"{name}: 1 are NaN or infinite"):
+        load(folder)
+
+
+def test_large_numbers_are_numbers(folder: Path) -> None:
+    """Although their sum is none in float16."""
+    name = "model.layers.1.input_layernorm.weight"
+    change(folder, **{name: torch.full((64,), 60000.0, dtype=torch.float16)})
+    load(folder)
 
 
 def test_missing_leftover_and_misshapen_are_named(folder: Path) -> None:
@@ -162,10 +182,16 @@ def test_the_progress_bar_counts_layers_on_a_terminal_alone(
 def test_load_shows_one_bar(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """load_decoder advances it once per layer."""
+    """It advances once per layer; what is called beside it may end the loading."""
     monkeypatch.setenv("FORCE_COLOR", "1")
-    checkpoint = open_checkpoint(folder)
-    config = parse_config(checkpoint.config)
-    load_decoder(for_cpu(), checkpoint, config, torch.float32, show_progress=True)
+    config = Config(model=str(folder), num_gpu_blocks_override=8, swap_space=0)
+    load_runner(config)
     assert "3/3" in capsys.readouterr().err
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        load_runner(config, go_on=stop)
+    assert "1/3" in capsys.readouterr().err
     assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 3

@@ -95,8 +95,8 @@ class Gated(Running):
         engine = super().build()
         load, cancel = engine._load, engine.cancel
 
-        def load_gated() -> tuple[Runner, ModelInfo]:
-            runner, info = load()
+        def load_gated(go_on: Callable[[], None]) -> tuple[Runner, ModelInfo]:
+            runner, info = load(go_on)
             self.gate = Gate(runner)
             return self.gate, info
 

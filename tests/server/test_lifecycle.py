@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -116,6 +116,25 @@ async def test_while_the_model_loads(tmp_path: Path) -> None:
     assert engine.closed == 1
 
 
+async def test_a_load_that_can_not_be_interrupted_is_no_failure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A download, or transformers' own loading: a signal meanwhile ends the process as ever."""
+
+    class Stuck(SlowEngine):
+        async def aclose(self, deadline_s: float) -> None:
+            self.is_hung = True
+
+    engine: Any = Stuck()
+    stop = asyncio.Event()
+    task, client = await _started(engine, tmp_path, stop)
+    async with client:
+        assert (await client.get("/health")).status_code == 200
+    stop.set()
+    assert await asyncio.wait_for(task, 20) == 0
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 async def test_a_dead_engine_ends_the_process_with_an_error(tmp_path: Path) -> None:
     engine: Any = SlowEngine()
     engine.loaded.set()
@@ -217,8 +236,8 @@ class Mortal(Running):
         engine = super().build()
         load = engine._load
 
-        def load_breaking() -> tuple[Runner, ModelInfo]:
-            runner, info = load()
+        def load_breaking(go_on: Callable[[], None]) -> tuple[Runner, ModelInfo]:
+            runner, info = load(go_on)
             self.runner = Breaking(runner)
             return self.runner, info
 

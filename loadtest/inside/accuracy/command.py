@@ -141,7 +141,7 @@ def load(case: Case, dtype: str) -> tuple[Any, Any]:
         **settings,
     )
     load_runner, load_tokenizer = loaders(config)
-    return load_runner()[0], load_tokenizer()
+    return load_runner(lambda: None)[0], load_tokenizer()
 
 
 def cut(tokens: Sequence[int], context: int, max_count: int) -> list[list[int]]:

@@ -167,7 +167,7 @@ def _engine(config: Config, record: Record) -> AsyncEngine:
             record.step(output, sent)
             super().on_output(output, sent)
 
-    return Recorded(lambda: load_fake(config), load_fake_tokenizer, config)
+    return Recorded(lambda _: load_fake(config), load_fake_tokenizer, config)
 
 
 def _mark(record: Record) -> Mark:

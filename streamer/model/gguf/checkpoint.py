@@ -13,7 +13,7 @@ import msgspec
 
 from streamer.errors import ModelNotSupported
 from streamer.model.gguf.config import ROPE_FACTORS, config_of, generation_of, tensor_name
-from streamer.model.gguf.header import Header, TensorPlace, read_header
+from streamer.model.gguf.header import Header, Room, TensorPlace, read_header
 from streamer.model.gguf.names import split_files
 
 TOKENS = "tokenizer.ggml.tokens"
@@ -34,8 +34,9 @@ class GgufFacts(msgspec.Struct, frozen=True):
 
 def open_gguf(path: Path) -> GgufFacts:
     """The facts of a file, or of a split one's first; ModelNotSupported names the field."""
-    first = read_header(path, END_KEYS)
-    headers = {path.name: first} | _others(path, first)
+    room = Room()
+    first = read_header(path, END_KEYS, room)
+    headers = {path.name: first} | _others(path, first, room)
     places: dict[str, tuple[str, TensorPlace]] = {}
     factors: list[float] = []
     for file, header in headers.items():
@@ -62,7 +63,7 @@ def open_gguf(path: Path) -> GgufFacts:
     return GgufFacts(config, generation, places)
 
 
-def _others(path: Path, first: Header) -> dict[str, Header]:
+def _others(path: Path, first: Header, room: Room) -> dict[str, Header]:
     """Headers of the other files of a split model, by name; none where there is one file."""
     count = _number(first, "split.count", 1)
     files = split_files(path.name)
@@ -83,7 +84,7 @@ def _others(path: Path, first: Header) -> dict[str, Header]:
             f"{path.parent} lacks {len(missing)} of {count} files: {', '.join(missing[:8])}",
             param="model",
         )
-    found = {name: read_header(path.parent / name) for name in files[1:]}
+    found = {name: read_header(path.parent / name, room=room) for name in files[1:]}
     for number, (name, header) in enumerate([(path.name, first), *found.items()]):
         for key, expected in (("split.no", number), ("split.count", count)):
             if (stated := _number(header, key)) != expected:

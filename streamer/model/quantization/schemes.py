@@ -15,6 +15,7 @@ import msgspec
 
 from streamer.errors import ModelNotSupported
 from streamer.model.checkpoint import FLOATS, TensorEntry
+from streamer.model.families import FAMILIES
 from streamer.model.quantization.compressed import class_of, parse_compressed
 from streamer.model.quantization.float4 import Bnb4, Bnb8, Mxfp4, Nvfp4
 from streamer.model.quantization.gptq import ONES, Awq, Gptq
@@ -62,7 +63,7 @@ def refuse_quantized(config: dict[str, Any], architecture: str) -> None:
     if method := parse_quantization(config).method:
         raise ModelNotSupported(
             f"{architecture} quantized as {method} can't be served: quantized weights are read for "
-            "Llama, Mistral, Qwen2 and Qwen3, others dense",
+            f"{', '.join(FAMILIES)}, others dense",
             param="quantization_config",
         )
 

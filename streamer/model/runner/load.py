@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from streamer.kernels import ops
 from streamer.model import memory
 from streamer.model.checkpoint import open_checkpoint
 from streamer.model.inspect import Recognized, model_info, recognize
-from streamer.model.loader import DTYPES, load_decoder
+from streamer.model.loader import DTYPES, load_decoder, progress_bar
 from streamer.model.runner.cpu import CpuRunner
 from streamer.model.runner.cuda import CudaRunner, step_bytes
 from streamer.model.runner.device import CudaDevice, Device, choose_device
@@ -31,12 +32,12 @@ SINGLE_THREAD_BYTES = 32 << 20  # with smaller weights torch computes on one thr
 
 
 def load_runner(
-    config: Config, device: Device | None = None
+    config: Config, device: Device | None = None, go_on: Callable[[], None] = lambda: None
 ) -> tuple[CpuRunner | CudaRunner, ModelInfo]:
     """Load config.model (a folder) on this thread, which is the one that runs it later.
 
-    ModelNotSupported, NotEnoughMemory and ConfigError come before the weights are read, where they
-    can be known by then. A `device` takes the place of the GPU that the config names.
+    ModelNotSupported, NotEnoughMemory and ConfigError come before weights are read, where they can
+    be known. `device`: instead of the config's. `go_on`: called after each layer, may raise.
     """
     if config.model is None:
         raise ConfigError("no checkpoint folder to load", param="model")
@@ -63,7 +64,7 @@ def load_runner(
     plan_pools(free - known.weight_bytes)  # refuses before minutes of loading
     if device is None:
         _set_threads(known, kernels)
-    model = _load_model(kernels, known, where, config.load_progress)
+    model = _load_model(kernels, known, where, config.load_progress, go_on)
     peak = 0
     if device is not None:
         peak = step_bytes(device, kernels, model, config, known.model_limit, kv_dtype)
@@ -92,16 +93,25 @@ def load_runner(
 
 
 def _load_model(
-    kernels: ops.Backend, known: Recognized, device: torch.device, show_progress: bool
+    kernels: ops.Backend,
+    known: Recognized,
+    device: torch.device,
+    show_progress: bool,
+    go_on: Callable[[], None],
 ) -> CausalModel:
     dtype = DTYPES[known.dtype]
     if known.scheme and device.type == "cpu" and (why := ops.why_not_native()):
         says = "quantized weights are held dense, %d MiB, and gain nothing in speed: %s"
         logger.warning(says, known.weight_bytes >> 20, why)
     if known.decoder is not None:
-        return load_decoder(
-            kernels, known.checkpoint, known.decoder, dtype, device, show_progress=show_progress
-        )
+        name, num_layers = f"Loading {known.checkpoint.path.name}", known.num_layers
+        with progress_bar(name, num_layers, "layers", show_progress) as advance:
+
+            def layer_done() -> None:
+                advance()
+                go_on()
+
+            return load_decoder(kernels, known.checkpoint, known.decoder, dtype, device, layer_done)
     from streamer.model.fallback import load_fallback  # transformers' modelling code
 
     if known.fallback is None:

@@ -14,7 +14,7 @@ import pytest
 
 from streamer.errors import ModelNotSupported, StreamerError
 from streamer.model.checkpoint import open_checkpoint
-from streamer.model.gguf.header import FORMATS, MAX_ITEMS, read_header
+from streamer.model.gguf.header import FORMATS, MAX_ITEMS, Room, read_header
 from streamer.model.inspect import recognize
 from streamer.tokenizer.gguf import ARRAYS, from_metadata
 from tests.checkpoints import make_checkpoint
@@ -158,6 +158,28 @@ def test_a_file_that_lies_is_refused_with_the_field(tmp_path: Path, name: str) -
         read_header(file)
     assert says in refusal.value.message
     assert refusal.value.param
+
+
+def test_headers_of_a_split_model_are_bounded_together(tmp_path: Path) -> None:
+    """Bytes, items of arrays and tensors: each file has fewer than all may have."""
+    items = struct.pack("<IQ", 0, 40) + bytes(40)
+    tensors = tuple(tensor(name, (32,), 0, 128 * i) for i, name in enumerate("abc"))
+    raw = a_file((pair("some.items", ARRAY, items),), tensors, 3 * 128)
+    files = [tmp_path / f"m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    for file in files:
+        file.write_bytes(raw)
+    read_header(files[0], room=(one := Room()))
+    taken = Room().bytes - one.bytes
+    for field, most, says in (
+        ("bytes", 3 * taken - 1, "headers have at most"),
+        ("items", 100, "it counts 40, at most 20 are read"),
+        ("tensors", 7, "tensor_count: it counts 3, at most 1 are read"),
+    ):
+        room = Room(**{field: most})
+        for file in files[:2]:
+            read_header(file, room=room)
+        with pytest.raises(ModelNotSupported, match=says):
+            read_header(files[2], room=room)
 
 
 def test_a_large_array_of_nothing_takes_little_memory(tmp_path: Path) -> None:

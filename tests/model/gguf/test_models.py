@@ -15,7 +15,7 @@ from streamer.errors import ConfigError, ModelNotSupported
 from streamer.kernels import reference
 from streamer.kernels.ops import for_cpu
 from streamer.model.checkpoint import open_checkpoint
-from streamer.model.gguf.header import FORMATS, read_header
+from streamer.model.gguf.header import FORMATS, Room, read_header
 from streamer.model.inspect import recognize
 from streamer.model.loader import load_decoder
 from tests.checkpoints import reference_logits, reference_model
@@ -55,9 +55,7 @@ def load(file: Path, kernels: Any = reference, dtype: str = "float32") -> Any:
     known = recognize(open_checkpoint(file), dtype)
     assert known.decoder is not None
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    return load_decoder(
-        kernels, known.checkpoint, known.decoder, dtypes[known.dtype], show_progress=False
-    )
+    return load_decoder(kernels, known.checkpoint, known.decoder, dtypes[known.dtype])
 
 
 @pytest.mark.parametrize(
@@ -109,7 +107,9 @@ def test_llama3s_stretched_rope_is_read_from_its_factors(checkpoint: Any, tmp_pa
     assert error(paged_logits(load(file), tokens), expected) < 1e-4
 
 
-def test_a_split_model_is_read_from_its_first_file(checkpoint: Any, tmp_path: Path) -> None:
+def test_a_split_model_is_read_from_its_first_file(
+    checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = Path(shutil.copytree(checkpoint("llama", 1, **SIZES), tmp_path / "m"))
     write_gguf(folder, tmp_path / "m.gguf", split_max_tensors=8)
     files = sorted(tmp_path.glob("m-*.gguf"))
@@ -118,6 +118,10 @@ def test_a_split_model_is_read_from_its_first_file(checkpoint: Any, tmp_path: Pa
     expected = reference_logits(reference_model(folder), tokens)
     assert error(paged_logits(load(files[0]), tokens), expected) < 1e-4
 
+    with monkeypatch.context() as patch:
+        patch.setattr("streamer.model.gguf.checkpoint.Room", lambda: Room(tensors=15))
+        with pytest.raises(ModelNotSupported, match=r"00002-.*counts 8, at most 7 are read"):
+            open_checkpoint(files[0])
     with pytest.raises(ModelNotSupported, match=r"name the first, m-00001-of-00003\.gguf"):
         open_checkpoint(files[1])
     third = files[2].read_bytes()
@@ -150,9 +154,7 @@ def test_a_dense_file_can_be_quantized_while_it_is_loaded(checkpoint: Any, tmp_p
         assert recognize(open_checkpoint(file, asked), "auto").scheme.startswith(says)
     known = recognize(open_checkpoint(file, "int8"), "float32")
     assert known.decoder is not None
-    model = load_decoder(
-        reference, known.checkpoint, known.decoder, torch.float32, show_progress=False
-    )
+    model = load_decoder(reference, known.checkpoint, known.decoder, torch.float32)
     tokens = random_tokens(20, 3)
     expected = reference_logits(reference_model(folder), tokens)
     assert 1e-4 < error(paged_logits(model, tokens), expected) < 0.05
@@ -177,7 +179,7 @@ def test_a_file_cut_after_it_was_opened_is_refused(checkpoint: Any, tmp_path: Pa
     with file.open("rb+") as f:
         f.truncate(read_header(file).tensors[4].start)
     with pytest.raises(ModelNotSupported, match="was cut while it was read"):
-        load_decoder(reference, known.checkpoint, known.decoder, torch.float32, show_progress=False)
+        load_decoder(reference, known.checkpoint, known.decoder, torch.float32)
 
 
 def test_a_blocks_scale_that_is_no_number_is_refused(checkpoint: Any, tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def quantize_folder(folder: Path, to: Path, kind: str) -> Path:
 def load(folder: Path) -> Any:
     checkpoint = open_checkpoint(folder)
     config = parse_config(checkpoint.config)
-    return load_decoder(torch_kernels, checkpoint, config, torch.float32, show_progress=False)
+    return load_decoder(torch_kernels, checkpoint, config, torch.float32)
 
 
 def dequantized(folder: Path, to: Path) -> Path:
@@ -170,7 +170,20 @@ def test_scales_that_are_no_numbers_are_named(folder: Path, value: float) -> Non
     scales = load_file(folder / "model.safetensors")[f"{name}.scales"]
     scales[1, 5] = value
     change(folder, **{f"{name}.scales": scales})
-    with pytest.raises(ModelNotSupported, match=rf"{name}: scales: 1 are NaN or infinite"):
+    with pytest.raises(ModelNotSupported, match=rf"{name}\.scales: 1 are NaN or infinite"):
+        load(folder)
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_codes_of_fp8_that_are_no_numbers_are_named(
+    checkpoint: Any, tmp_path: Path, code: int
+) -> None:
+    folder = quantize_folder(checkpoint("llama", 1, **SIZES), tmp_path / "m", "fp8")
+    name = "model.layers.1.mlp.up_proj.weight"
+    codes = load_file(folder / "model.safetensors")[name].view(torch.uint8)
+    codes[3, 4:7] = torch.tensor([0x7E, code, 0xFE])  # beside 448 and -448, which are numbers
+    change(folder, **{name: codes.view(torch.float8_e4m3fn)})
+    with pytest.raises(ModelNotSupported, match=rf"{name}: 1 are NaN or infinite"):
         load(folder)
 
 

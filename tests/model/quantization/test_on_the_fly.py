@@ -108,7 +108,7 @@ def test_logits_are_those_of_the_quantized_weights(checkpoint: Any, kind: str) -
     folder = checkpoint("qwen3", 1)
     source = open_checkpoint(folder, kind)
     config = parse_config(source.config)
-    made = load_decoder(torch_kernels, source, config, torch.float32, show_progress=False)
+    made = load_decoder(torch_kernels, source, config, torch.float32)
     model = reference_model(folder)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -43,7 +43,7 @@ def written(folder: Path, out: Path, kind: str, calibration: list[int] | None = 
 def logits(folder: Path, tokens: list[int]) -> torch.Tensor:
     checkpoint = open_checkpoint(folder)
     config = parse_config(checkpoint.config)
-    model = load_decoder(torch_kernels, checkpoint, config, torch.float32, show_progress=False)
+    model = load_decoder(torch_kernels, checkpoint, config, torch.float32)
     return paged_logits(model, tokens)
 
 

@@ -17,7 +17,7 @@ from streamer.model.runner.load import load_runner
 
 async def main():
     config = Config(model=sys.argv[1], load_progress=False, num_gpu_blocks_override=16)
-    async with AsyncEngine(lambda: load_runner(config), load_fake_tokenizer, config) as engine:
+    async with AsyncEngine(lambda _: load_runner(config), load_fake_tokenizer, config) as engine:
         params = SamplingParams(max_tokens=8, ignore_eos=True)
         worked_s = -time.process_time()
         async for _ in engine.generate([5, 6, 7] * 40, params):
