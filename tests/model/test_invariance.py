@@ -7,14 +7,17 @@ the last bit. transformers is no oracle for this; the oracle is the request run 
 
 from __future__ import annotations
 
+import random
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from streamer.core.sampling import SamplingParams
 from streamer.kernels import ops
+from streamer.model.runner.cpu import CpuRunner
 from tests.model.gguf.test_models import all_formats
 from tests.model.gguf_files import write_gguf
 from tests.model.greedy_oracle import mixed_asks
@@ -50,16 +53,81 @@ def answers(engine: SyncEngine, asks: list[tuple[list[int], int]], name: str = "
     return [(engine.tokens[key], engine.logprobs[key]) for key in keys]
 
 
-@pytest.mark.skipif(ops.why_not_native() != "", reason="torch's sums depend on shapes")
-@pytest.mark.parametrize("case", CASES)
-def test_a_request_is_bit_equal_alone_together_in_chunks_cached_and_recomputed(
-    checkpoint: Any, tmp_path: Path, case: str
-) -> None:
+def case_engine(checkpoint: Any, tmp_path: Path, case: str) -> tuple[Path, dict[str, str]]:
+    """The case's model and settings."""
     family, sizes, settings = CASES[case]
     model = checkpoint(family, 1, **sizes)
     if case == "gguf":  # every format somewhere, and tied embeddings in one
         copy = Path(shutil.copytree(model, tmp_path / "m"))
         model = write_gguf(copy, tmp_path / "m.gguf", all_formats, architecture=family)
+    return model, settings
+
+
+class Paged:
+    """Logits of tokens of rows of a runner's model, row r in blocks r * WIDTH and on."""
+
+    WIDTH = 4  # blocks
+
+    def __init__(self, engine: SyncEngine) -> None:
+        self.runner, self.size = engine.runner, engine.info.block_size
+
+    def logits(self, *chunks: tuple[int, int, list[int]]) -> torch.Tensor:
+        """[T, V]: one step of chunks (row, start, tokens), every token's logits."""
+        tables = torch.tensor([[r * self.WIDTH + n for n in range(self.WIDTH)] for r, *_ in chunks])
+        owner = [n for n, (_, _, tokens) in enumerate(chunks) for _ in tokens]
+        at = torch.tensor([start + n for _, start, t in chunks for n in range(len(t))])
+        batch = ops.AttentionBatch(
+            query_lens=[len(tokens) for *_, tokens in chunks],
+            context_lens=[start + len(tokens) for _, start, tokens in chunks],
+            block_tables=tables,
+            slots=tables[owner, at // self.size] * self.size + at % self.size,
+            block_size=self.size,
+        )
+        tokens = torch.tensor([t for *_, tokens in chunks for t in tokens])
+        assert isinstance(self.runner, CpuRunner)
+        with torch.inference_mode():
+            last = torch.arange(len(tokens))
+            return self.runner.model.forward(tokens, at, batch, self.runner._pool, last).clone()
+
+
+@pytest.mark.skipif(ops.why_not_native() != "", reason="torch's sums depend on shapes")
+@pytest.mark.parametrize("case", CASES)
+def test_verified_tokens_have_the_logits_of_tokens_decoded_one_by_one(
+    checkpoint: Any, tmp_path: Path, case: str
+) -> None:
+    """Chunks of two to nine tokens over blocks that still hold what others were provisional, alone
+    and beside rows that decode and one that computes its prompt; the promise of speculation."""
+    model, settings = case_engine(checkpoint, tmp_path, case)
+    paged = Paged(SyncEngine(model, max_num_batched_tokens=512, **settings))
+    rng = random.Random(5)
+    tokens = [rng.randrange(100) for _ in range(60)]
+    start, end = 23, 50  # beyond the sliding window
+    paged.logits((0, 0, tokens[:start]))
+    alone = [paged.logits((0, n, [tokens[n]])) for n in range(start, end)]
+    for is_alone in (True, False):
+        paged.logits((1, 0, tokens[:start]))
+        for row in range(2, 10):
+            paged.logits((row, 0, tokens[row:start]))
+        at = start
+        for width in (5, 2, 9, 3, 8):
+            wrong = [tokens[at], *([7] * width)]
+            for chunk in (wrong, tokens[at : at + width]):
+                others = [] if is_alone else [(row, start - row, [row]) for row in range(2, 10)]
+                if not is_alone and width == 9:
+                    others[-1] = (9, 0, tokens[:40])
+                found = paged.logits(*others[:3], (1, at, chunk), *others[3:])[len(others[:3]) :]
+                for n in range(1 if chunk is wrong else width):
+                    assert torch.equal(found[n : n + 1], alone[at - start + n])
+            at += width
+        assert at == end
+
+
+@pytest.mark.skipif(ops.why_not_native() != "", reason="torch's sums depend on shapes")
+@pytest.mark.parametrize("case", CASES)
+def test_a_request_is_bit_equal_alone_together_in_chunks_cached_and_recomputed(
+    checkpoint: Any, tmp_path: Path, case: str
+) -> None:
+    model, settings = case_engine(checkpoint, tmp_path, case)
     asks = mixed_asks(3, 20, longest=60, output=(25, 40), twins=2)
     alone = SyncEngine(model, max_num_seqs=1, max_num_batched_tokens=512, **settings)
     expected = answers(alone, asks)

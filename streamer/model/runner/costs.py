@@ -28,14 +28,18 @@ class Costs:
         self._block_bytes = block_bytes
         self._prefill_s: float | None = None
         self._decode_s: float | None = None
+        self._steps: dict[int, tuple[float, float]] = {}  # _bucket -> mean (tokens, seconds)
         self._swap_s = 0.0
         self._swap_fixed_s, self._probed = probe()
         self._swap_s_per_byte = self._probed
 
     def saw_step(self, seconds: float, num_tokens: int, num_chunk_tokens: int) -> None:
-        """Decode cost if no token is of a chunk, prefill cost if at least half are."""
+        """Decode cost if no token is of a prompt's chunk, prefill cost if at least half are."""
         if num_tokens and not num_chunk_tokens:
             self._decode_s = _mean(self._decode_s, seconds)
+            bucket = _bucket(num_tokens)
+            tokens, before = self._steps.get(bucket, (num_tokens, None))
+            self._steps[bucket] = _mean(tokens, num_tokens), _mean(before, seconds)
         elif num_chunk_tokens * 2 >= num_tokens > 0:
             self._prefill_s = _mean(self._prefill_s, seconds / num_tokens)
             self._swap_s_per_byte += FORGET * (self._probed - self._swap_s_per_byte)
@@ -57,10 +61,17 @@ class Costs:
             copies_done=copies_done,
             prefill_s=prefill_s,
             decode_s=self._decode_s or 0.0,
+            step_s=tuple((round(n), took_s) for _, (n, took_s) in sorted(self._steps.items())),
             swap_bytes_per_s=1 / self._swap_s_per_byte,
             swap_fixed_s=self._swap_fixed_s,
             swap_s=self._swap_s,
         )
+
+
+def _bucket(num_tokens: int) -> int:
+    """A number of tokens by its three highest bits: to 25%, and at most 4 buckets a doubling."""
+    low = max(0, num_tokens.bit_length() - 3)
+    return num_tokens >> low << low
 
 
 def _mean(before: float | None, now: float) -> float:

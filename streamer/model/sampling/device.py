@@ -8,6 +8,7 @@ formulas are sampling/host.py's. Called by runner/cuda.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -15,17 +16,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from streamer.core.plan import NOT_FINITE, RowJoin
+from streamer.core.plan import RowJoin
 from streamer.kernels import ops
 from streamer.kernels.philox import USE_SAMPLE
 from streamer.model.runner.device import Device
 from streamer.model.sampling.host import (
     SampleOutput,
-    logprobs_by_row,
+    logprobs_by_index,
     penalised,
     top_logprobs,
 )
 from streamer.model.sampling.rows import Layout, RowState, RowTable
+from streamer.model.sampling.runs import Run, cut
 
 Ints = NDArray[np.int64]
 
@@ -49,21 +51,27 @@ class TokenCounts:
         self._device.main.run(partial(self._set, row, *there))
 
     def penalise(self, x: torch.Tensor, at: torch.Tensor, rows: torch.Tensor,
-                 settings: torch.Tensor) -> None:  # fmt: skip
+                 settings: torch.Tensor, more: torch.Tensor | None = None) -> None:  # fmt: skip
         """In place, the logits x [S, V] at `at`, of row slots `rows`; settings [n, 1, 3] as in
-        `penalised`."""
+        `penalised`; more: indices into the flattened counts [n, V], of tokens output since."""
         counts, logits = self._counts[rows], x[at]
+        if more is not None:
+            _count(counts.view(-1), more)
         changed = penalised(logits, counts.clamp(min=0), settings)
         x[at] = torch.where(counts >= 0, changed, logits)
 
     def add(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Count a drawn token of each row (a failed row's -1 as token 0, never used)."""
-        flat = self._counts.view(-1)
-        at = rows * self._vocab_size + tokens.clamp(min=0)
-        flat.index_copy_(0, at, flat[at].clamp(min=0) + 1)
+        """Count a drawn token of each of these (a failed row's -1 as token 0, never used)."""
+        _count(self._counts.view(-1), rows * self._vocab_size + tokens.clamp(min=0))
 
     def _set(self, row: int, ids: torch.Tensor, counts: torch.Tensor) -> None:
         self._counts[row].fill_(-1.0).index_copy_(0, ids, counts)
+
+
+def _count(flat: torch.Tensor, at: torch.Tensor) -> None:
+    """Add 1 at each of these indices, of which some may be equal."""
+    flat.index_copy_(0, at, flat[at].clamp(min=0))
+    flat.index_add_(0, at, torch.ones(1, device=flat.device).expand(len(at)))
 
 
 class Draw(NamedTuple):
@@ -73,6 +81,10 @@ class Draw(NamedTuple):
     mask        indices into the flattened logits that become -inf
     penalties   indices of rows, their row slots, their settings [n, 1, 3]
     logprobs    indices of rows that asked for them
+    runs        those of the step
+    more        as in TokenCounts.penalise: the provisional tokens before the draws of runs
+    counted     indices of rows whose tokens are counted when drawn, and their row slots: those with
+                penalties that are in no run
     """
 
     layout: Layout
@@ -81,6 +93,9 @@ class Draw(NamedTuple):
     mask: torch.Tensor | None
     penalties: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
     logprobs: torch.Tensor | None
+    runs: Sequence[Run] = ()
+    more: torch.Tensor | None = None
+    counted: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -119,7 +134,9 @@ class DeviceSampler:
         self._table.states[row] = None
         self._draw = None
 
-    def prepare(self, rows: tuple[int, ...], positions: Ints) -> Draw:
+    def prepare(
+        self, rows: tuple[int, ...], positions: Ints, runs: Sequence[Run] = ()
+    ) -> Draw:
         """What rows need to draw at these positions; uploads settings the device lacks."""
         if self._has_joined:
             table = self._table
@@ -135,19 +152,20 @@ class DeviceSampler:
         if below := draw.layout.below_floor(positions):
             mask = self._device.upload(draw.layout.masked(below, self._vocab_size))
             draw = draw._replace(mask=mask)
-        return draw
+        return self._with_runs(draw, rows, runs) if runs else draw
 
     def _prepare(self, rows: tuple[int, ...]) -> Draw:
         layout, table, upload = Layout(self._table, rows), self._table, self._device.upload
         slots = layout.slots[layout.drawn]
         off = np.array([1.0, -np.inf], np.float32)
         has_filters = (table.top_k[slots] > 0).any() or (table.settings[slots, 1:] != off).any()
-        bias, penalties = layout.biases(self._vocab_size), None
+        bias, penalties, counted = layout.biases(self._vocab_size), None, None
         held = [i for i in layout.edited if layout.states[i].history is not None]
         if held:
             settings = np.array([layout.states[i].penalties for i in held], np.float32)
             slots_held = np.array([rows[i] for i in held])
             penalties = upload(np.array(held)), upload(slots_held), upload(settings[:, None])
+            counted = penalties[:2]
         return Draw(
             layout=layout,
             has_filters=bool(has_filters),
@@ -155,6 +173,22 @@ class DeviceSampler:
             mask=None,
             penalties=penalties,
             logprobs=upload(np.array(layout.logprobs)) if layout.logprobs else None,
+            counted=counted,
+        )
+
+    def _with_runs(self, draw: Draw, rows: tuple[int, ...], runs: Sequence[Run]) -> Draw:
+        draw = draw._replace(runs=runs)
+        if draw.penalties is None:
+            return draw
+        before = {i: tokens for run in runs for i, tokens in run.before()}
+        held = [i for i in draw.layout.edited if draw.layout.states[i].history is not None]
+        more = [n * self._vocab_size + t for n, i in enumerate(held) for t in before.get(i, ())]
+        alone = [i for i in held if i not in before]
+        slots = [rows[i] for i in alone]
+        upload = self._device.upload
+        return draw._replace(
+            more=upload(np.array(more)) if more else None,
+            counted=(upload(np.array(alone)), upload(np.array(slots))) if alone else None,
         )
 
     # ------------------------------------------------------------ queued in the main stream
@@ -190,12 +224,12 @@ class DeviceSampler:
         if draw.mask is not None:
             flat.index_fill_(0, draw.mask, -torch.inf)
         if draw.penalties is not None:
-            self._counts.penalise(x, *draw.penalties)
+            self._counts.penalise(x, *draw.penalties, draw.more)
         tokens = self.draw_plain(x, slots, positions, has_filters=draw.has_filters)
         tokens = torch.where(best.isfinite(), tokens, -1)
-        if draw.penalties is not None:
-            at, penalised_rows, _ = draw.penalties
-            self._counts.add(penalised_rows, tokens[at])
+        if draw.counted is not None:
+            at, counted_rows = draw.counted
+            self._counts.add(counted_rows, tokens[at])
         return tokens
 
     def result(self, draw: Draw, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -210,17 +244,29 @@ class DeviceSampler:
     # ------------------------------------------------------------ on the host, after the event
 
     def finish(self, draw: Draw, rows: tuple[int, ...], result: torch.Tensor) -> SampleOutput:
-        """The step's outcome from a copy of `result` on the host."""
+        """The step's outcome from a copy of `result` on the host; what runs drew is counted."""
         count, asked = len(rows), len(draw.layout.logprobs)
         tokens: list[int] = result[:count].long().tolist()
+        if draw.runs:
+            cut(tokens, draw.runs)
+            self._count_runs(draw, rows, tokens)
         logprobs = {}
         if asked:
             own, top = result[count : count + asked], result[count + asked :].view(2, asked, -1)
             ids: list[list[int]] = top[1].long().tolist()
-            logprobs = logprobs_by_row(
-                draw.layout, rows, tokens, own.tolist(), top[0].tolist(), ids
-            )
-        failed = {}
-        if min(tokens, default=0) < 0:
-            failed = {rows[i]: NOT_FINITE for i, token in enumerate(tokens) if token < 0}
-        return SampleOutput(tokens=tokens, logprobs=logprobs, failed=failed)
+            logprobs = logprobs_by_index(draw.layout, tokens, own.tolist(), top[0].tolist(), ids)
+        return SampleOutput(tokens=tokens, logprobs=logprobs)
+
+    def _count_runs(self, draw: Draw, rows: tuple[int, ...], tokens: list[int]) -> None:
+        """Count what was drawn by runs with penalties, of rows that still hold their sequence."""
+        states, now = draw.layout.states, self._table.states
+        at = [
+            i
+            for run in draw.runs
+            for i in range(run.first, run.end)
+            if tokens[i] >= 0 and states[i].history is not None and now[rows[i]] is states[i]
+        ]
+        if at:
+            slots, ids = np.array([rows[i] for i in at]), np.array([tokens[i] for i in at])
+            sent = self._device.upload(slots), self._device.upload(ids)
+            self._device.main.run(partial(self._counts.add, *sent))

@@ -13,23 +13,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from streamer.core.plan import NOT_FINITE, RowJoin, TokenLogprob
+from streamer.core.plan import RowJoin, TokenLogprob
 from streamer.kernels import ops
 from streamer.kernels.philox import USE_SAMPLE
 from streamer.model.sampling.rows import Layout, RowState, RowTable
+from streamer.model.sampling.runs import FAILED, Run, cut
 
 
 class SampleOutput(msgspec.Struct, frozen=True):
     """What one step drew.
 
-    tokens    parallel to the rows asked for; -1 where the row failed
-    logprobs  row -> TokenLogprob, for rows that asked and did not fail
-    failed    row -> why: its logits have a NaN, a +inf or nothing finite (-inf is a ban)
+    tokens    parallel to the rows asked for; FAILED where the row failed: its logits have a NaN, a
+              +inf or nothing finite (-inf is a ban); CUT beyond the end of its run
+    logprobs  index into tokens -> TokenLogprob, for rows that asked
     """
 
     tokens: list[int]
     logprobs: dict[int, TokenLogprob]
-    failed: dict[int, str]
 
 
 class Sampler:
@@ -62,10 +62,12 @@ class Sampler:
         logits: torch.Tensor,
         rows: Sequence[int],
         positions: Sequence[int] | NDArray[np.int64],
+        runs: Sequence[Run] = (),
     ) -> SampleOutput:
-        """Draw one token for each of `rows` (distinct) and append it to the row's history.
+        """Draw one token for each of `rows` and append it to the row's history.
 
         logits     [S, V] fp32 or bf16, one row of it for each of `rows`; may be overwritten
+        rows       distinct, but for the draws of a run
         positions  absolute position of the token to be drawn: the number of tokens before it
         """
         layout = self._layout_of(rows)
@@ -77,9 +79,11 @@ class Sampler:
         tokens: list[int] = best_ids.tolist()
         raw = logits[layout.logprobs].float() if layout.logprobs else None
         if not layout.is_plain_greedy:
-            tokens = self._draw(logits, layout, positions, bad, tokens)
+            x = self._edited(logits, layout, positions, runs, bad, tokens)
+            self._draw(x, layout, positions, tokens)
         for i in bad:
-            tokens[i] = -1
+            tokens[i] = FAILED
+        cut(tokens, runs)
         for i in layout.edited:
             history = layout.states[i].history
             if history is not None and tokens[i] >= 0:
@@ -88,12 +92,8 @@ class Sampler:
         if raw is not None:
             drawn = torch.tensor([tokens[i] for i in layout.logprobs])
             own, values, ids = (t.tolist() for t in top_logprobs(raw, drawn, layout.num_top))
-            logprobs = logprobs_by_row(layout, rows, tokens, own, values, ids)
-        return SampleOutput(
-            tokens=tokens,
-            logprobs=logprobs,
-            failed={rows[i]: NOT_FINITE for i in bad},
-        )
+            logprobs = logprobs_by_index(layout, tokens, own, values, ids)
+        return SampleOutput(tokens=tokens, logprobs=logprobs)
 
     def _layout_of(self, rows: Sequence[int]) -> Layout:
         requested = tuple(rows)  # no copy of a tuple: most often it is the last step's object
@@ -106,31 +106,42 @@ class Sampler:
             self._layout, self._rows = layout, requested
         return self._layout
 
-    def _draw(
+    def _edited(
         self,
         logits: torch.Tensor,
         layout: Layout,
         positions: Sequence[int] | NDArray[np.int64],
+        runs: Sequence[Run],
         bad: list[int],
         tokens: list[int],
-    ) -> list[int]:
-        """`tokens` holds each row's argmax before edits; rows with all banned go to `bad`."""
-        x = logits
-        if layout.edited or layout.floors:
-            x = logits.float().contiguous()
-            if bad:
-                x[bad] = 0.0
-            touched = self._edit(x, layout, positions)
-            if touched:
-                for i, token in zip(touched, x[touched].argmax(-1).tolist(), strict=True):
-                    tokens[i] = token
-            bad += self._masked_out(x, layout, positions)
+    ) -> torch.Tensor:
+        """The logits to draw from. `tokens` holds the argmax of each row of `logits`, and gets that
+        of the greedy ones that are edited; those with all banned go to `bad`."""
+        if not (layout.edited or layout.floors):
+            return logits
+        x = logits.float().contiguous()
+        if bad:
+            x[bad] = 0.0
+        touched = self._edit(x, layout, positions, runs)
+        if touched:
+            for i, token in zip(touched, x[touched].argmax(-1).tolist(), strict=True):
+                tokens[i] = token
+        bad += self._masked_out(x, layout, positions)
+        return x
+
+    def _draw(
+        self,
+        x: torch.Tensor,
+        layout: Layout,
+        positions: Sequence[int] | NDArray[np.int64],
+        tokens: list[int],
+    ) -> None:
+        """Write what the rows draw that are not greedy into `tokens`."""
         if layout.drawn:
             self._draws.origin.numpy()[:, 2] = np.asarray(positions)[layout.drawn]
             drawn: list[int] = self._kernels.draw(x, self._draws).tolist()
             for i, token in zip(layout.drawn, drawn, strict=True):
                 tokens[i] = token
-        return tokens
 
     def _masked_out(
         self, x: torch.Tensor, layout: Layout, positions: Sequence[int] | NDArray[np.int64]
@@ -146,7 +157,11 @@ class Sampler:
         return closed
 
     def _edit(
-        self, x: torch.Tensor, layout: Layout, positions: Sequence[int] | NDArray[np.int64]
+        self,
+        x: torch.Tensor,
+        layout: Layout,
+        positions: Sequence[int] | NDArray[np.int64],
+        runs: Sequence[Run],
     ) -> list[int]:
         """Bias, min_tokens mask and penalties, in place in x [S, V]; the greedy rows it touched."""
         flat, vocab = x.view(-1), x.shape[1]
@@ -156,20 +171,22 @@ class Sampler:
             flat.index_add_(0, ids, values)
         if below:
             flat.index_fill_(0, torch.from_numpy(layout.masked(below, vocab)), -torch.inf)
-        _penalise(flat, vocab, layout)
+        _penalise(flat, vocab, layout, runs)
         edited = {*below, *layout.edited}
         return [i for i in layout.greedy if i in edited]
 
 
-def _penalise(flat: torch.Tensor, vocab: int, layout: Layout) -> None:
+def _penalise(flat: torch.Tensor, vocab: int, layout: Layout, runs: Sequence[Run]) -> None:
     """Repetition, then frequency and presence, on the tokens of each row's history alone."""
     held = [(i, h) for i in layout.edited if (h := layout.states[i].history) is not None]
     if not held:
         return
-    sizes = [len(history.ids) for _, history in held]
+    before = {i: tokens for run in runs for i, tokens in run.before()}
+    seen = [(i, *history.after(before.get(i, ()))) for i, history in held]
+    sizes = [len(ids) for _, ids, _ in seen]
     settings = np.array([layout.states[i].penalties for i, _ in held], np.float32).repeat(sizes, 0)
-    at = torch.from_numpy(np.concatenate([history.ids + i * vocab for i, history in held]))
-    counts = torch.from_numpy(np.concatenate([history.counts for _, history in held]))
+    at = torch.from_numpy(np.concatenate([ids + i * vocab for i, ids, _ in seen]))
+    counts = torch.from_numpy(np.concatenate([counts for *_, counts in seen]))
     values = penalised(flat.index_select(0, at), counts, torch.from_numpy(settings))
     flat.index_copy_(0, at, values)
 
@@ -196,15 +213,15 @@ def top_logprobs(
     return own, values, ids
 
 
-def logprobs_by_row(
-    layout: Layout, rows: Sequence[int], tokens: list[int],
+def logprobs_by_index(
+    layout: Layout, tokens: list[int],
     own: list[float], values: list[list[float]], ids: list[list[int]],
 ) -> dict[int, TokenLogprob]:  # fmt: skip
-    """What top_logprobs found, as lists, for the rows of layout.logprobs that did not fail."""
+    """What top_logprobs found, as lists, for those of layout.logprobs that drew a token."""
     out: dict[int, TokenLogprob] = {}
     for n, i in enumerate(layout.logprobs):
         if tokens[i] < 0:
             continue
         top = list(zip(ids[n], values[n], strict=True))[: layout.states[i].params.logprobs]
-        out[rows[i]] = TokenLogprob(token_id=tokens[i], logprob=own[n], top=tuple(top))
+        out[i] = TokenLogprob(token_id=tokens[i], logprob=own[n], top=tuple(top))
     return out

@@ -48,6 +48,19 @@ class History:
             self._size += 1
         self._counts[slot] += 1
 
+    def after(self, tokens: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """`ids` and `counts` as they were if these tokens had been appended."""
+        if not tokens:
+            return self.ids, self.counts
+        new: dict[int, int] = {}
+        slots = []
+        for token in tokens:
+            slot = self._slots.get(token)
+            slots.append(new.setdefault(token, self._size + len(new)) if slot is None else slot)
+        counts = np.concatenate((self.counts, np.zeros(len(new), np.float32)))
+        np.add.at(counts, slots, 1)
+        return np.concatenate((self.ids, np.array(list(new), np.int64))), counts
+
     @property
     def ids(self) -> NDArray[np.int64]:
         """Distinct tokens, in no order."""
@@ -148,7 +161,8 @@ class RowTable:
 
 
 class Layout:
-    """What a fixed list of rows needs, computed when the list changes; indices are into the list.
+    """What a fixed list of rows needs, computed when the list changes; indices are into the list, in
+    which a row is named once for each token that it draws.
 
     slots        [rows] int64: the rows themselves
     edited       indices of rows with bias or history

@@ -24,6 +24,25 @@ def test_prefill_is_learned_from_prefill_steps() -> None:
     assert costs.facts(7).copies_done == 7
 
 
+def test_steps_without_prompts_are_learned_by_their_width() -> None:
+    """Small widths apart, larger ones to 25%, at the mean of the widths that were seen."""
+    costs = Costs(1000, probe_copy)
+    assert costs.facts(0).step_s == ()
+    for width in (5, 1, 4, 6, 1):
+        costs.saw_step(width / 10, width, 0)
+    costs.saw_step(9.0, 5, 2)
+    assert costs.facts(0).step_s == ((1, 0.1), (4, 0.4), (5, 0.5), (6, 0.6))
+    for width in (100, 110):
+        costs.saw_step(width / 10, width, 0)
+    assert costs.facts(0).step_s[-1] == (102, pytest.approx(10.2))
+    for width in range(1, 5000):
+        costs.saw_step(width / 10, width, 0)
+    widths, seconds = zip(*costs.facts(0).step_s, strict=True)
+    assert len(widths) < 50
+    assert list(widths) == sorted(set(widths))
+    assert all(s * 10 == pytest.approx(w, abs=0.6) for w, s in zip(widths, seconds, strict=True))
+
+
 def test_swaps_move_the_bandwidth() -> None:
     """Slow copies lower the bandwidth, which stays finite however short a copy seems."""
     costs = Costs(1000, probe_copy)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from streamer.core.sampling import SamplingParams
 from streamer.kernels.ops import for_cpu
 from streamer.model.sampling.device import DeviceSampler
 from streamer.model.sampling.host import SampleOutput, Sampler
+from streamer.model.sampling.runs import CUT, FAILED, Run
 from tests.kernels.conftest import skip_without_interpreter
 from tests.model.late_device import LateDevice
 from tests.model.torch_ops import TorchOps
@@ -58,11 +59,11 @@ class Both:
         self.here.leave(row)
 
     def sample(
-        self, logits: torch.Tensor, rows: tuple[int, ...], at: list[int]
+        self, logits: torch.Tensor, rows: tuple[int, ...], at: list[int], runs: Sequence[Run] = ()
     ) -> tuple[SampleOutput, SampleOutput]:
         """(the device's, the CPU's)."""
         positions = np.array(at)
-        draw = self.there.prepare(rows, positions)
+        draw = self.there.prepare(rows, positions, runs)
         slots, where = self.device.upload(np.array(rows)), self.device.upload(positions)
         results: list[torch.Tensor] = []
 
@@ -71,14 +72,14 @@ class Both:
             results.append(self.there.result(draw, logits, tokens).clone())
 
         self.device.main.run(work)
-        expected = self.here.sample(logits.clone(), rows, at)
+        expected = self.here.sample(logits.clone(), rows, at, runs)
         self.device.synchronize()
         return self.there.finish(draw, rows, results[0]), expected
 
 
 def same(got: SampleOutput, expected: SampleOutput) -> None:
     """Tokens and failures to the bit, log probabilities to rounding."""
-    assert (got.tokens, got.failed) == (expected.tokens, expected.failed)
+    assert got.tokens == expected.tokens
     assert got.logprobs.keys() == expected.logprobs.keys()
     for row, one in expected.logprobs.items():
         assert got.logprobs[row].token_id == one.token_id
@@ -122,7 +123,7 @@ def test_rows_that_are_not_finite_fail_alone(where: Any, value: float) -> None:
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(1))
     logits[where] = value
     got, expected = both.sample(logits, tuple(range(6)), [3] * 6)
-    assert list(got.failed) == [where[0]]
+    assert [row for row, token in enumerate(got.tokens) if token == FAILED] == [where[0]]
     same(got, expected)
 
 
@@ -134,8 +135,48 @@ def test_a_mask_that_leaves_nothing_fails_the_row() -> None:
     logits = torch.full((2, VOCAB), -torch.inf)
     logits[:, [3, 8]] = 1.0
     got, expected = both.sample(logits, (0, 1), [2, 2])
-    assert list(got.failed) == [0]
+    assert [row for row, token in enumerate(got.tokens) if token == FAILED] == [0]
     same(got, expected)
+
+
+def test_runs_are_drawn_and_counted_as_on_the_cpu() -> None:
+    """Rows with and without penalties verify tokens of which some are wrong, beside rows that draw
+    one; a row whose slot is taken over before its run is read leaves the new one's counts alone."""
+    both, rng = Both(8), torch.Generator().manual_seed(2)
+    chance = np.random.default_rng(0)
+    known = {row: 3 + row for row in range(6)}
+    for row, params in enumerate(PARAMS):
+        both.join(row, params, tuple(range(known[row])), 2)
+    num_accepted = num_cut = 0
+    for _ in range(12):
+        widths = [int(chance.integers(1, 5)) if row != 1 else 1 for row in known]
+        rows = tuple(row for row, width in enumerate(widths) for _ in range(width))
+        at = [known[row] + n for row, width in enumerate(widths) for n in range(width)]
+        logits = torch.randn(len(rows), VOCAB, generator=rng)
+        likely = chance.integers(0, VOCAB, len(rows))
+        logits[range(len(rows)), likely] += 9.0
+        firsts = np.cumsum(widths) - widths
+        runs = [
+            Run(int(first), tuple(likely[first : first + width - 1].tolist()))
+            for first, width in zip(firsts, widths, strict=True)
+            if width > 1
+        ]
+        got, expected = both.sample(logits, rows, at, runs)
+        same(got, expected)
+        for row, first in enumerate(firsts):
+            kept = sum(token >= 0 for token in got.tokens[first : first + widths[row]])
+            known[row] += kept
+            num_accepted += kept - 1
+        num_cut += got.tokens.count(CUT)
+    assert num_accepted > 40
+    assert num_cut > 10
+    row, there = 4, both.there
+    draw = there.prepare((row, row), np.array([60, 61]), [Run(0, (7,))])
+    both.leave(row)
+    both.join(row, PARAMS[4], (1, 2), 1)
+    there.finish(draw, (row, row), torch.tensor([7, 8]))
+    both.device.synchronize()
+    assert there._counts._counts[row].gt(0).nonzero().flatten().tolist() == [2]
 
 
 def test_counts_are_set_while_steps_are_queued() -> None:

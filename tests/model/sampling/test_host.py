@@ -14,6 +14,7 @@ from streamer.kernels import reference_sampling
 from streamer.kernels.ops import for_cpu
 from streamer.model.sampling.host import Sampler
 from streamer.model.sampling.rows import History
+from streamer.model.sampling.runs import CUT, FAILED, Run
 from tests.kernels.sampling_oracle import edited, noise
 from tests.model.sampling.joins import join
 
@@ -117,14 +118,13 @@ def test_a_poisoned_row_fails_alone(poison: float, bad: int) -> None:
     poisoned[bad, 17] = poison
     sampler = sampler_of(KINDS)
     output = sampler.sample(poisoned, rows, positions)
-    assert list(output.failed) == [bad]
-    assert output.tokens[bad] == -1
+    assert output.tokens[bad] == FAILED
     assert bad not in output.logprobs
     assert [t for r, t in enumerate(output.tokens) if r != bad] == [
         t for r, t in enumerate(clean.tokens) if r != bad
     ]
     again = sampler.sample(logits.clone(), rows, positions)
-    assert again.failed == {}
+    assert FAILED not in again.tokens
 
 
 def test_nothing_finite_fails_and_a_ban_does_not() -> None:
@@ -132,7 +132,7 @@ def test_nothing_finite_fails_and_a_ban_does_not() -> None:
     logits[0] = -torch.inf
     logits[1, 500:] = -torch.inf
     output = sampler_of(KINDS[:2]).sample(logits, [0, 1], [3, 3])
-    assert list(output.failed) == [0]
+    assert output.tokens[0] == FAILED
     assert 0 <= output.tokens[1] < 500
 
 
@@ -167,9 +167,7 @@ def test_a_row_whose_every_token_is_banned_fails_alone(params: dict[str, Any]) -
     join(sampler, 1, SamplingParams(**params), [5], 1, 0, stop_ids=frozenset())
     logits = torch.full((2, VOCAB), -torch.inf)
     logits[:, 9] = 1.0
-    out = sampler.sample(logits, [0, 1], [1, 1])
-    assert list(out.failed) == [0]
-    assert out.tokens[1] == 9
+    assert sampler.sample(logits, [0, 1], [1, 1]).tokens == [FAILED, 9]
 
 
 def test_bias_beyond_the_vocabulary_touches_no_neighbour() -> None:
@@ -228,6 +226,75 @@ def test_history_grows_past_its_room() -> None:
         history.append(token % 40)
     counts = dict(zip(history.ids.tolist(), history.counts.tolist(), strict=True))
     assert counts == {t: 3.0 - (t >= 20) + (t in (5, 9)) for t in range(40)}
+
+
+def test_history_after_tokens_is_what_appending_them_makes() -> None:
+    history, grown = (History([5, 5, 9, 7], 1) for _ in range(2))
+    more = [7, 3, 5, 3, 3, 12]
+    for n, token in enumerate(more, 1):
+        grown.append(token)
+        ids, counts = history.after(more[:n])
+        assert (ids.tolist(), counts.tolist()) == (grown.ids.tolist(), grown.counts.tolist())
+    assert history.ids.tolist() == [5, 7, 9]
+
+
+# Errors of what is proposed, by position: none, at once, in the middle, all but the last.
+PROPOSED = [(0, 0, 0, 0), (1, 0, 0, 0), (0, 0, 1, 0), (0, 1, 1, 1)]
+
+
+@pytest.mark.parametrize("wrong", PROPOSED)
+def test_runs_draw_what_single_draws_would(wrong: tuple[int, ...]) -> None:
+    """Every kind of row verifies provisional tokens in one call, next to a row that does not, and
+    goes on from there; tokens and log probabilities are those of draws one by one."""
+    kinds = [
+        *KINDS,
+        SamplingParams(seed=20, repetition_penalty=1.4, presence_penalty=1.0, logprobs=2),
+        SamplingParams(temperature=0, frequency_penalty=2.0, min_tokens=3, logit_bias={3: 2.0}),
+    ]
+    num_rows, steps = len(kinds), 5
+    logits = [logits_of(num_rows, seed=step) for step in range(steps + 3)]
+    for x in logits:
+        x[:, :20] += 4.0  # a few tokens come again and again
+    one, run = sampler_of(kinds), sampler_of(kinds)
+    single = [
+        one.sample(x.clone(), range(num_rows), [3 + n] * num_rows) for n, x in enumerate(logits)
+    ]
+    wide, rows, at, runs = [], [], [], []
+    for row in range(num_rows):
+        width = 1 if row == 4 else steps
+        drawn = [single[n].tokens[row] for n in range(width - 1)]
+        if width > 1:
+            tokens = tuple((t + e) % VOCAB for t, e in zip(drawn, wrong, strict=True))
+            runs.append(Run(len(rows), tokens))
+        wide += [logits[n][row] for n in range(width)]
+        rows += [row] * width
+        at += range(3, 3 + width)
+    got = run.sample(torch.stack(wide), rows, at, runs)
+    kept = (*wrong, 1).index(1) + 1
+    for row in range(num_rows):
+        count, width = (1, 1) if row == 4 else (kept, steps)
+        first = rows.index(row)
+        tokens = [single[n].tokens[row] for n in range(count)] + [CUT] * (width - count)
+        assert got.tokens[first : first + width] == tokens
+        for n in range(width):
+            expected = single[n].logprobs.get(row) if n < count else None
+            assert got.logprobs.get(first + n) == expected
+    for n in range(3):  # what was cut left nothing behind
+        now = [1 if row == 4 else kept for row in range(num_rows)]
+        x = torch.stack([logits[now[row] + n][row] for row in range(num_rows)])
+        after = run.sample(x, range(num_rows), [3 + n + k for k in now])
+        assert after.tokens == [single[now[row] + n].tokens[row] for row in range(num_rows)]
+
+
+def test_a_run_that_reaches_logits_that_are_not_finite_fails_there() -> None:
+    sampler = sampler_of(KINDS[:1])
+    logits = logits_of(4)
+    best = logits.argmax(-1).tolist()
+    logits[2, 7] = torch.nan
+    out = sampler.sample(logits.clone(), [0] * 4, [3, 4, 5, 6], [Run(0, (best[0], best[1], 5))])
+    assert out.tokens == [best[0], best[1], FAILED, CUT]
+    out = sampler.sample(logits, [0] * 4, [3, 4, 5, 6], [Run(0, (best[0], best[1] + 1, 5))])
+    assert out.tokens == [best[0], best[1], CUT, CUT]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -299,4 +366,3 @@ def test_a_tiny_temperature_is_nearly_greedy() -> None:
 def test_no_rows() -> None:
     output = Sampler(for_cpu(), VOCAB, 4).sample(torch.zeros(0, VOCAB), [], [])
     assert output.tokens == []
-    assert output.failed == {}
