@@ -112,23 +112,34 @@ class Hand:
         self._tables.append(TableUpdate(row, last, (fresh,)))
         return shared, fresh
 
-    def plan(self, chunks: dict[int, int] | None = None, **moves: Any) -> Plan:
-        """The next step's plan: row -> tokens of a chunk (0: sits out); the others decode."""
+    def plan(
+        self,
+        chunks: dict[int, int] | None = None,
+        verify: dict[int, tuple[int, ...]] | None = None,
+        **moves: Any,
+    ) -> Plan:
+        """The next step's plan: row -> tokens of a chunk (0: sits out), row -> provisional tokens;
+        the others decode."""
+        chunks = dict(chunks or {})
+        chunks |= {row: 1 + len(tokens) for row, tokens in (verify or {}).items()}
         forks = {join.row: join for join in self._joins if join.parent >= 0}
         fresh = {join.row for join in self._joins}
         parts, tokens, samples = [], 0, len(forks)
         for row, seq in sorted(self.rows.items()):
             if row in forks:
                 continue
-            count, had = (chunks or {}).get(row, 1), len(seq.blocks)
+            count, had = chunks.get(row, 1), len(seq.blocks)
             while len(seq.blocks) * BLOCK < seq.computed + count:
                 seq.blocks.append(self.free.pop())
             if row not in fresh and len(seq.blocks) > had:
                 self._tables.append(TableUpdate(row, had, tuple(seq.blocks[had:])))
-            sample = count > 0 and seq.computed + count == len(seq.tokens)
-            if row in (chunks or {}) and count:
-                parts.append(Chunk(row, seq.computed, count, int(sample)))
-            tokens, samples = tokens + count, samples + sample
+            draws = int(count > 0 and seq.computed + count == len(seq.tokens))
+            if row in (verify or {}):
+                given, draws = (seq.tokens[-1], *(verify or {})[row]), count
+                parts.append(Chunk(row, seq.computed, count, count, tokens=given))
+            elif row in chunks and count:
+                parts.append(Chunk(row, seq.computed, count, draws))
+            tokens, samples = tokens + count, samples + draws
         for row, join in forks.items():
             shared = self.rows[join.parent].blocks[: -(-self.rows[row].num_prompt // BLOCK)]
             self.rows[row].blocks = list(shared)
@@ -139,14 +150,14 @@ class Hand:
             joins=tuple(join.value() for join in self._joins),
             tables=tuple(self._tables),
             chunks=tuple(parts),
-            idle=tuple(row for row, count in (chunks or {}).items() if not count),
+            idle=tuple(row for row, count in chunks.items() if not count),
             num_rows=len(self.rows),
             num_tokens=tokens,
             num_samples=samples,
             **moves,
         )
         for row, seq in self.rows.items():
-            seq.computed += 0 if row in forks else (chunks or {}).get(row, 1)
+            seq.computed += 0 if row in forks else chunks.get(row, 1)
         return plan
 
     def step(self, chunks: dict[int, int] | None = None, **moves: Any) -> StepResult:
@@ -156,6 +167,8 @@ class Hand:
         result = self.runner.launch(plan).collect()
         for row, token in zip(result.rows, result.tokens, strict=True):
             self.rows[row].tokens.append(token)
+        for row in moves.get("verify", {}):
+            self.rows[row].computed = len(self.rows[row].tokens) - 1
         return result
 
     def run(self, num_steps: int) -> None:

@@ -123,9 +123,9 @@ class CpuRunner:
             return StepResult(number, prompt_logprobs=scores)
         if inputs.parents:
             logits = torch.cat([logits, logits[inputs.parents]])
-        drawn = self._sampler.sample(logits, inputs.rows, inputs.draw_at)
-        self._rows.append(inputs.at, drawn.tokens)
-        return step_result(number, inputs, drawn.tokens, drawn.logprobs, drawn.failed, scores)
+        drawn = self._sampler.sample(logits, inputs.rows, inputs.draw_at, inputs.runs)
+        self._rows.drew(inputs, drawn.tokens)
+        return step_result(number, inputs, drawn, scores)
 
     def _logits(self, inputs: StepInputs) -> torch.Tensor | None:
         """[S + P, V] for the rows that draw and the tokens that are scored."""

@@ -4,8 +4,9 @@ Owns both KV pools, the rows and what a launched plan still needs. Nothing in `l
 the device: a drawn token stays there for the next step, and reaches the host in one copy that
 `collect` waits for. Called only from the engine's GPU thread, made by load.py.
 
-The host counts every row's progress, which does not depend on the drawn tokens. A steady decode
-uploads only new blocks; a plan's uploads go in one copy.
+The host counts every row's progress, which does not depend on the drawn tokens but where a row
+verifies provisional ones: that row waits until the host has read them. A steady decode uploads only
+new blocks; a plan's uploads go in one copy.
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ class CudaRunner:
         self._swaps = Swaps(device, kernels, self._pool, host_pool, self._costs)
         self._launched = 0
         self._fresh: dict[int, int] = {}  # row -> logical block from which its table is to be sent
-        self._joined: dict[int, int] = {}  # row whose progress is to be sent -> its last token
+        # Row that joined or verified, whose progress is to be sent -> its last token.
+        self._joined: dict[int, int] = {}
         self._chosen: tuple[int, ...] = ()  # the rows that the device decodes
 
     @property
@@ -161,7 +163,7 @@ class CudaRunner:
         flight = CudaInFlight(plan, inputs, main.record(), self._collect)
         try:
             if inputs.rows:
-                flight.draw = self._sampler.prepare(inputs.rows, inputs.draw_at)
+                flight.draw = self._sampler.prepare(inputs.rows, inputs.draw_at, inputs.runs)
             if inputs.is_steady:
                 self._decode(flight)
             else:
@@ -209,7 +211,8 @@ class CudaRunner:
         if flight.draw is None or flight.result is None:
             return StepResult(plan.number, prompt_logprobs=scores)
         drawn = self._sampler.finish(flight.draw, inputs.rows, flight.result)
-        return step_result(plan.number, inputs, drawn.tokens, drawn.logprobs, drawn.failed, scores)
+        self._joined |= self._rows.drew(inputs, drawn.tokens)
+        return step_result(plan.number, inputs, drawn, scores)
 
     # ------------------------------------------------------------ changes sent to the device
 

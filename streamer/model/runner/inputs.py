@@ -12,10 +12,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from streamer.core.plan import Chunk, Plan, RowJoin, StepResult, TableUpdate, TokenLogprob
+from streamer.core.plan import (
+    NOT_FINITE,
+    Chunk,
+    Plan,
+    RowJoin,
+    StepResult,
+    TableUpdate,
+    TokenLogprob,
+)
 from streamer.errors import InvariantViolated
 from streamer.kernels.ops import AttentionBatch
 from streamer.model.runner.scoring import Scored
+from streamer.model.sampling.host import SampleOutput
+from streamer.model.sampling.runs import FAILED, Run
 
 Ints = npt.NDArray[np.int64]
 
@@ -30,8 +40,11 @@ class StepInputs(msgspec.Struct, frozen=True):
     computing          [R] the rows that compute, in the batch's order
     last               [S] packed index of each drawing row's last token, then [P] those of prompt
                tokens that are scored; None: S = T, in order, and no P
-    rows               the S drawing rows, then the F forks; the same object until they change
+    rows               the S drawing rows, one for each draw, then the F forks; the same object
+                       until they change
+    runs               those of rows that verify, in `rows`
     at                 [S + F] the same as an array
+    num_chunk_tokens   of the T, those of chunks that verify nothing
     draw_at            [S + F] position of the token each of `rows` draws
     parents            F indices into the S rows whose logits the forks draw from
     """
@@ -48,6 +61,7 @@ class StepInputs(msgspec.Struct, frozen=True):
     num_tokens: int
     num_chunk_tokens: int
     scored: Scored | None = None
+    runs: tuple[Run, ...] = ()
 
     @property
     def is_steady(self) -> bool:
@@ -76,6 +90,7 @@ class Rows:
         self._known: Ints = np.zeros(max_rows, np.int64)  # tokens of prompt and output
         self._computed: Ints = np.zeros(max_rows, np.int64)  # of them with KV
         self._latest: Ints = np.zeros(max_rows, np.int64)  # the last known token
+        self._unsettled: dict[int, Run] = {}  # row -> its run, whose tokens the host awaits
         self._ones: Ints = np.ones(max_rows, np.int64)
         # The rows that are not idle, ascending, as of the latest step: as an array and a tuple.
         self._active: Ints = np.zeros(0, np.int64)
@@ -88,6 +103,7 @@ class Rows:
         if self._joined.pop(row, None) is None:
             raise InvariantViolated(f"row {row} leaves, but is empty")
         self._scoring.pop(row, None)
+        self._unsettled.pop(row, None)
         self._has_moved = True
 
     def join(self, join: RowJoin) -> None:
@@ -207,43 +223,58 @@ class Rows:
         rows = np.concatenate([decoding, np.array([c.row for c in chunks], np.int64)])
         counts = np.concatenate([self._ones[: len(decoding)], counts])
         self._check_decoding(decoding)
-        drawing = decoding.tolist() + [c.row for c in chunks if c.num_draws]
-        num_tokens = int(counts.sum())
-        self._check_sums(plan, num_tokens, len(drawing) + len(forks))
+        draws = np.array([1] * len(decoding) + [c.num_draws for c in chunks], np.int64)
+        num_tokens, num_draws = int(counts.sum()), int(draws.sum())
+        self._check_sums(plan, num_tokens, num_draws + len(forks))
         tokens = positions = batch = None
         if len(rows):
             tokens, positions, batch = self._pack(decoding, chunks, rows, counts)
+        # Each draw's distance from the first of its row.
+        steps = np.arange(num_draws) - np.repeat(np.cumsum(draws) - draws, draws)
         last = scored = None
         if chunks:
-            draws = np.array([True] * len(decoding) + [c.num_draws for c in chunks], bool)
             ends = np.cumsum(counts)
-            at_last = (ends - 1)[draws]
+            at_last = np.repeat(ends - draws, draws) + steps
             if any(c.score for c in chunks):
                 scored, where = self._score(chunks, ends[len(decoding) :])
                 at_last = np.concatenate([at_last, where])
             last = torch.from_numpy(at_last)
-        parents = [_index_of(drawing, parent) for _, parent in forks]
         self._computed[rows] += counts
-        drawing += [row for row, _ in forks]
-        at = np.array(drawing, np.int64)
-        draw_at = self._known[at]
-        self._known[at] += 1
+        drawing = np.repeat(rows, draws).tolist()
+        parents = [_index_of(drawing, parent) for _, parent in forks]
+        at = np.array(drawing + [row for row, _ in forks], np.int64)
+        first_at = self._computed[rows] - draws + 1
+        draw_at = np.concatenate([np.repeat(first_at, draws) + steps, self._known[at[num_draws:]]])
+        self._known[at] = draw_at + 1
         if self._is_ahead:
             self._latest[at] = UNKNOWN
+        verified = [c for c in chunks if c.tokens]
         return StepInputs(
             tokens=tokens,
             positions=positions,
             batch=batch,
             computing=rows,
             last=last,
-            rows=tuple(drawing),
+            rows=tuple(at.tolist()),
             at=at,
             draw_at=draw_at,
             parents=parents,
             num_tokens=num_tokens,
-            num_chunk_tokens=num_tokens - len(decoding),
+            num_chunk_tokens=num_tokens - len(decoding) - sum(c.count for c in verified),
             scored=scored,
+            runs=self._runs(verified, drawing) if verified else (),
         )
+
+    def _runs(self, verified: list[Chunk], drawing: list[int]) -> tuple[Run, ...]:
+        """Those of chunks that verify provisional tokens; until `drew` has their tokens the rows
+        can do nothing."""
+        runs = []
+        for chunk in verified:
+            if chunk.num_draws > 1:
+                run = Run(drawing.index(chunk.row), chunk.tokens[1 - chunk.num_draws :])
+                runs.append(run)
+                self._unsettled[chunk.row] = run
+        return tuple(runs)
 
     def _score(self, chunks: tuple[Chunk, ...], ends: Ints) -> tuple[Scored, Ints]:
         """What the chunks score, and its packed indices; `ends`: index after each chunk."""
@@ -268,9 +299,22 @@ class Rows:
         scored = Scored(tuple(rows), tuple(num_top), np.array(targets, np.int64))
         return scored, np.concatenate(where)
 
-    def append(self, rows: Ints, tokens: list[int] | Ints) -> None:
-        """These rows drew these tokens (a failed row's is not used)."""
-        self._latest[rows] = tokens
+    def drew(self, inputs: StepInputs, tokens: list[int]) -> dict[int, int]:
+        """The step drew these tokens, parallel to inputs.rows (a failed row's is not used); the
+        newest token of each row that verified, where it did not leave meanwhile."""
+        if not self._is_ahead:
+            self._latest[inputs.at] = tokens
+        settled = {}
+        for run in inputs.runs:
+            row = inputs.rows[run.first]
+            drawn = [token for token in tokens[run.first : run.end] if token >= 0]
+            if self._unsettled.get(row) is not run or not drawn:
+                continue
+            del self._unsettled[row]
+            settled[row] = self._latest[row] = drawn[-1]
+            self._known[row] = known = int(inputs.draw_at[run.first]) + len(drawn)
+            self._computed[row] = known - 1
+        return settled
 
     def _pack(
         self, decoding: Ints, chunks: tuple[Chunk, ...], rows: Ints, counts: Ints
@@ -310,7 +354,10 @@ class Rows:
         )
 
     def _chunk_tokens(self, chunk: Chunk) -> Ints:
-        """The row's tokens from its join, or its last drawn token, the only one not computed."""
+        """The chunk's own, else the row's tokens from its join, or its last drawn token, the only
+        one not computed."""
+        if chunk.tokens:
+            return np.array(chunk.tokens, np.int64)
         joined = self._joined[chunk.row]
         if chunk.start >= len(joined):
             return self._latest[chunk.row : chunk.row + 1]
@@ -322,13 +369,16 @@ class Rows:
             raise InvariantViolated(f"chunk of row {row}: the row is empty, or named twice")
         known, computed = int(self._known[row]), int(self._computed[row])
         end = chunk.start + chunk.count
-        is_right = chunk.count > 0 and chunk.start == computed and end <= known
-        if chunk.num_draws:
-            is_right = is_right and end == known
-        if not is_right:
+        is_right = chunk.count > 0 and chunk.start == computed and row not in self._unsettled
+        if chunk.tokens:
+            is_right = is_right and len(chunk.tokens) == chunk.count >= chunk.num_draws
+        elif chunk.num_draws:
+            is_right = is_right and end == known and chunk.num_draws == 1
+        if not is_right or (end > known and not chunk.tokens):
             raise InvariantViolated(
-                f"chunk of row {row}: {chunk.count} tokens from {chunk.start}, "
-                f"{chunk.num_draws} draws; {computed} of {known} known tokens are computed"
+                f"chunk of row {row}: {chunk.count} tokens from {chunk.start}, {chunk.num_draws} "
+                f"draws, {len(chunk.tokens)} tokens given; {computed} of {known} known tokens are "
+                f"computed{', and a run is awaited' if row in self._unsettled else ''}"
             )
 
     def _check_room(self, rows: Ints, contexts: Ints) -> None:
@@ -342,6 +392,8 @@ class Rows:
 
     def _check_decoding(self, decoding: Ints) -> None:
         wrong = self._known.take(decoding) - self._computed.take(decoding) != 1
+        if self._unsettled and not wrong.any():
+            wrong = np.isin(decoding, list(self._unsettled))
         if wrong.any():
             row = int(decoding[wrong][0])
             raise InvariantViolated(
@@ -364,28 +416,28 @@ class Rows:
 def step_result(
     number: int,
     inputs: StepInputs,
-    tokens: list[int],
-    logprobs: dict[int, TokenLogprob],
-    failed: dict[int, str],
+    drawn: SampleOutput,
     prompt_logprobs: dict[int, tuple[TokenLogprob, ...]],
 ) -> StepResult:
-    """The result of `tokens`, parallel to inputs.rows: rows ascending, without failed ones (-1)."""
-    if inputs.is_steady and not failed:
-        return StepResult(number, inputs.rows, tuple(tokens), by_index(inputs.rows, logprobs))
-    drawn = np.array(tokens, np.int64)
-    order = inputs.at.argsort()
-    order = order[drawn[order] >= 0]  # those that did not fail
-    rows = tuple(inputs.at[order].tolist())
-    tokens = drawn[order].tolist()
-    found = by_index(rows, logprobs)
-    return StepResult(number, rows, tuple(tokens), found, failed, prompt_logprobs)
-
-
-def by_index(rows: tuple[int, ...], logprobs: dict[int, TokenLogprob]) -> dict[int, TokenLogprob]:
-    """Log probabilities by row as those by index into `rows`."""
-    if not logprobs:
-        return logprobs
-    return {i: logprobs[row] for i, row in enumerate(rows) if row in logprobs}
+    """The result of what inputs.rows drew: rows ascending, each row's tokens in order, without
+    failed ones and those beyond the ends of runs."""
+    found = np.array(drawn.tokens, np.int64)
+    if inputs.is_steady and found.min(initial=0) >= 0:
+        return StepResult(number, inputs.rows, tuple(drawn.tokens), drawn.logprobs)
+    order = inputs.at.argsort(kind="stable")
+    order = order[found[order] >= 0]
+    failed = {inputs.rows[i]: NOT_FINITE for i in np.flatnonzero(found == FAILED).tolist()}
+    logprobs = {
+        n: drawn.logprobs[i] for n, i in enumerate(order.tolist()) if i in drawn.logprobs
+    }  # fmt: skip
+    return StepResult(
+        number,
+        tuple(inputs.at[order].tolist()),
+        tuple(found[order].tolist()),
+        logprobs,
+        failed,
+        prompt_logprobs,
+    )
 
 
 def _index_of(drawing: list[int], parent: int) -> int:

@@ -134,9 +134,7 @@ class DeviceSampler:
         self._table.states[row] = None
         self._draw = None
 
-    def prepare(
-        self, rows: tuple[int, ...], positions: Ints, runs: Sequence[Run] = ()
-    ) -> Draw:
+    def prepare(self, rows: tuple[int, ...], positions: Ints, runs: Sequence[Run] = ()) -> Draw:
         """What rows need to draw at these positions; uploads settings the device lacks."""
         if self._has_joined:
             table = self._table

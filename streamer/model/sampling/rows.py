@@ -161,8 +161,8 @@ class RowTable:
 
 
 class Layout:
-    """What a fixed list of rows needs, computed when the list changes; indices are into the list, in
-    which a row is named once for each token that it draws.
+    """What a fixed list of rows needs, computed when the list changes; indices are into the list,
+    in which a row is named once for each token that it draws.
 
     slots        [rows] int64: the rows themselves
     edited       indices of rows with bias or history

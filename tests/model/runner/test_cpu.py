@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,6 +61,71 @@ def test_greedy_equals_transformers(
     hand.run(12)
     got = [row.output[:12] for row in (first, second, third, fourth)]
     assert got == want
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+def test_verified_runs_equal_transformers(checkpoint: Any, reference: Any, family: str) -> None:
+    """Runs of any length, cut at any token, beside decodes, chunks and idle rows; where a run was
+    cut, the next tokens take the places of those that were wrong."""
+    folder = checkpoint(family, 0, **dict(FAMILIES)[family])
+    prompts = [random_tokens(n, n) for n in (30, 14, 50)]
+    want = [reference_greedy(reference(folder), prompt, 60) for prompt in prompts]
+    hand = Hand(make_runner(folder), num_blocks=64)
+    rng = random.Random(3)
+    rows = [hand.join(row, prompt) for row, prompt in enumerate(prompts)]
+    hand.step({0: 30, 1: 14, 2: 20})
+    hand.step({0: 0, 2: 30})
+    counts = []
+    while min(len(row.output) for row in rows) < 40:
+        verify, idle, expected = {}, {}, []
+        for row, sequence in enumerate(rows):
+            done = len(sequence.output)
+            width, right = rng.randrange(7), rng.randrange(7)
+            if width == 6:
+                idle[row] = 0
+                continue
+            given = want[row][done : done + width]
+            given = [t if n < right else (t + 1) % 256 for n, t in enumerate(given)]
+            if given:
+                verify[row] = tuple(given)
+            expected += [row] * (min(right, len(given)) + 1)
+        result = hand.step(idle, verify=verify)
+        assert result.rows == tuple(expected)
+        counts += [expected.count(row) for row in verify]
+    for row, tokens in zip(rows, want, strict=True):
+        assert row.output == tokens[: len(row.output)]
+    assert set(counts) == {1, 2, 3, 4, 5, 6}
+
+
+@pytest.mark.parametrize(("wrong", "count"), [(0, 3), (1, 2)])
+def test_a_run_fails_at_the_first_logits_that_are_not_finite(
+    checkpoint: Any, monkeypatch: pytest.MonkeyPatch, wrong: int, count: int
+) -> None:
+    """If it gets there; what was drawn before counts. Log probabilities are by index."""
+    hand = Hand(make_runner(checkpoint("llama", 1)), num_blocks=64)
+    asks = SamplingParams(temperature=0.0, seed=1, logprobs=1, max_tokens=99)
+    expected = hand.join(5, random_tokens(13), asks)
+    hand.step({5: 13})
+    hand.run(4)
+    hand.leave(5)
+    hand.join(0, random_tokens(5, 1))
+    hand.join(1, random_tokens(13), asks)
+    hand.step({0: 5, 1: 13})
+    forward = hand.runner.model.forward
+
+    def poisoned(*args: Any) -> torch.Tensor:
+        logits = forward(*args).clone()
+        logits[4] = torch.nan  # after row 0 and three tokens of row 1
+        return logits
+
+    monkeypatch.setattr(hand.runner.model, "forward", poisoned)
+    first, second, third = expected.output[1:4]
+    result = hand.step(verify={1: (first, second + wrong, third, 7, 7)})
+    assert result.rows == (0, *[1] * count)
+    assert list(result.tokens[1:]) == expected.output[1 : 1 + count]
+    assert list(result.failed) == ([] if wrong else [1])
+    assert list(result.logprobs) == list(range(1, 1 + count))
+    assert [one.token_id for one in result.logprobs.values()] == list(result.tokens[1:])
 
 
 def test_swap_out_and_in(checkpoint: Any, reference: Any) -> None:

@@ -36,6 +36,7 @@ from tests.model.runner.test_cpu import (  # the same Plans by hand, on late dev
     test_results_are_ascending_and_numbered,
     test_swap_needs_its_copies,
     test_swap_out_and_in,
+    test_verified_runs_equal_transformers,
     test_wrong_plans,
 )
 from tests.model.runner.test_scoring import check as check_scores
@@ -54,6 +55,7 @@ __all__ = [
     "test_results_are_ascending_and_numbered",
     "test_swap_needs_its_copies",
     "test_swap_out_and_in",
+    "test_verified_runs_equal_transformers",
     "test_wrong_plans",
 ]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from streamer.core.plan import Chunk, Plan, RowJoin, TableUpdate
 from streamer.core.sampling import SamplingParams
 from streamer.errors import InvariantViolated
 from streamer.model.runner.inputs import Rows, StepInputs
+from streamer.model.sampling.runs import CUT, FAILED, Run
 
 PARAMS = SamplingParams(temperature=0.0, seed=0)
 
@@ -84,7 +84,7 @@ def test_a_steady_step_takes_all_rows() -> None:
         assert got.positions is not None
         assert got.positions.tolist() == [position, 1 + position]
         assert (got.rows, got.draw_at.tolist()) == ((1, 3), [position + 1, position + 2])
-        rows.append(np.array([1, 3]), [40, 41])
+        rows.drew(got, [40, 41])
     assert got.tokens is not None
     assert got.tokens.tolist() == [40, 41]
 
@@ -94,7 +94,7 @@ def test_rows_without_holes_lend_their_tables() -> None:
     rows = make(join(0, (3,), (4,)), join(1, (5,), (2,)))
     first = step(rows, num=(2, 2, 2))
     rows.leave(0)
-    rows.append(np.array([1]), [6])
+    rows.drew(first, [5, 6])
     second = step(rows, num=(1, 1, 1))
     assert first.batch is not None
     assert second.batch is not None
@@ -107,20 +107,60 @@ def test_rows_without_holes_lend_their_tables() -> None:
 def test_a_resumed_row_prefills_its_own_output() -> None:
     """Drawn tokens are known tokens: a chunk after a failed sampling step may contain them."""
     rows = make(join(0, (1, 2), (3,)))
-    step(rows, Chunk(0, 0, 2, 1), num=(1, 2, 1))
-    rows.append(np.array([0]), [9])
+    rows.drew(step(rows, Chunk(0, 0, 2, 1), num=(1, 2, 1)), [9])
     got = step(rows, Chunk(0, 2, 1, 1), num=(1, 1, 1))
     assert got.tokens is not None
     assert got.tokens.tolist() == [9]
+
+
+@pytest.mark.parametrize(
+    ("drawn", "computed"),
+    [([7, 8, 9], 7), ([7, 8, CUT], 6), ([5, CUT, CUT], 5), ([7, FAILED, CUT], 5)],
+)
+def test_a_run_moves_its_row_as_far_as_it_was_right(drawn: list[int], computed: int) -> None:
+    """Beside a row that decodes; the next token goes where the first wrong one was computed."""
+    rows = make(
+        join(2, (1, 2, 3, 4, 6), (4, 5), num_prompt=2, num_computed=4),
+        join(0, (9,), (1,)),
+    )
+    verify = Chunk(2, 4, 3, 3, tokens=(6, 7, 8))
+    got = step(rows, verify, num=(2, 4, 4))
+    assert got.tokens is not None
+    assert got.last is not None
+    assert (got.tokens.tolist(), got.last.tolist()) == ([9, 6, 7, 8], [0, 1, 2, 3])
+    assert (got.rows, got.draw_at.tolist()) == ((0, 2, 2, 2), [1, 5, 6, 7])
+    assert (got.runs, got.num_chunk_tokens) == ((Run(1, (7, 8)),), 0)
+    settled = rows.drew(got, [3, *drawn])
+    newest = [token for token in drawn if token >= 0][-1]
+    assert settled == {2: newest}
+    after = step(rows, num=(2, 2, 2))
+    assert after.tokens is not None
+    assert after.positions is not None
+    assert (after.tokens.tolist(), after.positions.tolist()) == ([3, newest], [1, computed])
+
+
+def test_a_row_waits_for_its_run() -> None:
+    """It may be idle or leave; what its run drew then has no effect on a row that took its slot."""
+    rows = make(join(0, (1, 2), (3,), num_computed=1))
+    got = step(rows, Chunk(0, 1, 2, 2, tokens=(2, 5)), num=(1, 2, 2))
+    step(rows, num=(1, 0, 0), idle=(0,))
+    for chunks in ([], [Chunk(0, 3, 1, 1)], [Chunk(0, 2, 1, 1, tokens=(6,))]):
+        with pytest.raises(InvariantViolated, match="row 0"):
+            step(rows, *chunks, num=(1, 1, 1))
+    rows.leave(0)
+    rows.join(join(0, (1, 2), (3,), num_computed=1))
+    again = step(rows, Chunk(0, 1, 2, 2, tokens=(2, 5)), num=(1, 2, 2))
+    assert rows.drew(got, [5, 6]) == {}
+    assert rows.drew(again, [5, 7]) == {0: 7}
 
 
 def test_idle_rows_leave_the_others_steady() -> None:
     """The rows are the same object while the same ones are idle; those come back as they were."""
     rows = make(join(0, (1,), (0,)), join(1, (2,), (1,)), join(2, (3,), (2,)))
     first = step(rows, num=(3, 2, 2), idle=(1,))
-    rows.append(np.array([0, 2]), [8, 9])
+    rows.drew(first, [8, 9])
     second = step(rows, num=(3, 2, 2), idle=(1,))
-    rows.append(np.array([0, 2]), [6, 7])
+    rows.drew(second, [6, 7])
     assert first.is_steady
     assert first.rows == (0, 2)
     assert second.rows is first.rows
@@ -221,7 +261,11 @@ def test_wrong_tables(update: TableUpdate, says: str) -> None:
         ([Chunk(0, 0, 2, 0), Chunk(0, 2, 1, 0)], (1, 3, 0), "named twice"),
         ([Chunk(0, 1, 2, 0)], (1, 2, 0), "2 tokens from 1"),
         ([Chunk(0, 0, 7, 0)], (1, 7, 0), "7 tokens from 0"),
-        ([Chunk(0, 0, 5, 1)], (1, 5, 1), "1 draws; 0 of 6"),
+        ([Chunk(0, 0, 5, 1)], (1, 5, 1), "1 draws, 0 tokens given; 0 of 6"),
+        ([Chunk(0, 0, 6, 2)], (1, 6, 2), "2 draws, 0 tokens given; 0 of 6"),
+        ([Chunk(0, 0, 2, 2, tokens=(1, 2, 3))], (1, 2, 2), "2 draws, 3 tokens given"),
+        ([Chunk(0, 0, 2, 3, tokens=(1, 2))], (1, 2, 3), "3 draws, 2 tokens given"),
+        ([Chunk(0, 1, 2, 2, tokens=(1, 2))], (1, 2, 2), "2 tokens from 1"),
         ([Chunk(0, 0, 0, 1)], (1, 0, 1), "0 tokens from 0"),
         ([Chunk(0, 0, -1, 0)], (1, -1, 0), "-1 tokens"),
         ([Chunk(0, 0, 5, 0)], (1, 5, 0), "its 1 blocks of 4 do not cover"),

@@ -148,7 +148,7 @@ def test_runs_are_drawn_and_counted_as_on_the_cpu() -> None:
     for row, params in enumerate(PARAMS):
         both.join(row, params, tuple(range(known[row])), 2)
     num_accepted = num_cut = 0
-    for _ in range(12):
+    for _ in range(6):
         widths = [int(chance.integers(1, 5)) if row != 1 else 1 for row in known]
         rows = tuple(row for row, width in enumerate(widths) for _ in range(width))
         at = [known[row] + n for row, width in enumerate(widths) for n in range(width)]
@@ -168,8 +168,8 @@ def test_runs_are_drawn_and_counted_as_on_the_cpu() -> None:
             known[row] += kept
             num_accepted += kept - 1
         num_cut += got.tokens.count(CUT)
-    assert num_accepted > 40
-    assert num_cut > 10
+    assert num_accepted > 15
+    assert num_cut > 5
     row, there = 4, both.there
     draw = there.prepare((row, row), np.array([60, 61]), [Run(0, (7,))])
     both.leave(row)

@@ -60,7 +60,7 @@ def draw(params: SamplingParams, seed: int) -> NDArray[np.int64]:
             join(sampler, row, one, PROMPT + OUTPUT, len(PROMPT), choice=row % 3)
         logits = torch.from_numpy(np.tile(the_logits(), (BATCH, 1)))
         output = sampler.sample(logits, range(BATCH), [11 + first + row for row in range(BATCH)])
-        assert output.failed == {}
+        assert min(output.tokens) >= 0
         counts += np.bincount(output.tokens, minlength=VOCAB)
     return counts
 
