@@ -212,7 +212,7 @@ def test_the_wider_form_holds_the_same_values(
 
 
 def test_float8_becomes_integers() -> None:
-    """Within an eighth of float8's own rounding, on the average; zeros and NaN stay."""
+    """By a fifth of float8's own rounding, on the average."""
     random = torch.Generator().manual_seed(0)
     values = torch.randn(40, 200, generator=random)
     codes = (values * 100).to(torch.float8_e4m3fn)
@@ -220,7 +220,7 @@ def test_float8_becomes_integers() -> None:
     integers = quantized_linear.as_integers(weight)
     error = (dequantize(integers) - dequantize(weight)).square().mean().sqrt()
     own = (dequantize(weight) - values).square().mean().sqrt()
-    assert error < own / 3
+    assert own / 6 < error < own / 4
     x = inputs(3, 200)
     packed = native.pack_weight([weight], dtype=torch.float32)
     assert torch.equal(packed(x), exact(integers, x))
