@@ -29,6 +29,7 @@ class Costs:
         self._prefill_s: float | None = None
         self._decode_s: float | None = None
         self._steps: dict[int, tuple[float, float]] = {}  # _bucket -> mean (tokens, seconds)
+        self._draft_s: float | None = None
         self._swap_s = 0.0
         self._swap_fixed_s, self._probed = probe()
         self._swap_s_per_byte = self._probed
@@ -43,6 +44,10 @@ class Costs:
         elif num_chunk_tokens * 2 >= num_tokens > 0:
             self._prefill_s = _mean(self._prefill_s, seconds / num_tokens)
             self._swap_s_per_byte += FORGET * (self._probed - self._swap_s_per_byte)
+
+    def saw_draft(self, seconds: float) -> None:
+        """What one token of each row takes of a draft model."""
+        self._draft_s = _mean(self._draft_s, seconds)
 
     def saw_swap(self, seconds: float, num_blocks: int, *, is_first: bool = False) -> None:
         """The seconds of copying num_blocks in one direction; `is_first`: into memory that had to
@@ -61,6 +66,7 @@ class Costs:
             copies_done=copies_done,
             prefill_s=prefill_s,
             decode_s=self._decode_s or 0.0,
+            draft_s=self._draft_s or 0.0,
             step_s=tuple((round(n), took_s) for _, (n, took_s) in sorted(self._steps.items())),
             swap_bytes_per_s=1 / self._swap_s_per_byte,
             swap_fixed_s=self._swap_fixed_s,

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 import torch
 
 from streamer.core.plan import Facts, Plan, StepResult, check_moves
+from streamer.errors import InvariantViolated
 from streamer.kernels import ops
 from streamer.model.runner.costs import Costs, probe_copy
+from streamer.model.runner.draft import Drafter, DraftModel
 from streamer.model.runner.inputs import Rows, StepInputs, step_result
 from streamer.model.runner.interface import CausalModel, RunnerSizes
 from streamer.model.sampling.host import Sampler
@@ -36,7 +39,13 @@ class CpuRunner:
 
     depth = 0
 
-    def __init__(self, kernels: ops.CpuBackend, model: CausalModel, sizes: RunnerSizes) -> None:
+    def __init__(
+        self,
+        kernels: ops.CpuBackend,
+        model: CausalModel,
+        sizes: RunnerSizes,
+        draft: DraftModel | None = None,
+    ) -> None:
         self._kernels = kernels
         shape = sizes.pool_shape(model)
         self.model = model
@@ -47,6 +56,10 @@ class CpuRunner:
         self._sampler = Sampler(kernels, model.vocab_size, sizes.max_num_seqs)
         self._block_bytes = self._pool[:1].numel() * self._pool.element_size()
         self._costs = Costs(self._block_bytes, probe_copy)
+        self._drafter: Drafter | None = None
+        if draft is not None:
+            parts = self._rows, self._sampler, self._costs
+            self._drafter = Drafter(kernels, draft, sizes, *parts)
         self._host_upto = 0  # host blocks below have been written, which allocates their memory
         self._copies_done = 0
 
@@ -65,14 +78,18 @@ class CpuRunner:
         """Apply the plan; an exception here ends the engine."""
         self._update_rows(plan)
         self._move_blocks(plan)
+        if self._drafter is not None:
+            self._drafter.update(plan)
         inputs = self._rows.inputs(plan)
         began = time.perf_counter()
         result = self._draw(plan.number, inputs)
+        if self._drafter is not None and inputs.batch is not None:
+            self._drafter.follow(plan, inputs.batch.slots)
         if inputs.scored is None:  # scoring's time is no prefill cost
             took_s = time.perf_counter() - began
             self._costs.saw_step(took_s, inputs.num_tokens, inputs.num_chunk_tokens)
         self._copies_done = plan.number
-        return Done(result)
+        return Done(self._proposed(plan, result))
 
     def facts(self) -> Facts:
         """Measured costs; on the CPU the copies of every launched plan are done."""
@@ -82,7 +99,20 @@ class CpuRunner:
         """Free pools and weights."""
         empty = torch.empty(0)
         self._pool = self._host_pool = empty
+        self._drafter = None
         self.__dict__.pop("model", None)
+
+    def _proposed(self, plan: Plan, result: StepResult) -> StepResult:
+        """The result with what the draft model proposes after it."""
+        if self._drafter is None:
+            if plan.drafts:
+                raise InvariantViolated(f"plan {plan.number} drafts, but there is no draft model")
+            return result
+        self._drafter.extend(result)
+        if not plan.drafts:
+            return result
+        proposals = self._drafter.propose(plan.drafts)
+        return msgspec.structs.replace(result, proposals=proposals)
 
     def _update_rows(self, plan: Plan) -> None:
         for row in plan.leaves:

@@ -131,7 +131,7 @@ class DeviceSampler:
         self._has_joined = True
 
     def leave(self, row: int) -> None:
-        self._table.states[row] = None
+        self._table.remove(row)
         self._draw = None
 
     def prepare(self, rows: tuple[int, ...], positions: Ints, runs: Sequence[Run] = ()) -> Draw:

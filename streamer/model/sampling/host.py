@@ -6,7 +6,7 @@ calls `join` and `leave` for its rows and `sample` once a step. Uses no Plan, bl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -46,16 +46,21 @@ class Sampler:
         self._table = RowTable(max_rows, USE_SAMPLE)
         self._rows: tuple[int, ...] = ()
         self._layout: Layout | None = None
+        self._version = 0  # of the table, when the layout was made
         self._draws = ops.Draws((), (), (), self._table.origin[:0])
+
+    def sharing(self) -> Sampler:
+        """Another sampler of the same rows, for `propose` with other lists of them."""
+        other = Sampler(self._kernels, self.vocab_size, 0)
+        other._table = self._table
+        return other
 
     def join(self, join: RowJoin) -> None:
         """The row slot holds this sequence now."""
         self._table.put(join.row, RowState(join, self.vocab_size))
-        self._layout = None
 
     def leave(self, row: int) -> None:
-        self._table.states[row] = None
-        self._layout = None
+        self._table.remove(row)
 
     def sample(
         self,
@@ -70,19 +75,10 @@ class Sampler:
         rows       distinct, but for the draws of a run
         positions  absolute position of the token to be drawn: the number of tokens before it
         """
-        layout = self._layout_of(rows)
-        if logits.shape[1] != self.vocab_size:
-            logits = logits[:, : self.vocab_size]
-        best, best_ids = self._kernels.best(logits)
-        is_finite = np.isfinite(best.numpy())
-        bad: list[int] = [] if is_finite.all() else np.flatnonzero(~is_finite).tolist()
-        tokens: list[int] = best_ids.tolist()
+        layout, logits = self._layout_of(rows), self._narrow(logits)
         raw = logits[layout.logprobs].float() if layout.logprobs else None
-        if not layout.is_plain_greedy:
-            x = self._edited(logits, layout, positions, runs, bad, tokens)
-            self._draw(x, layout, positions, tokens)
-        for i in bad:
-            tokens[i] = FAILED
+        before = {i: tokens for run in runs for i, tokens in run.before()}
+        tokens = self._tokens(logits, layout, positions, before)
         cut(tokens, runs)
         for i in layout.edited:
             history = layout.states[i].history
@@ -95,23 +91,60 @@ class Sampler:
             logprobs = logprobs_by_index(layout, tokens, own, values, ids)
         return SampleOutput(tokens=tokens, logprobs=logprobs)
 
+    def propose(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[int],
+        positions: Sequence[int] | NDArray[np.int64],
+        before: Sequence[Sequence[int]],
+    ) -> list[int]:
+        """What `sample` would draw from these logits, another model's, if each row had drawn the
+        tokens of `before` first; FAILED as there. Nothing is remembered."""
+        layout = self._layout_of(rows)
+        return self._tokens(self._narrow(logits), layout, positions, dict(enumerate(before)))
+
+    def _narrow(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits if logits.shape[1] == self.vocab_size else logits[:, : self.vocab_size]
+
+    def _tokens(
+        self,
+        logits: torch.Tensor,
+        layout: Layout,
+        positions: Sequence[int] | NDArray[np.int64],
+        before: Mapping[int, Sequence[int]],
+    ) -> list[int]:
+        """One token for each row of the layout, FAILED where there is none; before: index ->
+        tokens that its history lacks."""
+        best, best_ids = self._kernels.best(logits)
+        is_finite = np.isfinite(best.numpy())
+        bad: list[int] = [] if is_finite.all() else np.flatnonzero(~is_finite).tolist()
+        tokens: list[int] = best_ids.tolist()
+        if not layout.is_plain_greedy:
+            x = self._edited(logits, layout, positions, before, bad, tokens)
+            self._draw(x, layout, positions, tokens)
+        for i in bad:
+            tokens[i] = FAILED
+        return tokens
+
     def _layout_of(self, rows: Sequence[int]) -> Layout:
         requested = tuple(rows)  # no copy of a tuple: most often it is the last step's object
-        if self._layout is None or (requested is not self._rows and requested != self._rows):
-            layout, table = Layout(self._table, requested), self._table
+        table, layout = self._table, self._layout
+        is_same = requested is self._rows or requested == self._rows
+        if layout is None or not is_same or self._version != table.version:
+            layout = Layout(table, requested)
             slots = layout.slots[layout.drawn]
             self._draws = ops.Draws(
                 layout.drawn, table.top_k[slots], table.settings[slots], table.origin[slots]
             )
-            self._layout, self._rows = layout, requested
-        return self._layout
+            self._layout, self._rows, self._version = layout, requested, table.version
+        return layout
 
     def _edited(
         self,
         logits: torch.Tensor,
         layout: Layout,
         positions: Sequence[int] | NDArray[np.int64],
-        runs: Sequence[Run],
+        before: Mapping[int, Sequence[int]],
         bad: list[int],
         tokens: list[int],
     ) -> torch.Tensor:
@@ -122,7 +155,7 @@ class Sampler:
         x = logits.float().contiguous()
         if bad:
             x[bad] = 0.0
-        touched = self._edit(x, layout, positions, runs)
+        touched = self._edit(x, layout, positions, before)
         if touched:
             for i, token in zip(touched, x[touched].argmax(-1).tolist(), strict=True):
                 tokens[i] = token
@@ -161,7 +194,7 @@ class Sampler:
         x: torch.Tensor,
         layout: Layout,
         positions: Sequence[int] | NDArray[np.int64],
-        runs: Sequence[Run],
+        before: Mapping[int, Sequence[int]],
     ) -> list[int]:
         """Bias, min_tokens mask and penalties, in place in x [S, V]; the greedy rows it touched."""
         flat, vocab = x.view(-1), x.shape[1]
@@ -171,17 +204,18 @@ class Sampler:
             flat.index_add_(0, ids, values)
         if below:
             flat.index_fill_(0, torch.from_numpy(layout.masked(below, vocab)), -torch.inf)
-        _penalise(flat, vocab, layout, runs)
+        _penalise(flat, vocab, layout, before)
         edited = {*below, *layout.edited}
         return [i for i in layout.greedy if i in edited]
 
 
-def _penalise(flat: torch.Tensor, vocab: int, layout: Layout, runs: Sequence[Run]) -> None:
+def _penalise(
+    flat: torch.Tensor, vocab: int, layout: Layout, before: Mapping[int, Sequence[int]]
+) -> None:
     """Repetition, then frequency and presence, on the tokens of each row's history alone."""
     held = [(i, h) for i in layout.edited if (h := layout.states[i].history) is not None]
     if not held:
         return
-    before = {i: tokens for run in runs for i, tokens in run.before()}
     seen = [(i, *history.after(before.get(i, ()))) for i, history in held]
     sizes = [len(ids) for _, ids, _ in seen]
     settings = np.array([layout.states[i].penalties for i, _ in held], np.float32).repeat(sizes, 0)

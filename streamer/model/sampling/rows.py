@@ -125,10 +125,12 @@ class RowTable:
     top_k, settings, origin  as in ops.Draws, of rows that are not greedy
     floor                    first position without the min_tokens mask, 0: there is none
     num_top                  alternatives asked for beside the drawn token's log probability, or -1
+    version                  changes whenever a row does
     """
 
     def __init__(self, max_rows: int, use: int) -> None:
         self.states: list[RowState | None] = [None] * max_rows
+        self.version = 0
         self.is_greedy = np.zeros(max_rows, bool)
         self.is_edited = np.zeros(max_rows, bool)
         self.top_k = np.zeros(max_rows, np.int64)
@@ -142,6 +144,7 @@ class RowTable:
         """The slot holds this row now."""
         params = state.params
         self.states[row] = state
+        self.version += 1
         self.is_greedy[row] = params.is_greedy
         self.is_edited[row] = state.is_edited
         self.top_k[row] = max(0, params.top_k)
@@ -151,6 +154,11 @@ class RowTable:
         self.num_top[row] = -1 if params.logprobs is None else params.logprobs
         self.origin[row, :2] = state.key
         self.origin[row, 3] = state.choice
+
+    def remove(self, row: int) -> None:
+        """The slot is empty."""
+        self.states[row] = None
+        self.version += 1
 
     def states_of(self, rows: Sequence[int]) -> list[RowState]:
         """The states of rows that joined."""
