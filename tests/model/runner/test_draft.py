@@ -104,6 +104,17 @@ def test_it_catches_up_with_rows_that_come_back(hand: Hand) -> None:
     check(hand, 4)
 
 
+def test_blocks_that_others_filled_are_computed_anew(hand: Hand) -> None:
+    """A row decodes into the blocks of one that left, without drafts, and then drafts."""
+    hand.join(0, random_tokens(60))
+    hand.join(1, random_tokens(30, 1))
+    hand.step({0: 60, 1: 30})
+    check(hand, 2)
+    hand.free += hand.leave(0).blocks
+    hand.run(25)
+    check(hand, 3)
+
+
 def test_forks_draft_when_each_has_its_own_blocks(checkpoint: Any) -> None:
     folder = checkpoint("llama", 2)
     params = SamplingParams(temperature=1.0, seed=7, n=3, max_tokens=64)
