@@ -64,6 +64,24 @@ KEY_DEFAULTS = KeyLimits(
 NO_LIMITS = KeyLimits(0, 0, 0, 0)
 
 
+class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How tokens are proposed before the model draws them; in vLLM's form.
+
+    method  suffix: what followed the same tokens before, in the request or in its owner's recent
+            outputs; ngram: in the request alone; draft_model: a smaller model; none: nothing.
+            Absent: draft_model where `model` is given, else suffix
+    model   the draft model's checkpoint
+    num_speculative_tokens  maximum a row and step; how many pay is measured
+    prompt_lookup_min, prompt_lookup_max  for ngram: tokens that must agree, tokens compared
+    """
+
+    method: Literal["suffix", "ngram", "draft_model", "none"] | None = None
+    model: str | None = None
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] = 16
+    prompt_lookup_min: Annotated[int, Meta(ge=3, le=32)] | None = None
+    prompt_lookup_max: Annotated[int, Meta(ge=3, le=32)] | None = None
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All settings. None means "found out at start" (from the checkpoint or the machine).
 
@@ -127,6 +145,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         int | None, Meta(description="seed of the random seeds given to requests without one")
     ] = None
     load_progress: Annotated[bool, Meta(description="progress bars while loading")] = True
+    speculative_model: Annotated[
+        str | None,
+        Meta(description="a smaller model with the same tokenizer, which proposes tokens as well"),
+    ] = None
+    speculative_config: Annotated[
+        SpeculativeConfig,
+        Meta(
+            description="how tokens are proposed before they are drawn, as JSON: method (suffix, "
+            "ngram, draft_model, none; default: suffix), model, num_speculative_tokens"
+        ),
+    ] = SpeculativeConfig()
 
     # scheduling and memory
     max_num_seqs: Annotated[
@@ -293,6 +322,43 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ConfigError("key_limits: names a key that is not in api_key", param="key_limits")
         if self.metrics_key in self.api_key:
             raise ConfigError("metrics_key: is in api_key as well", param="metrics_key")
+        self._check_speculation()
+
+    def _check_speculation(self) -> None:
+        asked, param = self.speculative_config, "speculative_config"
+        if asked.model is not None and asked.method not in (None, "draft_model"):
+            raise ConfigError(
+                f"{param}: method {asked.method} has no model; --speculative-model adds one",
+                param=param,
+            )
+        if self.speculative_model not in (None, asked.model or self.speculative_model):
+            raise ConfigError(
+                f"{param}: model is {asked.model}, but speculative_model is "
+                f"{self.speculative_model}",
+                param=param,
+            )
+        if self.speculation_method == "draft_model" and self.draft_model is None:
+            raise ConfigError(f"{param}: method draft_model needs a model", param=param)
+        low, high = asked.prompt_lookup_min, asked.prompt_lookup_max
+        if (low, high) != (None, None) and asked.method != "ngram":
+            raise ConfigError(f"{param}: prompt_lookup_min and _max are of ngram", param=param)
+        if low is not None and high is not None and low > high:
+            raise ConfigError(
+                f"{param}: prompt_lookup_min {low} exceeds prompt_lookup_max {high}", param=param
+            )
+
+    @property
+    def speculation_method(self) -> str:
+        """The method of speculative_config, or what its absence means."""
+        asked = self.speculative_config
+        return asked.method or ("draft_model" if asked.model is not None else "suffix")
+
+    @property
+    def draft_model(self) -> str | None:
+        """The draft model's checkpoint; None: there is none, or it is not used."""
+        if self.speculation_method == "none":
+            return None
+        return self.speculative_config.model or self.speculative_model
 
     def limits_of(self, key: str) -> KeyLimits:
         """The limits of a key, its own before those of every key; no field is None.
@@ -376,7 +442,9 @@ def _setting(name: str, hint: Any, default: Any, section: str) -> Setting:
         kind = "bool"
     elif get_origin(inner) is tuple:
         kind = "list"
-    elif get_origin(inner) is dict:
+    elif get_origin(inner) is dict or (
+        isinstance(inner, type) and issubclass(inner, msgspec.Struct)
+    ):
         kind = "table"
     return Setting(name, hint, default, described[0], section, kind, choices)
 

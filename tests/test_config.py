@@ -182,6 +182,55 @@ def test_invalid_limits_of_a_key_are_refused_without_showing_it(limits: str, mes
     assert "good-ke" not in caught.value.message
 
 
+def test_speculation_is_by_suffix_unless_vllms_json_says_otherwise(tmp_path: Path) -> None:
+    assert (Config().speculation_method, Config().draft_model) == ("suffix", None)
+    text = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 4}'
+    by_flag = load_config({"speculative_config": text}, {})
+    assert by_flag.speculative_config.num_speculative_tokens == 5
+    assert by_flag == load_config({}, {"STREAMER_SPECULATIVE_CONFIG": text})
+    file = tmp_path / "settings.toml"
+    file.write_text("[speculative_config]\n" + "\n".join(
+        f"{key} = {json.dumps(value)}" for key, value in json.loads(text).items()
+    ))  # fmt: skip
+    assert load_config({}, {}, file) == by_flag
+    both = Config(speculative_model="small")
+    assert (both.speculation_method, both.draft_model) == ("suffix", "small")
+    alone = load_config({"speculative_config": '{"model": "small"}'}, {})
+    assert (alone.speculation_method, alone.draft_model) == ("draft_model", "small")
+    off = load_config({"speculative_config": '{"method": "none"}', "speculative_model": "x"}, {})
+    assert off.draft_model is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"method": "eagle"}', "invalid enum value 'eagle'"),
+        ('{"num_speculative_tokens": 0}', "expected `int` >= 1"),
+        ('{"num_speculative_tokens": 65}', "expected `int` <= 64"),
+        ('{"draft_tensor_parallel_size": 1}', "unknown field `draft_tensor_parallel_size`"),
+        ('{"method": "draft_model"}', "method draft_model needs a model"),
+        ('{"method": "ngram", "model": "x"}', "method ngram has no model"),
+        ('{"prompt_lookup_min": 3}', "prompt_lookup_min and _max are of ngram"),
+        (
+            '{"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 4}',
+            "prompt_lookup_min 5 exceeds prompt_lookup_max 4",
+        ),
+        ("suffix", "malformed"),
+    ],
+)
+def test_a_wrong_speculative_config_is_refused_by_name(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config({"speculative_config": text}, {})
+    assert caught.value.param == "speculative_config"
+    assert "speculative" in caught.value.message
+
+
+def test_two_different_draft_models_are_refused() -> None:
+    text = {"speculative_config": '{"model": "a"}', "speculative_model": "b"}
+    with pytest.raises(ConfigError, match="model is a, but speculative_model is b"):
+        load_config(text, {})
+
+
 @pytest.mark.parametrize("setting", settings(), ids=lambda s: s.name)
 def test_every_setting_says_what_it_does_and_accepts_its_default(setting: Setting) -> None:
     assert setting.help

@@ -76,7 +76,7 @@ def _add_flag(group: argparse._ArgumentGroup, setting: Setting) -> None:
 
 def _help(setting: Setting) -> str:
     text = setting.help.replace("%", "%%")
-    if setting.default in (None, (), "", {}) or setting.kind == "list":
+    if setting.default in (None, (), "") or setting.kind in ("list", "table"):
         return text
     shown = setting.default
     if setting.kind == "bool":

@@ -150,6 +150,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: Annotated[
         bool, Field("leave special tokens out of the text", is_flag=False)
     ] = True
+    # it changes no token, only how many steps they take
+    speculation: Annotated[
+        bool, Field("propose tokens before they are drawn, where that is faster", is_flag=False)
+    ] = True
 
     def __post_init__(self) -> None:
         for parameter, check in _CHECKS:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import msgspec
 
 from streamer.config import Config
+from streamer.core.speculation.index import LONGEST
+from streamer.core.speculation.values import SpeculationSizes
 from streamer.errors import ConfigError, ContextLengthExceeded
 
 # Each scored token is a row of logits beside those of the rows that draw: 256 are 128 MiB in fp32
@@ -19,6 +21,10 @@ MAX_SCORED = 256
 # 2026-11-22) had gaps in streams of 495 ms (p99) with prompts whole, of 149 ms at 512 and 75 ms at
 # 256, at the same tokens a second. A GPU gets larger chunks.
 BATCHED_TOKENS, CPU_BATCHED_TOKENS = 2048, 512
+
+
+# Tokens in the indexes of speculation, at about 130 bytes; fewer where the KV pool holds fewer.
+MAX_INDEXED = 1 << 20
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +57,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     is_paced    prompts beside running answers are cut by measured time, within the budget
     max_scored_tokens  maximum of prompt tokens that a step scores
     token_bytes  token id -> its bytes in the text (special tokens: empty), for stop strings
+    speculation  what is proposed before it is drawn; None: nothing
     """
 
     block_size: int
@@ -64,6 +71,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_scored_tokens: int = MAX_SCORED
     enable_prefix_caching: bool = True
     token_bytes: tuple[bytes, ...] = ()
+    speculation: SpeculationSizes | None = None
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -94,6 +102,23 @@ def sizes_of(config: Config, info: ModelInfo, token_bytes: tuple[bytes, ...]) ->
         max_model_len=info.max_model_len,
         enable_prefix_caching=config.enable_prefix_caching,
         token_bytes=token_bytes,
+        speculation=_speculation(config, info),
+    )
+
+
+def _speculation(config: Config, info: ModelInfo) -> SpeculationSizes | None:
+    method, asked = config.speculation_method, config.speculative_config
+    if method == "none":
+        return None
+    compared = asked.prompt_lookup_max or LONGEST
+    return SpeculationSizes(
+        max_proposed=asked.num_speculative_tokens,
+        has_texts=method != "draft_model",
+        has_recent=method == "suffix",
+        has_draft=config.draft_model is not None,
+        min_match=min(asked.prompt_lookup_min or compared, compared) if method == "ngram" else 0,
+        max_match=compared,
+        max_indexed=min(MAX_INDEXED, info.num_blocks * info.block_size),
     )
 
 

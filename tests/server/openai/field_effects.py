@@ -13,8 +13,11 @@ import pytest
 import torch
 from openai.types.responses import ResponseIncludable
 
-from streamer.core.plan import FinishReason
+from streamer.core.plan import Add, Facts, FinishReason
+from streamer.core.request import Request
 from streamer.core.sampling import SamplingParams
+from streamer.core.speculation.speculator import Speculator
+from streamer.core.speculation.values import SpeculationSizes
 from streamer.engine.flow import Limits
 from streamer.engine.requests import GenerateRequest
 from streamer.engine.stream import TokenStream
@@ -106,6 +109,17 @@ def skip_special_tokens(asker: Asker, kind: str) -> None:
         for token in (0, 2, 1):
             stream.push(0, token, None, None)
         assert stream.text(0) == text
+
+
+def speculation(asker: Asker, kind: str) -> None:
+    for value in (True, False):
+        add = Add("r", (1, 2, 3, 4, 5, 1, 2, 3), params(asker, kind, speculation=value))
+        (seq,) = Request(add, 0, 9).sequences
+        speculator = Speculator(SpeculationSizes(max_proposed=4))
+        speculator.begin(seq)
+        seq.tokens += [1, 2, 3]
+        free = Facts(step_s=((1, 1.0), (9, 1.0)))
+        assert bool(speculator.choose([seq], 9, free)) is value
 
 
 # ---------------------------------------------------------------- on the answer

@@ -79,6 +79,7 @@ SAMPLING: dict[str, Row] = {
     "min_tokens": Honoured(effects.min_tokens),
     "ignore_eos": Honoured(effects.ignore_eos),
     "skip_special_tokens": Honoured(effects.skip_special_tokens),
+    "speculation": Honoured(effects.speculation),
     "return_token_ids": Honoured(effects.return_token_ids),
     "priority": Honoured(effects.priority),
     "cache_salt": Honoured(effects.cache_salt),

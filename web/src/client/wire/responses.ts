@@ -94,6 +94,7 @@ export interface ResponseCreate {
   min_tokens?: number | null;
   ignore_eos?: boolean | null;
   skip_special_tokens?: boolean | null;
+  speculation?: boolean | null;
   return_token_ids?: boolean | null;
   priority?: number | null;
   cache_salt?: string | null;

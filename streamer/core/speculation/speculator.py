@@ -1,0 +1,344 @@
+"""Speculator: what rows are likely to draw next, from texts seen before and the runner's draft.
+
+Implements interface.Speculation. Owns the rows' indexes and the recent outputs of each owner; all
+it answers follows from the calls it gets. A token it proposes is known only if the model draws it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from collections.abc import Sequence as Seq
+from itertools import accumulate
+from operator import mul
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from streamer.core.plan import Facts
+from streamer.core.speculation.index import ANCHOR, SEPARATOR, Text
+from streamer.core.speculation.policy import SMALLEST, StepCosts, can_gain, draft_length, shares
+from streamer.core.speculation.recent import Owner, Recent
+from streamer.core.speculation.row import SHARED_WEIGHT, Rates, RowMatch, Source
+from streamer.core.speculation.values import SpeculationCounts, SpeculationSizes
+
+if TYPE_CHECKING:
+    from streamer.core.request import Request, Sequence
+
+# Tokens of prompts and finished outputs that are indexed in one step, about 0.7 ms.
+INDEXED_A_STEP: Final = 2048
+DRAFT_PRIOR: Final = 0.6  # acceptance of a draft model's token before one was seen
+DRAFT_WEIGHT: Final = 1 / 16  # of a verified token in a row's running mean
+WAITED: Final = 2.2  # tokens expected of a verification that a row waits a plan for
+POOR_DRAFT: Final = 0.25  # acceptance below which a row's draft is only tried now and then
+LONG_MATCH: Final = 8  # a match from which a row needs no draft
+# Known tokens until a row whose drafts did not pay is tried again; doubled each time.
+FIRST_TRIAL, LAST_TRIAL = 32, 1024
+
+
+class _Row:
+    """One sequence that decodes.
+
+    seen        known tokens that its match has followed
+    generation  of the owner's recent outputs, as the match knows them
+    drafted     the draft model's proposal, for when `drafted_at` tokens are known
+    is_awaited  a plan under way drafts for it
+    is_drafted  its last proposal was the draft model's
+    trial_at    known tokens at which its draft is tried again; trial: tokens until the next
+    """
+
+    __slots__ = (
+        "draft_rate",
+        "drafted",
+        "drafted_at",
+        "generation",
+        "is_awaited",
+        "is_drafted",
+        "match",
+        "owner",
+        "seen",
+        "trial",
+        "trial_at",
+    )
+
+    def __init__(self, match: RowMatch | None, owner: Owner, seen: int, draft_rate: float) -> None:
+        self.match = match
+        self.owner = owner
+        self.seen = seen
+        self.generation = -1
+        self.draft_rate = draft_rate
+        self.drafted: tuple[int, ...] = ()
+        self.drafted_at = 0
+        self.is_awaited = False
+        self.is_drafted = False
+        self.trial = FIRST_TRIAL
+        self.trial_at = 0
+
+
+class _Given:
+    """A request's prompt and prediction as one Text, for all its rows."""
+
+    __slots__ = ("num_rows", "text")
+
+    def __init__(self) -> None:
+        self.text = Text()
+        self.num_rows = 0
+
+
+class _Job(msgspec.Struct):
+    """Tokens still to be indexed, from `done` on: of a request's text, or of an ended output."""
+
+    tokens: Seq[int]
+    text: Text | None
+    owner: Owner
+    done: int = 0
+
+
+class Speculator:
+    """See interface.Speculation."""
+
+    def __init__(self, sizes: SpeculationSizes) -> None:
+        self.sizes = sizes
+        self._rows: dict[Sequence, _Row] = {}
+        self._given: dict[Request, _Given] = {}
+        self._recent = Recent(sizes.max_indexed // 4)
+        self._jobs: deque[_Job] = deque()
+        self._num_live = 0  # tokens in the indexes of rows and requests
+        self._num_waiting = 0  # tokens of ended outputs in the jobs
+        self._shared = (Rates(), Rates(), Rates())  # of own output, of what is given, of recent
+        self._draft_rate = DRAFT_PRIOR
+        self._verifications = 0
+        self._proposed_at = [0] * sizes.max_proposed
+        self._accepted_at = [0] * sizes.max_proposed
+        self._counts = SpeculationCounts()
+        self._is_counted = True
+
+    # ------------------------------------------------------------ rows
+
+    def begin(self, seq: Sequence) -> None:
+        """Take a sequence up, unless its request does without; one that comes back goes on."""
+        add = seq.request.add
+        if seq in self._rows or not add.params.speculation:
+            return
+        owner = (add.salt, add.tenant)
+        has_room = self._num_live + len(add.prompt) <= self.sizes.max_indexed
+        match = self._match(seq, owner) if self.sizes.has_texts and has_room else None
+        self._rows[seq] = _Row(match, owner, len(add.prompt), self._draft_rate)
+
+    def _match(self, seq: Sequence, owner: Owner) -> RowMatch:
+        request = seq.request
+        own, given, _ = self._shared
+        held = self._given.get(request)
+        if held is None:
+            held = self._given[request] = _Given()
+            self._jobs.append(_Job(request.add.prompt, held.text, owner))
+            if request.add.prediction:
+                self._jobs.append(_Job((SEPARATOR,), held.text, owner))
+                self._jobs.append(_Job(request.add.prediction, held.text, owner))
+            self._num_live += len(request.add.prompt) + len(request.add.prediction)
+        held.num_rows += 1
+        return RowMatch(
+            Source(Text(seq.tokens, len(request.add.prompt)), own),
+            Source(held.text, given),
+            self.sizes.max_match,
+        )
+
+    def extend(self, seq: Sequence, tokens: Seq[int]) -> None:
+        """Nothing: what a row has drawn is read where it is needed, or not at all."""
+
+    def end(self, seq: Sequence) -> None:
+        """Forget a sequence that ended, but for its output; one that only gave up its row stays."""
+        if seq.finish_reason is None:
+            return
+        row = self._rows.pop(seq, None)
+        if row is None or row.match is None:
+            return
+        request = seq.request
+        held = self._given[request]
+        held.num_rows -= 1
+        self._num_live -= len(row.match.own.text)
+        if not held.num_rows:
+            del self._given[request]
+            self._num_live -= len(request.add.prompt) + len(request.add.prediction)
+            self._jobs = deque(job for job in self._jobs if job.text is not held.text)
+        output = seq.tokens[len(request.add.prompt) :]
+        if self.sizes.has_recent and self._num_waiting < self.sizes.max_indexed // 4:
+            self._num_waiting += len(output)
+            self._jobs.append(_Job(output, None, row.owner))
+
+    def _index(self) -> None:
+        """Index up to INDEXED_A_STEP of the tokens that wait for it, in order of arrival."""
+        room = INDEXED_A_STEP
+        while self._jobs and room > 0:
+            job = self._jobs[0]
+            part = job.tokens[job.done : job.done + room]
+            job.done += len(part)
+            room -= len(part)
+            is_done = job.done >= len(job.tokens)
+            if job.text is not None:
+                job.text.add(part)
+            else:
+                self._recent.add(job.owner, part, is_last=is_done)
+                self._num_waiting -= len(part)
+            if is_done:
+                self._jobs.popleft()
+
+    def _catch_up(self, seq: Sequence, row: _Row, match: RowMatch) -> int:
+        """Follow the tokens that became known since; how many."""
+        known, seen = seq.tokens, row.seen
+        if row.generation != self._recent.generation:
+            row.generation = self._recent.generation
+            texts = self._recent.texts(row.owner)
+            match.others[1:] = [Source(text, self._shared[2]) for text in texts]
+        match.follow(seen)
+        row.seen = len(known)
+        if match.grows:
+            self._num_live += row.seen - seen
+            match.grows = self._num_live < self.sizes.max_indexed
+        return row.seen - seen
+
+    # ------------------------------------------------------------ proposals
+
+    def choose(
+        self, rows: Seq[Sequence], budget: int, facts: Facts
+    ) -> dict[Sequence, tuple[int, ...]]:
+        """What to verify of each row, the rows' most probable tokens first.
+
+        A step whose cost leaves no gain, as with hundreds of rows, costs no work for any row: rows
+        follow their tokens when there is one again.
+        """
+        costs = StepCosts(facts)
+        if not can_gain(costs, len(rows), budget):
+            return {}
+        self._index()
+        candidates: list[tuple[Sequence, _Row, bool]] = []
+        survivals: list[list[float]] = []
+        room = INDEXED_A_STEP
+        for seq in rows:
+            row = self._rows.get(seq)
+            if row is None or room < 0:
+                continue
+            row.is_awaited = False
+            chances: list[float] = []
+            match = row.match
+            if match is not None:
+                if row.seen < len(seq.tokens):
+                    room -= self._catch_up(seq, row, match)
+                if match.source is not None and match.length >= self.sizes.min_match:
+                    chances = match.survivals(self.sizes.max_proposed, SMALLEST)
+            is_drafted = False
+            if row.drafted and row.drafted_at == len(seq.tokens):
+                of_draft = list(accumulate([row.draft_rate] * len(row.drafted), mul))
+                is_drafted = sum(of_draft) > sum(chances)
+                chances = of_draft if is_drafted else chances
+            if chances:
+                candidates.append((seq, row, is_drafted))
+                survivals.append(chances)
+        if not candidates:
+            return {}
+        counts = shares(survivals, len(rows), budget, costs)
+        return {
+            seq: proposal
+            for (seq, row, is_drafted), count in zip(candidates, counts, strict=True)
+            if count and (proposal := _proposal(row, count, is_drafted=is_drafted))
+        }
+
+    def wait(self, rows: Seq[Sequence], facts: Facts) -> Collection[Sequence]:
+        """Rows whose next verification is worth a step without them, and those just drafted for."""
+        costs = StepCosts(facts)
+        if not can_gain(costs, len(rows), len(rows) * self.sizes.max_proposed):
+            return ()
+        self._index()
+        return [s for s in rows if (row := self._rows.get(s)) and self._waits(s, row, costs)]
+
+    def _waits(self, seq: Sequence, row: _Row, costs: StepCosts) -> bool:
+        """Whether a verification after the token that is being drawn brings more than two steps."""
+        match = row.match
+        if row.is_awaited or match is None:
+            return row.is_awaited
+        if row.seen < len(seq.tokens):
+            self._catch_up(seq, row, match)
+        if match.source is None or match.length < max(ANCHOR, self.sizes.min_match):
+            return False
+        chances = match.survivals(self.sizes.max_proposed + 1, SMALLEST)
+        more = costs.seconds(len(chances)) / costs.seconds(1)
+        return sum(chances) > WAITED * more
+
+    # ------------------------------------------------------------ the draft model
+
+    def drafts(self, rows: Seq[Sequence], facts: Facts) -> tuple[tuple[Sequence, int], ...]:
+        """The rows for which a draft model's proposal is expected to pay, and its length.
+
+        One whose drafts fail does without for a while, then has one more tried.
+        """
+        if not self.sizes.has_draft:
+            return ()
+        costs = StepCosts(facts)
+        if not can_gain(costs, len(rows), len(rows) * self.sizes.max_proposed):
+            return ()
+        drafted, due = [], []
+        for seq in rows:
+            row = self._rows.get(seq)
+            if row is None or (row.match is not None and row.match.length >= LONG_MATCH):
+                continue
+            if row.draft_rate >= POOR_DRAFT:
+                drafted.append((seq, row))
+            elif len(seq.tokens) >= row.trial_at:
+                due.append(seq)
+        rates = [row.draft_rate for _, row in drafted]
+        length = draft_length(rates, self.sizes.max_proposed, facts.draft_s, costs)
+        found = [(seq, length) for seq, _ in drafted] if length else []
+        found += [(seq, 1) for seq in due]
+        for seq, _ in found:
+            self._rows[seq].is_awaited = True
+        return tuple(found)
+
+    def proposed(self, seq: Sequence, tokens: tuple[int, ...]) -> None:
+        """Keep the draft model's proposal, for when the row may be verified."""
+        row = self._rows.get(seq)
+        if row is not None:
+            row.drafted, row.drafted_at, row.is_awaited = tokens, len(seq.tokens), False
+
+    # ------------------------------------------------------------ what became of them
+
+    def observe(self, seq: Sequence, num_proposed: int, num_accepted: int) -> None:
+        """Count a verification; a draft's acceptance is measured by it alone."""
+        self._verifications += 1
+        for at in range(num_proposed):
+            self._proposed_at[at] += 1
+        for at in range(num_accepted):
+            self._accepted_at[at] += 1
+        self._is_counted = False
+        row = self._rows.get(seq)
+        if row is None or not row.is_drafted:
+            return
+        for at in range(min(num_proposed, num_accepted + 1)):
+            is_right = at < num_accepted
+            row.draft_rate += DRAFT_WEIGHT * (is_right - row.draft_rate)
+            self._draft_rate += SHARED_WEIGHT * (is_right - self._draft_rate)
+        if row.draft_rate < POOR_DRAFT:
+            row.trial_at = len(seq.tokens) + row.trial
+            row.trial = min(2 * row.trial, LAST_TRIAL)
+        else:
+            row.trial = FIRST_TRIAL
+
+    @property
+    def counts(self) -> SpeculationCounts:
+        """Totals so far."""
+        if not self._is_counted:
+            self._is_counted = True
+            self._counts = SpeculationCounts(
+                self._verifications,
+                sum(self._proposed_at),
+                sum(self._accepted_at),
+                tuple(self._proposed_at),
+                tuple(self._accepted_at),
+            )
+        return self._counts
+
+
+def _proposal(row: _Row, count: int, *, is_drafted: bool) -> tuple[int, ...]:
+    row.is_drafted = is_drafted
+    if is_drafted:
+        return row.drafted[:count]
+    return tuple(row.match.proposal(count)) if row.match is not None else ()
