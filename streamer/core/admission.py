@@ -40,8 +40,8 @@ def preempt_for_head(state: State, draft: Draft) -> None:
 
 def shortage(state: State, request: Request) -> tuple[int, int]:
     """(blocks, rows) missing for admission, those on their way counted as there."""
-    device, rows = state.kv.device, state.rows
-    blocks = blocks_needed(state, request) - device.num_free - device.num_cooling
+    rows = state.rows
+    blocks = blocks_needed(state, request) - state.kv.device.num_free - state.num_coming()
     return blocks, rows_needed(request) - rows.num_free - rows.num_cooling
 
 
@@ -94,7 +94,7 @@ def evict_paused_for(state: State, request: Request, draft: Draft) -> bool:
     """Whether the request's blocks are free; preempts paused requests if that suffices."""
     device = state.kv.device
     while (need := blocks_needed(state, request)) > device.num_free:
-        short = need - device.num_free - device.num_cooling
+        short = need - device.num_free - state.num_coming()
         paused = paused_for(state, request)
         if short <= 0 or not would_free(state, paused, request, short):
             return False

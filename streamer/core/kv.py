@@ -225,6 +225,21 @@ class KVManager:
             parent.plain_until = 0
         return True
 
+    def truncate(self, seq: Sequence, after_plan: int) -> None:
+        """Give back the blocks beyond its tokens; plans after `after_plan` do not touch them.
+
+        Provisional tokens were in them: no other table has them, and they are not published.
+        """
+        kept = len(seq.blocks) - self.num_beyond(seq)
+        if kept < len(seq.blocks):
+            self.device.give_back(seq.blocks[kept:], after_plan)
+            del seq.blocks[kept:]
+            self._touch(seq, kept)
+
+    def num_beyond(self, seq: Sequence) -> int:
+        """Blocks it holds beyond its tokens, for provisional ones."""
+        return max(0, len(seq.blocks) - num_blocks_for(seq.num_tokens, self.block_size))
+
     def release(self, seq: Sequence, after_plan: int) -> None:
         """Give all blocks back to both pools; they are free when `after_plan` is over.
 
@@ -380,6 +395,12 @@ class KVManager:
                 raise InvariantViolated(
                     f"request {seq.request.request_id}: {seq.num_computed} tokens computed, "
                     f"but {len(table)} blocks of {self.block_size}"
+                )
+            written = seq.num_tokens + max(0, len(seq.provisional) - 1)
+            if len(seq.blocks) > num_blocks_for(written, self.block_size):
+                raise InvariantViolated(
+                    f"request {seq.request.request_id}: {len(seq.blocks)} blocks of "
+                    f"{self.block_size} for {written} tokens"
                 )
             if len(set(seq.blocks)) != len(seq.blocks):
                 raise InvariantViolated(f"request {seq.request.request_id}: a block twice")

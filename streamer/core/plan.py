@@ -291,6 +291,8 @@ class Finish(msgspec.Struct, frozen=True):
     text_bytes   the text ends at this byte of the output's bytes; None: where the tokens end
     stop         the stop string or id that matched
     detail       why it FAILED; why it was CANCELLED, where the engine did that
+    proposed_tokens, accepted_tokens   provisional tokens verified, and those of them that are
+                 output tokens
     """
 
     request_id: str
@@ -301,6 +303,8 @@ class Finish(msgspec.Struct, frozen=True):
     stop: str | int | None = None
     detail: str | None = None
     copied_tokens: int = 0
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class NoticeKind(enum.Enum):
@@ -331,6 +335,7 @@ class StepStats(msgspec.Struct, frozen=True):
 
     blocks_cached, host_blocks_cached  free ones whose content can still be matched
     swap_s                             seconds of swap copies
+    proposed_tokens, accepted_tokens   provisional tokens verified, and those that were drawn
     """
 
     waiting: int = 0
@@ -354,6 +359,8 @@ class StepStats(msgspec.Struct, frozen=True):
     swapped_in_blocks: int = 0
     copied_blocks: int = 0
     swap_s: float = 0.0
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class StepTimes(msgspec.Struct, frozen=True):

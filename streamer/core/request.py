@@ -68,6 +68,9 @@ class Sequence:
                   row has joined, its block is there and not full, its last token is not due
     examine_at    number of known tokens from which `apply` examines it, whatever the newest one is
     found         while it holds no blocks: its published prefix, as last matched
+    provisional   tokens that a launched plan verifies; its result, not applied yet, settles them
+    num_proposed, num_accepted  provisional tokens verified so far, and those of them drawn
+    run_end       known tokens after its latest run, if it keeps all of that
     """
 
     __slots__ = (
@@ -79,12 +82,16 @@ class Sequence:
         "hashes",
         "host_blocks",
         "joined",
+        "num_accepted",
         "num_computed",
         "num_pending",
+        "num_proposed",
         "num_published",
         "plain_until",
+        "provisional",
         "request",
         "row",
+        "run_end",
         "shares_tail",
         "tail",
         "tokens",
@@ -108,6 +115,10 @@ class Sequence:
         self.shares_tail = False  # the block it writes next may be in other tables
         self.tail = b""  # last output bytes, for stop strings across tokens
         self.finish_reason: FinishReason | None = None
+        self.provisional: tuple[int, ...] = ()
+        self.num_proposed = 0
+        self.num_accepted = 0
+        self.run_end = 0
 
     @property
     def num_tokens(self) -> int:
@@ -118,6 +129,11 @@ class Sequence:
     def num_output(self) -> int:
         """Output tokens known."""
         return len(self.tokens) - len(self.request.add.prompt)
+
+    @property
+    def num_kept_accepted(self) -> int:
+        """Accepted tokens among those kept; the last token of a run was not proposed."""
+        return self.num_accepted - max(0, self.run_end - len(self.tokens) - 1)
 
 
 # The paper's factors, and about the ratio of providers' prices: a prompt's tokens share one pass

@@ -10,23 +10,31 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Seq
 
-from streamer.core.plan import NOT_FINITE, FinishReason, StepOutput, StepResult, TokenLogprob
+from streamer.core.plan import (
+    NOT_FINITE,
+    FinishReason,
+    Plan,
+    StepOutput,
+    StepResult,
+    TokenLogprob,
+)
 from streamer.core.request import OUTPUT_COST, Request, Sequence
 from streamer.core.state import State
+from streamer.core.verification import settle, take
 from streamer.errors import InvariantViolated
 
 
-def apply_result(state: State, result: StepResult) -> StepOutput:
-    """Append the drawn tokens and finish the choices that end, in one pass over the rows."""
+def apply_result(state: State, plan: Plan, result: StepResult) -> StepOutput:
+    """Append the drawn tokens and finish the choices that end, in one pass over the tokens.
+
+    A choice that ends within its run keeps none of the tokens after that.
+    """
     request_ids: list[str] = []
     choices: list[int] = []
     tokens: list[int] = []
     logprobs: dict[int, TokenLogprob] = {}
     owners, drawn_logprobs = state.rows.owners, result.logprobs
-    for row, reason in result.failed.items():
-        fail_row(state, row, reason, num_drawn=1)
-    for row, reason in result.failed_chunks.items():
-        fail_row(state, row, reason, num_drawn=0)
+    runs = take(state, plan, result) if state.speculation is not None else []
     prompt_logprobs = prompt_scores(state, result) if result.prompt_logprobs else {}
     for index, (row, token) in enumerate(zip(result.rows, result.tokens, strict=True)):
         seq = owners[row]
@@ -47,6 +55,12 @@ def apply_result(state: State, result: StepResult) -> StepOutput:
         tokens.append(token)
         if len(known) >= seq.examine_at or token in request.add.stop_ids:
             examine(state, seq, token)
+    for row, reason in result.failed.items():
+        fail_row(state, row, reason, num_drawn=int(row not in result.rows))
+    for row, reason in result.failed_chunks.items():
+        fail_row(state, row, reason, num_drawn=0)
+    if state.speculation is not None:
+        settle(state, state.speculation, runs, result)
     state.report.drawn(len(tokens))
     finishes, notices = state.report.take()
     return StepOutput(
@@ -63,7 +77,7 @@ def apply_result(state: State, result: StepResult) -> StepOutput:
 
 
 def fail_row(state: State, row: int, reason: str, *, num_drawn: int) -> None:
-    """End the request of a row that failed and was to draw num_drawn tokens."""
+    """End the request of a row that failed, with num_drawn tokens of it still counted as drawn."""
     seq = state.rows.owners[row]
     if seq is None:
         raise InvariantViolated(f"row {row} failed, but no sequence has it: {reason}")

@@ -29,8 +29,10 @@ from streamer.core.preemption import choose_victim, preempt, would_swap
 from streamer.core.request import Request, Sequence, Status
 from streamer.core.results import apply_result
 from streamer.core.sizes import SchedulerConfig, check_fits
+from streamer.core.speculation.interface import Speculation
 from streamer.core.state import Draft, State
 from streamer.core.tokens import continue_running
+from streamer.core.verification import plan_drafts, speculate
 from streamer.core.view import Recorder, SchedulerView, ViewQuery, view_of
 from streamer.errors import InvalidRequest, InvariantViolated
 
@@ -40,9 +42,11 @@ __all__ = ["Scheduler", "SchedulerConfig", "check_fits"]
 class Scheduler:
     """The core's interface: takes commands, facts and results; returns plans and outputs."""
 
-    def __init__(self, config: SchedulerConfig, hasher: BlockHasher) -> None:
+    def __init__(
+        self, config: SchedulerConfig, hasher: BlockHasher, speculation: Speculation | None = None
+    ) -> None:
         self.config = config
-        self.state = State(config, hasher)
+        self.state = State(config, hasher, speculation)
         self._recorder: Recorder | None = None  # while a reader follows
 
     # ------------------------------------------------------------ commands
@@ -92,7 +96,11 @@ class Scheduler:
         draft = state.begin(facts)
         self._cover_running(draft)
         preempt_for_head(state, draft)
-        continue_running(state, draft)
+        if state.speculation is None:
+            lineup = state.requests.lineup()
+        else:
+            lineup = speculate(state, state.speculation, draft)
+        continue_running(state, lineup, draft)
         while draft.budget > 0 and (head := state.queue.head()) and admit(state, head, draft):
             pass
         return self._build(draft)
@@ -105,7 +113,7 @@ class Scheduler:
                 f"plan {plan.number} with result {result.number} applied after {state.collected}"
             )
         state.collect(plan.number)
-        output = apply_result(state, result)
+        output = apply_result(state, plan, result)
         if self._recorder is not None:
             self._recorder.applied(output, state)
         return output
@@ -140,25 +148,25 @@ class Scheduler:
     def _cover_running(self, draft: Draft) -> None:
         """A block for every token the running rows are about to write, preempting if need be."""
         state, size, kv = self.state, self.config.block_size, self.state.kv
-        due = 0  # rows that will need a block in the step after this one
         for seq in [s for s in state.requests.lineup() if s.num_computed >= s.plain_until]:
             request = seq.request
-            if request.status is not Status.RUNNING:
+            if request.status is not Status.RUNNING or seq.provisional:
                 continue
             known = len(seq.tokens) + seq.num_pending
             capacity = len(seq.blocks) * size
             if (seq.shares_tail or capacity < known) and not self._cover(seq, draft):
                 draft.stalled.add(seq)
             if len(seq.blocks) * size == known:
-                due += known + 1 - len(request.add.prompt) < request.max_tokens
-        if due > kv.device.num_free + kv.device.num_cooling:
+                draft.due += known + 1 - len(request.add.prompt) < request.max_tokens
+        due = draft.due - kv.device.num_free
+        if due > 0 and due > state.num_coming():
             self._swap_ahead(draft)
 
     def _cover(self, seq: Sequence, draft: Draft) -> bool:
         """Blocks for one running sequence. False: it sits out, or was itself the victim."""
         kv, request = self.state.kv, seq.request
         while not kv.allocate(seq, seq.num_tokens):
-            if kv.device.num_cooling:
+            if self.state.num_coming():
                 return False  # blocks are on their way
             victim = self._next_victim()
             if victim is None:
@@ -194,6 +202,7 @@ class Scheduler:
                 return None
         state.launch(draft)
         copies = state.kv.take_copies()
+        drafts = plan_drafts(state, state.speculation, draft) if state.speculation else ()
         state.report.planned(draft.num_tokens, len(copies))
         if self._recorder is not None:
             self._recorder.planned(draft, state, len(copies))
@@ -204,6 +213,7 @@ class Scheduler:
             tables=state.kv.take_updates(),
             chunks=tuple(draft.chunks),
             idle=tuple(draft.idle),
+            drafts=drafts,
             copies=copies,
             swap_out=tuple(draft.swap_out),
             swap_in=tuple(draft.swap_in),

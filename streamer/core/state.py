@@ -42,6 +42,7 @@ class Draft:
     begun     requests admitted without blocks in this plan
     starts    where each chunk of this plan began, to know what was computed before it
     has_swap  a swap begins, even if every block is there already
+    due       blocks that the running rows will need in the step after this one
     """
 
     def __init__(self, number: int, config: SchedulerConfig) -> None:
@@ -59,6 +60,7 @@ class Draft:
         self.num_tokens = 0
         self.num_samples = 0
         self.has_swap = False
+        self.due = 0
 
 
 class Rows:
@@ -168,6 +170,8 @@ class StepReport:
         self.swapped_out_blocks = 0
         self.swapped_in_blocks = 0
         self.copied_blocks = 0
+        self.proposed_tokens = 0
+        self.accepted_tokens = 0
         self._finishes: list[Finish] = []
         self._notices: list[Notice] = []
 
@@ -242,6 +246,11 @@ class StepReport:
         self.computed_tokens += num_tokens
         self.copied_blocks += num_copied
 
+    def verified(self, num_proposed: int, num_accepted: int) -> None:
+        """Count a verification's provisional tokens, and those of them that were drawn."""
+        self.proposed_tokens += num_proposed
+        self.accepted_tokens += num_accepted
+
     def drawn(self, num_tokens: int) -> None:
         """Count the tokens that a result appended."""
         self.generated_tokens += num_tokens
@@ -255,7 +264,9 @@ class State:
     speculation           chooses provisional tokens; None: off
     """
 
-    def __init__(self, config: SchedulerConfig, hasher: BlockHasher) -> None:
+    def __init__(
+        self, config: SchedulerConfig, hasher: BlockHasher, speculation: Speculation | None = None
+    ) -> None:
         self.config = config
         self.requests = Requests()
         self.queue = FairQueue()
@@ -272,7 +283,7 @@ class State:
         self.launched = 0
         self.collected = 0
         self.copy_plans: deque[int] = deque()
-        self.speculation: Speculation | None = None
+        self.speculation = speculation
 
     # ------------------------------------------------------------ time
 
@@ -313,6 +324,15 @@ class State:
         """Record the plan whose result is being applied."""
         self.collected = number
 
+    def num_coming(self) -> int:
+        """Device blocks that may be free when launched plans are over: those that cool, and those
+        that unsettled sequences hold for provisional tokens alone."""
+        coming = self.kv.device.num_cooling
+        if self.speculation is not None:
+            for request in (*self.requests.running, *self.requests.paused):
+                coming += sum(self.kv.num_beyond(s) for s in request.sequences if s.provisional)
+        return coming
+
     # ------------------------------------------------------------ a request's way
 
     def open(self, add: Add, max_tokens: int) -> None:
@@ -344,6 +364,8 @@ class State:
         add = seq.request.add
         self.kv.forget_updates(seq)
         self.rows.join(seq)
+        if self.speculation is not None:
+            self.speculation.begin(seq)
         draft.joins.append(
             RowJoin(
                 row=seq.row,
@@ -361,7 +383,13 @@ class State:
 
     def leave_all(self, request: Request) -> None:
         """Take the request out of all its rows."""
+        for seq in request.sequences if self.speculation is not None else ():
+            self._end_speculation(seq)
         self.rows.leave_all(request, self.launched, self.collected)
+
+    def _end_speculation(self, seq: Sequence) -> None:
+        if self.speculation is not None and seq.joined:
+            self.speculation.end(seq)
 
     def pause(self, request: Request) -> None:
         """A running request gives up its rows and keeps its blocks."""
@@ -386,8 +414,11 @@ class State:
                 stop=stop,
                 detail=detail,
                 copied_tokens=request.copied_tokens,
+                proposed_tokens=seq.num_proposed,
+                accepted_tokens=seq.num_kept_accepted,
             )
         )
+        self._end_speculation(seq)
         self.rows.leave(seq, self.launched, self.collected)
         self.kv.release(seq, self.launched)
         if len(request.sequences) == request.add.params.n and not request.live():
@@ -430,6 +461,8 @@ class State:
             swapped_out_blocks=report.swapped_out_blocks,
             swapped_in_blocks=report.swapped_in_blocks,
             copied_blocks=report.copied_blocks,
+            proposed_tokens=report.proposed_tokens,
+            accepted_tokens=report.accepted_tokens,
             swap_s=self.facts.swap_s,
         )
 
@@ -454,8 +487,14 @@ class State:
         self.queue.check(live)
 
     def _check_plain(self) -> None:
-        """Prove that sequences below their `plain_until` can decode without further checks."""
+        """Prove that sequences below their `plain_until` can decode without further checks, and
+        that unsettled ones are not among them."""
         for seq in (s for r in self.requests.by_id.values() for s in r.sequences):
+            if seq.provisional and (seq.num_pending != 1 or seq.plain_until):
+                raise InvariantViolated(
+                    f"request {seq.request.request_id} verifies {len(seq.provisional)} tokens: "
+                    f"{seq.num_pending} drawn, plain up to {seq.plain_until}"
+                )
             if seq.num_computed >= seq.plain_until:
                 continue
             request, known = seq.request, seq.num_tokens

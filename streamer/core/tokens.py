@@ -36,9 +36,12 @@ STRETCH: Final = 3
 MIN_PREFILL: Final = 128
 
 
-def continue_running(state: State, draft: Draft) -> None:
-    """Decodes first, then prefill chunks; the loop that every step pays for."""
-    others = lineup = state.requests.lineup()
+def continue_running(state: State, lineup: list[Sequence], draft: Draft) -> None:
+    """Decodes first, then prefill chunks; the loop that every step pays for.
+
+    lineup  the running sequences, without those that verify or wait for it
+    """
+    others = lineup
     if len(lineup) <= draft.budget:
         others = []
         for seq in lineup:
@@ -58,7 +61,7 @@ def continue_running(state: State, draft: Draft) -> None:
     draft.budget -= decoded
     draft.num_tokens += decoded
     draft.num_samples += decoded
-    if decoded and state.config.is_paced:
+    if draft.num_tokens and state.config.is_paced:
         draft.budget = min(draft.budget, prefill_beside_decodes(state.facts))
     catching_up.sort(key=lambda s: s.num_tokens - s.num_computed > 1)
     for seq in catching_up:

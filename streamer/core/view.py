@@ -96,6 +96,7 @@ class StepView(msgspec.Struct, frozen=True):
 
     prefilled    (request, tokens): several known tokens at once, recomputed ones too
     decoded      one token each; a request is there once a choice
+    verified     (request, tokens): its newest token and the provisional ones after it
     admitted     took rows, new or again
     preempted    (request, "swap" or "recompute")
     finished     (request, reason), once a choice
@@ -107,6 +108,7 @@ class StepView(msgspec.Struct, frozen=True):
     tokens: int
     prefilled: tuple[tuple[int, int], ...] = ()
     decoded: tuple[int, ...] = ()
+    verified: tuple[tuple[int, int], ...] = ()
     admitted: tuple[int, ...] = ()
     paused: tuple[int, ...] = ()
     preempted: tuple[tuple[int, str], ...] = ()
@@ -177,6 +179,7 @@ def _own_part(step: StepView, mine: set[int]) -> StepView:
     parts = {
         "prefilled": tuple(e for e in step.prefilled if e[0] in mine),
         "decoded": tuple(n for n in step.decoded if n in mine),
+        "verified": tuple(e for e in step.verified if e[0] in mine),
         "admitted": tuple(n for n in step.admitted if n in mine),
         "paused": tuple(n for n in step.paused if n in mine),
         "preempted": tuple(e for e in step.preempted if e[0] in mine),
@@ -214,6 +217,7 @@ class Recorder:
         counts |= {j.row: 0 for j in draft.joins if j.logits_of >= 0}
         prefilled: list[tuple[int, int]] = []
         decoded: list[int] = []
+        verified: list[tuple[int, int]] = []
         for request in state.requests.running:
             for seq in request.sequences:
                 if not seq.joined:
@@ -222,17 +226,18 @@ class Recorder:
                 if count is None:
                     decoded.append(request.arrival)
                 elif count:
-                    prefilled.append((request.arrival, count))
+                    (verified if seq.provisional else prefilled).append((request.arrival, count))
                 else:
                     continue
                 self._name(request)
-        self._entries += len(prefilled) + len(decoded)
+        self._entries += len(prefilled) + len(decoded) + len(verified)
         self._planned.append(
             StepView(
                 number=draft.number,
                 tokens=draft.num_tokens,
                 prefilled=tuple(prefilled),
                 decoded=tuple(decoded),
+                verified=tuple(verified),
                 swapped_out=len(draft.swap_out),
                 swapped_in=len(draft.swap_in),
                 copied=num_copied,

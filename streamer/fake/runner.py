@@ -11,7 +11,16 @@ import re
 import time
 from collections.abc import Sequence
 
-from streamer.core.plan import Chunk, Facts, Plan, RowJoin, StepResult, TokenLogprob, check_moves
+from streamer.core.plan import (
+    Chunk,
+    Facts,
+    Plan,
+    RowJoin,
+    StepResult,
+    TokenLogprob,
+    accepted,
+    check_moves,
+)
 from streamer.errors import InvariantViolated
 from streamer.fake.tokenizer import (
     END,
@@ -49,6 +58,7 @@ class _Row:
         "num_blocks",
         "plain",
         "prompt",
+        "prompt_end",
         "prompt_logprobs",
         "request_id",
     )
@@ -57,6 +67,7 @@ class _Row:
         self.request_id = join.request_id
         self.computed = join.num_computed
         self.known = len(join.tokens)
+        self.prompt_end = join.tokens[join.num_prompt - 1]
         self.first = join.num_prompt
         self.num_blocks = len(join.blocks)
         self.capacity = self.num_blocks * block_size
@@ -71,6 +82,22 @@ class _Row:
         index = self.known - self.first
         self.known += 1
         return FIRST_NUMBER + index if index < self.plain else self.late(index)
+
+    def newest(self) -> int:
+        """The last known token."""
+        index = self.known - 1 - self.first
+        if index < 0:
+            return self.prompt_end
+        return FIRST_NUMBER + index if index < self.plain else self.late(index)
+
+    def verify(self, tokens: tuple[int, ...]) -> list[int]:
+        """The run after the newest token and these provisional ones."""
+        known = self.known
+        drawn = [self.draw() for _ in tokens]
+        run = drawn[: accepted(tokens[1:], drawn) + 1]
+        self.known = known + len(run)
+        self.computed = self.known - 1
+        return run
 
     def score(self, chunk: Chunk) -> tuple[TokenLogprob, ...]:
         """The chunk's scores of prompt tokens: log probability 0 for each."""
@@ -177,7 +204,7 @@ class FakeRunner:
         if len(chunks.keys() | idle) != len(plan.chunks) + len(plan.idle):
             raise InvariantViolated(f"plan {plan.number} names a row twice in chunks and idle")
         forks = {join.row: join for join in plan.joins if join.logits_of >= 0}
-        num_tokens, rows, tokens = 0, [], []
+        num_tokens, num_draws, rows, tokens = 0, 0, [], []
         at_end: set[int] = set()  # rows whose last prompt token has its logits in this plan
         scores = {}
         for number, row in self._order:
@@ -188,6 +215,13 @@ class FakeRunner:
                 continue
             chunk = chunks.pop(number, None)
             count, is_drawing = (1, True) if chunk is None else (chunk.count, chunk.num_draws > 0)
+            if chunk is not None and chunk.tokens:
+                drawn = self._verify(plan, chunk, row)
+                rows += [number] * len(drawn)
+                tokens += drawn
+                num_tokens += chunk.count
+                num_draws += chunk.num_draws
+                continue
             start = row.computed if chunk is None else chunk.start
             row.computed += count
             is_last = row.computed == row.known
@@ -203,6 +237,7 @@ class FakeRunner:
                     at_end.add(number)
                 rows.append(number)
                 tokens.append(row.draw())
+                num_draws += 1
         if chunks or idle:
             unknown = [*chunks, *idle]
             raise InvariantViolated(f"plan {plan.number}: no sequence has the rows {unknown}")
@@ -217,10 +252,19 @@ class FakeRunner:
             rows.append(number)
             tokens.append(row.draw())
         _equal(plan, "computed tokens", plan.num_tokens, num_tokens)
-        _equal(plan, "samples", plan.num_samples, len(tokens))
-        order = sorted(range(len(rows)), key=rows.__getitem__)
+        _equal(plan, "samples", plan.num_samples, num_draws + len(forks))
+        order = sorted(range(len(rows)), key=rows.__getitem__)  # stable: a run stays in order
         drawn = [tokens[i] for i in order]
         return self._result(plan, tuple(rows[i] for i in order), drawn, scores)
+
+    def _verify(self, plan: Plan, chunk: Chunk, row: _Row) -> list[int]:
+        """The run of a chunk with provisional tokens."""
+        is_next = chunk.start == row.computed == row.known - 1
+        is_drawn = chunk.count == chunk.num_draws == len(chunk.tokens)
+        fits = chunk.start + chunk.count <= row.capacity
+        if not (is_next and is_drawn and fits) or chunk.tokens[0] != row.newest():
+            raise _misfit(plan, chunk.row, row, chunk.count)
+        return row.verify(chunk.tokens)
 
     def _result(
         self, plan: Plan, rows: tuple[int, ...], tokens: list[int],

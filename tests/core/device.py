@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from streamer.core.plan import Plan, RowJoin, StepResult, TokenLogprob
+from streamer.core.plan import Chunk, Plan, RowJoin, StepResult, TokenLogprob, accepted
 
 VOCAB = 97
 ROOT = 1
@@ -52,7 +52,11 @@ def score(prompt: tuple[int, ...]) -> list[TokenLogprob]:
 
 def oracle(prompt: tuple[int, ...], choice: int, count: int) -> list[int]:
     """What a request's choice must output, however it was scheduled."""
-    tokens = list(prompt)
+    return continuation(list(prompt), choice, count)
+
+
+def continuation(tokens: list[int], choice: int, count: int) -> list[int]:
+    """The next tokens of a choice that has these, its prompt's among them."""
     chain = chain_of(tokens)[-1]
     output = []
     for _ in range(count):
@@ -103,7 +107,7 @@ class Device:
             self.tables[join.row] = list(join.blocks)
         for update in plan.tables:
             self.tables[update.row][update.start :] = update.blocks
-        held = {block for table in self.tables.values() for block in table}
+        held = {b for row, table in self.tables.items() if row not in plan.idle for b in table}
         self.touched[plan.number] = held.union(*plan.copies)
 
     def _check_moves(self, plan: Plan) -> None:
@@ -140,11 +144,9 @@ class Device:
         assert plan.number == number, f"plan {number} collected before {plan.number}"
         for row in plan.leaves:
             del self.rows[row]
-        joined = set()
         for join in plan.joins:
             assert join.row not in self.rows, f"row {join.row} joined twice"
             self.rows[join.row] = Row(join, list(join.tokens), join.num_computed, list(join.blocks))
-            joined.add(join.row)
         for update in plan.tables:
             table = self.rows[update.row].table
             assert update.start <= len(table), "a hole in a block table"
@@ -155,7 +157,7 @@ class Device:
             self.memory[destination] = list(self.memory[source])
         assert len(self.rows) == plan.num_rows
         del self.touched[number]
-        return self._compute(plan, joined)
+        return self._compute(plan)
 
     def flush(self, upto: int) -> None:
         """End the swap copies of plans up to `upto`."""
@@ -174,63 +176,91 @@ class Device:
         for source, destination in plan.swap_in:
             self.memory[destination] = list(self.host[source])
 
-    def _compute(self, plan: Plan, joined: set[int]) -> StepResult:
+    def _work(self, plan: Plan) -> list[tuple[Row, Chunk]]:
+        """What each row computes in this plan; a row that decodes as a chunk of one token."""
         chunks = {c.row: c for c in plan.chunks}
-        assert len(chunks.keys() | set(plan.idle)) == len(plan.chunks) + len(plan.idle)
-        assert self.rows.keys() >= set(plan.idle)
-        scores = self._scores(plan)
-        work: list[tuple[Row, int, bool]] = []
-        forks: list[tuple[Row, Row]] = []
-        num_tokens = 0
+        forks = {join.row for join in plan.joins if join.logits_of >= 0}
+        named = [*chunks, *plan.idle, *forks]
+        assert len(set(named)) == len(plan.chunks) + len(plan.idle) + len(forks)
+        assert self.rows.keys() >= set(named)
+        work: list[tuple[Row, Chunk]] = []
         for number, row in sorted(self.rows.items()):
-            if number in joined and row.join.logits_of >= 0:
-                forks.append((row, self.rows[row.join.logits_of]))
+            if number in plan.idle or number in forks:
                 continue
-            if number in plan.idle:
-                continue
-            chunk = chunks.pop(number, None)
-            count, sample = (1, True) if chunk is None else (chunk.count, chunk.num_draws > 0)
-            assert count > 0
-            if chunk is not None:
-                assert chunk.start == row.computed
-            if chunk is None or sample:
-                assert row.computed + count == len(row.tokens), "draws before its last token"
-            num_tokens += count
-            work.append((row, count, sample))
-        assert not chunks
-        assert num_tokens == plan.num_tokens
+            chunk = chunks.get(number, Chunk(number, row.computed, 1, num_draws=1))
+            assert chunk.start == row.computed
+            assert chunk.count > 0
+            if chunk.tokens:
+                assert chunk.count == chunk.num_draws == len(chunk.tokens)
+                assert row.tokens[row.computed :] == [chunk.tokens[0]], "verifies another token"
+                row.tokens += chunk.tokens[1:]
+            elif chunk.num_draws:
+                assert chunk.num_draws == 1
+                assert row.computed + chunk.count == len(row.tokens), "draws before its last token"
+            work.append((row, chunk))
+        assert sum(chunk.count for _, chunk in work) == plan.num_tokens
+        assert sum(chunk.num_draws for _, chunk in work) + len(forks) == plan.num_samples
+        return work
+
+    def _compute(self, plan: Plan) -> StepResult:
+        scores = self._scores(plan)
+        work = self._work(plan)
+        forks = [join for join in plan.joins if join.logits_of >= 0]
         stored: list[int] = []
-        for row, count, _ in work:  # every store before any read
+        for row, chunk in work:  # every store before any read
             chains = chain_of(row.tokens)
-            for position in range(row.computed, row.computed + count):
+            for position in range(row.computed, row.computed + chunk.count):
                 block, offset = divmod(position, self.size)
                 self.memory[row.table[block]][offset] = chains[position]
                 stored.append(row.table[block])
-            row.computed += count
+            row.computed += chunk.count
         for other in self.copying:
             if other.number <= plan.number:  # a later swap-out waits for this step
                 self._check_store(stored, other)
-        drawn: dict[int, int] = {}
+        drawn: dict[int, list[int]] = {}
         failed: dict[int, str] = {}
-        for row, _, sample in work:
+        for row, chunk in work:
+            number = row.join.row
             is_well = self._read(row)
-            if sample and is_well:
-                drawn[row.join.row] = draw(chain_of(row.tokens)[-1], row.join.choice)
-            elif sample:
-                failed[row.join.row] = "not finite"
-        for child, parent in forks:
+            if chunk.num_draws and is_well:
+                drawn[number] = self._draw(row, chunk)
+            elif chunk.num_draws:
+                failed[number] = "not finite"
+        for join in forks:
+            child, parent = self.rows[join.row], self.rows[join.logits_of]
             assert child.tokens == parent.tokens
             assert child.computed == len(child.tokens)
             if not self._read(child) or parent.join.row in failed:
                 failed[child.join.row] = "not finite"
                 continue
-            drawn[child.join.row] = draw(chain_of(child.tokens)[-1], child.join.choice)
-        assert len(drawn) + len(failed) == plan.num_samples
-        for number, token in [*drawn.items(), *((row, 0) for row in failed)]:
-            self.rows[number].tokens.append(token)  # a failed row's 0 is never used
-        rows = tuple(sorted(drawn))
-        tokens = tuple(drawn[r] for r in rows)
-        return StepResult(plan.number, rows, tokens, failed=failed, prompt_logprobs=scores)
+            drawn[child.join.row] = [draw(chain_of(child.tokens)[-1], child.join.choice)]
+        for number, run in [*drawn.items(), *((row, [0]) for row in failed)]:
+            self.rows[number].tokens += run  # a failed row's 0 is never used
+        rows = tuple(number for number in sorted(drawn) for _ in drawn[number])
+        tokens = tuple(token for number in sorted(drawn) for token in drawn[number])
+        return StepResult(
+            plan.number,
+            rows,
+            tokens,
+            failed=failed,
+            prompt_logprobs=scores,
+            proposals={row: self._propose(self.rows[row], n) for row, n in plan.drafts},
+        )
+
+    def _propose(self, row: Row, count: int) -> tuple[int, ...]:
+        """What the row's draft model proposes: it is wrong about every fifth prefix."""
+        tokens = continuation(row.tokens, row.join.choice, count)
+        return tuple((t + 1) % VOCAB if sum(row.tokens) % 5 == 0 else t for t in tokens)
+
+    def _draw(self, row: Row, chunk: Chunk) -> list[int]:
+        """What the row draws; of provisional tokens it keeps those that are drawn as well."""
+        chains = chain_of(row.tokens)[-chunk.num_draws :]
+        run = [draw(chain, row.join.choice) for chain in chains]
+        del run[accepted(chunk.tokens[1:], run) + 1 :]
+        if chunk.tokens:
+            del row.tokens[chunk.start + 1 :]
+            row.computed = chunk.start + len(run)
+        return run
 
     def _scores(self, plan: Plan) -> dict[int, tuple[TokenLogprob, ...]]:
         scores = {}
@@ -246,18 +276,21 @@ class Device:
         return scores
 
     def poison(self, plan: Plan, result: StepResult) -> StepResult:
-        """Let the first row that drew fail, and mark what it wrote as not finite."""
+        """Let the first row that drew fail, at the last token of its run, and mark what it wrote
+        from there on as not finite."""
         number = result.rows[0]
         row = self.rows[number]
+        length = result.rows.count(number)
         row.tokens[-1] = 0  # the drawn token is never used
         chunk = next((c for c in plan.chunks if c.row == number), None)
-        for position in range(row.computed - (1 if chunk is None else chunk.count), row.computed):
+        first = row.computed - 1 if chunk is None or chunk.tokens else chunk.start
+        for position in range(first, row.computed):
             block, offset = divmod(position, self.size)
             self.memory[row.table[block]][offset] = BAD
         return StepResult(
             plan.number,
-            result.rows[1:],
-            result.tokens[1:],
+            (*result.rows[: length - 1], *result.rows[length:]),
+            (*result.tokens[: length - 1], *result.tokens[length:]),
             failed={**result.failed, number: "not finite"},
             prompt_logprobs=result.prompt_logprobs,
         )

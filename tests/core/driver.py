@@ -29,6 +29,7 @@ from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler, SchedulerConfig
 from streamer.core.tokens import prefill_beside_decodes
 from tests.core.device import Device, oracle, score
+from tests.core.scripted import Scripted
 
 SWAP = {"prefill_s": 1.0, "swap_bytes_per_s": 1e12, "swap_fixed_s": 0.0}
 RECOMPUTE = {"prefill_s": 1e-12, "swap_bytes_per_s": 1.0, "swap_fixed_s": 1.0}
@@ -54,13 +55,15 @@ class Driver:
     """One engine without threads. `depth` plans may be launched before the previous is applied."""
 
     def __init__(
-        self, config: SchedulerConfig, *, depth: int = 0, costs: dict[str, float] | None = None
-    ) -> None:
+        self, config: SchedulerConfig, *, depth: int = 0, costs: dict[str, float] | None = None,
+        speculation: Scripted | None = None,
+    ) -> None:  # fmt: skip
         self.config = config
         self.depth = depth
         self.costs = costs or {}
         self.hasher = BlockHasher(config.block_size, b"s" * 32)
-        self.scheduler = Scheduler(config, self.hasher)
+        self.speculation = speculation
+        self.scheduler = Scheduler(config, self.hasher, speculation)
         self.device = Device(config.num_blocks, config.num_host_blocks, config.block_size)
         self.inflight: deque[Plan] = deque()
         self.adds: dict[str, Add] = {}
@@ -149,7 +152,8 @@ class Driver:
         state = self.scheduler.state
         is_full = plan is not None and plan.num_tokens == self.config.max_num_batched_tokens
         if plan is not None and self.config.is_paced:
-            is_full |= sum(c.count for c in plan.chunks) >= prefill_beside_decodes(state.facts)
+            prefilled = sum(c.count for c in plan.chunks if not c.tokens)
+            is_full |= prefilled >= prefill_beside_decodes(state.facts)
         head = state.queue.head()
         if is_full or head is None:
             return
@@ -242,6 +246,8 @@ class Driver:
         assert set(self.finishes) == expected
         state = self.scheduler.state
         assert not state.requests.by_id
+        if self.speculation is not None:
+            assert not self.speculation.num_known, "a sequence has not ended for the speculation"
         assert not any(state.requests.counts[s] for s in Status if s is not Status.FINISHED)
         for pool in (state.kv.device, state.kv.host):
             assert pool.num_free == pool.num_blocks, f"{pool.name} blocks leaked"

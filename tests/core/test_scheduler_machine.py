@@ -19,6 +19,7 @@ from streamer.core.request import Status
 from streamer.core.scheduler import Scheduler
 from streamer.core.state import State
 from tests.core.driver import RECOMPUTE, SWAP, Driver, make_config
+from tests.core.scripted import Scripted
 
 COSTS = [SWAP, RECOMPUTE, {"prefill_s": 1e-3, "swap_bytes_per_s": 1e6, "swap_fixed_s": 4e-3}]
 
@@ -36,10 +37,11 @@ class RandomCommands(RuleBasedStateMachine):
         budget=st.integers(6, 24),
         costs=st.sampled_from(COSTS),
         has_cache=st.booleans(),
+        script=st.none() | st.integers(0, 99),
     )
     def start(
         self, num_blocks: int, num_host: int, rows: int, budget: int,
-        costs: dict[str, float], has_cache: bool,
+        costs: dict[str, float], has_cache: bool, script: int | None,
     ) -> None:  # fmt: skip
         config = make_config(
             num_blocks=num_blocks,
@@ -49,7 +51,8 @@ class RandomCommands(RuleBasedStateMachine):
             max_scored_tokens=1 + budget % 7,
             enable_prefix_caching=has_cache,
         )
-        self.driver = Driver(config, depth=self.depth, costs=costs)
+        speculation = None if script is None else Scripted(script)
+        self.driver = Driver(config, depth=self.depth, costs=costs, speculation=speculation)
 
     @rule(
         family=st.integers(0, 2),
@@ -147,12 +150,14 @@ def test_random_commands_leak_nothing_starve_no_request_and_end_each_once(
     assert machine.total_steps >= 5_000, f"only {machine.total_steps} steps ran"
 
 
-def random_session(seed: int, *, depth: int) -> Driver:
+def random_session(seed: int, *, depth: int, speculates: bool = False) -> Driver:
     """A seeded run under memory pressure, with every command, and swap copies at any time."""
     rng = random.Random(seed)
     num_blocks = 20 if seed % 2 else rng.randint(1, 9)
     config = make_config(num_blocks=num_blocks, num_host_blocks=30, max_num_seqs=5)
-    driver = Driver(config, depth=depth, costs=[SWAP, RECOMPUTE, COSTS[2]][seed % 3])
+    speculation = Scripted(seed) if speculates else None
+    costs = [SWAP, RECOMPUTE, COSTS[2]][seed % 3]
+    driver = Driver(config, depth=depth, costs=costs, speculation=speculation)
     for _ in range(120):
         driver.flush_copies = rng.random() < 0.3
         driver.early_copies = rng.random() < 0.5
@@ -204,6 +209,16 @@ def add_what_fits(
 def random_sessions(depth: int) -> None:
     for seed in range(30):
         random_session(seed, depth=depth)
+
+
+def random_verifications(depth: int) -> None:
+    num_accepted = num_rejected = 0
+    for seed in range(30):
+        script = random_session(seed, depth=depth, speculates=True).speculation
+        assert script is not None
+        num_accepted += script.num_accepted
+        num_rejected += script.num_proposed - script.num_accepted
+    assert min(num_accepted, num_rejected) > 300
 
 
 def swap_in_beside_a_cancelled_writer(depth: int) -> None:
@@ -265,6 +280,7 @@ def before_a_swap_in(depth: int) -> None:
 
 LIVES = [
     random_sessions,
+    random_verifications,
     swap_in_beside_a_cancelled_writer,
     before_another_fork,
     before_a_swap_in,
@@ -349,10 +365,12 @@ def test_freeing_blocks_too_soon_is_caught(
         life(1)
 
 
+@pytest.mark.parametrize("speculates", [False, True])
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_recorded_log_replays_to_the_same_plans(depth: int) -> None:
-    driver = random_session(11, depth=depth)
-    plans, outputs = replay(driver, driver.hasher.secret)
+def test_a_recorded_log_replays_to_the_same_plans(depth: int, speculates: bool) -> None:
+    driver = random_session(11, depth=depth, speculates=speculates)
+    script = Scripted(11) if speculates else None
+    plans, outputs = replay(driver, driver.hasher.secret, script)
     assert plans == driver.plans
     assert outputs == driver.outputs
 
@@ -369,9 +387,12 @@ def test_a_log_replays_under_its_own_secret_alone() -> None:
     assert replay(driver, b"t" * 32)[0] != driver.plans
 
 
-def replay(driver: Driver, secret: bytes) -> tuple[list[Plan], list[StepOutput]]:
+def replay(
+    driver: Driver, secret: bytes, speculation: Scripted | None = None
+) -> tuple[list[Plan], list[StepOutput]]:
     """Plans and outputs of a new scheduler that gets the driver's log."""
-    again = Scheduler(driver.config, BlockHasher(driver.config.block_size, secret))
+    hasher = BlockHasher(driver.config.block_size, secret)
+    again = Scheduler(driver.config, hasher, speculation)
     plans: list[Plan] = []
     outputs: list[StepOutput] = []
     inflight: list[Plan] = []

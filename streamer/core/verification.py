@@ -1,0 +1,197 @@
+"""Verification: rows that compute provisional tokens, and what their runs leave behind.
+
+Functions over State and the plan being built, called by scheduler.py and results.py while
+`state.speculation` is set. A row that verifies is unsettled until its plan is applied: plans in
+between leave it idle. It counts one token as computed and one as drawn, as a decode does; `take`
+adds what the run confirms, and `settle` gives back the blocks of the rest. Provisional tokens take
+blocks that neither the queue's head nor a running row lacks, and preempt no request.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from itertools import groupby
+from operator import itemgetter
+from typing import NamedTuple
+
+from streamer.core.admission import blocks_needed
+from streamer.core.plan import Chunk, Plan, StepResult, accepted
+from streamer.core.request import Sequence
+from streamer.core.speculation.interface import Speculation
+from streamer.core.state import Draft, State
+from streamer.errors import InvariantViolated
+
+# ---------------------------------------------------------------- schedule
+
+
+def speculate(state: State, speculation: Speculation, draft: Draft) -> list[Sequence]:
+    """Verify what is proposed for the running sequences; returns those still to be scheduled."""
+    known: list[Sequence] = []
+    ahead: list[Sequence] = []
+    done: set[Sequence] = set()
+    has_prompts = state.queue.head() is not None
+    lineup = state.requests.lineup()
+    for seq in lineup:
+        if seq.provisional:
+            done.add(seq)
+        elif may_verify(seq, draft):
+            (ahead if seq.num_pending else known).append(seq)
+        else:
+            has_prompts |= not seq.joined or seq.num_tokens - seq.num_computed > 1
+    if ahead:
+        done.update(speculation.wait(ahead, state.facts))
+    draft.idle += [seq.row for seq in lineup if seq in done and seq.joined]
+    budget = draft.budget - len(lineup)
+    if has_prompts:
+        budget //= 2  # a prompt need not wait until no row has anything to verify
+    if known and budget > 0:
+        chosen = speculation.choose(known, budget, state.facts)
+        done.update(verify_chosen(state, chosen, known, budget, draft))
+    return [seq for seq in lineup if seq not in done] if done else lineup
+
+
+def may_verify(seq: Sequence, draft: Draft) -> bool:
+    """Whether it would decode in its row, and may draw two tokens or more."""
+    request, known = seq.request, seq.num_tokens
+    return (
+        seq.joined
+        and known - seq.num_computed == 1
+        and known + 1 - len(request.add.prompt) < request.max_tokens
+        and seq not in draft.stalled
+        and not request.spare_rows
+    )
+
+
+def verify_chosen(
+    state: State,
+    chosen: dict[Sequence, tuple[int, ...]],
+    known: list[Sequence],
+    budget: int,
+    draft: Draft,
+) -> list[Sequence]:
+    """Verify as many of the proposed tokens as fit, in the sequences' order; returns these."""
+    verified: list[Sequence] = []
+    spare = spare_blocks(state) - draft.due if chosen else 0
+    for seq in known:
+        tokens = chosen.get(seq, ())
+        tokens = tokens[: min(budget, room_for(state, seq, spare))] if tokens else ()
+        if tokens:
+            spare -= verify(state, seq, tokens, draft)
+            budget -= len(tokens)
+            verified.append(seq)
+    return verified
+
+
+def spare_blocks(state: State) -> int:
+    """Free blocks that neither the queue's head nor an admission's watermark lacks."""
+    head = state.queue.head()
+    needed = blocks_needed(state, head) if head is not None else state.watermark
+    return state.kv.device.num_free - needed
+
+
+def room_for(state: State, seq: Sequence, spare: int) -> int:
+    """How many provisional tokens fit into its blocks and the spare ones, and below max_tokens.
+
+    The last token that it may draw needs none after it.
+    """
+    request, known = seq.request, len(seq.tokens)
+    in_blocks = (len(seq.blocks) + max(0, spare)) * state.config.block_size - known
+    return min(in_blocks, len(request.add.prompt) + request.max_tokens - known - 1)
+
+
+def verify(state: State, seq: Sequence, tokens: tuple[int, ...], draft: Draft) -> int:
+    """Compute the newest token and these provisional ones; returns the blocks it took."""
+    held = len(seq.blocks)
+    if not state.kv.allocate(seq, len(seq.tokens) + len(tokens)):
+        raise InvariantViolated(
+            f"request {seq.request.request_id}: no room for {len(tokens)} provisional tokens"
+        )
+    run = (seq.tokens[-1], *tokens)
+    count = len(run)
+    draft.chunks.append(Chunk(seq.row, seq.num_computed, count, num_draws=count, tokens=run))
+    draft.budget -= count
+    draft.num_tokens += count
+    draft.num_samples += count
+    seq.provisional = tokens
+    seq.num_computed += 1
+    seq.num_pending += 1
+    seq.plain_until = 0
+    state.kv.publish(seq)
+    return len(seq.blocks) - held
+
+
+def plan_drafts(
+    state: State, speculation: Speculation, draft: Draft
+) -> tuple[tuple[int, int], ...]:
+    """Plan.drafts: of the rows that draw in this plan, those the runner proposes tokens for."""
+    idle = set(draft.idle)
+    drawing = [
+        seq
+        for seq in state.requests.lineup()
+        if seq.joined and seq.num_pending and seq.row not in idle
+    ]
+    return tuple((seq.row, count) for seq, count in speculation.drafts(drawing, state.facts))
+
+
+# ---------------------------------------------------------------- apply
+
+
+class Run(NamedTuple):
+    """What a verification drew."""
+
+    seq: Sequence
+    tokens: tuple[int, ...]
+
+
+def take(state: State, plan: Plan, result: StepResult) -> list[Run]:
+    """The runs of a plan's verifications; each of their tokens counts as drawn from here on.
+
+    The tokens that a run confirms are computed, if the sequence still has the blocks: one that was
+    preempted meanwhile computes them again.
+    """
+    runs: list[Run] = []
+    for chunk in plan.chunks:
+        if chunk.num_draws < 2:
+            continue
+        first = bisect_left(result.rows, chunk.row)
+        tokens = result.tokens[first : bisect_right(result.rows, chunk.row)]
+        seq = state.rows.owners[chunk.row]
+        if seq is None:
+            raise InvariantViolated(f"plan {plan.number} verified row {chunk.row} of no sequence")
+        right = accepted(chunk.tokens[1:], tokens)
+        is_cut = len(tokens) == right < chunk.num_draws
+        if len(tokens) > right + 1 or (is_cut and chunk.row not in result.failed):
+            raise InvariantViolated(
+                f"plan {plan.number}: row {chunk.row} was to verify {chunk.tokens[1:]}, and its "
+                f"run is {tokens}"
+            )
+        runs.append(Run(seq, tokens))
+        seq.num_proposed += len(seq.provisional)
+        if tokens:
+            seq.num_accepted += len(tokens) - 1
+            seq.run_end = len(seq.tokens) + len(tokens)
+            seq.num_pending += len(tokens) - 1
+            if seq.blocks:
+                seq.num_computed += len(tokens) - 1
+    return runs
+
+
+def settle(state: State, speculation: Speculation, runs: list[Run], result: StepResult) -> None:
+    """After the tokens are known: give back blocks, and report to the speculation."""
+    owners = state.rows.owners
+    for row, drawn in groupby(zip(result.rows, result.tokens, strict=True), itemgetter(0)):
+        seq = owners[row]
+        if seq is not None and seq.joined:
+            speculation.extend(seq, [token for _, token in drawn])
+    for seq, tokens in runs:
+        num_proposed, num_accepted = len(seq.provisional), max(0, len(tokens) - 1)
+        seq.provisional = ()
+        state.report.verified(num_proposed, num_accepted)
+        if seq.blocks:
+            state.kv.truncate(seq, state.collected)
+        if seq.joined:
+            speculation.observe(seq, num_proposed, num_accepted)
+    for row, proposal in result.proposals.items():
+        seq = owners[row]
+        if seq is not None and seq.joined:
+            speculation.proposed(seq, proposal)

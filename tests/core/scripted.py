@@ -1,0 +1,81 @@
+"""Scripted: a stand-in for the speculation, which knows what the simulated device will draw.
+
+It proposes the right tokens, with errors, to some of the sequences: from its own seed alone, so
+that a log replays. It checks what the scheduler promises every speculation.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Seq
+
+from streamer.core.plan import Facts
+from streamer.core.request import Sequence
+from tests.core.device import VOCAB, continuation
+
+
+class Scripted:
+    """`share` of the rows get tokens, up to `most`; `errors`: share of the tokens that are wrong.
+
+    num_known  sequence that has a row -> its known tokens, as reported
+    """
+
+    def __init__(
+        self, seed: int, *, share: float = 0.7, most: int = 6, errors: float = 0.2
+    ) -> None:
+        self.num_known: dict[Sequence, int] = {}
+        self.num_proposed = self.num_accepted = 0
+        self._rng = random.Random(seed)
+        self._share, self._most, self._errors = share, most, errors
+        self._drafts: dict[Sequence, tuple[int, tuple[int, ...]]] = {}
+
+    def begin(self, seq: Sequence) -> None:
+        assert seq not in self.num_known
+        assert not seq.num_pending
+        self.num_known[seq] = len(seq.tokens)
+
+    def extend(self, seq: Sequence, tokens: Seq[int]) -> None:
+        assert seq.tokens[self.num_known[seq] :] == list(tokens)
+        assert tokens
+        self.num_known[seq] += len(tokens)
+
+    def end(self, seq: Sequence) -> None:
+        del self.num_known[seq]
+
+    def wait(self, rows: Seq[Sequence], facts: Facts) -> list[Sequence]:
+        assert all(seq.num_pending for seq in rows)
+        return [seq for seq in rows if self._rng.random() < self._share]
+
+    def choose(
+        self, rows: Seq[Sequence], budget: int, facts: Facts
+    ) -> dict[Sequence, tuple[int, ...]]:
+        assert budget > 0
+        chosen = {}
+        for seq in rows:
+            assert self.num_known[seq] == len(seq.tokens) == seq.num_computed + 1
+            assert not seq.num_pending
+            if self._rng.random() < self._share:
+                chosen[seq] = self._tokens(seq)
+        return chosen
+
+    def _tokens(self, seq: Sequence) -> tuple[int, ...]:
+        at, drafted = self._drafts.pop(seq, (0, ()))
+        if at == len(seq.tokens):
+            return drafted
+        right = continuation(seq.tokens, seq.choice, self._rng.randint(0, self._most))
+        wrong = self._rng.randrange(1, VOCAB)
+        return tuple((t + wrong) % VOCAB if self._rng.random() < self._errors else t for t in right)
+
+    def drafts(self, rows: Seq[Sequence], facts: Facts) -> tuple[tuple[Sequence, int], ...]:
+        assert all(seq.num_pending for seq in rows)
+        return tuple((seq, self._rng.randint(1, 3)) for seq in rows if self._rng.random() < 0.2)
+
+    def proposed(self, seq: Sequence, tokens: tuple[int, ...]) -> None:
+        assert self.num_known[seq] == len(seq.tokens)
+        self._drafts[seq] = len(seq.tokens), tokens
+
+    def observe(self, seq: Sequence, num_proposed: int, num_accepted: int) -> None:
+        assert seq in self.num_known
+        assert 0 <= num_accepted <= num_proposed
+        self.num_proposed += num_proposed
+        self.num_accepted += num_accepted
