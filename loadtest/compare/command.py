@@ -138,7 +138,7 @@ def choose(names: Sequence[str], places: Places, console: Console) -> tuple[Engi
 def make_models(
     models: Sequence[Model], engines: Sequence[Engine], places: Places, console: Console
 ) -> None:
-    """Make missing checkpoints, and their GGUF for llama.cpp, each in its own process."""
+    """Make missing checkpoints and their quantized forms, each in its own process."""
     env = environment(ENGINES[OURS], places, THREADS)
     folder = Path(places.home / "models")
     for model in models:
@@ -154,6 +154,21 @@ def make_models(
             subprocess.run(command, check=True, env=env)
         if model.vocabulary:
             _make_gguf(model, engines, places, console)
+            _write_quantized(model, engines, places, console)
+
+
+def _write_quantized(
+    model: Model, engines: Sequence[Engine], places: Places, console: Console
+) -> None:
+    """Make the checkpoints of codes that the engines read, by `streamer quantize`."""
+    for engine in engines:
+        target = places.written(model, engine.weights)
+        if places.source(engine, model) == str(target) and not target.exists():
+            console.out(f"Making {target.name}")
+            words = ["quantize", places.checkpoint(model), "--to", engine.weights]
+            command = [sys.executable, "-m", "streamer", *words, "--out", str(target)]
+            env = environment(ENGINES[OURS], places, THREADS)
+            subprocess.run(command, check=True, env=env, stdout=sys.stderr)
 
 
 def _make_gguf(model: Model, engines: Sequence[Engine], places: Places, console: Console) -> None:

@@ -88,10 +88,7 @@ class Engine(msgspec.Struct, frozen=True):
         return self.home == LLAMA
 
 
-OURS, LLAMA = "streamer", "llamacpp"
-
-
-KV8 = {"kv_cache_dtype": "int8"}
+OURS, LLAMA, VLLM = "streamer", "llamacpp", "vllm"
 
 
 def _quantized() -> Iterator[Engine]:
@@ -119,6 +116,14 @@ def _quantized() -> Iterator[Engine]:
             {"kv": "u8", "weights": name},
             weights=name,
         )
+        yield Engine(
+            f"{VLLM}-{name}",
+            f"vLLM CPU {name.upper()}",
+            VLLM,
+            "run_vllm",
+            serves=True,
+            weights=name,
+        )
     for name in ("Q8_0", "Q4_0", "Q4_K_M"):
         low = name.lower()
         yield Engine(
@@ -139,7 +144,7 @@ ENGINES = {
         Engine(OURS, "Streamer", "", "run_streamer", serves=True, ready="/ready"),
         Engine("openvino", "OpenVINO", "openvino", "run_openvino", {"kv": "bf16"}),
         Engine("openvino-u8", "OpenVINO, u8 KV", "openvino", "run_openvino", {"kv": "u8"}),
-        Engine("vllm", "vLLM CPU", "vllm", "run_vllm", serves=True),
+        Engine(VLLM, "vLLM CPU", VLLM, "run_vllm", serves=True),
         Engine(LLAMA, "llama.cpp", LLAMA, serves=True),
         Engine(
             "transformers",
@@ -196,8 +201,14 @@ class Places(msgspec.Struct, frozen=True):
         """The checkpoint as a GGUF file."""
         return self.home / "models" / f"{model.name}-{weights}.gguf"
 
+    def written(self, model: Model, weights: str) -> Path:
+        """The checkpoint as `streamer quantize` writes it."""
+        return self.home / "models" / f"{model.name}-{weights}"
+
     def source(self, engine: Engine, model: Model) -> str:
-        """What the engine loads: the checkpoint or the GGUF file of its weights."""
+        """What the engine loads: the checkpoint, or the file or folder of its weights."""
+        if engine.home == VLLM and engine.weights != BF16:
+            return str(self.written(model, engine.weights))
         is_gguf = engine.is_llama or WEIGHTS[engine.weights].is_gguf
         return str(self.gguf(model, engine.weights)) if is_gguf else self.checkpoint(model)
 
@@ -230,13 +241,13 @@ def environment(engine: Engine, places: Places, threads: int) -> dict[str, str]:
     kept |= {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "0"}
     if not engine.home:  # ours is this very package, installed or not
         return kept | {"PYTHONPATH": str(Path(__file__).absolute().parents[3])}
-    if engine.home == "vllm":
+    if engine.home == VLLM:
         kept |= {
             "VLLM_CPU_KVCACHE_SPACE": str(KV_BYTES >> 30),
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOGGING_LEVEL": "WARNING",
-            "LD_PRELOAD": ":".join(_preloads(places.home / "vllm")),
+            "LD_PRELOAD": ":".join(_preloads(places.home / VLLM)),
         }
     return kept
 
@@ -262,7 +273,7 @@ def server_command(
         blocks = ["--num-gpu-blocks-override", str(KV_BYTES // (BLOCK * token_bytes))]
         blocks += ["--block-size", str(BLOCK), "--no-load-progress", "--log-level", "warning"]
         return [python, "-m", "streamer", "serve", folder, *same, *blocks, *listen]
-    if engine.name == "vllm":
+    if engine.home == VLLM:
         module = "vllm.entrypoints.openai.api_server"
         return [python, "-m", module, "--model", folder, *same, *listen]
     if engine.is_llama:

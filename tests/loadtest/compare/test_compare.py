@@ -105,6 +105,27 @@ def test_quantized_engines_read_their_own_files(tmp_path: Path) -> None:
     assert compare.columns([4])[0] == "streamer"
     assert "openvino-int4" in compare.columns([4])
     assert "vllm" not in compare.columns([4])
+    written = str(tmp_path / "models" / "small-int4")
+    assert written in server_command(ENGINES["vllm-int4"], SMALL, places, 2, 1)
+    assert places.source(ENGINES["vllm"], SMALL) == places.checkpoint(SMALL)
+
+
+def test_what_vllm_reads_is_written_by_quantize(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once; other engines make their own codes of the dense checkpoint."""
+    places, commands = Places(tmp_path), []
+    Path(places.checkpoint(SMALL)).mkdir(parents=True)
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append(command))
+    engines = [ENGINES[name] for name in ("streamer-int4", "vllm", "vllm-int8")]
+    compare.make_models([SMALL], engines, places, Console(quiet=True))
+    target = places.written(SMALL, "int8")
+    ((*_, command, source, to, kind, out, folder),) = commands
+    assert (command, source) == ("quantize", places.checkpoint(SMALL))
+    assert (to, kind, out, folder) == ("--to", "int8", "--out", str(target))
+    target.mkdir()
+    compare.make_models([SMALL], engines, places, Console(quiet=True))
+    assert len(commands) == 1
 
 
 def test_peers_do_not_see_our_modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
