@@ -3,7 +3,8 @@
 Plans are launched as far ahead as the runner says, as EngineCore does.
 
 The policy is the scheduler's own; `costs` only replaces what the runner measured, so that a test
-can choose between swap and recompute as a machine with those costs would.
+can choose between swap and recompute as a machine with those costs would, and `depth` how many
+plans are launched before the oldest one's results are read.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from streamer.core.plan import Add, Finish, Plan, StepStats, TokenLogprob
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler, SchedulerConfig
 from streamer.core.sizes import MAX_SCORED, batched_tokens
+from streamer.core.speculation.interface import Speculation
 from streamer.engine.core import InFlight
 from streamer.model.runner.load import load_runner
 from tests.model.where import Where
@@ -31,7 +33,9 @@ class SyncEngine:
 
     def __init__(
         self, folder: Path, *, costs: dict[str, float] | None = None, check: bool = True,
-        max_scored_tokens: int = MAX_SCORED, **settings: int | float | str | bool,
+        max_scored_tokens: int = MAX_SCORED, token_bytes: tuple[bytes, ...] = (),
+        speculation: Speculation | None = None, depth: int | None = None,
+        **settings: int | float | str | bool,
     ) -> None:  # fmt: skip
         config = Config(
             model=str(folder),
@@ -61,11 +65,15 @@ class SyncEngine:
                 max_model_len=self.info.max_model_len,
                 max_scored_tokens=max_scored_tokens,
                 enable_prefix_caching=config.enable_prefix_caching,
+                token_bytes=token_bytes,
             ),
             BlockHasher(self.info.block_size, b"k" * 32),
+            speculation,
         )
+        self.depth = self.runner.depth if depth is None else depth
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.logprobs: dict[tuple[str, int], list[float]] = {}  # of those that asked for them
+        self.details: dict[tuple[str, int], list[TokenLogprob]] = {}  # the same, with alternatives
         self.scores: dict[str, list[TokenLogprob]] = {}  # log probabilities of prompts
         self.finishes: dict[tuple[str, int], Finish] = {}
         self.stats = StepStats()
@@ -81,13 +89,15 @@ class SyncEngine:
         params = msgspec.structs.replace(params, max_tokens=max_tokens, seed=params.seed or 7)
         for choice in range(params.n):
             self.tokens[request_id, choice] = []
+            self.details[request_id, choice] = []
+        stop = tuple(one.encode() for one in params.stop)
         self.scheduler.command(
-            Add(request_id, tuple(prompt), params, stop_ids, share_with=share_with)
+            Add(request_id, tuple(prompt), params, stop_ids, stop, share_with=share_with)
         )
 
     def step(self) -> bool:
         """One iteration; False when nothing is left to do."""
-        while len(self._launched) <= self.runner.depth:
+        while len(self._launched) <= self.depth:
             facts = msgspec.structs.replace(self.runner.facts(), **self.costs)
             launched = self.scheduler.schedule(facts)
             if launched is None:
@@ -106,6 +116,7 @@ class SyncEngine:
             self.tokens[key].append(out.tokens[i])
             if i in out.logprobs:
                 self.logprobs.setdefault(key, []).append(out.logprobs[i].logprob)
+                self.details[key].append(out.logprobs[i])
         for request_id, scores in out.prompt_logprobs.items():
             self.scores.setdefault(request_id, []).extend(scores)
         for finish in out.finishes:

@@ -240,11 +240,28 @@ def top_logprobs(
     raw: torch.Tensor, drawn: torch.Tensor, num_top: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-softmax of logits [L, V] fp32: of tokens `drawn` [L], and the num_top best of each row
-    with their ids -> [L], [L, num_top], [L, num_top]. For a failed row's -1 they mean nothing."""
+    with their ids -> [L], [L, num_top], [L, num_top]. For a failed row's -1 they mean nothing.
+
+    Of equal ones the lowest ids come first, so that the best k are the same for any larger num_top:
+    bf16 logits are often equal, and neighbours ask for other numbers.
+    """
     logs = torch.log_softmax(raw, -1)
     own = logs.gather(1, drawn.clamp(min=0).unsqueeze(1))[:, 0]
-    values, ids = torch.topk(logs, min(num_top, logs.shape[1]))
-    return own, values, ids
+    width = logs.shape[1]
+    values, ids = torch.topk(logs, min(num_top, width))
+    if not values.shape[1]:
+        return own, values, ids
+    # topk chooses any of those that are equal to the last one.
+    is_last = values == values[:, -1:]
+    falling = torch.arange(width, 0, -1, dtype=torch.float32, device=logs.device)
+    equal = torch.where(logs == values[:, -1:], falling, 0.0)
+    lowest = torch.topk(equal, values.shape[1]).indices
+    place = (is_last.cumsum(1) - 1).clamp(min=0)
+    ids = torch.where(is_last, lowest.gather(1, place), ids)
+    order = ids.argsort(1)
+    values, ids = values.gather(1, order), ids.gather(1, order)
+    order = values.argsort(dim=1, descending=True, stable=True)
+    return own, values.gather(1, order), ids.gather(1, order)
 
 
 def logprobs_by_index(

@@ -13,6 +13,7 @@ from streamer.core.sampling import SamplingParams
 from streamer.kernels import reference_sampling
 from streamer.kernels.ops import for_cpu
 from streamer.model.sampling.host import Sampler
+from streamer.model.sampling.runs import Run
 from tests.kernels.sampling_oracle import distribution
 from tests.model.sampling.joins import join
 
@@ -94,6 +95,29 @@ def test_draws_follow_the_distribution(
 ) -> None:
     monkeypatch.setattr(reference_sampling, "WORTH", worth)
     assert p_value(draw(params, seed=1234), of(params)) > 1e-3
+
+
+@pytest.mark.parametrize("params", MIXES[::4], ids=range(0, len(MIXES), 4))
+def test_verified_draws_follow_the_distribution(params: SamplingParams) -> None:
+    """Whatever is proposed: the first token always, the second where the first was confirmed."""
+    first, second = np.zeros(VOCAB, np.int64), np.zeros(VOCAB, np.int64)
+    sampler, rng = Sampler(for_cpu(), VOCAB, BATCH), np.random.default_rng(0)
+    rows, runs = [row for row in range(BATCH) for _ in range(2)], []
+    likely = np.flatnonzero(of(params) > 0.05)
+    for start in range(0, DRAWS, BATCH):
+        for row in range(BATCH):
+            one = msgspec.structs.replace(params, seed=row)
+            join(sampler, row, one, PROMPT + OUTPUT, len(PROMPT), choice=0)
+        runs = [Run(2 * row, (int(token),)) for row, token in enumerate(rng.choice(likely, BATCH))]
+        at = [11 + start + n for _ in range(BATCH) for n in range(2)]
+        logits = torch.from_numpy(np.tile(the_logits(), (2 * BATCH, 1)))
+        tokens = np.array(sampler.sample(logits, rows, at, runs).tokens).reshape(BATCH, 2)
+        first += np.bincount(tokens[:, 0], minlength=VOCAB)
+        if not params.has_penalties:  # the second one's distribution depends on the first
+            second += np.bincount(tokens[tokens[:, 1] >= 0, 1], minlength=VOCAB)
+    assert p_value(first, of(params)) > 1e-3
+    assert params.has_penalties or second.sum() > DRAWS / 20
+    assert p_value(second, of(params)) > 1e-3 or params.has_penalties
 
 
 @pytest.mark.parametrize(

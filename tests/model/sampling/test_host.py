@@ -319,6 +319,20 @@ def test_logprobs_are_of_the_raw_model(dtype: torch.dtype) -> None:
         assert all(float(logs[row, t]) == pytest.approx(v, abs=1e-6) for t, v in given.top)
 
 
+def test_equal_alternatives_are_in_order_of_their_ids() -> None:
+    """Also where only some of them are asked for, and whatever the neighbours ask for."""
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [900, 3, 40, 500, 77]] = 3.0
+    logits[0, [901, 2]] = 4.0
+    best = [2, 901, 3, 40, 77, 500, 900, 0, 1, 4, 5]
+    for count in range(len(best) + 1):
+        params = SamplingParams(temperature=0, logprobs=count)
+        for others in ([], [SamplingParams(seed=1, logprobs=20)]):
+            kinds = [params, *others]
+            out = sampler_of(kinds).sample(logits.repeat(len(kinds), 1), range(len(kinds)), [3] * 2)
+            assert [token for token, _ in out.logprobs[0].top] == best[:count]
+
+
 def test_widths_do_not_change_the_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looking at 64 candidates first draws the same tokens as sorting all of them."""
     rows, positions = range(len(KINDS)), [3] * len(KINDS)

@@ -1,0 +1,255 @@
+"""Speculation changes no token and no log probability: a table of products.
+
+Every kind of request, alone and in one batch, through every way of the scheduler, with a proposer
+that has the right tokens and makes random errors, is compared with the same request where nothing
+is proposed: tokens, log probabilities with their alternatives to the last bit, and ends.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+
+from streamer.core.plan import Cancel, Facts, Finish, FinishReason, Pause, Resume, TokenLogprob
+from streamer.core.request import Sequence
+from streamer.core.sampling import SamplingParams
+from streamer.kernels import ops
+from tests.model.sync_engine import SyncEngine
+from tests.model.test_decoder import random_tokens
+from tests.model.test_parity import MIXED, RECOMPUTE, SWAP
+
+pytestmark = pytest.mark.skipif(ops.why_not_native() != "", reason="torch's sums depend on shapes")
+
+# Two letters a token, so that stop strings end within tokens and across them.
+TOKEN_BYTES = tuple(bytes([97 + t % 7, 97 + t % 5]) for t in range(256))
+STOPS = ("abc", "dda", "bee", "cab", "fda", "gcb", "ebd", "adc")
+ROOMY: dict[str, Any] = {"max_num_seqs": 24, "max_num_batched_tokens": 512}
+TIGHT: dict[str, Any] = {"max_num_seqs": 18, "max_num_batched_tokens": 45, "block_size": 8}
+TIGHT |= {"num_gpu_blocks_override": 36, "max_model_len": 128}
+
+
+class Ask(NamedTuple):
+    """A request; `shares`: whose prompt and first tokens its prompt is."""
+
+    params: SamplingParams
+    num_prompt: int = 20
+    stop_ids: tuple[int, ...] = ()
+    shares: int | None = None
+
+
+P = SamplingParams
+ASKS = [
+    Ask(P(temperature=0.0), 40),
+    Ask(P(seed=1, temperature=0.9)),
+    Ask(P(seed=2, temperature=1.2, top_k=12), 1),
+    Ask(P(seed=3, top_p=0.8), 33),
+    Ask(P(seed=4, min_p=0.1)),
+    Ask(P(seed=5, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.3), 9),
+    Ask(P(temperature=0.0, frequency_penalty=0.9, repetition_penalty=0.8)),
+    Ask(P(seed=6, logit_bias={5: 4.0, 9: -100.0, 11: 3.0}), 17),
+    Ask(P(temperature=0.0, logprobs=3)),
+    Ask(P(seed=7, logprobs=0, presence_penalty=1.0, top_k=40), 12),
+    Ask(P(temperature=0.0, stop=STOPS), 25),
+    Ask(P(seed=8, temperature=0.7), 20, stop_ids=tuple(range(0, 256, 19))),
+    Ask(P(seed=9, min_tokens=14, logprobs=1, stop=STOPS[:2]), 20, tuple(range(0, 256, 11))),
+    Ask(P(seed=10, n=3, logprobs=2), 37),
+    Ask(P(temperature=0.0, logprobs=1), shares=0),
+    Ask(P(seed=11, temperature=0.8, top_p=0.95, top_k=60, min_p=0.01, repetition_penalty=1.1,
+          logit_bias={3: 2.0}, min_tokens=5, logprobs=5, stop=STOPS[2:]), 49, (3, 77)),
+]  # fmt: skip
+
+Key = tuple[int, int]
+
+
+class Answer(NamedTuple):
+    """What a choice drew, as it was reported."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprob]
+    finish: Finish
+
+
+class Oracle:
+    """Proposes the right tokens, a share of them changed, to a share of the rows.
+
+    left_unsettled  rows that were taken from a sequence whose verification was under way
+    """
+
+    def __init__(self, answers: dict[Key, Answer], seed: int, errors: float = 0.15) -> None:
+        self.num_proposed = self.num_accepted = self.left_unsettled = 0
+        self._answers = answers
+        self._rng = random.Random(seed)
+        self._errors = errors
+
+    def begin(self, seq: Sequence) -> None: ...
+
+    def extend(self, seq: Sequence, tokens: Seq[int]) -> None: ...
+
+    def end(self, seq: Sequence) -> None:
+        self.left_unsettled += bool(seq.provisional)
+
+    def wait(self, rows: Seq[Sequence], facts: Facts) -> list[Sequence]:
+        return [seq for seq in rows if self._rng.random() < 0.7]
+
+    def choose(
+        self, rows: Seq[Sequence], budget: int, facts: Facts
+    ) -> dict[Sequence, tuple[int, ...]]:
+        return {seq: self._tokens(seq) for seq in rows if self._rng.random() < 0.8}
+
+    def _tokens(self, seq: Sequence) -> tuple[int, ...]:
+        key, done = (int(seq.request.request_id[1:]), seq.choice), seq.num_output
+        right = self._answers[key].tokens[done:] + [1] * 9  # it may not know where the answer ends
+        count, rng = self._rng.randint(1, 8), self._rng
+        return tuple((t + (rng.random() < self._errors)) % 256 for t in right[:count])
+
+    def drafts(self, rows: Seq[Sequence], facts: Facts) -> tuple[tuple[Sequence, int], ...]:
+        return ()
+
+    def proposed(self, seq: Sequence, tokens: tuple[int, ...]) -> None: ...
+
+    def observe(self, seq: Sequence, num_proposed: int, num_accepted: int) -> None:
+        self.num_proposed += num_proposed
+        self.num_accepted += num_accepted
+
+
+def prompt_of(i: int, answers: dict[Key, Answer]) -> list[int]:
+    ask = ASKS[i]
+    if ask.shares is None:
+        return random_tokens(ask.num_prompt, i)
+    return prompt_of(ask.shares, answers) + answers[ask.shares, 0].tokens[:21]
+
+
+def add(engine: SyncEngine, i: int, answers: dict[Key, Answer]) -> None:
+    ask = ASKS[i]
+    with_whom = (
+        f"r{ask.shares}" if f"r{ask.shares}" in engine.scheduler.state.requests.by_id else None
+    )
+    engine.add(
+        f"r{i}", prompt_of(i, answers), 30 + i % 9, ask.params, share_with=with_whom,
+        stop_ids=frozenset(ask.stop_ids),
+    )  # fmt: skip
+
+
+def answers_of(engine: SyncEngine, i: int) -> dict[Key, Answer]:
+    found = {}
+    for choice in range(ASKS[i].params.n):
+        key = f"r{i}", choice
+        finish = msgspec.structs.replace(
+            engine.finishes[key], copied_tokens=0, proposed_tokens=0, accepted_tokens=0
+        )
+        found[i, choice] = Answer(engine.tokens[key], engine.details[key], finish)
+    return found
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def model(request: Any, checkpoint: Any) -> tuple[Path, dict[str, Any], dict[Key, Answer]]:
+    """(folder, settings, each request's answers alone and without speculation)."""
+    folder, settings = checkpoint("llama", 1), {"dtype": request.param, "token_bytes": TOKEN_BYTES}
+    answers: dict[Key, Answer] = {}
+    for i in range(len(ASKS)):
+        engine = SyncEngine(folder, **settings, **ROOMY)
+        add(engine, i, answers)
+        engine.run()
+        answers |= answers_of(engine, i)
+    reasons = [answer.finish.reason for answer in answers.values()]
+    assert reasons.count(FinishReason.STOP) >= 3
+    return folder, settings, answers
+
+
+Model = tuple[Path, dict[str, Any], dict[Key, Answer]]
+
+
+def check(engine: SyncEngine, answers: dict[Key, Answer], asks: Seq[int]) -> None:
+    for i in asks:
+        for key, answer in answers_of(engine, i).items():
+            assert answer == answers[key], f"request {key}"
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_alone(model: Model, depth: int) -> None:
+    """One after the other, in blocks that the one before left, some of them found again."""
+    folder, settings, answers = model
+    oracle = Oracle(answers, 1)
+    engine = SyncEngine(folder, speculation=oracle, depth=depth, **settings, **ROOMY)
+    for i in range(len(ASKS)):
+        add(engine, i, answers)
+        engine.run()
+        check(engine, answers, [i])
+    assert engine.stats.prefix_hit_tokens > 0
+    assert oracle.num_accepted > 0.5 * oracle.num_proposed > 100
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_in_one_batch(model: Model, depth: int) -> None:
+    """All at once, with forks of a request that runs; then again, with their prompts in blocks."""
+    folder, settings, answers = model
+    oracle = Oracle(answers, 2)
+    engine = SyncEngine(folder, speculation=oracle, depth=depth, **settings, **ROOMY)
+    order = sorted(range(len(ASKS)), key=lambda i: ASKS[i].shares is not None)
+    for _ in range(2):
+        for i in order:
+            add(engine, i, answers)
+            if ASKS[i].shares is None:
+                engine.step()
+        engine.run()
+        check(engine, answers, order)
+    assert engine.stats.prefix_hit_tokens > 100
+    assert engine.stats.copied_blocks > 0
+    assert oracle.num_accepted > 500
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("costs", [SWAP, RECOMPUTE, MIXED], ids=["swap", "recompute", "mixed"])
+def test_through_preemptions(model: Model, costs: dict[str, float], depth: int) -> None:
+    """Prompts in chunks, too little memory; with a plan ahead, rows leave in mid-verification."""
+    folder, settings, answers = model
+    oracle = Oracle(answers, 3)
+    engine = SyncEngine(
+        folder, speculation=oracle, depth=depth, costs=costs, **{**settings, **TIGHT}
+    )
+    for i in range(len(ASKS)):
+        add(engine, i, answers)
+    engine.run()
+    check(engine, answers, range(len(ASKS)))
+    swaps, recomputes = engine.preemptions
+    assert swaps + recomputes >= 5
+    assert (swaps > 0) or costs is not SWAP
+    assert (recomputes > 0) or costs is not RECOMPUTE
+    assert oracle.num_accepted > 100
+    assert oracle.left_unsettled > 0 or depth == 0
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_with_cancels_and_pauses(model: Model, depth: int) -> None:
+    """At any moment, in mid-verification too: what goes on is what it would have been."""
+    folder, settings, answers = model
+    rng, oracle = random.Random(4), Oracle(answers, 4)
+    engine = SyncEngine(folder, speculation=oracle, depth=depth, **{**settings, **TIGHT})
+    for i in range(len(ASKS)):
+        add(engine, i, answers)
+    cancelled = rng.sample(range(len(ASKS)), 4)
+    paused: set[str] = set()
+    steps = 0
+    while engine.step() or paused:
+        steps += 1
+        for request_id in [name for name in sorted(paused) if rng.random() < 0.4]:
+            engine.scheduler.command(Resume(request_id))
+            paused.discard(request_id)
+        if steps < 60 and rng.random() < 0.5:
+            request_id = f"r{rng.randrange(len(ASKS))}"
+            engine.scheduler.command(Pause(request_id))
+            paused.add(request_id)
+        if steps % 9 == 0 and steps // 9 <= len(cancelled):
+            engine.scheduler.command(Cancel(f"r{cancelled[steps // 9 - 1]}"))
+    check(engine, answers, [i for i in range(len(ASKS)) if i not in cancelled])
+    for i in cancelled:
+        for key, answer in answers_of(engine, i).items():
+            count = len(answer.tokens)
+            assert answer.tokens == answers[key].tokens[:count]
+            assert answer.logprobs == answers[key].logprobs[: len(answer.logprobs)]
+    assert oracle.left_unsettled > 0 or depth == 0
