@@ -248,7 +248,8 @@ def _profile(bed: Bed, report: Report, what: str, where: Where) -> None:
     is_cuda = where.device.type == "cuda"
     steps = 2 if where.is_tiny else PROFILED
     with torch.profiler.profile(
-        activities=[ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU]
+        activities=[ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU],
+        acc_events=True,  # else torch 2.11 warns that it could forget some
     ) as profile:
         for _ in range(steps):
             bed.step()

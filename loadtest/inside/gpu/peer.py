@@ -67,7 +67,8 @@ def _manager(model: Any, requests: list[Request], *, is_tiny: bool) -> AbstractC
     )
     sizes: dict[str, Any] = {}
     if is_tiny:  # transformers can't find these sizes on a CPU
-        sizes = {"page_size": 16, "num_blocks": 64, "max_batch_tokens": 64}
+        # `page_size` came in transformers 5.18, which still takes the older name
+        sizes = {"block_size": 16, "num_blocks": 64, "max_batch_tokens": 64}
     hints = WorkloadHints(
         max_prompt_length=max(len(r.prompt) for r in requests),
         max_generated_length=longest,

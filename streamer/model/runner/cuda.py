@@ -28,7 +28,7 @@ from streamer.model import memory
 from streamer.model.loader import progress_bar
 from streamer.model.runner.costs import Costs
 from streamer.model.runner.decode_steps import DecodeSteps
-from streamer.model.runner.device import Device, Event
+from streamer.model.runner.device import Device, Event, is_out_of_memory
 from streamer.model.runner.inputs import Ints, Rows, StepInputs, step_result
 from streamer.model.runner.interface import CausalModel, RunnerSizes
 from streamer.model.runner.swaps import Swaps
@@ -153,7 +153,10 @@ class CudaRunner:
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> CudaInFlight:
-        """Queue the plan. Without memory for it its rows fail; other exceptions end the engine."""
+        """Queue the plan. Without memory for it its rows fail; other exceptions end the engine.
+
+        What precedes `try` takes no memory of the device: it is what later plans rely on.
+        """
         main = self._device.main
         self._update_rows(plan)
         self._swaps.start(plan)
@@ -162,13 +165,16 @@ class CudaRunner:
         inputs = self._rows.inputs(plan)
         flight = CudaInFlight(plan, inputs, main.record(), self._collect)
         try:
+            self._swaps.copy(plan)
             if inputs.rows:
                 flight.draw = self._sampler.prepare(inputs.rows, inputs.draw_at, inputs.runs)
             if inputs.is_steady:
                 self._decode(flight)
             else:
                 self._mixed(flight)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             flight.is_lost = True
             reason = str(error).splitlines()[0]
             logger.error("plan %d of %d tokens: %s", plan.number, inputs.num_tokens, reason)

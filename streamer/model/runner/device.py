@@ -111,6 +111,14 @@ def choose_device(setting: Literal["auto", "cpu", "cuda"]) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if is_there else CPU
 
 
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an allocation failed: torch has a class for the device's memory alone, and reports
+    pinned memory, which uploads and downloads take, as any other error of CUDA."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, torch.AcceleratorError) and "out of memory" in str(error)
+
+
 class CudaEvent:
     """An Event of CUDA, with its time."""
 

@@ -49,7 +49,7 @@ class Swaps:
         self._pending: list[_Copy] = []  # by plan
 
     def start(self, plan: Plan) -> None:
-        """Queue a plan's copies, after the steps launched earlier and before its own."""
+        """Queue a plan's swaps, after the steps launched earlier; takes no memory."""
         if not (plan.swap_out or plan.copies or plan.swap_in):
             return
         check_moves(plan, self._pool.shape[0], self._host_pool.shape[0])
@@ -57,14 +57,19 @@ class Swaps:
         if plan.swap_out:
             device.out.wait(device.main.record())  # steps that wrote the blocks
             self._swap(plan.number, device.out, self._pool, self._host_pool, plan.swap_out)
-        if plan.copies:
-            self.need(source for source, _ in plan.copies)
-            pairs = device.upload(np.array(plan.copies).T.copy())
-            device.main.run(partial(self._kernels.copy_blocks, self._pool, pairs[0], pairs[1]))
         if plan.swap_in:
             for copy in self._touching((source for source, _ in plan.swap_in), is_out=True):
                 device.into.wait(copy.done)
             self._swap(plan.number, device.into, self._host_pool, self._pool, plan.swap_in)
+
+    def copy(self, plan: Plan) -> None:
+        """Queue a plan's copies within the device's pool, after `start` and before its step."""
+        if not plan.copies:
+            return
+        self.need(source for source, _ in plan.copies)
+        pairs = self._device.upload(np.array(plan.copies).T.copy())
+        copy = partial(self._kernels.copy_blocks, self._pool, pairs[0], pairs[1])
+        self._device.main.run(copy)
 
     def need(self, blocks: Iterable[int]) -> None:
         """The steps queued from now on read these blocks of the device."""

@@ -26,7 +26,7 @@ from streamer.model.sampling.host import (
     penalised,
     top_logprobs,
 )
-from streamer.model.sampling.rows import Layout, RowState, RowTable
+from streamer.model.sampling.rows import History, Layout, RowState, RowTable
 from streamer.model.sampling.runs import Run, cut
 
 Ints = NDArray[np.int64]
@@ -119,23 +119,29 @@ class DeviceSampler:
         self._sample = sample
         self._counts = TokenCounts(vocab_size, device, max_rows)
         self._has_joined = False  # since the settings were sent
+        self._uncounted: dict[int, History] = {}  # rows whose tokens the device has not counted
+        self._run_tokens: dict[int, list[int]] = {}  # and what rows drew in runs since
         self._rows: tuple[int, ...] = ()
         self._draw: Draw | None = None  # of those rows, without a mask
 
     def join(self, join: RowJoin) -> None:
-        """The row slot holds this sequence now."""
+        """The row slot holds this sequence now; `prepare` sends it to the device."""
         state = RowState(join, self._vocab_size)
         self._table.put(join.row, state)
         if state.history is not None:
-            self._counts.join(join.row, state.history.ids, state.history.counts)
+            self._uncounted[join.row] = state.history
         self._has_joined = True
 
     def leave(self, row: int) -> None:
         self._table.remove(row)
+        self._uncounted.pop(row, None)
+        self._run_tokens.pop(row, None)
         self._draw = None
 
     def prepare(self, rows: tuple[int, ...], positions: Ints, runs: Sequence[Run] = ()) -> Draw:
-        """What rows need to draw at these positions; uploads settings the device lacks."""
+        """What rows need to draw at these positions; uploads what the device lacks of rows that
+        joined. Without memory for all of it, the next call uploads the rest."""
+        self._send_counts()
         if self._has_joined:
             table = self._table
             packed = self._settings.pack(table.top_k, table.settings, table.origin)
@@ -151,6 +157,16 @@ class DeviceSampler:
             mask = self._device.upload(draw.layout.masked(below, self._vocab_size))
             draw = draw._replace(mask=mask)
         return self._with_runs(draw, rows, runs) if runs else draw
+
+    def _send_counts(self) -> None:
+        for row, history in list(self._uncounted.items()):
+            self._counts.join(row, history.ids, history.counts)
+            del self._uncounted[row]
+        if self._run_tokens:
+            pairs = [(row, token) for row, drawn in self._run_tokens.items() for token in drawn]
+            slots, ids = (self._device.upload(np.array(part)) for part in zip(*pairs, strict=True))
+            self._device.main.run(partial(self._counts.add, slots, ids))
+            self._run_tokens = {}
 
     def _prepare(self, rows: tuple[int, ...]) -> Draw:
         layout, table, upload = Layout(self._table, rows), self._table, self._device.upload
@@ -258,13 +274,6 @@ class DeviceSampler:
     def _count_runs(self, draw: Draw, rows: tuple[int, ...], tokens: list[int]) -> None:
         """Count what was drawn by runs with penalties, of rows that still hold their sequence."""
         states, now = draw.layout.states, self._table.states
-        at = [
-            i
-            for run in draw.runs
-            for i in range(run.first, run.end)
-            if tokens[i] >= 0 and states[i].history is not None and now[rows[i]] is states[i]
-        ]
-        if at:
-            slots, ids = np.array([rows[i] for i in at]), np.array([tokens[i] for i in at])
-            sent = self._device.upload(slots), self._device.upload(ids)
-            self._device.main.run(partial(self._counts.add, *sent))
+        for i in (i for run in draw.runs for i in range(run.first, run.end)):
+            if tokens[i] >= 0 and states[i].history is not None and now[rows[i]] is states[i]:
+                self._run_tokens.setdefault(rows[i], []).append(tokens[i])

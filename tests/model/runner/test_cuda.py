@@ -7,6 +7,7 @@ Triton's interpreter where it is about the kernels. tests/gpu runs the same test
 from __future__ import annotations
 
 import gc
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamer.core.plan import OUT_OF_MEMORY, Plan
 from streamer.core.sampling import SamplingParams
@@ -382,15 +384,9 @@ def test_a_step_without_memory_fails_its_rows_alone(
     asks: list[Ask] = [([5, 6, 7], 6), ([9, 8, 7, 6], 6)]
     monkeypatch.setattr(Where, "make", PromptDevice)
     engine = SyncEngine(folder, max_num_seqs=2, max_model_len=64, max_num_batched_tokens=16)
-    compute = Decoder.forward
-
-    def forward(self: Decoder, *args: Any) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nand more")
-
-    monkeypatch.setattr(Decoder, "forward", forward)
     engine.add("lost", list(range(1, prompt + 1)), 6)
-    engine.step()
-    monkeypatch.setattr(Decoder, "forward", compute)
+    with Memory(1):
+        engine.step()
     for i, (tokens, count) in enumerate(asks):
         engine.add(f"r{i}", tokens, count)
     engine.run()
@@ -399,6 +395,94 @@ def test_a_step_without_memory_fails_its_rows_alone(
     assert [engine.tokens[f"r{i}", 0] for i in range(2)] == [
         answer.tokens for answer in oracle(folder).answers(asks)
     ]
+
+
+class Memory(TorchDispatchMode):
+    """Memory for `left` allocations, then one that fails, then for all: of any operation whose
+    result is neither a view nor an argument. `places` are the lines of code that led to each."""
+
+    def __init__(self, left: int) -> None:
+        super().__init__()
+        self.left = left
+        self.places: list[tuple[tuple[str, int], ...]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not any(found.alias_info for found in func._schema.returns):
+            stack = ((f.f_code, line) for f, line in traceback.walk_stack(None))
+            ours = ((c.co_name, line) for c, line in stack if "/tests/" not in c.co_filename)
+            self.places.append(tuple(ours))
+            self.left -= 1
+            if self.left == -1:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\n...")
+        return func(*args, **kwargs or {})
+
+
+TABLE = torch.randn(7 * 96, 96, generator=torch.Generator().manual_seed(0))
+
+
+def forward_by_table(
+    self: Decoder, tokens: torch.Tensor, positions: torch.Tensor, batch: Any, pool: Any,
+    last: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """Logits by a row's latest token and its position: layers would be hundreds of operations."""
+    found = TABLE[tokens % 96 + positions % 7 * 96]
+    return found if last is None else found[last]
+
+
+def test_whatever_takes_the_last_memory_fails_its_rows_alone(
+    checkpoint: Any, monkeypatch: pytest.MonkeyPatch, late: Late
+) -> None:
+    """Each place of joins, uploads, forks, copies, swaps and draws in turn. What was not in
+    the plan is answered as ever, and so are the same requests afterwards."""
+    from streamer.kernels.gpu.sampling import sample
+
+    monkeypatch.setattr(Where, "make", PromptDevice)
+    monkeypatch.setattr(Decoder, "forward", forward_by_table)
+    monkeypatch.setattr(sample, "sample", lambda logits, *_, **__: logits.max(-1)[1])
+    folder = checkpoint("llama", 1, **TINY, vocab_size=len(TABLE) // 7)
+    settings = {**TIGHT, "num_gpu_blocks_override": 9, "block_size": 4, "max_model_len": 16}
+    settings["enable_prefix_caching"] = False
+    engine = SyncEngine(folder, costs=SWAP, **settings)
+    launch = engine.runner.launch
+    rounds = 0
+    penalised = SamplingParams(presence_penalty=0.9, logit_bias={5: 4.0}, min_tokens=2, n=2)
+    kinds = [SamplingParams(logprobs=2), penalised, SamplingParams()]
+
+    def answers(memory: Memory) -> dict[tuple[int, int], tuple[list[int], str | None]]:
+        """The tokens of each choice, and why it failed."""
+        nonlocal rounds
+        rounds += 1
+
+        def short(plan: Plan) -> Any:
+            with memory:
+                return launch(plan)
+
+        monkeypatch.setattr(engine.runner, "launch", short)
+        for i, params in enumerate(kinds):
+            engine.add(f"{rounds}.{i}", [5 + i] * 5, 6, params, stop_ids=frozenset([3]))
+            engine.step()
+        engine.run()
+        return {
+            (int(name.split(".")[1]), choice): (engine.tokens[name, choice], finish.detail)
+            for (name, choice), finish in engine.finishes.items()
+            if name.startswith(f"{rounds}.")
+        }
+
+    enough = Memory(1 << 30)
+    expected = answers(enough)
+    assert engine.preemptions[0] >= 1
+    for n in {place: n for n, place in enumerate(enough.places)}.values():  # the last of each
+        memory = Memory(n)
+        found = answers(memory)
+        assert memory.left < 0
+        assert OUT_OF_MEMORY in [why for _, why in found.values()]
+        for key, (tokens, why) in found.items():
+            assert why in (None, OUT_OF_MEMORY)
+            whole = expected[key][0]
+            assert tokens == (whole if why is None else whole[: len(tokens)])
+    assert answers(enough) == expected
 
 
 def test_every_kernel_that_a_step_may_need_is_compiled_before_the_first(

@@ -175,6 +175,7 @@ def test_runs_are_drawn_and_counted_as_on_the_cpu() -> None:
     both.leave(row)
     both.join(row, PARAMS[4], (1, 2), 1)
     there.finish(draw, (row, row), torch.tensor([7, 8]))
+    there.prepare((row,), np.array([3]))
     both.device.synchronize()
     assert there._counts._counts[row].gt(0).nonzero().flatten().tolist() == [2]
 
