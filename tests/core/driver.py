@@ -24,7 +24,7 @@ from streamer.core.plan import (
     StepResult,
     TokenLogprob,
 )
-from streamer.core.request import Status
+from streamer.core.request import Request, Status
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler, SchedulerConfig
 from streamer.core.tokens import prefill_beside_decodes
@@ -135,19 +135,27 @@ class Driver:
         """Schedule and launch one plan, if there is one."""
         facts = Facts(copies_done=self.device.copies_done, **self.costs)
         self.log.append(("facts", facts))
+        head = self.scheduler.state.queue.head()
         plan = self.scheduler.schedule(facts)
         if plan is not None:
             self.plans.append(plan)
             assert sum(c.score for c in plan.chunks) <= self.config.max_scored_tokens
             self.device.launch(plan, self.early_copies)
             self.inflight.append(plan)
+            self._check_tables()
             for join in plan.joins:
                 self.first_plan.setdefault(join.request_id, plan.number)
         self.scheduler.check()
-        self._check_head(plan)
+        self._check_head(plan, head)
         return plan
 
-    def _check_head(self, plan: Plan | None) -> None:
+    def _check_tables(self) -> None:
+        """The runner's tables are the scheduler's."""
+        tables = self.device.tables
+        for seq in self.scheduler.state.requests.lineup():
+            assert not seq.joined or tables[seq.row] == seq.blocks, "a table that was not sent"
+
+    def _check_head(self, plan: Plan | None, before: Request | None) -> None:
         """No waiting request could have entered this plan."""
         state = self.scheduler.state
         is_full = plan is not None and plan.num_tokens == self.config.max_num_batched_tokens
@@ -157,6 +165,10 @@ class Driver:
         head = state.queue.head()
         if is_full or head is None:
             return
+        taken = 0  # blocks for provisional tokens: what was the head at that time comes before them
+        if plan is not None and head is before and not (plan.joins or plan.swap_in):
+            rows = {c.row for c in plan.chunks if c.tokens}
+            taken = sum(state.kv.num_beyond(s) for s in state.requests.lineup() if s.row in rows)
         need = blocks_needed(state, head)
         for seq in head.sequences:
             seq.found = []  # the result must not depend on what was remembered
@@ -164,7 +176,7 @@ class Driver:
         assert (
             any(seq.num_pending for seq in head.sequences)
             or rows_needed(head) > state.rows.num_free
-            or need > state.kv.device.num_free
+            or need > state.kv.device.num_free + taken
         ), f"{head.request_id} is stuck: {head.status.value}"
 
     def collect(self) -> StepOutput:

@@ -18,12 +18,14 @@ class Scripted:
     """`share` of the rows get tokens, up to `most`; `errors`: share of the tokens that are wrong.
 
     num_known  sequence that has a row -> its known tokens, as reported
+    asked      sequence -> the length of its latest proposal
     """
 
     def __init__(
         self, seed: int, *, share: float = 0.7, most: int = 6, errors: float = 0.2
     ) -> None:
         self.num_known: dict[Sequence, int] = {}
+        self.asked: dict[Sequence, int] = {}
         self.num_proposed = self.num_accepted = 0
         self._rng = random.Random(seed)
         self._share, self._most, self._errors = share, most, errors
@@ -56,6 +58,7 @@ class Scripted:
             assert not seq.num_pending
             if self._rng.random() < self._share:
                 chosen[seq] = self._tokens(seq)
+                self.asked[seq] = len(chosen[seq])
         return chosen
 
     def _tokens(self, seq: Sequence) -> tuple[int, ...]:

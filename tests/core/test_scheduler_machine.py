@@ -11,13 +11,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 
+from streamer.core import results
 from streamer.core.blocks import BlockHasher, BlockPool
 from streamer.core.kv import KVManager
-from streamer.core.plan import Facts, Plan, StepOutput
+from streamer.core.plan import Facts, Plan, StepOutput, StepResult
 from streamer.core.request import Sequence as Row
 from streamer.core.request import Status
 from streamer.core.scheduler import Scheduler
 from streamer.core.state import State
+from streamer.core.verification import Run
+from streamer.errors import InvariantViolated
 from tests.core.driver import RECOMPUTE, SWAP, Driver, make_config
 from tests.core.scripted import Scripted
 
@@ -278,9 +281,30 @@ def before_a_swap_in(depth: int) -> None:
     parent_of_a_fork_gives_way(depth, is_swap=True)
 
 
+def a_prompt_of_wrong_tokens(depth: int) -> None:
+    """Prompts that begin with what r0 verifies, wrong tokens too, up to the end of a block."""
+    driver = Driver(
+        make_config(num_blocks=60), depth=depth, speculation=Scripted(1, share=1.0, errors=1.0)
+    )
+    driver.add([1, 2, 3], max_tokens=40)
+    num_met = 0
+    while driver.step():
+        seq = next((r.sequences[0] for r in driver.scheduler.state.requests.running), None)
+        for chunk in driver.plans[-1].chunks:
+            size = driver.config.block_size
+            written = [*known_tokens(driver, "r0")[: chunk.start], *chunk.tokens]
+            end = len(written) // size * size
+            if seq is not None and chunk.tokens and end > chunk.start + 1 and num_met < 9:
+                driver.add([*written[:end], 0], max_tokens=6)
+                num_met += 1
+    driver.drain()
+    assert num_met > 3
+
+
 LIVES = [
     random_sessions,
     random_verifications,
+    a_prompt_of_wrong_tokens,
     swap_in_beside_a_cancelled_writer,
     before_another_fork,
     before_a_swap_in,
@@ -363,6 +387,81 @@ def test_freeing_blocks_too_soon_is_caught(
     mutate(monkeypatch)
     with pytest.raises(AssertionError, match=r"reads another prefix|touch the same block"):
         life(1)
+
+
+def giving_back_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVManager, "truncate", lambda self, seq, after_plan: None)
+
+
+def giving_back_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block of the newest token as well, if that is not computed yet."""
+    honest = KVManager.num_beyond
+
+    def beyond(self: KVManager, seq: Row) -> int:
+        return honest(self, seq) + (seq.num_computed % self.block_size == 0)
+
+    monkeypatch.setattr(KVManager, "num_beyond", beyond)
+
+
+def giving_back_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runner's table keeps the blocks."""
+    honest = KVManager.truncate
+
+    def truncate(self: KVManager, seq: Row, after_plan: int) -> None:
+        touched = dict(self.touched)
+        honest(self, seq, after_plan)
+        self.touched = touched
+
+    monkeypatch.setattr(KVManager, "truncate", truncate)
+
+
+def counting_wrong_tokens_as_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = results.take
+
+    def take(state: State, plan: Plan, result: StepResult) -> list[Run]:
+        runs = honest(state, plan, result)
+        for seq, tokens in runs:
+            seq.num_computed += bool(seq.blocks) and len(tokens) <= len(seq.provisional)
+        return runs
+
+    monkeypatch.setattr(results, "take", take)
+
+
+def publishing_provisional_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = KVManager.publish
+
+    def publish(self: KVManager, seq: Row) -> None:
+        tokens, computed = seq.tokens, seq.num_computed
+        if seq.provisional and seq.num_pending == 1:
+            seq.tokens = [*tokens, *seq.provisional]
+            seq.num_computed += len(seq.provisional)
+        honest(self, seq)
+        seq.tokens, seq.num_computed = tokens, computed
+
+    monkeypatch.setattr(KVManager, "publish", publish)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(
+    ("mutate", "life"),
+    [
+        (giving_back_nothing, random_verifications),
+        (giving_back_too_much, random_verifications),
+        (giving_back_in_silence, random_verifications),
+        (counting_wrong_tokens_as_computed, random_verifications),
+        (publishing_provisional_tokens, a_prompt_of_wrong_tokens),
+    ],
+)
+def test_provisional_tokens_that_stay_are_caught(
+    mutate: Callable[[pytest.MonkeyPatch], None],
+    life: Callable[[int], None],
+    depth: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The controls of verification: each life passes without its fault."""
+    mutate(monkeypatch)
+    with pytest.raises((AssertionError, InvariantViolated)):
+        life(depth)
 
 
 @pytest.mark.parametrize("speculates", [False, True])

@@ -81,6 +81,33 @@ def test_rows_are_reported_ascending() -> None:
     assert list(run(plan)[0]) == [0, 3, 5]
 
 
+def verification(*provisional: int, **changes: Any) -> Plan:
+    """Row 1 verifies these tokens beside row 0, which decodes; both know one output token."""
+    count = 1 + len(provisional)
+    chunk = Chunk(1, 6, count, count, tokens=(expected_tokens(0, 1)[0], *provisional))
+    tables = (TableUpdate(0, 2, (6,)), TableUpdate(1, 2, (7,)))
+    plan = replace(STEADY, chunks=(chunk,), tables=tables, num_tokens=1 + count)
+    return replace(plan, num_samples=1 + count, **changes)
+
+
+def test_a_run_ends_with_the_first_token_that_was_not_proposed() -> None:
+    first, second, third, fourth = expected_tokens(0, 4)
+    for provisional, run in (
+        ((second, third), (second, third, fourth)),
+        ((second, 1), (second, third)),
+        ((1, third), (second,)),
+    ):
+        r = runner()
+        for plan in (PREFILL, DECODE):
+            r.launch(plan).collect()
+        result = r.launch(verification(*provisional)).collect()
+        assert result.rows == (0, *[1] * len(run))
+        assert result.tokens == (third, *run)
+        after = replace(STEADY, number=4, idle=(0,), num_tokens=1, num_samples=1)
+        assert r.launch(after).collect().tokens == tuple(expected_tokens(1 + len(run), 1))
+    assert first
+
+
 def changed(plan: Plan, **changes: Any) -> Callable[[], list[Plan]]:
     """The good plans up to this one, which is changed for the worse."""
     good = [PREFILL, DECODE, STEADY]
@@ -105,6 +132,17 @@ BAD = {
     "draws without computing": changed(STEADY, chunks=(Chunk(1, 6, 0, 1),), num_tokens=1),
     "chunk twice": changed(DECODE, chunks=DECODE.chunks * 2),
     "chunk of an unknown row": changed(DECODE, chunks=(*DECODE.chunks, Chunk(7, 0, 1, 0))),
+    "verifies after another token": lambda: [
+        PREFILL,
+        DECODE,
+        verification(1, chunks=(Chunk(1, 6, 2, 2, tokens=(5, 1)),)),
+    ],
+    "draws fewer than it verifies": lambda: [
+        PREFILL,
+        DECODE,
+        verification(1, chunks=(Chunk(1, 6, 2, 1, tokens=(258, 1)),)),
+    ],
+    "verifies beyond its blocks": lambda: [PREFILL, DECODE, verification(*range(9))],
     "chunk of an idle row": changed(DECODE, idle=(1,)),
     "idle twice": changed(STEADY, idle=(1, 1), num_tokens=1, num_samples=1),
     "unknown row is idle": changed(STEADY, idle=(7,)),
