@@ -10,7 +10,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; 
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve page test check bench-page paper format demo-model chromium clean
+.PHONY: help serve page test check bench-page paper format demo-model chromium gpu clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -37,6 +37,15 @@ paper: $(VENV)/.ready ## compare with what the papers published; writes loadtest
 format: $(VENV)/.ready-dev ## rewrite the code in its layout
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# For a machine that may have no network: nothing is installed. One part's failure does not end the other.
+gpu: ## on a machine with a GPU: run tests/gpu, then the bench; texts, JSON and XML in build/gpu
+	@mkdir -p build/gpu
+	@status=0; export PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"; \
+	timeout 600 $(PYTHON) -u -m pytest -v --durations=20 --junitxml=build/gpu/tests.xml tests/gpu \
+	> build/gpu/tests.txt 2>&1 || status=1; tail -n 40 build/gpu/tests.txt; \
+	timeout 600 $(PYTHON) -u -m streamer bench gpu --out build/gpu/bench.json $(ARGS) \
+	> build/gpu/bench.txt 2>&1 || status=1; tail -n 120 build/gpu/bench.txt; exit $$status
 
 demo-model: $(VENV)/.ready-dev ## train the bundled model anew (about an hour on two cores)
 	$(BIN)/python -m streamer.demo.training.train --out streamer/demo --held-out tests/demo/held_out.txt

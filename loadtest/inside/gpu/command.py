@@ -39,14 +39,14 @@ class Section(NamedTuple):
 
 SECTIONS = {
     "bandwidth": Section(10, "memory's rate"),
-    "single": Section(75, "one stream, three models"),
+    "single": Section(90, "one stream, three models, two also in 4 bits"),
     "batch": Section(65, "nano-vllm's 256 requests"),
     "step": Section(75, "a step's time on host and device, of 1, 32 and 256 rows"),
     "attention": Section(60, "beside torch's SDPA on contiguous K and V"),
-    "tune": Section(60, "kernels with other tiles and stages"),
+    "tune": Section(50, "kernels with other tiles and stages"),
     "swap": Section(15, "beside a plain pinned copy"),
     "served": Section(40, "arrivals through the server"),
-    "transformers": Section(60, "nano-vllm's requests with transformers' continuous batching"),
+    "transformers": Section(55, "nano-vllm's requests with transformers' continuous batching"),
 }
 GRACE_S = 15.0  # for a process to start, and to end by itself when the section's time is over
 

@@ -67,9 +67,10 @@ def single(where: Where, report: Report) -> None:
 
     output = 16 if where.is_tiny else SINGLE_OUTPUT
     rate = memory_rate(where, report)
-    for name in SHAPES:
+    quantized = {f"{name}, 4 bits": name for name in SHAPES if name != SMALLEST}
+    for name, shape in {**{name: name for name in SHAPES}, **quantized}.items():
         report.doing(f"making {name}")
-        model = make_model(name, where)
+        model = make_model(shape, where, is_4_bit=name in quantized)
         bed = Bed(
             model,
             where,

@@ -19,6 +19,7 @@ from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler, SchedulerConfig
 
 if TYPE_CHECKING:
+    from streamer.kernels.weights import Weight
     from streamer.model.decoder import Decoder
     from streamer.model.families import DecoderConfig
     from streamer.model.runner.cpu import CpuRunner
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from streamer.model.runner.interface import RunnerSizes
 
 BLOCK_SIZE = 16
+GROUP = 32  # columns of a scale of codes
 SPREAD = 0.02  # standard deviation of the weights
 LLAMA3 = {
     "rope_type": "llama3",
@@ -120,11 +122,13 @@ class Where(msgspec.Struct, frozen=True):
 
 
 class RandomWeights:
-    """A WeightSource of normal numbers, norms of one. Drawn on the device, in its dtype."""
+    """A WeightSource of normal numbers, norms of one. Drawn on the device, in its dtype, or as
+    codes of 4 bits."""
 
-    def __init__(self, config: DecoderConfig, where: Where) -> None:
+    def __init__(self, config: DecoderConfig, where: Where, *, is_4_bit: bool = False) -> None:
         from streamer.model.families import expected_tensors
 
+        self._is_4_bit = is_4_bit
         self.dtype = where.dtype
         self.device = where.device
         self._shapes = dict(expected_tensors(config))
@@ -138,9 +142,20 @@ class RandomWeights:
         weight = torch.empty(shape, dtype=self.dtype, device=self.device)
         return weight.normal_(0.0, SPREAD, generator=self._random)
 
-    def weight(self, module: str) -> torch.Tensor:
+    def weight(self, module: str) -> Weight:
         """See decoder.WeightSource."""
-        return self.take(f"{module}.weight")
+        from streamer.kernels.weights import QuantizedWeight
+
+        name = f"{module}.weight"
+        if not self._is_4_bit:
+            return self.take(name)
+        n, k = self._shapes[name]
+        codes = torch.randint(
+            0, 16, (n, k), dtype=torch.uint8, device=self.device, generator=self._random
+        )
+        # 4.6 is the standard deviation of codes
+        scales = torch.full((n, k // GROUP), SPREAD / 4.6, device=self.device)
+        return QuantizedWeight(codes=codes, scales=scales, group=GROUP, bits=4, zero=8)
 
     def layer_done(self) -> None:
         """See decoder.WeightSource."""
@@ -154,7 +169,7 @@ class Model(msgspec.Struct, frozen=True):
     step_bytes: int
 
 
-def make_model(name: str, where: Where) -> Model:
+def make_model(name: str, where: Where, *, is_4_bit: bool = False) -> Model:
     """The random model of a shape."""
     from streamer.kernels import ops
     from streamer.model.decoder import Decoder
@@ -165,9 +180,10 @@ def make_model(name: str, where: Where) -> Model:
     if where.device.type == "cpu":
         kernels.set_threads(1)
     with torch.inference_mode():
-        decoder = Decoder(kernels, config, RandomWeights(config, where))
+        decoder = Decoder(kernels, config, RandomWeights(config, where, is_4_bit=is_4_bit))
     where.synchronize()  # a runner computes in a stream of its own
-    return Model(name, decoder, read_elements(config) * where.dtype.itemsize)
+    bits = 4 + 8 * where.dtype.itemsize / GROUP if is_4_bit else 8 * where.dtype.itemsize
+    return Model(name, decoder, round(read_elements(config) * bits / 8))
 
 
 def read_elements(config: DecoderConfig) -> int:

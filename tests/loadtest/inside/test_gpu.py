@@ -60,6 +60,7 @@ def test_every_section_runs_and_is_written(tmp_path: Path) -> None:
     measured = {(f.what, f.measure) for f in found.figures}
     for name in gpu_models.SHAPES:
         assert {(name, "one stream"), (name, "share")} <= measured
+    assert ("Llama-3.1-8B, 4 bits", "share") in measured
     for kind in ("", ", int8 KV", ", fp8 KV"):
         assert (f"Qwen3-0.6B{kind}", "4 requests") in measured
         for shape in gpu_kernels.TINY_SHAPES:
