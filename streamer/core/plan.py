@@ -336,6 +336,8 @@ class StepStats(msgspec.Struct, frozen=True):
     blocks_cached, host_blocks_cached  free ones whose content can still be matched
     swap_s                             seconds of swap copies
     proposed_tokens, accepted_tokens   provisional tokens verified, and those that were drawn
+    proposed_at, accepted_at           the same by position in the run, the first one first
+    verifications                      runs that verified any
     """
 
     waiting: int = 0
@@ -361,6 +363,9 @@ class StepStats(msgspec.Struct, frozen=True):
     swap_s: float = 0.0
     proposed_tokens: int = 0
     accepted_tokens: int = 0
+    proposed_at: tuple[int, ...] = ()
+    accepted_at: tuple[int, ...] = ()
+    verifications: int = 0
 
 
 class StepTimes(msgspec.Struct, frozen=True):

@@ -30,6 +30,7 @@ from streamer.core.request import Request, Sequence, Status
 from streamer.core.results import apply_result
 from streamer.core.sizes import SchedulerConfig, check_fits
 from streamer.core.speculation.interface import Speculation
+from streamer.core.speculation.speculator import Speculator
 from streamer.core.state import Draft, State
 from streamer.core.tokens import continue_running
 from streamer.core.verification import plan_drafts, speculate
@@ -46,6 +47,8 @@ class Scheduler:
         self, config: SchedulerConfig, hasher: BlockHasher, speculation: Speculation | None = None
     ) -> None:
         self.config = config
+        if speculation is None and config.speculation is not None:
+            speculation = Speculator(config.speculation)
         self.state = State(config, hasher, speculation)
         self._recorder: Recorder | None = None  # while a reader follows
 

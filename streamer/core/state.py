@@ -170,8 +170,11 @@ class StepReport:
         self.swapped_out_blocks = 0
         self.swapped_in_blocks = 0
         self.copied_blocks = 0
+        self.verifications = 0
         self.proposed_tokens = 0
         self.accepted_tokens = 0
+        self.proposed_at: tuple[int, ...] = ()
+        self.accepted_at: tuple[int, ...] = ()
         self._finishes: list[Finish] = []
         self._notices: list[Notice] = []
 
@@ -248,12 +251,21 @@ class StepReport:
 
     def verified(self, num_proposed: int, num_accepted: int) -> None:
         """Count a verification's provisional tokens, and those of them that were drawn."""
+        self.verifications += 1
         self.proposed_tokens += num_proposed
         self.accepted_tokens += num_accepted
+        self.proposed_at = _one_more(self.proposed_at, num_proposed)
+        self.accepted_at = _one_more(self.accepted_at, num_accepted)
 
     def drawn(self, num_tokens: int) -> None:
         """Count the tokens that a result appended."""
         self.generated_tokens += num_tokens
+
+
+def _one_more(counts: tuple[int, ...], upto: int) -> tuple[int, ...]:
+    """The counts, of which the first `upto` are one higher."""
+    more = tuple(count + 1 for count in counts[:upto])
+    return more + (counts[upto:] or (1,) * (upto - len(counts)))
 
 
 class State:
@@ -463,6 +475,9 @@ class State:
             copied_blocks=report.copied_blocks,
             proposed_tokens=report.proposed_tokens,
             accepted_tokens=report.accepted_tokens,
+            proposed_at=report.proposed_at,
+            accepted_at=report.accepted_at,
+            verifications=report.verifications,
             swap_s=self.facts.swap_s,
         )
 

@@ -223,16 +223,19 @@ class Registry:
             if (stream := live.get(request_id)) is not None:
                 stream.prompt_logprobs += found
         finishes = {(f.request_id, f.choice): f for f in output.finishes}
-        logprobs = output.logprobs
-        triples = zip(output.request_ids, output.choices, output.tokens, strict=True)
+        logprobs, ids, choices = output.logprobs, output.request_ids, output.choices
+        following = (*ids[1:], "") if ids else ()
+        drawn = zip(ids, choices, output.tokens, following, strict=True)
         last = None
-        for i, (request_id, choice, token) in enumerate(triples):
+        for i, (request_id, choice, token, next_id) in enumerate(drawn):
             stream = live.get(request_id)
             if stream is not None:
                 if stream is not last:
                     touched.append(stream)
                     last = stream
-                finish = finishes.pop((request_id, choice), None) if finishes else None
+                finish = None
+                if finishes and not (next_id == request_id and choices[i + 1] == choice):
+                    finish = finishes.pop((request_id, choice), None)  # of the last token of a run
                 stream.push(choice, token, logprobs.get(i) if logprobs else None, finish)
         for (request_id, _), finish in finishes.items():
             stream = live.get(request_id)

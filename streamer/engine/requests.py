@@ -49,6 +49,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     tenant      its owner: requests of one priority share fairly between tenants
     cache_salt  blocks are shared only between requests of the same salt
     share_with  id of a request to fork from: its blocks serve as far as the tokens agree
+    prediction  token ids that the output is expected to repeat: it may take fewer steps then
     detach_s    seconds it runs on after its last reader left; None: for ever
     window      output tokens its furthest reader may lag before it is paused; 0: never paused
     sends_position  its readers receive its position in the queue while it waits
@@ -65,6 +66,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     cache_salt: str = ""
     share_with: str | None = None
+    prediction: tuple[int, ...] = ()
     detach_s: float | None = 0.0
     window: int = 0
     sends_position: bool = False
@@ -75,7 +77,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         force = msgspec.structs.force_setattr
-        entries("prompt", self.prompt)
+        for name in ("prompt", "prediction"):
+            entries(name, getattr(self, name))
         for name in ("request_id", "share_with", "tenant", "cache_salt"):
             value = getattr(self, name)
             if value is not None or name in ("tenant", "cache_salt"):
@@ -121,6 +124,12 @@ def accept(
         )
     max_tokens = check_fits(len(prompt), params.n, params.max_tokens, sizes)
     ids = check_ids("prompt", prompt, info.vocab_size)  # a pass: it is short enough
+    if len(request.prediction) > sizes.max_model_len:
+        raise InvalidRequest(
+            f"prediction has {len(request.prediction)} tokens, the context {sizes.max_model_len}",
+            param="prediction",
+        )
+    prediction = check_ids("prediction", request.prediction, info.vocab_size)
     if params.min_tokens > max_tokens:
         raise InvalidRequest(
             f"min_tokens ({params.min_tokens}) exceeds the {max_tokens} tokens that fit",
@@ -130,7 +139,9 @@ def accept(
         params, max_tokens=max_tokens, seed=seed if params.seed is None else params.seed
     )
     request_id = request.request_id or secrets.token_hex(12)
-    return msgspec.structs.replace(request, prompt=ids, params=params, request_id=request_id)
+    return msgspec.structs.replace(
+        request, prompt=ids, prediction=prediction, params=params, request_id=request_id
+    )
 
 
 def limits_of(request: GenerateRequest, config: Config) -> Limits:
@@ -166,6 +177,7 @@ def build_add(
         tenant=request.tenant,
         share_with=request.share_with,
         queue_position=queue_position,
+        prediction=request.prediction,
     )
 
 

@@ -110,6 +110,7 @@ class TokenStream:
     cached_tokens  prompt tokens whose KV was already there, shared_tokens those taken from the
                    request named in share_with; known once it runs
     copied_tokens  those copied out of shared blocks before a write (see Finish); final at its end
+    proposed_tokens, accepted_tokens  by speculation (see Finish); final at its end
     finishes       a Finish for each choice that has ended
     prompt_logprobs  one a prompt token but the first, if requested: complete before the first
                    output token
@@ -135,6 +136,8 @@ class TokenStream:
         self.cached_tokens = 0
         self.shared_tokens = 0
         self.copied_tokens = 0
+        self.proposed_tokens = 0
+        self.accepted_tokens = 0
         self.finishes: list[Finish | None] = [None] * params.n
         self.prompt_logprobs: list[TokenLogprob] = []
         self.error: StreamerError | None = None
@@ -469,6 +472,8 @@ class TokenStream:
             finish = replace(finish, detail=SHUTDOWN)
         self.finishes[finish.choice] = finish
         self.copied_tokens = finish.copied_tokens  # it only grows, and finishes come in order
+        self.proposed_tokens += finish.proposed_tokens
+        self.accepted_tokens += finish.accepted_tokens
         self._num_open -= 1
         if not self._num_open:
             self._set_ended()

@@ -75,9 +75,12 @@ class Api:
                 variables=body.chat_template_kwargs,
                 keep=keep,
             )
+            prediction = await service.predicted(body.prediction, prepared.salt)
         service.admission.accept(prepared.tenant, [prompt])
         context = Context(kind="chat", tenant=prepared.tenant, body=body, model=prepared.model)
-        stream = service.submit(prepared, prompt, new_id("chatcmpl-"), context=context)
+        stream = service.submit(
+            prepared, prompt, new_id("chatcmpl-"), context=context, prediction=prediction
+        )
         answer = chat.ChatAnswer(
             body, [stream], prepared.model, service.token_text, fingerprint=service.fingerprint
         )
@@ -101,6 +104,7 @@ class Api:
                 else p
                 for p in given
             ]
+            prediction = await service.predicted(body.prediction, salt)
         if keep is not None:
             prompts = [p[-keep:] for p in prompts]
             given = [tuple(p) for p in prompts]
@@ -115,7 +119,9 @@ class Api:
         try:
             for i, prompt in enumerate(prompts):
                 request_id = base if i == 0 else f"{base}-{i}"
-                streams.append(service.submit(prepared, tuple(prompt), request_id))
+                streams.append(
+                    service.submit(prepared, tuple(prompt), request_id, prediction=prediction)
+                )
         except StreamerError:
             service.cancel(streams)
             raise

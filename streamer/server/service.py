@@ -25,9 +25,9 @@ from streamer.config import Config
 from streamer.engine.prompts import LONG
 from streamer.engine.refusals import draining, loading
 from streamer.engine.requests import GenerateRequest, QueueNeeds, check_ids
-from streamer.errors import EngineDead
+from streamer.errors import ContextLengthExceeded, EngineDead, InvalidRequest
 from streamer.server.admission import Admission, deadline_of, tenant_of
-from streamer.server.openai.common import named
+from streamer.server.openai.common import Prediction, named
 from streamer.server.openai.models import check_model
 from streamer.server.prepared import B, Form, Prepared, Reading
 from streamer.server.security import Bodies
@@ -194,6 +194,19 @@ class Service:
         encode, limit = engine.tokenizer.encode_plain, engine.info.max_model_len - 1
         return tuple(await engine.in_pool(lambda: encode(text, limit), len(text), salt))
 
+    async def predicted(self, prediction: Prediction | None, salt: str) -> tuple[int, ...]:
+        """Token ids of a body's `prediction`, as many as the context holds."""
+        if prediction is None:
+            return ()
+        limit = self.engine.info.max_model_len
+        try:
+            return (await self.plain_tokens(prediction.text, salt))[:limit]
+        except ContextLengthExceeded:
+            raise InvalidRequest(
+                f"prediction is longer than the model's context of {limit} tokens",
+                param="prediction",
+            ) from None
+
     @property
     def fingerprint(self) -> str:
         """OpenAI's: a digest of what affects the output besides a request's seed and settings."""
@@ -237,9 +250,11 @@ class Service:
         *,
         context: Context | None = None,
         share_with: str | None = None,
+        prediction: tuple[int, ...] = (),
     ) -> TokenStream:
         """Hand one prompt to the engine.
 
+        prediction  tokens that the answer is expected to repeat
         context     kept with the answer, which is found by its id
         share_with  the request that it was forked from
         """
@@ -256,6 +271,7 @@ class Service:
             tenant=prepared.tenant,
             cache_salt=prepared.salt,
             share_with=share_with,
+            prediction=prediction,
             detach_s=None if is_alone else detach_s,
             window=window,
             sends_position=reading.sends_position,

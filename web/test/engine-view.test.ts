@@ -29,7 +29,7 @@ function body(cells: number[], requests: RequestView[] = [], stats: Partial<Step
 }
 
 const step = (number: number, more: Partial<StepView> = {}): StepView =>
-  ({ number, tokens: 1, prefilled: [], decoded: [], admitted: [], paused: [], preempted: [], finished: [], others: 0, ...more }) as StepView;
+  ({ number, tokens: 1, prefilled: [], decoded: [], verified: [], admitted: [], paused: [], preempted: [], finished: [], others: 0, ...more }) as StepView;
 
 // ---------------------------------------------------------------- snapshots
 
@@ -253,4 +253,11 @@ test("the load is larger than a small pool, and a corner of a large one", () => 
   expect(needed(16_384 * 16, 1024)).toBeLessThan(16_384);
   const { system, answer } = sizesFor(1024, 1024);
   expect(system + answer).toBeLessThan(1024);
+});
+
+test("steps that verify proposed tokens are a run of their own, with what they computed", () => {
+  const timeline = new Timeline();
+  timeline.add([step(1, { decoded: [1] }), step(2, { verified: [[1, 5]] }), step(3, { verified: [[1, 3]] }), step(4, { decoded: [1] })], [request(1, [])]);
+  const runs = timeline.lanes[0]?.runs.map(({ kind, from, to, tokens }) => [kind, from, to, tokens]);
+  expect(runs).toEqual([["decode", 0, 1, 1], ["verify", 1, 3, 8], ["decode", 3, 4, 1]]);
 });

@@ -20,7 +20,7 @@ from streamer.core.speculation.index import ANCHOR, SEPARATOR, Text
 from streamer.core.speculation.policy import SMALLEST, StepCosts, can_gain, draft_length, shares
 from streamer.core.speculation.recent import Owner, Recent
 from streamer.core.speculation.row import SHARED_WEIGHT, Rates, RowMatch, Source
-from streamer.core.speculation.values import SpeculationCounts, SpeculationSizes
+from streamer.core.speculation.values import SpeculationSizes
 
 if TYPE_CHECKING:
     from streamer.core.request import Request, Sequence
@@ -107,18 +107,13 @@ class Speculator:
         self._num_waiting = 0  # tokens of ended outputs in the jobs
         self._shared = (Rates(), Rates(), Rates())  # of own output, of what is given, of recent
         self._draft_rate = DRAFT_PRIOR
-        self._verifications = 0
-        self._proposed_at = [0] * sizes.max_proposed
-        self._accepted_at = [0] * sizes.max_proposed
-        self._counts = SpeculationCounts()
-        self._is_counted = True
 
     # ------------------------------------------------------------ rows
 
     def begin(self, seq: Sequence) -> None:
-        """Take a sequence up, unless its request does without; one that comes back goes on."""
+        """Take a sequence up, unless its request does without; one that comes back begins anew."""
         add = seq.request.add
-        if seq in self._rows or not add.params.speculation:
+        if not add.params.speculation:
             return
         owner = (add.salt, add.tenant)
         has_room = self._num_live + len(add.prompt) <= self.sizes.max_indexed
@@ -147,9 +142,7 @@ class Speculator:
         """Nothing: what a row has drawn is read where it is needed, or not at all."""
 
     def end(self, seq: Sequence) -> None:
-        """Forget a sequence that ended, but for its output; one that only gave up its row stays."""
-        if seq.finish_reason is None:
-            return
+        """Forget a sequence that gave up its row, but for its output, if it has ended."""
         row = self._rows.pop(seq, None)
         if row is None or row.match is None:
             return
@@ -162,7 +155,8 @@ class Speculator:
             self._num_live -= len(request.add.prompt) + len(request.add.prediction)
             self._jobs = deque(job for job in self._jobs if job.text is not held.text)
         output = seq.tokens[len(request.add.prompt) :]
-        if self.sizes.has_recent and self._num_waiting < self.sizes.max_indexed // 4:
+        is_kept = self.sizes.has_recent and seq.finish_reason is not None
+        if is_kept and self._num_waiting < self.sizes.max_indexed // 4:
             self._num_waiting += len(output)
             self._jobs.append(_Job(output, None, row.owner))
 
@@ -302,13 +296,7 @@ class Speculator:
     # ------------------------------------------------------------ what became of them
 
     def observe(self, seq: Sequence, num_proposed: int, num_accepted: int) -> None:
-        """Count a verification; a draft's acceptance is measured by it alone."""
-        self._verifications += 1
-        for at in range(num_proposed):
-            self._proposed_at[at] += 1
-        for at in range(num_accepted):
-            self._accepted_at[at] += 1
-        self._is_counted = False
+        """A verification's outcome: of a text's tokens `follow` measures it, of a draft's this."""
         row = self._rows.get(seq)
         if row is None or not row.is_drafted:
             return
@@ -321,20 +309,6 @@ class Speculator:
             row.trial = min(2 * row.trial, LAST_TRIAL)
         else:
             row.trial = FIRST_TRIAL
-
-    @property
-    def counts(self) -> SpeculationCounts:
-        """Totals so far."""
-        if not self._is_counted:
-            self._is_counted = True
-            self._counts = SpeculationCounts(
-                self._verifications,
-                sum(self._proposed_at),
-                sum(self._accepted_at),
-                tuple(self._proposed_at),
-                tuple(self._accepted_at),
-            )
-        return self._counts
 
 
 def _proposal(row: _Row, count: int, *, is_drafted: bool) -> tuple[int, ...]:

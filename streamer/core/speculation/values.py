@@ -1,6 +1,6 @@
-"""SpeculationSizes and SpeculationCounts: the bounds of what is proposed, and what came of it.
+"""SpeculationSizes: which proposals are made, and their bounds; sizes.py makes it of a Config.
 
-Frozen values alone; sizes.py makes the one, StepStats carries the other.
+A frozen value alone.
 """
 
 from __future__ import annotations
@@ -27,18 +27,3 @@ class SpeculationSizes(msgspec.Struct, frozen=True, kw_only=True):
     min_match: int = 0
     max_match: int = 32
     max_indexed: int = 1 << 20
-
-
-class SpeculationCounts(msgspec.Struct, frozen=True):
-    """Running totals.
-
-    verifications         runs that verified at least one token
-    proposed, accepted    tokens
-    proposed_at, accepted_at   the same by position in the run, the first one first
-    """
-
-    verifications: int = 0
-    proposed: int = 0
-    accepted: int = 0
-    proposed_at: tuple[int, ...] = ()
-    accepted_at: tuple[int, ...] = ()

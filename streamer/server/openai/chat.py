@@ -28,6 +28,7 @@ from streamer.server.openai.chat_types import (
 from streamer.server.openai.common import (
     PromptFields,
     StreamOptions,
+    TextPart,
     TokenText,
     Usage,
     by_choice,
@@ -44,6 +45,7 @@ from streamer.server.openai.common import (
     stop_reason,
     token_id_text,
     usage_of,
+    usage_so_far,
 )
 from streamer.server.openai.fields import (
     LABELS,
@@ -72,7 +74,6 @@ FIELDS: Final[Table] = {
     "functions": refused([]),
     "modalities": refused(["text"]),
     "moderation": refused(),
-    "prediction": refused(),
     "prompt_cache_options": refused(),
     "prompt_cache_retention": refused("in_memory"),
     "reasoning_effort": refused("none"),
@@ -94,14 +95,6 @@ FIELDS: Final[Table] = {
     "include_reasoning": refused(True, False),
     "thinking_token_budget": refused(),
 }
-
-
-class TextPart(msgspec.Struct):
-    """A part of a message's content: text alone is read."""
-
-    # no tag: msgspec takes an object without the tag where no other is expected
-    type: Literal["text"]
-    text: str
 
 
 class ChatMessage(msgspec.Struct):
@@ -379,12 +372,11 @@ class ChatAnswer:
         """For `continuous_usage_stats`: the tokens of the chunk's own choice, as vLLM counts."""
         if not self._counts_along:
             return None
-        return usage_of(self._stream.num_prompt_tokens, num_tokens, self._stream.cached_tokens)
+        return usage_so_far(self._stream, num_tokens)
 
     def _usage(self) -> Usage:
-        s = self._stream
-        num_output = sum(f.num_tokens for f in s.finishes if f is not None)
-        return usage_of(s.num_prompt_tokens, num_output, s.cached_tokens)
+        num_output = sum(f.num_tokens for f in self._stream.finishes if f is not None)
+        return usage_of([self._stream], num_output)
 
     def _frame(
         self, choices: list[ChunkChoice], is_first: bool = False, usage: Usage | None = None

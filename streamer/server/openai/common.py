@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import msgspec
 from msgspec import UNSET, Meta
@@ -20,7 +20,7 @@ from streamer.engine.requests import MAX_PRIORITY
 from streamer.errors import InvalidRequest, RequestFailed, StreamerError
 
 if TYPE_CHECKING:
-    from streamer.engine.stream import Delta
+    from streamer.engine.stream import Delta, TokenStream
 
 MAX_DETACH_S = 86_400.0
 MAX_SALT = 256
@@ -84,9 +84,32 @@ class Body(SamplingFields, kw_only=True):
         raise NotImplementedError
 
 
-class PromptFields(Body, kw_only=True):
-    """vLLM's fields of chats and completions that are about the prompt and its tokens."""
+class TextPart(msgspec.Struct):
+    """A part of a message's content: text alone is read."""
 
+    # no tag: msgspec takes an object without the tag where no other is expected
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(msgspec.Struct):
+    """OpenAI's: a text that the answer is expected to repeat for the most part."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        """The whole content."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
+class PromptFields(Body, kw_only=True):
+    """Fields of chats and completions about the prompt and its tokens: vLLM's, and `prediction`."""
+
+    prediction: Prediction | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -216,6 +239,16 @@ class PromptDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionDetails(msgspec.Struct, frozen=True):
+    """Tokens that speculation proposed: those the model drew as well, and the others.
+
+    The accepted ones are part of the answer; the rejected ones are in no other count.
+    """
+
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+
+
 class Usage(msgspec.Struct, frozen=True):
     """Token counts of a chat completion or completion; a prompt counts once for its n choices."""
 
@@ -223,11 +256,27 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails = CompletionDetails()
 
 
-def usage_of(num_prompt: int, num_output: int, num_cached: int) -> Usage:
-    """Usage from its three counts."""
-    return Usage(num_prompt, num_output, num_prompt + num_output, PromptDetails(num_cached))
+def usage_so_far(stream: TokenStream, num_output: int) -> Usage:
+    """Usage of an answer that goes on, after this many tokens of one choice."""
+    num_prompt = stream.num_prompt_tokens
+    cached = PromptDetails(stream.cached_tokens)
+    return Usage(num_prompt, num_output, num_prompt + num_output, cached)
+
+
+def usage_of(streams: Sequence[TokenStream], num_output: int) -> Usage:
+    """Usage of an answer that has ended."""
+    num_prompt = sum(s.num_prompt_tokens for s in streams)
+    accepted = sum(s.accepted_tokens for s in streams)
+    return Usage(
+        num_prompt,
+        num_output,
+        num_prompt + num_output,
+        PromptDetails(sum(s.cached_tokens for s in streams)),
+        CompletionDetails(accepted, sum(s.proposed_tokens for s in streams) - accepted),
+    )
 
 
 def failure(finish: Finish) -> StreamerError | None:

@@ -33,6 +33,7 @@ from streamer.server.openai.common import (
     stop_reason,
     token_id_text,
     usage_of,
+    usage_so_far,
 )
 from streamer.server.openai.completion_logprobs import (
     CompletionLogprobs,
@@ -300,9 +301,7 @@ class CompletionAnswer:
         """For `continuous_usage_stats`: the tokens of the chunk's own choice, as vLLM counts."""
         if not self._counts_along:
             return None
-        stream = self._streams[source]
-        num_tokens = d.start + len(d.token_ids)
-        return usage_of(stream.num_prompt_tokens, num_tokens, stream.cached_tokens)
+        return usage_so_far(self._streams[source], d.start + len(d.token_ids))
 
     def _shown(self, delta: Delta) -> Delta:
         """The delta; without its token where the body asks for the echo alone."""
@@ -329,11 +328,8 @@ class CompletionAnswer:
 
     def _usage(self) -> Usage:
         finishes = [f for s in self._streams for f in s.finishes if f is not None]
-        return usage_of(
-            sum(s.num_prompt_tokens for s in self._streams),
-            0 if self._body.is_only_echo else sum(f.num_tokens for f in finishes),
-            sum(s.cached_tokens for s in self._streams),
-        )
+        num_output = 0 if self._body.is_only_echo else sum(f.num_tokens for f in finishes)
+        return usage_of(self._streams, num_output)
 
     def _frame(self, choices: list[Choice], usage: Usage | None = None) -> bytes:
         is_first = not self._seed_sent and len(self._streams) == 1

@@ -20,13 +20,13 @@ from streamer.errors import StreamerError
 from streamer.server.context import context_of
 from streamer.server.openai.common import TokenText, chat_logprobs, only_if
 from streamer.server.responses.types import (
-    CacheUsage,
     DeltaEvent,
     Event,
     InputDetails,
     Item,
     ItemEvent,
     OutputDetails,
+    OwnUsage,
     Part,
     PartEvent,
     Response,
@@ -240,13 +240,19 @@ class ResponseEvents:
     def _terminal(self, number: int, response: Response) -> Event:
         kind = {"cancelled": "incomplete"}.get(response.status, response.status)
         s = self._stream
-        cache = CacheUsage(s.cached_tokens, s.shared_tokens, s.copied_tokens)
+        own = OwnUsage(
+            s.cached_tokens,
+            s.shared_tokens,
+            s.copied_tokens,
+            s.proposed_tokens,
+            s.accepted_tokens,
+        )
         return ResponseEvent(
             f"response.{kind}",
             number,
             response,
             self._lane,
-            usage=only_if(self._is_extended, cache),
+            usage=only_if(self._is_extended, own),
             timing=only_if(self._is_extended, self._stream.timing),
         )
 

@@ -110,15 +110,18 @@ class Response(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", ta
     truncation: str = "disabled"
 
 
-class CacheUsage(msgspec.Struct, frozen=True):
-    """Ours, on terminal events: prompt tokens not computed again, and those of them copied.
+class OwnUsage(msgspec.Struct, frozen=True):
+    """Ours, on terminal events: prompt tokens not computed again, and what speculation saved.
 
     copied_tokens  KV of a block shared with the fork's parent, copied before the fork wrote there
+    proposed_tokens, accepted_tokens  by speculation, before they were drawn, and drawn as well
     """
 
     cached_tokens: int
     shared_tokens: int
     copied_tokens: int
+    proposed_tokens: int
+    accepted_tokens: int
 
 
 class ResponseEvent(msgspec.Struct, frozen=True):
@@ -129,7 +132,7 @@ class ResponseEvent(msgspec.Struct, frozen=True):
     response: Response
     stream_id: str | UnsetType = UNSET
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
-    usage: CacheUsage | UnsetType = UNSET
+    usage: OwnUsage | UnsetType = UNSET
     timing: Timing | UnsetType = UNSET
 
 

@@ -72,6 +72,7 @@ class EngineCollector(Collector):
         yield CounterMetricFamily(
             "streamer_swap_seconds", "Seconds of swap copies, both ways.", value=stats.swap_s
         )
+        yield from _speculation(stats)
         yield histogram(
             "streamer_step_phase_seconds",
             "Seconds of each step by phase.",
@@ -82,6 +83,26 @@ class EngineCollector(Collector):
     def describe(self) -> Iterable[Metric]:
         """Nothing: at registration the engine may not have started, and has no counts."""
         return []
+
+
+def _speculation(stats: StepStats) -> Iterable[Metric]:
+    """As vLLM's vllm:spec_decode_..., and what was proposed by position."""
+    for name, text, value in (
+        ("num_drafts", "Runs of proposed tokens that were verified.", stats.verifications),
+        ("num_draft_tokens", "Tokens proposed and verified.", stats.proposed_tokens),
+        (
+            "num_accepted_tokens",
+            "Those of them that the model drew as well.",
+            stats.accepted_tokens,
+        ),
+    ):
+        yield CounterMetricFamily(f"streamer_spec_decode_{name}", text, value=value)
+    for name, text, values in (
+        ("num_draft_tokens_per_pos", "Tokens proposed, by position.", stats.proposed_at),
+        ("num_accepted_tokens_per_pos", "Those accepted, by position.", stats.accepted_at),
+    ):
+        by_position = {str(i): value for i, value in enumerate(values)}
+        yield _counter(f"streamer_spec_decode_{name}", text, "position", by_position)
 
 
 def histogram(

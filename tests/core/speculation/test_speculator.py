@@ -12,7 +12,7 @@ from streamer.core.plan import Add, Facts, FinishReason
 from streamer.core.request import Request, Sequence
 from streamer.core.sampling import SamplingParams
 from streamer.core.speculation.speculator import FIRST_TRIAL, Speculator
-from streamer.core.speculation.values import SpeculationCounts, SpeculationSizes
+from streamer.core.speculation.values import SpeculationSizes
 
 SIZES = SpeculationSizes(max_proposed=8)
 FREE = Facts(step_s=((1, 0.020), (64, 0.020)), draft_s=0.0001)  # wider steps cost nothing
@@ -187,17 +187,6 @@ def test_a_draft_that_fails_is_tried_again_ever_more_rarely_and_one_that_succeed
 def test_without_a_draft_model_nothing_is_drafted() -> None:
     speculator = Speculator(SIZES)
     assert speculator.drafts([begun(speculator, TEXT)], FREE) == ()
-
-
-# ---------------------------------------------------------------- counts
-
-
-def test_counts_by_position() -> None:
-    speculator = Speculator(replace(SIZES, max_proposed=3))
-    seq = begun(speculator, TEXT)
-    speculator.observe(seq, 3, 1)
-    speculator.observe(seq, 2, 2)
-    assert speculator.counts == SpeculationCounts(2, 5, 3, (2, 2, 1), (2, 1, 0))
 
 
 @pytest.mark.parametrize("budget", [0, 1, 5])

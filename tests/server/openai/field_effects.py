@@ -304,6 +304,24 @@ def prompt_logprobs(asker: Asker, kind: str) -> None:
     assert caught.value.param == "prompt_logprobs"
 
 
+def prediction(asker: Asker, kind: str) -> None:
+    """The tokens of its text alone, in whatever form, or an error with its name."""
+    expected = tuple(asker.server.engine.tokenizer.encode_plain("1 2 3"))
+    parts = [{"type": "text", "text": "1 2"}, {"type": "text", "text": " 3"}]
+    for content in ("1 2 3", parts):
+        answer = asker.ask(kind, prediction={"type": "content", "content": content})
+        assert answer.request.prediction == expected
+        details = answer.body["usage"]["completion_tokens_details"]
+        assert set(details) == {"accepted_prediction_tokens", "rejected_prediction_tokens"}
+    for wrong, param in (
+        ({"type": "text", "content": "x"}, "prediction.type"),
+        ({"type": "content"}, "prediction.content"),
+    ):
+        with pytest.raises(Refused) as caught:
+            asker.ask(kind, prediction=wrong)
+        assert caught.value.param == param, caught.value
+
+
 def truncate_prompt_tokens(asker: Asker, kind: str) -> None:
     whole = asker.ask(kind).stream.prompt
     assert asker.ask(kind, truncate_prompt_tokens=4).stream.prompt == whole[-4:]

@@ -130,6 +130,7 @@ SAMPLING: dict[str, Row] = {
 }
 
 PROMPT: dict[str, Row] = {
+    "prediction": Honoured(effects.prediction),
     "prompt_logprobs": Honoured(effects.prompt_logprobs),
     "truncate_prompt_tokens": Honoured(effects.truncate_prompt_tokens),
     "return_tokens_as_token_ids": Honoured(effects.return_tokens_as_token_ids),
@@ -156,7 +157,6 @@ CHAT: dict[str, Row] = {
     "functions": Refused([{"name": "f"}], TOOLS),
     "modalities": Refused(["audio"], MEDIA),
     "moderation": Refused({"a": 1}, HOSTED),
-    "prediction": Refused({"type": "content", "content": "x"}, "speculation comes later"),
     "prompt_cache_options": Refused({"a": 1}, HOSTED),
     "prompt_cache_retention": Refused("24h", HOSTED),
     "reasoning_effort": Refused("high", "models that reason come later"),

@@ -16,6 +16,7 @@ from tests.server.support.counting import check_counting
 from tests.server.support.greedy import NAME, story, telling
 from tests.server.support.running import Running
 
+PROPOSED = {"proposed_tokens": 0, "accepted_tokens": 0}
 FINAL = ("response.completed", "response.incomplete", "response.failed")
 ENDLESS = {"max_output_tokens": 30_000, "ignore_eos": True}
 
@@ -80,7 +81,12 @@ def test_extended_events_usage_and_timing(extended: ClientConnection) -> None:
             assert event["sequence_number"] == last
             assert event["response_id"] == events[0]["response"]["id"]
         last = event["sequence_number"]
-    assert set(events[-1]["usage"]) == {"cached_tokens", "shared_tokens", "copied_tokens"}
+    assert set(events[-1]["usage"]) == {
+        "cached_tokens",
+        "shared_tokens",
+        "copied_tokens",
+        *PROPOSED,
+    }
     assert events[-1]["timing"]["first_token_s"] > 0
     assert isinstance(events[-1]["response"]["seed"], int)
 
@@ -103,7 +109,7 @@ def test_a_fork_says_what_it_shared_and_what_it_copied(slow: Running, at: int) -
         send(socket, "response.resume", response_id=final["response"]["id"], starting_after=9)
         again = until(socket, *FINAL)[-1]
     kept = final["response"]["usage"]["input_tokens"] - 1  # the last one is computed again
-    usage = {"cached_tokens": 0, "shared_tokens": kept, "copied_tokens": kept % 16}
+    usage = {"cached_tokens": 0, "shared_tokens": kept, "copied_tokens": kept % 16, **PROPOSED}
     assert final["usage"] == again["usage"] == usage
     assert trunk["usage"]["copied_tokens"] == 0
 
@@ -128,7 +134,8 @@ def test_bundled_extensions_tell_what_happens_and_take_no_numbers(bundled: Runni
     numbers = [e["sequence_number"] for e in events if e not in ours]
     assert numbers == sorted(set(numbers))
     assert numbers[-1] == 7 + 40  # eight structural events, forty tokens
-    assert events[-1]["usage"] == {"cached_tokens": 0, "shared_tokens": 0, "copied_tokens": 0}
+    usage = {"cached_tokens": 0, "shared_tokens": 0, "copied_tokens": 0}
+    assert {name: events[-1]["usage"][name] for name in usage} == usage
     assert events[-1]["timing"]["first_token_s"] > 0
     assert "".join(e.get("delta", "") for e in events) == story(bundled, 40)
 

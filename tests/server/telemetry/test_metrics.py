@@ -323,7 +323,7 @@ def test_labels_in_the_dashboard_exist(server: Running) -> None:
         t["expr"] for p in json.loads(DASHBOARD.read_text())["panels"] for t in p.get("targets", [])
     ]
     names = {"le", "phase", "state", "pool", "reason", "transport", "code", "kind", "direction"}
-    names |= {"status", "quantile", "instance", "job"}
+    names |= {"status", "quantile", "instance", "job", "position"}
     for query in queries:
         for group in re.findall(r"by \(([^)]*)\)", query):
             assert {g.strip() for g in group.split(",")} <= names, query

@@ -7,7 +7,7 @@
 
 import { Emitter } from "./emitter.ts";
 import { ClientError } from "./errors.ts";
-import type { CacheUsage, DeltaEvent, NumberedEvent, Response, ResponseCreate, StateEvent, Timing } from "./wire/responses.ts";
+import type { OwnUsage, DeltaEvent, NumberedEvent, Response, ResponseCreate, StateEvent, Timing } from "./wire/responses.ts";
 
 /** The stream's state. The last five are ends. */
 export type StreamStatus =
@@ -74,7 +74,7 @@ export class ResponseStream extends Emitter<StreamEvents> {
   progress: Progress = {};
   /** The last response object that came: final once the stream has ended (not if gone). */
   response: Response | null = null;
-  usage: CacheUsage | null = null;
+  usage: OwnUsage | null = null;
   timing: Timing | null = null;
   error: ClientError | null = null;
   /** Milliseconds of the client's clock: sent, first text, last text. */

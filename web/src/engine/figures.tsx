@@ -20,6 +20,7 @@ export function Figures() {
         ["Prefix hits", hits === null ? "–" : `${Math.round(hits * 100)}%`, "of prompt tokens"],
         ["Preemptions", whole(stats.preemptions_swap + stats.preemptions_recompute), `${whole(stats.preemptions_swap)} by swap`],
         ["Swapped out", whole(stats.swapped_out_blocks), `blocks, ${whole(stats.swapped_in_blocks)} swapped back in`],
+        ["Proposed tokens", whole(stats.proposed_tokens), `${whole(stats.accepted_tokens)} of them accepted`],
         ["Copied on write", whole(stats.copied_blocks), "blocks"],
       ]
     : [];

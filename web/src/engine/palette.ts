@@ -6,7 +6,7 @@ import { isDark } from "../app/preferences.ts";
 const NAMES = [
   "ink", "soft", "line", "panel", "accent",
   "free", "cached", "leaving", "private", "shared", "swapped",
-  "prefill", "decode", "waiting", "paused", "dropped",
+  "prefill", "decode", "verify", "waiting", "paused", "dropped",
 ] as const;
 export type Palette = Record<(typeof NAMES)[number], string>;
 

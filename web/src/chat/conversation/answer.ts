@@ -14,6 +14,9 @@ export interface Figures {
   tokensPerS: number;
   firstMs: number | null;
   cachedTokens: number;
+  /** Proposed before they were drawn, and right. Absent in answers of an earlier page. */
+  acceptedTokens?: number;
+  proposedTokens?: number;
   /** What the model read for it; absent where not known. */
   inputTokens?: number;
 }
@@ -224,5 +227,7 @@ function figuresOf(stream: ResponseStream, kept: Figures): Figures {
     tokensPerS: perToken ? 1 / perToken : seen,
     firstMs,
     cachedTokens: stream.usage?.cached_tokens ?? kept.cachedTokens,
+    acceptedTokens: stream.usage?.accepted_tokens ?? kept.acceptedTokens ?? 0,
+    proposedTokens: stream.usage?.proposed_tokens ?? kept.proposedTokens ?? 0,
   };
 }

@@ -29,6 +29,11 @@ export interface StepStats {
   swapped_in_blocks: number;
   copied_blocks: number;
   swap_s: number;
+  proposed_tokens: number;
+  accepted_tokens: number;
+  proposed_at: number[];
+  accepted_at: number[];
+  verifications: number;
 }
 
 export interface Snapshot {
@@ -83,6 +88,7 @@ export interface StepView {
   tokens: number;
   prefilled: [number, number][];
   decoded: number[];
+  verified: [number, number][];
   admitted: number[];
   paused: number[];
   preempted: [number, string][];

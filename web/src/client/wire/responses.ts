@@ -242,11 +242,16 @@ export interface Response {
   truncation: string;
 }
 
-/** Prompt tokens not computed again; of those, shared with a parent; copied blocks' tokens. */
-export interface CacheUsage {
+/**
+ * Prompt tokens not computed again; of those, shared with a parent; copied blocks' tokens; tokens
+ * proposed before they were drawn, and those of them that were drawn.
+ */
+export interface OwnUsage {
   cached_tokens: number;
   shared_tokens: number;
   copied_tokens: number;
+  proposed_tokens: number;
+  accepted_tokens: number;
 }
 
 /** Seconds; null for a phase that was not reached. */
@@ -272,7 +277,7 @@ export interface ResponseEvent {
   response: Response;
   stream_id?: string;
   prompt_token_ids?: number[];
-  usage?: CacheUsage;
+  usage?: OwnUsage;
   timing?: Timing;
 }
 

@@ -7,7 +7,7 @@
 
 import type { RequestView, StepView } from "../../client/index.ts";
 
-export const KINDS = ["prefill", "decode", "waiting", "paused", "swapped", "dropped"] as const;
+export const KINDS = ["prefill", "decode", "verify", "waiting", "paused", "swapped", "dropped"] as const;
 export type Kind = (typeof KINDS)[number];
 
 export const MAX_COLUMNS = 32_768; // two minutes at 270 steps a second
@@ -86,6 +86,7 @@ export class Timeline {
     this.#columns.push({ number: step.number, tokens: step.tokens, isAfterGap });
     for (const [number, tokens] of step.prefilled) this.#mark(number, "prefill", at, tokens);
     for (const number of step.decoded) this.#mark(number, "decode", at, 1);
+    for (const [number, tokens] of step.verified) this.#mark(number, "verify", at, tokens);
     for (const number of step.admitted) this.#held.delete(number);
     for (const number of step.paused) this.#held.set(number, "paused");
     for (const [number, how] of step.preempted) this.#held.set(number, how === "swap" ? "swapped" : "dropped");

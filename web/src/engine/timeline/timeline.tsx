@@ -17,6 +17,7 @@ const SEPARATED_FROM = 5; // pixels of a step
 export const KIND_TEXT: Record<Kind, string> = {
   prefill: "prefill",
   decode: "decode",
+  verify: "decode with proposed tokens",
   waiting: "waiting",
   paused: "paused for its reader",
   swapped: "swapped to the host pool",
@@ -111,6 +112,8 @@ function Description({ view, at }: { view: () => View; at: { x: number; y: numbe
 
 // ---------------------------------------------------------------- drawing
 
+const isComputing = (kind: Kind): boolean => kind === "prefill" || kind === "decode" || kind === "verify";
+
 function paint(sheet: Sheet, view: View): void {
   const { context, width, height, colours } = sheet;
   context.clearRect(0, 0, width, height);
@@ -151,7 +154,7 @@ function paintRun({ context, colours }: Sheet, view: View, run: Run, top: number
   const isDim = chosen.value !== null && chosen.value !== run.request;
   context.globalAlpha = isDim ? 0.25 : 1;
   drawBar(context, colours, run.kind, x, top + 2, Math.max(0.75, wide), LANE - 4);
-  if (view.each >= SEPARATED_FROM && (run.kind === "prefill" || run.kind === "decode")) {
+  if (view.each >= SEPARATED_FROM && isComputing(run.kind)) {
     context.fillStyle = colours.panel;
     for (let at = Math.max(run.from, Math.ceil(view.start)) + 1; at <= to; at += 1) context.fillRect((at - view.start) * view.each - 1, top + 2, 1, LANE - 4);
   }
@@ -173,8 +176,11 @@ function paintRun({ context, colours }: Sheet, view: View, run: Run, top: number
  */
 function drawBar(context: CanvasRenderingContext2D, colours: Palette, kind: Kind, x: number, y: number, wide: number, high: number): void {
   context.fillStyle = context.strokeStyle = colours[kind];
-  if (kind === "prefill" || kind === "decode") {
+  if (isComputing(kind)) {
     context.fillRect(x, y, wide, high);
+    if (kind !== "verify") return;
+    context.fillStyle = colours.panel; // a stripe: it shows without colour
+    context.fillRect(x, y + high / 2 - 1, wide, 2);
     return;
   }
   const middle = y + high / 2;
