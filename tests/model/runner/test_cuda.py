@@ -44,6 +44,7 @@ from tests.model.runner.test_cpu import (  # the same Plans by hand, on late dev
 from tests.model.runner.test_scoring import check as check_scores
 from tests.model.sync_engine import GREEDY, SyncEngine
 from tests.model.test_parity import MIXED, RECOMPUTE, SWAP
+from tests.model.test_speculation import Answer, Oracle
 from tests.model.torch_ops import TorchOps
 from tests.model.where import Where
 
@@ -285,6 +286,34 @@ def test_every_kind_of_row_is_sampled_as_on_the_cpu(
     assert got.logprobs.keys() == expected.logprobs.keys()
     for key, values in expected.logprobs.items():
         assert got.logprobs[key] == pytest.approx(values, abs=1e-4)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_verified_rows_beside_recorded_ones_change_no_token(
+    checkpoint: Any, monkeypatch: pytest.MonkeyPatch, late: Late, seed: int
+) -> None:
+    """The CPU runner's tokens without speculation, where rows wait for what they verify and lose
+    their slots meanwhile; rows beside those that wait are replayed."""
+    folder = checkpoint("llama", 1, **TINY)
+    asks = mixed_asks(4, 6, longest=14, output=(10, 14))
+    answers: dict[tuple[int, int], Answer] = {}
+    with monkeypatch.context() as here:
+        here.setattr(Where, "make", lambda: None)
+        expected = serve(folder, asks, KINDS, max_num_seqs=16)
+        for name, choice in expected.tokens:
+            finish = expected.finishes[name, choice]
+            answers[int(name[1:]), choice] = Answer(expected.tokens[name, choice], [], finish)
+    device, oracle = late(seed), Oracle(answers, seed)
+    costs = SWAP if seed % 2 else RECOMPUTE
+    sizes = TIGHT | {"num_gpu_blocks_override": 11}
+    got = serve(folder, asks, KINDS, speculation=oracle, costs=costs, **sizes)
+    assert got.tokens == expected.tokens
+    for key, values in expected.logprobs.items():
+        assert got.logprobs[key] == pytest.approx(values, abs=1e-4)
+    assert sum(got.preemptions) >= 1
+    assert oracle.num_accepted > 20
+    assert oracle.num_accepted < oracle.num_proposed
+    assert device.num_replays > 0
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
