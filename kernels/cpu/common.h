@@ -165,7 +165,13 @@ INLINE vi lane_numbers(void) {
 
 INLINE vf choose(vi where, vf yes, vf no) { return (vf)((where & (vi)yes) | (~where & (vi)no)); }
 /* b where either is NaN. */
+#if defined(__AVX512F__)
+INLINE vf max_of(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE vf min_of(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
+#else
 INLINE vf max_of(vf a, vf b) { return choose(a > b, a, b); }
+INLINE vf min_of(vf a, vf b) { return choose(a < b, a, b); }
+#endif
 #define MIN_SCALE 1e-30f /* what has a smaller scale is stored as zeros, as in quantized.py */
 
 INLINE int64_t min_int(int64_t a, int64_t b) { return a < b ? a : b; }

@@ -61,6 +61,8 @@ class Kind(IntEnum):
     PACK = 13
     PACK_QUANTIZED = 14
     UNPACK = 15
+    FIT = 16
+    ROUND = 17
 
 
 class Count(IntEnum):

@@ -23,6 +23,7 @@
 #include "copy.c"
 #include "draw.c"
 #include "embedding.c"
+#include "fit.c"
 #include "norm.c"
 #include "rope.c"
 
@@ -45,7 +46,8 @@ static const Kind kinds[] = {
     {linear_chunks, quantized_run},    {embedding_chunks, dense_rows_run},
     {embedding_chunks, quantized_rows_run},
     {pack_chunks, pack_run},           {pack_chunks, pack_quantized_run},
-    {unpack_chunks, unpack_run},
+    {unpack_chunks, unpack_run},       {fit_chunks, fit_run},
+    {fit_chunks, round_run},
 };
 
 /* A ticket is op << 52 | chunks of that op << 26 | next chunk, so that a thread that takes

@@ -1,0 +1,150 @@
+/* Dense weights as codes of 4 bits in groups of 32, with a scale and a zero point for each group:
+ * the search of model/quantization/on_the_fly.py (`fit` there, without importance), VW groups at
+ * once. Sums run over a group in order, so a CPU's vectors make no difference.
+ *
+ *   FIT    p  x [N, K] of the op's dtype, scales, zeros (float [N, groups])
+ *   ROUND  p  x, scales, zeros, codes (uint8 [N, K])
+ *   n  K
+ */
+#include "common.h"
+
+#define FIT_GROUP 32
+#define FIT_LEVELS 15.0f
+#define FIT_TINY 1e-12f
+#define FIT_STEPS 2 /* from each share of the group's range */
+#define FIT_ROWS 4  /* a chunk of work */
+
+static const float fit_shares[] = {1.0f, 0.9f, 0.8f};
+
+INLINE vf at_least(vf x, float low) { return max_of(x, splat(low)); }
+
+INLINE vf nearest_level(vf x) {
+    x = (x + 12582912.0f) - 12582912.0f; /* 1.5 * 2**23; ties to even */
+    return min_of(splat(FIT_LEVELS), at_least(x, 0.0f));
+}
+
+/* What the search keeps of VW groups: x [FIT_GROUP][VW], sums of x and of its squares. */
+typedef struct {
+    vf x[FIT_GROUP], total, square, low, high;
+} Groups;
+
+/* Sums over each group: of the codes' steps from `zero`, of steps * x and of steps squared. */
+typedef struct {
+    vf steps, by_x, by_step;
+} Sums;
+
+INLINE Groups take_groups(const void *x, int64_t first, int64_t K, int dtype) {
+    float one[FIT_GROUP][VW];
+    for (int g = 0; g < VW; g++)
+        for (int i = 0; i < FIT_GROUP; i++) {
+            int64_t k = (first + g) * FIT_GROUP + i;
+            one[i][g] = k < K ? load_one(x, k, dtype) : 0.0f;
+        }
+    Groups it = {.low = splat(INFINITY), .high = splat(-INFINITY)};
+    for (int i = 0; i < FIT_GROUP; i++) {
+        vf each = it.x[i] = load_f32(one[i]);
+        it.total += each;
+        it.square += each * each;
+        it.low = min_of(each, it.low);
+        it.high = max_of(each, it.high);
+    }
+    return it;
+}
+
+INLINE Sums sums_of(const Groups *it, vf scale, vf zero) {
+    Sums s = {{0}, {0}, {0}};
+    vf inverse = 1.0f / scale;
+    for (int i = 0; i < FIT_GROUP; i++) {
+        vf step = nearest_level(it->x[i] * inverse + zero) - zero;
+        s.steps += step;
+        s.by_x += step * it->x[i];
+        s.by_step += step * step;
+    }
+    return s;
+}
+
+/* Scale and zero point of least squares for the codes of which these are the sums. */
+INLINE void refit(const Groups *it, const Sums *s, vf *scale, vf *zero) {
+    const float each = 1.0f / FIT_GROUP;
+    vf spread = s->by_step - s->steps * s->steps * each;
+    vf slope = (s->by_x - s->steps * it->total * each) / at_least(spread, FIT_TINY);
+    slope = choose((spread > 0.0f) & (slope > 0.0f), slope, *scale);
+    vf moved = nearest_level(*zero - (it->total - slope * s->steps) * each / slope);
+    vf change = *zero - moved;
+    vf by_x = s->by_x + change * it->total;
+    vf by_step = s->by_step + 2.0f * change * s->steps + FIT_GROUP * change * change;
+    slope = by_x / at_least(by_step, FIT_TINY);
+    *scale = choose((by_step > 0.0f) & (slope > 0.0f), slope, *scale);
+    *zero = moved;
+}
+
+/* A scale is NaN where no error is finite: the group has an infinity or a NaN. */
+INLINE void search(const Groups *it, vf *best, vf *best_zero) {
+    vf smallest = splat(INFINITY);
+    *best = splat(NAN), *best_zero = splat(0.0f);
+    for (int share = 0; share < 3; share++) {
+        vf scale = at_least((it->high - it->low) * (fit_shares[share] / FIT_LEVELS), FIT_TINY);
+        vf zero = nearest_level(FIT_LEVELS / 2 - (it->high + it->low) / 2.0f / scale);
+        for (int step = 0; step <= FIT_STEPS; step++) {
+            Sums s = sums_of(it, scale, zero);
+            vf error = it->square - 2.0f * scale * s.by_x + scale * scale * s.by_step;
+            vi is_less = error < smallest;
+            smallest = choose(is_less, error, smallest);
+            *best = choose(is_less, scale, *best);
+            *best_zero = choose(is_less, zero, *best_zero);
+            if (step < FIT_STEPS) refit(it, &s, &scale, &zero);
+        }
+    }
+}
+
+INLINE void fit_row(const Op *op, int64_t row, int dtype) {
+    int64_t K = op->n[0], groups = divide_up(K, FIT_GROUP);
+    float *scales = (float *)op->p[1] + row * groups, *zeros = (float *)op->p[2] + row * groups;
+    for (int64_t first = 0; first < groups; first += VW) {
+        Groups it = take_groups(at(op->p[0], row * K, dtype), first, K, dtype);
+        float found[2][VW];
+        vf scale, zero;
+        search(&it, &scale, &zero);
+        store_f32(found[0], scale);
+        store_f32(found[1], zero);
+        size_t bytes = (size_t)min_int(VW, groups - first) * sizeof(float);
+        memcpy(scales + first, found[0], bytes);
+        memcpy(zeros + first, found[1], bytes);
+    }
+}
+
+INLINE void round_row(const Op *op, int64_t row, int dtype) {
+    int64_t K = op->n[0], groups = divide_up(K, FIT_GROUP);
+    const float *scales = (float *)op->p[1] + row * groups, *zeros = (float *)op->p[2] + row * groups;
+    uint8_t *codes = (uint8_t *)op->p[3] + row * K;
+    for (int64_t g = 0; g < groups; g++) {
+        float inverse = 1.0f / scales[g], level[FIT_GROUP];
+        int64_t first = g * FIT_GROUP, size = min_int(FIT_GROUP, K - first);
+        for (int64_t i = 0; i < FIT_GROUP; i++)
+            level[i] = i < size ? load_one(op->p[0], row * K + first + i, dtype) : 0.0f;
+        for (int i = 0; i < FIT_GROUP; i += VW)
+            store_f32(level + i, nearest_level(load_f32(level + i) * inverse + zeros[g]));
+        for (int64_t i = 0; i < size; i++) codes[first + i] = (uint8_t)level[i];
+    }
+}
+
+static int64_t fit_chunks(const Op *op, const Step *step, int threads) {
+    (void)threads;
+    return max_int(1, divide_up(step->counts[op->count], FIT_ROWS));
+}
+
+static void fit_run(const Op *op, const Step *step, int64_t chunk, Worker *me) {
+    (void)me;
+    int64_t last = min_int(step->counts[op->count], (chunk + 1) * FIT_ROWS);
+    for (int64_t row = chunk * FIT_ROWS; row < last; row++)
+        if (op->dtype == F32) fit_row(op, row, F32);
+        else fit_row(op, row, BF16);
+}
+
+static void round_run(const Op *op, const Step *step, int64_t chunk, Worker *me) {
+    (void)me;
+    int64_t last = min_int(step->counts[op->count], (chunk + 1) * FIT_ROWS);
+    for (int64_t row = chunk * FIT_ROWS; row < last; row++)
+        if (op->dtype == F32) round_row(op, row, F32);
+        else round_row(op, row, BF16);
+}
