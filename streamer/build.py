@@ -7,6 +7,7 @@ lazily, and imports every room inside functions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -48,7 +49,7 @@ def loaders(config: Config) -> tuple[LoadRunner, LoadTokenizer]:
     def load(go_on: Callable[[], None]) -> tuple[Runner, ModelInfo]:
         from streamer.model.runner.load import load_runner
 
-        return load_runner(_with_folder(config, folder()), go_on=go_on)
+        return load_runner(_with_draft(_with_folder(config, folder()), folder()), go_on=go_on)
 
     def load_tokenizer() -> Tokenizer:
         return read_tokenizer(folder(), config.chat_template)
@@ -69,10 +70,13 @@ def read_tokenizer(model: Path, chat_template: str | None = None) -> FolderToken
 
 
 def _fake_loaders(config: Config) -> tuple[LoadRunner, LoadTokenizer]:
+    from streamer.errors import ConfigError
     from streamer.fake.model import load_fake, parse_name
     from streamer.fake.tokenizer import load_fake_tokenizer
     from streamer.tokenizer.tokenizer import read_template
 
+    if config.draft_model is not None:
+        raise ConfigError("speculative_model: the fake model has none", param="speculative_model")
     options = parse_name(config.model or "fake")  # a bad name is refused at once
 
     def load_tokenizer() -> Tokenizer:
@@ -194,6 +198,31 @@ def _first_bytes(file: str, revision: str | None) -> bytes:
             return bytes(f.read(PEEK_BYTES))
     except Exception:
         return b""
+
+
+def _with_draft(config: Config, model: Path) -> Config:
+    """The Config with its draft model's folder or file; ConfigError if that has other tokens."""
+    from msgspec.structs import replace
+
+    from streamer.errors import ConfigError
+
+    if config.draft_model is None:
+        return config
+    try:
+        path = resolve_model(replace(config, model=config.draft_model, revision=None))
+    except ConfigError as e:
+        raise ConfigError(f"speculative_model: {e.message}", param="speculative_model") from e
+    ours, theirs = read_tokenizer(model).token_bytes(), read_tokenizer(path).token_bytes()
+    if ours != theirs:
+        pairs = enumerate(zip_longest(ours, theirs))
+        at, (one, other) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
+        raise ConfigError(
+            f"speculative_model: {path} has other tokens than {model}: token {at} is {other!r} "
+            f"there, {one!r} here; a draft model needs the same tokenizer",
+            param="speculative_model",
+        )
+    method = replace(config.speculative_config, method=config.speculation_method, model=None)
+    return replace(config, speculative_model=str(path), speculative_config=method)
 
 
 def _with_folder(config: Config, folder: Path) -> Config:

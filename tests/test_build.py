@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import shutil
 import subprocess
 import sys
 from fnmatch import fnmatch
@@ -16,7 +17,7 @@ import gguf
 import pytest
 
 import streamer.demo
-from streamer.build import resolve_model
+from streamer.build import loaders, resolve_model
 from streamer.config import Config
 from streamer.engine.engine import AsyncEngine
 from streamer.errors import ConfigError, ModelNotSupported
@@ -50,6 +51,23 @@ def test_a_missing_path_is_never_searched_on_the_hub(model: str) -> None:
     with pytest.raises(ConfigError, match="there is no folder or file") as refusal:
         resolve_model(Config(model=model))
     assert refusal.value.param == "model"
+
+
+def test_a_draft_model_needs_the_models_tokenizer(tmp_path: Path) -> None:
+    """Refused before weights are read, by the first token that differs; and a path that is none."""
+    model, draft = tmp_path / "model", tmp_path / "draft"
+    for folder in (model, draft):
+        shutil.copytree(streamer.demo.DRAFT, folder)
+    tokenizer = json.loads((draft / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    (first, one), (second, two) = [item for item in vocab.items() if 300 < item[1] < 303]
+    vocab[first], vocab[second] = two, one
+    (draft / "tokenizer.json").write_text(json.dumps(tokenizer))
+    for path, says in ((draft, "token 301 is"), (tmp_path / "gone", "there is no folder")):
+        load, _ = loaders(Config(model=str(model), speculative_model=str(path)))
+        with pytest.raises(ConfigError, match=says) as refusal:
+            load(lambda: None)
+        assert refusal.value.param == "speculative_model"
 
 
 def test_a_hub_id_out_of_reach_is_a_clear_refusal() -> None:

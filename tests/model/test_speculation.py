@@ -18,7 +18,10 @@ import pytest
 from streamer.core.plan import Cancel, Facts, Finish, FinishReason, Pause, Resume, TokenLogprob
 from streamer.core.request import Sequence
 from streamer.core.sampling import SamplingParams
+from streamer.core.speculation.speculator import Speculator
+from streamer.core.speculation.values import SpeculationSizes
 from streamer.kernels import ops
+from streamer.model import memory
 from tests.model.sync_engine import SyncEngine
 from tests.model.test_decoder import random_tokens
 from tests.model.test_parity import MIXED, RECOMPUTE, SWAP
@@ -253,3 +256,42 @@ def test_with_cancels_and_pauses(model: Model, depth: int) -> None:
             assert answer.tokens == answers[key].tokens[:count]
             assert answer.logprobs == answers[key].logprobs[: len(answer.logprobs)]
     assert oracle.left_unsettled > 0 or depth == 0
+
+
+@pytest.mark.parametrize("small", ["llama", "qwen2"])
+def test_with_a_draft_model(model: Model, checkpoint: Any, small: str) -> None:
+    """The model as its own draft, which is always right, and one that never is: through swaps and
+    recomputations, by the speculation's own choice of lengths."""
+    folder, settings, answers = model
+    sizes = SpeculationSizes(
+        max_proposed=5, has_texts=False, has_recent=False, has_draft=True,
+        min_match=0, max_match=0, max_indexed=0,
+    )  # fmt: skip
+    engine = SyncEngine(
+        folder, speculation=Speculator(sizes), speculative_model=str(checkpoint(small, 1)),
+        costs=MIXED | {"step_s": ((1, 1.0), (64, 1.1)), "draft_s": 0.01}, **{**settings, **TIGHT},
+    )  # fmt: skip
+    for i in range(len(ASKS)):
+        add(engine, i, answers)
+    engine.run()
+    check(engine, answers, range(len(ASKS)))
+    assert sum(engine.preemptions) >= 3
+    proposed, accepted = engine.stats.proposed_tokens, engine.stats.accepted_tokens
+    if small == "llama":
+        assert accepted == proposed > 100
+    else:
+        assert 0 < proposed < 300
+
+
+def test_a_draft_models_memory_is_counted(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks beside the model's, and two spare ones for each row."""
+    folder, free = checkpoint("llama", 1), 40 << 20
+    monkeypatch.setattr(memory, "device_free_bytes", lambda where: free)
+    sizes = {"num_gpu_blocks_override": None, "max_num_seqs": 100, "gpu_memory_utilization": 0.5}
+    sizes["max_num_batched_tokens"] = 512
+    drafted = SyncEngine(folder, speculative_model=str(folder), **sizes)
+    block = drafted.info.block_bytes
+    assert drafted.info.num_blocks == (free - 100 * 2 * block) // 2 // (2 * block)
+    runner: Any = drafted.runner
+    pool = runner._drafter._pool
+    assert pool.shape[0] == drafted.info.num_blocks + 200

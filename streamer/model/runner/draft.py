@@ -70,16 +70,17 @@ class Drafter:
         shape = model.num_layers, size, model.num_kv_heads, model.head_dim, model.dtype
         self._pool = kernels.new_pool(sizes.num_blocks + num_spares, *shape)
         self._filled: Ints = np.zeros(sizes.num_blocks, np.int64)  # tokens from a block's start on
-        self._tokens: dict[int, list[int]] = {}  # row -> its known tokens
+        self._tokens: dict[int, list[int]] = {}  # known ones, of rows that may speculate
         self._forked: frozenset[int] = frozenset()  # rows of this plan that share a block's rest
         model.prepare(sizes.limits)
 
     def update(self, plan: Plan) -> None:
         """The plan's leaves, joins and copies. Swapped blocks are not filled here."""
         for row in plan.leaves:
-            del self._tokens[row]
+            self._tokens.pop(row, None)
         for join in plan.joins:
-            self._tokens[join.row] = list(join.tokens)
+            if join.params.speculation:
+                self._tokens[join.row] = list(join.tokens)
         self._forked = _forked(plan.joins)
         if plan.copies:
             source, target = np.array(plan.copies).T
@@ -94,7 +95,8 @@ class Drafter:
         prompts = [
             _Part(chunk.row, chunk.start, chunk.start + chunk.count, 0)
             for chunk in plan.chunks
-            if not chunk.tokens
+            if chunk.row in self._tokens
+            and not chunk.tokens
             and chunk.start + chunk.count <= self._draft.max_len
             and chunk.start <= self._progress(chunk.row, chunk.start)
         ]
@@ -106,7 +108,8 @@ class Drafter:
     def extend(self, result: StepResult) -> None:
         """These tokens are known."""
         for row, token in zip(result.rows, result.tokens, strict=True):
-            self._tokens[row].append(token)
+            if row in self._tokens:
+                self._tokens[row].append(token)
 
     def propose(self, drafts: Sequence[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
         """For each (row, number of tokens): what this model draws after the known ones, or less:
@@ -198,8 +201,11 @@ class Drafter:
             slots=torch.from_numpy(slots),
             block_size=self._size,
         )
+        # The vocabularies may be padded to different widths; what no text has may be any token.
+        flat = torch.tensor([token for part in tokens for token in part])
+        flat[flat >= self._draft.model.vocab_size] = 0
         return self._draft.model.forward(
-            torch.tensor([token for part in tokens for token in part]),
+            flat,
             torch.from_numpy(positions),
             batch,
             self._pool,
@@ -216,7 +222,7 @@ class Drafter:
         return np.append(own, spare + np.arange(-(-end // size) - len(own)))
 
     def _widen(self, logits: torch.Tensor) -> torch.Tensor:
-        """Vocabularies may be padded to different widths."""
+        """The logits, at least as wide as the runner's vocabulary."""
         missing = self._vocab_size - logits.shape[1]
         if missing <= 0:
             return logits
@@ -224,7 +230,7 @@ class Drafter:
 
 
 def spare_blocks(max_drafted: int, block_size: int) -> int:
-    """Spare blocks of a row: its newest token may need a new block, the drafted ones more."""
+    """Spare blocks of a row: its newest token may need a new block, those drafted after it more."""
     return -(-max_drafted // block_size) + 1
 
 

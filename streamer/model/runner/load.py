@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import torch
 
 from streamer.config import Config
@@ -24,6 +25,7 @@ from streamer.model.loader import DTYPES, load_decoder, progress_bar
 from streamer.model.runner.cpu import CpuRunner
 from streamer.model.runner.cuda import CudaRunner, step_bytes
 from streamer.model.runner.device import CudaDevice, Device, choose_device
+from streamer.model.runner.draft import DraftModel, spare_blocks
 from streamer.model.runner.interface import CausalModel, RunnerSizes
 
 logger = logging.getLogger(__name__)
@@ -47,25 +49,27 @@ def load_runner(
     kernels = ops.choose(where)
     checkpoint = open_checkpoint(Path(config.model), config.quantization)
     known = recognize(checkpoint, config.dtype, where)
+    small = _recognize_draft(config, where)
+    parts = [known] if small is None else [known, small]
+    weight_bytes = sum(part.weight_bytes for part in parts)
     free = memory.device_free_bytes(where)
-    memory.check_weights_fit(known.weight_bytes, free)
+    memory.check_weights_fit(weight_bytes, free)
     kv_dtype = known.kv_dtype(config.kv_cache_dtype)
-    block_bytes = known.block_bytes(config)
 
     def plan_pools(free: int) -> memory.PoolSizes:
         return memory.plan_pools(
             config,
-            block_bytes=block_bytes,
+            block_bytes=known.block_bytes(config) + _draft_block_bytes(config, small),
             model_limit=known.model_limit,
-            free=free,
+            free=free - _spare_bytes(config, small),
             host_free=None if device is None else memory.free_bytes(),
         )
 
-    plan_pools(free - known.weight_bytes)  # refuses before minutes of loading
+    plan_pools(free - weight_bytes)  # refuses before minutes of loading
     if device is None:
         _set_threads(known, kernels)
-    model = _load_model(kernels, known, where, config.load_progress, go_on)
-    peak = 0
+    models = [_load_model(kernels, part, where, config.load_progress, go_on) for part in parts]
+    model, peak = models[0], 0
     if device is not None:
         peak = step_bytes(device, kernels, model, config, known.model_limit, kv_dtype)
     left = memory.device_free_bytes(where) if device is None else device.free_bytes()
@@ -73,7 +77,23 @@ def load_runner(
     if pools.limited_by:
         says = "context limited to %d of the model's %d tokens: %s"
         logger.warning(says, pools.max_model_len, known.model_limit, pools.limited_by)
-    sizes = RunnerSizes(
+    sizes = _sizes(config, pools, where, kv_dtype)
+    info = model_info(known, config, pools, known.block_bytes(config), where)
+    if device is None:
+        most = config.speculative_config.num_speculative_tokens
+        draft = DraftModel(models[1], small.model_limit, most) if small is not None else None
+        return CpuRunner(ops.for_cpu(), model, sizes, draft), info
+    runner = CudaRunner(device, kernels, model, sizes)
+    runner.warm()
+    if model.is_recordable:
+        runner.record(peak, config.load_progress)
+    return runner, info
+
+
+def _sizes(
+    config: Config, pools: memory.PoolSizes, where: torch.device, kv_dtype: torch.dtype
+) -> RunnerSizes:
+    return RunnerSizes(
         num_blocks=pools.num_blocks,
         num_host_blocks=pools.num_host_blocks,
         block_size=config.block_size,
@@ -82,14 +102,28 @@ def load_runner(
         max_model_len=pools.max_model_len,
         kv_dtype=kv_dtype,
     )
-    info = model_info(known, config, pools, block_bytes, where)
-    if device is None:
-        return CpuRunner(ops.for_cpu(), model, sizes), info
-    runner = CudaRunner(device, kernels, model, sizes)
-    runner.warm()
-    if model.is_recordable:
-        runner.record(peak, config.load_progress)
-    return runner, info
+
+
+def _recognize_draft(config: Config, where: torch.device) -> Recognized | None:
+    """The draft model of the config, if it has one."""
+    if config.draft_model is None:
+        return None
+    if where.type != "cpu":
+        why = "draft models run on the CPU alone so far; without one, speculation does on a GPU too"
+        raise ConfigError(f"speculative_model: {why}", param="speculative_model")
+    return recognize(open_checkpoint(Path(config.draft_model)), config.dtype, where)
+
+
+def _draft_block_bytes(config: Config, small: Recognized | None) -> int:
+    """Bytes of a block of the draft model's pool, which is never quantized."""
+    if small is None:
+        return 0
+    return small.block_bytes(msgspec.structs.replace(config, kv_cache_dtype="auto"))
+
+
+def _spare_bytes(config: Config, small: Recognized | None) -> int:
+    count = spare_blocks(config.speculative_config.num_speculative_tokens, config.block_size)
+    return config.max_num_seqs * count * _draft_block_bytes(config, small)
 
 
 def _load_model(
