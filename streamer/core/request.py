@@ -93,7 +93,6 @@ class Sequence:
         "row",
         "run_end",
         "shares_tail",
-        "tail",
         "tokens",
     )
 
@@ -113,7 +112,6 @@ class Sequence:
         self.row = -1
         self.joined = False  # the runner knows the row
         self.shares_tail = False  # the block it writes next may be in other tables
-        self.tail = b""  # last output bytes, for stop strings across tokens
         self.finish_reason: FinishReason | None = None
         self.provisional: tuple[int, ...] = ()
         self.num_proposed = 0
@@ -166,9 +164,11 @@ class Request:
         "arrival",
         "copied_tokens",
         "evictions",
+        "harmless",
         "is_held",
         "last_swap",
         "max_tokens",
+        "num_at_most",
         "num_charged",
         "num_scored",
         "num_to_score",
@@ -186,6 +186,8 @@ class Request:
         self.request_id = add.request_id
         self.arrival = arrival
         self.max_tokens = max_tokens
+        self.num_at_most = len(add.prompt) + max_tokens  # tokens of each choice, prompt included
+        self.harmless: set[int] = set()  # drawn tokens within which no stop string can end
         self.status = Status.WAITING
         self.is_held = False  # paused by its reader, whatever its status
         self.share = Share()  # its tenant's account; FairQueue.open sets the shared one

@@ -8,6 +8,7 @@ are matched on bytes, by the tokenizer's token-to-bytes table, for requests that
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from streamer.core.plan import (
@@ -115,14 +116,16 @@ def prompt_scores(state: State, result: StepResult) -> dict[str, tuple[TokenLogp
 def examine(state: State, seq: Sequence, token: int) -> None:
     """Publish a full block, finish the choice if it ends, and set its next `examine_at`.
 
-    With stop strings that is every token, without them a block's or the sequence's last.
+    With stop strings that is every token that may end one, without them a block's or the
+    sequence's last.
     """
-    num_known, size = len(seq.tokens), state.config.block_size
+    num_known, size, request = len(seq.tokens), state.config.block_size, seq.request
+    if num_known % size and token in request.harmless and num_known < request.num_at_most:
+        return
     if num_known % size == 0 and seq.blocks:
         state.kv.publish(seq)
-    add = seq.request.add
-    limit = len(add.prompt) + seq.request.max_tokens
-    seq.examine_at = 0 if add.stop else min((num_known // size + 1) * size, limit)
+    block_end = (num_known // size + 1) * size
+    seq.examine_at = 0 if request.add.stop else min(block_end, request.num_at_most)
     end_if_due(state, seq, token)
 
 
@@ -142,9 +145,18 @@ def end_if_due(state: State, seq: Sequence, token: int) -> None:
     if add.stop:
         table = state.config.token_bytes
         piece = table[token] if token < len(table) else b""
-        found = find_stop(seq.tail, piece, add.stop) if may_stop else None
+        found = None
+        if not can_end(piece, add.stop):
+            if token not in add.stop_ids:
+                seq.request.harmless.add(token)
+        elif may_stop:
+            known, first = seq.tokens, len(add.prompt)
+            earlier = (known[i] for i in range(len(known) - 2, first - 1, -1))
+            pieces = (table[t] for t in earlier if t < len(table))
+            tail = last_bytes(pieces, max(map(len, add.stop)) - 1)
+            found = find_stop(tail, piece, add.stop)
         if found is not None:
-            before = _num_bytes(state, seq, num_output - 1) - len(seq.tail)
+            before = _num_bytes(state, seq, num_output - 1) - len(tail)
             state.finish(
                 seq,
                 FinishReason.STOP,
@@ -152,7 +164,6 @@ def end_if_due(state: State, seq: Sequence, token: int) -> None:
                 stop=add.params.stop[found[1]],
             )
             return
-        seq.tail = next_tail(seq.tail, piece, add.stop)
     if num_output >= seq.request.max_tokens:
         state.finish(seq, FinishReason.LENGTH)
 
@@ -184,8 +195,17 @@ def find_stop(tail: bytes, piece: bytes, stops: Seq[bytes]) -> tuple[int, int] |
     return best
 
 
-def next_tail(tail: bytes, piece: bytes, stops: Seq[bytes]) -> bytes:
-    """The end of `tail + piece` in which a later match may begin."""
-    keep = max(len(stop) for stop in stops) - 1
-    text = tail + piece
-    return text[len(text) - keep :] if keep and len(text) > keep else text if keep else b""
+def can_end(piece: bytes, stops: Seq[bytes]) -> bool:
+    """Whether a stop string can end within `piece`, whatever comes before it."""
+    ends = [piece[: i + 1] for i in range(len(piece))]
+    return any(end.endswith(stop) or stop.endswith(end) for stop in stops for end in ends)
+
+
+def last_bytes(pieces: Iterable[bytes], length: int) -> bytes:
+    """The last `length` bytes of a text, or all, from its pieces, last to first."""
+    text = b""
+    for piece in pieces if length else ():
+        text = piece + text
+        if len(text) >= length:
+            return text[len(text) - length :]
+    return text

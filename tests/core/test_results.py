@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from streamer.core.blocks import BlockHasher
 from streamer.core.plan import Add, Facts, Finish, FinishReason, StepResult, TokenLogprob
-from streamer.core.results import find_stop, next_tail
+from streamer.core.results import can_end, find_stop, last_bytes
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler
 from tests.core.driver import make_config
@@ -118,13 +118,13 @@ def test_a_failed_row_fails_its_request_alone_and_its_blocks_are_not_matched() -
 
 def first_stop(pieces: list[bytes], stops: list[bytes]) -> int | None:
     """Feed the pieces one by one; the byte at which the text ends."""
-    tail, done = b"", 0
-    for piece in pieces:
+    for i, piece in enumerate(pieces):
+        if not can_end(piece, stops):
+            continue
+        tail = last_bytes(reversed(pieces[:i]), max(map(len, stops)) - 1)
         found = find_stop(tail, piece, stops)
         if found is not None:
-            return done - len(tail) + found[0]
-        done += len(piece)
-        tail = next_tail(tail, piece, stops)
+            return sum(map(len, pieces[:i])) - len(tail) + found[0]
     return None
 
 
@@ -142,8 +142,14 @@ def test_a_stop_character_split_across_tokens_is_matched() -> None:
     assert first_stop([b"5 ", euro[:1], euro[1:]], [euro]) == 2
 
 
-def test_a_one_byte_stop_keeps_no_tail() -> None:
-    assert next_tail(b"", b"abc", [b"x"]) == b""
+def test_a_one_byte_stop_needs_no_bytes_before() -> None:
+    assert last_bytes(iter([b"abc"]), 0) == b""
+
+
+def test_pieces_that_can_not_end_a_stop_string() -> None:
+    assert [can_end(piece, [b"abc"]) for piece in (b"", b"ab", b"c", b"bcx", b"ac", b"xabcx")] == [
+        False, False, True, True, False, True,
+    ]  # fmt: skip
 
 
 @given(
