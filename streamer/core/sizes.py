@@ -13,8 +13,8 @@ from streamer.core.speculation.index import LONGEST
 from streamer.core.speculation.values import SpeculationSizes
 from streamer.errors import ConfigError, ContextLengthExceeded
 
-# Each scored token is a row of logits beside those of the rows that draw: 256 are 128 MiB in fp32
-# at a vocabulary of 128k. A longer prompt is computed in more steps.
+# Each scored or provisional token is a row of logits beside those of the rows that draw: 256 are
+# 128 MiB in fp32 at a vocabulary of 128k. A longer prompt is computed in more steps.
 MAX_SCORED = 256
 
 # Beside a prompt of 2,048 tokens, `streamer bench paper --only chunks` (a 20 M model, two cores,
@@ -55,7 +55,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes the scheduler works within. Token counts, blocks, and bytes of one block.
 
     is_paced    prompts beside running answers are cut by measured time, within the budget
-    max_scored_tokens  maximum of prompt tokens that a step scores
+    max_scored_tokens  maximum of prompt tokens that a step scores and provisional ones it verifies
     token_bytes  token id -> its bytes in the text (special tokens: empty), for stop strings
     speculation  what is proposed before it is drawn; None: nothing
     """

@@ -37,7 +37,8 @@ WATERMARK = 0.01  # of the pool stays free when a request is admitted beside oth
 class Draft:
     """The plan being built.
 
-    budget    tokens left in the step;  to_score: prompt tokens it may still score
+    budget    tokens left in the step;  to_score: prompt tokens it may still score, or provisional
+              ones it may verify
     stalled   running sequences that got no block in this plan
     begun     requests admitted without blocks in this plan
     starts    where each chunk of this plan began, to know what was computed before it

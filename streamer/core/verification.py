@@ -41,7 +41,7 @@ def speculate(state: State, speculation: Speculation, draft: Draft) -> list[Sequ
     if ahead:
         done.update(speculation.wait(ahead, state.facts))
     draft.idle += [seq.row for seq in lineup if seq in done and seq.joined]
-    budget = draft.budget - len(lineup)
+    budget = min(draft.budget - len(lineup), draft.to_score)
     if has_prompts:
         budget //= 2  # a prompt need not wait until no row has anything to verify
     if known and budget > 0:
@@ -110,6 +110,7 @@ def verify(state: State, seq: Sequence, tokens: tuple[int, ...], draft: Draft) -
     count = len(run)
     draft.chunks.append(Chunk(seq.row, seq.num_computed, count, num_draws=count, tokens=run))
     draft.budget -= count
+    draft.to_score -= len(tokens)
     draft.num_tokens += count
     draft.num_samples += count
     seq.provisional = tokens

@@ -335,6 +335,22 @@ def test_prompts_keep_half_of_what_decodes_leave() -> None:
     driver.drain()
 
 
+def test_provisional_and_scored_tokens_share_a_bound() -> None:
+    """Each is a row of logits beside one for each row that draws."""
+    driver = Driver(
+        make_config(num_blocks=60, max_scored_tokens=6),
+        speculation=Scripted(2, share=1.0, most=9, errors=0.2),
+    )
+    for i in range(4):
+        driver.add([1 + i, 2, 3], max_tokens=40)
+    while driver.step():
+        if len(driver.plans) == 10:
+            driver.add(list(range(1, 30)), prompt_logprobs=0, max_tokens=3)
+    beside = [sum(c.score + max(0, c.num_draws - 1) for c in p.chunks) for p in driver.plans]
+    assert max(beside) == 6
+    assert len(driver.finishes) == 5
+
+
 def test_a_tenant_pays_for_kept_tokens_alone() -> None:
     times = []
     for script in (None, Scripted(4, share=1.0, errors=0.3)):

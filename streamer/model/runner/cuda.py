@@ -371,7 +371,7 @@ def step_bytes(
     kv_dtype: torch.dtype,
 ) -> int:
     """Memory that the largest step takes beside weights and pools, by running one: all rows draw,
-    with penalties and log probabilities, whose token counts are included."""
+    with provisional tokens, penalties and log probabilities; token counts are included."""
     count, rows = batched_tokens(config, "cuda"), config.max_num_seqs
     longest = min(count, model_limit)
     lens = [longest] * (count // longest) + [count % longest] * (count % longest > 0)
@@ -381,9 +381,10 @@ def step_bytes(
         counts = TokenCounts(model.vocab_size, device, rows)
         num_last = min(count, rows + MAX_SCORED)
         logits = _prompts(model, pool, config.block_size, lens, num_last)
-        x = logits[:rows, : model.vocab_size].float()
+        num_drawn = rows if config.speculation_method == "none" else num_last
+        x = logits[:num_drawn, : model.vocab_size].float()
         at = torch.arange(len(x), device=device.where)
-        counts.penalise(x, at, at, torch.ones(len(x), 1, 3, device=device.where))
+        counts.penalise(x, at, at % rows, torch.ones(len(x), 1, 3, device=device.where))
         x.log_softmax(-1)
 
     pool = kernels.new_pool(
