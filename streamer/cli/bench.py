@@ -33,6 +33,10 @@ BENCHES = {
     "offline": Command(
         "streamer.loadtest.inside.offline.command", "throughput, latency and swap, without a server"
     ),
+    "speculation": Command(
+        "streamer.loadtest.inside.speculation.command",
+        "speculation beside none: edits, text without repeats, a draft model",
+    ),
     "page": Command(
         "streamer.loadtest.inside.page.command", "the page in a browser, beside its budget"
     ),

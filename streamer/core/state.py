@@ -275,6 +275,7 @@ class State:
     launched, collected   numbers of the last plan made and the last one applied
     copy_plans            plans whose swap copies are not done
     speculation           chooses provisional tokens; None: off
+    num_unsettled         verifications whose plans are not applied
     """
 
     def __init__(
@@ -297,6 +298,7 @@ class State:
         self.collected = 0
         self.copy_plans: deque[int] = deque()
         self.speculation = speculation
+        self.num_unsettled = 0
 
     # ------------------------------------------------------------ time
 

@@ -10,8 +10,6 @@ blocks that neither the queue's head nor a running row lacks, and preempt no req
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from itertools import groupby
-from operator import itemgetter
 from typing import NamedTuple
 
 from streamer.core.admission import blocks_needed
@@ -26,11 +24,14 @@ from streamer.errors import InvariantViolated
 
 def speculate(state: State, speculation: Speculation, draft: Draft) -> list[Sequence]:
     """Verify what is proposed for the running sequences; returns those still to be scheduled."""
+    lineup = state.requests.lineup()
+    budget = min(draft.budget - len(lineup), draft.to_score)
+    if not state.num_unsettled and not speculation.may_gain(len(lineup), budget, state.facts):
+        return lineup
     known: list[Sequence] = []
     ahead: list[Sequence] = []
     done: set[Sequence] = set()
     has_prompts = state.queue.head() is not None
-    lineup = state.requests.lineup()
     for seq in lineup:
         if seq.provisional:
             done.add(seq)
@@ -41,7 +42,6 @@ def speculate(state: State, speculation: Speculation, draft: Draft) -> list[Sequ
     if ahead:
         done.update(speculation.wait(ahead, state.facts))
     draft.idle += [seq.row for seq in lineup if seq in done and seq.joined]
-    budget = min(draft.budget - len(lineup), draft.to_score)
     if has_prompts:
         budget //= 2  # a prompt need not wait until no row has anything to verify
     if known and budget > 0:
@@ -114,6 +114,7 @@ def verify(state: State, seq: Sequence, tokens: tuple[int, ...], draft: Draft) -
     draft.num_tokens += count
     draft.num_samples += count
     seq.provisional = tokens
+    state.num_unsettled += 1
     seq.num_computed += 1
     seq.num_pending += 1
     seq.plain_until = 0
@@ -125,6 +126,8 @@ def plan_drafts(
     state: State, speculation: Speculation, draft: Draft
 ) -> tuple[tuple[int, int], ...]:
     """Plan.drafts: of the rows that draw in this plan, those the runner proposes tokens for."""
+    if not speculation.has_drafts:
+        return ()
     idle = set(draft.idle)
     drawing = [
         seq
@@ -180,10 +183,7 @@ def take(state: State, plan: Plan, result: StepResult) -> list[Run]:
 def settle(state: State, speculation: Speculation, runs: list[Run], result: StepResult) -> None:
     """After the tokens are known: give back blocks, and report to the speculation."""
     owners = state.rows.owners
-    for row, drawn in groupby(zip(result.rows, result.tokens, strict=True), itemgetter(0)):
-        seq = owners[row]
-        if seq is not None and seq.joined:
-            speculation.extend(seq, [token for _, token in drawn])
+    state.num_unsettled -= len(runs)
     for seq, tokens in runs:
         num_proposed, num_accepted = len(seq.provisional), max(0, len(tokens) - 1)
         seq.provisional = ()
@@ -193,6 +193,6 @@ def settle(state: State, speculation: Speculation, runs: list[Run], result: Step
         if seq.joined:
             speculation.observe(seq, num_proposed, num_accepted)
     for row, proposal in result.proposals.items():
-        seq = owners[row]
-        if seq is not None and seq.joined:
-            speculation.proposed(seq, proposal)
+        owner = owners[row]
+        if owner is not None and owner.joined:
+            speculation.proposed(owner, proposal)

@@ -259,7 +259,7 @@ class Driver:
         state = self.scheduler.state
         assert not state.requests.by_id
         if self.speculation is not None:
-            assert not self.speculation.num_known, "a sequence has not ended for the speculation"
+            assert not self.speculation.rows, "a sequence has not ended for the speculation"
         assert not any(state.requests.counts[s] for s in Status if s is not Status.FINISHED)
         for pool in (state.kv.device, state.kv.host):
             assert pool.num_free == pool.num_blocks, f"{pool.name} blocks leaked"

@@ -17,14 +17,14 @@ from tests.core.device import VOCAB, continuation
 class Scripted:
     """`share` of the rows get tokens, up to `most`; `errors`: share of the tokens that are wrong.
 
-    num_known  sequence that has a row -> its known tokens, as reported
+    rows  sequences that have a row
     asked      sequence -> the length of its latest proposal
     """
 
     def __init__(
         self, seed: int, *, share: float = 0.7, most: int = 6, errors: float = 0.2
     ) -> None:
-        self.num_known: dict[Sequence, int] = {}
+        self.rows: set[Sequence] = set()
         self.asked: dict[Sequence, int] = {}
         self.num_proposed = self.num_accepted = 0
         self._rng = random.Random(seed)
@@ -32,17 +32,19 @@ class Scripted:
         self._drafts: dict[Sequence, tuple[int, tuple[int, ...]]] = {}
 
     def begin(self, seq: Sequence) -> None:
-        assert seq not in self.num_known
+        assert seq not in self.rows
         assert not seq.num_pending
-        self.num_known[seq] = len(seq.tokens)
-
-    def extend(self, seq: Sequence, tokens: Seq[int]) -> None:
-        assert seq.tokens[self.num_known[seq] :] == list(tokens)
-        assert tokens
-        self.num_known[seq] += len(tokens)
+        self.rows.add(seq)
 
     def end(self, seq: Sequence) -> None:
-        del self.num_known[seq]
+        self.rows.remove(seq)
+
+    @property
+    def has_drafts(self) -> bool:
+        return True
+
+    def may_gain(self, num_rows: int, budget: int, facts: Facts) -> bool:
+        return True
 
     def wait(self, rows: Seq[Sequence], facts: Facts) -> list[Sequence]:
         assert all(seq.num_pending for seq in rows)
@@ -54,7 +56,8 @@ class Scripted:
         assert budget > 0
         chosen = {}
         for seq in rows:
-            assert self.num_known[seq] == len(seq.tokens) == seq.num_computed + 1
+            assert seq in self.rows
+            assert len(seq.tokens) == seq.num_computed + 1
             assert not seq.num_pending
             if self._rng.random() < self._share:
                 chosen[seq] = self._tokens(seq)
@@ -74,11 +77,11 @@ class Scripted:
         return tuple((seq, self._rng.randint(1, 3)) for seq in rows if self._rng.random() < 0.2)
 
     def proposed(self, seq: Sequence, tokens: tuple[int, ...]) -> None:
-        assert self.num_known[seq] == len(seq.tokens)
+        assert seq in self.rows
         self._drafts[seq] = len(seq.tokens), tokens
 
     def observe(self, seq: Sequence, num_proposed: int, num_accepted: int) -> None:
-        assert seq in self.num_known
+        assert seq in self.rows
         assert 0 <= num_accepted <= num_proposed
         self.num_proposed += num_proposed
         self.num_accepted += num_accepted

@@ -91,7 +91,12 @@ class Oracle:
 
     def begin(self, seq: Sequence) -> None: ...
 
-    def extend(self, seq: Sequence, tokens: Seq[int]) -> None: ...
+    @property
+    def has_drafts(self) -> bool:
+        return False
+
+    def may_gain(self, num_rows: int, budget: int, facts: Facts) -> bool:
+        return True
 
     def end(self, seq: Sequence) -> None:
         self.left_unsettled += bool(seq.provisional)

@@ -22,14 +22,18 @@ class Speculation(Protocol):
     def begin(self, seq: Sequence) -> None:
         """The sequence takes a row, for the first time or again; it knows `seq.tokens`."""
 
-    def extend(self, seq: Sequence, tokens: Seq[int]) -> None:
-        """A sequence that has a row has appended these to `seq.tokens`."""
-
     def end(self, seq: Sequence) -> None:
-        """The sequence gives up its row; `begin` may follow, unless it has a finish_reason.
+        """The sequence gives up its row; `begin` may follow, unless it has a finish_reason."""
 
-        `seq.tokens` may be longer than `extend` reported, by those of its last step.
-        """
+    @property
+    def has_drafts(self) -> bool:
+        """Whether `drafts` may name any row."""
+        ...
+
+    def may_gain(self, num_rows: int, budget: int, facts: Facts) -> bool:
+        """Whether any proposal can pay beside this many rows; called before the rows are looked at,
+        in every step."""
+        ...
 
     def wait(self, rows: Seq[Sequence], facts: Facts) -> Collection[Sequence]:
         """Those of `rows` that sit this plan out, so that the next one can verify tokens of theirs.

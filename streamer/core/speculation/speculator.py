@@ -107,6 +107,8 @@ class Speculator:
         self._num_waiting = 0  # tokens of ended outputs in the jobs
         self._shared = (Rates(), Rates(), Rates())  # of own output, of what is given, of recent
         self._draft_rate = DRAFT_PRIOR
+        self._facts = Facts()
+        self._step_costs = StepCosts(self._facts)
 
     # ------------------------------------------------------------ rows
 
@@ -137,9 +139,6 @@ class Speculator:
             Source(held.text, given),
             self.sizes.max_match,
         )
-
-    def extend(self, seq: Sequence, tokens: Seq[int]) -> None:
-        """Nothing: what a row has drawn is read where it is needed, or not at all."""
 
     def end(self, seq: Sequence) -> None:
         """Forget a sequence that gave up its row, but for its output, if it has ended."""
@@ -193,15 +192,29 @@ class Speculator:
 
     # ------------------------------------------------------------ proposals
 
-    def choose(
-        self, rows: Seq[Sequence], budget: int, facts: Facts
-    ) -> dict[Sequence, tuple[int, ...]]:
-        """What to verify of each row, the rows' most probable tokens first.
+    @property
+    def has_drafts(self) -> bool:
+        """Whether the runner has a draft model."""
+        return self.sizes.has_draft
+
+    def may_gain(self, num_rows: int, budget: int, facts: Facts) -> bool:
+        """Whether tokens that are sure to be right would pay.
 
         A step whose cost leaves no gain, as with hundreds of rows, costs no work for any row: rows
         follow their tokens when there is one again.
         """
-        costs = StepCosts(facts)
+        return can_gain(self._costs(facts), num_rows, budget)
+
+    def _costs(self, facts: Facts) -> StepCosts:
+        if facts is not self._facts:
+            self._facts, self._step_costs = facts, StepCosts(facts)
+        return self._step_costs
+
+    def choose(
+        self, rows: Seq[Sequence], budget: int, facts: Facts
+    ) -> dict[Sequence, tuple[int, ...]]:
+        """What to verify of each row, the rows' most probable tokens first."""
+        costs = self._costs(facts)
         if not can_gain(costs, len(rows), budget):
             return {}
         self._index()
@@ -239,7 +252,7 @@ class Speculator:
 
     def wait(self, rows: Seq[Sequence], facts: Facts) -> Collection[Sequence]:
         """Rows whose next verification is worth a step without them, and those just drafted for."""
-        costs = StepCosts(facts)
+        costs = self._costs(facts)
         if not can_gain(costs, len(rows), len(rows) * self.sizes.max_proposed):
             return ()
         self._index()
@@ -265,9 +278,7 @@ class Speculator:
 
         One whose drafts fail does without for a while, then has one more tried.
         """
-        if not self.sizes.has_draft:
-            return ()
-        costs = StepCosts(facts)
+        costs = self._costs(facts)
         if not can_gain(costs, len(rows), len(rows) * self.sizes.max_proposed):
             return ()
         drafted, due = [], []

@@ -1,0 +1,1 @@
+"""`streamer bench speculation`: on beside off, on edits and on text with nothing to repeat."""
