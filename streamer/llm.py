@@ -41,12 +41,17 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """One choice. `logprobs` has one entry a token where they were requested."""
+    """One choice. `logprobs` has one entry a token where they were requested.
+
+    cumulative_logprob, score  of a beam search: as in core.plan.Finish
+    """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
     logprobs: tuple[TokenLogprob, ...] | None = None
+    cumulative_logprob: float | None = None
+    score: float | None = None
 
 
 class Output(msgspec.Struct, frozen=True):
@@ -202,7 +207,7 @@ class LLM:
             raise InvalidRequest(f"{len(chosen)} params for {len(prompts)} prompts", param="params")
 
         async def answer(prompt: Any, params: SamplingParams) -> Output:
-            async with self._room.take(params.n):
+            async with self._room.take(params.num_sequences):
                 text, ids = await encode(prompt)
                 stream = engine.submit(GenerateRequest(prompt=ids, params=params))
                 await stream.wait()  # leaving it, by an error elsewhere, cancels the request
@@ -313,6 +318,8 @@ def _output(text: str | None, stream: TokenStream) -> Output:
                 stream.token_ids(choice),
                 finish.reason.value,
                 stream.logprobs(choice),
+                finish.cumulative_logprob,
+                finish.score,
             )
         )
     usage = Usage(stream.num_prompt_tokens, stream.num_output_tokens, stream.cached_tokens)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import msgspec
@@ -271,6 +271,7 @@ def values_of(parameter: Parameter) -> str:
     most = f"{parameter.field.max_entries:,}"
     texts: dict[Any, str] = {
         bool: "bool",
+        bool | Literal["never"]: 'bool or `"never"`',
         tuple[str, ...]: f"a text or up to {most}, each up to {MAX_STOP_BYTES:,} bytes",
         tuple[int, ...]: f"up to {most} token ids",
         dict[int, float]: f"up to {most} token ids, each to {bounds}",

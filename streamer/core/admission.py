@@ -42,12 +42,7 @@ def shortage(state: State, request: Request) -> tuple[int, int]:
     """(blocks, rows) missing for admission, those on their way counted as there."""
     rows = state.rows
     blocks = blocks_needed(state, request) - state.kv.device.num_free - state.num_coming()
-    return blocks, rows_needed(request) - rows.num_free - rows.num_cooling
-
-
-def rows_needed(request: Request) -> int:
-    """Rows it takes: n from the start, also before its choices fork."""
-    return request.add.params.n if len(request.sequences) == 1 else len(request.live())
+    return blocks, request.num_rows - rows.num_free - rows.num_cooling
 
 
 def blocks_needed(state: State, request: Request) -> int:
@@ -67,9 +62,9 @@ def blocks_needed(state: State, request: Request) -> int:
 
 def admit(state: State, request: Request, draft: Draft) -> bool:
     """Admit the head of the queue; False when it has to wait."""
-    if any(s.num_pending for s in request.sequences):
+    if any(s.num_pending or s.is_unsettled for s in request.sequences):
         return False  # its last token is not known yet
-    num_rows = rows_needed(request)
+    num_rows = request.num_rows
     if num_rows > state.rows.num_free:
         return False
     if not evict_paused_for(state, request, draft):

@@ -240,6 +240,25 @@ class KVManager:
         """Blocks it holds beyond its tokens, for provisional ones."""
         return max(0, len(seq.blocks) - num_blocks_for(seq.num_tokens, self.block_size))
 
+    def adopt(self, parent: Sequence, child: Sequence, after_plan: int) -> None:
+        """The child becomes what the parent is: its tokens and blocks, shared from the first
+        different block on; its own are free when `after_plan` is over."""
+        same = 0
+        for ours, theirs in zip(child.blocks, parent.blocks, strict=False):
+            if ours != theirs:
+                break
+            same += 1
+        shared, old = parent.blocks[same:], child.blocks[same:]
+        self.device.share(shared)
+        self.device.give_back(old, after_plan)
+        child.blocks[same:] = shared
+        self._touch(child, same)
+        child.tokens[same * self.block_size :] = parent.tokens[same * self.block_size :]
+        hashed = min(same, len(child.hashes))
+        child.hashes[hashed:] = parent.hashes[hashed:]
+        child.num_computed, child.num_published = parent.num_computed, parent.num_published
+        child.shares_tail = parent.shares_tail = parent.num_computed % self.block_size > 0
+
     def release(self, seq: Sequence, after_plan: int) -> None:
         """Give all blocks back to both pools; they are free when `after_plan` is over.
 

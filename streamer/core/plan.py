@@ -293,6 +293,9 @@ class Finish(msgspec.Struct, frozen=True):
     detail       why it FAILED; why it was CANCELLED, where the engine did that
     proposed_tokens, accepted_tokens   provisional tokens verified, and those of them that are
                  output tokens
+    cumulative_logprob  of a beam search: the log probability of all its tokens together
+    score        of a beam search: what it was chosen by, cumulative_logprob / its tokens, end token
+                 included, ** length_penalty
     """
 
     request_id: str
@@ -305,6 +308,8 @@ class Finish(msgspec.Struct, frozen=True):
     copied_tokens: int = 0
     proposed_tokens: int = 0
     accepted_tokens: int = 0
+    cumulative_logprob: float | None = None
+    score: float | None = None
 
 
 class NoticeKind(enum.Enum):

@@ -105,6 +105,7 @@ def preempt(state: State, request: Request, draft: Draft) -> None:
     else:
         for seq in live:
             state.kv.release(seq, state.launched)
+            seq.candidates = ()
         state.requests.move(request, Event.DROP)
         state.enqueue(request)
     state.report.preempted(request, None if moves is None else len(moves))

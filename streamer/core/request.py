@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from typing import Final
 
+from streamer.core.beams.search import BeamSearch
 from streamer.core.plan import Add, FinishReason
 from streamer.errors import InvariantViolated
 
@@ -60,7 +61,7 @@ MAY_BE_ADMITTED = frozenset((Status.WAITING, Status.PREEMPTED, Status.SWAPPED, S
 
 
 class Sequence:
-    """One choice: its tokens and how many of them are computed.
+    """One choice, or a hypothesis of a beam search: its tokens and how many of them are computed.
 
     num_computed  tokens whose KV is (or will be, by launched plans) in `blocks`
     num_pending   tokens drawn by launched plans that `apply` has not seen yet
@@ -71,16 +72,21 @@ class Sequence:
     provisional   tokens that a launched plan verifies; its result, not applied yet, settles them
     num_proposed, num_accepted  provisional tokens verified so far, and those of them drawn
     run_end       known tokens after its latest run, if it keeps all of that
+    candidates    of a hypothesis, all its tokens computed: the best next tokens, until all others
+                  of its search have theirs
+    is_unsettled  of a hypothesis: a launched plan finds its candidates
     """
 
     __slots__ = (
         "blocks",
+        "candidates",
         "choice",
         "examine_at",
         "finish_reason",
         "found",
         "hashes",
         "host_blocks",
+        "is_unsettled",
         "joined",
         "num_accepted",
         "num_computed",
@@ -112,6 +118,8 @@ class Sequence:
         self.row = -1
         self.joined = False  # the runner knows the row
         self.shares_tail = False  # the block it writes next may be in other tables
+        self.candidates: tuple[tuple[int, float], ...] = ()
+        self.is_unsettled = False
         self.finish_reason: FinishReason | None = None
         self.provisional: tuple[int, ...] = ()
         self.num_proposed = 0
@@ -157,11 +165,15 @@ class Share:
 
 
 class Request:
-    """One request and its sequences; `sequences` grows from one to n when the prefill ends."""
+    """One request and its sequences; `sequences` grows from one to n when the prefill ends.
+
+    beams  its search, whose hypotheses are the sequences; None: it draws
+    """
 
     __slots__ = (
         "add",
         "arrival",
+        "beams",
         "copied_tokens",
         "evictions",
         "harmless",
@@ -202,6 +214,21 @@ class Request:
         self.queue_position = add.queue_position  # as last sent to its reader; None: not sent
         self.spare_rows: list[int] = []  # reserved for choices that are not forked yet
         self.sequences: list[Sequence] = [Sequence(self, 0, list(add.prompt))]
+        self.beams: BeamSearch | None = None
+        if add.params.use_beam_search:
+            self.beams = BeamSearch(
+                add.params,
+                num_prompt=len(add.prompt),
+                max_tokens=max_tokens,
+                stop_ids=add.stop_ids,
+            )
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that it takes: those of choices and hypotheses to come as well."""
+        if self.beams is not None:
+            return self.beams.width
+        return self.add.params.n if len(self.sequences) == 1 else len(self.live())
 
     @property
     def is_new(self) -> bool:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
+from streamer.core.beams.hypotheses import advance_beams, hear
 from streamer.core.plan import (
     NOT_FINITE,
     FinishReason,
@@ -37,6 +38,8 @@ def apply_result(state: State, plan: Plan, result: StepResult) -> StepOutput:
     owners, drawn_logprobs = state.rows.owners, result.logprobs
     runs = take(state, plan, result) if state.speculation is not None else []
     prompt_logprobs = prompt_scores(state, result) if result.prompt_logprobs else {}
+    if result.candidates:
+        hear(state, result.number, result.candidates)
     for index, (row, token) in enumerate(zip(result.rows, result.tokens, strict=True)):
         seq = owners[row]
         if seq is None:
@@ -62,6 +65,11 @@ def apply_result(state: State, plan: Plan, result: StepResult) -> StepOutput:
         fail_row(state, row, reason, num_drawn=0)
     if state.speculation is not None:
         settle(state, state.speculation, runs, result)
+    if state.beams_due:
+        settled = advance_beams(state)
+        request_ids += [request_id for request_id, _, _ in settled]
+        choices += [choice for _, choice, _ in settled]
+        tokens += [token for _, _, token in settled]
     state.report.drawn(len(tokens))
     finishes, notices = state.report.take()
     return StepOutput(
@@ -138,7 +146,7 @@ def end_if_due(state: State, seq: Sequence, token: int) -> None:
         state.finish(
             seq,
             FinishReason.STOP,
-            text_bytes=_num_bytes(state, seq, num_output - 1),
+            text_bytes=state.num_bytes(seq.tokens[len(add.prompt) : -1]),
             stop=token if token in add.params.stop_token_ids else None,
         )
         return
@@ -156,7 +164,7 @@ def end_if_due(state: State, seq: Sequence, token: int) -> None:
             tail = last_bytes(pieces, max(map(len, add.stop)) - 1)
             found = find_stop(tail, piece, add.stop)
         if found is not None:
-            before = _num_bytes(state, seq, num_output - 1) - len(tail)
+            before = state.num_bytes(seq.tokens[len(add.prompt) : -1]) - len(tail)
             state.finish(
                 seq,
                 FinishReason.STOP,
@@ -166,14 +174,6 @@ def end_if_due(state: State, seq: Sequence, token: int) -> None:
             return
     if num_output >= seq.request.max_tokens:
         state.finish(seq, FinishReason.LENGTH)
-
-
-def _num_bytes(state: State, seq: Sequence, num_output: int) -> int:
-    """Bytes of the first `num_output` output tokens' text; computed once, when a choice ends."""
-    table = state.config.token_bytes
-    first = len(seq.request.add.prompt)
-    known = len(table)
-    return sum(len(table[t]) for t in seq.tokens[first : first + num_output] if t < known)
 
 
 # ---------------------------------------------------------------- stop strings

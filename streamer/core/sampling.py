@@ -18,7 +18,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from types import NoneType
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
 
@@ -29,6 +29,19 @@ MAX_LOGPROBS = 20
 MAX_STOP_BYTES = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_TOKENS = 1 << 24
+# what shapes a draw, or ends an answer by its text: the values that a beam search allows
+BESIDE_BEAMS: Mapping[str, tuple[object, ...]] = {
+    "temperature": (0, 1),
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "logprobs": (None,),
+    "stop": ((),),
+}
 SHOWN_BITS = 128  # a message spells out integers up to this length
 SHOWN_CHARS = 60
 MAX_ID = 1 << 62  # the vocabulary's own size is checked where it is known
@@ -146,6 +159,26 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Field("independent choices from one prompt", (1, MAX_N), is_in_bodies=False, is_flag=False),
     ] = 1
+    # the n best of beam_width hypotheses, instead of n drawn answers
+    use_beam_search: Annotated[
+        bool, Field("search for the most probable answers, instead of drawing one")
+    ] = False
+    # None means n
+    beam_width: Annotated[
+        int | None, Field("hypotheses that a beam search follows at a time", (1, MAX_N))
+    ] = None
+    # of a beam search: an answer's score is its log probability / its tokens ** length_penalty
+    length_penalty: Annotated[
+        float, Field("above 0, a beam search prefers longer answers, below 0 shorter ones", (-5, 5))
+    ] = 1.0
+    early_stopping: Annotated[
+        bool | Literal["never"],
+        Field(
+            'end a beam search as soon as beam_width answers have ended; "never": not before none '
+            "can be better",
+            is_flag=False,
+        ),
+    ] = False
     # they stay in the token ids
     skip_special_tokens: Annotated[
         bool, Field("leave special tokens out of the text", is_flag=False)
@@ -168,6 +201,37 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens})",
                 param="min_tokens",
             )
+        if self.use_beam_search:
+            self._check_beams()
+        else:
+            for name in ("beam_width", "length_penalty", "early_stopping"):
+                if getattr(self, name) != PARAMETERS[name].default:
+                    raise InvalidRequest(f"{name} requires use_beam_search", param=name)
+
+    def _check_beams(self) -> None:
+        """A beam search draws nothing, and ranks by the model's own probabilities."""
+        if self.num_beams < self.n:
+            raise InvalidRequest(
+                f"beam_width ({self.beam_width}) must be at least n ({self.n})", param="beam_width"
+            )
+        for name, allowed in BESIDE_BEAMS.items():
+            if getattr(self, name) not in allowed:
+                raise InvalidRequest(f"{name} can't be set beside use_beam_search", param=name)
+
+    @property
+    def num_beams(self) -> int:
+        """Hypotheses of a beam search."""
+        return self.n if self.beam_width is None else self.beam_width
+
+    @property
+    def num_sequences(self) -> int:
+        """Rows that run at once: its choices, or the hypotheses of its beam search."""
+        return self.num_beams if self.use_beam_search else self.n
+
+    @property
+    def is_wide_by(self) -> str:
+        """The parameter that num_sequences comes from."""
+        return "beam_width" if self.use_beam_search and self.beam_width is not None else "n"
 
     @property
     def is_greedy(self) -> bool:
@@ -306,6 +370,12 @@ def _flag(parameter: Parameter, value: object) -> bool:
     return flag(parameter.name, value)
 
 
+def _flag_or_never(parameter: Parameter, value: object) -> bool | str:
+    if isinstance(value, bool) or (isinstance(value, str) and value == "never"):
+        return value
+    raise _wrong(parameter.name, 'true, false or "never"', value)
+
+
 def _strings(parameter: Parameter, value: object) -> tuple[str, ...]:
     name = parameter.name
     given = (value,) if isinstance(value, str) else entries(name, value)
@@ -346,6 +416,7 @@ _CHECK_OF: Mapping[Any, Callable[[Parameter, object], object]] = {
     float: _number,
     int: _integer,
     bool: _flag,
+    bool | Literal["never"]: _flag_or_never,
     tuple[str, ...]: _strings,
     tuple[int, ...]: _token_ids,
     dict[int, float]: _numbers_of_ids,
@@ -356,10 +427,14 @@ _CHECKS = tuple((parameter, _CHECK_OF[parameter.kind]) for parameter in PARAMETE
 
 
 def params_over(defaults: Mapping[str, float], given: Mapping[str, Any]) -> SamplingParams:
-    """SamplingParams of a model's own defaults, overridden by the `given` fields."""
+    """SamplingParams of a model's own defaults, overridden by the `given` fields.
+
+    A beam search has no defaults of drawing, since it draws nothing.
+    """
+    absent = BESIDE_BEAMS if given.get("use_beam_search") else ()
     values = {
         name: msgspec.convert(value, PARAMETERS[name].kind, strict=False)
         for name, value in defaults.items()
-        if name in PARAMETERS and name not in given
+        if name in PARAMETERS and name not in given and name not in absent
     }
     return SamplingParams(**values, **given)

@@ -75,10 +75,10 @@ class Scheduler:
     def _add(self, add: Add) -> None:
         if add.request_id in self.state.requests.by_id:
             raise InvalidRequest(f"request {add.request_id} exists", param="request_id")
-        n = add.params.n
+        n, name = add.params.num_sequences, add.params.is_wide_by
         if n > self.config.max_num_seqs:
             limit = self.config.max_num_seqs
-            raise InvalidRequest(f"n={n} exceeds max_num_seqs={limit}", param="n")
+            raise InvalidRequest(f"{name}={n} exceeds max_num_seqs={limit}", param=name)
         max_tokens = check_fits(len(add.prompt), n, add.params.max_tokens, self.config)
         self.state.open(add, max_tokens)
 

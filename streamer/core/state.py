@@ -274,6 +274,7 @@ class State:
 
     launched, collected   numbers of the last plan made and the last one applied
     copy_plans            plans whose swap copies are not done
+    beams_due             beam searches of which candidates came: hypotheses.py
     speculation           chooses provisional tokens; None: off
     num_unsettled         verifications whose plans are not applied
     """
@@ -297,6 +298,7 @@ class State:
         self.launched = 0
         self.collected = 0
         self.copy_plans: deque[int] = deque()
+        self.beams_due: dict[Request, None] = {}
         self.speculation = speculation
         self.num_unsettled = 0
 
@@ -379,7 +381,7 @@ class State:
         add = seq.request.add
         self.kv.forget_updates(seq)
         self.rows.join(seq)
-        if self.speculation is not None:
+        if self.speculation is not None and seq.request.beams is None:
             self.speculation.begin(seq)
         draft.joins.append(
             RowJoin(
@@ -403,7 +405,7 @@ class State:
         self.rows.leave_all(request, self.launched, self.collected)
 
     def _end_speculation(self, seq: Sequence) -> None:
-        if self.speculation is not None and seq.joined:
+        if self.speculation is not None and seq.joined and seq.request.beams is None:
             self.speculation.end(seq)
 
     def pause(self, request: Request) -> None:
@@ -433,21 +435,59 @@ class State:
                 accepted_tokens=seq.num_kept_accepted,
             )
         )
+        self._let_go(seq)
+        if len(request.sequences) == request.add.params.n and not request.live():
+            self._close(request)
+
+    def finish_beams(self, request: Request, finishes: Iterable[Finish]) -> None:
+        """End a beam search: its hypotheses, with these finishes of its choices."""
+        for finish in finishes:
+            self.report.finished(finish)
+        for seq in request.live():
+            self.requests.close_choice(seq, finish.reason)
+            self._let_go(seq)
+        self._close(request)
+
+    def _let_go(self, seq: Sequence) -> None:
         self._end_speculation(seq)
         self.rows.leave(seq, self.launched, self.collected)
         self.kv.release(seq, self.launched)
-        if len(request.sequences) == request.add.params.n and not request.live():
-            self.queue.remove(request)
-            self.leave_all(request)
-            self.requests.move(request, Event.FINISH)
-            self.queue.close(request)
+
+    def _close(self, request: Request) -> None:
+        self.queue.remove(request)
+        self.leave_all(request)
+        self.requests.move(request, Event.FINISH)
+        self.queue.close(request)
 
     def finish_all(self, request: Request, reason: FinishReason, detail: str | None = None) -> None:
         """End every choice that is still open, forked or not."""
+        if request.beams is not None:
+            num_tokens, copied = request.beams.num_settled, request.copied_tokens
+            self.finish_beams(
+                request,
+                [
+                    Finish(
+                        request_id=request.request_id,
+                        choice=choice,
+                        reason=reason,
+                        num_tokens=num_tokens,
+                        detail=detail,
+                        copied_tokens=copied,
+                    )
+                    for choice in range(request.add.params.n)
+                ],
+            )
+            return
         for choice in range(len(request.sequences), request.add.params.n):
             self.requests.open_choice(request, choice)
         for seq in request.live():
             self.finish(seq, reason, detail=detail)
+
+    def num_bytes(self, tokens: Iterable[int]) -> int:
+        """Bytes of these tokens' text; computed once, when a choice ends."""
+        table = self.config.token_bytes
+        known = len(table)
+        return sum(len(table[t]) for t in tokens if t < known)
 
     # ------------------------------------------------------------ seen from outside
 

@@ -83,6 +83,7 @@ def decodes(seq: Sequence, draft: Draft) -> bool:
     request, known = seq.request, seq.num_tokens
     return (
         seq.joined
+        and request.beams is None
         and known - seq.num_computed == 1
         and known - len(request.add.prompt) < request.max_tokens
         and seq not in draft.stalled
@@ -107,7 +108,7 @@ def decode(state: State, seq: Sequence) -> None:
 
 def advance(state: State, seq: Sequence, draft: Draft) -> None:
     """Schedule what the budget allows of one sequence, which joins a row or sits out if need be."""
-    request = seq.request
+    request, is_beam = seq.request, seq.request.beams is not None
     known = seq.num_tokens
     remaining = known - seq.num_computed
     is_done = known - len(request.add.prompt) >= request.max_tokens
@@ -124,17 +125,22 @@ def advance(state: State, seq: Sequence, draft: Draft) -> None:
     if not seq.joined:
         state.join(seq, draft)
     samples = count == remaining
-    if remaining > 1:
-        draft.chunks.append(Chunk(seq.row, start, count, int(samples), score))
+    if remaining > 1 or is_beam:
+        # a hypothesis may have become another one, of whose last token the runner does not know
+        tokens = tuple(seq.tokens[start:]) if is_beam and count == 1 else ()
+        draft.chunks.append(Chunk(seq.row, start, count, int(samples), score, tokens))
     draft.starts[seq] = start
     draft.budget -= count
     draft.num_tokens += count
     draft.num_samples += samples
     seq.num_computed += count
-    seq.num_pending += samples
+    if is_beam:
+        seq.is_unsettled = samples
+    else:
+        seq.num_pending += samples
     request.charge_prompt(start, seq.num_computed)
     state.kv.publish(seq)
-    if samples and request.spare_rows:
+    if samples and request.spare_rows and not is_beam:
         fork_choices(state, seq, draft)
     elif remaining > 1 and (not samples or start > 0):
         state.report.prefilled(request, seq.num_computed, known)

@@ -55,6 +55,7 @@ def may_verify(seq: Sequence, draft: Draft) -> bool:
     request, known = seq.request, seq.num_tokens
     return (
         seq.joined
+        and request.beams is None
         and known - seq.num_computed == 1
         and known + 1 - len(request.add.prompt) < request.max_tokens
         and seq not in draft.stalled

@@ -28,7 +28,7 @@ class QueueNeeds(msgspec.Struct, frozen=True, kw_only=True):
 
     priority    lower runs first
     tenant      its owner
-    n           choices
+    n           rows that it takes: choices, or hypotheses of a beam search
     max_wait_s  it is refused if it would wait for longer; None: it waits
     sends_position  its position in the queue is sent to its readers
     """
@@ -98,7 +98,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         return QueueNeeds(
             priority=self.priority,
             tenant=self.tenant,
-            n=self.params.n,
+            n=self.params.num_sequences,
             max_wait_s=min(limits, default=None),
             sends_position=self.sends_position,
         )
@@ -118,11 +118,12 @@ def accept(
         check_ids("stop_token_ids", params.stop_token_ids, info.vocab_size)
     if params.logit_bias:
         check_ids("logit_bias", tuple(params.logit_bias), info.vocab_size)
-    if params.n > sizes.max_num_seqs:
+    n, name = params.num_sequences, params.is_wide_by
+    if n > sizes.max_num_seqs:
         raise InvalidRequest(
-            f"n={params.n} exceeds the {sizes.max_num_seqs} sequences that run at once", param="n"
+            f"{name}={n} exceeds the {sizes.max_num_seqs} sequences that run at once", param=name
         )
-    max_tokens = check_fits(len(prompt), params.n, params.max_tokens, sizes)
+    max_tokens = check_fits(len(prompt), n, params.max_tokens, sizes)
     ids = check_ids("prompt", prompt, info.vocab_size)  # a pass: it is short enough
     if len(request.prediction) > sizes.max_model_len:
         raise InvalidRequest(

@@ -11,6 +11,9 @@ import re
 import time
 from collections.abc import Sequence
 
+import msgspec
+
+from streamer.core.beams.search import num_candidates
 from streamer.core.plan import (
     Chunk,
     Facts,
@@ -46,6 +49,7 @@ class _Row:
     first            known tokens when the output begins
     plain            output tokens that are one number each, before its end
     end              output tokens before its end token
+    num_candidates   of a beam's row, which draws nothing; 0: it draws
     """
 
     __slots__ = (
@@ -56,6 +60,7 @@ class _Row:
         "known",
         "logprobs",
         "num_blocks",
+        "num_candidates",
         "plain",
         "prompt",
         "prompt_end",
@@ -74,6 +79,8 @@ class _Row:
         self.end = _end_of(join, length)
         self.plain = min(self.end, SINGLES)
         self.logprobs = join.params.logprobs
+        beams = join.params.use_beam_search and join.params.num_beams
+        self.num_candidates = num_candidates(beams, len(join.stop_ids)) if beams else 0
         self.prompt_logprobs = join.params.prompt_logprobs
         self.prompt = () if self.prompt_logprobs is None else join.tokens[: self.first]
 
@@ -82,6 +89,17 @@ class _Row:
         index = self.known - self.first
         self.known += 1
         return FIRST_NUMBER + index if index < self.plain else self.late(index)
+
+    def candidates(self) -> tuple[tuple[int, float], ...]:
+        """What it would draw, far before other numbers: the later, the less far, so that the best
+        hypotheses of a search are those that differ last."""
+        index = self.known - self.first
+        token = FIRST_NUMBER + index if index < self.plain else self.late(index)
+        others = range(FIRST_NUMBER, VOCAB_SIZE)
+        rest = [other for other in others[: self.num_candidates] if other != token]
+        far = -5.0 + min(index, 400) / 100
+        found = [(token, -0.1), *((other, far - n / 1000) for n, other in enumerate(rest))]
+        return tuple(found[: self.num_candidates])
 
     def newest(self) -> int:
         """The last known token."""
@@ -204,7 +222,7 @@ class FakeRunner:
         if len(chunks.keys() | idle) != len(plan.chunks) + len(plan.idle):
             raise InvariantViolated(f"plan {plan.number} names a row twice in chunks and idle")
         forks = {join.row: join for join in plan.joins if join.logits_of >= 0}
-        num_tokens, num_draws, rows, tokens = 0, 0, [], []
+        num_tokens, num_draws, rows, tokens, candidates = 0, 0, [], [], {}
         at_end: set[int] = set()  # rows whose last prompt token has its logits in this plan
         scores = {}
         for number, row in self._order:
@@ -215,7 +233,9 @@ class FakeRunner:
                 continue
             chunk = chunks.pop(number, None)
             count, is_drawing = (1, True) if chunk is None else (chunk.count, chunk.num_draws > 0)
-            if chunk is not None and chunk.tokens:
+            if chunk is not None and chunk.tokens and row.num_candidates:
+                row.known = chunk.start + chunk.count
+            elif chunk is not None and chunk.tokens:
                 drawn = self._verify(plan, chunk, row)
                 rows += [number] * len(drawn)
                 tokens += drawn
@@ -232,30 +252,37 @@ class FakeRunner:
             if chunk is not None and chunk.score:
                 scores[number] = found = row.score(chunk)
                 _equal(plan, "scored tokens", chunk.score, len(found))
-            if is_drawing:
+            num_draws += is_drawing
+            if is_drawing and row.num_candidates:
+                candidates[number] = row.candidates()
+            elif is_drawing:
                 if row.computed == row.first:
                     at_end.add(number)
                 rows.append(number)
                 tokens.append(row.draw())
-                num_draws += 1
         if chunks or idle:
             unknown = [*chunks, *idle]
             raise InvariantViolated(f"plan {plan.number}: no sequence has the rows {unknown}")
         for number, join in forks.items():
-            row = self._rows[number]
-            is_whole = row.computed == row.known == row.first <= row.capacity
-            if join.logits_of not in at_end or not is_whole:
-                raise InvariantViolated(
-                    f"plan {plan.number}: row {number} draws from the logits of row "
-                    f"{join.logits_of}, with {row.computed} of {row.known} tokens computed"
-                )
             rows.append(number)
-            tokens.append(row.draw())
+            tokens.append(self._fork(plan, join, at_end))
         _equal(plan, "computed tokens", plan.num_tokens, num_tokens)
         _equal(plan, "samples", plan.num_samples, num_draws + len(forks))
         order = sorted(range(len(rows)), key=rows.__getitem__)  # stable: a run stays in order
         drawn = [tokens[i] for i in order]
-        return self._result(plan, tuple(rows[i] for i in order), drawn, scores)
+        result = self._result(plan, tuple(rows[i] for i in order), drawn, scores)
+        return msgspec.structs.replace(result, candidates=candidates) if candidates else result
+
+    def _fork(self, plan: Plan, join: RowJoin, at_end: set[int]) -> int:
+        """The first token of a row that draws from another's logits."""
+        row = self._rows[join.row]
+        is_whole = row.computed == row.known == row.first <= row.capacity
+        if join.logits_of not in at_end or not is_whole:
+            raise InvariantViolated(
+                f"plan {plan.number}: row {join.row} draws from the logits of row "
+                f"{join.logits_of}, with {row.computed} of {row.known} tokens computed"
+            )
+        return row.draw()
 
     def _verify(self, plan: Plan, chunk: Chunk, row: _Row) -> list[int]:
         """The run of a chunk with provisional tokens."""
@@ -306,7 +333,7 @@ class FakeRunner:
             if row.computed > row.capacity:
                 raise _misfit(plan, join.row, row, 0)
             output = join.tokens[join.num_prompt :]
-            if output != tuple(expected_tokens(0, len(output))):
+            if not row.num_candidates and output != tuple(expected_tokens(0, len(output))):
                 raise InvariantViolated(
                     f"plan {plan.number}: {join.request_id} came back with other output tokens"
                 )

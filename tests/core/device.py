@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from streamer.core.beams.search import BeamSearch, Ended, num_candidates
 from streamer.core.plan import Chunk, Plan, RowJoin, StepResult, TokenLogprob, accepted
 
 VOCAB = 97
@@ -42,6 +43,23 @@ def chain_of(tokens: list[int]) -> list[int]:
 def draw(chain: int, choice: int) -> int:
     """The next token after a prefix, for one of the n choices."""
     return (chain // 7 + choice * 31) % VOCAB
+
+
+def best(chain: int, count: int) -> tuple[tuple[int, float], ...]:
+    """The best tokens after a prefix, with log probabilities that are nowhere equal."""
+    scored = [(-0.1 - (chain // 7 + 31 * t * t) % 1009 / 250 - t * 1e-5, t) for t in range(VOCAB)]
+    scored.sort(reverse=True)
+    return tuple((token, logprob) for logprob, token in scored[:count])
+
+
+def beam_oracle(prompt: tuple[int, ...], beams: BeamSearch, num_stop_ids: int) -> list[Ended]:
+    """What a search outputs, however it was scheduled."""
+    wanted = num_candidates(beams.width, num_stop_ids)
+    known = [list(prompt)]
+    while not beams.is_done:
+        going_on = beams.advance(known, [best(chain_of(tokens)[-1], wanted) for tokens in known])
+        known = [[*known[parent], token] for parent, token in going_on]
+    return beams.ended
 
 
 def score(prompt: tuple[int, ...]) -> list[TokenLogprob]:
@@ -83,6 +101,7 @@ class Device:
         self.memory: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.host: list[list[int | None]] = [[None] * block_size for _ in range(num_host)]
         self.rows: dict[int, Row] = {}
+        self.prefixes: dict[int | None, list[int]] = {}  # by the hash that a cell holds
         self.launched: deque[Plan] = deque()
         self.early: set[int] = set()  # plans whose swap copies run as soon as they may
         self.copying: deque[Plan] = deque()  # plans whose swap copies may still be under way
@@ -190,7 +209,11 @@ class Device:
             chunk = chunks.get(number, Chunk(number, row.computed, 1, num_draws=1))
             assert chunk.start == row.computed
             assert chunk.count > 0
-            if chunk.tokens:
+            if row.join.params.use_beam_search:
+                assert chunk.num_draws < 2
+                if chunk.tokens and number not in {join.row for join in plan.joins}:
+                    row.tokens = [*self._before(row, chunk.start), *chunk.tokens]
+            elif chunk.tokens:
                 assert chunk.count == chunk.num_draws == len(chunk.tokens)
                 assert row.tokens[row.computed :] == [chunk.tokens[0]], "verifies another token"
                 row.tokens += chunk.tokens[1:]
@@ -212,17 +235,22 @@ class Device:
             for position in range(row.computed, row.computed + chunk.count):
                 block, offset = divmod(position, self.size)
                 self.memory[row.table[block]][offset] = chains[position]
+                self.prefixes[chains[position]] = row.tokens[: position + 1]
                 stored.append(row.table[block])
             row.computed += chunk.count
         for other in self.copying:
             if other.number <= plan.number:  # a later swap-out waits for this step
                 self._check_store(stored, other)
         drawn: dict[int, list[int]] = {}
+        candidates: dict[int, tuple[tuple[int, float], ...]] = {}
         failed: dict[int, str] = {}
         for row, chunk in work:
             number = row.join.row
             is_well = self._read(row)
-            if chunk.num_draws and is_well:
+            if chunk.num_draws and is_well and row.join.params.use_beam_search:
+                wanted = num_candidates(row.join.params.num_beams, len(row.join.stop_ids))
+                candidates[number] = best(chain_of(row.tokens)[-1], wanted)
+            elif chunk.num_draws and is_well:
                 drawn[number] = self._draw(row, chunk)
             elif chunk.num_draws:
                 failed[number] = "not finite"
@@ -245,7 +273,14 @@ class Device:
             failed=failed,
             prompt_logprobs=scores,
             proposals={row: self._propose(self.rows[row], n) for row, n in plan.drafts},
+            candidates=candidates,
         )
+
+    def _before(self, row: Row, end: int) -> list[int]:
+        """The tokens whose KV is before `end` in the row's table, which may be another's now."""
+        block, offset = divmod(end - 1, self.size)
+        cell = self.memory[row.table[block]][offset] if end else None
+        return self.prefixes.get(cell, row.tokens[:end])
 
     def _propose(self, row: Row, count: int) -> tuple[int, ...]:
         """What the row's draft model proposes: it is wrong about every fifth prefix."""
@@ -278,10 +313,12 @@ class Device:
     def poison(self, plan: Plan, result: StepResult) -> StepResult:
         """Let the first row that drew fail, at the last token of its run, and mark what it wrote
         from there on as not finite."""
-        number = result.rows[0]
+        candidates = dict(result.candidates)
+        number = result.rows[0] if result.rows else min(candidates)
         row = self.rows[number]
         length = result.rows.count(number)
-        row.tokens[-1] = 0  # the drawn token is never used
+        if candidates.pop(number, None) is None:
+            row.tokens[-1] = 0  # the drawn token is never used
         chunk = next((c for c in plan.chunks if c.row == number), None)
         first = row.computed - 1 if chunk is None or chunk.tokens else chunk.start
         for position in range(first, row.computed):
@@ -289,10 +326,11 @@ class Device:
             self.memory[row.table[block]][offset] = BAD
         return StepResult(
             plan.number,
-            (*result.rows[: length - 1], *result.rows[length:]),
-            (*result.tokens[: length - 1], *result.tokens[length:]),
+            (*result.rows[: max(0, length - 1)], *result.rows[length:]),
+            (*result.tokens[: max(0, length - 1)], *result.tokens[length:]),
             failed={**result.failed, number: "not finite"},
             prompt_logprobs=result.prompt_logprobs,
+            candidates=candidates,
         )
 
     def _read(self, row: Row) -> bool:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 
-from streamer.core.admission import blocks_needed, rows_needed
+from streamer.core.admission import blocks_needed
+from streamer.core.beams.search import BeamSearch, Ended
 from streamer.core.blocks import BlockHasher
 from streamer.core.plan import (
     Add,
@@ -28,7 +29,7 @@ from streamer.core.request import Request, Status
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler, SchedulerConfig
 from streamer.core.tokens import prefill_beside_decodes
-from tests.core.device import Device, oracle, score
+from tests.core.device import Device, beam_oracle, oracle, score
 from tests.core.scripted import Scripted
 
 SWAP = {"prefill_s": 1.0, "swap_bytes_per_s": 1e12, "swap_fixed_s": 0.0}
@@ -70,6 +71,7 @@ class Driver:
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.scores: defaultdict[str, list[TokenLogprob]] = defaultdict(list)  # of prompts
         self.finishes: dict[tuple[str, int], Finish] = {}
+        self.searched: dict[str, list[Ended]] = {}  # what beam searches must find
         self.outputs: list[StepOutput] = []
         self.plans: list[Plan] = []
         self.resident: dict[int, set[str]] = {}  # plan -> requests that had a row in it
@@ -174,8 +176,8 @@ class Driver:
             seq.found = []  # the result must not depend on what was remembered
         assert blocks_needed(state, head) == need
         assert (
-            any(seq.num_pending for seq in head.sequences)
-            or rows_needed(head) > state.rows.num_free
+            any(seq.num_pending or seq.is_unsettled for seq in head.sequences)
+            or head.num_rows > state.rows.num_free
             or need > state.kv.device.num_free + taken
         ), f"{head.request_id} is stuck: {head.status.value}"
 
@@ -184,9 +186,10 @@ class Driver:
         plan = self.inflight.popleft()
         result = self.device.run(plan.number)
         self.resident[plan.number] = {r.join.request_id for r in self.device.rows.values()}
-        if self.fail_next and result.rows:
+        if self.fail_next and (result.rows or result.candidates):
             self.fail_next = False
-            self.sick.add(self.device.rows[result.rows[0]].join.request_id)
+            first = result.rows[0] if result.rows else min(result.candidates)
+            self.sick.add(self.device.rows[first].join.request_id)
             result = self.device.poison(plan, result)
         is_waiting = not plan.num_rows and not self.inflight
         if self.flush_copies or is_waiting:
@@ -231,6 +234,9 @@ class Driver:
         add = self.adds[finish.request_id]
         tokens = self.tokens[finish.request_id, finish.choice]
         assert finish.num_tokens == len(tokens)
+        if add.params.use_beam_search:
+            self._verify_beams(finish, add, tokens)
+            return
         assert tokens == oracle(add.prompt, finish.choice, len(tokens))
         stops = [i for i, token in enumerate(tokens) if token in add.stop_ids]
         if finish.reason is FinishReason.LENGTH:
@@ -240,6 +246,23 @@ class Driver:
             assert stops == [len(tokens) - 1]
         elif finish.reason is FinishReason.FAILED and finish.request_id not in self.sick:
             assert self.first_plan[finish.request_id] <= self.last_bad_plan, "met a bad block"
+
+    def _verify_beams(self, finish: Finish, add: Add, tokens: list[int]) -> None:
+        if finish.request_id not in self.searched:
+            max_tokens = add.params.max_tokens or 0
+            beams = BeamSearch(
+                add.params, num_prompt=len(add.prompt), max_tokens=max_tokens, stop_ids=add.stop_ids
+            )
+            self.searched[finish.request_id] = beam_oracle(add.prompt, beams, len(add.stop_ids))
+        best = self.searched[finish.request_id]
+        if finish.reason in (FinishReason.STOP, FinishReason.LENGTH):
+            expected = best[finish.choice]
+            assert tuple(tokens) == expected.tokens
+            assert (finish.cumulative_logprob, finish.score) == (expected.logprob, expected.score)
+            assert (finish.reason is FinishReason.LENGTH) == (expected.stop_id is None)
+        else:
+            for each in best[: add.params.n]:  # what was settled
+                assert each.tokens[: len(tokens)] == tuple(tokens)
 
     def run(self, limit: int = 2000) -> None:
         """Run until only paused requests are left; more than `limit` steps is starvation."""

@@ -65,10 +65,11 @@ class RandomCommands(RuleBasedStateMachine):
         n=st.sampled_from([1, 1, 1, 2, 3]),
         priority=st.sampled_from([0, 0, 0, 1, -1]),
         stop=st.frozensets(st.integers(0, 96), max_size=6),
+        is_beam=st.booleans(),
     )
     def add(
         self, family: int, length: int, tail: int, max_tokens: int, n: int, priority: int,
-        stop: frozenset[int],
+        stop: frozenset[int], is_beam: bool,
     ) -> None:  # fmt: skip
         config = self.driver.config
         room = config.num_blocks * config.block_size
@@ -79,7 +80,9 @@ class RandomCommands(RuleBasedStateMachine):
         n = min(n, config.max_num_seqs, config.num_blocks // blocks)
         self.driver.add(
             prompt,
-            n=n,
+            n=1 if is_beam else n,
+            use_beam_search=is_beam,
+            beam_width=n if is_beam else None,
             max_tokens=max_tokens,
             priority=priority,
             stop_ids=stop,
@@ -170,7 +173,7 @@ def random_session(seed: int, *, depth: int, speculates: bool = False) -> Driver
             prompt = [rng.randrange(3) * 20 + i for i in range(rng.randint(1, 24))]
             if driver.adds and rng.random() < 0.5:  # the next turn of a conversation
                 prompt = [*known_tokens(driver, rng.choice(list(driver.adds))), 7][:24]
-            add_what_fits(driver, rng, prompt, n=rng.choice([1, 1, 2]))
+            add_what_fits(driver, rng, prompt, n=rng.choice([1, 1, 2]), is_beam=rng.random() < 0.3)
         elif choice < 0.3:
             driver.cancel(rng.choice(live))
         elif choice < 0.36:
@@ -192,8 +195,9 @@ def known_tokens(driver: Driver, name: str) -> list[int]:
 
 
 def add_what_fits(
-    driver: Driver, rng: random.Random, prompt: list[int], n: int = 1, share_with: str | None = None
-) -> None:
+    driver: Driver, rng: random.Random, prompt: list[int], n: int = 1,
+    share_with: str | None = None, *, is_beam: bool = False,
+) -> None:  # fmt: skip
     """Add a request that fits the pool, however small the pool is."""
     size = driver.config.block_size
     room = driver.config.num_blocks * size
@@ -202,6 +206,7 @@ def add_what_fits(
     driver.add(
         prompt,
         n=min(n, driver.config.num_blocks // -(-(len(prompt) + max_tokens) // size)),
+        use_beam_search=is_beam,
         max_tokens=max_tokens,
         salt=driver.adds[share_with].salt if share_with else rng.choice([b"", b"tenant"]),
         tenant=rng.choice("ab"),

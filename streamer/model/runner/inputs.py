@@ -437,6 +437,7 @@ def step_result(
         logprobs,
         failed,
         prompt_logprobs,
+        candidates={inputs.rows[i]: found for i, found in drawn.candidates.items()},
     )
 
 

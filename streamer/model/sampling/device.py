@@ -23,6 +23,7 @@ from streamer.model.runner.device import Device
 from streamer.model.sampling.host import (
     SampleOutput,
     logprobs_by_index,
+    outcome,
     penalised,
     top_logprobs,
 )
@@ -269,7 +270,7 @@ class DeviceSampler:
             own, top = result[count : count + asked], result[count + asked :].view(2, asked, -1)
             ids: list[list[int]] = top[1].long().tolist()
             logprobs = logprobs_by_index(draw.layout, tokens, own.tolist(), top[0].tolist(), ids)
-        return SampleOutput(tokens=tokens, logprobs=logprobs)
+        return outcome(draw.layout, tokens, logprobs)
 
     def _count_runs(self, draw: Draw, rows: tuple[int, ...], tokens: list[int]) -> None:
         """Count what was drawn by runs with penalties, of rows that still hold their sequence."""

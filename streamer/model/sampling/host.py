@@ -17,19 +17,22 @@ from streamer.core.plan import RowJoin, TokenLogprob
 from streamer.kernels import ops
 from streamer.kernels.philox import USE_SAMPLE
 from streamer.model.sampling.rows import Layout, RowState, RowTable
-from streamer.model.sampling.runs import FAILED, Run, cut
+from streamer.model.sampling.runs import CUT, FAILED, Run, cut
 
 
 class SampleOutput(msgspec.Struct, frozen=True):
     """What one step drew.
 
     tokens    parallel to the rows asked for; FAILED where the row failed: its logits have a NaN, a
-              +inf or nothing finite (-inf is a ban); CUT beyond the end of its run
+              +inf or nothing finite (-inf is a ban); CUT beyond the end of its run, and where a
+              row of a beam has candidates
     logprobs  index into tokens -> TokenLogprob, for rows that asked
+    candidates  index into tokens -> as in StepResult
     """
 
     tokens: list[int]
     logprobs: dict[int, TokenLogprob]
+    candidates: dict[int, tuple[tuple[int, float], ...]] = {}
 
 
 class Sampler:
@@ -89,7 +92,7 @@ class Sampler:
             drawn = torch.tensor([tokens[i] for i in layout.logprobs])
             own, values, ids = (t.tolist() for t in top_logprobs(raw, drawn, layout.num_top))
             logprobs = logprobs_by_index(layout, tokens, own, values, ids)
-        return SampleOutput(tokens=tokens, logprobs=logprobs)
+        return outcome(layout, tokens, logprobs)
 
     def propose(
         self,
@@ -273,6 +276,14 @@ def logprobs_by_index(
     for n, i in enumerate(layout.logprobs):
         if tokens[i] < 0:
             continue
-        top = list(zip(ids[n], values[n], strict=True))[: layout.states[i].params.logprobs]
+        top = list(zip(ids[n], values[n], strict=True))[: layout.states[i].num_top]
         out[i] = TokenLogprob(token_id=tokens[i], logprob=own[n], top=tuple(top))
     return out
+
+
+def outcome(layout: Layout, tokens: list[int], logprobs: dict[int, TokenLogprob]) -> SampleOutput:
+    """The step's output; of a beam's row the alternatives alone."""
+    candidates = {i: logprobs.pop(i).top for i in layout.beams if i in logprobs}
+    for i in candidates:
+        tokens[i] = CUT
+    return SampleOutput(tokens, logprobs, candidates)

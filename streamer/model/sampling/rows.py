@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from streamer.core.beams.search import num_candidates
 from streamer.core.plan import RowJoin
 from streamer.kernels.philox import seed_key
 
@@ -83,6 +84,7 @@ class RowState:
         "history",
         "key",
         "min_position",
+        "num_top",
         "params",
         "stop_ids",
     )
@@ -98,6 +100,9 @@ class RowState:
         ends = sorted(t for t in join.stop_ids if 0 <= t < vocab_size)
         self.stop_ids = np.array(ends, dtype=np.int64)
         self.min_position = num_prompt + params.min_tokens if ends and params.min_tokens else 0
+        self.num_top = -1 if params.logprobs is None else params.logprobs
+        if params.use_beam_search:  # which leaves out the ends that come too soon itself
+            self.num_top, self.min_position = num_candidates(params.num_beams, len(ends)), 0
         self.history: History | None = None
         if params.has_penalties:
             # Only the repetition penalty looks at the prompt.
@@ -124,7 +129,8 @@ class RowTable:
 
     top_k, settings, origin  as in ops.Draws, of rows that are not greedy
     floor                    first position without the min_tokens mask, 0: there is none
-    num_top                  alternatives asked for beside the drawn token's log probability, or -1
+    num_top                  alternatives beside the drawn token's log probability, or -1: neither
+    is_beam                  draws nothing: the alternatives are its candidates
     version                  changes whenever a row does
     """
 
@@ -137,6 +143,7 @@ class RowTable:
         self.settings = np.zeros((max_rows, 3), np.float32)
         self.floor = np.zeros(max_rows, np.int64)
         self.num_top = np.zeros(max_rows, np.int64)
+        self.is_beam = np.zeros(max_rows, bool)
         self.origin = np.zeros((max_rows, 5), np.uint32)
         self.origin[:, 4] = use
 
@@ -145,13 +152,14 @@ class RowTable:
         params = state.params
         self.states[row] = state
         self.version += 1
-        self.is_greedy[row] = params.is_greedy
+        self.is_beam[row] = params.use_beam_search
+        self.is_greedy[row] = params.is_greedy or params.use_beam_search
         self.is_edited[row] = state.is_edited
         self.top_k[row] = max(0, params.top_k)
         log_min_p = math.log(params.min_p) if params.min_p > 0.0 else -math.inf
         self.settings[row] = (params.temperature, params.top_p, log_min_p)
         self.floor[row] = state.min_position
-        self.num_top[row] = -1 if params.logprobs is None else params.logprobs
+        self.num_top[row] = state.num_top
         self.origin[row, :2] = state.key
         self.origin[row, 3] = state.choice
 
@@ -177,6 +185,7 @@ class Layout:
     floors       (index, first position without the min_tokens mask)
     greedy       indices of rows that take the argmax;  drawn: of the others
     logprobs     indices of rows that asked;  num_top: their largest number of alternatives
+    beams        those of them that draw nothing
     """
 
     def __init__(self, table: RowTable, rows: Sequence[int]) -> None:
@@ -187,6 +196,7 @@ class Layout:
         self.floors = [(i, int(floor[i])) for i in _where(floor > 0)]
         self.logprobs = _where(num_top >= 0)
         self.num_top = max(0, int(num_top.max(initial=0)))
+        self.beams = _where(table.is_beam[at])
         self.greedy = _where(is_greedy)
         self.drawn = _where(~is_greedy)
         self.is_plain_greedy = not (self.drawn or self.edited or self.floors)

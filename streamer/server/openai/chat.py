@@ -42,6 +42,7 @@ from streamer.server.openai.common import (
     only_if,
     sampling_params,
     scored_prompt,
+    scores_of,
     stop_reason,
     token_id_text,
     usage_of,
@@ -293,7 +294,8 @@ class ChatAnswer:
                     self._numbers[d.choice] = number
                     reason = finish_reason(d.finish.reason)
                     why = stop_reason(d.finish, self._stream.params)
-                    choice = ChunkChoice(d.choice, ChunkDelta(), None, reason, stop_reason=why)
+                    scores = scores_of(d.finish)
+                    choice = ChunkChoice(d.choice, ChunkDelta(), None, reason, UNSET, why, *scores)
                     parts.append(self._frame([choice], usage=self._so_far(d.finish.num_tokens)))
         return b"".join(parts)
 
@@ -329,6 +331,7 @@ class ChatAnswer:
                     Logprobs(chat_logprobs(values, self._text)) if self._body.logprobs else None,
                     only_if(bool(self._body.return_token_ids), ids),
                     stop_reason(finish, self._stream.params) if finish is not None else None,
+                    *scores_of(finish),
                 )
             )
         return encode(

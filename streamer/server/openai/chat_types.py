@@ -26,7 +26,7 @@ class ChunkDelta(msgspec.Struct, frozen=True):
 
 
 class ChunkChoice(msgspec.Struct, frozen=True):
-    """One choice in a chunk; stop_reason (vLLM's) comes with its end."""
+    """One choice in a chunk; stop_reason (vLLM's) and a beam search's scores come with its end."""
 
     index: int
     delta: ChunkDelta
@@ -34,6 +34,8 @@ class ChunkChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     token_ids: tuple[int, ...] | UnsetType = UNSET
     stop_reason: int | str | UnsetType | None = UNSET
+    cumulative_logprob: float | UnsetType = UNSET
+    score: float | UnsetType = UNSET
 
 
 class Chunk(msgspec.Struct, frozen=True, tag_field="object", tag="chat.completion.chunk"):
@@ -66,6 +68,8 @@ class Choice(msgspec.Struct, frozen=True):
     logprobs: Logprobs | None = None
     token_ids: tuple[int, ...] | UnsetType = UNSET
     stop_reason: int | str | None = None
+    cumulative_logprob: float | UnsetType = UNSET
+    score: float | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, tag_field="object", tag="chat.completion"):

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import msgspec
-from msgspec import UNSET, Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from streamer.core.plan import Finish, FinishReason, TokenLogprob
 from streamer.core.sampling import PARAMETERS, Parameter, SamplingParams, params_over
@@ -308,6 +308,13 @@ def stop_reason(finish: Finish, params: SamplingParams) -> int | str | None:
     """vLLM's: the stop string, or the one of stop_token_ids, that ended a choice."""
     stop = finish.stop
     return stop if isinstance(stop, str) or stop in params.stop_token_ids else None
+
+
+def scores_of(finish: Finish | None) -> tuple[float | UnsetType, float | UnsetType]:
+    """Ours: cumulative_logprob and score of a beam search's choice, at its end."""
+    if finish is None or finish.score is None or finish.cumulative_logprob is None:
+        return UNSET, UNSET
+    return finish.cumulative_logprob, finish.score
 
 
 def by_choice(deltas: Sequence[Delta], n: int) -> list[list[Delta]]:

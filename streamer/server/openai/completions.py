@@ -27,9 +27,11 @@ from streamer.server.openai.common import (
     failure,
     finish_reason,
     first_failure,
+    named,
     only_if,
     sampling_params,
     scored_prompt,
+    scores_of,
     stop_reason,
     token_id_text,
     usage_of,
@@ -54,7 +56,6 @@ MAX_CHOICES = 256  # prompts times n
 FIELDS: Final[Table] = {
     **SAMPLING,
     **LABELS,
-    "best_of": refused(1),
     "suffix": refused("", instead="a prompt with the model's own fill-in tokens does the same"),
     # vLLM's
     "response_format": refused({"type": "text"}),
@@ -68,6 +69,7 @@ class CompletionRequest(PromptFields, kw_only=True):
     prompt: str | list[str | int | tuple[int, ...]]  # a million lists take 0.3 s, tuples 0.03
     max_tokens: int | None = None
     n: int | None = None
+    best_of: int | None = None
     logprobs: int | None = None
     stream_options: StreamOptions | None = None
     echo: bool | None = None
@@ -76,14 +78,24 @@ class CompletionRequest(PromptFields, kw_only=True):
     def prompts(self) -> list[str | tuple[int, ...]]:
         """The prompts, each text or token ids."""
         prompts = self._prompts()
-        n = 1 if self.n is None else self.n
+        n, name = self.num_drawn, "n" if self.best_of is None else "best_of"
         if len(prompts) * n > MAX_CHOICES:
             raise InvalidRequest(
-                f"{len(prompts)} prompts with n={n} are {len(prompts) * n} choices, "
+                f"{len(prompts)} prompts with {name}={n} are {len(prompts) * n} choices, "
                 f"the limit is {MAX_CHOICES}",
-                param="n",
+                param=name,
             )
         return prompts
+
+    @property
+    def num_choices(self) -> int:
+        """Choices of each prompt in the answer."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def num_drawn(self) -> int:
+        """Choices of each prompt that are drawn, of which the best are in the answer."""
+        return self.num_choices if self.best_of is None else self.best_of
 
     def _prompts(self) -> list[str | tuple[int, ...]]:
         prompt = self.prompt
@@ -129,15 +141,35 @@ class CompletionRequest(PromptFields, kw_only=True):
             )
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest("max_tokens: 0 requires echo: true", param="max_tokens")
-        params = sampling_params(
-            self,
-            defaults,
-            max_tokens=DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens or 1,
-            logprobs=self.logprobs,
-            prompt_logprobs=self.prompt_logprobs if scores is None else scores,
-            n=1 if self.n is None else self.n,
-        )
+        self._check_best_of()
+        is_chosen = self.num_drawn > self.num_choices
+        with named({} if self.best_of is None else {"n": "best_of"}):
+            params = sampling_params(
+                self,
+                defaults,
+                max_tokens=DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens or 1,
+                logprobs=0 if self.logprobs is None and is_chosen else self.logprobs,
+                prompt_logprobs=self.prompt_logprobs if scores is None else scores,
+                n=self.num_drawn,
+            )
         return msgspec.structs.replace(params, logprobs=None) if self.is_only_echo else params
+
+    def _check_best_of(self) -> None:
+        if self.best_of is None:
+            return
+        if self.best_of < self.num_choices:
+            raise InvalidRequest(
+                f"best_of ({self.best_of}) must be at least n ({self.num_choices})", param="best_of"
+            )
+        if self.best_of > self.num_choices and self.stream:
+            raise InvalidRequest(
+                "best_of above n is not possible with stream: true", param="best_of"
+            )
+        if self.best_of > self.num_choices and self.use_beam_search:  # type: ignore[attr-defined]
+            raise InvalidRequest(
+                "best_of is not possible with use_beam_search: beam_width does the same",
+                param="best_of",
+            )
 
     @property
     def is_only_echo(self) -> bool:
@@ -157,6 +189,7 @@ class Choice(msgspec.Struct, frozen=True):
     seed             where there are several prompts
     stop_reason      the stop string or token that ended it
     prompt_logprobs  in a whole answer
+    cumulative_logprob, score  of a beam search, with its end
     """
 
     index: int
@@ -168,6 +201,8 @@ class Choice(msgspec.Struct, frozen=True):
     seed: int | UnsetType = UNSET
     stop_reason: int | str | UnsetType | None = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    cumulative_logprob: float | UnsetType = UNSET
+    score: float | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True, tag_field="object", tag="text_completion"):
@@ -205,7 +240,7 @@ class CompletionAnswer:
         self._fingerprint = fingerprint
         self._echoes = echoes or [Echo()] * len(streams)
         self._scores: dict[int, CompletionLogprobs] = {}  # of each prompt
-        self._n = streams[0].params.n
+        self._n = body.num_choices
         self._offsets = [OffsetCounter(echo.text) for echo in self._echoes for _ in range(self._n)]
         self._begun: set[int] = set()
         self._seed_sent = False
@@ -237,7 +272,7 @@ class CompletionAnswer:
             if not (d.text or is_sent or is_end):
                 continue
             index = source * self._n + d.choice
-            choice = self._choice(source, [d], index not in self._begun)
+            choice = self._choice(source, index, [d], index not in self._begun)
             parts.append(self._frame([choice], self._so_far(source, d)))
             self._begun.add(index)
         return b"".join(parts)
@@ -260,8 +295,11 @@ class CompletionAnswer:
         """The body of an answer that was not streamed."""
         choices = []
         for source, deltas in enumerate(results):
-            mine = by_choice([self._shown(d) for d in deltas], self._n)
-            choices += [self._choice(source, each, is_first=True) for each in mine]
+            drawn = by_choice([self._shown(d) for d in deltas], self._body.num_drawn)
+            if len(drawn) > self._n:
+                drawn.sort(key=mean_logprob, reverse=True)
+            for n, each in enumerate(drawn[: self._n]):
+                choices.append(self._choice(source, source * self._n + n, each, is_first=True))
         return encode(
             Completion(
                 self.request_id,
@@ -274,10 +312,10 @@ class CompletionAnswer:
             )
         )
 
-    def _choice(self, source: int, deltas: Sequence[Delta], is_first: bool) -> Choice:
-        index = source * self._n + deltas[0].choice
+    def _choice(self, source: int, index: int, deltas: Sequence[Delta], is_first: bool) -> Choice:
         finish = deltas[-1].finish
-        values = [lp for d in deltas for lp in d.logprobs or ()]
+        has_logprobs = self._body.logprobs is not None
+        values = [lp for d in deltas for lp in d.logprobs or ()] if has_logprobs else []
         stream = self._streams[source]
         wants_ids = bool(self._body.return_token_ids)
         echo = self._echoes[source].text if is_first else ""
@@ -295,6 +333,7 @@ class CompletionAnswer:
             scored_prompt(stream.prompt_logprobs, self._text)
             if self._body.prompt_logprobs is not None
             else UNSET,
+            *scores_of(finish),
         )
 
     def _so_far(self, source: int, d: Delta) -> Usage | None:
@@ -344,3 +383,9 @@ class CompletionAnswer:
             seed=only_if(is_first, self._streams[0].seed),
         )
         return frame("", encode(chunk))
+
+
+def mean_logprob(deltas: Sequence[Delta]) -> float:
+    """The log probability per token of a whole choice, by which OpenAI's best_of ranks."""
+    values = [lp.logprob for d in deltas for lp in d.logprobs or ()]
+    return sum(values) / max(1, len(values))

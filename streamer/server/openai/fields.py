@@ -55,8 +55,6 @@ SESSION: Final = "previous_response_id of /v1/responses continues a conversation
 # Fields of the prompt and of sampling, beside those of SamplingFields.
 SAMPLING: Final[Table] = {
     # vLLM's
-    "use_beam_search": refused(False),
-    "length_penalty": refused(1.0),
     "include_stop_str_in_output": refused(False),
     "spaces_between_special_tokens": refused(True),
     "allowed_token_ids": refused([]),

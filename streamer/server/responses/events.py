@@ -18,7 +18,7 @@ from streamer.core.plan import Finish, FinishReason, Notice, NoticeKind
 from streamer.engine.refusals import SHUTDOWN
 from streamer.errors import StreamerError
 from streamer.server.context import context_of
-from streamer.server.openai.common import TokenText, chat_logprobs, only_if
+from streamer.server.openai.common import TokenText, chat_logprobs, only_if, scores_of
 from streamer.server.responses.types import (
     DeltaEvent,
     Event,
@@ -297,8 +297,11 @@ class ResponseEvents:
         state = "completed" if status == "completed" else "incomplete"
         output = [Item(self._item_id, state, [self._part()])] if has_item else []
         error = {"code": "server_error", "message": detail or "a step failed"}
+        cumulative_logprob, score = scores_of(stream.finishes[0])
         return msgspec.structs.replace(
             self._blank(status),
+            cumulative_logprob=cumulative_logprob,
+            score=score,
             output=output,
             error=error if status == "failed" else None,
             incomplete_details={"reason": reason} if status == "incomplete" else None,

@@ -74,6 +74,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", ta
 
     completed_at  unix seconds; null unless it is completed
     seed          of the random draws: the same seed gives the same answer
+    cumulative_logprob, score  of a beam search's answer
     """
 
     id: str
@@ -108,6 +109,8 @@ class Response(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", ta
     tool_choice: str = "auto"
     tools: list[str] = []
     truncation: str = "disabled"
+    cumulative_logprob: float | UnsetType = UNSET
+    score: float | UnsetType = UNSET
 
 
 class OwnUsage(msgspec.Struct, frozen=True):

@@ -27,7 +27,7 @@ from streamer.kernels.ops import for_cpu
 from streamer.model.sampling.host import Sampler
 from tests.engine.helpers import Calls
 from tests.model.sampling.joins import join
-from tests.server.support.calls import LIMIT, PATHS, Asker, Refused
+from tests.server.support.calls import LIMIT, PATHS, Answer, Asker, Refused
 from tests.server.support.counting import sse
 
 VOCAB = 64
@@ -229,7 +229,65 @@ def stream_options(asker: Asker, kind: str) -> None:
     assert counts[-1] == 4
 
 
+def end_of(answer: Answer) -> dict[str, Any]:
+    """What has the scores of a beam search's best answer."""
+    return answer.choices[0] if "choices" in answer.body else answer.body
+
+
+def use_beam_search(asker: Asker, kind: str) -> None:
+    """The fake model counts with a log probability of -0.1 a number."""
+    assert "score" not in end_of(asker.ask(kind))
+    answer = asker.ask(kind, use_beam_search=True, beam_width=3)
+    assert answer.text == expected_text(8)
+    scores = end_of(answer)
+    assert scores["cumulative_logprob"] == pytest.approx(-0.8)
+    assert scores["score"] == pytest.approx(-0.1)
+    if kind == "responses":
+        return
+    texts = [
+        choice.get("text") or choice["message"]["content"]
+        for choice in asker.ask(kind, use_beam_search=True, n=3).choices
+    ]
+    assert texts[0] == expected_text(8)
+    assert len(set(texts)) == 3
+
+
+def beam_width(asker: Asker, kind: str) -> None:
+    """As many hypotheses; wrong widths are named."""
+    asker.ask(kind, use_beam_search=True, beam_width=5)
+    assert asker.seen[-1][0].queue_needs.n == 5
+    for fields in ({"beam_width": 5}, {"beam_width": 65, "use_beam_search": True}):
+        with pytest.raises(Refused) as caught:
+            asker.ask(kind, **fields)
+        assert (caught.value.status, caught.value.param) == (400, "beam_width")
+
+
+def length_penalty(asker: Asker, kind: str) -> None:
+    answer = asker.ask(kind, use_beam_search=True, beam_width=2, length_penalty=0)
+    assert end_of(answer)["score"] == pytest.approx(-0.8)
+
+
+def early_stopping(asker: Asker, kind: str) -> None:
+    for value in (True, "never"):
+        given = params(asker, kind, use_beam_search=True, beam_width=2, early_stopping=value)
+        assert given.early_stopping == value
+    with pytest.raises(Refused) as caught:
+        asker.ask(kind, use_beam_search=True, early_stopping="always")
+    assert (caught.value.status, caught.value.param) == (400, "early_stopping")
+
+
 # ---------------------------------------------------------------- of one body
+
+
+def best_of(asker: Asker, kind: str) -> None:
+    answer = asker.ask(kind, n=2, best_of=5)
+    assert [choice["index"] for choice in answer.choices] == [0, 1]
+    assert [choice["logprobs"] for choice in answer.choices] == [None, None]
+    assert (answer.stream.params.n, answer.num_tokens) == (5, 40)  # all that were drawn count
+    for fields in ({"n": 3, "best_of": 2}, {"best_of": 65}, {"best_of": 2, "stream": True}):
+        with pytest.raises(Refused) as caught:
+            asker.ask(kind, **fields)
+        assert (caught.value.status, caught.value.param) == (400, "best_of")
 
 
 def prompt(asker: Asker, kind: str) -> None:

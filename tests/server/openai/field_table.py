@@ -42,7 +42,7 @@ class Refused(NamedTuple):
 
 Row = Honoured | Accepted | Refused
 
-TOOLS, GRAMMAR, BEAMS = "tools come later", "structured output comes later", "beams come later"
+TOOLS, GRAMMAR = "tools come later", "structured output comes later"
 MEDIA, HOSTED = "text only", "a service of OpenAI's platform, not of an engine"
 NEVER = "nothing from a request is run or rendered as a template"
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
@@ -84,8 +84,10 @@ SAMPLING: dict[str, Row] = {
     "priority": Honoured(effects.priority),
     "cache_salt": Honoured(effects.cache_salt),
     "detach_s": Honoured(effects.detach_s),
-    "use_beam_search": Refused(True, BEAMS),
-    "length_penalty": Refused(0.5, BEAMS),
+    "use_beam_search": Honoured(effects.use_beam_search),
+    "beam_width": Honoured(effects.beam_width),
+    "length_penalty": Honoured(effects.length_penalty),
+    "early_stopping": Honoured(effects.early_stopping),
     "include_stop_str_in_output": Refused(True, "the text ends before a stop string"),
     "spaces_between_special_tokens": Refused(False, "special tokens are written as they are"),
     "truncate_prompt_tokens": Refused(5, "a response's prompt is what the next one continues"),
@@ -167,7 +169,7 @@ CHAT: dict[str, Row] = {
     "tools": Refused([TOOL], TOOLS),
     "verbosity": Refused("high", "models that know it come later"),
     "web_search_options": Refused({"a": 1}, HOSTED),
-    "best_of": Refused(2, BEAMS),
+    "best_of": Refused(2, "completions have it"),
     "echo": Refused(True, "of a conversation there is no text to repeat"),
     "continue_final_message": Honoured(effects.continue_final_message),
     "add_special_tokens": Refused(True, "the chat template writes them"),
@@ -193,7 +195,7 @@ COMPLETIONS: dict[str, Row] = {
     "stream_options": Honoured(effects.stream_options),
     "add_special_tokens": Honoured(effects.add_special_tokens),
     "echo": Honoured(effects.echo),
-    "best_of": Refused(2, BEAMS),
+    "best_of": Honoured(effects.best_of),
     "suffix": Refused("x", "models that fill in come later"),
     "response_format": Refused(SCHEMA, GRAMMAR),
     "prompt_embeds": Refused("AAAA", "prompts are text or token ids"),

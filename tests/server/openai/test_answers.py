@@ -77,7 +77,7 @@ def test_many_choices_of_a_chat_are_sorted_in_one_pass() -> None:
 
 
 def test_many_choices_of_a_completion_are_sorted_in_one_pass() -> None:
-    body = completions.READER.decode(b'{"prompt": ["x", "y"]}')
+    body = completions.READER.decode(b'{"prompt": ["x", "y"], "n": %d}' % N)
     given = [deltas(N), deltas(N)]
     builder = completions.CompletionAnswer(body, [stream(N), stream(N)], "m", letter)
     answer = msgspec.json.decode(builder.whole(given))

@@ -93,6 +93,10 @@ export interface ResponseCreate {
   stop_token_ids?: number[] | null;
   min_tokens?: number | null;
   ignore_eos?: boolean | null;
+  use_beam_search?: boolean | null;
+  beam_width?: number | null;
+  length_penalty?: number | null;
+  early_stopping?: boolean | "never" | null;
   skip_special_tokens?: boolean | null;
   speculation?: boolean | null;
   return_token_ids?: boolean | null;
@@ -240,6 +244,8 @@ export interface Response {
   tool_choice: string;
   tools: string[];
   truncation: string;
+  cumulative_logprob?: number;
+  score?: number;
 }
 
 /**

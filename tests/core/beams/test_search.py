@@ -1,0 +1,178 @@
+"""BeamSearch beside transformers' own: tokens, scores and number of steps, model by model.
+
+The small loop here computes every hypothesis whole; the engine's rows and blocks have their own
+tests.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from streamer.core.beams.search import BeamSearch, Ended, num_candidates
+from streamer.core.sampling import SamplingParams
+from tests.checkpoints import make_checkpoint, reference_greedy, reference_model
+
+PROMPT = [1, 17, 23, 4, 20]
+PAD = 38
+END_TOKENS = {"llama": (28, 9, 16), "gpt2": (26, 17, 4)}
+SIZES: dict[str, Any] = {
+    "llama": {"num_hidden_layers": 1, "hidden_size": 32},
+    "gpt2": {"n_layer": 1, "n_embd": 32},
+}
+NO_END: frozenset[int] = frozenset()
+PENALTIES = (0.0, 0.6, 1.0, 2.0)
+EARLY: tuple[Any, ...] = (True, False, "never")
+
+
+@pytest.fixture(scope="module", params=END_TOKENS)
+def model(request: Any, tmp_path_factory: Any) -> Iterator[Any]:
+    """A tiny model, and `ends`: tokens that its beams come to."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a second one takes ten times as long here
+    folder = make_checkpoint(
+        tmp_path_factory.mktemp("beam"),
+        request.param,
+        3,
+        vocab_size=40,
+        **SIZES[request.param],
+        tie_word_embeddings=False,
+    )
+    found = reference_model(folder)
+    found.ends = END_TOKENS[request.param]
+    yield found
+    torch.set_num_threads(threads)
+
+
+@torch.inference_mode()
+def search(
+    model: Any, params: SamplingParams, stop_ids: frozenset[int]
+) -> tuple[BeamSearch, list[int]]:
+    """The search over `model`, and how many tokens were settled after each step."""
+    beams = BeamSearch(
+        params, num_prompt=len(PROMPT), max_tokens=params.max_tokens or 0, stop_ids=stop_ids
+    )
+    wanted = num_candidates(params.num_beams, len(stop_ids))
+    known, settled = [list(PROMPT)], list[int]()
+    while True:
+        logits = model(torch.tensor(known)).logits[:, -1].float()
+        values, ids = torch.log_softmax(logits, -1).topk(min(wanted, logits.shape[-1]))
+        candidates = [
+            list(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)
+        ]
+        going_on = beams.advance(known, candidates)
+        if beams.is_done:
+            return beams, settled
+        before = known
+        known = [[*before[each.parent], each.token] for each in going_on]
+        kept = sum(each.parent == place for place, each in enumerate(going_on))
+        assert kept == len({each.parent for each in going_on})  # each parent's place is kept
+        settled += beams.settle(known)
+        assert beams.num_settled == len(settled)
+
+
+def reference(model: Any, params: SamplingParams, stop_ids: frozenset[int]) -> Any:
+    prompt = torch.tensor([PROMPT])
+    return model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        num_beams=params.num_beams,
+        num_return_sequences=params.n,
+        length_penalty=params.length_penalty,
+        early_stopping=params.early_stopping,
+        max_new_tokens=params.max_tokens,
+        min_new_tokens=params.min_tokens or None,
+        eos_token_id=sorted(stop_ids) or None,
+        pad_token_id=PAD,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+
+
+def compare(model: Any, params: SamplingParams, stop_ids: frozenset[int]) -> list[Ended]:
+    beams, settled = search(model, params, stop_ids)
+    found = beams.ended[: params.n]
+    expected = reference(model, params, stop_ids)
+    rows = expected.sequences[:, len(PROMPT) :].tolist()
+    assert len(found) == len(rows)
+    for each, row, score in zip(found, rows, expected.sequences_scores.tolist(), strict=True):
+        output = list(each.tokens)
+        assert row == output + [PAD] * (len(row) - len(output))
+        assert each.score == pytest.approx(score, abs=1e-5, rel=1e-5)
+        assert settled == output[: len(settled)]
+    return found
+
+
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_tokens_and_scores_are_those_of_transformers(model: Any, width: int) -> None:
+    one, several = frozenset(model.ends[:1]), frozenset(model.ends)
+    cases = [*itertools.product(PENALTIES, EARLY, [one])]
+    cases += [(0.6, False, NO_END), (2.0, True, NO_END)]
+    cases += [(1.0, early, several) for early in EARLY]
+    ended = set()
+    for penalty, early, stop_ids in cases:
+        params = SamplingParams(
+            use_beam_search=True,
+            beam_width=width,
+            n=1 + width // 2,
+            length_penalty=penalty,
+            early_stopping=early,
+            max_tokens=10,
+        )
+        ended |= {each.stop_id for each in compare(model, params, stop_ids)}
+    assert {None, *one} <= ended
+
+
+def test_no_answer_ends_before_min_tokens(model: Any) -> None:
+    shortest = []
+    for minimum in (0, 5):
+        params = SamplingParams(
+            use_beam_search=True,
+            beam_width=4,
+            n=4,
+            min_tokens=minimum,
+            max_tokens=8,
+            length_penalty=0.0,
+            early_stopping=True,
+        )
+        found = compare(model, params, frozenset(model.ends))
+        shortest.append(min(len(each.tokens) for each in found))
+    assert shortest[0] < 5 < shortest[1]
+
+
+def test_a_width_of_one_takes_the_best_token(model: Any) -> None:
+    params = SamplingParams(use_beam_search=True, max_tokens=8)
+    beams, settled = search(model, params, NO_END)
+    assert list(beams.ended[0].tokens) == reference_greedy(model, PROMPT, 8)
+    assert settled == list(beams.ended[0].tokens)[:-1]  # one hypothesis is always settled
+
+
+def test_a_vocabulary_smaller_than_the_width() -> None:
+    params = SamplingParams(use_beam_search=True, beam_width=4, max_tokens=3)
+    beams = BeamSearch(params, num_prompt=1, max_tokens=3, stop_ids=frozenset({1}))
+    row = [(0, -1.0), (1, -1.5)]
+    assert beams.advance([[0]], [row]) == ((0, 0),)
+    assert beams.advance([[0, 0]], [row]) == ((0, 0),)
+    assert beams.advance([[0, 0, 0]], [row]) == ()
+    assert [(e.tokens, e.logprob, e.stop_id) for e in beams.ended] == [
+        ((0, 0, 0), -3.0, None),
+        ((0, 0, 1), -3.5, 1),
+        ((0, 1), -2.5, 1),
+        ((1,), -1.5, 1),
+    ]
+
+
+def test_only_what_may_be_returned_holds_back_the_settled_prefix() -> None:
+    """With n=1 that is the best that ended, beside those that run."""
+    params = SamplingParams(use_beam_search=True, beam_width=2, length_penalty=0.0)
+    beams = BeamSearch(params, num_prompt=1, max_tokens=9, stop_ids=frozenset({1}))
+    assert beams.advance([[0]], [[(5, -0.1), (1, -5.0)]]) == ((0, 5),)
+    assert beams.settle([[0, 5]]) == ()  # (1,) may be the answer
+    assert beams.advance([[0, 5]], [[(6, -0.1), (1, -0.9)]]) == ((0, 6),)
+    assert beams.settle([[0, 5, 6]]) == (5,)  # (5, 1) may be, (1,) no longer
+    assert beams.num_settled == 1

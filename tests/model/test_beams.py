@@ -1,0 +1,86 @@
+"""Beam searches of the engine equal transformers' `generate(num_beams=...)`: tokens and scores."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from streamer.core.sampling import SamplingParams
+from tests.model.sync_engine import SyncEngine
+from tests.model.test_parity import RECOMPUTE, SWAP
+
+NUM_TOKENS = 20
+SEARCHES = ((2, 1.0, False), (4, 0.6, True), (8, 0.0, "never"), (4, 2.0, False))
+
+
+class Ask(NamedTuple):
+    """One search, and what transformers finds."""
+
+    prompt: list[int]
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    expected: list[tuple[list[int], float]]
+
+
+def asks(model: Any) -> list[Ask]:
+    """Each search without an end token, and with one that its best answer comes to."""
+    made = []
+    for seed, (width, penalty, early) in enumerate(SEARCHES):
+        rng = random.Random(seed)
+        prompt = [rng.randrange(3, 256) for _ in range(5 + 5 * seed)]
+        params = SamplingParams(
+            use_beam_search=True, beam_width=width, n=2, length_penalty=penalty,
+            early_stopping=early,
+        )  # fmt: skip
+        free = Ask(prompt, params, frozenset(), search(model, prompt, params, None))
+        end = free.expected[0][0][6]
+        ended = search(model, prompt, params, end)
+        made += [free, Ask(prompt, params, frozenset({end}), ended)]
+    return made
+
+
+def search(
+    model: Any, prompt: list[int], params: SamplingParams, end: int | None
+) -> list[tuple[list[int], float]]:
+    ids = torch.tensor([prompt])
+    found = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        num_beams=params.num_beams,
+        num_return_sequences=params.n,
+        length_penalty=params.length_penalty,
+        early_stopping=params.early_stopping,
+        max_new_tokens=NUM_TOKENS,
+        eos_token_id=end,
+        pad_token_id=0,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    rows = found.sequences[:, len(prompt) :].tolist()
+    cut = [row[: row.index(end) + 1] if end in row else row for row in rows]
+    return list(zip(cut, found.sequences_scores.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_searches_equal_those_of_transformers(checkpoint: Any, reference: Any, family: str) -> None:
+    """Alone in a pool that is large, and preempted by swap and by recompute in one that is not."""
+    folder = checkpoint(family, 1)
+    given = asks(reference(folder))
+    for costs, num_blocks in (({}, 512), (SWAP, 72), (RECOMPUTE, 72)):
+        engine = SyncEngine(
+            folder, costs=costs, num_gpu_blocks_override=num_blocks, max_num_seqs=40, block_size=4,
+            max_num_batched_tokens=48,
+        )  # fmt: skip
+        for i, ask in enumerate(given):
+            engine.add(f"r{i}", ask.prompt, NUM_TOKENS, ask.params, stop_ids=ask.stop_ids)
+            engine.add(f"greedy{i}", ask.prompt, NUM_TOKENS)
+        engine.run()
+        assert bool(engine.preemptions[costs is RECOMPUTE]) == bool(costs)
+        for i, ask in enumerate(given):
+            for choice, (tokens, score) in enumerate(ask.expected):
+                assert engine.tokens[f"r{i}", choice] == tokens
+                assert engine.finishes[f"r{i}", choice].score == pytest.approx(score, rel=1e-5)
