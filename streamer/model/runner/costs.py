@@ -14,8 +14,8 @@ import torch
 from streamer.core.plan import Facts
 
 WEIGHT = 0.2  # of the newest measurement in the running mean
-# Share by which a prefill moves the swaps' cost back to the probed one: while no swaps happen, no
-# measurement corrects a cost that is too high.
+# Share by which a prefill moves the swaps' cost back to the probed one, and a decode the drafts' to
+# the lowest: while none happen, no measurement corrects a cost that is too high.
 FORGET = 0.01
 PROBE_BYTES = 4 << 20
 
@@ -30,6 +30,7 @@ class Costs:
         self._decode_s: float | None = None
         self._steps: dict[int, tuple[float, float]] = {}  # _bucket -> mean (tokens, seconds)
         self._draft_s: float | None = None
+        self._shortest_draft_s = 0.0
         self._swap_s = 0.0
         self._swap_fixed_s, self._probed = probe()
         self._swap_s_per_byte = self._probed
@@ -38,6 +39,8 @@ class Costs:
         """Decode cost if no token is of a prompt's chunk, prefill cost if at least half are."""
         if num_tokens and not num_chunk_tokens:
             self._decode_s = _mean(self._decode_s, seconds)
+            if self._draft_s is not None:
+                self._draft_s += FORGET * (self._shortest_draft_s - self._draft_s)
             bucket = _bucket(num_tokens)
             tokens, before = self._steps.get(bucket, (num_tokens, None))
             self._steps[bucket] = _mean(tokens, num_tokens), _mean(before, seconds)
@@ -47,6 +50,8 @@ class Costs:
 
     def saw_draft(self, seconds: float) -> None:
         """What one token of each row takes of a draft model."""
+        shortest_s = seconds if self._draft_s is None else self._shortest_draft_s
+        self._shortest_draft_s = min(shortest_s, seconds)
         self._draft_s = _mean(self._draft_s, seconds)
 
     def saw_swap(self, seconds: float, num_blocks: int, *, is_first: bool = False) -> None:

@@ -73,6 +73,7 @@ class Drafter:
         self._tokens: dict[int, list[int]] = {}  # known ones, of rows that may speculate
         self._forked: frozenset[int] = frozenset()  # rows of this plan that share a block's rest
         model.prepare(sizes.limits)
+        costs.saw_draft(min(self._probe_s() for _ in range(4)))
 
     def update(self, plan: Plan) -> None:
         """The plan's leaves, joins and copies. Swapped blocks are not filled here."""
@@ -101,7 +102,8 @@ class Drafter:
             and chunk.start <= self._progress(chunk.row, chunk.start)
         ]
         block, offset = np.divmod(slots.numpy(), self._size)
-        np.minimum.at(self._filled, block, offset)
+        if (self._filled[block] > offset).any():  # rarely, where rows decode
+            np.minimum.at(self._filled, block, offset)
         if prompts:
             self._compute(prompts)
 
@@ -154,6 +156,15 @@ class Drafter:
         }
 
     # ------------------------------------------------------------ the model
+
+    @torch.inference_mode()
+    def _probe_s(self) -> float:
+        """Seconds of one token, in a spare block; the first one makes the model's graph."""
+        blocks, began = torch.tensor([self._num_blocks]), time.perf_counter()
+        batch = ops.AttentionBatch.of_row(blocks, 0, 1, self._size)
+        zero = torch.zeros(1, dtype=torch.int64)
+        self._draft.model.forward(zero, zero, batch, self._pool, None)
+        return time.perf_counter() - began
 
     def _progress(self, row: int, upto: int) -> int:
         """Tokens of the row, of the first `upto`, that have K and V here."""

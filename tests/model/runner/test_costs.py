@@ -43,6 +43,18 @@ def test_steps_without_prompts_are_learned_by_their_width() -> None:
     assert all(s * 10 == pytest.approx(w, abs=0.6) for w, s in zip(widths, seconds, strict=True))
 
 
+def test_what_a_draft_cost_once_is_forgotten() -> None:
+    """Otherwise a speculation that drafts no more because of it would never measure again."""
+    costs = Costs(1000, probe_copy)
+    assert costs.facts(0).draft_s == 0.0
+    costs.saw_draft(1.0)
+    costs.saw_draft(6.0)
+    assert costs.facts(0).draft_s == pytest.approx(2.0)
+    for _ in range(1000):
+        costs.saw_step(1.0, 1, 0)
+    assert costs.facts(0).draft_s == pytest.approx(1.0, rel=1e-3)
+
+
 def test_swaps_move_the_bandwidth() -> None:
     """Slow copies lower the bandwidth, which stays finite however short a copy seems."""
     costs = Costs(1000, probe_copy)
