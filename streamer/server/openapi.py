@@ -107,6 +107,8 @@ _PAGE: Final[dict[str, Any]] = {
     "after": {"type": "string"},
     "limit": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
 }
+_DEADLINE: Final[dict[str, Any]] = {"type": "number", "exclusiveMinimum": 0}  # seconds
+_NOT_SENT: Final = (("SchedulerView", "owner_of"),)  # fields of the engine's own use
 _BY_ID: Final = (400, 404, *KEYED)
 
 ROUTES: Final = (
@@ -249,6 +251,8 @@ def document(root_path: str = "", has_keys: bool = False) -> bytes:
     schemas, components = msgspec.json.schema_components(
         types, ref_template="#/components/schemas/{name}"
     )
+    for name, field in _NOT_SENT:
+        del components[name]["properties"][field]
     for schema in components.values():
         _describe_fields(schema)
     schema_of = dict(zip(types, schemas, strict=True))
@@ -301,6 +305,10 @@ def _described(route: Route, schema_of: dict[Any, Any]) -> dict[str, Any]:
     }
     parameters = [_parameter(name, "path") for name in re.findall(r"{(\w+)}", route.path)]
     parameters += [_parameter(name, "query", schema) for name, schema in route.query.items()]
+    if route.statuses == ANSWERED:
+        parameters.append(_parameter("X-Request-Timeout", "header", _DEADLINE))
+    if "starting_after" in route.query:
+        parameters.append(_parameter("Last-Event-ID", "header"))
     if parameters:
         described["parameters"] = parameters
     if route.body is not None:
