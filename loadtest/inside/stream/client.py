@@ -25,6 +25,7 @@ CONNECT_S = 60.0
 TRANSPORTS = {"sse": 1, "ws": 1, "ws16": 16}  # lanes a socket
 # The mark that every token's event has once, and where its stream and its oldest token are named.
 EVENT = {"sse": b'"content":" ', "ws": b'"delta":" '}
+ENDS = b"}\n"  # the last byte of a frame or of a body part; in no mark
 SAMPLED = {
     "sse": re.compile(rb'"id":"chatcmpl-(\w+)"[^\n]*"content":" (\d+)'),
     "ws": re.compile(rb'"item_id":"msg_(\w+)"[^{]*"delta":" (\d+)'),
@@ -57,6 +58,7 @@ class Counted(msgspec.Struct, frozen=True):
 
     events   events of tokens;  num_reads, num_bytes  of the reads with them
     took_s   seconds of the period;  cpu_s  CPU time of this process in it
+    idle_s   seconds of polls that found nothing to read
     samples  (request id without its prefix, output token from 0, arrival on the machine's clock)
     """
 
@@ -65,24 +67,27 @@ class Counted(msgspec.Struct, frozen=True):
     num_bytes: int
     took_s: float
     cpu_s: float
+    idle_s: float
     samples: list[tuple[str, int, float]]
 
 
 class Connection:
     """One socket, and how many events came on it."""
 
-    __slots__ = ("_event", "_pending", "is_silent", "socket")
+    __slots__ = ("_event", "_pending", "is_silent", "receive")
 
     def __init__(self, sock: socket.socket, event: bytes) -> None:
-        self.socket = sock
+        self.receive = sock.recv
         self.is_silent = True  # nothing has come so far
         self._event = event
         self._pending = b""  # the end of the last read, where an event's mark may have begun
 
     def count(self, data: bytes) -> int:
         """Events whose mark ends in this read."""
-        data = self._pending + data
-        self._pending = data[1 - len(self._event) :]
+        if self._pending:
+            data = self._pending + data
+        # Where an event ends, no mark has begun.
+        self._pending = b"" if data[-1] in ENDS else data[1 - len(self._event) :]
         return data.count(self._event)
 
 
@@ -98,6 +103,8 @@ class Client:
         self._selector = selectors.DefaultSelector()
         self._begin: tuple[float, float] | None = None
         self._events = self._num_reads = self._num_bytes = self._num_silent = 0
+        self._idle_s = 0.0
+        self._is_over = False
         self._raw: list[tuple[bytes, float]] = []
 
     def open(self) -> int:
@@ -119,8 +126,12 @@ class Client:
     def run(self) -> None:
         """Read until standard input ends."""
         self._selector.register(0, selectors.EVENT_READ, None)
-        while self._read():
-            pass
+        polled = time.perf_counter()
+        while not self._is_over:
+            found, began = self._read(), polled
+            polled = time.perf_counter()
+            if not found:
+                self._idle_s += polled - began
 
     def _ask(self, sock: socket.socket, lanes: int) -> None:
         if self._order.transport == "sse":
@@ -140,17 +151,19 @@ class Client:
             _shake_hands(sock)
         return sock
 
-    def _read(self) -> bool:
+    def _read(self) -> int:
         """Read all available data, without sleeping: waking this process would cost the server.
 
-        False when standard input has ended.
+        Returns the number of sockets that had some.
         """
         is_counting = self._begin is not None
-        for key, _ in self._selector.select(0):
+        ready = self._selector.select(0)
+        for key, _ in ready:
             connection = key.data
             if connection is None:
-                return self._obey(os.read(0, READ_BYTES))
-            data = connection.socket.recv(READ_BYTES)
+                self._obey(os.read(0, READ_BYTES))
+                break
+            data = connection.receive(READ_BYTES)
             if not data:
                 raise ConnectionError("the server closed a stream")
             if connection.is_silent:
@@ -163,16 +176,18 @@ class Client:
                 self._num_reads += 1
                 self._num_bytes += len(data)
                 self._events += connection.count(data)
-        return True
+        return len(ready)
 
-    def _obey(self, command: bytes) -> bool:
+    def _obey(self, command: bytes) -> None:
         if command == b"begin\n":
             self._begin = time.perf_counter(), time.process_time()
+            self._idle_s = 0.0
         elif command == b"end\n" and self._begin is not None:
             took_s, cpu_s = time.perf_counter() - self._begin[0], time.process_time()
             self._tell(self._counted(took_s, cpu_s - self._begin[1]))
             self._begin = None
-        return bool(command)
+        elif not command:
+            self._is_over = True
 
     def _counted(self, took_s: float, cpu_s: float) -> Counted:
         samples = [
@@ -180,7 +195,8 @@ class Client:
             for data, at in self._raw
             for match in self._sampled.finditer(data)
         ]
-        return Counted(self._events, self._num_reads, self._num_bytes, took_s, cpu_s, samples)
+        counts = (self._events, self._num_reads, self._num_bytes)
+        return Counted(*counts, took_s, cpu_s, self._idle_s, samples)
 
     @staticmethod
     def _tell(value: msgspec.Struct) -> None:

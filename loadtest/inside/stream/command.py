@@ -22,6 +22,7 @@ import msgspec
 
 from streamer.errors import StreamerError
 from streamer.loadtest.inside.stream import client as stream_client
+from streamer.loadtest.inside.stream import plain as stream_plain
 from streamer.loadtest.inside.stream import server as stream_server
 from streamer.loadtest.inside.stream.client import TRANSPORTS, Counted, Opened
 from streamer.loadtest.inside.stream.server import Mark, Ready, Steps
@@ -50,6 +51,7 @@ class StreamCase(msgspec.Struct, frozen=True):
                     none was sampled while every stream had one a step
     lag_*_ms        from the step's end until the loop takes its output
     client_load     share of one core that the client used
+    client_busy     share of the time in which it read, instead of polling in vain
     """
 
     transport: str
@@ -64,7 +66,19 @@ class StreamCase(msgspec.Struct, frozen=True):
     lag_p50_ms: float | None
     lag_p99_ms: float | None
     client_load: float
+    client_busy: float
     num_samples: int
+
+
+class Yardstick(msgspec.Struct, frozen=True):
+    """uvicorn alone, as fast as it goes: prebuilt events over as many sockets. As in StreamCase."""
+
+    transport: str
+    num_streams: int
+    events_per_s: float
+    loop_cpu_us: float
+    client_load: float
+    client_busy: float
 
 
 class Memory(msgspec.Struct, frozen=True):
@@ -87,6 +101,7 @@ class Report(msgspec.Struct, frozen=True):
     is_pinned: bool
     seconds: float
     cases: list[StreamCase]
+    yardsticks: list[Yardstick]
     memory: list[Memory]
     num_stuck: int = 0
 
@@ -131,19 +146,21 @@ def run(args: argparse.Namespace, console: Console) -> int:
     from rich.live import Live
 
     cases: list[StreamCase] = []
+    yardsticks: list[Yardstick] = []
     memory: list[Memory] = []
-    with Live(_table(args.seconds, cases), console=console, auto_refresh=False) as live:
+    with Live(_table(args.seconds, [], []), console=console, auto_refresh=False) as live:
         for transport in args.transports:
             for num_streams in args.streams:
                 if num_streams % TRANSPORTS[transport]:
                     continue  # too few to fill a socket
+                yardsticks.append(measure_uvicorn(transport, num_streams, args.seconds))
                 for rate in (0.0, None):
                     if rate is None:
                         below = cases[-1].events_per_s * args.load
                         rate = (below if args.rate is None else args.rate) / num_streams
                     stuck = args.slow_readers
                     cases.append(measure(transport, num_streams, rate, args.seconds, stuck))
-                    live.update(_table(args.seconds, cases), refresh=True)
+                    live.update(_table(args.seconds, cases, yardsticks), refresh=True)
     if not args.no_memory:
         max_streams = max(args.streams)
         memory = [
@@ -154,7 +171,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         console.print("\n", _memory_table(memory))
     if args.json is not None:
         is_pinned = cores()[0] is not None
-        report = Report(is_pinned, args.seconds, cases, memory, args.slow_readers)
+        report = Report(is_pinned, args.seconds, cases, yardsticks, memory, args.slow_readers)
         args.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
     return 0
 
@@ -198,7 +215,35 @@ def measure(
         lag_p50_ms=_share_ms(lags, 0.5),
         lag_p99_ms=_share_ms(lags, 0.99),
         client_load=counted.cpu_s / counted.took_s,
+        client_busy=1 - counted.idle_s / counted.took_s,
         num_samples=len(delays),
+    )
+
+
+def measure_uvicorn(transport: str, num_streams: int, seconds: float) -> Yardstick:
+    """uvicorn alone over the sockets of one case."""
+    order = stream_plain.Order(transport, cores()[0])
+    with (
+        contextlib.closing(Process(stream_plain.__name__, order)) as server,
+        _client(server.wait(Ready).port, transport, num_streams) as client,
+    ):
+        time.sleep(SETTLE_S)
+        before = server.ask("mark", Mark)
+        client.send("begin")
+        time.sleep(seconds)
+        after = server.ask("mark", Mark)
+        counted = client.ask("end", Counted)
+    events_per_s = counted.events / counted.took_s
+    return Yardstick(
+        transport=transport,
+        num_streams=num_streams,
+        events_per_s=events_per_s,
+        loop_cpu_us=(after.loop_cpu_s - before.loop_cpu_s)
+        / (after.at - before.at)
+        / events_per_s
+        * 1e6,
+        client_load=counted.cpu_s / counted.took_s,
+        client_busy=1 - counted.idle_s / counted.took_s,
     )
 
 
@@ -315,28 +360,41 @@ def _client(port: int, transport: str, num_streams: int, num_stuck: int = 0) -> 
 
 
 HEADING = (
-    *("over", "streams", "asked", "tokens/s", "events/s", "loop", "all"),
-    *("deliver", "", "lag", "", "client"),
+    *("over", "streams", "asked", "events/s", "uvicorn", "tokens", "loop"),
+    *("deliver", "", "lag", "client"),
 )
 
 
-def _table(seconds: float, cases: Sequence[StreamCase]) -> Table:
-    title = f"{seconds:g} s a run; CPU in us an event; delivery and lag in ms, p50 and p99"
-    return terminal([HEADING, *map(_cells, cases)], title)
+def _table(seconds: float, cases: Sequence[StreamCase], yardsticks: Sequence[Yardstick]) -> Table:
+    title = (
+        f"{seconds:g} s a run; events/s as a share of uvicorn's, tokens and loop's us an event; "
+        f"delivery p50 and p99, lag p99 in ms; share of the client's time"
+    )
+    rows: list[tuple[str, ...]] = [HEADING]
+    for y in yardsticks:
+        rows.append(
+            (
+                *(y.transport, f"{y.num_streams:,}", "uvicorn", f"{y.events_per_s:,.0f}"),
+                *("1.00", "-", f"{y.loop_cpu_us:.1f}", "-", "-", "-", f"{y.client_busy:.0%}"),
+            )
+        )
+        same = (y.transport, y.num_streams)
+        rows += [_cells(m, y) for m in cases if (m.transport, m.num_streams) == same]
+    return terminal(rows, title)
 
 
-def _cells(m: StreamCase) -> tuple[str, ...]:
-    times = (m.deliver_p50_ms, m.deliver_p99_ms, m.lag_p50_ms, m.lag_p99_ms)
+def _cells(m: StreamCase, y: Yardstick) -> tuple[str, ...]:
+    times = (m.deliver_p50_ms, m.deliver_p99_ms, m.lag_p99_ms)
     return (
         m.transport,
         f"{m.num_streams:,}",
         f"{m.rate * m.num_streams:,.0f}" if m.rate else "fastest",
-        f"{m.tokens_per_s:,.0f}",
         f"{m.events_per_s:,.0f}",
+        f"{m.events_per_s / y.events_per_s:.2f}",
+        f"{m.tokens_per_s / m.events_per_s:.2f}",
         f"{m.loop_cpu_us:.1f}",
-        f"{m.process_cpu_us:.1f}",
         *("-" if t is None else f"{t:.2f}" for t in times),
-        f"{m.client_load:.0%}",
+        f"{m.client_busy:.0%}",
     )
 
 

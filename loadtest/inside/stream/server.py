@@ -130,12 +130,12 @@ async def _serve(order: Order) -> None:
 
     def answer() -> None:
         for line in sys.stdin:
-            _tell(_mark(record) if line == "mark\n" else _steps(record))
+            tell(_mark(record) if line == "mark\n" else _steps(record))
         loop.call_soon_threadsafe(stop.set)
 
     def ready(url: str) -> None:
         threading.Thread(target=answer, daemon=True).start()
-        _tell(Ready(int(url.rpartition(":")[2])))
+        tell(Ready(int(url.rpartition(":")[2])))
 
     config = _config(order)
     await serve(_engine(config, record), config, on_ready=ready, stop=stop)
@@ -195,7 +195,8 @@ def _rss_bytes() -> int:
         return 0
 
 
-def _tell(value: msgspec.Struct) -> None:
+def tell(value: msgspec.Struct) -> None:
+    """Answer with a line of JSON."""
     sys.stdout.buffer.write(msgspec.json.encode(value) + b"\n")
     sys.stdout.buffer.flush()
 

@@ -14,9 +14,12 @@ from streamer.cli import main
 from streamer.core.plan import StepOutput, StepStats
 from streamer.errors import StreamerError
 from streamer.loadtest.inside.stream import command as stream
+from streamer.loadtest.inside.stream import plain
 from streamer.loadtest.inside.stream.client import EVENT, TRANSPORTS, Connection, Counted
-from streamer.loadtest.inside.stream.command import Report, StreamCase
+from streamer.loadtest.inside.stream.command import Report, StreamCase, Yardstick
 from streamer.loadtest.inside.stream.server import Record, Steps
+from streamer.server.openai.chat_types import Chunk
+from streamer.server.responses.types import DeltaEvent
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -30,6 +33,22 @@ def test_every_transport_has_its_figures(transport: str) -> None:
     assert m.deliver_p99_ms is not None
     assert 0 < m.deliver_p50_ms <= m.deliver_p99_ms
     assert 0 < m.loop_cpu_us <= m.process_cpu_us
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_uvicorn_alone_is_measured_over_the_same_sockets(transport: str) -> None:
+    yardstick = stream.measure_uvicorn(transport, 16, 0.2)
+    assert yardstick.events_per_s > 0
+    assert yardstick.loop_cpu_us > 0
+    assert 0 < yardstick.client_busy <= 1
+
+
+@pytest.mark.parametrize(
+    ("event", "kind"), [(plain.CHUNK[6:].strip(), Chunk), (plain.DELTA.encode(), DeltaEvent)]
+)
+def test_the_events_of_uvicorn_alone_have_our_form(event: bytes, kind: type) -> None:
+    assert msgspec.json.encode(msgspec.json.decode(event, type=kind)) == event
+    assert EVENT["sse" if kind is Chunk else "ws"] in event
 
 
 def test_clients_that_never_read_are_not_counted() -> None:
@@ -46,6 +65,7 @@ def test_the_command_prints_and_writes_every_case(tmp_path: Path) -> None:
         ("ws16", 16, 0.0),  # one stream does not fill a socket
         ("ws16", 16, 100 / 16),
     ]
+    assert [(y.transport, y.num_streams) for y in report.yardsticks] == [("ws16", 16)]
     assert [(m.transport, m.num_streams) for m in report.memory] == [("ws16", 16)]
 
 
@@ -76,7 +96,7 @@ def test_a_token_is_timed_from_its_own_step() -> None:
     assert record.before == {"chatcmpl-a": 3, "chatcmpl-b": 3}
     steps = Steps(list(record.sent), [], record.steady_from, dict(record.before))
     samples = [("a", 3, 4.5), ("b", 4, 5.25), ("a", 2, 9.0)]  # the last from before
-    assert list(stream._delays(steps, Counted(0, 0, 0, 1.0, 0.0, samples))) == [0.5, 0.25]
+    assert list(stream._delays(steps, Counted(0, 0, 0, 1.0, 0.0, 0.0, samples))) == [0.5, 0.25]
 
 
 def test_a_process_that_ends_is_reported() -> None:
@@ -90,8 +110,9 @@ def test_a_process_that_ends_is_reported() -> None:
 
 def test_the_table_has_a_row_a_case() -> None:
     text = io.StringIO()
-    m = StreamCase("ws16", 1024, 90.0, 1e5, 1e5, 9.5, 12.0, 10.1, 120.5, 0.01, 0.1, 0.2, 100)
-    Console(file=text, width=80).print(stream._table(1.0, [m]))
+    m = StreamCase("ws16", 1024, 90.0, 1e5, 1e5, 9.5, 12.0, 10.1, 120.5, 0.01, 0.1, 0.97, 0.2, 9)
+    y = Yardstick("ws16", 1024, 2e5, 5.0, 0.97, 0.3)
+    Console(file=text, width=80).print(stream._table(1.0, [m], [y]))
     assert "…" not in text.getvalue()
     assert "92,160" in text.getvalue()
 
