@@ -10,10 +10,11 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import msgspec
 
-from streamer.core.plan import Finish, TokenLogprob
+from streamer.core.plan import Finish, Notice, TokenLogprob
 from streamer.core.sampling import SamplingParams
 from streamer.tokenizer.text import TextStream
 
@@ -42,7 +43,7 @@ def bytes_of_params(params: SamplingParams) -> int:
     return choices + stops + ids
 
 
-class Delta(msgspec.Struct, frozen=True):
+class Delta(msgspec.Struct, frozen=True, gc=False):
     """New tokens of one choice, several merged where a reader was late.
 
     start      index of the first token covered, in the choice's output
@@ -57,6 +58,13 @@ class Delta(msgspec.Struct, frozen=True):
     text: str
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish: Finish | None = None
+
+
+def deltas_of(items: list[Delta | Notice]) -> list[Delta]:
+    """The deltas among a reader's news, in which notices come first."""
+    if items and type(items[0]) is Delta:
+        return cast("list[Delta]", items)
+    return [item for item in items if isinstance(item, Delta)]
 
 
 class ChoiceLog:
@@ -86,6 +94,8 @@ class ChoiceLog:
     def num_shown(self, end: int) -> int:
         """Of the first `end` tokens, those up to the last one that released text."""
         released = self._ends[end - 1] if end else 0
+        if end > 1 and self._ends[end - 2] < released:
+            return end  # the usual case, without a search
         return bisect_left(self._ends, released, 0, end) + 1 if released else 0
 
     def push(self, token: int, logprob: TokenLogprob | None, finish: Finish | None) -> None:

@@ -207,10 +207,14 @@ class Registry:
         await self._is_idle.wait()
 
     def distribute(self, output: StepOutput) -> None:
-        """Hand a step's notices, tokens and finishes to their streams, then wake their readers."""
+        """Hand a step's notices, tokens and finishes to their streams, and wake their readers.
+
+        A stream's readers are woken once, after its last token, while its memory is in the cache: a
+        pass over all streams for their tokens and another to wake them read it twice.
+        """
         live, now = self._live, time.perf_counter()
         self._num_returning = output.stats.preempted + output.stats.swapped
-        touched: list[TokenStream] = []  # twice where a request's rows are not neighbours: harmless
+        touched: list[TokenStream] = []  # woken at the end
         for notice in output.notices:
             stream = live.get(notice.request_id)
             if stream is not None:
@@ -226,17 +230,16 @@ class Registry:
         logprobs, ids, choices = output.logprobs, output.request_ids, output.choices
         following = (*ids[1:], "") if ids else ()
         drawn = zip(ids, choices, output.tokens, following, strict=True)
-        last = None
         for i, (request_id, choice, token, next_id) in enumerate(drawn):
             stream = live.get(request_id)
-            if stream is not None:
-                if stream is not last:
-                    touched.append(stream)
-                    last = stream
-                finish = None
-                if finishes and not (next_id == request_id and choices[i + 1] == choice):
-                    finish = finishes.pop((request_id, choice), None)  # of the last token of a run
-                stream.push(choice, token, logprobs.get(i) if logprobs else None, finish)
+            if stream is None:
+                continue
+            finish = None
+            if finishes and not (next_id == request_id and choices[i + 1] == choice):
+                finish = finishes.pop((request_id, choice), None)  # of the last token of a run
+            stream.push(choice, token, logprobs.get(i) if logprobs else None, finish)
+            if next_id != request_id:
+                stream.wake()
         for (request_id, _), finish in finishes.items():
             stream = live.get(request_id)
             if stream is not None:

@@ -25,6 +25,7 @@ from streamer.tokenizer.text import TextStream
 
 __all__ = ["Delta", "Reader", "Timing", "TokenStream"]
 
+NEVER = 1 << 62  # more tokens than a stream ever has
 STREAM_BYTES = 1300  # of a stream without its choices
 
 
@@ -79,6 +80,7 @@ class Reader:
         "acknowledged",
         "cursors",
         "finished",
+        "given",
         "is_dropped",
         "notices",
         "number",
@@ -92,7 +94,7 @@ class Reader:
         self.cursors = cursors
         self.finished = [False] * len(cursors)
         self.notices: dict[NoticeKind, Notice] = {}
-        self.taken = sum(cursors)
+        self.given = self.taken = sum(cursors)
         self.acknowledged: int | None = None
         self.is_dropped = False
 
@@ -364,12 +366,14 @@ class TokenStream:
             else:
                 start = end
             items.append(log.delta(choice, start, finish))
-            finished[choice] = finish is not None
+            if finish is not None:
+                finished[choice] = True
+        reader.given = self._head
         return items
 
     def took(self, reader: Reader) -> None:
         """The reader has consumed what `take` gave it."""
-        reader.taken = sum(reader.cursors)
+        reader.taken = reader.given
         if self._flow.is_behind:
             self._update_lag()
 
@@ -410,7 +414,8 @@ class TokenStream:
     def _update_lag(self) -> None:
         if self._readers:
             lag = self.lag()
-            self._no_lag_until = self._head - lag + self._flow.limits.window
+            window = self._flow.limits.window
+            self._no_lag_until = self._head - lag + window if window else NEVER
             self._flow.update_lag(lag)
 
     def drop(self, reader: int) -> None:
@@ -492,5 +497,5 @@ class TokenStream:
         """Call the readers' `on_update`; a reader that takes it at once has no lag."""
         for reader in self._readers:
             reader.on_update()
-        if self._head > self._no_lag_until and self._flow.limits.window:
+        if self._head > self._no_lag_until:
             self._update_lag()

@@ -282,8 +282,9 @@ class ChatAnswer:
         """The chunks of the deltas of one step or several."""
         parts = []
         for d in deltas:
-            rest = d.finish is not None and self._stream.has_rest(d.choice)
-            number = 1 + d.start + len(d.token_ids) + rest
+            number = 1 + d.start + len(d.token_ids)
+            if d.finish is not None:
+                number += self._stream.has_rest(d.choice)
             is_shown = d.text or (d.token_ids and (d.logprobs or self._body.return_token_ids))
             if is_shown and number > self._numbers[d.choice]:
                 self._numbers[d.choice] = number
@@ -297,7 +298,7 @@ class ChatAnswer:
                     scores = scores_of(d.finish)
                     choice = ChunkChoice(d.choice, ChunkDelta(), None, reason, UNSET, why, *scores)
                     parts.append(self._frame([choice], usage=self._so_far(d.finish.num_tokens)))
-        return b"".join(parts)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def failure(self, deltas: Sequence[Delta]) -> StreamerError | None:
         """The error that ends the answer, if a choice was cancelled or has failed."""
@@ -357,6 +358,8 @@ class ChatAnswer:
     def _text_frame(self, d: Delta) -> bytes:
         if self._is_plain:
             head, before, after = self._around[d.choice]
+            if not self._has_ids:
+                return b"%b%b%b" % (before, encode(d.text), after)
             return b"".join((head, self._number().encode(), before, encode(d.text), after))
         choice = ChunkChoice(
             d.choice,
@@ -413,5 +416,7 @@ class ChatAnswer:
         chunk = self._chunk([ChunkChoice(index, ChunkDelta(content=TEXT_HERE))])
         whole = frame(NUMBER_HERE if self._has_ids else "", chunk)
         before, _, after = whole.rpartition(encode(TEXT_HERE))
+        if not self._has_ids:
+            return b"", before, after
         head, _, before = before.partition(NUMBER_HERE.encode())
         return head, before, after

@@ -18,7 +18,13 @@ from streamer.core.plan import Finish, FinishReason, Notice, NoticeKind
 from streamer.engine.refusals import SHUTDOWN
 from streamer.errors import StreamerError
 from streamer.server.context import context_of
-from streamer.server.openai.common import TokenText, chat_logprobs, only_if, scores_of
+from streamer.server.openai.common import (
+    ChatLogprob,
+    TokenText,
+    chat_logprobs,
+    only_if,
+    scores_of,
+)
 from streamer.server.responses.types import (
     DeltaEvent,
     Event,
@@ -48,6 +54,7 @@ STATUSES = {
     FinishReason.FAILED: "failed",
 }
 LOGPROBS, TOKEN_IDS = "logprobs", "token_ids"
+NO_LOGPROBS: list[ChatLogprob] = []
 EVERYTHING = frozenset([LOGPROBS, TOKEN_IDS])
 
 
@@ -155,8 +162,9 @@ class ResponseEvents:
         """The delta events, and the closing events after a delta that ends the response."""
         out: list[Event] = []
         for d in deltas:
-            if not self._is_silent:
-                out.extend(self._delta(d))
+            event = None if self._is_silent else self._delta(d)
+            if event is not None:
+                out.append(event)
             if d.finish is not None:
                 out.extend(self._closing(d.finish))
         return self._beyond(out)
@@ -197,27 +205,27 @@ class ResponseEvents:
         out = []
         for event in events:
             number = event.sequence_number
-            if isinstance(number, int) and number > self._after:
+            if number is not UNSET and number > self._after:
                 out.append(event)
-                self.number = max(self.number, number)
+                if number > self.number:
+                    self.number = number
         return out
 
-    def _delta(self, d: Delta) -> list[Event]:
+    def _delta(self, d: Delta) -> DeltaEvent | None:
         logprobs = d.logprobs if self._has_logprobs else None
         if not (d.text or (d.token_ids and (logprobs or self._has_ids))):
-            return []
+            return None
         number = self._num_opening - 1 + self._num_numbered(d.start + len(d.token_ids))
-        number += d.finish is not None and self._stream.has_rest()
-        return [
-            DeltaEvent(
-                number,
-                self._item_id,
-                d.text,
-                logprobs=chat_logprobs(logprobs, self._text) if logprobs else [],
-                stream_id=self._lane,
-                token_ids=only_if(self._has_ids, d.token_ids),
-            )
-        ]
+        if d.finish is not None:
+            number += self._stream.has_rest()
+        return DeltaEvent(
+            number,
+            self._item_id,
+            d.text,
+            logprobs=chat_logprobs(logprobs, self._text) if logprobs else NO_LOGPROBS,
+            stream_id=self._lane,
+            token_ids=d.token_ids if self._has_ids else UNSET,
+        )
 
     def _closing(self, finish: Finish) -> list[Event]:
         status = self._status(finish)

@@ -22,7 +22,8 @@ from msgspec import UNSET
 from starlette.types import Scope
 
 from streamer.core.plan import Notice
-from streamer.engine.stream import Delta, TokenStream
+from streamer.engine.log import Delta, deltas_of
+from streamer.engine.stream import TokenStream
 from streamer.errors import InvalidRequest, NotFound, RateLimited, StreamerError
 from streamer.server.context import Context, context_of
 from streamer.server.openai.common import new_id
@@ -33,8 +34,8 @@ from streamer.server.responses.events import ResponseEvents, blank_response
 from streamer.server.responses.respond import find, respond
 from streamer.server.responses.socket_events import Resume, Resumed, Settings, error_event
 from streamer.server.responses.steering import Steer, SteerEvent
-from streamer.server.responses.types import ResponseEvent, StateEvent
-from streamer.server.transport.follow import follow
+from streamer.server.responses.types import Event, ResponseEvent, StateEvent
+from streamer.server.transport.follow import Work, follow
 from streamer.server.transport.frames import SPLIT, num_entries, portions
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ MAX_QUEUED: Final = 256  # creates waiting for their lane
 MAX_RESPONSES: Final = 320  # not ended, with those whose reader here was dropped for its lag
 MAX_QUEUED_BYTES: Final = 4 << 20  # of creates whose response has not begun
 
-Send = Callable[[msgspec.Struct], Coroutine[Any, Any, None]]
+Write = Callable[[msgspec.Struct], Work | None]
 Reply = Callable[[msgspec.Struct], None]
 
 
@@ -102,7 +103,7 @@ def cancelled(pending: PendingCreate) -> ResponseEvent:
 class Lanes:
     """The lanes of one socket.
 
-    send   sends an event, waiting until the socket takes it
+    write  writes an event at once and returns None, or returns the coroutine that waits to
     reply  queues an event and returns at once
     """
 
@@ -112,14 +113,14 @@ class Lanes:
         scope: Scope,
         session: str,
         *,
-        send: Send,
+        write: Write,
         reply: Reply,
         is_extended: bool,
     ) -> None:
         self._service = service
         self._scope = scope
         self._session = session
-        self._send = send
+        self._write = write
         self._reply = reply
         self._is_extended = is_extended
         self._lanes: dict[str | None, deque[PendingCreate | Resuming]] = {}
@@ -338,6 +339,11 @@ class Lanes:
         with self._service.working():
             await self._follow(stream, after, event.stream_id, pending.settings, is_split=is_split)
 
+    async def _send(self, event: msgspec.Struct) -> None:
+        work = self._write(event)
+        if work is not None:
+            await work
+
     # ------------------------------------------------------------ following
 
     async def _follow(
@@ -369,7 +375,7 @@ class Lanes:
             for event in events.opening():
                 await self._send(event)
             is_reading = True
-            write = partial(self._send_news, attached, service.metrics.meter(), is_split)
+            write = partial(self._put_news, attached, service.metrics.meter(), is_split)
             cursor = events.tokens_at(after)
             await follow([stream], write, readers=[attached.reader], after=cursor)
         except StreamerError as e:
@@ -404,23 +410,46 @@ class Lanes:
         else:
             self._open_lane(lane, pending)
 
-    async def _send_news(
+    def _put_news(
         self,
         attached: Attached,
         meter: Meter,
         is_split: bool,
         source: int,
-        items: Sequence[Delta | Notice],
+        items: list[Delta | Notice],
+    ) -> Work | None:
+        """Write at once, without a coroutine, while the socket accepts it."""
+        deltas = deltas_of(items)
+        meter.deltas(source, deltas)
+        is_paced = attached.is_behind or num_entries(attached.stream, deltas) > SPLIT
+        attached.is_behind = False
+        if is_paced or is_split or deltas is not items:
+            notices = [item for item in items if isinstance(item, Notice)]
+            return self._send_news(attached, notices, deltas, is_split, is_paced)
+        events = attached.events.deltas(deltas)
+        for i, event in enumerate(events):
+            work = self._write(event)
+            if work is not None:
+                return self._send_rest(work, events[i + 1 :])
+        return None
+
+    async def _send_rest(self, work: Work, events: Sequence[Event]) -> None:
+        await work
+        for event in events:
+            await self._send(event)
+
+    async def _send_news(
+        self,
+        attached: Attached,
+        notices: Sequence[Notice],
+        deltas: Sequence[Delta],
+        is_split: bool,
+        is_paced: bool,
     ) -> None:
         events, stream = attached.events, attached.stream
-        deltas = [d for d in items if isinstance(d, Delta)]
-        meter.deltas(source, deltas)
-        if self._is_extended and len(items) > len(deltas):
-            for notice in items:
-                if isinstance(notice, Notice):
-                    await self._send(events.state(notice))
-        is_behind, attached.is_behind = attached.is_behind, False
-        is_paced = is_behind or num_entries(stream, deltas) > SPLIT
+        if self._is_extended:
+            for notice in notices:
+                await self._send(events.state(notice))
         for some in portions(stream, deltas, is_split):
             build, size = partial(events.deltas, some), num_entries(stream, some)
             built = await self._service.built(build, size, self._scope) if is_paced else build()

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Coroutine
+from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
@@ -44,6 +44,8 @@ from streamer.server.responses.socket_events import (
 )
 from streamer.server.responses.steering import Decode, SteerEvent
 from streamer.server.service import Service
+from streamer.server.transport.follow import Work
+from streamer.server.transport.loop_turn import WRITE_PART
 from streamer.server.transport.stuck import StuckWatch
 from streamer.server.transport.websocket import EVENT_BURST, EVENTS_PER_S
 
@@ -87,11 +89,12 @@ class Session:
             service,
             scope,
             self._id,
-            send=self._send,
+            write=self._write,
             reply=self._reply,
             is_extended=self._is_extended,
         )
         self._scope = scope
+        self._write_now: Callable[[bytes, bool], bool] = lambda _data, _is_text: False
         self._stuck: StuckWatch
         self._replies: asyncio.Queue[bytes] = asyncio.Queue(MAX_REPLIES)
         self._reply_bytes = 0
@@ -104,6 +107,7 @@ class Session:
     async def run(self) -> None:
         """Handshake, then read until the socket is closed."""
         await self._receive()  # websocket.connect
+        self._write_now = self._scope.get("extensions", {}).get(WRITE_PART, self._write_now)
         limit_s = self._service.config.pause_timeout
         self._stuck = StuckWatch(self._scope, limit_s, self._lanes.drop)
         with self._stuck, contextlib.ExitStack() as open_socket:
@@ -154,7 +158,7 @@ class Session:
                     sockets=self._service.admission.max_sockets(tenant),
                 ),
             )
-            await self._send(event)
+            await self._send_bytes(self._encode(event))
         return True
 
     # ------------------------------------------------------------ reader
@@ -256,8 +260,9 @@ class Session:
                 await self._send_bytes(data)
                 self._reply_bytes -= len(data)
 
-    def _send(self, event: msgspec.Struct) -> Coroutine[Any, Any, None]:
-        return self._send_bytes(self._encode(event))  # not async: one coroutine a token less
+    def _write(self, event: msgspec.Struct) -> Work | None:
+        data = self._encode(event)
+        return None if self._write_now(data, not self._is_packed) else self._send_bytes(data)
 
     async def _send_bytes(self, data: bytes) -> None:
         self._stuck.began()

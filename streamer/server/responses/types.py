@@ -161,7 +161,7 @@ class PartEvent(msgspec.Struct, frozen=True):
     stream_id: str | UnsetType = UNSET
 
 
-class DeltaEvent(msgspec.Struct, frozen=True, tag="response.output_text.delta"):
+class DeltaEvent(msgspec.Struct, frozen=True, gc=False, tag="response.output_text.delta"):
     """output_text.delta, the event that streams."""
 
     sequence_number: int

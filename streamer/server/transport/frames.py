@@ -36,8 +36,11 @@ def portions(
 
 def num_entries(stream: TokenStream, deltas: Sequence[Delta]) -> int:
     """The cost of building these, in tokens and log probabilities; at an end the whole answer's."""
-    num = sum(len(d.token_ids) for d in deltas) * _entries_of_token(stream)
-    return num + (whole_entries(stream) if any(d.finish is not None for d in deltas) else 0)
+    num, is_end = 0, False  # without generators, which cost 0.6 us here
+    for d in deltas:
+        num += len(d.token_ids)
+        is_end = is_end or d.finish is not None
+    return num * _entries_of_token(stream) + (whole_entries(stream) if is_end else 0)
 
 
 def whole_entries(stream: TokenStream) -> int:

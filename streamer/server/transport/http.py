@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from streamer.errors import InvalidRequest, Overloaded, StreamerError, TooLarge
 from streamer.server.errors import error_body
-from streamer.server.transport.loop_turn import WRITE_PART, TurnTransport
+from streamer.server.transport.loop_turn import WRITE_PART, Turn, TurnTransport
 from streamer.server.transport.stuck import ABORT
 
 MAX_HEAD_BYTES: Final = 64 << 10
@@ -103,6 +103,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     addresses = Addresses(0)
     max_connections = MAX_CONNECTIONS
+    turn: Turn | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -121,7 +122,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """Refuse a connection over the limits, else start the timer of its first head."""
         leave = self.addresses.enter(transport.get_extra_info("peername"))
         on_lost = leave if leave is not None else lambda: None
-        super().connection_made(TurnTransport(transport, self.loop, on_lost))
+        super().connection_made(TurnTransport(transport, self.loop, on_lost, self.turn))
         if leave is None or len(self.connections) > self.max_connections:
             owner = "your address" if leave is None else "all clients"
             self._answer(
@@ -308,10 +309,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
 
 def limited(connections_per_address: int) -> type[LimitedHttpProtocol]:
-    """The protocol class of one server; its connections share one Addresses."""
+    """The protocol class of one server; its connections share one Addresses and one Turn."""
 
     class Limited(LimitedHttpProtocol):
         addresses = Addresses(connections_per_address)
+        turn = Turn()
         max_connections = connection_limit()
 
     return Limited

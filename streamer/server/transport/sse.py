@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from streamer.engine.stream import Delta
+from streamer.engine.log import Delta, deltas_of
 from streamer.errors import StreamerError
 from streamer.server.transport.follow import Work, follow
 from streamer.server.transport.frames import SPLIT, num_entries, portions
@@ -194,7 +194,7 @@ class EventStream:
 
     def _put_news(self, source: int, items: list[Delta | Notice]) -> Work | None:
         """Write at once, without a coroutine, if the connection accepts it."""
-        stream, deltas = self._streams[source], [d for d in items if isinstance(d, Delta)]
+        stream, deltas = self._streams[source], deltas_of(items)
         self._meter.deltas(source, deltas)
         if self._is_behind or num_entries(stream, deltas) > SPLIT:
             self._is_behind = False
@@ -202,7 +202,8 @@ class EventStream:
         body = self._answer.deltas(source, deltas)
         if body and not self._put_now(body):
             return self._put_rest(deltas, body)
-        self._raise_failure(deltas)
+        if stream.is_finished or len(deltas) != 1:
+            self._raise_failure(deltas)
         return None
 
     async def _put_paced(self, source: int, deltas: list[Delta]) -> None:
@@ -265,7 +266,7 @@ async def read_whole(
     meter = service.metrics.meter()
 
     def keep(source: int, items: list[Delta | Notice]) -> None:
-        deltas = [d for d in items if isinstance(d, Delta)]
+        deltas = deltas_of(items)
         meter.deltas(source, deltas)
         failure = answer.failure(deltas)
         if failure is not None:

@@ -18,7 +18,7 @@ from websockets.http11 import Request, Response
 from websockets.protocol import OPEN
 from websockets.server import ServerProtocol
 
-from streamer.server.transport.loop_turn import TurnTransport
+from streamer.server.transport.loop_turn import WRITE_PART, TurnTransport
 from streamer.server.transport.stuck import ABORT
 
 TEXT, BINARY = b"\x81", b"\x82"  # opcode, and FIN: no message is cut in pieces
@@ -134,7 +134,9 @@ class StreamingWebSocket(WebSocketsSansIOProtocol):
         """Answer the handshake; unless refused, it makes the scope."""
         super().handle_connect(event)
         if self.response.status_code == 101:
-            self.scope["extensions"][ABORT] = self.transport.abort  # type: ignore[assignment]
+            extensions = self.scope["extensions"]
+            extensions[ABORT] = self.transport.abort  # type: ignore[assignment]
+            extensions[WRITE_PART] = self.write_message  # type: ignore[assignment]
 
     def handle_ping(self) -> None:
         """Pong; for a peer that does not read, the last one is enough (RFC 6455, 5.5.3)."""
@@ -186,6 +188,21 @@ class StreamingWebSocket(WebSocketsSansIOProtocol):
         if not self.queue.empty():
             await asyncio.sleep(0)  # a queue that is not empty never yields
         return await super().receive()
+
+    def write_message(self, data: bytes, is_text: bool) -> bool:
+        """Write a whole message, if the socket is open and accepts it now.
+
+        False: nothing was written, and `send` has to be used.
+        """
+        if (
+            self.conn.state is not OPEN
+            or self.close_sent
+            or self.disconnected
+            or not self.writable.is_set()
+        ):
+            return False
+        self.transport.write(frame(TEXT if is_text else BINARY, data))
+        return True
 
     async def send(self, message: Any) -> None:
         """Send an ASGI message; uvicorn handles all that are not data for an open socket."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from streamer.server.transport import loop_turn
-from streamer.server.transport.loop_turn import MAX_PENDING_BYTES, READ_BYTES, TurnTransport
+from streamer.server.transport.loop_turn import MAX_PENDING_BYTES, READ_BYTES, Turn, TurnTransport
 
 
 class Inner(asyncio.Transport):
@@ -45,6 +45,18 @@ class Inner(asyncio.Transport):
 
     def resume_reading(self) -> None:
         self.calls.append("resume")
+
+
+async def test_the_connections_of_a_turn_are_written_one_after_the_other() -> None:
+    turn, loop = Turn(), asyncio.get_running_loop()
+    inners = [Inner(), Inner(), Inner()]
+    inners[1].is_gone = True
+    transports = [TurnTransport(inner, loop, turn=turn) for inner in inners]
+    for word in (b"a", b"b"):
+        for transport in transports:
+            transport.write(word)
+        await asyncio.sleep(0)
+    assert [inner.calls for inner in inners] == [[b"a", b"b"], [], [b"a", b"b"]]
 
 
 async def test_a_turn_is_one_write() -> None:

@@ -108,6 +108,19 @@ async def protocol_with(written: list[bytes]) -> StreamingWebSocket:
     return made
 
 
+async def test_a_message_is_written_at_once_only_while_the_socket_takes_it() -> None:
+    written: list[bytes] = []
+    protocol = await protocol_with(written)
+    assert protocol.write_message(b"text", True)
+    assert protocol.write_message(b"data", False)
+    protocol.pause_writing()
+    assert not protocol.write_message(b"later", True)
+    protocol.resume_writing()
+    protocol.close_sent = True
+    assert not protocol.write_message(b"too late", True)
+    assert written == [frame(TEXT, b"text"), frame(BINARY, b"data")]
+
+
 async def test_pongs_to_a_peer_that_reads_nothing_do_not_accumulate() -> None:
     written: list[bytes] = []
     protocol = await protocol_with(written)

@@ -1,0 +1,55 @@
+"""Registry.distribute: which deltas a step's output becomes, and how often readers are woken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from streamer.core.plan import Finish, FinishReason, Notice, NoticeKind, StepOutput
+from streamer.engine.log import Delta
+from streamer.engine.registry import Registry
+from streamer.engine.requests import QueueNeeds
+from streamer.engine.stream import TokenStream
+from tests.engine.helpers import lone_stream
+
+
+def watched(registry: Registry, stream: TokenStream) -> list[Any]:
+    """Each wake-up's news, of a reader that takes them at once."""
+    taken: list[Any] = []
+    registry.add(stream, QueueNeeds(n=stream.params.n))
+    reader = stream.attach(0, lambda: taken.append(stream.take(reader)))
+    return taken
+
+
+def step(choices: tuple[int, ...], text: bytes, **fields: Any) -> StepOutput:
+    return StepOutput(0, ("r",) * len(text), choices, tuple(text), **fields)
+
+
+async def test_a_run_of_tokens_is_one_delta_of_one_wake_up() -> None:
+    registry, stream = Registry(60.0, 1 << 20), lone_stream(n=2)
+    taken = watched(registry, stream)
+    registry.distribute(step((0, 0, 0, 1, 1), b"abcxy"))
+    assert taken == [[Delta(0, 0, tuple(b"abc"), "abc"), Delta(1, 0, tuple(b"xy"), "xy")]]
+    assert stream.num_output_tokens == 5
+
+
+async def test_the_end_of_a_run_is_with_its_last_token() -> None:
+    registry, stream = Registry(60.0, 1 << 20), lone_stream(n=2)
+    taken = watched(registry, stream)
+    first = Finish("r", 0, FinishReason.LENGTH, 2)
+    second = Finish("r", 1, FinishReason.STOP, 2, text_bytes=1)
+    registry.distribute(step((0, 0, 1, 1), b"abxy", finishes=(first, second)))
+    assert taken == [
+        [
+            Delta(0, 0, tuple(b"ab"), "ab", None, first),
+            Delta(1, 0, tuple(b"xy"), "x", None, second),
+        ]
+    ]
+    assert registry.num_live == 0
+
+
+async def test_notices_come_with_the_tokens_of_their_step() -> None:
+    registry, stream = Registry(60.0, 1 << 20), lone_stream()
+    taken = watched(registry, stream)
+    running = Notice("r", NoticeKind.RUNNING)
+    registry.distribute(step((0,), b"a", notices=(running,)))
+    assert [items for items in taken if items] == [[running, Delta(0, 0, (97,), "a")]]
