@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
+from streamer.core.batch import Batch
 from streamer.core.beams.hypotheses import advance_beams, hear
 from streamer.core.plan import (
     NOT_FINITE,
@@ -20,7 +22,7 @@ from streamer.core.plan import (
     StepResult,
     TokenLogprob,
 )
-from streamer.core.request import OUTPUT_COST, Request, Sequence
+from streamer.core.request import OUTPUT_COST, Request, Sequence, Share
 from streamer.core.state import State
 from streamer.core.verification import settle, take
 from streamer.errors import InvariantViolated
@@ -31,15 +33,65 @@ def apply_result(state: State, plan: Plan, result: StepResult) -> StepOutput:
 
     A choice that ends within its run keeps none of the tokens after that.
     """
+    runs = take(state, plan, result) if state.speculation is not None else []
+    prompt_logprobs = prompt_scores(state, result) if result.prompt_logprobs else {}
+    if result.candidates:
+        hear(state, result.number, result.candidates)
+    batch = state.batch
+    if batch is not None and not runs and batch.is_of(result.rows, state.rows.num_moves):
+        append_batch(state, batch, result.tokens)
+        kept = Kept(batch.request_ids, batch.choices, result.tokens, result.logprobs)
+    else:
+        kept = append(state, result)
+        state.batch = None if runs else next_batch(state, batch, kept, result.rows)
+    for row, reason in result.failed.items():
+        fail_row(state, row, reason, num_drawn=int(row not in result.rows))
+    for row, reason in result.failed_chunks.items():
+        fail_row(state, row, reason, num_drawn=0)
+    if state.speculation is not None:
+        settle(state, state.speculation, runs, result)
+    if state.beams_due:
+        kept = kept.and_also(advance_beams(state))
+    state.report.drawn(len(kept.tokens))
+    finishes, notices = state.report.take()
+    return StepOutput(
+        number=result.number,
+        request_ids=kept.request_ids,
+        choices=kept.choices,
+        tokens=kept.tokens,
+        logprobs=kept.logprobs,
+        prompt_logprobs=prompt_logprobs,
+        finishes=finishes,
+        notices=notices,
+        stats=state.stats(),
+    )
+
+
+class Kept(NamedTuple):
+    """The tokens that a result appended, as in StepOutput."""
+
+    request_ids: tuple[str, ...]
+    choices: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: dict[int, TokenLogprob]
+
+    def and_also(self, settled: list[tuple[str, int, int]]) -> Kept:
+        """These and those that a search over beams has settled."""
+        if not settled:
+            return self
+        ids, choices, tokens = zip(*settled, strict=True)
+        return Kept(
+            self.request_ids + ids, self.choices + choices, self.tokens + tokens, self.logprobs
+        )
+
+
+def append(state: State, result: StepResult) -> Kept:
+    """Append each token to the sequence of its row, unless that has finished."""
     request_ids: list[str] = []
     choices: list[int] = []
     tokens: list[int] = []
     logprobs: dict[int, TokenLogprob] = {}
     owners, drawn_logprobs = state.rows.owners, result.logprobs
-    runs = take(state, plan, result) if state.speculation is not None else []
-    prompt_logprobs = prompt_scores(state, result) if result.prompt_logprobs else {}
-    if result.candidates:
-        hear(state, result.number, result.candidates)
     for index, (row, token) in enumerate(zip(result.rows, result.tokens, strict=True)):
         seq = owners[row]
         if seq is None:
@@ -59,30 +111,36 @@ def apply_result(state: State, plan: Plan, result: StepResult) -> StepOutput:
         tokens.append(token)
         if len(known) >= seq.examine_at or token in request.add.stop_ids:
             examine(state, seq, token)
-    for row, reason in result.failed.items():
-        fail_row(state, row, reason, num_drawn=int(row not in result.rows))
-    for row, reason in result.failed_chunks.items():
-        fail_row(state, row, reason, num_drawn=0)
-    if state.speculation is not None:
-        settle(state, state.speculation, runs, result)
-    if state.beams_due:
-        settled = advance_beams(state)
-        request_ids += [request_id for request_id, _, _ in settled]
-        choices += [choice for _, choice, _ in settled]
-        tokens += [token for _, _, token in settled]
-    state.report.drawn(len(tokens))
-    finishes, notices = state.report.take()
-    return StepOutput(
-        number=result.number,
-        request_ids=tuple(request_ids),
-        choices=tuple(choices),
-        tokens=tuple(tokens),
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        finishes=finishes,
-        notices=notices,
-        stats=state.stats(),
-    )
+    return Kept(tuple(request_ids), tuple(choices), tuple(tokens), logprobs)
+
+
+def append_batch(state: State, batch: Batch, tokens: tuple[int, ...]) -> None:
+    """The same for rows that have not changed: one token each, of sequences that go on."""
+    for share, count in batch.shares:
+        share.time += OUTPUT_COST * count
+    for (seq, known, stop_ids), token in zip(batch.members, tokens, strict=True):
+        seq.num_pending -= 1
+        known.append(token)
+        if len(known) >= seq.examine_at or token in stop_ids:
+            examine(state, seq, token)
+
+
+def next_batch(
+    state: State, before: Batch | None, kept: Kept, rows: tuple[int, ...]
+) -> Batch | None:
+    """These rows, to be known again; from their second time on with what they need each."""
+    moves = state.rows.num_moves
+    batch = Batch(rows, moves)
+    if before is None or not before.is_same(rows, moves) or len(kept.tokens) < len(rows):
+        return batch
+    seqs = [s for row in rows if (s := state.rows.owners[row]) is not None]
+    counts: dict[Share, int] = {}
+    for seq in seqs:
+        counts[seq.request.share] = counts.get(seq.request.share, 0) + 1
+    batch.members = [(s, s.tokens, s.request.add.stop_ids) for s in seqs]
+    batch.shares = [*counts.items()]
+    batch.request_ids, batch.choices = kept.request_ids, kept.choices
+    return batch
 
 
 def fail_row(state: State, row: int, reason: str, *, num_drawn: int) -> None:

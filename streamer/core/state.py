@@ -12,6 +12,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterable
 
+from streamer.core.batch import Batch
 from streamer.core.blocks import BlockHasher, BlockPool
 from streamer.core.fairness import FairQueue
 from streamer.core.kv import KVManager
@@ -26,7 +27,14 @@ from streamer.core.plan import (
     RowJoin,
     StepStats,
 )
-from streamer.core.request import MAY_BE_ADMITTED, Event, Request, Requests, Sequence, Status
+from streamer.core.request import (
+    MAY_BE_ADMITTED,
+    Event,
+    Request,
+    Requests,
+    Sequence,
+    Status,
+)
 from streamer.core.sizes import SchedulerConfig
 from streamer.core.speculation.interface import Speculation
 from streamer.errors import InvariantViolated
@@ -72,11 +80,13 @@ class Rows:
 
     owners      row -> the sequence that its results belong to
     num_joined  rows the runner knows
+    num_moves   rows that joined and left so far
     """
 
     def __init__(self, num_rows: int) -> None:
         self.owners: list[Sequence | None] = [None] * num_rows
         self.num_joined = 0
+        self.num_moves = 0
         self._leaves: list[int] = []  # not yet sent to the runner
         self._free = list(range(num_rows))
         self._cooling: deque[tuple[int, int]] = deque()
@@ -106,11 +116,13 @@ class Rows:
         self.owners[seq.row] = seq
         seq.joined = True
         self.num_joined += 1
+        self.num_moves += 1
 
     def leave(self, seq: Sequence, launched: int, collected: int) -> None:
         """Take the sequence out of its row, which is free when the launched plans are collected."""
         if seq.row < 0:
             return
+        self.num_moves += 1
         if seq.joined:
             self._leaves.append(seq.row)
             self.num_joined -= 1
@@ -301,6 +313,7 @@ class State:
         self.beams_due: dict[Request, None] = {}
         self.speculation = speculation
         self.num_unsettled = 0
+        self.batch: Batch | None = None  # the rows of the latest result
 
     # ------------------------------------------------------------ time
 
