@@ -1,4 +1,4 @@
-"""A request's life: Status, the transition table, Sequence, Share, Request, and all live Requests.
+"""A request's life: Status, transition table, Sequence, Share, Request, Batch; all live Requests.
 
 Requests move as a whole (their n sequences wait, run, swap and return together). `Requests.move` is
 the only place that changes a status and the sets by status. Owned by State on the GPU thread;
@@ -259,6 +259,33 @@ class Request:
                 f"request {self.request_id}: {event.value} is illegal in {self.status.value}"
             )
         self.status = to
+
+
+class Batch:
+    """Rows that draw a token in one plan after the other: what `apply` needs of each.
+
+    moves    Rows.num_moves when it was made; it holds until a row joins or leaves
+    members  sequence, its known tokens, its stop ids; empty until the rows came a second time
+    shares   the tenants' accounts, and how many of the members are each's
+    """
+
+    __slots__ = ("choices", "members", "moves", "request_ids", "rows", "shares")
+
+    def __init__(self, rows: tuple[int, ...], moves: int) -> None:
+        self.rows = rows
+        self.moves = moves
+        self.members: list[tuple[Sequence, list[int], frozenset[int]]] = []
+        self.shares: list[tuple[Share, int]] = []
+        self.request_ids: tuple[str, ...] = ()
+        self.choices: tuple[int, ...] = ()
+
+    def is_same(self, rows: tuple[int, ...], moves: int) -> bool:
+        """Whether these are its rows, unmoved."""
+        return moves == self.moves and (rows is self.rows or rows == self.rows)
+
+    def is_of(self, rows: tuple[int, ...], moves: int) -> bool:
+        """Whether its members are those of the rows that drew."""
+        return bool(self.members) and self.is_same(rows, moves)
 
 
 class Requests:

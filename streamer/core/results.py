@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-from streamer.core.batch import Batch
 from streamer.core.beams.hypotheses import advance_beams, hear
 from streamer.core.plan import (
     NOT_FINITE,
@@ -22,7 +21,7 @@ from streamer.core.plan import (
     StepResult,
     TokenLogprob,
 )
-from streamer.core.request import OUTPUT_COST, Request, Sequence, Share
+from streamer.core.request import OUTPUT_COST, Batch, Request, Sequence, Share
 from streamer.core.state import State
 from streamer.core.verification import settle, take
 from streamer.errors import InvariantViolated

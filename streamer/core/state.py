@@ -12,7 +12,6 @@ import heapq
 from collections import deque
 from collections.abc import Iterable
 
-from streamer.core.batch import Batch
 from streamer.core.blocks import BlockHasher, BlockPool
 from streamer.core.fairness import FairQueue
 from streamer.core.kv import KVManager
@@ -29,6 +28,7 @@ from streamer.core.plan import (
 )
 from streamer.core.request import (
     MAY_BE_ADMITTED,
+    Batch,
     Event,
     Request,
     Requests,
