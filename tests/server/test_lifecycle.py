@@ -23,7 +23,7 @@ from streamer.core.sizes import ModelInfo
 from streamer.engine.core import InFlight, Runner
 from streamer.engine.engine import AsyncEngine
 from streamer.errors import ConfigError, EngineDead
-from streamer.server.lifecycle import bind, serve
+from streamer.server.lifecycle import COLLECT_AFTER, bind, serve
 from tests.server.support.counting import CHAT, check_counting, sse
 from tests.server.support.running import BUNDLED, Running
 
@@ -204,11 +204,13 @@ async def test_tls_that_cannot_be_set_up_is_refused(
 
 
 def test_what_loading_left_is_frozen_while_it_serves_and_no_longer() -> None:
-    before = gc.get_freeze_count()
+    before, thresholds = gc.get_freeze_count(), gc.get_threshold()
     server = Running().start()
     assert gc.get_freeze_count() > before
+    assert gc.get_threshold() == COLLECT_AFTER
     server.stop()
     assert gc.get_freeze_count() == 0
+    assert gc.get_threshold() == thresholds
 
 
 # ---------------------------------------------------------------- the bundled model
