@@ -202,15 +202,19 @@ class Steps:
         *,
         temperature: float = 0.0,
         n: int = 1,
+        beam_width: int | None = None,
     ) -> None:
-        """Add a request, which has its own seed for sampling."""
+        """Add a request, which has its own seed for sampling, or is a beam search."""
         self.answers[name] = []
         params = SamplingParams(
             temperature=temperature,
             seed=len(self.answers),
             max_tokens=max_tokens,
             n=n,
+            use_beam_search=beam_width is not None,
+            beam_width=beam_width,
             ignore_eos=True,
+            speculation=False,  # the papers' engines had none
         )
         self._inbox.put(Add(name, tuple(prompt), params))
 

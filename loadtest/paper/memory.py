@@ -8,13 +8,14 @@ step, first come first served, none ever preempted.
 
 Sharing: the same prompts twice, as requests with n choices, and as n separate requests without a
 prefix cache. Counts the distinct blocks in the block tables after every step. As in the paper, the
-saving is the average share of the blocks without sharing that sharing saved.
+saving is the average share of the blocks without sharing that sharing saved. Of beam searches it is
+the share of the block tables' entries that name a block another entry names too.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -307,6 +308,10 @@ def _allocation_setting() -> str:
 
 
 CHOICES = (2, 4, 6)
+WIDTHS = (2, 4, 6)
+NUM_SEARCHES: dict[Kind, int] = {"Alpaca": 16, "ShareGPT": 8}
+BEAM_CONTEXT = 1024  # the bundled model's
+PUBLISHED_BEAMS = {"Alpaca": "37.6 to 55.2 %", "ShareGPT": "44.3 to 66.3 %"}
 BLOCK_SIZE = 16
 NUM_PROMPTS: dict[str, int] = {"Alpaca": 32, "ShareGPT": 24}
 PUBLISHED_SAVED = {
@@ -369,18 +374,102 @@ def run_choices(
         for i, ask in enumerate(requests):
             for j in range(each[0]):
                 steps.add(f"{i} {j}", *ask, temperature=1.0, n=each[1])
-        held = listed = peak = tokens = 0
-        step_s = 0.0
-        while True:
-            began = time.perf_counter()
-            output = steps.step()
-            step_s += time.perf_counter() - began
-            if output is None:
-                break
-            tokens += len(output.tokens)
-            now_held, now_listed = count_blocks(steps.look())
-            held, listed, peak = held + now_held, listed + now_listed, max(peak, now_held)
-    return Blocks(held, listed, peak, tokens / step_s)
+        return _run(steps)
+
+
+def _run(steps: Steps) -> Blocks:
+    """Count the blocks of all tables after every step, to the end."""
+    held = listed = peak = tokens = 0
+    step_s = 0.0
+    while True:
+        began = time.perf_counter()
+        output = steps.step()
+        step_s += time.perf_counter() - began
+        if output is None:
+            return Blocks(held, listed, peak, tokens / step_s)
+        tokens += len(output.tokens)
+        now_held, now_listed = count_blocks(steps.look())
+        held, listed, peak = held + now_held, listed + now_listed, max(peak, now_held)
+
+
+def run_beams(folder: Path, requests: Sequence[Ask], width: int, *, room: int) -> Blocks:
+    """Run every request as a beam search, all at once; `listed`: blocks without sharing."""
+    config = settings(
+        block_size=BLOCK_SIZE,
+        max_num_seqs=len(requests) * width,
+        num_gpu_blocks_override=room,
+        max_model_len=max(len(ask.prompt) + ask.num_output for ask in requests),
+        swap_space=0.01,
+    )
+    with Steps(folder, config) as steps:
+        for i, ask in enumerate(requests):
+            steps.add(str(i), *ask, beam_width=width)
+        return _run(steps)
+
+
+def measure_beams(progress: Callable[[str], None], *, tiny: bool = False) -> Comparison:
+    """Measure both workloads with each width, on the bundled model."""
+    from streamer.demo import CHECKPOINT
+
+    found: dict[str, list[Blocks]] = {}
+    for kind in ("Alpaca", "ShareGPT"):
+        count, scale = (3, TINY_SCALE) if tiny else (NUM_SEARCHES[kind], 1)
+        requests = asks(kind, count, scale=scale, context=BEAM_CONTEXT)
+        for width in WIDTHS:
+            progress(f"{kind}, width {width}")
+            room = room_for(requests, width)
+            found.setdefault(kind, []).append(run_beams(CHECKPOINT, requests, width, room=room))
+    return _compare_beams(found)
+
+
+def saved_by_beams(blocks: Blocks) -> float:
+    """Per cent of the entries of all block tables that need no block of their own."""
+    return 100 * (1 - blocks.held / blocks.listed)
+
+
+def _compare_beams(found: Mapping[str, Sequence[Blocks]]) -> Comparison:
+    saved = {kind: [saved_by_beams(b) for b in of] for kind, of in found.items()}
+    texts = {kind: ", ".join(f"{value:.1f}" for value in of) for kind, of in saved.items()}
+    counts = " and ".join(f"{count} of {kind}" for kind, count in NUM_SEARCHES.items())
+    return Comparison(
+        name="beams",
+        title="Blocks saved by sharing between the hypotheses of a beam search",
+        published=(
+            "Widths of 2 to 6 save 37.6 to 55.2 % of the blocks with Alpaca's prompts and 44.3 to "
+            "66.3 % with ShareGPT's (OPT-13B, PagedAttention, section 6.3)."
+        ),
+        columns=("", "published", "saved", "blocks held at once"),
+        rows=tuple(
+            (
+                f"{kind}, width {width}",
+                PUBLISHED_BEAMS[kind],
+                f"{value:.1f} %",
+                b.peak,
+            )
+            for kind, of in found.items()
+            for width, value, b in zip(WIDTHS, saved[kind], of, strict=True)
+        ),
+        finding=(
+            f"Widths of {', '.join(map(str, WIDTHS))} save {texts['Alpaca']} % with Alpaca's "
+            f"lengths and {texts['ShareGPT']} % with ShareGPT's."
+        ),
+        setting=(
+            f"The bundled model, blocks of {BLOCK_SIZE}, {counts}'s requests with random prompts "
+            f"of these lengths within its context of {BEAM_CONTEXT:,} tokens, all at once in a "
+            "pool that holds them; page tables are read after every step, and what is saved is "
+            "their entries beyond the blocks that are held."
+        ),
+        plot=Plot(
+            "bars",
+            "beam width",
+            "blocks saved, %",
+            tuple(
+                Series(f"here, {kind}", tuple((float(i), value) for i, value in enumerate(of)))
+                for kind, of in saved.items()
+            ),
+            tuple(f"width {width}" for width in WIDTHS),
+        ),
+    )
 
 
 def measure_sharing(progress: Callable[[str], None], *, tiny: bool = False) -> Comparison:

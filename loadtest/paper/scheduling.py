@@ -386,7 +386,7 @@ def _prefill(number: int, tokens: tuple[int, ...], blocks: tuple[int, ...]) -> P
         num_prompt=len(tokens),
         num_computed=0,
         blocks=blocks,
-        params=SamplingParams(temperature=0.0, seed=0),
+        params=SamplingParams(temperature=0.0, seed=0, speculation=False),
     )
     chunk = Chunk(0, 0, len(tokens), num_draws=1)
     return Plan(

@@ -113,6 +113,17 @@ def test_two_choices_of_one_prompt() -> None:
     assert saving(shared, alone) == pytest.approx(35)
 
 
+def test_beams_run() -> None:
+    progress: list[str] = []
+    found = paper_memory.measure_beams(progress.append, tiny=True)
+    assert [row[0] for row in found.rows] == [
+        f"{kind}, width {width}" for kind in ("Alpaca", "ShareGPT") for width in (2, 4, 6)
+    ]
+    assert progress[-1] == "ShareGPT, width 6"
+    saved = [float(str(row[2]).split()[0]) for row in found.rows]
+    assert all(0 < each < 100 for each in saved)
+
+
 def test_sharing_runs() -> None:
     progress: list[str] = []
     found = paper_memory.measure_sharing(progress.append, tiny=True)
