@@ -91,7 +91,8 @@ ROOMS = {
 }
 # What a folder of the server may import of the rest of the server, at any level.
 SERVER_FOLDERS = {
-    "openai": frozenset(["errors", "transport.frames"]),  # pure: bodies and events, no connection
+    "openai": frozenset(["errors", "parsing", "transport.frames"]),  # pure: no connection
+    "parsing": frozenset[str](),
     "transport": frozenset(["errors", "service"]),
     "telemetry": frozenset[str](),
 }

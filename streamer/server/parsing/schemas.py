@@ -1,0 +1,69 @@
+"""Schemas of a tool's parameters, as far as a value that was written as text needs one.
+
+Pure: parser.py makes JSON of such a value with it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final, NoReturn
+
+Schema = Mapping[str, Any]
+
+TYPES: Final[Mapping[str, tuple[type, ...]]] = {
+    "object": (dict,),
+    "array": (list,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "null": (type(None),),
+}
+WORDS: Final = {"True": "true", "False": "false", "None": "null"}
+MAX_DEPTH: Final = 8
+
+
+def types_of(schema: object, depth: int = 0) -> tuple[str, ...]:
+    """The types that a schema names, those of its alternatives too."""
+    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
+        return ()
+    declared = schema.get("type")
+    found = [declared] if isinstance(declared, str) else []
+    if isinstance(declared, list):
+        found += [t for t in declared if isinstance(t, str)]
+    for name in ("anyOf", "oneOf", "allOf"):
+        choices = schema.get(name)
+        for choice in choices if isinstance(choices, list) else ():
+            found += types_of(choice, depth + 1)
+    values = schema.get("enum")
+    if not found and isinstance(values, list) and all(isinstance(v, str) for v in values):
+        found.append("string")
+    return tuple(found)
+
+
+def is_text(schema: object) -> bool:
+    """Whether a value is text whatever it says: so for a parameter without a schema."""
+    return schema is None or set(types_of(schema)) == {"string"}
+
+
+def as_json(text: str, schema: object) -> str:
+    """A value that was written as text, as JSON of a type that its schema names; else a string."""
+    types = types_of(schema)
+    written = WORDS.get(text.strip(), text.strip())
+    try:
+        value = json.loads(written, parse_constant=_no_number)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    if not types:
+        return written
+    for name in types:
+        is_number = not isinstance(value, bool) or name == "boolean"
+        if isinstance(value, TYPES.get(name, ())) and is_number:
+            return written
+    if "integer" in types and isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(text)
