@@ -223,7 +223,7 @@ class Recorder:
                 if not seq.joined:
                     continue
                 count = counts.get(seq.row)
-                if count is None:
+                if count is None or (count == 1 and request.beams is not None):
                     decoded.append(request.arrival)
                 elif count:
                     (verified if seq.provisional else prefilled).append((request.arrival, count))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -71,16 +72,21 @@ def test_searches_equal_those_of_transformers(checkpoint: Any, reference: Any, f
     folder = checkpoint(family, 1)
     given = asks(reference(folder))
     for costs, num_blocks in (({}, 512), (SWAP, 72), (RECOMPUTE, 72)):
-        engine = SyncEngine(
-            folder, costs=costs, num_gpu_blocks_override=num_blocks, max_num_seqs=40, block_size=4,
-            max_num_batched_tokens=48,
-        )  # fmt: skip
-        for i, ask in enumerate(given):
-            engine.add(f"r{i}", ask.prompt, NUM_TOKENS, ask.params, stop_ids=ask.stop_ids)
-            engine.add(f"greedy{i}", ask.prompt, NUM_TOKENS)
-        engine.run()
+        engine = check(folder, given, costs=costs, num_gpu_blocks_override=num_blocks)
         assert bool(engine.preemptions[costs is RECOMPUTE]) == bool(costs)
-        for i, ask in enumerate(given):
-            for choice, (tokens, score) in enumerate(ask.expected):
-                assert engine.tokens[f"r{i}", choice] == tokens
-                assert engine.finishes[f"r{i}", choice].score == pytest.approx(score, rel=1e-5)
+
+
+def check(folder: Path, given: list[Ask], **settings: Any) -> SyncEngine:
+    """Run all searches at once, beside rows that draw, and compare their answers."""
+    engine = SyncEngine(
+        folder, **{"max_num_seqs": 40, "block_size": 4, "max_num_batched_tokens": 48, **settings}
+    )
+    for i, ask in enumerate(given):
+        engine.add(f"r{i}", ask.prompt, NUM_TOKENS, ask.params, stop_ids=ask.stop_ids)
+        engine.add(f"greedy{i}", ask.prompt, NUM_TOKENS)
+    engine.run()
+    for i, ask in enumerate(given):
+        for choice, (tokens, score) in enumerate(ask.expected):
+            assert engine.tokens[f"r{i}", choice] == tokens
+            assert engine.finishes[f"r{i}", choice].score == pytest.approx(score, rel=1e-5)
+    return engine

@@ -11,6 +11,7 @@ import pytest
 
 from streamer.core.plan import FinishReason
 from streamer.core.request import Status
+from streamer.core.view import ViewQuery
 from tests.core.driver import RECOMPUTE, SWAP, Driver, make_config
 
 STOPS = frozenset({3, 40, 41, 77})
@@ -58,6 +59,20 @@ def test_what_is_settled_streams_before_the_end() -> None:
         second = [t for c, t in zip(output.choices, output.tokens, strict=True) if c == 1]
         assert first == second
     assert (name, 1) in driver.finishes
+
+
+def test_hypotheses_show_in_the_engine_view() -> None:
+    driver = Driver(make_config(num_blocks=80))
+    search(driver, stop_ids=frozenset(), max_tokens=30)
+    query = ViewQuery((b"",), num_steps=9)
+    driver.step()
+    driver.scheduler.snapshot(query)
+    for _ in range(9):
+        driver.step()
+    view = driver.scheduler.snapshot(query)
+    (request,) = view.requests
+    assert [seq.choice for seq in request.sequences] == [0, 1, 2, 3]
+    assert all(len(step.decoded) == 4 and not step.prefilled for step in view.steps[1:])
 
 
 @pytest.mark.parametrize("depth", [0, 1])

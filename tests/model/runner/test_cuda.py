@@ -43,6 +43,8 @@ from tests.model.runner.test_cpu import (  # the same Plans by hand, on late dev
 )
 from tests.model.runner.test_scoring import check as check_scores
 from tests.model.sync_engine import GREEDY, SyncEngine
+from tests.model.test_beams import asks as searches
+from tests.model.test_beams import check as check_searches
 from tests.model.test_parity import MIXED, RECOMPUTE, SWAP
 from tests.model.test_speculation import Answer, Oracle
 from tests.model.torch_ops import TorchOps
@@ -174,6 +176,15 @@ def test_prompts_are_scored_as_by_transformers(
     asks = mixed_asks(5, 14, longest=24, output=(10, 20))
     check_scores(engine, asks, reference(folder), record_property)
     assert sum(engine.preemptions) >= 4
+
+
+def test_beam_searches_beside_recorded_decodes(checkpoint: Any, reference: Any, late: Late) -> None:
+    """Hypotheses wait for their candidates while other rows are a plan ahead."""
+    folder = checkpoint("llama", 1, **TINY)
+    given = searches(reference(folder))[:4]
+    late(4)
+    engine = check_searches(folder, given, costs=SWAP, num_gpu_blocks_override=40)
+    assert engine.preemptions[0] > 0
 
 
 @pytest.mark.parametrize("seed", range(10))
