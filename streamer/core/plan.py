@@ -89,6 +89,7 @@ class Facts(msgspec.Struct, frozen=True):
     decode_s           seconds of a step that only decodes; 0: none was seen yet
     step_s             (tokens, seconds): what a step without prompt chunks takes, by the number of
                        tokens it computes, ascending; running means of measured steps
+    verify_s           the same of steps in which a row verifies provisional tokens
     draft_s            seconds a draft model takes for one token of all rows that it drafts for; 0:
                        there is none, or none was seen yet
     swap_bytes_per_s   measured host-device bandwidth
@@ -100,6 +101,7 @@ class Facts(msgspec.Struct, frozen=True):
     prefill_s: float = 1e-4
     decode_s: float = 0.0
     step_s: tuple[tuple[int, float], ...] = ()
+    verify_s: tuple[tuple[int, float], ...] = ()
     draft_s: float = 0.0
     swap_bytes_per_s: float = 1e10
     swap_fixed_s: float = 1e-4

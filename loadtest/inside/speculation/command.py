@@ -144,15 +144,15 @@ def jobs(work: str, count: int, seed: int) -> Job:
     """The requests of one run; the same seed makes the same ones."""
     if work == "edits":
         prompts = [e.prompt for e in islice(edits(seed, NUM_LINES), count)]
-        return Job(list(prompts), NUM_LINES + 1, 0.0, ignore_eos=False)
+        return Job(list(prompts), NUM_LINES + 1, 0.0, ignore_eos=False, seed=seed)
     if work == "unrelated":
         found = list(islice(unrelated(seed, NUM_LINES), count))
-        return Job(list(found), TEXT_TOKENS, 1.0, ignore_eos=True)
+        return Job(list(found), TEXT_TOKENS, 1.0, ignore_eos=True, seed=seed)
     texts = [
         QUESTIONS[i % len(QUESTIONS)].format(THINGS[(seed + i // len(QUESTIONS)) % len(THINGS)])
         for i in range(count)
     ]
-    return Job(list(texts), TEXT_TOKENS, 0.7, ignore_eos=False)
+    return Job(list(texts), TEXT_TOKENS, 0.7, ignore_eos=False, seed=1000 * seed)
 
 
 def measure(

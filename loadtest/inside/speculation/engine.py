@@ -20,13 +20,13 @@ from streamer.errors import StreamerError
 
 
 class Job(msgspec.Struct, frozen=True):
-    """Requests made at once. prompts: token ids, or the question of a chat."""
+    """Requests made at once. prompts: token ids, or the question of a chat; seed: the first's."""
 
     prompts: list[tuple[int, ...] | str]
     max_tokens: int
     temperature: float
     ignore_eos: bool
-    speculation: bool = True
+    seed: int
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -86,8 +86,7 @@ async def serve() -> None:
                             temperature=job.temperature,
                             max_tokens=job.max_tokens,
                             ignore_eos=job.ignore_eos,
-                            speculation=job.speculation,
-                            seed=i,
+                            seed=job.seed + i,
                         ),
                     )
                 )

@@ -268,7 +268,7 @@ class Speculator:
         if match.source is None or match.length < max(ANCHOR, self.sizes.min_match):
             return False
         chances = match.survivals(self.sizes.max_proposed + 1, SMALLEST)
-        more = costs.seconds(len(chances)) / costs.seconds(1)
+        more = costs.verifying_s(len(chances), 1) / costs.plain_s(1)
         return sum(chances) > WAITED * more
 
     # ------------------------------------------------------------ the draft model

@@ -29,21 +29,31 @@ class Costs:
         self._prefill_s: float | None = None
         self._decode_s: float | None = None
         self._steps: dict[int, tuple[float, float]] = {}  # _bucket -> mean (tokens, seconds)
+        self._verifications: dict[int, tuple[float, float]] = {}  # of steps that verify
         self._draft_s: float | None = None
         self._shortest_draft_s = 0.0
         self._swap_s = 0.0
         self._swap_fixed_s, self._probed = probe()
         self._swap_s_per_byte = self._probed
 
-    def saw_step(self, seconds: float, num_tokens: int, num_chunk_tokens: int) -> None:
+    def saw_step(
+        self,
+        seconds: float,
+        num_tokens: int,
+        num_chunk_tokens: int,
+        *,
+        is_verification: bool = False,
+    ) -> None:
         """Decode cost if no token is of a prompt's chunk, prefill cost if at least half are."""
         if num_tokens and not num_chunk_tokens:
-            self._decode_s = _mean(self._decode_s, seconds)
+            steps = self._verifications if is_verification else self._steps
+            if not is_verification:
+                self._decode_s = _mean(self._decode_s, seconds)
             if self._draft_s is not None:
                 self._draft_s += FORGET * (self._shortest_draft_s - self._draft_s)
             bucket = _bucket(num_tokens)
-            tokens, before = self._steps.get(bucket, (num_tokens, None))
-            self._steps[bucket] = _mean(tokens, num_tokens), _mean(before, seconds)
+            tokens, before = steps.get(bucket, (num_tokens, None))
+            steps[bucket] = _mean(tokens, num_tokens), _mean(before, seconds)
         elif num_chunk_tokens * 2 >= num_tokens > 0:
             self._prefill_s = _mean(self._prefill_s, seconds / num_tokens)
             self._swap_s_per_byte += FORGET * (self._probed - self._swap_s_per_byte)
@@ -72,11 +82,16 @@ class Costs:
             prefill_s=prefill_s,
             decode_s=self._decode_s or 0.0,
             draft_s=self._draft_s or 0.0,
-            step_s=tuple((round(n), took_s) for _, (n, took_s) in sorted(self._steps.items())),
+            step_s=_by_size(self._steps),
+            verify_s=_by_size(self._verifications),
             swap_bytes_per_s=1 / self._swap_s_per_byte,
             swap_fixed_s=self._swap_fixed_s,
             swap_s=self._swap_s,
         )
+
+
+def _by_size(steps: dict[int, tuple[float, float]]) -> tuple[tuple[int, float], ...]:
+    return tuple((round(n), took_s) for _, (n, took_s) in sorted(steps.items()))
 
 
 def _bucket(num_tokens: int) -> int:

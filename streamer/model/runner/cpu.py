@@ -80,14 +80,17 @@ class CpuRunner:
         self._move_blocks(plan)
         if self._drafter is not None:
             self._drafter.update(plan)
-        inputs = self._rows.inputs(plan)
         began = time.perf_counter()
+        inputs = self._rows.inputs(plan)
         result = self._draw(plan.number, inputs)
         if self._drafter is not None and inputs.batch is not None:
             self._drafter.follow(plan, inputs.batch.slots)
         if inputs.scored is None:  # scoring's time is no prefill cost
             took_s = time.perf_counter() - began
-            self._costs.saw_step(took_s, inputs.num_tokens, inputs.num_chunk_tokens)
+            verifies = any(chunk.num_draws > 1 for chunk in plan.chunks)
+            self._costs.saw_step(
+                took_s, inputs.num_tokens, inputs.num_chunk_tokens, is_verification=verifies
+            )
         self._copies_done = plan.number
         return Done(self._proposed(plan, result))
 

@@ -208,7 +208,10 @@ class CudaRunner:
             )
         if inputs.scored is None:  # scoring's time is no prefill cost
             took_s = flight.done.since(flight.began)
-            self._costs.saw_step(took_s, inputs.num_tokens, inputs.num_chunk_tokens)
+            verifies = any(chunk.num_draws > 1 for chunk in plan.chunks)
+            self._costs.saw_step(
+                took_s, inputs.num_tokens, inputs.num_chunk_tokens, is_verification=verifies
+            )
         scores = {}
         if inputs.scored is not None and flight.scores is not None:
             scores = inputs.scored.by_row(flight.scores)

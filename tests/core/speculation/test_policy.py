@@ -13,14 +13,14 @@ LINEAR = StepCosts(Facts(step_s=tuple((n, n * 1e-3) for n in (1, 2, 4, 8, 16, 64
 
 def test_costs_between_measured_sizes_are_linear_and_beyond_them_those_of_prompts() -> None:
     costs = StepCosts(Facts(step_s=((4, 0.010), (8, 0.020)), prefill_s=0.001))
-    assert [costs.seconds(n) for n in (1, 4, 6, 8, 10)] == pytest.approx(
+    assert [costs.plain_s(n) for n in (1, 4, 6, 8, 10)] == pytest.approx(
         [0.010, 0.010, 0.015, 0.020, 0.022]
     )
 
 
 def test_one_bad_measurement_does_not_outlast_better_ones_of_larger_steps() -> None:
     costs = StepCosts(Facts(step_s=((1, 0.010), (4, 0.900), (8, 0.012))))
-    assert costs.seconds(4) == costs.seconds(8) == 0.012
+    assert costs.plain_s(4) == costs.plain_s(8) == 0.012
 
 
 def test_nothing_is_proposed_before_a_plain_step_was_measured() -> None:
@@ -62,3 +62,11 @@ def test_the_draft_is_longer_the_better_it_is_and_absent_where_it_costs_too_much
     assert lengths == sorted(lengths)
     assert lengths[0] == 0 < lengths[1] < lengths[3]
     assert draft_length([0.8], 16, 0.1, FLAT) == 0
+
+
+def test_steps_that_verify_are_compared_by_what_they_were_measured_to_cost() -> None:
+    plain = ((4, 0.010), (64, 0.010))
+    sure = [[1.0] * 4]
+    assert shares(sure, 4, 64, StepCosts(Facts(step_s=plain))) == [4]
+    dear = StepCosts(Facts(step_s=plain, verify_s=((5, 0.030), (64, 0.030))))
+    assert shares(sure, 4, 64, dear) == [0]

@@ -43,6 +43,14 @@ def test_steps_without_prompts_are_learned_by_their_width() -> None:
     assert all(s * 10 == pytest.approx(w, abs=0.6) for w, s in zip(widths, seconds, strict=True))
 
 
+def test_steps_that_verify_are_measured_apart() -> None:
+    costs = Costs(1000, probe_copy)
+    costs.saw_step(1.0, 8, 0)
+    costs.saw_step(3.0, 8, 0, is_verification=True)
+    facts = costs.facts(0)
+    assert (facts.step_s, facts.verify_s, facts.decode_s) == (((8, 1.0),), ((8, 3.0),), 1.0)
+
+
 def test_what_a_draft_cost_once_is_forgotten() -> None:
     """Otherwise a speculation that drafts no more because of it would never measure again."""
     costs = Costs(1000, probe_copy)
