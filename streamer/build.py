@@ -72,7 +72,7 @@ def read_tokenizer(model: Path, chat_template: str | None = None) -> FolderToken
 def _fake_loaders(config: Config) -> tuple[LoadRunner, LoadTokenizer]:
     from streamer.errors import ConfigError
     from streamer.fake.model import load_fake, parse_name
-    from streamer.fake.tokenizer import load_fake_tokenizer
+    from streamer.fake.tokenizer import TOOL_TEMPLATE, load_fake_tokenizer
     from streamer.tokenizer.tokenizer import read_template
 
     if config.draft_model is not None:
@@ -80,8 +80,9 @@ def _fake_loaders(config: Config) -> tuple[LoadRunner, LoadTokenizer]:
     options = parse_name(config.model or "fake")  # a bad name is refused at once
 
     def load_tokenizer() -> Tokenizer:
-        given = config.chat_template
-        return load_fake_tokenizer(read_template(given) if given is not None else None)
+        if config.chat_template is not None:
+            return load_fake_tokenizer(read_template(config.chat_template))
+        return load_fake_tokenizer(None if config.script is None else TOOL_TEMPLATE)
 
     return lambda _: load_fake(config, options), load_tokenizer
 

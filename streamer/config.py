@@ -141,6 +141,20 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     chat_template: Annotated[
         str | None, Meta(description="path of a Jinja file, instead of the checkpoint's template")
     ] = None
+    tool_call_parser: Annotated[
+        str | None,
+        Meta(
+            description="format of the model's tool calls, by vLLM's name of its parser, or none; "
+            "the chat template's if absent"
+        ),
+    ] = None
+    reasoning_parser: Annotated[
+        str | None,
+        Meta(description="the same for the model's reasoning"),
+    ] = None
+    script: Annotated[
+        str | None, Meta(description="path of a JSON file with the answers of the fake model")
+    ] = None
     seed: Annotated[
         int | None, Meta(description="seed of the random seeds given to requests without one")
     ] = None
@@ -322,6 +336,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ConfigError("key_limits: names a key that is not in api_key", param="key_limits")
         if self.metrics_key in self.api_key:
             raise ConfigError("metrics_key: is in api_key as well", param="metrics_key")
+        if self.script is not None and (self.model or "").partition(":")[0] != "fake":
+            raise ConfigError("script: is for the fake model alone", param="script")
         self._check_speculation()
 
     def _check_speculation(self) -> None:

@@ -61,6 +61,7 @@ class Tokenizer(Protocol):
     """What engine and server need of streamer.tokenizer.tokenizer.Tokenizer.
 
     special_bytes  special token id -> its bytes, for requests that show special tokens
+    templates      the text of the chat template, and of one for chats with tools
     """
 
     @property
@@ -73,6 +74,8 @@ class Tokenizer(Protocol):
     def special_ids(self) -> frozenset[int]: ...
     @property
     def special_bytes(self) -> Mapping[int, bytes]: ...
+    @property
+    def templates(self) -> str: ...
     def encode(
         self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[int]: ...

@@ -59,6 +59,8 @@ from streamer.errors import (
 )
 from streamer.tokenizer.chat import EarlierTurn
 
+TOOL_SIZE = 512  # characters that a tool counts for, where long texts take turns
+
 __all__ = ["AsyncEngine", "Delta", "GenerateRequest", "Timing", "TokenStream"]
 
 CANCEL_S = 2.0  # a step under way ends in less, or hangs
@@ -367,20 +369,23 @@ class AsyncEngine:
     ) -> list[int]:
         """Like `encode`, for a conversation through the chat template, after `earlier_turn`.
 
-        variables  further variables of the template
+        variables  further variables of the template; a list `tools` are the tools it presents
         """
         tokenizer = self.tokenizer
+        given = dict(variables or {})
+        tools = given.pop("tools") if isinstance(given.get("tools"), list) else None
 
         def make(max_tokens: int | None) -> list[int]:
             return tokenizer.encode_chat(
                 messages,
                 add_generation_prompt=add_generation_prompt,
+                tools=tools,
                 max_tokens=max_tokens,
                 earlier_turn=earlier_turn,
-                variables=variables,
+                variables=given,
             )
 
-        size = sum(len(m.get("content") or "") for m in messages)
+        size = sum(len(m.get("content") or "") for m in messages) + TOOL_SIZE * len(tools or ())
         return await self._prompts.encode(make, size, cache_salt.encode(), keep)
 
     async def in_pool(self, work: Callable[[], T], size: int = 0, cache_salt: str = "") -> T:

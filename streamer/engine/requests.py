@@ -50,6 +50,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt  blocks are shared only between requests of the same salt
     share_with  id of a request to fork from: its blocks serve as far as the tokens agree
     prediction  token ids that the output is expected to repeat: it may take fewer steps then
+    shown       special tokens, by id, that are part of the text although others are left out
     detach_s    seconds it runs on after its last reader left; None: for ever
     window      output tokens its furthest reader may lag before it is paused; 0: never paused
     sends_position  its readers receive its position in the queue while it waits
@@ -67,6 +68,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     share_with: str | None = None
     prediction: tuple[int, ...] = ()
+    shown: frozenset[int] = frozenset()
     detach_s: float | None = 0.0
     window: int = 0
     sends_position: bool = False

@@ -148,7 +148,9 @@ class TokenStream:
         self.is_cut_off = False
         self.observers: list[Callable[[TokenStream], None]] = []
         stop = tuple(s.encode() for s in params.stop)
-        shown = {} if params.skip_special_tokens else special
+        shown = special
+        if params.skip_special_tokens:
+            shown = {i: special[i] for i in request.shown if i in special}
         self._choices = [
             ChoiceLog(TextStream(token_bytes, stop, shown), params.logprobs is not None)
             for _ in range(params.n)

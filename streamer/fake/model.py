@@ -3,7 +3,8 @@
 Loaded by build.py for "fake" and names such as "fake:tokens_per_s=50"; benchmarks and the tests of
 the streaming layers run on it. The output and how to check it: fake/tokenizer.py. It ends at
 max_tokens or, where the prompt (of a chat: the last user message) asks to "count to N", with an end
-token after the number N. fake/runner.py checks every plan.
+token after the number N. A script (fake/script.py) gives other answers. fake/runner.py checks every
+plan.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from streamer.config import Config
 from streamer.core.sizes import ModelInfo
 from streamer.errors import ConfigError
 from streamer.fake.runner import FakeRunner
+from streamer.fake.script import read_script
 from streamer.fake.tokenizer import (
     END,
     MAX_LENGTH,
@@ -112,4 +114,6 @@ def load_fake(
         tokens_per_s=options.tokens_per_s if tokens_per_s is None else tokens_per_s,
         length=options.length,
     )
+    if config.script is not None:
+        runner.script = read_script(config.script)
     return runner, info

@@ -25,6 +25,7 @@ from streamer.core.plan import (
     check_moves,
 )
 from streamer.errors import InvariantViolated
+from streamer.fake.script import Script
 from streamer.fake.tokenizer import (
     END,
     FIRST_NUMBER,
@@ -37,6 +38,7 @@ from streamer.fake.tokenizer import (
 )
 
 NEVER = 1 << 62
+NO_SCRIPT = Script()
 IMPOSSIBLE = -9999.0  # log probability of what is never drawn, as OpenAI writes it
 COUNT_TO = re.compile(rb"count to (\d{1,9})", re.IGNORECASE)
 
@@ -49,6 +51,7 @@ class _Row:
     first            known tokens when the output begins
     plain            output tokens that are one number each, before its end
     end              output tokens before its end token
+    said             its output by a script; None: it counts
     num_candidates   of a beam's row, which draws nothing; 0: it draws
     """
 
@@ -66,9 +69,10 @@ class _Row:
         "prompt_end",
         "prompt_logprobs",
         "request_id",
+        "said",
     )
 
-    def __init__(self, join: RowJoin, block_size: int, length: int) -> None:
+    def __init__(self, join: RowJoin, block_size: int, length: int, script: Script) -> None:
         self.request_id = join.request_id
         self.computed = join.num_computed
         self.known = len(join.tokens)
@@ -76,8 +80,13 @@ class _Row:
         self.first = join.num_prompt
         self.num_blocks = len(join.blocks)
         self.capacity = self.num_blocks * block_size
+        self.said = script.answer_to(join.tokens[: self.first]) if script.lines else None
         self.end = _end_of(join, length)
         self.plain = min(self.end, SINGLES)
+        if self.said is not None:
+            is_endless = join.params.ignore_eos
+            self.end = NEVER if is_endless else max(len(self.said), join.params.min_tokens)
+            self.plain = 0
         self.logprobs = join.params.logprobs
         beams = join.params.use_beam_search and join.params.num_beams
         self.num_candidates = num_candidates(beams, len(join.stop_ids)) if beams else 0
@@ -123,9 +132,17 @@ class _Row:
         tokens = self.prompt[upto - chunk.score : upto]
         return tuple(certain_logprob(token, self.prompt_logprobs or 0) for token in tokens)
 
+    def expected(self, count: int) -> tuple[int, ...]:
+        """Its first output tokens."""
+        if self.said is None:
+            return tuple(expected_tokens(0, count))
+        return tuple(map(self.late, range(count)))
+
     def late(self, index: int) -> int:
         """The output token at an index that is not below `plain`."""
-        return END if index >= self.end else token_at(index)
+        if index >= self.end:
+            return END
+        return token_at(index) if self.said is None else self.said[index % len(self.said)]
 
 
 def certain_logprob(token: int, num_top: int) -> TokenLogprob:
@@ -166,6 +183,7 @@ class FakeRunner:
         self._num_blocks = num_blocks
         self._num_host_blocks = num_host_blocks
         self._length = length
+        self.script = NO_SCRIPT  # what it answers instead of counting
         self._period_s = 1.0 / tokens_per_s if tokens_per_s else 0.0
         self._due_s = 0.0
         self._rows: dict[int, _Row] = {}
@@ -327,13 +345,13 @@ class FakeRunner:
             if join.row in rows or join.row < 0:
                 raise InvariantViolated(f"plan {plan.number}: row {join.row} joins twice")
             self._check_blocks(plan, join.blocks)
-            row = rows[join.row] = _Row(join, self._block_size, self._length)
+            row = rows[join.row] = _Row(join, self._block_size, self._length, self.script)
             if not (0 < row.first <= row.known and 0 <= row.computed <= row.known):
                 raise _misfit(plan, join.row, row, 0)
             if row.computed > row.capacity:
                 raise _misfit(plan, join.row, row, 0)
             output = join.tokens[join.num_prompt :]
-            if not row.num_candidates and output != tuple(expected_tokens(0, len(output))):
+            if not row.num_candidates and output != row.expected(len(output)):
                 raise InvariantViolated(
                     f"plan {plan.number}: {join.request_id} came back with other output tokens"
                 )

@@ -33,6 +33,21 @@ CHAT_TEMPLATE = (
 )
 
 
+# With a script: tools, calls and reasoning in the form of Qwen's templates.
+TOOL_TEMPLATE = (
+    "{{ bos_token }}{% if tools %}{{ '<|system|>' }}"
+    "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{{ eos_token }}{% endif %}"
+    "{% for message in messages %}{{ '<|' + message.role + '|>' }}"
+    "{% if message.reasoning_content %}"
+    "{{ '<think>\n' + message.reasoning_content + '\n</think>\n\n' }}{% endif %}"
+    "{{ message.content or '' }}"
+    "{% for call in message.tool_calls or [] %}"
+    "{{ '\n<tool_call>\n' + (call.function | tojson) + '\n</tool_call>' }}"
+    "{% endfor %}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
 def token_at(index: int) -> int:
     """The output token at an index from 0, without an upper bound."""
     if index < SINGLES:

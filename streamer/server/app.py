@@ -26,6 +26,7 @@ from streamer.config import Config
 from streamer.errors import InvalidRequest, NotFound, Overloaded, StreamerError
 from streamer.server import openapi, tickets
 from streamer.server.admission import LimitHeaders, tenant_of
+from streamer.server.answering import chat_answer
 from streamer.server.context import Context
 from streamer.server.errors import error_body
 from streamer.server.openai import chat, completions, tokenizing
@@ -33,6 +34,7 @@ from streamer.server.openai.common import encode, new_id
 from streamer.server.openai.completion_logprobs import Echo
 from streamer.server.openai.models import check_model, model_body, models_body
 from streamer.server.page import Page
+from streamer.server.parsing.tools import with_tools
 from streamer.server.prepared import Form
 from streamer.server.responses.routes import ResponseRoutes
 from streamer.server.responses.socket import Endpoint
@@ -65,6 +67,7 @@ class Api:
         prepared = await service.read(request, CHAT)
         body = prepared.body
         before, is_open, prefill = chat.opened(body, body.template_messages())
+        tools = body.tool_definitions()
         keep = body.kept(service.engine.info.max_model_len, prepared.params.max_tokens)
         with service.bodies.used(prepared.tenant, prepared.num_bytes):
             prompt = await service.encode_messages(
@@ -72,18 +75,23 @@ class Api:
                 salt=prepared.salt,
                 add_generation_prompt=is_open,
                 prefill=prefill,
-                variables=body.chat_template_kwargs,
+                variables=with_tools(body.chat_template_kwargs, tools),
                 keep=keep,
             )
             prediction = await service.predicted(body.prediction, prepared.salt)
         service.admission.accept(prepared.tenant, [prompt])
-        context = Context(kind="chat", tenant=prepared.tenant, body=body, model=prepared.model)
+        max_calls = 1 if body.parallel_tool_calls is False else None
+        context = Context(
+            kind="chat",
+            tenant=prepared.tenant,
+            body=body,
+            model=prepared.model,
+            parsing=service.parsing(prompt, tools, max_calls),
+        )
         stream = service.submit(
             prepared, prompt, new_id("chatcmpl-"), context=context, prediction=prediction
         )
-        answer = chat.ChatAnswer(
-            body, [stream], prepared.model, service.token_text, fingerprint=service.fingerprint
-        )
+        answer = chat_answer(service, stream)
         service.record(prepared, [stream])
         return await self._respond(request, bool(body.stream), answer, [stream])
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from streamer.server.parsing.tools import Parsing
+
 if TYPE_CHECKING:
     from streamer.engine.stream import TokenStream
 
@@ -36,6 +38,7 @@ class Context(msgspec.Struct, kw_only=True, eq=False):
     prefix      text that the answer begins with, kept from the answer it was forked from
     session     the socket it was created on
     is_steered  its client ended it early to send other input
+    parsing     how its text is read; None: all of it is prose
     """
 
     kind: Literal["response", "chat"]
@@ -46,6 +49,7 @@ class Context(msgspec.Struct, kw_only=True, eq=False):
     prefix: str = ""
     session: str = ""
     is_steered: bool = False
+    parsing: Parsing | None = None
 
     @property
     def is_stored(self) -> bool:

@@ -16,6 +16,7 @@ from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import Scope
@@ -29,6 +30,8 @@ from streamer.errors import ContextLengthExceeded, EngineDead, InvalidRequest
 from streamer.server.admission import Admission, deadline_of, tenant_of
 from streamer.server.openai.common import Prediction, named
 from streamer.server.openai.models import check_model
+from streamer.server.parsing.formats import Format, find_format
+from streamer.server.parsing.tools import Parsing, ToolDefinition
 from streamer.server.prepared import B, Form, Prepared, Reading
 from streamer.server.security import Bodies
 from streamer.server.telemetry.metrics import Metrics
@@ -44,6 +47,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+NO_FORMAT = Format()
+TAIL = 32  # tokens at a prompt's end that may open the reasoning
 MAX_LOGGED_PROMPT = 4096  # tokens, with --log-prompts: decoding them holds the loop up
 
 
@@ -67,6 +72,8 @@ class Service:
         self._is_quiet.set()
         self._bytes: tuple[bytes, ...] = ()
         self._special: dict[int, bytes] = {}
+        self._format: tuple[Format, frozenset[int]] | None = None
+        find_format("", config.tool_call_parser, config.reasoning_parser)  # refuses unknown names
 
     # ------------------------------------------------------------ state
 
@@ -186,6 +193,42 @@ class Service:
         prompt = (*ids, *await self.plain_tokens(prefill, salt))
         return prompt if keep is None else prompt[-keep:]
 
+    def parsing(
+        self, prompt: Sequence[int], tools: Sequence[ToolDefinition], max_calls: int | None = None
+    ) -> Parsing | None:
+        """How an answer to this prompt is read; None: all of it is prose.
+
+        Raises InvalidRequest for tools where the format of the model's calls is not known.
+        """
+        if self._format is None:
+            tokenizer, config = self.engine.tokenizer, self.config
+            found = find_format(
+                tokenizer.templates, config.tool_call_parser, config.reasoning_parser
+            )
+            marks = {mark.encode() for mark in found.markers}
+            shown = (i for i, text in tokenizer.special_bytes.items() if text in marks)
+            self._format = found, frozenset(shown)
+        form, shown_ids = self._format
+        if not tools:
+            form = msgspec.structs.replace(form, calls=None)
+        elif form.calls is None:
+            raise InvalidRequest(
+                "the chat template of this model has no known format of tool calls; start the "
+                "server with --tool-call-parser NAME if it has one",
+                param="tools",
+                code="unsupported_parameter",
+            )
+        if form == NO_FORMAT:
+            return None
+        schemas = {tool.name: tool.parameters for tool in tools}
+        return Parsing(form, schemas, self._opens_reasoning(form, prompt), max_calls, shown_ids)
+
+    def _opens_reasoning(self, form: Format, prompt: Sequence[int]) -> bool:
+        if form.think is None:
+            return False
+        tail = self.engine.tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False)
+        return tail.rstrip().endswith(form.think.open)
+
     async def plain_tokens(self, text: str, salt: str) -> tuple[int, ...]:
         """Token ids of a text in which special tokens are not recognized."""
         if not text:
@@ -263,6 +306,7 @@ class Service:
         detach_s = reading.detach_s if body.detach_s is None else body.detach_s
         window = self.config.stream_window if reading.window is None else reading.window
         is_whole = reading.transport == "http" and not is_alone
+        parsing = None if context is None else context.parsing
         request = GenerateRequest(
             prompt=prompt,
             params=prepared.params,
@@ -272,6 +316,7 @@ class Service:
             cache_salt=prepared.salt,
             share_with=share_with,
             prediction=prediction,
+            shown=frozenset() if parsing is None else parsing.shown,
             detach_s=None if is_alone else detach_s,
             window=window,
             sends_position=reading.sends_position,

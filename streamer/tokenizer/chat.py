@@ -40,13 +40,14 @@ class EarlierTurn(NamedTuple):
     """A turn that was computed: its ids stand for its text, however that text would encode.
 
     messages  of its prompt;  is_open  with the generation prompt
-    answer    the text that followed;  ids  of prompt and answer
+    answer    the text that followed;  ids  of prompt and answer;  tools  of its prompt
     """
 
     messages: Sequence[Mapping[str, Any]]
     is_open: bool
     answer: str
     ids: Sequence[int]
+    tools: Sequence[Mapping[str, Any]] | None = None
 
 
 MAX_TEMPLATE = 1 << 20  # characters; the longest of known models have 20,000

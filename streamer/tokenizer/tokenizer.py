@@ -58,6 +58,9 @@ class Tokenizer:
         self.bos_token_id = self._id_of("bos_token")
         source, tokens = settings.get("chat_template"), self._named_tokens()
         self._chat = ChatTemplate(source, tokens) if source else None
+        self.templates = "".join(
+            filter(None, map(settings.get, ("chat_template", "tool_template")))
+        )
         source = settings.get("tool_template")
         self._tool_chat = ChatTemplate(source, tokens) if source else self._chat
         # Made here: copying a vocabulary holds the GIL for long.
@@ -140,7 +143,7 @@ class Tokenizer:
         known: list[int] = []
         if earlier_turn is not None:
             before = self._render(
-                earlier_turn.messages, earlier_turn.is_open, tools, disguise, variables
+                earlier_turn.messages, earlier_turn.is_open, earlier_turn.tools, disguise, variables
             )
             before += earlier_turn.answer if disguise is None else disguise(earlier_turn.answer)
             if text.startswith(before) and self._can_begin(text[len(before) :]):

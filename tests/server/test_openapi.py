@@ -109,7 +109,7 @@ def test_the_document_is_whole(server: Running) -> None:
     assert document["openapi"].startswith("3.1")
     assert "security" not in document
     chat = document["paths"]["/v1/chat/completions"]["post"]
-    assert "tools" in chat["requestBody"]["description"]
+    assert "modalities" in chat["requestBody"]["description"]
     text = got.text
     for name in document["components"]["schemas"]:
         assert f"#/components/schemas/{name}" in text, f"{name} is not used"

@@ -53,9 +53,16 @@ from streamer.server.openai.fields import (
     SAMPLING,
     Reader,
     Table,
-    hint,
     refused,
     small,
+)
+from streamer.server.parsing.tools import (
+    GivenChoice,
+    GivenTool,
+    ToolDefinition,
+    call_for_template,
+    definitions,
+    is_called,
 )
 from streamer.server.transport.frames import DONE, frame
 
@@ -63,13 +70,13 @@ if TYPE_CHECKING:
     from streamer.engine.stream import Delta, TokenStream
 
 MAX_MESSAGES = 4096
+MAX_CALLS = 1024  # of one message
 MAX_NAME, MAX_VARIABLE = 512, 1 << 14  # characters: neither is counted as part of the prompt
 NUMBER_HERE, TEXT_HERE = "(number)", "(text)"
 
 FIELDS: Final[Table] = {
     **SAMPLING,
     **LABELS,
-    "parallel_tool_calls": hint(bool),  # without tools there are no calls
     "audio": refused(),
     "function_call": refused("none", "auto"),
     "functions": refused([]),
@@ -81,8 +88,6 @@ FIELDS: Final[Table] = {
     "response_format": refused({"type": "text"}),
     "service_tier": refused("auto", "default"),
     "store": refused(False),
-    "tool_choice": refused("none", "auto"),
-    "tools": refused([]),
     "verbosity": refused("medium"),
     "web_search_options": refused(),
     # vLLM's
@@ -98,33 +103,69 @@ FIELDS: Final[Table] = {
 }
 
 
-class ChatMessage(msgspec.Struct):
-    """A message. Tool calls and media other than text are refused by name."""
+class GivenFunction(msgspec.Struct):
+    """The function of an earlier call."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    name: Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+    arguments: str = ""
+
+
+class GivenCall(msgspec.Struct):
+    """An earlier call of the assistant."""
+
+    function: GivenFunction
+    id: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] | None = None
+    type: Literal["function"] = "function"
+
+
+class ChatMessage(msgspec.Struct):
+    """A message. Media other than text is refused by name."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
     name: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] | None = None
-    tool_calls: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    tool_call_id: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    tool_calls: Annotated[list[GivenCall], msgspec.Meta(max_length=MAX_CALLS)] | None = None
+    tool_call_id: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     function_call: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     audio: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
 
     def plain(self, path: str) -> dict[str, Any]:
         """The message as a chat template takes it."""
-        for field in ("tool_calls", "tool_call_id", "function_call", "audio"):
+        for field in ("function_call", "audio"):
             if small(getattr(self, field)):
                 raise InvalidRequest(
                     f"{path}.{field} is not supported by this server",
                     param=f"{path}.{field}",
                     code="unsupported_parameter",
                 )
-        content = self.content
+        is_assistant = self.role == "assistant"
+        if self.content is None and not (is_assistant and self.tool_calls):
+            raise InvalidRequest(
+                f"{path}.content is required", param=f"{path}.content", code="missing_field"
+            )
+        if self.tool_calls and not is_assistant:
+            raise InvalidRequest(
+                f"{path}.tool_calls are the assistant's alone", param=f"{path}.tool_calls"
+            )
+        content = self.content or ""
         if not isinstance(content, str):
             content = "\n".join(part.text for part in content)
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": content}
         if self.name is not None:
             message["name"] = self.name
+        if self.tool_call_id and self.role == "tool":
+            message["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            message["tool_calls"] = [
+                call_for_template(c.id, c.function.name, c.function.arguments)
+                for c in self.tool_calls
+            ]
+        thought = self.reasoning_content or self.reasoning
+        if thought and is_assistant:
+            message["reasoning_content"] = message["thinking"] = thought
         return message
 
 
@@ -134,12 +175,36 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
         raise InvalidRequest(
             f"messages has 1 to {MAX_MESSAGES} entries, got {len(messages)}", param="messages"
         )
+    called: set[str | None] = set()
+    for i, message in enumerate(messages):
+        called |= {call.id for call in message.tool_calls or ()}
+        if message.role == "tool" and message.tool_call_id not in called - {None}:
+            raise InvalidRequest(
+                f"messages[{i}] is a tool's, but no call before it has its tool_call_id",
+                param=f"messages[{i}].tool_call_id",
+            )
     return [m.plain(f"messages[{i}]") for i, m in enumerate(messages)]
 
 
 # A variable of the template; no lists: a body may hold a million.
 Variable = bool | int | float | Annotated[str, msgspec.Meta(max_length=MAX_VARIABLE)] | None
 Variables = Annotated[dict[str, Variable], msgspec.Meta(max_length=32)]
+
+
+class GivenToolFunction(msgspec.Struct):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class GivenToolOfChat(msgspec.Struct):
+    """A tool; those of other types than function are skipped."""
+
+    type: str
+    function: GivenToolFunction | None = None
 
 
 class Opening(Protocol):
@@ -181,10 +246,31 @@ class ChatRequest(PromptFields, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Variables | None = None
+    tools: list[GivenToolOfChat] | None = None
+    tool_choice: GivenChoice = None
+    parallel_tool_calls: bool | None = None
 
     def template_messages(self) -> list[dict[str, Any]]:
         """The messages for the chat template."""
         return template_messages(self.messages)
+
+    def tool_definitions(self) -> tuple[ToolDefinition, ...]:
+        """The tools that may be called, checked."""
+        may_call = is_called(self.tool_choice)
+        given = []
+        for i, tool in enumerate(self.tools or ()):
+            if tool.type != "function":
+                continue
+            path, function = f"tools[{i}].function", tool.function
+            if function is None:
+                raise InvalidRequest(f"{path} is required", param=path, code="missing_field")
+            given.append(
+                GivenTool(
+                    path, function.name, function.description, function.parameters, function.strict
+                )
+            )
+        found = definitions(given)
+        return found if may_call else ()
 
     def params(self, defaults: dict[str, float]) -> SamplingParams:
         """The sampling settings, checked."""
@@ -324,11 +410,12 @@ class ChatAnswer:
             finish = mine[-1].finish
             ids = tuple(t for d in mine for t in d.token_ids)
             values = [lp for d in mine for lp in d.logprobs or ()]
+            message, reason = self._message(index, "".join(d.text for d in mine), finish)
             choices.append(
                 Choice(
                     index,
-                    Message("".join(d.text for d in mine)),
-                    finish_reason(finish.reason) if finish is not None else "stop",
+                    message,
+                    reason,
                     Logprobs(chat_logprobs(values, self._text)) if self._body.logprobs else None,
                     only_if(bool(self._body.return_token_ids), ids),
                     stop_reason(finish, self._stream.params) if finish is not None else None,
@@ -349,6 +436,10 @@ class ChatAnswer:
                 prompt_logprobs=self._prompt_logprobs(),
             )
         )
+
+    def _message(self, choice: int, text: str, finish: Finish | None) -> tuple[Message, str]:
+        """The message of a choice, and why it ended."""
+        return Message(text), finish_reason(finish.reason) if finish is not None else "stop"
 
     def _prompt_logprobs(self) -> Any:
         if self._body.prompt_logprobs is None:

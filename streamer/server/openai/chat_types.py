@@ -18,11 +18,38 @@ class Logprobs(msgspec.Struct, frozen=True):
     refusal: None = None
 
 
+class CalledFunction(msgspec.Struct, frozen=True):
+    """The function of a call; in chunks the name comes once, the arguments in pieces."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ChunkToolCall(msgspec.Struct, frozen=True):
+    """A call in a chunk: id, type and name come once, with the first piece."""
+
+    index: int
+    function: CalledFunction
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A whole call."""
+
+    id: str
+    function: CalledFunction
+    type: str = "function"
+
+
 class ChunkDelta(msgspec.Struct, frozen=True):
-    """What a chunk adds to a choice."""
+    """What a chunk adds to a choice; reasoning under vLLM's name of it, and under DeepSeek's."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ChunkToolCall] | UnsetType = UNSET
 
 
 class ChunkChoice(msgspec.Struct, frozen=True):
@@ -52,11 +79,14 @@ class Chunk(msgspec.Struct, frozen=True, tag_field="object", tag="chat.completio
 
 
 class Message(msgspec.Struct, frozen=True):
-    """The assistant's message."""
+    """The assistant's message; its content is null where there are calls alone."""
 
-    content: str
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
 
 
 class Choice(msgspec.Struct, frozen=True):

@@ -18,9 +18,9 @@ from starlette.types import ASGIApp
 
 from streamer.core.plan import FinishReason
 from streamer.errors import InvalidRequest, NotFound, StreamerError
+from streamer.server.answering import chat_answer
 from streamer.server.context import TurnItem, context_of
 from streamer.server.errors import api_error
-from streamer.server.openai import chat
 from streamer.server.openai.common import encode, new_id
 from streamer.server.prepared import Form
 from streamer.server.responses.body import READER, Includable
@@ -207,15 +207,9 @@ class ResponseRoutes:
                 param="starting_after",
             )
         self._service.metrics.resumed("finished" if stream.is_finished else "live")
-        context = context_of(stream)
-        text = self._service.token_text
-        fingerprint = self._service.fingerprint
-        answer = chat.ChatAnswer(
-            context.body, [stream], context.model, text, after, fingerprint=fingerprint
-        )
         return EventStream(
             self._service,
-            answer,
+            chat_answer(self._service, stream, after),
             [stream],
             after=[max(0, n - 1) for n in after],
             is_split=cursor is None,

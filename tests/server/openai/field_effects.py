@@ -468,6 +468,32 @@ def says_again(name: str, value: Any) -> Any:
     return effect
 
 
+# What tools do to an answer is in tests/server/test_tool_calls.py: this model's template has none.
+def tools(asker: Asker, kind: str) -> None:
+    with pytest.raises(Refused) as caught:
+        asker.ask(kind, tools=[_tool(kind)])
+    assert caught.value.param == "tools"
+    assert asker.ask(kind, tools=[{"type": "web_search"}]).text
+
+
+def tool_choice(asker: Asker, kind: str) -> None:
+    assert asker.ask(kind, tools=[_tool(kind)], tool_choice="none").text
+    with pytest.raises(Refused) as caught:
+        asker.ask(kind, tools=[_tool(kind)], tool_choice="required")
+    assert caught.value.param == "tool_choice"
+
+
+def parallel_tool_calls(asker: Asker, kind: str) -> None:
+    assert asker.ask(kind, parallel_tool_calls=False).text == asker.ask(kind).text
+
+
+def _tool(kind: str) -> dict[str, Any]:
+    function = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+    if kind == "responses":
+        return {"type": "function", **function}
+    return {"type": "function", "function": function}
+
+
 def stream_id(asker: Asker, kind: str) -> None:
     answer = asker.ask(kind, stream_id="lane")
     assert {e["stream_id"] for e in answer.events} == {"lane"}

@@ -1,0 +1,242 @@
+"""Tools and reasoning over the wire, with the fake model's script: whole, streamed and resumed.
+
+OpenAI's package unchanged, and bare requests where a field is at fault.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.server.support.running import Running
+
+THOUGHT = "The weather of Zürich is asked for."
+CALLS = (
+    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+)
+SCRIPT = [
+    {"when": "18 degrees", "answer": "<think>\nNow I know.\n</think>\n\nIt is 18 degrees. 🦊"},
+    {"when": "weather", "answer": f"<think>\n{THOUGHT}\n</think>\n\nI look.\n{CALLS}"},
+    {"when": "alone", "answer": '<tool_call>{"name": "now"}'},
+    {"when": "broken", "answer": "<tool_call>\nnothing\n</tool_call>"},
+]
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "The weather of a city",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    },
+    {"type": "function", "function": {"name": "now"}},
+    {"type": "web_search", "search_context_size": "low"},
+]
+ASKED: Any = [{"role": "user", "content": "How is the weather in Zürich?"}]
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    path = tmp_path_factory.mktemp("script") / "script.json"
+    path.write_text(json.dumps(SCRIPT))
+    running = Running(script=str(path)).start()
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def client(scripted: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=scripted.url + "/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def post(server: Running, path: str = CHAT, **body: Any) -> httpx.Response:
+    return httpx.post(server.url + path, json={"messages": ASKED, **body}, timeout=20)
+
+
+def names_and_arguments(calls: Any) -> list[tuple[str, Any]]:
+    return [(c.function.name, json.loads(c.function.arguments)) for c in calls]
+
+
+WANTED = [("get_weather", {"city": "Zürich"}), ("now", {})]
+
+
+def test_a_tool_loop(client: openai.OpenAI) -> None:
+    messages = list(ASKED)
+    first = client.chat.completions.create(model="fake", messages=messages, tools=TOOLS)
+    (choice,) = first.choices
+    message = choice.message
+    assert choice.finish_reason == "tool_calls"
+    assert message.content == "I look."
+    assert message.tool_calls is not None
+    assert names_and_arguments(message.tool_calls) == WANTED
+    assert message.model_extra == {"reasoning_content": THOUGHT, "reasoning": THOUGHT}
+    assert len({c.id for c in message.tool_calls}) == 2
+    messages.append(message.model_dump(exclude_none=True))
+    messages += [
+        {"role": "tool", "tool_call_id": call.id, "content": "18 degrees"}
+        for call in message.tool_calls
+    ]
+    last = client.chat.completions.create(model="fake", messages=messages, tools=TOOLS)
+    assert last.choices[0].message.content == "It is 18 degrees. 🦊"
+    assert last.choices[0].finish_reason == "stop"
+
+
+def test_the_stream_helper_sees_the_whole_answer(client: openai.OpenAI) -> None:
+    settings: Any = {"model": "fake", "messages": ASKED, "tools": TOOLS}
+    thought = ""
+    with client.chat.completions.stream(**settings) as stream:
+        kinds = []
+        for event in stream:
+            kinds.append(event.type)
+            if event.type == "chunk" and event.chunk.choices:
+                delta = event.chunk.choices[0].delta
+                thought += getattr(delta, "reasoning_content", None) or ""
+        final = stream.get_final_completion()
+    assert thought == THOUGHT
+    assert {"content.delta", "tool_calls.function.arguments.delta"} <= set(kinds)
+    (choice,) = final.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "I look."
+    assert names_and_arguments(choice.message.tool_calls) == WANTED
+
+
+def chunks(response: httpx.Response) -> list[tuple[str, dict[str, Any]]]:
+    found, number = [], ""
+    for line in response.text.splitlines():
+        if line.startswith("id: "):
+            number = line[4:]
+        elif line.startswith("data: {"):
+            found.append((number, json.loads(line[6:])))
+    return found
+
+
+def folded(deltas: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a client has after these deltas."""
+    found: dict[str, Any] = {"content": "", "reasoning": "", "calls": []}
+    for delta in deltas:
+        found["content"] += delta.get("content") or ""
+        found["reasoning"] += delta.get("reasoning") or ""
+        for call in delta.get("tool_calls") or ():
+            if "id" in call:
+                assert call["index"] == len(found["calls"])
+                found["calls"].append([call["id"], call["function"]["name"], ""])
+            else:
+                assert "name" not in call["function"]
+            found["calls"][call["index"]][2] += call["function"]["arguments"]
+    return found
+
+
+def test_a_stream_is_resumed_anywhere(scripted: Running) -> None:
+    options = {"include_event_ids": True}
+    asked = post(scripted, tools=TOOLS, stream=True, stream_options=options)
+    sent = chunks(asked)
+    deltas = [chunk["choices"][0]["delta"] for _, chunk in sent]
+    whole = folded(deltas)
+    assert [c[1:] for c in whole["calls"]] == [
+        [n, json.dumps(a, ensure_ascii=False)] for n, a in WANTED
+    ]
+    url = f"{scripted.url}{CHAT}/{sent[0][1]['id']}?stream=true"
+    again = [c["choices"][0]["delta"] for _, c in chunks(httpx.get(url, timeout=20))]
+    assert folded(again) == whole
+    for place, (number, _) in enumerate(sent[:-1]):
+        rest = chunks(httpx.get(f"{url}&starting_after={number}", timeout=20))
+        more = [c["choices"][0]["delta"] for _, c in rest]
+        assert folded(deltas[: place + 1] + more) == whole
+        assert rest[-1][1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_parallel_calls_choices_and_what_is_no_call(scripted: Running) -> None:
+    one = post(scripted, tools=TOOLS, parallel_tool_calls=False).json()["choices"][0]
+    assert [c["function"]["name"] for c in one["message"]["tool_calls"]] == ["get_weather"]
+    two = post(scripted, tools=TOOLS, n=2).json()["choices"]
+    ids = {call["id"] for choice in two for call in choice["message"]["tool_calls"]}
+    assert len(ids) == 4
+    none = post(scripted, tools=TOOLS, tool_choice="none").json()["choices"][0]
+    assert none["message"]["content"] == f"I look.\n{CALLS}"
+    assert none["finish_reason"] == "stop"
+    cut = post(scripted, tools=TOOLS, max_tokens=120).json()["choices"][0]
+    assert (cut["finish_reason"], len(cut["message"]["tool_calls"])) == ("length", 1)
+    for text, content in (("alone", None), ("broken", "<tool_call>\nnothing\n</tool_call>")):
+        messages = [{"role": "user", "content": text}]
+        got = post(scripted, messages=messages, tools=TOOLS).json()["choices"][0]
+        assert got["message"]["content"] == content
+    thought = post(scripted, stream=True)
+    assert folded([c["choices"][0]["delta"] for _, c in chunks(thought)])["reasoning"] == THOUGHT
+
+
+def call(name: str = "f", call_id: str = "call_1", arguments: str = "{}") -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def function(**fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", **fields}}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tools": [function(name=f"f{i}") for i in range(10_000)]}, "tools"),
+        ({"tools": [function(description="x" * (1 << 20), parameters={"a": 1})]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        ({"tools": [function(name="")]}, "tools[0].function.name"),
+        ({"tools": [function(), function()]}, "tools[1].function.name"),
+        ({"tools": [function(parameters=[1])]}, "tools[0].function.parameters"),
+        ({"tools": [function(strict=True)]}, "tools[0].function.strict"),
+        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": function()}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": 3}, "tool_choice"),
+        ({"messages": [*ASKED, {"role": "tool", "content": "x"}]}, "messages[1].tool_call_id"),
+        (
+            {"messages": [*ASKED, {"role": "assistant", "tool_calls": [call()]},
+                          {"role": "tool", "content": "x", "tool_call_id": "call_2"}]},
+            "messages[2].tool_call_id",
+        ),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [call()]}]},
+         "messages[0].tool_calls"),
+        ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
+        ({"messages": [{"role": "assistant", "tool_calls": [call()] * 1025}]},
+         "messages[0].tool_calls"),
+        ({"messages": ASKED, "tools": TOOLS, "chat_template_kwargs": {"tools": 1}},
+         "chat_template_kwargs.tools"),
+    ],
+)  # fmt: skip
+def test_bad_input_names_the_field(scripted: Running, body: dict[str, Any], param: str) -> None:
+    got = post(scripted, **body)
+    assert (got.status_code, got.json()["error"]["param"]) == (400, param), got.text
+
+
+def test_a_schema_nested_a_million_deep_is_refused(scripted: Running) -> None:
+    deep = '{"a":' * 100_000 + "1" + "}" * 100_000
+    body = '{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", '
+    body += '"function": {"name": "f", "parameters": ' + deep + "}}]}"
+    got = httpx.post(scripted.url + CHAT, content=body, timeout=20)
+    assert got.status_code == 400
+    assert post(scripted).status_code == 200
+
+
+def test_earlier_calls_with_broken_arguments_are_accepted(scripted: Running) -> None:
+    for arguments in ("{'a': 1", "", "[1]", '{"a": "🦊"}'):
+        messages = [
+            *ASKED,
+            {"role": "assistant", "content": None, "tool_calls": [call(arguments=arguments)],
+             "reasoning_content": "hm"},
+            {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "no"}]},
+        ]  # fmt: skip
+        assert post(scripted, messages=messages, tools=TOOLS).status_code == 200
+
+
+def test_tools_where_the_format_is_unknown(server: Running) -> None:
+    got = post(server, tools=TOOLS)
+    assert (got.status_code, got.json()["error"]["param"]) == (400, "tools")
+    assert "--tool-call-parser" in got.json()["error"]["message"]
+    assert post(server, tools=TOOLS[2:], max_tokens=1).status_code == 200
+    assert post(server, tools=TOOLS, tool_choice="none", max_tokens=1).status_code == 200
