@@ -77,14 +77,14 @@ class RowMatch:
         self._resume_at = 0
         self._resume_left = 0
 
-    def follow(self, seen: int) -> None:
-        """Take the sequence's known tokens from index `seen` on, in order.
+    def follow(self, seen: int, end: int) -> None:
+        """Take the sequence's known tokens from index `seen` up to `end`, in order.
 
         A token that is found nowhere costs 0.6 us (EPYC Zen 5, Python 3.11, 2026-11-22).
         """
         text, others = self.own.text, self.others
         known, last, before = text.tokens, text.last, text.before
-        for index in range(seen, len(known)):
+        for index in range(seen, end):
             token = known[index]
             key = hash((known[index - 2], known[index - 1], token))
             position = 0

@@ -18,6 +18,33 @@ WEIGHT = 0.2  # of the newest measurement in the running mean
 # the lowest: while none happen, no measurement corrects a cost that is too high.
 FORGET = 0.01
 PROBE_BYTES = 4 << 20
+# Decodes after which a width that none of them had is forgotten: measured once, at a bad moment, it
+# would else not be tried again. A trial that does not pay costs about one step in these.
+REMEMBERED = 512
+
+
+class Widths:
+    """Running means of what steps take, by the number of tokens that they compute."""
+
+    def __init__(self) -> None:
+        self._means: dict[int, tuple[float, float]] = {}  # _bucket -> (tokens, seconds)
+        self._latest: dict[int, int] = {}  # _bucket -> the number of its latest step
+
+    def saw(self, seconds: float, num_tokens: int, number: int) -> None:
+        """A step took this long; numbers ascend."""
+        bucket = _bucket(num_tokens)
+        tokens, before = self._means.get(bucket, (num_tokens, None))
+        self._means[bucket] = _mean(tokens, num_tokens), _mean(before, seconds)
+        self._latest[bucket] = number
+
+    def forget(self, upto: int) -> None:
+        """Forget the widths that only steps up to this number had."""
+        for bucket in [b for b, number in self._latest.items() if number <= upto]:
+            del self._means[bucket], self._latest[bucket]
+
+    def means(self) -> tuple[tuple[int, float], ...]:
+        """(tokens, seconds), ascending."""
+        return tuple((round(n), took_s) for _, (n, took_s) in sorted(self._means.items()))
 
 
 class Costs:
@@ -28,8 +55,8 @@ class Costs:
         self._block_bytes = block_bytes
         self._prefill_s: float | None = None
         self._decode_s: float | None = None
-        self._steps: dict[int, tuple[float, float]] = {}  # _bucket -> mean (tokens, seconds)
-        self._verifications: dict[int, tuple[float, float]] = {}  # of steps that verify
+        self._plain, self._verifying = Widths(), Widths()
+        self._num_decodes = 0
         self._draft_s: float | None = None
         self._shortest_draft_s = 0.0
         self._swap_s = 0.0
@@ -46,14 +73,16 @@ class Costs:
     ) -> None:
         """Decode cost if no token is of a prompt's chunk, prefill cost if at least half are."""
         if num_tokens and not num_chunk_tokens:
-            steps = self._verifications if is_verification else self._steps
+            self._num_decodes += 1
+            widths = self._verifying if is_verification else self._plain
+            widths.saw(seconds, num_tokens, self._num_decodes)
+            if self._num_decodes % REMEMBERED == 0:
+                self._plain.forget(self._num_decodes - REMEMBERED)
+                self._verifying.forget(self._num_decodes - REMEMBERED)
             if not is_verification:
                 self._decode_s = _mean(self._decode_s, seconds)
             if self._draft_s is not None:
                 self._draft_s += FORGET * (self._shortest_draft_s - self._draft_s)
-            bucket = _bucket(num_tokens)
-            tokens, before = steps.get(bucket, (num_tokens, None))
-            steps[bucket] = _mean(tokens, num_tokens), _mean(before, seconds)
         elif num_chunk_tokens * 2 >= num_tokens > 0:
             self._prefill_s = _mean(self._prefill_s, seconds / num_tokens)
             self._swap_s_per_byte += FORGET * (self._probed - self._swap_s_per_byte)
@@ -82,16 +111,12 @@ class Costs:
             prefill_s=prefill_s,
             decode_s=self._decode_s or 0.0,
             draft_s=self._draft_s or 0.0,
-            step_s=_by_size(self._steps),
-            verify_s=_by_size(self._verifications),
+            step_s=self._plain.means(),
+            verify_s=self._verifying.means(),
             swap_bytes_per_s=1 / self._swap_s_per_byte,
             swap_fixed_s=self._swap_fixed_s,
             swap_s=self._swap_s,
         )
-
-
-def _by_size(steps: dict[int, tuple[float, float]]) -> tuple[tuple[int, float], ...]:
-    return tuple((round(n), took_s) for _, (n, took_s) in sorted(steps.items()))
 
 
 def _bucket(num_tokens: int) -> int:

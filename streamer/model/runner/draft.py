@@ -147,7 +147,7 @@ class Drafter:
             ]
             if parts:
                 logits = self._decode(parts, drawn)
-        if is_usual:
+        if is_usual and drawn:
             steps = max(map(len, drawn.values()))
             self._costs.saw_draft((time.perf_counter() - began) / steps)
         return proposals | {

@@ -21,7 +21,7 @@ def row(prompt: list[int], shared: Rates | None = None) -> tuple[RowMatch, list[
 
 def draw(match: RowMatch, known: list[int], *tokens: int) -> None:
     known += tokens
-    match.follow(len(known) - len(tokens))
+    match.follow(len(known) - len(tokens), len(known))
 
 
 def test_the_prompts_continuation_is_proposed_after_three_equal_tokens() -> None:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from streamer.core.plan import Add, Facts, FinishReason
 from streamer.core.request import Request, Sequence
 from streamer.core.sampling import SamplingParams
-from streamer.core.speculation.speculator import FIRST_TRIAL, Speculator
+from streamer.core.speculation.speculator import FIRST_TRIAL, INDEXED_A_STEP, Speculator
 from streamer.core.speculation.values import SpeculationSizes
 
 SIZES = SpeculationSizes(max_proposed=8)
@@ -98,6 +98,28 @@ def test_a_row_that_was_given_up_goes_on_where_it_was() -> None:
     seq.tokens += [1, 2]  # of its last step
     speculator.begin(seq)
     assert proposed(speculator, seq, 3)[:2] == (4, 5)
+
+
+def test_a_running_request_is_indexed_before_outputs_that_wait_for_long() -> None:
+    """Requests without a step to speculate in leave outputs behind; empty ones leave nothing."""
+    speculator = Speculator(SIZES)
+    for length in [5000] * 20 + [0] * 20:
+        seq = begun(speculator, (1,), salt=b"s")
+        seq.tokens += range(200, 200 + length)
+        finished(speculator, seq)
+    assert len(speculator._ended_jobs) == 20
+    assert not speculator._given_jobs
+    seq = begun(speculator, TEXT)
+    assert proposed(speculator, seq, *TEXT[:3])[:2] == TEXT[3:5]
+
+
+def test_a_long_output_that_comes_back_is_followed_in_parts() -> None:
+    """A step spends no more on it than on other texts; nothing is proposed until all is known."""
+    speculator = Speculator(SIZES)
+    seq = begun(speculator, (1,))
+    long = [i % 1000 for i in range(2 * INDEXED_A_STEP - 3)]
+    assert proposed(speculator, seq, *long) == ()
+    assert proposed(speculator, seq, *TEXT[:3])[:2] == TEXT[3:5]
 
 
 def test_a_step_without_a_gain_costs_no_work_and_rows_catch_up_after_it() -> None:

@@ -51,6 +51,21 @@ def test_steps_that_verify_are_measured_apart() -> None:
     assert (facts.step_s, facts.verify_s, facts.decode_s) == (((8, 1.0),), ((8, 3.0),), 1.0)
 
 
+@pytest.mark.parametrize("is_verification", [False, True])
+def test_a_width_that_no_step_has_is_forgotten(is_verification: bool) -> None:
+    """Otherwise a width that was slow once, the largest one, would never be tried again."""
+    costs = Costs(1000, probe_copy)
+    costs.saw_step(9.0, 17, 0, is_verification=is_verification)
+    for _ in range(100):
+        costs.saw_step(1.0, 1, 0)
+    facts = costs.facts(0)
+    assert (17, 9.0) in (facts.verify_s if is_verification else facts.step_s)
+    for _ in range(1000):
+        costs.saw_step(1.0, 1, 0)
+    facts = costs.facts(0)
+    assert (facts.step_s, facts.verify_s) == (((1, 1.0),), ())
+
+
 def test_what_a_draft_cost_once_is_forgotten() -> None:
     """Otherwise a speculation that drafts no more because of it would never measure again."""
     costs = Costs(1000, probe_copy)

@@ -148,6 +148,17 @@ def test_a_long_prompt_is_caught_up_with_in_pieces(hand: Hand) -> None:
     check(hand, 3)
 
 
+def test_a_step_may_be_too_small_for_a_draft(hand: Hand) -> None:
+    """Then the one row that drafts only catches up."""
+    hand.join(0, random_tokens(25))
+    hand.step({0: 25})
+    drafter: Any = hand.runner._drafter
+    drafter._max_tokens = 16
+    drafter._filled[:] = 0
+    counts = [len(hand.step(drafts=((0, 3),)).proposals[0]) for _ in range(3)]
+    assert counts == [0, 3, 3]
+
+
 def test_another_model_changes_no_token(checkpoint: Any) -> None:
     """It proposes little that is right; beyond its own context it proposes nothing."""
     folder, small = checkpoint("llama", 1), checkpoint("qwen2", 0)
