@@ -27,8 +27,10 @@ from streamer.errors import InvalidRequest, NotFound, Overloaded, StreamerError
 from streamer.server import openapi, tickets
 from streamer.server.admission import LimitHeaders, tenant_of
 from streamer.server.answering import chat_answer
+from streamer.server.anthropic.routes import MessageRoutes
 from streamer.server.context import Context
-from streamer.server.errors import error_body
+from streamer.server.errors import error_answer
+from streamer.server.ollama.routes import OllamaRoutes
 from streamer.server.openai import chat, completions, tokenizing
 from streamer.server.openai.common import encode, new_id
 from streamer.server.openai.completion_logprobs import Echo
@@ -41,7 +43,7 @@ from streamer.server.responses.socket import Endpoint
 from streamer.server.security import Guard, deny
 from streamer.server.service import Service
 from streamer.server.telemetry.metrics import Metrics
-from streamer.server.transport.sse import Answer, EventStream, read_whole
+from streamer.server.transport.sse import respond
 from streamer.server.watching import SnapshotStream, engine_body, owner_of, wants_stream
 
 if TYPE_CHECKING:
@@ -93,7 +95,7 @@ class Api:
         )
         answer = chat_answer(service, stream)
         service.record(prepared, [stream])
-        return await self._respond(request, bool(body.stream), answer, [stream])
+        return await respond(service, request, answer, [stream], is_streamed=bool(body.stream))
 
     async def completions(self, request: Request) -> ASGIApp:
         """POST /v1/completions."""
@@ -137,7 +139,7 @@ class Api:
             body, streams, prepared.model, service.token_text, echoes, service.fingerprint
         )
         service.record(prepared, streams)
-        return await self._respond(request, bool(body.stream), answer, streams)
+        return await respond(service, request, answer, streams, is_streamed=bool(body.stream))
 
     async def tokenize(self, request: Request) -> ASGIApp:
         """POST /tokenize."""
@@ -179,18 +181,6 @@ class Api:
         with service.bodies.used(tenant, len(data)):
             (text,) = await service.texts_of([body.tokens], False, "tokens", salt=salt)
         return json(tokenizing.detokenized(text))
-
-    async def _respond(
-        self, request: Request, is_streamed: bool, answer: Answer, streams: list[TokenStream]
-    ) -> ASGIApp:
-        service = self._service
-        if is_streamed:
-            return EventStream(service, answer, streams)
-        with service.working():
-            whole = await read_whole(service, answer, streams, request)
-        if whole is None:
-            return Response(status_code=499)
-        return json(whole, request_id=answer.request_id)
 
     async def models(self, request: Request) -> ASGIApp:
         """GET /v1/models."""
@@ -248,12 +238,9 @@ class Api:
         return Response(self._service.metrics.expose(), media_type=CONTENT_TYPE_LATEST)
 
 
-def json(body: bytes, status: int = 200, request_id: str | None = None) -> Response:
+def json(body: bytes, status: int = 200) -> Response:
     """A JSON response from encoded bytes."""
-    headers = {"x-content-type-options": "nosniff"}
-    if request_id is not None:
-        headers["x-request-id"] = request_id
-    return Response(body, status, headers, "application/json")
+    return Response(body, status, {"x-content-type-options": "nosniff"}, "application/json")
 
 
 async def nothing_there(scope: Scope, receive: Receive, send: Send) -> None:
@@ -282,7 +269,8 @@ async def on_error(metrics: Metrics, request: Request, error: Exception) -> Resp
         error = StreamerError("internal error", code="internal")
     if not (error.status == 503 and request.url.path.endswith(PROBES)):  # only a probe
         metrics.refused(error)
-    response = json(error_body(error), error.status)
+    status, body = error_answer(error, request.url.path)
+    response = json(body, status)
     response.headers.update(headers)
     if isinstance(error, Overloaded):
         response.headers["retry-after"] = str(math.ceil(error.retry_after_s))
@@ -306,6 +294,7 @@ def build_app(engine: AsyncEngine, config: Config) -> ASGIApp:
 def build_service_app(service: Service) -> ASGIApp:
     """The application of `build_app`, over a Service that the caller keeps."""
     api, responses, page = Api(service), ResponseRoutes(service), Page()
+    messages, ollama = MessageRoutes(service), OllamaRoutes(service)
     limited = [Middleware(LimitHeaders, admission=service.admission)]
     routes = [
         Route("/", page.index),
@@ -327,6 +316,14 @@ def build_service_app(service: Service) -> ASGIApp:
         Route("/v1/responses/{id}", responses.retrieve),
         Route("/v1/responses/{id}/cancel", responses.cancel, methods=["POST"]),
         Route("/v1/responses/{id}/input_items", responses.input_items),
+        Route("/v1/messages", messages.create, methods=["POST"], middleware=limited),
+        Route("/v1/messages/count_tokens", messages.count, methods=["POST"], middleware=limited),
+        Route("/api/chat", ollama.chat, methods=["POST"], middleware=limited),
+        Route("/api/generate", ollama.generate, methods=["POST"], middleware=limited),
+        Route("/api/show", ollama.show, methods=["POST"], middleware=limited),
+        Route("/api/tags", ollama.tags),
+        Route("/api/ps", ollama.ps),
+        Route("/api/version", ollama.version),
         Route("/v1/tickets", api.tickets, methods=["POST"]),
         Route("/v1/engine", api.engine),
         Route("/tokenize", api.tokenize, methods=["POST"], middleware=limited),

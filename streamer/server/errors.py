@@ -1,4 +1,4 @@
-"""Errors as the wire has them: OpenAI's error object, of any StreamerError.
+"""Errors as the wire has them: OpenAI's object, Anthropic's or Ollama's, of any StreamerError.
 
 Values in, values or bytes out; imports nothing of the server. Whatever answers uses it: bodies,
 handlers, the guard and the connections themselves.
@@ -6,14 +6,29 @@ handlers, the guard and the connections themselves.
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 import msgspec
 
-from streamer.errors import StreamerError
+from streamer.errors import Overloaded, StreamerError
 
 MAX_ECHO: Final = 200  # characters of what a client sent
 MAX_MESSAGE: Final = 1000  # characters of a message
+
+OVERLOADED: Final = 529  # Anthropic's status instead of 503, where waiting helps
+_TYPES: Final = {  # Anthropic's, by status
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    OVERLOADED: "overloaded_error",
+}
+# At the end of a path: a proxy may have put something before it.
+_ANTHROPIC: Final = re.compile(r"/v1/messages(/count_tokens)?$")
+_OLLAMA: Final = re.compile(r"/api/[a-z]+$")
 
 
 class ApiError(msgspec.Struct, frozen=True):
@@ -39,3 +54,54 @@ def api_error(error: StreamerError) -> ApiError:
 def error_body(error: StreamerError) -> bytes:
     """`{"error": {...}}`."""
     return msgspec.json.encode({"error": api_error(error)})
+
+
+# ---------------------------------------------------------------- Anthropic's and Ollama's forms
+
+
+class AnthropicError(msgspec.Struct, frozen=True):
+    """What is wrong, in Anthropic's words."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
+    """An error of a route of Anthropic's; also an event of its streams."""
+
+    error: AnthropicError
+
+
+class OllamaErrorBody(msgspec.Struct, frozen=True):
+    """An error of a route of Ollama's; also a line of its streams."""
+
+    error: str
+
+
+def said(error: StreamerError) -> str:
+    """The message with the field at fault: these two forms have no place of its own for it."""
+    message, param = error.message, error.param
+    if param is not None and param not in message:
+        message = f"{clip(param)}: {message}"
+    return clip(message, MAX_MESSAGE)
+
+
+def anthropic_error(error: StreamerError) -> tuple[int, bytes]:
+    """Status and body of an error, as Anthropic has them."""
+    status = OVERLOADED if isinstance(error, Overloaded) and error.status == 503 else error.status
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return status, msgspec.json.encode(AnthropicErrorBody(AnthropicError(kind, said(error))))
+
+
+def ollama_error(error: StreamerError) -> bytes:
+    """`{"error": "..."}`."""
+    return msgspec.json.encode(OllamaErrorBody(said(error)))
+
+
+def error_answer(error: StreamerError, path: str) -> tuple[int, bytes]:
+    """Status and body of an error, in the form of the route."""
+    if _ANTHROPIC.search(path):
+        return anthropic_error(error)
+    if _OLLAMA.search(path):
+        return error.status, ollama_error(error)
+    return error.status, error_body(error)

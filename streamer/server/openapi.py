@@ -13,7 +13,11 @@ from typing import Any, Final
 
 import msgspec
 
-from streamer.server.errors import ApiError
+from streamer.server.anthropic import body as anthropic
+from streamer.server.anthropic import types as anthropic_types
+from streamer.server.errors import AnthropicErrorBody, ApiError, OllamaErrorBody
+from streamer.server.ollama import body as ollama
+from streamer.server.ollama import types as ollama_types
 from streamer.server.openai import chat, chat_types, completions, models, tokenizing
 from streamer.server.openai.common import encode
 from streamer.server.openai.fields import Table
@@ -23,6 +27,7 @@ from streamer.server.tickets import TicketAnswer, TicketRequest
 from streamer.server.watching import EngineBody
 
 SSE_TYPE, JSON_TYPE = "text/event-stream", "application/json"
+JSON_LINES_TYPE = "application/x-ndjson"
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -70,11 +75,13 @@ STATUSES: Final = {
     500: "the request failed inside the engine",
     503: "loading, overloaded, shutting down or dead: see Retry-After",
     504: "the answer was not complete at the request's deadline",
+    529: "loading, overloaded or shutting down: see Retry-After",
 }
 OPEN: Final = (403, 414, 431, 503)
 KEYED: Final = (401, *OPEN)
 POSTED: Final = (400, 404, 408, 413, 429, 500, *KEYED)
 ANSWERED: Final = (*POSTED, 504)
+STREAMS: Final = (SSE_TYPE, JSON_LINES_TYPE)
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -82,9 +89,10 @@ class Route(msgspec.Struct, frozen=True):
 
     body, fields   the Struct of a JSON body, and the table of its known fields
     answer         the Struct of a JSON answer; None: `media` says what it is
-    is_streamed    events instead of the answer, where the body or the query asks for `stream`
+    stream         the media type of the answer's stream, where the body or the query asks for it
     query          name -> JSON schema
     statuses       besides `success`
+    error          the Struct of an error
     """
 
     method: str
@@ -94,10 +102,11 @@ class Route(msgspec.Struct, frozen=True):
     body: Any = None
     fields: Table = {}
     media: str = JSON_TYPE
-    is_streamed: bool = False
+    stream: str = ""
     query: dict[str, Any] = {}
     statuses: tuple[int, ...] = KEYED
     success: int = 200
+    error: Any = ErrorBody
 
 
 _STREAM: Final[dict[str, Any]] = {"stream": {"type": "boolean", "default": False}}
@@ -119,7 +128,7 @@ ROUTES: Final = (
         body=chat.ChatRequest,
         fields=chat.FIELDS,
         answer=chat_types.ChatCompletion,
-        is_streamed=True,
+        stream=SSE_TYPE,
         statuses=ANSWERED,
     ),
     Route(
@@ -129,7 +138,7 @@ ROUTES: Final = (
         body=completions.CompletionRequest,
         fields=completions.FIELDS,
         answer=completions.Completion,
-        is_streamed=True,
+        stream=SSE_TYPE,
         statuses=ANSWERED,
     ),
     Route(
@@ -147,7 +156,7 @@ ROUTES: Final = (
         body=responses.ResponseCreate,
         fields=responses.FIELDS,
         answer=response_types.Response,
-        is_streamed=True,
+        stream=SSE_TYPE,
         statuses=ANSWERED,
     ),
     Route(
@@ -171,7 +180,7 @@ ROUTES: Final = (
         "/v1/responses/{id}",
         "A response, or its events after a number",
         answer=response_types.Response,
-        is_streamed=True,
+        stream=SSE_TYPE,
         query=_CURSOR,
         statuses=_BY_ID,
     ),
@@ -196,6 +205,79 @@ ROUTES: Final = (
         answer=response_types.InputPage,
         query=_PAGE,
         statuses=_BY_ID,
+    ),
+    Route(
+        "POST",
+        "/v1/messages",
+        "Anthropic's: answer a conversation",
+        body=anthropic.MessagesRequest,
+        fields=anthropic.FIELDS,
+        answer=anthropic_types.Message,
+        stream=SSE_TYPE,
+        statuses=(*ANSWERED, 529),
+        error=AnthropicErrorBody,
+    ),
+    Route(
+        "POST",
+        "/v1/messages/count_tokens",
+        "Anthropic's: how many tokens a conversation has",
+        body=anthropic.Conversation,
+        fields=anthropic.FIELDS,
+        answer=anthropic_types.TokenCount,
+        statuses=(*POSTED, 529),
+        error=AnthropicErrorBody,
+    ),
+    Route(
+        "POST",
+        "/api/chat",
+        "Ollama's: continue a conversation",
+        body=ollama.ChatRequest,
+        fields=ollama.CHAT_FIELDS,
+        answer=ollama_types.ChatAnswer,
+        stream=JSON_LINES_TYPE,
+        statuses=ANSWERED,
+        error=OllamaErrorBody,
+    ),
+    Route(
+        "POST",
+        "/api/generate",
+        "Ollama's: answer a prompt",
+        body=ollama.GenerateRequest,
+        fields=ollama.GENERATE_FIELDS,
+        answer=ollama_types.GenerateAnswer,
+        stream=JSON_LINES_TYPE,
+        statuses=ANSWERED,
+        error=OllamaErrorBody,
+    ),
+    Route(
+        "POST",
+        "/api/show",
+        "Ollama's: what a model is, and what it can do",
+        body=ollama.ShowRequest,
+        answer=ollama_types.Shown,
+        statuses=POSTED,
+        error=OllamaErrorBody,
+    ),
+    Route(
+        "GET",
+        "/api/tags",
+        "Ollama's: list the served model's names",
+        answer=ollama_types.Models,
+        error=OllamaErrorBody,
+    ),
+    Route(
+        "GET",
+        "/api/ps",
+        "Ollama's: the models in memory",
+        answer=ollama_types.LoadedModels,
+        error=OllamaErrorBody,
+    ),
+    Route(
+        "GET",
+        "/api/version",
+        "Ollama's: the version whose API this is",
+        answer=ollama_types.Version,
+        error=OllamaErrorBody,
     ),
     Route(
         "POST",
@@ -230,7 +312,7 @@ ROUTES: Final = (
         "/v1/engine",
         "Block pools, page tables, queue and steps",
         answer=EngineBody,
-        is_streamed=True,
+        stream=SSE_TYPE,
         query=_STREAM,
         statuses=(400, *KEYED),
     ),
@@ -247,7 +329,7 @@ ROUTES: Final = (
 @cache
 def document(root_path: str = "", has_keys: bool = False) -> bytes:
     """The OpenAPI document as JSON."""
-    types = [t for r in ROUTES for t in (r.body, r.answer) if t is not None] + [ErrorBody]
+    types = [t for r in ROUTES for t in (r.body, r.answer, r.error) if t is not None]
     schemas, components = msgspec.json.schema_components(
         types, ref_template="#/components/schemas/{name}"
     )
@@ -288,9 +370,10 @@ def _described(route: Route, schema_of: dict[Any, Any]) -> dict[str, Any]:
     if route.media != JSON_TYPE:
         schema = {"type": "string"}
     content: dict[str, Any] = {route.media: {"schema": schema}}
-    if route.is_streamed or route.media == SSE_TYPE:
-        content[SSE_TYPE] = {}  # OpenAPI 3.1 can't describe the events of a stream
-    error = {JSON_TYPE: {"schema": schema_of[ErrorBody]}}
+    for media in STREAMS:
+        if media in (route.stream, route.media):
+            content[media] = {}  # OpenAPI 3.1 can't describe the events of a stream
+    error = {JSON_TYPE: {"schema": schema_of[route.error]}}
     responses: dict[str, Any] = {
         str(route.success): {"description": "the answer", "content": content}
     }
@@ -305,7 +388,7 @@ def _described(route: Route, schema_of: dict[Any, Any]) -> dict[str, Any]:
     }
     parameters = [_parameter(name, "path") for name in re.findall(r"{(\w+)}", route.path)]
     parameters += [_parameter(name, "query", schema) for name, schema in route.query.items()]
-    if route.statuses == ANSWERED:
+    if 504 in route.statuses:
         parameters.append(_parameter("X-Request-Timeout", "header", _DEADLINE))
     if "starting_after" in route.query:
         parameters.append(_parameter("Last-Event-ID", "header"))

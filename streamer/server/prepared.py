@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Generic, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 from starlette.types import Scope
 
 from streamer.core.sampling import SamplingParams
@@ -57,6 +58,18 @@ class Prepared(msgspec.Struct, Generic[B], frozen=True):
     model: str
     params: SamplingParams
     reading: Reading
+
+    def within(self, context: int, num_prompt: int) -> Prepared[B]:
+        """The same, for an answer that fits: max_tokens beyond the context is as much as fits.
+
+        For bodies whose max_tokens is a bound that clients set without regard to the prompt.
+
+        context  tokens of the model's context;  num_prompt  tokens of the prompt
+        """
+        given = self.params.max_tokens
+        if given is None or num_prompt + given <= context:
+            return self
+        return replace(self, params=replace(self.params, max_tokens=None))
 
     @property
     def tenant(self) -> str:

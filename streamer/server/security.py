@@ -29,7 +29,7 @@ from streamer.errors import (
     TooLarge,
 )
 from streamer.server.admission import TENANT, digest
-from streamer.server.errors import error_body
+from streamer.server.errors import error_answer
 from streamer.server.tickets import Tickets, take_tickets
 
 MAX_BODY_BYTES: Final = 4 << 20
@@ -157,7 +157,9 @@ class Guard:
 def _check_key(headers: Headers, keys: Sequence[bytes]) -> str:
     """A digest of the key that was given; NotAuthenticated if it is none of these."""
     scheme, _, given = headers.get("authorization", "").partition(" ")
-    token = given.strip().encode() if scheme.lower() == "bearer" else b""
+    if scheme.lower() != "bearer":
+        given = headers.get("x-api-key", "")  # as clients of Anthropic's API send it
+    token = given.strip().encode()
     is_known = False
     for key in keys:  # all of them, so that the time does not depend on which
         is_known |= hmac.compare_digest(key, token)
@@ -178,7 +180,7 @@ async def deny(scope: Scope, send: Send, error: StreamerError) -> None:
             await send({"type": "websocket.close", "code": 4000 + error.status})
             return
         prefix = "websocket.http"
-    body = error_body(error)
+    status, body = error_answer(error, scope["path"])
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
@@ -188,7 +190,7 @@ async def deny(scope: Scope, send: Send, error: StreamerError) -> None:
         headers.append((b"www-authenticate", b"Bearer"))
     if error.status == 413:
         headers.append((b"connection", b"close"))
-    await send({"type": f"{prefix}.response.start", "status": error.status, "headers": headers})
+    await send({"type": f"{prefix}.response.start", "status": status, "headers": headers})
     await send({"type": f"{prefix}.response.body", "body": body})
 
 

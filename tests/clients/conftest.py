@@ -6,11 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.server.conftest import bundled, server, slow
+from tests.server.conftest import bundled, server, server_with, slow
 from tests.server.support.relay import Relay
 from tests.server.support.running import Running
 
-__all__ = ["bundled", "server", "slow"]  # fixtures of the server's tests, for these too
+__all__ = [
+    "bundled",
+    "server",
+    "server_with",
+    "slow",
+]  # fixtures of the server's tests, for these too
 
 
 @pytest.fixture

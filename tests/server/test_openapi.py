@@ -40,6 +40,8 @@ GOOD = {
     "prompt": "hi",
     "tokens": [104, 105],
     "input": "hi",
+    "max_tokens": 5,
+    "model": "fake",
 }
 ENOUGH = {
     "/tokenize": "prompt",

@@ -351,6 +351,7 @@ def test_large_bodies_of_which_prompts_are_made_are_bounded_by_key() -> None:
         ("/v1/chat/completions", {**CHAT, "max_tokens": 1000}),
         ("/v1/completions", {"prompt": "hello", "max_tokens": 1000}),
         ("/v1/responses", {"input": "hello", "max_output_tokens": 1000}),
+        ("/v1/messages", {**CHAT, "max_tokens": 1000}),
     ],
 )
 async def test_a_request_that_waits_does_not_hold_the_bytes_of_its_body(

@@ -64,7 +64,7 @@ from streamer.server.parsing.tools import (
     definitions,
     is_called,
 )
-from streamer.server.transport.frames import DONE, frame
+from streamer.server.transport.frames import DONE, SSE, SSE_WITH_IDS, Framing, frame
 
 if TYPE_CHECKING:
     from streamer.engine.stream import Delta, TokenStream
@@ -349,9 +349,9 @@ class ChatAnswer:
         return self._stream.request_id
 
     @property
-    def has_ids(self) -> bool:
-        """Whether its events have ids."""
-        return self._has_ids
+    def framing(self) -> Framing:
+        """That of its events."""
+        return SSE_WITH_IDS if self._has_ids else SSE
 
     def opening(self) -> bytes:
         """One role chunk a choice; the first brings seed and prompt token ids."""

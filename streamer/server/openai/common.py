@@ -6,6 +6,7 @@ Pure builders over values of the core; chat.py, completions.py and responses/bod
 from __future__ import annotations
 
 import contextlib
+import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
@@ -22,6 +23,7 @@ from streamer.errors import InvalidRequest, RequestFailed, StreamerError
 if TYPE_CHECKING:
     from streamer.engine.stream import Delta, TokenStream
 
+_FIELD = re.compile(r"([^.\[]*)(.*)", re.DOTALL)  # a path: its first name, and the rest
 MAX_DETACH_S = 86_400.0
 MAX_SALT = 256
 MAX_METADATA = 16
@@ -173,9 +175,9 @@ def named(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except InvalidRequest as e:
-        wire = names.get(e.param or "")
-        if wire is not None:
-            e.param = wire
+        field, rest = _FIELD.fullmatch(e.param or "").groups()  # type: ignore[union-attr]
+        if field in names:
+            e.param = names[field] + rest
         raise
 
 

@@ -44,7 +44,7 @@ from streamer.server.openai.completion_logprobs import (
     prompt_logprobs,
 )
 from streamer.server.openai.fields import LABELS, SAMPLING, Reader, Table, refused
-from streamer.server.transport.frames import DONE, frame
+from streamer.server.transport.frames import DONE, SSE, Framing, frame
 
 if TYPE_CHECKING:
     from streamer.engine.stream import Delta, TokenStream
@@ -255,9 +255,9 @@ class CompletionAnswer:
         return self._streams[0].request_id
 
     @property
-    def has_ids(self) -> bool:
-        """No: nothing resumes a completion."""
-        return False
+    def framing(self) -> Framing:
+        """Without ids: nothing resumes a completion."""
+        return SSE
 
     def opening(self) -> bytes:
         """Nothing: a completion's first chunk has text."""

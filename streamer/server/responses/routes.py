@@ -35,7 +35,7 @@ from streamer.server.responses.types import (
     InputTokens,
     type_of,
 )
-from streamer.server.transport.frames import frame, whole_entries
+from streamer.server.transport.frames import SSE_WITH_IDS, Framing, frame, whole_entries
 from streamer.server.transport.sse import EventStream, read_whole
 
 if TYPE_CHECKING:
@@ -60,9 +60,9 @@ class ResponseAnswer:
         return self._stream.request_id
 
     @property
-    def has_ids(self) -> bool:
-        """Always true: OpenAI's clients parse a response's events as the SSE standard says."""
-        return True
+    def framing(self) -> Framing:
+        """With ids: OpenAI's clients parse a response's events as the SSE standard says."""
+        return SSE_WITH_IDS
 
     def opening(self) -> bytes:
         """The events before the first token."""

@@ -18,7 +18,13 @@ if TYPE_CHECKING:
     from streamer.server.telemetry.records import Finished, Record, Tracer
 
 TRACES_PATH: Final = "/v1/traces"
-OPERATIONS: Final = {"chat": "chat", "completions": "text_completion", "responses": "chat"}
+OPERATIONS: Final = {
+    "chat": "chat",
+    "completions": "text_completion",
+    "responses": "chat",
+    "messages": "chat",
+    "ollama": "chat",
+}
 NANO: Final = 1_000_000_000
 EXPORT_S: Final = 3.0  # with retries; how long the last batch may delay the exit
 

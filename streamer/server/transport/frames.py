@@ -1,4 +1,4 @@
-"""SSE frames, their end mark, and how many deltas are sent together.
+"""SSE frames, what else a stream sends, and how many deltas are sent together.
 
 Values in, bytes or values out; imports nothing of the server. openai/ and responses/ build their
 bodies with it, and every transport may use it.
@@ -10,11 +10,27 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 if TYPE_CHECKING:
     from streamer.engine.stream import Delta, TokenStream
 
 DONE: Final = b"data: [DONE]\n\n"
 SPLIT: Final = 128  # entries of an unmerged replay that are sent together: 2 ms
+
+
+class Framing(msgspec.Struct, frozen=True):
+    """The media type of a stream, and what is sent while no event comes."""
+
+    media: bytes
+    keep_alive: bytes
+
+
+# Clients of streams without ids may parse only `data: ` and blank lines (SGLang's benchmark and
+# llmperf parse a comment as JSON). A client of streams with ids must not get a lone blank line:
+# openai 3.54 takes one after an id for an event without data, and fails.
+SSE: Final = Framing(b"text/event-stream; charset=utf-8", b"\n")
+SSE_WITH_IDS: Final = Framing(SSE.media, b": keep-alive\n")
 
 
 def frame(number: str, data: bytes, event: str = "") -> bytes:

@@ -1,8 +1,8 @@
-"""SSE: the response that follows token streams, and the watch over the client.
+"""Answers over HTTP: the response that follows token streams, the whole one, the watch for leavers.
 
 EventStream is a plain ASGI callable: it sends everything new of each step as one body part, a
-keep-alive while nothing comes, and stops as soon as the client is gone. app.py and
-responses/routes.py make one per streamed request.
+keep-alive while nothing comes, and stops as soon as the client is gone. app.py and the routes.py of
+responses/, anthropic/ and ollama/ make one per streamed request.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final, Protocol
 
 from starlette.requests import Request
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from streamer.engine.log import Delta, deltas_of
 from streamer.errors import StreamerError
 from streamer.server.transport.follow import Work, follow
-from streamer.server.transport.frames import SPLIT, num_entries, portions
+from streamer.server.transport.frames import SPLIT, Framing, num_entries, portions
 from streamer.server.transport.loop_turn import WRITE_PART
 from streamer.server.transport.pace import LARGE
 from streamer.server.transport.stuck import StuckWatch
@@ -34,11 +35,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 15.0
-# Clients of streams without ids may parse only `data: ` and blank lines (SGLang's benchmark and
-# llmperf parse a comment as JSON). A client of streams with ids must not get a lone blank line:
-# openai 3.54 takes one after an id for an event without data, and fails.
-KEEP_ALIVE: Final = b": keep-alive\n"
-KEEP_ALIVE_PLAIN: Final = b"\n"
 
 
 class Answer(Protocol):
@@ -47,7 +43,7 @@ class Answer(Protocol):
     @property
     def request_id(self) -> str: ...
     @property
-    def has_ids(self) -> bool: ...
+    def framing(self) -> Framing: ...
     def opening(self) -> bytes: ...
     def deltas(self, source: int, deltas: Sequence[Delta]) -> bytes: ...
     def failure(self, deltas: Sequence[Delta]) -> StreamerError | None: ...
@@ -111,7 +107,6 @@ class ClientWatch:
 
 
 HEADERS: Final = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache, no-transform"),
     (b"x-accel-buffering", b"no"),
 )
@@ -164,13 +159,13 @@ class EventStream:
                 await self._write()
 
     async def _write(self) -> None:
-        request_id = (b"x-request-id", self._answer.request_id.encode())
+        answer = self._answer
+        media = (b"content-type", answer.framing.media)
+        headers = [media, *HEADERS, (b"x-request-id", answer.request_id.encode())]
         is_reading = False
         try:
             self._stuck.began()
-            await self._send(
-                {"type": "http.response.start", "status": 200, "headers": [*HEADERS, request_id]}
-            )
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
             self._stuck.ended()
             await self._put(self._answer.opening())
             is_reading = True
@@ -245,7 +240,7 @@ class EventStream:
             return rest_s
         if not self._stuck.is_sending:  # else the client does not read what was sent before
             self._last_sent = now
-            body = KEEP_ALIVE if self._answer.has_ids else KEEP_ALIVE_PLAIN
+            body = self._answer.framing.keep_alive
             await self._send({"type": "http.response.body", "body": body, "more_body": True})
         return self._keep_alive_s
 
@@ -280,3 +275,22 @@ async def read_whole(
     size = sum(map(num_entries, streams, results)) + sum(len(s.prompt_logprobs) for s in streams)
     whole = partial(answer.whole, results)
     return whole() if size <= LARGE else await service.built(whole, size, request.scope)
+
+
+async def respond(
+    service: Service,
+    request: Request,
+    answer: Answer,
+    streams: Sequence[TokenStream],
+    *,
+    is_streamed: bool,
+) -> ASGIApp:
+    """The response of an answer that belongs to its connection: its events, or the whole."""
+    if is_streamed:
+        return EventStream(service, answer, streams)
+    with service.working():
+        whole = await read_whole(service, answer, streams, request)
+    if whole is None:
+        return Response(status_code=499)
+    headers = {"x-content-type-options": "nosniff", "x-request-id": answer.request_id}
+    return Response(whole, 200, headers, "application/json")

@@ -11,8 +11,7 @@ import httpx
 import openai
 import pytest
 
-from streamer.server.transport.frames import frame
-from streamer.server.transport.sse import KEEP_ALIVE
+from streamer.server.transport.frames import SSE_WITH_IDS, frame
 from tests.server.support.counting import CHAT, ENDLESS, Event, check_counting, sse
 from tests.server.support.running import Running
 
@@ -196,7 +195,7 @@ def test_the_official_client_reads_on_after_a_keep_alive() -> None:
     """To it a blank line after an id is an event without data."""
     sent = [frame(str(n), b'{"type": "response.in_progress"}', "a") for n in range(2)]
     transport = httpx.MockTransport(
-        lambda _: httpx.Response(200, content=sent[0] + KEEP_ALIVE + sent[1])
+        lambda _: httpx.Response(200, content=sent[0] + SSE_WITH_IDS.keep_alive + sent[1])
     )
     with httpx.Client(transport=transport) as bare:
         client = openai.OpenAI(base_url="http://here/v1", api_key="none", http_client=bare)

@@ -1,0 +1,62 @@
+"""Ollama's package, unchanged: chat, generate, streams of both, list, show, ps, errors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import ollama
+import pytest
+
+from streamer.fake.model import expected_text
+from tests.server.support.running import Running
+
+
+def asking(text: str) -> dict[str, Any]:
+    return {"model": "fake", "messages": [{"role": "user", "content": text}]}
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[ollama.Client]:
+    with ollama.Client(server.url) as client:
+        yield client
+
+
+def test_streamed_is_the_whole(client: ollama.Client) -> None:
+    whole = client.chat(**asking("count to 9"), options={"temperature": 0}, keep_alive="5m")
+    assert whole.message.content == expected_text(9)
+    assert (whole.done_reason, whole.eval_count) == ("stop", 10)
+    parts = list(client.chat(**asking("count to 9"), stream=True))
+    assert "".join(part.message.content or "" for part in parts) == expected_text(9)
+    assert [part.done for part in parts[-2:]] == [False, True]
+    text = client.generate("fake", "count to 4", options=ollama.Options(num_predict=2))
+    assert (text.response, text.done_reason) == (expected_text(2), "length")
+    pieces = list(client.generate("fake", "count to 4", stream=True))
+    assert "".join(piece.response or "" for piece in pieces) == expected_text(4)
+
+
+def test_what_is_served(client: ollama.Client) -> None:
+    (listed,) = client.list().models
+    assert listed.model == "fake"
+    shown = client.show("fake")
+    assert shown.capabilities is not None
+    assert "completion" in shown.capabilities
+    (loaded,) = client.ps().models
+    assert (loaded.model, loaded.context_length) == ("fake", 1 << 24)
+
+
+def test_refusals_are_its_exceptions(client: ollama.Client) -> None:
+    with pytest.raises(ollama.ResponseError, match="model 'other' is not served here") as caught:
+        client.chat(**{**asking("x"), "model": "other"})
+    assert caught.value.status_code == 404
+    with pytest.raises(ollama.ResponseError, match=r"options\.temperature"):
+        list(client.chat(**asking("x"), options={"temperature": 9}, stream=True))
+
+
+async def test_leaving_a_stream_frees_its_place(slow: Running) -> None:
+    async with ollama.AsyncClient(slow.url) as client:
+        stream = await client.chat(**asking("count"), stream=True)
+        assert (await anext(stream)).message.content
+        await stream.aclose()
+    await asyncio.to_thread(slow.wait_idle)
