@@ -32,8 +32,10 @@ DRAFT_WEIGHT: Final = 1 / 16  # of a verified token in a row's running mean
 WAITED: Final = 2.2  # tokens expected of a verification that a row waits a plan for
 POOR_DRAFT: Final = 0.25  # acceptance below which a row's draft is only tried now and then
 LONG_MATCH: Final = 8  # a match from which a row needs no draft
-# Known tokens until a row whose drafts did not pay is tried again; doubled each time.
+# Known tokens until a row whose drafts do not pay has one token tried again, doubled each time;
+# steps between two that try any, of one row in TRIED.
 FIRST_TRIAL, LAST_TRIAL = 32, 1024
+TRIED: Final = 16
 
 
 class _Row:
@@ -45,6 +47,7 @@ class _Row:
     is_awaited  a plan under way drafts for it
     is_drafted  its last proposal was the draft model's
     trial_at    known tokens at which its draft is tried again; trial: tokens until the next
+    is_trial    its proposal is verified whether or not that is expected to pay
     """
 
     __slots__ = (
@@ -54,6 +57,7 @@ class _Row:
         "generation",
         "is_awaited",
         "is_drafted",
+        "is_trial",
         "match",
         "owner",
         "seen",
@@ -73,6 +77,7 @@ class _Row:
         self.is_drafted = False
         self.trial = FIRST_TRIAL
         self.trial_at = 0
+        self.is_trial = False
 
 
 class _Given:
@@ -117,6 +122,8 @@ class Speculator:
         self._num_waiting = 0  # tokens of ended outputs in their jobs
         self._shared = (Rates(), Rates(), Rates())  # of own output, of what is given, of recent
         self._draft_rate = DRAFT_PRIOR
+        self._num_drafting = 0  # steps that asked for drafts
+        self._trial_at = 0  # the step of these from which one may try
         self._facts = Facts()
         self._step_costs = StepCosts(self._facts)
 
@@ -267,6 +274,9 @@ class Speculator:
         if not candidates:
             return {}
         counts = shares(survivals, len(rows), budget, costs)
+        for i, (_, row, is_drafted) in enumerate(candidates):
+            counts[i] = max(counts[i], int(is_drafted and row.is_trial))
+            row.is_trial = False
         return {
             seq: proposal
             for (seq, row, is_drafted), count in zip(candidates, counts, strict=True)
@@ -307,27 +317,40 @@ class Speculator:
     def drafts(self, rows: Seq[Sequence], facts: Facts) -> tuple[tuple[Sequence, int], ...]:
         """The rows for which a draft model's proposal is expected to pay, and its length.
 
-        One whose drafts fail does without for a while, then has one more tried.
+        One whose drafts fail does without for a while, then has one more token tried.
         """
         costs = self._costs(facts)
         if not can_gain(costs, len(rows), len(rows) * self.sizes.max_proposed):
             return ()
-        drafted, due = [], []
+        good: list[tuple[Sequence, _Row]] = []
+        poor: list[tuple[Sequence, _Row]] = []
         for seq in rows:
             row = self._rows.get(seq)
             if row is None or (row.match is not None and row.match.length >= LONG_MATCH):
                 continue
-            if row.draft_rate >= POOR_DRAFT:
-                drafted.append((seq, row))
-            elif len(seq.tokens) >= row.trial_at:
-                due.append(seq)
-        rates = [row.draft_rate for _, row in drafted]
+            (good if row.draft_rate >= POOR_DRAFT else poor).append((seq, row))
+        rates = [row.draft_rate for _, row in good]
         length = draft_length(rates, self.sizes.max_proposed, facts.draft_s, costs)
-        found = [(seq, length) for seq, _ in drafted] if length else []
-        found += [(seq, 1) for seq in due]
+        if not length:
+            good, poor = [], good + poor
+        found = [(seq, length) for seq, _ in good] + [(seq, 1) for seq in self._trials(poor)]
         for seq, _ in found:
             self._rows[seq].is_awaited = True
         return tuple(found)
+
+    def _trials(self, rows: Seq[tuple[Sequence, _Row]]) -> list[Sequence]:
+        """Those of rows whose drafts do not pay that try one again: else they never would pay."""
+        self._num_drafting += 1
+        if self._num_drafting < self._trial_at:
+            return []
+        due = [(seq, row) for seq, row in rows if len(seq.tokens) >= row.trial_at]
+        tried = due[: max(1, len(rows) // TRIED)]
+        for seq, row in tried:
+            row.is_trial, row.trial_at = True, len(seq.tokens) + row.trial
+            row.trial = min(2 * row.trial, LAST_TRIAL)
+        if tried:
+            self._trial_at = self._num_drafting + FIRST_TRIAL
+        return [seq for seq, _ in tried]
 
     def proposed(self, seq: Sequence, tokens: tuple[int, ...]) -> None:
         """Keep the draft model's proposal, for when the row may be verified."""
@@ -346,11 +369,8 @@ class Speculator:
             is_right = at < num_accepted
             row.draft_rate += DRAFT_WEIGHT * (is_right - row.draft_rate)
             self._draft_rate += SHARED_WEIGHT * (is_right - self._draft_rate)
-        if row.draft_rate < POOR_DRAFT:
-            row.trial_at = len(seq.tokens) + row.trial
-            row.trial = min(2 * row.trial, LAST_TRIAL)
-        else:
-            row.trial = FIRST_TRIAL
+        if num_accepted == num_proposed:  # the next trial follows at once
+            row.trial, row.trial_at, self._trial_at = FIRST_TRIAL, 0, 0
 
 
 def _proposal(row: _Row, count: int, *, is_drafted: bool) -> tuple[int, ...]:

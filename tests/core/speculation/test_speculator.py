@@ -206,6 +206,33 @@ def test_a_draft_that_fails_is_tried_again_ever_more_rarely_and_one_that_succeed
     assert len(trials) < 60
 
 
+@pytest.mark.parametrize("wider_s", [0.021, 0.026])  # a poor draft still pays, or does not
+def test_a_draft_that_was_poor_costs_little_and_is_not_given_up(wider_s: float) -> None:
+    """Texts that the draft model is bad at, then some that it is good at."""
+    speculator = Speculator(DRAFTED)
+    facts = Facts(step_s=((1, 0.020), (2, wider_s), (17, wider_s + 0.020)), draft_s=0.002)
+
+    def text(length: int, *, is_right: bool) -> tuple[int, int]:
+        """(steps, drafts) of an answer."""
+        seq, steps, drafts = begun(speculator, (1,)), 0, 0
+        while len(seq.tokens) < length:
+            chosen = speculator.choose([seq], 64, facts).get(seq, ())
+            seq.tokens += range(1 + len(chosen) * is_right)
+            if chosen:
+                speculator.observe(seq, len(chosen), len(chosen) * is_right)
+            steps += 1
+            for _, count in speculator.drafts([seq], facts):
+                drafts += 1
+                speculator.proposed(seq, (7,) * count)
+        finished(speculator, seq)
+        return steps, drafts
+
+    poor = [text(300, is_right=False) for _ in range(20)]
+    assert poor[-1][1] < 8
+    assert text(300, is_right=True)[0] < 200
+    assert text(300, is_right=True)[0] < 100
+
+
 def test_without_a_draft_model_nothing_is_drafted() -> None:
     speculator = Speculator(SIZES)
     assert not speculator.has_drafts
