@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from streamer.kernels import ops
     from streamer.model.runner.cpu import CpuRunner
 
+Case = Literal["decode", "stop", "mixed"]
+
 SIZES = (1, 16, 256, 1024, 4096)
+STOPS = 256  # sequences from which on decoding is measured with a stop string as well
 MIXED = 256
 BLOCK_SIZE = 16
 NUM_SHARED = 256  # tokens of the cached prefix that all prompts share
@@ -43,7 +46,7 @@ class HostTime(msgspec.Struct, frozen=True):
     inputs  from the plan to the kernels' buffers;  draw  from the logits to the StepResult
     """
 
-    case: str  # decode, or mixed
+    case: Case
     num_sequences: int
     num_steps: int
     schedule_us: float
@@ -54,11 +57,13 @@ class HostTime(msgspec.Struct, frozen=True):
 
 
 def report_host(console: Console, num_steps: int, sizes: tuple[int, ...] = SIZES) -> None:
-    """Measure and print a table: every size decoding, then the mixed case."""
+    """Measure and print a table: every size decoding, with a stop string too, then mixed."""
     heading = ("case", "sequences", "schedule", "inputs", "draw", "apply", "step", "a sequence")
     rows: list[Sequence[str]] = [heading]
-    for num_sequences, is_mixed in (*((n, False) for n in sizes), (MIXED, True)):
-        rounds = [measure_host(num_sequences, num_steps, is_mixed=is_mixed) for _ in range(ROUNDS)]
+    cases: list[tuple[int, Case]] = [(n, "decode") for n in sizes]
+    cases += [(n, "stop") for n in sizes if n >= STOPS]
+    for num_sequences, case in (*cases, (MIXED, "mixed")):
+        rounds = [measure_host(num_sequences, num_steps, case) for _ in range(ROUNDS)]
         m = min(rounds, key=lambda m: m.step_us)
         phases = (m.schedule_us, m.inputs_us, m.draw_us, m.apply_us, m.step_us)
         cells = [f"{us:,.1f}" for us in phases]
@@ -137,17 +142,18 @@ class _Inputs:
         self.fill = native.Graph(compute, limits).fill
 
 
-def measure_host(num_sequences: int, num_steps: int, *, is_mixed: bool = False) -> HostTime:
-    """One case, on this thread; `is_mixed`: some prefill, join and leave in every step."""
-    bench = _Bench(num_sequences, is_mixed=is_mixed)
+def measure_host(num_sequences: int, num_steps: int, case: Case = "decode") -> HostTime:
+    """One case, on this thread. "stop": each has a stop string, that never comes; "mixed": some
+    prefill, join and leave in every step."""
+    bench = _Bench(num_sequences, case)
     while bench.num_drawing < num_sequences:
         bench.step()
-    for _ in range(MIXED_OUTPUT if is_mixed else BLOCK_SIZE):  # to its steady state
+    for _ in range(MIXED_OUTPUT if case == "mixed" else BLOCK_SIZE):  # to its steady state
         bench.step()
     times = [bench.step() for _ in range(num_steps)]
     schedule, inputs, draw, apply = (statistics.median(t) * 1e6 for t in zip(*times, strict=True))
     return HostTime(
-        case="mixed" if is_mixed else "decode",
+        case=case,
         num_sequences=num_sequences,
         num_steps=num_steps,
         schedule_us=schedule,
@@ -161,8 +167,9 @@ def measure_host(num_sequences: int, num_steps: int, *, is_mixed: bool = False) 
 class _Bench:
     """One scheduler over one runner, and the requests that keep it busy."""
 
-    def __init__(self, num_sequences: int, *, is_mixed: bool) -> None:
-        self._is_mixed = is_mixed
+    def __init__(self, num_sequences: int, case: Case) -> None:
+        self._is_mixed = case == "mixed"
+        self._stop = ("stop",) if case == "stop" else ()
         self._num_added = 0
         self.num_drawing = 0
         budget = num_sequences + CHUNK_TOKENS
@@ -178,6 +185,7 @@ class _Bench:
             max_num_batched_tokens=budget,
             max_model_len=MAX_MODEL_LEN,
             enable_prefix_caching=True,
+            token_bytes=(b"a", b"b"),
         )
         self._scheduler = Scheduler(config, BlockHasher(BLOCK_SIZE, b"h" * 32))
         for _ in range(num_sequences):
@@ -208,9 +216,10 @@ class _Bench:
             own = [number] * (CHUNK_TOKENS // 4)
             # The first ones end one after the other, as if they had begun one after the other.
             max_tokens = MIXED_OUTPUT + number % MIXED_OUTPUT if number < MIXED else MIXED_OUTPUT
-        params = SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens)
+        params = SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens, stop=self._stop)
+        stop = tuple(word.encode() for word in self._stop)
         prompt = (*[7] * NUM_SHARED, *own)
-        self._scheduler.command(Add(str(number), prompt, params))
+        self._scheduler.command(Add(str(number), prompt, params, stop=stop))
 
     def step(self) -> tuple[float, float, float, float]:
         """Seconds of schedule, inputs, draw and apply."""

@@ -80,11 +80,12 @@ class KVManager:
         if not self.touched:
             return ()
         touched, self.touched = self.touched, {}
-        return tuple(
+        updates = [
             TableUpdate(seq.row, start, tuple(seq.blocks[start:]))
             for seq, start in touched.items()
             if seq.joined
-        )
+        ]
+        return tuple(updates)
 
     def forget_updates(self, seq: Sequence) -> None:
         """Drop the sequence's updates: its join carries the whole table."""
@@ -149,14 +150,17 @@ class KVManager:
         """Make full blocks of known tokens findable, as far as they are computed or scheduled."""
         if not self.has_prefix_cache:
             return
-        size = self.block_size
-        full = min(seq.num_computed, len(seq.tokens)) // size
-        if full <= seq.num_published:
+        size, known, hashes, first = self.block_size, seq.tokens, seq.hashes, seq.num_published
+        full = min(seq.num_computed, len(known)) // size
+        if full <= first:
             return
-        self._hash_upto(seq, full)
-        for i in range(seq.num_published, full):
-            tokens = tuple(seq.tokens[i * size : (i + 1) * size])
-            self.device.publish(seq.blocks[i], seq.hashes[i], tokens)
+        for i in range(first, full):
+            tokens = tuple(known[i * size : (i + 1) * size])
+            if 0 < i == len(hashes):
+                hashes.append(self.hasher.next(hashes[-1], tokens))
+            elif i >= len(hashes):
+                self._hash_upto(seq, full)
+            self.device.publish(seq.blocks[i], hashes[i], tokens)
         seq.num_published = full
 
     def withdraw(self, seq: Sequence) -> None:
@@ -172,21 +176,22 @@ class KVManager:
 
         The block to be written is copied first if another table holds it or a swap-out reads it.
         """
-        first = seq.num_computed // self.block_size
-        extra = num_blocks_for(num_tokens, self.block_size) - len(seq.blocks)
-        copy = seq.shares_tail and first < len(seq.blocks) and not self._is_writable(seq, first)
-        new = self.device.take(max(extra, 0) + copy)
+        size, blocks = self.block_size, seq.blocks
+        extra = max(0, -(-num_tokens // size) - len(blocks))
+        first = seq.num_computed // size
+        is_tail = seq.shares_tail and first < len(blocks)
+        copy = is_tail and not self._is_writable(seq, first)
+        new = self.device.take(extra + copy)
         if new is None:
             return False
-        if seq.shares_tail:
-            seq.shares_tail = False
-            if copy:
-                self._copy_block(seq, first, new.pop())
-            elif first < len(seq.blocks):
-                self.device.withdraw(seq.blocks[first])
+        seq.shares_tail = False
+        if copy:
+            self._copy_block(seq, first, new.pop())
+        elif is_tail:
+            self.device.withdraw(blocks[first])
         if new:
-            self._touch(seq, len(seq.blocks))
-            seq.blocks.extend(new)
+            self._touch(seq, len(blocks))
+            blocks.extend(new)
         return True
 
     def _is_writable(self, seq: Sequence, index: int) -> bool:
@@ -205,7 +210,8 @@ class KVManager:
         self.device.give_back([source], self.plan)
 
     def _touch(self, seq: Sequence, index: int) -> None:
-        self.touched[seq] = min(index, self.touched.get(seq, index))
+        if self.touched.get(seq, index) >= index:
+            self.touched[seq] = index
 
     def fork(self, parent: Sequence, child: Sequence, at: int) -> bool:
         """Share the blocks of the parent's first `at` tokens with a child that holds none.
@@ -254,6 +260,7 @@ class KVManager:
         child.blocks[same:] = shared
         self._touch(child, same)
         child.tokens[same * self.block_size :] = parent.tokens[same * self.block_size :]
+        child.num_tokens = parent.num_tokens
         hashed = min(same, len(child.hashes))
         child.hashes[hashed:] = parent.hashes[hashed:]
         child.num_computed, child.num_published = parent.num_computed, parent.num_published

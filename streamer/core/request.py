@@ -8,6 +8,7 @@ no other room sees these objects.
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from typing import Final
 
 from streamer.core.beams.search import BeamSearch
@@ -64,10 +65,11 @@ class Sequence:
     """One choice, or a hypothesis of a beam search: its tokens and how many of them are computed.
 
     num_computed  tokens whose KV is (or will be, by launched plans) in `blocks`
-    num_pending   tokens drawn by launched plans that `apply` has not seen yet
+    num_tokens    known tokens, and those drawn by launched plans that `apply` has not seen yet
     plain_until   while num_computed is below this, it decodes one token a plan without a check: its
                   row has joined, its block is there and not full, its last token is not due
-    examine_at    number of known tokens from which `apply` examines it, whatever the newest one is
+    examine_at    number of known tokens from which `apply` examines it, whatever the newest one is:
+                  a block's or the sequence's last
     found         while it holds no blocks: its published prefix, as last matched
     provisional   tokens that a launched plan verifies; its result, not applied yet, settles them
     num_proposed, num_accepted  provisional tokens verified so far, and those of them drawn
@@ -90,9 +92,9 @@ class Sequence:
         "joined",
         "num_accepted",
         "num_computed",
-        "num_pending",
         "num_proposed",
         "num_published",
+        "num_tokens",
         "plain_until",
         "provisional",
         "request",
@@ -107,7 +109,7 @@ class Sequence:
         self.choice = choice
         self.tokens = tokens
         self.num_computed = 0
-        self.num_pending = 0
+        self.num_tokens = len(tokens)
         self.blocks: list[int] = []
         self.host_blocks: list[int] = []
         self.hashes: list[bytes] = []
@@ -127,9 +129,9 @@ class Sequence:
         self.run_end = 0
 
     @property
-    def num_tokens(self) -> int:
-        """Known and drawn tokens."""
-        return len(self.tokens) + self.num_pending
+    def num_pending(self) -> int:
+        """Drawn tokens that are not known yet."""
+        return self.num_tokens - len(self.tokens)
 
     @property
     def num_output(self) -> int:
@@ -264,20 +266,59 @@ class Request:
 class Batch:
     """Rows that draw a token in one plan after the other: what `apply` needs of each.
 
-    moves    Rows.num_moves when it was made; it holds until a row joins or leaves
-    members  sequence, its known tokens, its stop ids; empty until the rows came a second time
-    shares   the tenants' accounts, and how many of the members are each's
+    moves     Rows.num_moves when it was made; it holds until a row joins or leaves
+    members   the sequences; empty until the rows came a second time
+    known     the known tokens of each
+    shares    the tenants' accounts, and how many of the members are each's
+    stop_ids  that end any of them
+    stops     those with stop strings, by index: the tokens that end none
+    fills     those that fill a block, by step modulo the blocks' size
+    ends      step -> the members, by index, of which it is the last that max_tokens allows
+    num_steps  steps since it was filled
     """
 
-    __slots__ = ("choices", "members", "moves", "request_ids", "rows", "shares")
+    __slots__ = (
+        "choices",
+        "ends",
+        "fills",
+        "known",
+        "members",
+        "moves",
+        "num_steps",
+        "request_ids",
+        "rows",
+        "shares",
+        "stop_ids",
+        "stops",
+    )
 
     def __init__(self, rows: tuple[int, ...], moves: int) -> None:
         self.rows = rows
         self.moves = moves
-        self.members: list[tuple[Sequence, list[int], frozenset[int]]] = []
+        self.members: list[Sequence] = []
+        self.known: list[list[int]] = []
         self.shares: list[tuple[Share, int]] = []
+        self.stop_ids: frozenset[int] = frozenset()
+        self.stops: list[tuple[int, set[int]]] = []
+        self.fills: list[list[Sequence]] = []
+        self.ends: dict[int, list[int]] = {}
+        self.num_steps = 0
         self.request_ids: tuple[str, ...] = ()
         self.choices: tuple[int, ...] = ()
+
+    def fill(self, members: list[Sequence], block_size: int) -> None:
+        """Set what it keeps of each member."""
+        self.members = members
+        self.known = [seq.tokens for seq in members]
+        self.shares = [*Counter(seq.request.share for seq in members).items()]
+        self.stop_ids = frozenset().union(*{seq.request.add.stop_ids for seq in members})
+        self.stops = [
+            (i, seq.request.harmless) for i, seq in enumerate(members) if seq.request.add.stop
+        ]
+        self.fills = [[] for _ in range(block_size)]
+        for i, seq in enumerate(members):
+            self.fills[-len(seq.tokens) % block_size].append(seq)
+            self.ends.setdefault(seq.request.num_at_most - len(seq.tokens), []).append(i)
 
     def is_same(self, rows: tuple[int, ...], moves: int) -> bool:
         """Whether these are its rows, unmoved."""

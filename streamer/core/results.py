@@ -8,6 +8,7 @@ are matched on bytes, by the tokenizer's token-to-bytes table, for requests that
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
@@ -21,7 +22,7 @@ from streamer.core.plan import (
     StepResult,
     TokenLogprob,
 )
-from streamer.core.request import OUTPUT_COST, Batch, Request, Sequence, Share
+from streamer.core.request import OUTPUT_COST, Batch, Request, Sequence
 from streamer.core.state import State
 from streamer.core.verification import settle, take
 from streamer.errors import InvariantViolated
@@ -97,8 +98,8 @@ def append(state: State, result: StepResult) -> Kept:
             raise InvariantViolated(
                 f"plan {result.number} drew a token for row {row}, which no sequence has"
             )
-        seq.num_pending -= 1
         if seq.finish_reason is not None:
+            seq.num_tokens -= 1
             continue
         known, request = seq.tokens, seq.request
         known.append(token)
@@ -108,7 +109,12 @@ def append(state: State, result: StepResult) -> Kept:
         request_ids.append(request.request_id)
         choices.append(seq.choice)
         tokens.append(token)
-        if len(known) >= seq.examine_at or token in request.add.stop_ids:
+        add = request.add
+        if (
+            len(known) >= seq.examine_at
+            or token in add.stop_ids
+            or (add.stop and token not in request.harmless)
+        ):
             examine(state, seq, token)
     return Kept(tuple(request_ids), tuple(choices), tuple(tokens), logprobs)
 
@@ -117,11 +123,17 @@ def append_batch(state: State, batch: Batch, tokens: tuple[int, ...]) -> None:
     """The same for rows that have not changed: one token each, of sequences that go on."""
     for share, count in batch.shares:
         share.time += OUTPUT_COST * count
-    for (seq, known, stop_ids), token in zip(batch.members, tokens, strict=True):
-        seq.num_pending -= 1
-        known.append(token)
-        if len(known) >= seq.examine_at or token in stop_ids:
-            examine(state, seq, token)
+    deque(map(list.append, batch.known, tokens), maxlen=0)
+    batch.num_steps += 1
+    members = batch.members
+    for seq in batch.fills[batch.num_steps % len(batch.fills)]:
+        state.kv.publish(seq)
+    indices = {i for i, harmless in batch.stops if tokens[i] not in harmless}
+    indices.update(batch.ends.get(batch.num_steps, ()))
+    if not batch.stop_ids.isdisjoint(tokens):
+        indices.update(i for i, t in enumerate(tokens) if t in members[i].request.add.stop_ids)
+    for index in sorted(indices):
+        examine(state, members[index], tokens[index])
 
 
 def next_batch(
@@ -132,12 +144,10 @@ def next_batch(
     batch = Batch(rows, moves)
     if before is None or not before.is_same(rows, moves) or len(kept.tokens) < len(rows):
         return batch
-    seqs = [s for row in rows if (s := state.rows.owners[row]) is not None]
-    counts: dict[Share, int] = {}
-    for seq in seqs:
-        counts[seq.request.share] = counts.get(seq.request.share, 0) + 1
-    batch.members = [(s, s.tokens, s.request.add.stop_ids) for s in seqs]
-    batch.shares = [*counts.items()]
+    seqs = [s for row in rows if (s := state.rows.owners[row]) is not None and s.joined]
+    if len(seqs) < len(rows):
+        return batch
+    batch.fill(seqs, state.config.block_size)
     batch.request_ids, batch.choices = kept.request_ids, kept.choices
     return batch
 
@@ -147,7 +157,7 @@ def fail_row(state: State, row: int, reason: str, *, num_drawn: int) -> None:
     seq = state.rows.owners[row]
     if seq is None:
         raise InvariantViolated(f"row {row} failed, but no sequence has it: {reason}")
-    seq.num_pending -= num_drawn
+    seq.num_tokens -= num_drawn
     if seq.finish_reason is not None:
         return
     fail(state, seq.request, reason)
@@ -179,18 +189,12 @@ def prompt_scores(state: State, result: StepResult) -> dict[str, tuple[TokenLogp
 
 
 def examine(state: State, seq: Sequence, token: int) -> None:
-    """Publish a full block, finish the choice if it ends, and set its next `examine_at`.
-
-    With stop strings that is every token that may end one, without them a block's or the
-    sequence's last.
-    """
-    num_known, size, request = len(seq.tokens), state.config.block_size, seq.request
-    if num_known % size and token in request.harmless and num_known < request.num_at_most:
-        return
-    if num_known % size == 0 and seq.blocks:
+    """Publish a full block, finish the choice if it ends, and set its next `examine_at`."""
+    num_known, size = len(seq.tokens), state.config.block_size
+    past = num_known % size
+    if past == 0 and seq.blocks:
         state.kv.publish(seq)
-    block_end = (num_known // size + 1) * size
-    seq.examine_at = 0 if request.add.stop else min(block_end, request.num_at_most)
+    seq.examine_at = min(num_known - past + size, seq.request.num_at_most)
     end_if_due(state, seq, token)
 
 

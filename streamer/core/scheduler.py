@@ -155,18 +155,19 @@ class Scheduler:
             request = seq.request
             if request.status is not Status.RUNNING or seq.provisional:
                 continue
-            known = len(seq.tokens) + seq.num_pending
-            capacity = len(seq.blocks) * size
-            if (seq.shares_tail or capacity < known) and not self._cover(seq, draft):
+            known = seq.num_tokens
+            has_room = len(seq.blocks) * size >= known and not seq.shares_tail
+            if not (has_room or kv.allocate(seq, known) or self._make_room(seq, draft)):
                 draft.stalled.add(seq)
             if len(seq.blocks) * size == known:
-                draft.due += known + 1 - len(request.add.prompt) < request.max_tokens
+                draft.due += known + 1 < request.num_at_most
         due = draft.due - kv.device.num_free
         if due > 0 and due > state.num_coming():
             self._swap_ahead(draft)
 
-    def _cover(self, seq: Sequence, draft: Draft) -> bool:
-        """Blocks for one running sequence. False: it sits out, or was itself the victim."""
+    def _make_room(self, seq: Sequence, draft: Draft) -> bool:
+        """Preempt until one running sequence has its blocks. False: it sits out, or was itself the
+        victim."""
         kv, request = self.state.kv, seq.request
         while not kv.allocate(seq, seq.num_tokens):
             if self.state.num_coming():

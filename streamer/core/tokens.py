@@ -47,25 +47,53 @@ def continue_running(state: State, lineup: list[Sequence], draft: Draft) -> None
         for seq in lineup:
             if seq.num_computed < seq.plain_until:
                 seq.num_computed += 1
-                seq.num_pending += 1
+                seq.num_tokens += 1
             else:
                 others.append(seq)
     decoded = len(lineup) - len(others)
-    catching_up: list[Sequence] = []
-    for seq in others:
-        if decoded < draft.budget and decodes(seq, draft):
-            decoded += 1
-            decode(state, seq)
-        else:
-            catching_up.append(seq)
+    budget = draft.budget - decoded
+    behind = decode(state, others, budget, draft.stalled)
+    decoded += len(others) - len(behind)
     draft.budget -= decoded
     draft.num_tokens += decoded
     draft.num_samples += decoded
     if draft.num_tokens and state.config.is_paced:
         draft.budget = min(draft.budget, prefill_beside_decodes(state.facts))
-    catching_up.sort(key=lambda s: s.num_tokens - s.num_computed > 1)
-    for seq in catching_up:
+    behind.sort(key=lambda s: s.num_tokens - s.num_computed > 1)
+    for seq in behind:
         advance(state, seq, draft)
+
+
+def decode(
+    state: State, seqs: list[Sequence], budget: int, stalled: set[Sequence]
+) -> list[Sequence]:
+    """Let up to `budget` of them compute their one known token and draw the next in their rows.
+
+    Sets `plain_until` of each: up to there the next ones need only be counted. That ends before the
+    token that fills the block: the block is then published, and the token after it needs a new one.
+    Returns the others: those that are behind or may not draw.
+    """
+    kv, size, others = state.kv, state.config.block_size, []
+    for seq in seqs:
+        request, known = seq.request, seq.num_tokens
+        if (
+            known - seq.num_computed == 1
+            and seq.joined
+            and known < request.num_at_most
+            and request.beams is None
+            and not request.spare_rows
+            and seq not in stalled
+            and budget > 0
+        ):
+            budget -= 1
+            seq.num_computed, seq.num_tokens = known, known + 1
+            left = -known % size
+            if left == 0:
+                kv.publish(seq)
+            seq.plain_until = min(known + left, request.num_at_most) - 1
+        else:
+            others.append(seq)
+    return others
 
 
 def prefill_beside_decodes(facts: Facts) -> int:
@@ -76,34 +104,6 @@ def prefill_beside_decodes(facts: Facts) -> int:
     if not facts.decode_s:
         return MAX_TOKENS
     return max(MIN_PREFILL, int(STRETCH * facts.decode_s / facts.prefill_s))
-
-
-def decodes(seq: Sequence, draft: Draft) -> bool:
-    """Whether it computes its one known token in its row and draws the next."""
-    request, known = seq.request, seq.num_tokens
-    return (
-        seq.joined
-        and request.beams is None
-        and known - seq.num_computed == 1
-        and known - len(request.add.prompt) < request.max_tokens
-        and seq not in draft.stalled
-        and not request.spare_rows
-    )
-
-
-def decode(state: State, seq: Sequence) -> None:
-    """Count the token, and set `plain_until`: up to there the next ones need only be counted.
-
-    That ends before the token that fills the block: the block is then published, and the token
-    after it needs a new one.
-    """
-    size, request = state.config.block_size, seq.request
-    seq.num_computed += 1
-    seq.num_pending += 1
-    if seq.num_computed % size == 0:
-        state.kv.publish(seq)
-    block_end = -(-seq.num_computed // size) * size
-    seq.plain_until = min(block_end, len(request.add.prompt) + request.max_tokens) - 1
 
 
 def advance(state: State, seq: Sequence, draft: Draft) -> None:
@@ -137,7 +137,7 @@ def advance(state: State, seq: Sequence, draft: Draft) -> None:
     if is_beam:
         seq.is_unsettled = samples
     else:
-        seq.num_pending += samples
+        seq.num_tokens += samples
     request.charge_prompt(start, seq.num_computed)
     state.kv.publish(seq)
     if samples and request.spare_rows and not is_beam:
@@ -175,5 +175,5 @@ def fork_choices(state: State, parent: Sequence, draft: Draft) -> None:
             )
         child.row = row
         state.join(child, draft, logits_of=parent.row)
-        child.num_pending = 1
+        child.num_tokens += 1
         draft.num_samples += 1

@@ -117,7 +117,7 @@ def verify(state: State, seq: Sequence, tokens: tuple[int, ...], draft: Draft) -
     seq.provisional = tokens
     state.num_unsettled += 1
     seq.num_computed += 1
-    seq.num_pending += 1
+    seq.num_tokens += 1
     seq.plain_until = 0
     state.kv.publish(seq)
     return len(seq.blocks) - held
@@ -175,7 +175,7 @@ def take(state: State, plan: Plan, result: StepResult) -> list[Run]:
         if tokens:
             seq.num_accepted += len(tokens) - 1
             seq.run_end = len(seq.tokens) + len(tokens)
-            seq.num_pending += len(tokens) - 1
+            seq.num_tokens += len(tokens) - 1
             if seq.blocks:
                 seq.num_computed += len(tokens) - 1
     return runs

@@ -62,6 +62,7 @@ def _advance(state: State, request: Request, beams: BeamSearch) -> Output:
             state.kv.adopt(sequences[parent], sequences[place], state.launched)
     for seq, (_, token) in zip(sequences, going_on, strict=True):
         seq.tokens.append(token)
+        seq.num_tokens += 1
         seq.candidates = ()
     settled = beams.settle([seq.tokens for seq in sequences])
     return [(request_id, choice, token) for choice in range(n) for token in settled]

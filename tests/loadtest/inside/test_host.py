@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
+from streamer.loadtest.inside import host
 from streamer.loadtest.inside.host import MIXED_OUTPUT, HostTime, measure_host, report_host
 
 
@@ -20,12 +22,13 @@ def test_phases_add_up() -> None:
 
 def test_mixed_steps_go_on_as_sequences_leave_and_join() -> None:
     """Twice as many steps as a sequence has tokens: all the first sequences have been replaced."""
-    got = measure_host(8, 2 * MIXED_OUTPUT, is_mixed=True)
+    got = measure_host(8, 2 * MIXED_OUTPUT, "mixed")
     assert isinstance(got, HostTime)
     assert got.case == "mixed"
 
 
-def test_the_report_has_a_row_a_case() -> None:
+def test_the_report_has_a_row_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "STOPS", 5)
     text = io.StringIO()
     report_host(Console(file=text, width=120), 3, sizes=(1, 5))
-    assert [text.getvalue().count(word) for word in ("decode", "mixed")] == [2, 1]
+    assert [text.getvalue().count(word) for word in ("decode", "stop", "mixed")] == [2, 1, 1]
