@@ -20,11 +20,16 @@ BYTES_PER_BYTE = 2  # about what CPython keeps per byte of JSON
 
 
 class TurnItem(msgspec.Struct, frozen=True):
-    """A message of a conversation."""
+    """An item of a conversation.
+
+    role  of a message; or call: the text is its arguments; tool: what it returned; or reasoning
+    """
 
     id: str
     role: str
     text: str
+    call_id: str = ""
+    name: str = ""
 
 
 class Context(msgspec.Struct, kw_only=True, eq=False):

@@ -231,7 +231,8 @@ def test_earlier_calls_with_broken_arguments_are_accepted(scripted: Running) -> 
              "reasoning_content": "hm"},
             {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "no"}]},
         ]  # fmt: skip
-        assert post(scripted, messages=messages, tools=TOOLS).status_code == 200
+        got = post(scripted, messages=messages, tools=TOOLS, max_tokens=1)
+        assert got.status_code == 200, got.text
 
 
 def test_tools_where_the_format_is_unknown(server: Running) -> None:
@@ -240,3 +241,147 @@ def test_tools_where_the_format_is_unknown(server: Running) -> None:
     assert "--tool-call-parser" in got.json()["error"]["message"]
     assert post(server, tools=TOOLS[2:], max_tokens=1).status_code == 200
     assert post(server, tools=TOOLS, tool_choice="none", max_tokens=1).status_code == 200
+
+
+# ---------------------------------------------------------------- responses
+
+RESPONSE_TOOLS: Any = [
+    {"type": "function", "strict": False, **TOOLS[0]["function"]},
+    {"type": "function", "name": "now", "parameters": None},
+    {"type": "web_search"},
+    {"type": "namespace", "tools": [{"type": "custom", "name": "x"}]},
+]
+INPUT = ASKED[0]["content"]
+
+
+def calls_of(output: Any) -> list[tuple[str, Any]]:
+    return [(i.name, json.loads(i.arguments)) for i in output if i.type == "function_call"]
+
+
+@pytest.mark.parametrize("is_chained", [True, False])
+def test_a_tool_loop_of_responses(client: openai.OpenAI, is_chained: bool) -> None:
+    settings: Any = {"model": "fake", "tools": RESPONSE_TOOLS}
+    first = client.responses.create(input=INPUT, **settings)
+    assert [item.type for item in first.output] == [
+        "reasoning",
+        "message",
+        "function_call",
+        "function_call",
+    ]
+    assert first.output_text == "I look."
+    assert calls_of(first.output) == WANTED
+    assert [tool.type for tool in first.tools] == ["function", "function"]
+    given: Any = [] if is_chained else [{"role": "user", "content": INPUT}, *first.output]
+    given += [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "18 degrees"}
+        for item in first.output
+        if item.type == "function_call"
+    ]
+    parent = first.id if is_chained else None
+    last = client.responses.create(input=given, previous_response_id=parent, **settings)
+    assert last.output_text == "It is 18 degrees. 🦊"
+    kinds = [item.type for item in client.responses.input_items.list(last.id, order="asc")]
+    assert kinds == ["message", "reasoning", "message", *["function_call"] * 2,
+                     *["function_call_output"] * 2]  # fmt: skip
+    again = client.responses.retrieve(first.id)
+    assert again.output == first.output
+
+
+def test_the_stream_helper_of_responses(client: openai.OpenAI) -> None:
+    kinds: list[str] = []
+    pieces: dict[str, str] = {}
+    with client.responses.stream(model="fake", input=INPUT, tools=RESPONSE_TOOLS) as stream:
+        for event in stream:
+            kinds.append(event.type)
+            if event.type.endswith(".delta"):
+                found: Any = event
+                pieces[found.item_id] = pieces.get(found.item_id, "") + found.delta
+        final = stream.get_final_response()
+    assert calls_of(final.output) == WANTED
+    written = [THOUGHT, "I look.", *(json.dumps(a, ensure_ascii=False) for _, a in WANTED)]
+    assert list(pieces.values()) == written
+    firsts = [k for i, k in enumerate(kinds) if k not in kinds[:i]]
+    assert firsts == [
+        *("response.created", "response.in_progress", "response.output_item.added"),
+        *("response.content_part.added", "response.reasoning_text.delta"),
+        *("response.reasoning_text.done", "response.content_part.done"),
+        *("response.output_item.done", "response.output_text.delta", "response.output_text.done"),
+        *("response.function_call_arguments.delta", "response.function_call_arguments.done"),
+        "response.completed",
+    ]
+
+
+def text_of(events: list[dict[str, Any]]) -> dict[str, str]:
+    pieces: dict[str, str] = {}
+    for event in events:
+        if event["type"].endswith(".delta"):
+            pieces[event["item_id"]] = pieces.get(event["item_id"], "") + event["delta"]
+    return pieces
+
+
+def frames(response: httpx.Response) -> list[dict[str, Any]]:
+    lines = response.text.splitlines()
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+
+
+def test_a_response_is_resumed_after_any_event(scripted: Running) -> None:
+    settings = {"input": INPUT, "tools": RESPONSE_TOOLS}
+    sent = frames(post(scripted, "/v1/responses", **settings, stream=True))
+    numbers = [event["sequence_number"] for event in sent]
+    assert numbers == sorted(set(numbers))
+    whole = text_of(sent)
+    url = f"{scripted.url}/v1/responses/{sent[0]['response']['id']}?stream=true"
+    again = frames(httpx.get(url, timeout=20))
+    assert [e["sequence_number"] for e in again] == list(range(numbers[-1] + 1))
+    assert text_of(again) == whole
+    for place, number in list(enumerate(numbers))[:-1:3]:
+        rest = frames(httpx.get(f"{url}&starting_after={number}", timeout=20))
+        assert rest[0]["sequence_number"] > number
+        assert text_of(sent[: place + 1] + rest) == whole
+        assert rest[-1]["response"]["output"] == sent[-1]["response"]["output"]
+
+
+async def test_a_tool_loop_over_a_socket(scripted: Running) -> None:
+    async with (
+        openai.AsyncOpenAI(base_url=scripted.url + "/v1", api_key="none") as client,
+        client.responses.connect() as connection,
+    ):
+        given: Any = INPUT
+        parent = None
+        for _ in range(2):
+            await connection.response.create(
+                model="fake", input=given, tools=RESPONSE_TOOLS, previous_response_id=parent
+            )
+            async for event in connection:
+                assert event.type != "error", event
+                if event.type == "response.completed":
+                    break
+            answer = event.response
+            parent = answer.id
+            if given == INPUT:
+                assert calls_of(answer.output) == WANTED
+            given = [
+                {"type": "function_call_output", "call_id": i.call_id, "output": "18 degrees"}
+                for i in answer.output
+                if i.type == "function_call"
+            ]
+        assert answer.output_text == "It is 18 degrees. 🦊"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [{"type": "function", "name": "f", "strict": True}]}, "tools[0].strict"),
+        ({"tools": [{}]}, "tools[0].type"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
+        ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, "input"),
+    ],
+)
+def test_bad_input_of_responses_names_the_field(
+    scripted: Running, body: dict[str, Any], param: str
+) -> None:
+    got = post(scripted, "/v1/responses", **{"input": INPUT, **body})
+    assert (got.status_code, got.json()["error"]["param"]) == (400, param), got.text

@@ -111,7 +111,12 @@ def with_tools(
         return variables
     if variables is not None and "tools" in variables:
         raise InvalidRequest("tools is the chat template's own", param="chat_template_kwargs.tools")
-    return {**(variables or {}), "tools": [tool.for_template() for tool in tools]}
+    return {**(variables or {}), "tools": template_tools(tools)}
+
+
+def template_tools(tools: Sequence[ToolDefinition]) -> list[dict[str, Any]] | None:
+    """The tools as chat templates take them; None where there are none."""
+    return [tool.for_template() for tool in tools] or None
 
 
 # ---------------------------------------------------------------- calls given back

@@ -5,13 +5,14 @@ Does no I/O: turns.py makes the prompt, events.py the answer.
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
 from streamer.core.sampling import SamplingParams
 from streamer.errors import InvalidRequest
+from streamer.server.context import TurnItem
 from streamer.server.openai.common import (
     MAX_METADATA_VALUE,
     Body,
@@ -20,6 +21,13 @@ from streamer.server.openai.common import (
     sampling_params,
 )
 from streamer.server.openai.fields import SAMPLING, Reader, Table, refused
+from streamer.server.parsing.tools import (
+    GivenChoice,
+    GivenTool,
+    ToolDefinition,
+    definitions,
+    is_called,
+)
 
 MAX_ITEMS = 4096
 MAX_STREAM_ID = 128
@@ -36,6 +44,17 @@ Includable = Literal[
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
+ItemType = Literal[
+    "message", "item_reference", "function_call", "function_call_output", "reasoning"
+]
+REQUIRED: Final = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+}
+ITEM_ROLES: Final = {
+    "function_call": "call", "function_call_output": "tool", "reasoning": "reasoning"
+}  # fmt: skip
 Label = Annotated[str, Meta(max_length=MAX_METADATA_VALUE)]
 
 FIELDS: Final[Table] = {
@@ -60,8 +79,6 @@ FIELDS: Final[Table] = {
         {"verbosity": "medium"},
         {"format": {"type": "text"}, "verbosity": "medium"},
     ),
-    "tool_choice": refused("none", "auto"),
-    "tools": refused([]),
     "truncation": refused("disabled"),
 }
 
@@ -78,18 +95,31 @@ class OutputText(msgspec.Struct, tag="output_text", tag_field="type"):
     text: str
 
 
+class ReasoningText(msgspec.Struct, tag="reasoning_text", tag_field="type"):
+    """Text of earlier reasoning."""
+
+    text: str
+
+
 class InputItem(msgspec.Struct):
-    """A message of the input; or a reference by `id` to an earlier response's message or input."""
+    """An item of the input: a message, reasoning, a call, what it returned, or a reference.
+
+    A reference names by `id` an earlier response's item, or one of its input.
+    """
 
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: str | list[InputText | OutputText] | None = None
-    type: Literal["message", "item_reference"] | None = None
+    content: str | list[InputText | OutputText | ReasoningText] | None = None
+    type: ItemType | None = None
     id: Annotated[str, Meta(max_length=MAX_ID)] | None = None
+    call_id: Annotated[str, Meta(max_length=MAX_ID)] | None = None
+    name: Annotated[str, Meta(max_length=MAX_ID)] | None = None
+    arguments: str | None = None
+    output: str | list[InputText] | None = None
 
     def check(self, path: str) -> None:
-        """InvalidRequest unless it is a message or a reference."""
-        names = ("id",) if self.is_reference else ("role", "content")
-        for name in names:
+        """InvalidRequest unless it has what its type requires."""
+        names = REQUIRED.get(self.type or "message", ())
+        for name in ("id",) if self.is_reference else names:
             if getattr(self, name) is None:
                 raise InvalidRequest(
                     f"{path}.{name} is required", param=f"{path}.{name}", code="missing_field"
@@ -103,9 +133,27 @@ class InputItem(msgspec.Struct):
 
     @property
     def text(self) -> str:
-        if isinstance(self.content, str):
-            return self.content
-        return "\n".join(part.text for part in self.content or ())
+        if self.type == "function_call":
+            return self.arguments or ""
+        given = self.output if self.type == "function_call_output" else self.content
+        if isinstance(given, str):
+            return given
+        return "\n".join(part.text for part in given or ())
+
+    def turn_item(self, item_id: str) -> TurnItem:
+        """As an item of the conversation."""
+        role = ITEM_ROLES.get(self.type or "message", self.role or "user")
+        return TurnItem(item_id, role, self.text, self.call_id or "", self.name or "")
+
+
+class GivenToolOfResponse(msgspec.Struct):
+    """A tool; those of other types than function are skipped."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class CreateOptions(msgspec.Struct):
@@ -146,6 +194,20 @@ class ResponseCreate(Body, kw_only=True):
     user: Label | None = None
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
+    tools: list[GivenToolOfResponse] | None = None
+    tool_choice: GivenChoice = None
+
+    def tool_definitions(self) -> tuple[ToolDefinition, ...]:
+        """The tools that may be called, checked."""
+        may_call = is_called(self.tool_choice)
+        found = definitions(
+            [
+                GivenTool(f"tools[{i}]", t.name, t.description, t.parameters, t.strict)
+                for i, t in enumerate(self.tools or ())
+                if t.type == "function"
+            ]
+        )
+        return found if may_call else ()
 
     def items(self) -> list[InputItem]:
         """The input as messages and references to messages, checked."""
@@ -170,6 +232,7 @@ class ResponseCreate(Body, kw_only=True):
         check_stream_id(self.stream_id)
         check_metadata(self.metadata)
         self._check_parent()
+        self.tool_definitions()
         with named(self.names):
             return sampling_params(
                 self,

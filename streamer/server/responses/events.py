@@ -28,10 +28,12 @@ from streamer.server.openai.common import (
 from streamer.server.responses.types import (
     DeltaEvent,
     Event,
+    FunctionTool,
     InputDetails,
     Item,
     ItemEvent,
     OutputDetails,
+    OutputItem,
     OwnUsage,
     Part,
     PartEvent,
@@ -83,6 +85,10 @@ def blank_response(
         top_logprobs=body.top_logprobs or 0,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
+        tools=[
+            FunctionTool(t.name, t.description, dict(t.parameters)) for t in body.tool_definitions()
+        ],
+        tool_choice=body.tool_choice or "auto",
         parallel_tool_calls=body.parallel_tool_calls is not False,
         max_tool_calls=body.max_tool_calls,
         user=body.user,
@@ -135,15 +141,7 @@ class ResponseEvents:
 
     def opening(self) -> list[Event]:
         """The events before the tokens: created, in_progress, output_item.added and so on."""
-        is_queued = bool(self._context.body.background)
-        response = self._blank("queued" if is_queued else "in_progress")
-        ids = only_if(self._has_ids, self._stream.prompt)
-        lane = self._lane
-        out: list[Event] = [ResponseEvent("response.created", 0, response, lane, ids)]
-        if is_queued:
-            out.append(ResponseEvent("response.queued", len(out), response, lane))
-        response = self._blank("in_progress")
-        out.append(ResponseEvent("response.in_progress", len(out), response, lane))
+        out, lane = self._announced(), self._lane
         if not self._is_silent:
             item = Item(self._item_id, "in_progress", [])
             out.append(ItemEvent("response.output_item.added", len(out), item, 0, lane))
@@ -157,6 +155,19 @@ class ResponseEvents:
                 DeltaEvent(len(out), self._item_id, self._context.prefix, stream_id=self._lane)
             )
         return self._beyond(out)
+
+    def _announced(self) -> list[Event]:
+        """response.created up to response.in_progress."""
+        is_queued = bool(self._context.body.background)
+        response = self._blank("queued" if is_queued else "in_progress")
+        ids = only_if(self._has_ids, self._stream.prompt)
+        lane = self._lane
+        out: list[Event] = [ResponseEvent("response.created", 0, response, lane, ids)]
+        if is_queued:
+            out.append(ResponseEvent("response.queued", len(out), response, lane))
+        response = self._blank("in_progress")
+        out.append(ResponseEvent("response.in_progress", len(out), response, lane))
+        return out
 
     def deltas(self, deltas: Sequence[Delta]) -> list[Event]:
         """The delta events, and the closing events after a delta that ends the response."""
@@ -196,7 +207,7 @@ class ResponseEvents:
         response = self._blank("queued" if is_queued else "in_progress")
         text = self._context.prefix + self._stream.text(0)
         is_begun = bool(text) and not self._is_silent
-        output = [Item(self._item_id, "in_progress", [self._part()])] if is_begun else []
+        output = self._output("in_progress") if is_begun else []
         return msgspec.structs.replace(response, output=output)
 
     # ------------------------------------------------------------ parts
@@ -233,8 +244,7 @@ class ResponseEvents:
         number = self._num_opening + self._num_tokens
         if self._is_silent or status == "failed":
             return [self._terminal(number, response)]
-        (item,) = response.output
-        (part,) = item.content
+        (item,), part = response.output, self._part()
         lane = self._lane
         return [
             TextDone(number, self._item_id, part.text, logprobs=part.logprobs, stream_id=lane),
@@ -303,7 +313,7 @@ class ResponseEvents:
         reason = "steered" if self._context.is_steered else reason
         has_item = not self._is_silent and (status != "failed" or num_out > 0)
         state = "completed" if status == "completed" else "incomplete"
-        output = [Item(self._item_id, state, [self._part()])] if has_item else []
+        output = self._output(state) if has_item else []
         error = {"code": "server_error", "message": detail or "a step failed"}
         cumulative_logprob, score = scores_of(stream.finishes[0])
         return msgspec.structs.replace(
@@ -322,6 +332,10 @@ class ResponseEvents:
                 num_in + num_out,
             ),
         )
+
+    def _output(self, state: str) -> list[OutputItem]:
+        """The items of the text so far."""
+        return [Item(self._item_id, state, [self._part()])]
 
     def _part(self) -> Part:
         values = (self._stream.logprobs(0) or ()) if self._has_logprobs else ()

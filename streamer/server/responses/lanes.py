@@ -31,6 +31,7 @@ from streamer.server.prepared import Prepared, Reading
 from streamer.server.responses import steering
 from streamer.server.responses.body import ResponseCreate
 from streamer.server.responses.events import ResponseEvents, blank_response
+from streamer.server.responses.parsed import response_events
 from streamer.server.responses.respond import find, respond
 from streamer.server.responses.socket_events import Resume, Resumed, Settings, error_event
 from streamer.server.responses.steering import Steer, SteerEvent
@@ -357,7 +358,7 @@ class Lanes:
     ) -> None:
         """Send a response's events after the number `after`, up to the last."""
         service = self._service
-        events = ResponseEvents(
+        events = response_events(
             stream,
             service.token_text,
             after=after,

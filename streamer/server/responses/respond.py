@@ -16,12 +16,14 @@ from streamer.server.context import Context, TurnItem, context_of
 from streamer.server.errors import clip
 from streamer.server.openai.common import named
 from streamer.server.responses.events import item_id
+from streamer.server.responses.parsed import answer_items
 from streamer.server.responses.turns import Turn, make_turn
 
 if TYPE_CHECKING:
     from starlette.types import Scope
 
     from streamer.engine.stream import TokenStream
+    from streamer.server.parsing.tools import Parsing
     from streamer.server.prepared import Prepared
     from streamer.server.responses.body import ResponseCreate
     from streamer.server.service import Service
@@ -46,12 +48,25 @@ async def respond(
         items=turn.items,
         prefix=turn.prefix,
         session=prepared.reading.session,
+        parsing=_parsing(service, prepared.body, turn),
     )
     stream = service.submit(
         prepared, turn.prompt, response_id, context=context, share_with=turn.share_with
     )
     service.record(prepared, [stream])
     return stream
+
+
+def _parsing(service: Service, body: ResponseCreate, turn: Turn) -> Parsing | None:
+    """How the answer is read: with the text that it begins with, from the same place on."""
+    max_calls = 1 if body.parallel_tool_calls is False else body.max_tool_calls
+    parsing = service.parsing(turn.prompt, body.tool_definitions(), max_calls)
+    parent = service.engine.get(turn.share_with) if turn.share_with is not None else None
+    if parsing is None or parent is None or not turn.prefix:
+        return parsing
+    earlier = context_of(parent).parsing
+    is_reasoning = earlier is not None and earlier.is_reasoning
+    return msgspec.structs.replace(parsing, is_reasoning=is_reasoning)
 
 
 async def turn_of(service: Service, prepared: Prepared[ResponseCreate], response_id: str) -> Turn:
@@ -73,23 +88,22 @@ def _items(
     return tuple(
         _referenced(service, item.id or "", scope, session, f"input[{i}].id")
         if item.is_reference
-        else TurnItem(f"{base}_{i}", item.role or "user", item.text)
+        else item.turn_item(f"{base}_{i}")
         for i, item in enumerate(body.items())
     )
 
 
 def _referenced(service: Service, name: str, scope: Scope, session: str, param: str) -> TurnItem:
     """An item of a response that `find` returns: its answer, or an item of its input."""
-    made_by = "resp_" + name.removeprefix("msg_").partition("_")[0]
+    made_by = "resp_" + name.partition("_")[2].partition("_")[0]
     try:
         stream = find(service, made_by, scope, session)
     except NotFound:
         stream = None
     if stream is not None:
         context = context_of(stream)
-        if name == item_id(made_by) and stream.is_finished:
-            return TurnItem(name, "assistant", context.prefix + stream.text(0))
-        for item in context.items:
+        answer = answer_items(stream, stream.text(0)) if stream.is_finished else ()
+        for item in (*context.items, *answer):
             if item.id == name:
                 return item
     raise NotFound(f"there is no item {clip(name)!r} here", param=param)

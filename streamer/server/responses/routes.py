@@ -25,14 +25,19 @@ from streamer.server.openai.common import encode, new_id
 from streamer.server.prepared import Form
 from streamer.server.responses.body import READER, Includable
 from streamer.server.responses.events import ResponseEvents
+from streamer.server.responses.parsed import response_events
 from streamer.server.responses.respond import find, find_chat, respond, turn_of
 from streamer.server.responses.types import (
+    CallOutput,
     Deleted,
     Event,
+    FunctionCall,
     InputItem,
     InputPage,
     InputPart,
     InputTokens,
+    ReasoningItem,
+    ReasoningPart,
     type_of,
 )
 from streamer.server.transport.frames import SSE_WITH_IDS, Framing, frame, whole_entries
@@ -224,7 +229,7 @@ class ResponseRoutes:
         return find(self._service, request.path_params["id"], request.scope)
 
     def _events(self, stream: TokenStream, after: int = -1) -> ResponseEvents:
-        return ResponseEvents(stream, self._service.token_text, after=after)
+        return response_events(stream, self._service.token_text, after=after)
 
 
 # ---------------------------------------------------------------- queries
@@ -283,7 +288,16 @@ def _check_query(request: Request) -> None:
                 )
 
 
-def _item(item: TurnItem) -> InputItem:
+PageItem = InputItem | ReasoningItem | FunctionCall | CallOutput
+
+
+def _item(item: TurnItem) -> PageItem:
+    if item.role == "reasoning":
+        return ReasoningItem(item.id, "completed", [ReasoningPart(item.text)])
+    if item.role == "call":
+        return FunctionCall(item.id, item.call_id, item.name, item.text, "completed")
+    if item.role == "tool":
+        return CallOutput(item.id, item.call_id, item.text)
     if item.role == "assistant":
         part = InputPart("output_text", item.text, [])
     else:
@@ -291,7 +305,7 @@ def _item(item: TurnItem) -> InputItem:
     return InputItem(item.id, item.role, [part])
 
 
-def _page(items: list[InputItem], request: Request) -> InputPage:
+def _page(items: list[PageItem], request: Request) -> InputPage:
     """One page of a list, by the query's `order`, `after` and `limit`."""
     query = request.query_params
     order = query.get("order", "desc")

@@ -14,7 +14,8 @@ import msgspec
 
 from streamer.errors import InvalidRequest
 from streamer.server.context import TurnItem, context_of
-from streamer.server.responses.events import item_id
+from streamer.server.parsing.tools import call_for_template, template_tools, with_tools
+from streamer.server.responses.parsed import answer_items
 from streamer.tokenizer.chat import EarlierTurn
 
 if TYPE_CHECKING:
@@ -71,14 +72,14 @@ async def make_turn(
                 context.body.generate is not False,
                 text,
                 parent.prompt + tokens,
+                template_tools(context.body.tool_definitions()),
             )
         )
-        earlier = context.items
-        if text:
-            earlier = (*earlier, TurnItem(item_id(parent.request_id), "assistant", text))
-        items = (*earlier, *items)
+        answered = text.removeprefix(context.prefix)
+        items = (*context.items, *answer_items(parent, answered), *items)
     ids = await service.engine.encode_chat(
         _messages(body, items),
+        variables=with_tools(None, body.tool_definitions()),
         add_generation_prompt=body.generate is not False,
         cache_salt=salt,
         earlier_turn=earlier_turn,
@@ -126,7 +127,37 @@ def _messages(body: ResponseCreate, items: Sequence[TurnItem]) -> list[dict[str,
     messages: list[dict[str, Any]] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
+    called: set[str] = set()
     for item in items:
-        role = "system" if item.role == "developer" else item.role
-        messages.append({"role": role, "content": item.text})
+        last = messages[-1] if messages else {}
+        if item.role == "tool":
+            if item.call_id not in called:
+                raise InvalidRequest(
+                    f"no call before function_call_output has the call_id {item.call_id[:80]!r}",
+                    param="input",
+                )
+            messages.append({"role": "tool", "content": item.text, "tool_call_id": item.call_id})
+        elif item.role in ("reasoning", "call", "assistant"):
+            if last.get("role") != "assistant" or not _can_join(last, item):
+                last = {"role": "assistant", "content": ""}
+                messages.append(last)
+            if item.role == "reasoning":
+                last["reasoning_content"] = last["thinking"] = item.text
+            elif item.role == "call":
+                called.add(item.call_id)
+                call = call_for_template(item.call_id, item.name, item.text)
+                last.setdefault("tool_calls", []).append(call)
+            else:
+                last["content"] = item.text
+        else:
+            role = "system" if item.role == "developer" else item.role
+            messages.append({"role": role, "content": item.text})
     return messages
+
+
+def _can_join(last: dict[str, Any], item: TurnItem) -> bool:
+    """Whether an item belongs to the assistant's message before it: reasoning, text, then calls."""
+    if item.role == "call":
+        return True
+    is_reasoned_alone = "reasoning_content" in last and not last["content"]
+    return item.role == "assistant" and is_reasoned_alone and "tool_calls" not in last

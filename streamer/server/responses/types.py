@@ -5,6 +5,8 @@ Values alone: events.py builds them, the transports encode them as JSON or Messa
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from msgspec import UNSET, UnsetType
 
@@ -52,6 +54,43 @@ class Item(msgspec.Struct, frozen=True, tag="message"):
     role: str = "assistant"
 
 
+class ReasoningPart(msgspec.Struct, frozen=True, tag="reasoning_text"):
+    """Text that the model thought."""
+
+    text: str
+
+
+class ReasoningItem(msgspec.Struct, frozen=True, tag="reasoning"):
+    """What the model thought before it went on; it is never summarized."""
+
+    id: str
+    status: str
+    content: list[ReasoningPart]
+    summary: tuple[()] = ()
+
+
+class FunctionCall(msgspec.Struct, frozen=True, tag="function_call"):
+    """A call of a tool; its arguments are the text of a JSON object."""
+
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: str
+
+
+OutputItem = Item | ReasoningItem | FunctionCall
+
+
+class FunctionTool(msgspec.Struct, frozen=True, tag="function"):
+    """A tool that the response may call."""
+
+    name: str
+    description: str | None
+    parameters: dict[str, Any]
+    strict: bool = False
+
+
 class Reasoning(msgspec.Struct, frozen=True):
     """Reasoning settings: always null, none has an effect."""
 
@@ -81,7 +120,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", ta
     created_at: int
     status: str
     model: str
-    output: list[Item]
+    output: list[OutputItem]
     seed: int
     temperature: float
     top_p: float
@@ -107,7 +146,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", ta
     store: bool = True
     text: TextConfig = TextConfig()
     tool_choice: str = "auto"
-    tools: list[str] = []
+    tools: list[FunctionTool] = []
     truncation: str = "disabled"
     cumulative_logprob: float | UnsetType = UNSET
     score: float | UnsetType = UNSET
@@ -144,7 +183,7 @@ class ItemEvent(msgspec.Struct, frozen=True):
 
     type: str
     sequence_number: int
-    item: Item
+    item: OutputItem
     output_index: int = 0
     stream_id: str | UnsetType = UNSET
 
@@ -155,7 +194,7 @@ class PartEvent(msgspec.Struct, frozen=True):
     type: str
     sequence_number: int
     item_id: str
-    part: Part
+    part: Part | ReasoningPart
     output_index: int = 0
     content_index: int = 0
     stream_id: str | UnsetType = UNSET
@@ -186,6 +225,48 @@ class TextDone(msgspec.Struct, frozen=True, tag="response.output_text.done"):
     stream_id: str | UnsetType = UNSET
 
 
+class ReasoningDelta(msgspec.Struct, frozen=True, tag="response.reasoning_text.delta"):
+    """More reasoning."""
+
+    sequence_number: int
+    item_id: str
+    delta: str
+    output_index: int = 0
+    content_index: int = 0
+    stream_id: str | UnsetType = UNSET
+
+
+class ReasoningDone(msgspec.Struct, frozen=True, tag="response.reasoning_text.done"):
+    """The whole reasoning."""
+
+    sequence_number: int
+    item_id: str
+    text: str
+    output_index: int = 0
+    content_index: int = 0
+    stream_id: str | UnsetType = UNSET
+
+
+class ArgumentsDelta(msgspec.Struct, frozen=True, tag="response.function_call_arguments.delta"):
+    """More of a call's arguments."""
+
+    sequence_number: int
+    item_id: str
+    delta: str
+    output_index: int = 0
+    stream_id: str | UnsetType = UNSET
+
+
+class ArgumentsDone(msgspec.Struct, frozen=True, tag="response.function_call_arguments.done"):
+    """A call's whole arguments."""
+
+    sequence_number: int
+    item_id: str
+    arguments: str
+    output_index: int = 0
+    stream_id: str | UnsetType = UNSET
+
+
 class StateEvent(msgspec.Struct, frozen=True):
     """Ours: the state while nothing streams; sequence_number repeats the last, if there is one."""
 
@@ -199,12 +280,13 @@ class StateEvent(msgspec.Struct, frozen=True):
     how: str | UnsetType = UNSET
 
 
-Event = ResponseEvent | ItemEvent | PartEvent | DeltaEvent | TextDone | StateEvent
+Tagged = DeltaEvent | TextDone | ReasoningDelta | ReasoningDone | ArgumentsDelta | ArgumentsDone
+Event = ResponseEvent | ItemEvent | PartEvent | Tagged | StateEvent
 
 
 def type_of(event: Event) -> str:
     """The `type` of an event."""
-    if isinstance(event, DeltaEvent | TextDone):
+    if isinstance(event, Tagged):
         return str(event.__struct_config__.tag)
     return event.type
 
@@ -242,10 +324,19 @@ class InputItem(msgspec.Struct, frozen=True, tag_field="type", tag="message"):
     status: str = "completed"
 
 
+class CallOutput(msgspec.Struct, frozen=True, tag_field="type", tag="function_call_output"):
+    """What a called tool returned."""
+
+    id: str
+    call_id: str
+    output: str
+    status: str = "completed"
+
+
 class InputPage(msgspec.Struct, frozen=True, tag_field="object", tag="list"):
     """One page of the conversation that a response answers."""
 
-    data: list[InputItem]
+    data: list[InputItem | ReasoningItem | FunctionCall | CallOutput]
     first_id: str | None
     last_id: str | None
     has_more: bool

@@ -46,7 +46,6 @@ TOOLS, GRAMMAR = "tools come later", "structured output comes later"
 MEDIA, HOSTED = "text only", "a service of OpenAI's platform, not of an engine"
 NEVER = "nothing from a request is run or rendered as a template"
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
-TOOL = {"type": "function", "function": {"name": "f"}}
 
 LABELS: dict[str, Row] = {
     "user": Accepted("someone", "a label for the operator's records"),
@@ -231,8 +230,8 @@ RESPONSES: dict[str, Row] = {
     "store": Honoured(effects.store),
     "stream": Honoured(effects.streams),
     "text": Refused({"format": {"type": "json_object"}}, GRAMMAR),
-    "tool_choice": Refused("required", TOOLS),
-    "tools": Refused([TOOL], TOOLS),
+    "tool_choice": Honoured(effects.tool_choice),
+    "tools": Honoured(effects.tools),
     "truncation": Refused("auto", "a prompt too long is refused, not cut"),
 }
 

@@ -244,9 +244,14 @@ def test_metadata_is_bounded_on_sockets_too() -> None:
             "responses",
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             "input_image",
-            "input_text output_text",
+            "input_text output_text reasoning_text",
         ),
-        ("responses", {"input": [{"type": "reasoning"}]}, "reasoning", "item_reference message"),
+        (
+            "responses",
+            {"input": [{"type": "compaction"}]},
+            "compaction",
+            "function_call function_call_output item_reference message reasoning",
+        ),
     ],
 )
 def test_a_value_that_is_not_accepted_is_answered_with_those_that_are(
@@ -290,7 +295,7 @@ def test_input_items_have_a_role_and_a_text() -> None:
 @pytest.mark.parametrize(
     ("items", "param"),
     [
-        ([{"type": "function_call_output", "call_id": "1", "output": "x"}], "input[0].type"),
+        ([{"type": "computer_call_output", "call_id": "1", "output": "x"}], "input[0].type"),
         ([{"role": "user", "content": [{"type": "input_image"}]}], "input[0].content[0].type"),
         ([{"role": "user"}], "input[0].content"),
         ([{"content": "x"}], "input[0].role"),

@@ -19,6 +19,7 @@ from streamer.core.plan import NoticeKind
 from streamer.engine import stats, stream
 from streamer.server import openapi, tickets, watching
 from streamer.server.openai import common, models, tokenizing
+from streamer.server.parsing import tools
 from streamer.server.responses import body as responses
 from streamer.server.responses import socket_events, steering
 from streamer.server.responses import types as response_types
@@ -38,7 +39,17 @@ OTHER_NAMES: dict[str, type] = {  # or names that several Structs have
     "SteerError": steering._Error,
 }
 MODULES = (
-    *(common, models, response_types, responses, tokenizing, socket_events, steering, tickets),
+    *(
+        common,
+        models,
+        tools,
+        response_types,
+        responses,
+        tokenizing,
+        socket_events,
+        steering,
+        tickets,
+    ),
     *(watching, openapi, view, stats, plan, stream),
 )
 TS_NAME: dict[type, str] = {struct: name for name, struct in OTHER_NAMES.items()}

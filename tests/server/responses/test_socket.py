@@ -217,7 +217,7 @@ def test_cancel_of_something_else(extended: ClientConnection) -> None:
         ({"type": "response.create"}, "input"),
         ({"type": "response.create", "input": 5}, "input"),
         ({"type": "response.create", "input": "x", "temperature": 3}, "temperature"),
-        ({"type": "response.create", "input": "x", "tools": [{}]}, "tools"),
+        ({"type": "response.create", "input": "x", "tools": [{}]}, "tools[0].type"),
         (
             {"type": "response.create", "input": "x", "max_output_tokens": 0},
             "max_output_tokens",

@@ -326,7 +326,7 @@ def packed(socket: ClientConnection) -> Any:
         ({"logit_bias": {5: float("nan")}}, "logit_bias.5"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"seed": b"x"}, "seed"),
-        ({"tools": [[]] * 5000}, "tools"),
+        ({"tools": [[]] * 5000}, "tools[0]"),
         ({"input": [[]] * 5000}, "input[0]"),
     ],
 )

@@ -27,12 +27,39 @@ export interface OutputText {
   text: string;
 }
 
-/** A message, or the id of one in an earlier response or its input. */
+export interface ReasoningText {
+  type: "reasoning_text";
+  text: string;
+}
+
+/** A message, reasoning, a call or its output; or the id of an earlier response's item. */
 export interface InputItem {
   role?: "user" | "assistant" | "system" | "developer" | null;
-  content?: string | (InputText | OutputText)[] | null;
-  type?: "message" | "item_reference" | null;
+  content?: string | (InputText | OutputText | ReasoningText)[] | null;
+  type?:
+    | "message"
+    | "item_reference"
+    | "function_call"
+    | "function_call_output"
+    | "reasoning"
+    | null;
   id?: string | null;
+  call_id?: string | null;
+  name?: string | null;
+  arguments?: string | null;
+  output?: string | InputText[] | null;
+}
+
+export interface GivenToolOfResponse {
+  type: string;
+  name?: string | null;
+  description?: string | null;
+  parameters?: Record<string, unknown> | null;
+  strict?: boolean | null;
+}
+
+export interface NamedChoice {
+  type: string;
 }
 
 export interface CreateOptions {
@@ -49,6 +76,8 @@ export interface Fork {
  * The body of `POST /v1/responses` and, without `stream` and `background`, of `response.create`.
  */
 export interface ResponseCreate {
+  tools?: GivenToolOfResponse[] | null;
+  tool_choice?: "auto" | "none" | "required" | NamedChoice | null;
   input?: string | InputItem[] | null;
   model?: string | null;
   instructions?: string | null;
@@ -189,6 +218,36 @@ export interface Part {
   logprobs: ChatLogprob[];
 }
 
+export interface ReasoningPart {
+  type: "reasoning_text";
+  text: string;
+}
+
+export interface ReasoningItem {
+  type: "reasoning";
+  id: string;
+  status: string;
+  content: ReasoningPart[];
+  summary: never[];
+}
+
+export interface FunctionCall {
+  type: "function_call";
+  id: string;
+  call_id: string;
+  name: string;
+  arguments: string;
+  status: string;
+}
+
+export interface FunctionTool {
+  type: "function";
+  name: string;
+  description: string | null;
+  parameters: Record<string, unknown>;
+  strict: boolean;
+}
+
 export interface Item {
   type: "message";
   id: string;
@@ -216,7 +275,7 @@ export interface Response {
   created_at: number;
   status: "queued" | "in_progress" | "completed" | "incomplete" | "cancelled" | "failed";
   model: string;
-  output: Item[];
+  output: (FunctionCall | Item | ReasoningItem)[];
   seed: number;
   temperature: number;
   top_p: number;
@@ -242,7 +301,7 @@ export interface Response {
   store: boolean;
   text: TextConfig;
   tool_choice: string;
-  tools: string[];
+  tools: FunctionTool[];
   truncation: string;
   cumulative_logprob?: number;
   score?: number;
@@ -290,7 +349,7 @@ export interface ResponseEvent {
 export interface ItemEvent {
   type: "response.output_item.added" | "response.output_item.done";
   sequence_number: number;
-  item: Item;
+  item: FunctionCall | Item | ReasoningItem;
   output_index: number;
   stream_id?: string;
 }
@@ -299,7 +358,7 @@ export interface PartEvent {
   type: "response.content_part.added" | "response.content_part.done";
   sequence_number: number;
   item_id: string;
-  part: Part;
+  part: Part | ReasoningPart;
   output_index: number;
   content_index: number;
   stream_id?: string;
