@@ -249,11 +249,11 @@ class KVManager:
     def adopt(self, parent: Sequence, child: Sequence, after_plan: int) -> None:
         """The child becomes what the parent is: its tokens and blocks, shared from the first
         different block on; its own are free when `after_plan` is over."""
-        same = 0
-        for ours, theirs in zip(child.blocks, parent.blocks, strict=False):
-            if ours != theirs:
-                break
-            same += 1
+        same = min(len(child.blocks), len(parent.blocks))
+        # from the end: hypotheses differ in their last few blocks, and a block that both have was
+        # computed after the same tokens
+        while same and child.blocks[same - 1] != parent.blocks[same - 1]:
+            same -= 1
         shared, old = parent.blocks[same:], child.blocks[same:]
         self.device.share(shared)
         self.device.give_back(old, after_plan)

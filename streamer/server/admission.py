@@ -140,8 +140,11 @@ class Account:
         if self.tokens is not None:
             spent = 0
             for stream, known in self._live.items():
-                spent += stream.num_output_tokens - known
-                self._live[stream] = stream.num_output_tokens
+                params = stream.params
+                # of each hypothesis of a beam search, of which n are answers
+                drawn = stream.num_output_tokens * params.num_sequences // params.n
+                spent += drawn - known
+                self._live[stream] = drawn
             self.tokens.settle(now, spent)
 
     def require(self, *, num_requests: int, num_tokens: int, num_streams: int) -> None:

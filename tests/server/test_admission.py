@@ -49,11 +49,13 @@ class Desk:
         self.ask()
         return wait_s
 
-    def submit(self, prompt: tuple[int, ...] = PROMPT, tenant: str = ME) -> TokenStream:
+    def submit(
+        self, prompt: tuple[int, ...] = PROMPT, tenant: str = ME, **params: Any
+    ) -> TokenStream:
         """A request up to its stream; lone streams have prompts of three tokens."""
         self.ask(tenant)
         self.admission.accept(tenant, [prompt])
-        stream = lone_stream()
+        stream = lone_stream(**params)
         self.admission.follow(tenant, stream)
         return stream
 
@@ -181,6 +183,17 @@ def test_prompts_are_taken_when_accepted_and_output_as_it_comes() -> None:
     assert desk.left()["reset-tokens"] == "14s"
     desk.now += 100.0
     assert desk.left()["remaining-tokens"] == "600"
+
+
+def test_a_beam_search_takes_the_tokens_of_all_its_hypotheses() -> None:
+    desk = Desk(max_tokens_per_minute=6000)
+    stream = desk.submit(n=2, use_beam_search=True, beam_width=16)
+    for choice in range(2):
+        write(stream, "x" * 10, choice)
+    assert desk.left()["remaining-tokens"] == str(6000 - 3 - 160)
+    for choice in range(2):
+        end(stream, choice=choice)
+    assert desk.left()["remaining-tokens"] == str(6000 - 3 - 160)
 
 
 def test_a_stream_at_the_rate_of_the_limit_never_runs_out() -> None:

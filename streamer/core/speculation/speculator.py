@@ -170,7 +170,9 @@ class Speculator:
             del self._given[request]
             self._given_jobs.pop(request, None)
             self._num_live -= len(request.add.prompt) + len(request.add.prediction)
-        is_kept = self.sizes.has_recent and seq.finish_reason is not None and seq.num_output
+        if seq.num_output <= ANCHOR:
+            return  # no match in it has a token after it
+        is_kept = self.sizes.has_recent and seq.finish_reason is not None
         if is_kept and self._num_waiting < self.sizes.max_indexed // 4:
             self._num_waiting += seq.num_output
             self._ended_jobs.append(_Job(seq.tokens[len(request.add.prompt) :], row.owner))

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from streamer.core.plan import Add, Facts, FinishReason
 from streamer.core.request import Request, Sequence
 from streamer.core.sampling import SamplingParams
+from streamer.core.speculation.index import ANCHOR
 from streamer.core.speculation.speculator import FIRST_TRIAL, INDEXED_A_STEP, Speculator
 from streamer.core.speculation.values import SpeculationSizes
 
@@ -143,6 +144,18 @@ def test_the_indexes_stay_within_their_bound() -> None:
     assert len(match.own.text) + len(TEXT) <= 200
     finished(speculator, small)
     assert proposed(speculator, begun(speculator, TEXT), *TEXT[:3])  # there is room again
+
+
+def test_an_output_too_short_to_propose_from_is_not_kept() -> None:
+    """Each salt would hold an index of its own, which counts as its tokens alone."""
+    speculator = Speculator(SIZES)
+    for length in (0, 1, ANCHOR, ANCHOR + 1):
+        seq = begun(speculator, (1,), salt=b"%d" % length)
+        seq.tokens += TEXT[:length]
+        finished(speculator, seq)
+    proposed(speculator, begun(speculator, (1,)), 5)
+    assert not speculator._ended_jobs
+    assert [salt for salt, _ in speculator._recent._young] == [b"%d" % (ANCHOR + 1)]
 
 
 def test_choices_of_a_request_share_the_index_of_its_prompt() -> None:
