@@ -209,6 +209,7 @@ class LLM:
         async def answer(prompt: Any, params: SamplingParams) -> Output:
             async with self._room.take(params.num_sequences):
                 text, ids = await encode(prompt)
+                await engine.compile(params)
                 stream = engine.submit(GenerateRequest(prompt=ids, params=params))
                 await stream.wait()  # leaving it, by an error elsewhere, cancels the request
             done()

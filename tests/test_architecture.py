@@ -66,12 +66,13 @@ ROOMS = {
     "config": _room(),
     "tokenizer": _room("", "tokenizers jinja2", lazy_packages="transformers", never="torch"),
     "core": _room("", never=OUTSIDE_WORLD),
+    "constraints": _room("core", "numpy", lazy_packages="llguidance"),
     "model": _room(
-        "kernels core tokenizer",
+        "kernels core constraints tokenizer",
         "torch transformers safetensors numpy regex rich",
         never="asyncio streamer.engine streamer.server",
     ),
-    "engine": _room("core tokenizer", lazy_rooms="build", never="torch"),
+    "engine": _room("core constraints tokenizer", lazy_rooms="build", never="torch"),
     "server": _room(
         "engine tokenizer core",
         "starlette uvicorn httptools prometheus_client websockets",

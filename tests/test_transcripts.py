@@ -18,7 +18,7 @@ import pytest
 from websockets.sync.client import connect
 from websockets.typing import Subprotocol
 
-from streamer.core.sampling import MAX_STOP_BYTES, Parameter, SamplingParams
+from streamer.core.sampling import MAX_STOP_BYTES, Grammar, Parameter, SamplingParams
 from streamer.server import security, tickets
 from streamer.server.openai.common import IN_BODIES, SamplingFields
 from streamer.server.responses import lanes, socket, socket_events
@@ -274,6 +274,7 @@ def values_of(parameter: Parameter) -> str:
         bool | Literal["never"]: 'bool or `"never"`',
         tuple[str, ...]: f"a text or up to {most}, each up to {MAX_STOP_BYTES:,} bytes",
         tuple[int, ...]: f"up to {most} token ids",
+        Grammar: "an object with one of `json`, `json_object`, `regex`, `choice`, `grammar`",
         dict[int, float]: f"up to {most} token ids, each to {bounds}",
     }
     default = getattr(SamplingParams(), parameter.name)

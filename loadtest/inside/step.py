@@ -34,6 +34,7 @@ from streamer.loadtest.table import terminal
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from streamer.constraints.grammars import Grammars
     from streamer.core.sizes import ModelInfo
     from streamer.engine.core import InFlight, Runner, Tokenizer
     from streamer.engine.engine import AsyncEngine
@@ -72,6 +73,9 @@ class TimedRunner:
     @property
     def depth(self) -> int:
         return self._inner.depth
+
+    def constrain(self, grammars: Grammars) -> None:
+        self._inner.constrain(grammars)
 
     def launch(self, plan: Plan) -> InFlight:
         """Work as a model would, then let the inner runner draw."""

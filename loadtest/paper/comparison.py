@@ -27,6 +27,7 @@ from streamer.core.sizes import sizes_of
 from streamer.core.view import SchedulerView, ViewQuery
 
 if TYPE_CHECKING:
+    from streamer.constraints.grammars import Grammars
     from streamer.core.sizes import ModelInfo
     from streamer.engine.core import InFlight, Runner
 
@@ -150,6 +151,9 @@ class Priced:
     @property
     def depth(self) -> int:
         return self._inner.depth
+
+    def constrain(self, grammars: Grammars) -> None:
+        self._inner.constrain(grammars)
 
     def launch(self, plan: Plan) -> InFlight:
         return self._inner.launch(plan)

@@ -40,8 +40,13 @@ BESIDE_BEAMS: Mapping[str, tuple[object, ...]] = {
     "frequency_penalty": (0,),
     "logit_bias": ({},),
     "logprobs": (None,),
+    "structured_outputs": (None,),
     "stop": ((),),
 }
+MAX_GRAMMAR_BYTES = 1 << 17
+# Of JSON that a model writes: a space, or a new line and its indentation. Not any number of them:
+# small models go on with spaces until their answer is cut.
+WHITESPACE = r"[ \t]?|\r?\n[ \t]{0,24}"
 SHOWN_BITS = 128  # a message spells out integers up to this length
 SHOWN_CHARS = 60
 MAX_ID = 1 << 62  # the vocabulary's own size is checked where it is known
@@ -66,6 +71,19 @@ class Field(msgspec.Struct, frozen=True):
     is_in_bodies: bool = True
     is_flag: bool = True
     is_of_model: bool = False
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """What an answer's text must match, as text: equal ones are compiled once.
+
+    kind        json (a schema), json_object (any), regex, choice (a JSON list of texts), grammar
+                (Lark)
+    whitespace  regular expression of what may stand between the tokens of JSON; empty: nothing
+    """
+
+    kind: str
+    text: str = ""
+    whitespace: str = WHITESPACE
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,6 +197,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             is_flag=False,
         ),
     ] = False
+    # a mapping is converted: see `grammar`
+    structured_outputs: Annotated[
+        Grammar | None,
+        Field(
+            "what the text must match, one of: json (a schema), json_object, regex, choice, "
+            "grammar (Lark)",
+            is_flag=False,
+        ),
+    ] = None
     # they stay in the token ids
     skip_special_tokens: Annotated[
         bool, Field("leave special tokens out of the text", is_flag=False)
@@ -332,6 +359,84 @@ def token_ids(name: str, value: object) -> tuple[int, ...]:
     return tuple(integer(f"{name}[{i}]", each, -MAX_ID, MAX_ID) for i, each in enumerate(ids))
 
 
+def grammar(name: str, value: object) -> Grammar:
+    """A Grammar, or vLLM's mapping with one of `json`, `regex`, `choice`, `grammar` and
+    `json_object`, and for JSON `disable_any_whitespace` or `whitespace_pattern`."""
+    if isinstance(value, Grammar):
+        return value
+    if not isinstance(value, Mapping):
+        raise _wrong(name, "an object", value)
+    given = {key: each for key, each in value.items() if each is not None and each is not False}
+    options = {key: given.pop(key) for key in _GRAMMAR_OPTIONS & given.keys()}
+    if unknown := given.keys() - _GRAMMAR_KINDS.keys():
+        field = f"{name}.{min(map(str, unknown)):.40}"
+        raise InvalidRequest(f"{field} is not supported by this server", param=field)
+    if len(given) != 1:
+        kinds = ", ".join(_GRAMMAR_KINDS)
+        raise InvalidRequest(f"{name} has exactly one of {kinds}", param=name)
+    ((kind, each),) = given.items()
+    field = f"{name}.{kind}"
+    source = _GRAMMAR_KINDS[kind](field, each)
+    if len(source.encode()) > MAX_GRAMMAR_BYTES:
+        raise InvalidRequest(
+            f"{field} has {len(source.encode())} bytes, the limit is {MAX_GRAMMAR_BYTES}",
+            param=field,
+        )
+    return Grammar(kind, source, _whitespace(name, options))
+
+
+_GRAMMAR_OPTIONS = frozenset(("disable_any_whitespace", "whitespace_pattern"))
+
+
+def _whitespace(name: str, options: Mapping[str, object]) -> str:
+    if flag(f"{name}.disable_any_whitespace", options.get("disable_any_whitespace", False)):
+        return ""
+    field = f"{name}.whitespace_pattern"
+    given = text(field, options.get("whitespace_pattern", WHITESPACE))
+    if len(given) > MAX_STOP_BYTES:
+        raise InvalidRequest(f"{field} has more than {MAX_STOP_BYTES} characters", param=field)
+    return given
+
+
+def _json_of(field: str, value: object) -> str:
+    """A JSON schema: as text, or as the value that the text means."""
+    if isinstance(value, str):
+        return text(field, value)
+    try:
+        return msgspec.json.encode(value).decode()
+    except (TypeError, ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise InvalidRequest(f"{field}: {reason}", param=field) from None
+
+
+def _choices_of(field: str, value: object) -> str:
+    choices = [text(f"{field}[{i}]", each) for i, each in enumerate(entries(field, value))]
+    if not choices or not all(choices):
+        raise InvalidRequest(f"{field} has one text or more, none empty", param=field)
+    return msgspec.json.encode(choices).decode()
+
+
+def _text_of(field: str, value: object) -> str:
+    found = text(field, value)
+    if not found:
+        raise InvalidRequest(f"{field} is empty", param=field)
+    return found
+
+
+def _any_object(field: str, value: object) -> str:
+    flag(field, value)
+    return ""
+
+
+_GRAMMAR_KINDS: Mapping[str, Callable[[str, object], str]] = {
+    "json": _json_of,
+    "json_object": _any_object,
+    "regex": _text_of,
+    "choice": _choices_of,
+    "grammar": _text_of,
+}
+
+
 def _within(name: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:  # NaN is not; an integer of any length compares exactly
         if isinstance(value, int) and value.bit_length() > SHOWN_BITS:
@@ -406,6 +511,10 @@ def _numbers_of_ids(parameter: Parameter, value: object) -> dict[int, float]:
     return found
 
 
+def _grammar(parameter: Parameter, value: object) -> Grammar:
+    return grammar(parameter.name, value)
+
+
 def _check_length(parameter: Parameter, length: int) -> None:
     name, limit = parameter.name, parameter.field.max_entries
     if length > limit:
@@ -420,6 +529,7 @@ _CHECK_OF: Mapping[Any, Callable[[Parameter, object], object]] = {
     tuple[str, ...]: _strings,
     tuple[int, ...]: _token_ids,
     dict[int, float]: _numbers_of_ids,
+    Grammar: _grammar,
 }
 
 PARAMETERS: Mapping[str, Parameter] = _parameters()

@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol
 
 from msgspec.structs import replace
 
+from streamer.constraints.grammars import Grammars
 from streamer.core.plan import Add, Command, Facts, Notice, Plan, StepOutput, StepResult, StepTimes
 from streamer.core.scheduler import Scheduler
 from streamer.core.sizes import ModelInfo
@@ -43,6 +44,10 @@ class Runner(Protocol):
 
     @property
     def depth(self) -> int: ...
+
+    def constrain(self, grammars: Grammars) -> None:
+        """The grammars of requests: called once, before the first plan."""
+        ...
 
     def launch(self, plan: Plan) -> InFlight:
         """Start a plan; plans come in order."""

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from streamer.config import Config
+from streamer.constraints.grammars import Grammars, Vocabulary
 from streamer.core.blocks import BlockHasher
 from streamer.core.plan import Cancel, Command, FinishReason, Pause, Resume, StepOutput, StepStats
 from streamer.core.sampling import SamplingParams, params_over
@@ -28,7 +29,7 @@ from streamer.core.sizes import ModelInfo, SchedulerConfig, sizes_of
 from streamer.core.view import SchedulerView, ViewQuery
 from streamer.engine.core import EngineCore, Inbox, Runner, Tokenizer
 from streamer.engine.gpu_thread import GpuThread
-from streamer.engine.prompts import Prompts
+from streamer.engine.prompts import LONG, Prompts
 from streamer.engine.refusals import (
     CLOSE_S,
     cut_off,
@@ -109,6 +110,7 @@ class AsyncEngine:
         self._sizes: SchedulerConfig | None = None
         self._first_stats = StepStats()
         self._special: Mapping[int, bytes] = {}
+        self._grammars: Grammars | None = None
         self._prompts = Prompts(config.watchdog_s / PROMPT_PART, self._die)
         self.view_feed = ViewFeed(self._command)
         self._streams = Registry(config.retain_s, config.retain_bytes)
@@ -227,7 +229,8 @@ class AsyncEngine:
         """Queue a request; its stream exists before anything runs.
 
         Checks everything first: raises InvalidRequest and ContextLengthExceeded for what can't be
-        served, Overloaded when it can't be now, EngineDead when it never will.
+        served, Overloaded when it can't be now, EngineDead when it never will. A grammar that
+        `compile` has not seen is compiled here, on the loop.
         """
         self._require_own_process()
         info, sizes, thread = self._info, self._sizes, self._thread
@@ -239,14 +242,28 @@ class AsyncEngine:
         if self._streams.is_taken(request.request_id):
             raise InvalidRequest(f"request {request.request_id} exists", param="request_id")
         self._streams.require_room(request.queue_needs, self.config.max_queue, sizes.max_num_seqs)
+        grammar, grammars = request.params.structured_outputs, self._grammars
+        compiled = grammars.compile(grammar) if grammar is not None and grammars else None
         hashes = self._prompts.hashes(request.prompt, request.cache_salt.encode())
         limits = limits_of(request, self.config)
         stream = TokenStream(request, limits, self, sizes.token_bytes, self._special)
+        if compiled is not None:
+            stream.observers.append(compiled.held)
         queue_position = self._streams.add(stream, request.queue_needs)
         thread.command(build_add(request, info, hashes, queue_position))
         if request.deadline_s is not None:
             self._end_at(stream, request.deadline_s)
         return stream
+
+    async def compile(self, params: SamplingParams, cache_salt: str = "") -> None:
+        """Compile the grammar of these parameters in the prompt pool, as `submit` needs it.
+
+        InvalidRequest names the part of it that can't be honoured.
+        """
+        grammar, grammars = params.structured_outputs, self._grammars
+        if grammar is not None and grammars is not None and grammars.find(grammar) is None:
+            work = partial(grammars.compile, grammar)
+            await self.in_pool(work, LONG + len(grammar.text), cache_salt)
 
     def require_room(self, needs: QueueNeeds) -> None:
         """Raise Overloaded if a request could not be queued now, before its prompt is made."""
@@ -281,10 +298,12 @@ class AsyncEngine:
         share fairly, salts share no blocks. Raises RequestFailed if a step fails the request.
         """
         ids = await self.encode(prompt, True, cache_salt) if isinstance(prompt, str) else prompt
+        params = self.default_params() if params is None else params
+        await self.compile(params, cache_salt)
         stream = self.submit(
             GenerateRequest(
                 prompt=tuple(ids),
-                params=self.default_params() if params is None else params,
+                params=params,
                 request_id=request_id or "",
                 priority=priority,
                 tenant=tenant,
@@ -414,6 +433,8 @@ class AsyncEngine:
         sizes = sizes_of(self.config, info, tokenizer.token_bytes())
         hasher = BlockHasher(info.block_size, secrets.token_bytes(32))
         scheduler = Scheduler(sizes, hasher)
+        self._grammars = Grammars(_vocabulary(tokenizer, info))
+        runner.constrain(self._grammars)
         self._tokenizer, self._info, self._sizes = tokenizer, info, sizes
         self._prompts.hasher = hasher if self.config.enable_prefix_caching else None
         self._prompts.max_tokens = info.max_model_len - 1
@@ -487,6 +508,15 @@ class AsyncEngine:
     def _unavailable(self) -> StreamerError:
         """The error of an engine that has ended, or is not loaded yet."""
         return ended_error(self.death) if self._state in ("dead", "closed") else loading()
+
+
+def _vocabulary(tokenizer: Tokenizer, info: ModelInfo) -> Vocabulary:
+    return Vocabulary(
+        tokenizer.token_bytes(),
+        tokenizer.special_bytes,
+        info.eos_token_ids,
+        partial(tokenizer.encode, add_special_tokens=False),
+    )
 
 
 async def _within(seconds: float, event: Awaitable[object]) -> bool:

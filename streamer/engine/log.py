@@ -40,7 +40,8 @@ def bytes_of_params(params: SamplingParams) -> int:
     choices = params.n * (CHOICE_BYTES + MATCH_BYTES * len(params.stop))
     stops = sum(STOP_BYTES + 8 * len(text) for text in params.stop)
     ids = BIAS_BYTES * len(params.logit_bias) + PROMPT_TOKEN_BYTES * len(params.stop_token_ids)
-    return choices + stops + ids
+    grammar = 0 if params.structured_outputs is None else len(params.structured_outputs.text)
+    return choices + stops + ids + grammar
 
 
 class Delta(msgspec.Struct, frozen=True, gc=False):

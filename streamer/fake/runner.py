@@ -192,6 +192,9 @@ class FakeRunner:
         self._has_logprobs = False
         self._facts = Facts()
 
+    def constrain(self, grammars: object) -> None:
+        """Its answers are fixed: they follow no grammar."""
+
     def launch(self, plan: Plan) -> FakeInFlight:
         """Take the plan's effects and draw; raises InvariantViolated if the plan does not fit."""
         if plan.number != self._facts.copies_done + 1:

@@ -72,6 +72,7 @@ class Api:
         tools = body.tool_definitions()
         keep = body.kept(service.engine.info.max_model_len, prepared.params.max_tokens)
         with service.bodies.used(prepared.tenant, prepared.num_bytes):
+            await service.compile(prepared)
             prompt = await service.encode_messages(
                 before,
                 salt=prepared.salt,
@@ -106,6 +107,7 @@ class Api:
         given = body.prompts()
         keep = body.kept(service.engine.info.max_model_len, params.max_tokens)
         with service.bodies.used(prepared.tenant, prepared.num_bytes):
+            await service.compile(prepared)
             prompts = [
                 await service.engine.encode(
                     p, add_special_tokens=is_special, cache_salt=salt, keep=keep

@@ -168,6 +168,11 @@ class Service:
         params = body.params(self.engine.info.generation_defaults)
         return Prepared(operation, scope, body, num_bytes, model, params, reading)
 
+    async def compile(self, prepared: Prepared[B]) -> None:
+        """Compile the grammar of the answer's text, if it has one."""
+        with named(prepared.body.names):
+            await self.engine.compile(prepared.params, prepared.salt)
+
     async def encode_messages(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from streamer.config import Config
+from streamer.constraints.grammars import Grammars
 from streamer.core.plan import Facts, Finish, FinishReason, Plan, StepOutput, StepResult
 from streamer.core.sampling import SamplingParams
 from streamer.core.sizes import ModelInfo
@@ -34,6 +35,9 @@ class Wrapped:
     @property
     def depth(self) -> int:
         return self.inner.depth
+
+    def constrain(self, grammars: Grammars) -> None:
+        self.inner.constrain(grammars)
 
     def launch(self, plan: Plan) -> InFlight:
         self.plans.append(plan)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from streamer.config import Config
+from streamer.constraints.grammars import Grammars
 from streamer.core.blocks import BlockHasher
 from streamer.core.plan import (
     Add,
@@ -39,6 +40,9 @@ class Recorder:
     @property
     def depth(self) -> int:
         return self.inner.depth
+
+    def constrain(self, grammars: Grammars) -> None:
+        self.inner.constrain(grammars)
 
     def launch(self, plan: Plan) -> InFlight:
         self.log.append(f"launch {plan.number}")

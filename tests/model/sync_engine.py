@@ -10,11 +10,13 @@ plans are launched before the oldest one's results are read.
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from streamer.config import Config
+from streamer.constraints.grammars import Grammars, Vocabulary
 from streamer.core.blocks import BlockHasher
 from streamer.core.plan import Add, Finish, Plan, StepStats, TokenLogprob
 from streamer.core.sampling import SamplingParams
@@ -25,7 +27,14 @@ from streamer.engine.core import InFlight
 from streamer.model.runner.load import load_runner
 from tests.model.where import Where
 
+END = 255  # of answers with a grammar
 GREEDY = SamplingParams(temperature=0.0)
+
+
+def _in_pairs(token_bytes: tuple[bytes, ...], text: str) -> list[int]:
+    """Token ids of a text's letters, two by two."""
+    pairs = (text[i : i + 2].encode() for i in range(0, len(text), 2))
+    return [token_bytes.index(pair) for pair in pairs if pair in token_bytes]
 
 
 class SyncEngine:
@@ -70,6 +79,9 @@ class SyncEngine:
             BlockHasher(self.info.block_size, b"k" * 32),
             speculation,
         )
+        if token_bytes:
+            encode = partial(_in_pairs, token_bytes)
+            self.runner.constrain(Grammars(Vocabulary(token_bytes, {}, (END,), encode)))
         self.depth = self.runner.depth if depth is None else depth
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.logprobs: dict[tuple[str, int], list[float]] = {}  # of those that asked for them

@@ -8,6 +8,7 @@ is proposed: tokens, log probabilities with their alternatives to the last bit, 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from streamer.core.speculation.speculator import Speculator
 from streamer.core.speculation.values import SpeculationSizes
 from streamer.kernels import ops
 from streamer.model import memory
-from tests.model.sync_engine import SyncEngine
+from tests.model.sync_engine import END, SyncEngine
 from tests.model.test_decoder import random_tokens
 from tests.model.test_parity import MIXED, RECOMPUTE, SWAP
 
@@ -46,6 +47,8 @@ class Ask(NamedTuple):
 
 
 P = SamplingParams
+LETTERS = {"regex": "(ab|ad|b[a-d]|[c-f]{2}|g[a-e]ba)*"}
+SHORT = {"grammar": 'start: "ab" word{3,5} "gc"\nword: "c" /[a-e]/ | "dd" "ee"+ | "fe"'}
 ASKS = [
     Ask(P(temperature=0.0), 40),
     Ask(P(seed=1, temperature=0.9)),
@@ -64,6 +67,11 @@ ASKS = [
     Ask(P(temperature=0.0, logprobs=1), shares=0),
     Ask(P(seed=11, temperature=0.8, top_p=0.95, top_k=60, min_p=0.01, repetition_penalty=1.1,
           logit_bias={3: 2.0}, min_tokens=5, logprobs=5, stop=STOPS[2:]), 49, (3, 77)),
+    Ask(P(seed=12, n=2, logprobs=2, structured_outputs=LETTERS, min_tokens=9), 21, (END,)),
+    Ask(P(temperature=0.0, structured_outputs=LETTERS, ignore_eos=True), 5),
+    Ask(P(seed=13, structured_outputs=SHORT, repetition_penalty=1.2, top_k=30), 33, (END, 3)),
+    Ask(P(temperature=0.0, structured_outputs=SHORT, logprobs=1, min_tokens=20), 8, (END,)),
+    Ask(P(seed=14, structured_outputs=LETTERS, stop=STOPS, temperature=1.3), 12, (END,)),
 ]  # fmt: skip
 
 Key = tuple[int, int]
@@ -154,6 +162,17 @@ def answers_of(engine: SyncEngine, i: int) -> dict[Key, Answer]:
     return found
 
 
+def check_grammar(ask: Ask, answer: Answer) -> None:
+    """The text is of the grammar, or may become so where it was cut."""
+    text = b"".join(TOKEN_BYTES[t] for t in answer.tokens if t not in (END, 3)).decode()
+    if ask.params.structured_outputs == P(structured_outputs=LETTERS).structured_outputs:
+        assert re.fullmatch(LETTERS["regex"] + "g?[a-e]?", text)
+    elif ask.params.structured_outputs is not None:
+        assert re.fullmatch("ab(c[a-e]|dd(ee)+|fe){3,5}gc", text)
+        assert answer.finish.reason is FinishReason.STOP
+        assert len(answer.tokens) >= ask.params.min_tokens
+
+
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def model(request: Any, checkpoint: Any) -> tuple[Path, dict[str, Any], dict[Key, Answer]]:
     """(folder, settings, each request's answers alone and without speculation)."""
@@ -164,6 +183,8 @@ def model(request: Any, checkpoint: Any) -> tuple[Path, dict[str, Any], dict[Key
         add(engine, i, answers)
         engine.run()
         answers |= answers_of(engine, i)
+    for key, answer in answers.items():
+        check_grammar(ASKS[key[0]], answer)
     reasons = [answer.finish.reason for answer in answers.values()]
     assert reasons.count(FinishReason.STOP) >= 3
     return folder, settings, answers

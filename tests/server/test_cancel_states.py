@@ -17,6 +17,7 @@ import httpx
 import msgspec
 import pytest
 
+from streamer.constraints.grammars import Grammars
 from streamer.core.plan import Facts, FinishReason, Plan, StepResult
 from streamer.core.sampling import SamplingParams
 from streamer.core.sizes import ModelInfo
@@ -61,6 +62,9 @@ class Gate:
 
     def open(self) -> None:
         self._is_open.set()
+
+    def constrain(self, grammars: Grammars) -> None:
+        self._inner.constrain(grammars)
 
     def launch(self, plan: Plan) -> InFlight:
         in_flight, gate = self._inner.launch(plan), self

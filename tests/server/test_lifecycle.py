@@ -222,6 +222,7 @@ class Breaking:
     def __init__(self, inner: Runner) -> None:
         self._inner, self.is_broken = inner, False
         self.depth, self.facts, self.close = inner.depth, inner.facts, inner.close
+        self.constrain = inner.constrain
 
     def launch(self, plan: Plan) -> InFlight:
         if self.is_broken:

@@ -11,6 +11,7 @@ import time
 import msgspec
 import torch
 
+from streamer.constraints.grammars import Grammars
 from streamer.core.plan import Facts, Plan, StepResult, check_moves
 from streamer.errors import InvariantViolated
 from streamer.kernels import ops
@@ -73,6 +74,10 @@ class CpuRunner:
         """Bytes of one KV block, all layers."""
         return self._block_bytes
 
+    def constrain(self, grammars: Grammars) -> None:
+        """See engine.core.Runner."""
+        self._sampler.grammars = grammars
+
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Done:
         """Apply the plan; an exception here ends the engine."""
@@ -103,6 +108,7 @@ class CpuRunner:
         empty = torch.empty(0)
         self._pool = self._host_pool = empty
         self._drafter = None
+        self._sampler.close()
         self.__dict__.pop("model", None)
 
     def _proposed(self, plan: Plan, result: StepResult) -> StepResult:
@@ -147,6 +153,8 @@ class CpuRunner:
             self._costs.saw_swap(time.perf_counter() - began, len(plan.swap_in))
 
     def _draw(self, number: int, inputs: StepInputs) -> StepResult:
+        if inputs.rows:
+            self._sampler.prepare(inputs.rows, inputs.draw_at, inputs.runs)
         logits, scores = self._logits(inputs), {}
         if logits is not None and inputs.scored is not None:
             scored, (logits, before) = inputs.scored, inputs.scored.split(logits)

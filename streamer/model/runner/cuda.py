@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from streamer.config import Config
+from streamer.constraints.grammars import Grammars
 from streamer.core.plan import OUT_OF_MEMORY, Facts, Plan, RowJoin, StepResult
 from streamer.core.sizes import MAX_SCORED, batched_tokens
 from streamer.errors import InvariantViolated
@@ -45,11 +46,13 @@ WARMED_CONTEXT = 1024  # tokens of a row of the steps that compile kernels
 
 class CudaInFlight:
     """A launched plan. `result`: copy of the drawn tokens on its way to the host, None if no row
-    draws; `scores`: the same of Scored.compute, None if no row scores; `is_lost`: the device's
-    memory was too little for it."""
+    draws; `scores`: the same of Scored.compute, None if no row scores; `logits`: those drawn from,
+    until they are; `is_lost`: the device's memory was too little for it; `is_followed`: constrained
+    rows are where its tokens led them."""
 
     __slots__ = (
-        "_collect", "began", "done", "draw", "inputs", "is_lost", "plan", "result", "scores"
+        "_collect", "began", "done", "draw", "inputs", "is_followed", "is_lost", "logits", "plan",
+        "result", "scores",
     )  # fmt: skip
 
     def __init__(
@@ -62,6 +65,8 @@ class CudaInFlight:
         self.began = began
         self.done = began
         self.is_lost = False
+        self.is_followed = False
+        self.logits: torch.Tensor | None = None
         self.result: torch.Tensor | None = None
         self.scores: torch.Tensor | None = None
         self._collect = collect
@@ -104,6 +109,7 @@ class CudaRunner:
         # Row that joined or verified, whose progress is to be sent -> its last token.
         self._joined: dict[int, int] = {}
         self._chosen: tuple[int, ...] = ()  # the rows that the device decodes
+        self._newest: CudaInFlight | None = None  # launched last
 
     @property
     def block_bytes(self) -> int:
@@ -151,6 +157,10 @@ class CudaRunner:
                 budget / memory.GIB,
             )
 
+    def constrain(self, grammars: Grammars) -> None:
+        """See engine.core.Runner."""
+        self._sampler.grammars = grammars
+
     @torch.inference_mode()
     def launch(self, plan: Plan) -> CudaInFlight:
         """Queue the plan. Without memory for it its rows fail; other exceptions end the engine.
@@ -181,6 +191,7 @@ class CudaRunner:
             self._device.free_bytes()  # gives back what torch keeps and does not use
         flight.done = main.record()
         self._launched = plan.number
+        self._newest = flight
         return flight
 
     def facts(self) -> Facts:
@@ -190,6 +201,8 @@ class CudaRunner:
     def close(self) -> None:
         """Free pools, graphs and weights, after all queued work."""
         self._device.synchronize()
+        self._newest = None
+        self._sampler.close()
         self._model.prepare(self._sizes.limits)  # it drops its graph, which refers to the model
         for name in ("_decodes", "_swaps", "_pool", "_state", "_model", "_sampler"):
             self.__dict__.pop(name, None)
@@ -219,9 +232,31 @@ class CudaRunner:
             raise InvariantViolated(f"plan {plan.number} is done, and its results did not come")
         if flight.draw is None or flight.result is None:
             return StepResult(plan.number, prompt_logprobs=scores)
+        self._follow(flight)
         drawn = self._sampler.finish(flight.draw, inputs.rows, flight.result)
         self._joined |= self._rows.drew(inputs, drawn.tokens)
         return step_result(plan.number, inputs, drawn, scores)
+
+    # ------------------------------------------------------------ grammars
+
+    def _masked(self, flight: CudaInFlight, draw: Draw) -> Draw:
+        """The flight's draw, with the masks of its constrained rows: they need the tokens of the
+        flight before, and are filled while the device computes this one's logits."""
+        if draw.layout.constrained:
+            if self._newest is not None:
+                self._follow(self._newest)
+            draw = flight.draw = self._sampler.mask(draw, flight.inputs.draw_at)
+        return draw
+
+    def _follow(self, flight: CudaInFlight) -> None:
+        """Constrained rows follow the flight's tokens, once; waits for them."""
+        draw = flight.draw
+        if flight.is_followed or flight.is_lost or draw is None or not draw.layout.constrained:
+            return
+        flight.done.wait()
+        if flight.result is not None:
+            self._sampler.follow(draw, len(flight.inputs.rows), flight.result)
+            flight.is_followed = True
 
     # ------------------------------------------------------------ changes sent to the device
 
@@ -298,12 +333,14 @@ class CudaRunner:
         changes = self._changes(flight.inputs)
         if len(changes[0]):
             self._change(flight.inputs, *self._send(changes))
-        draw = flight.draw
-        if draw is None:
+        count = len(flight.inputs.rows)
+        if flight.draw is None:
             return
+        self._device.main.run(partial(self._decodes.compute, count))
+        draw = self._masked(flight, flight.draw)
 
         def work() -> None:
-            logits, tokens = self._decodes.run(len(flight.inputs.rows), draw)
+            logits, tokens = self._decodes.draw(count, draw)
             flight.result = self._device.download(self._sampler.result(draw, logits, tokens))
 
         self._device.main.run(work)
@@ -332,12 +369,19 @@ class CudaRunner:
             ]
         )
         self._change(inputs, where, to)
-        self._device.main.run(partial(self._compute_mixed, flight, sent))
+        *computed, at, draw_at, parents, targets = sent
+        self._device.main.run(partial(self._compute_mixed, flight, computed, parents, targets))
+        if flight.draw is not None:
+            draw = self._masked(flight, flight.draw)
+            self._device.main.run(partial(self._draw_mixed, flight, draw, at, draw_at))
 
-    def _compute_mixed(self, flight: CudaInFlight, sent: list[torch.Tensor]) -> None:
-        tokens, positions, slots, owner, computing, last, *drawing, targets = sent
-        inputs, state, draw = flight.inputs, self._state, flight.draw
-        at, draw_at, parents = drawing
+    def _compute_mixed(
+        self, flight: CudaInFlight, sent: list[torch.Tensor],
+        parents: torch.Tensor, targets: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """The logits that the flight's rows draw from, and its scores."""
+        tokens, positions, slots, owner, computing, last = sent
+        inputs, state = flight.inputs, self._state
         logits = None
         if inputs.batch is not None:
             width = inputs.batch.block_tables.shape[1]
@@ -356,12 +400,18 @@ class CudaRunner:
             logits, before = inputs.scored.split(logits)
             found = inputs.scored.compute(before[:, : self._model.vocab_size], targets)
             flight.scores = self._device.download(found)
-        if logits is None or draw is None:
-            return
-        if inputs.parents:
+        if logits is not None and inputs.parents:
             logits = torch.cat([logits, logits[parents]])
+        flight.logits = logits
+
+    def _draw_mixed(
+        self, flight: CudaInFlight, draw: Draw, at: torch.Tensor, draw_at: torch.Tensor
+    ) -> None:
+        logits, flight.logits = flight.logits, None
+        if logits is None:
+            return
         drawn = self._sampler.draw(draw, logits, at.int(), draw_at)
-        state.latest.index_copy_(0, at, drawn.clamp(min=0).int())
+        self._state.latest.index_copy_(0, at, drawn.clamp(min=0).int())
         flight.result = self._device.download(self._sampler.result(draw, logits, drawn))
 
 

@@ -1,8 +1,9 @@
 """DecodeSteps: pure decodes at a ladder of sizes, each recorded as two launches.
 
 Owns the sizes' inputs and graphs and the buffers that they share. One launch makes the inputs from
-what the last step left on the device and computes logits; the other draws and advances the rows. If
-a row has a bias, a mask or penalties, drawing runs op by op instead. Called by runner/cuda.py.
+what the last step left on the device and computes logits; the other draws and advances the rows.
+If a row has a bias, a mask, penalties or a grammar, drawing runs op by op instead. Called by
+runner/cuda.py.
 """
 
 from __future__ import annotations
@@ -74,23 +75,30 @@ class DecodeSteps:
             self._recorded[n] = compute, draw
             advance()
 
-    def run(self, count: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
-        """One decode of the first `count` of state.chosen: their logits [count, V] and tokens.
+    def compute(self, count: int) -> None:
+        """The logits of one decode of the first `count` of state.chosen."""
+        self._of(count)[1][0]()
 
-        Both are overwritten by the next call.
+    def draw(self, count: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw from the logits that were computed last: those [count, V] and the tokens.
+
+        Both are overwritten by the next decode.
         """
-        n = bisect_left(self.sizes, count)
-        step = self._steps[n]
-        compute, draw_plain = self._recorded.get(n) or self._launches(step)
-        compute()
+        step, (_, draw_plain) = self._of(count)
         logits, tokens = self._logits[:count], self._drawn[:count]
         if draw.is_plain:
             draw_plain()
             return logits, tokens
         drawn = self._sampler.draw(draw, logits, step.chosen[:count], step.drawn_at[:count])
         tokens.copy_(drawn)
-        step.commit(self._drawn[: self.sizes[n]])
+        step.commit(self._drawn[: len(step.tokens)])
         return logits, tokens
+
+    def _of(self, count: int) -> tuple[DecodeStep, tuple[Launch, Launch]]:
+        """The smallest size that holds `count` rows, and its launches."""
+        n = bisect_left(self.sizes, count)
+        step = self._steps[n]
+        return step, self._recorded.get(n) or self._launches(step)
 
     def _launches(self, step: DecodeStep) -> tuple[Launch, Launch]:
         """What computes the step, and what draws; not stored, which would be a reference cycle."""

@@ -426,7 +426,10 @@ def step_result(
         return StepResult(number, inputs.rows, tuple(drawn.tokens), drawn.logprobs)
     order = inputs.at.argsort(kind="stable")
     order = order[found[order] >= 0]
-    failed = {inputs.rows[i]: NOT_FINITE for i in np.flatnonzero(found == FAILED).tolist()}
+    failed = {
+        inputs.rows[i]: drawn.errors.get(i, NOT_FINITE)
+        for i in np.flatnonzero(found == FAILED).tolist()
+    }
     logprobs = {
         n: drawn.logprobs[i] for n, i in enumerate(order.tolist()) if i in drawn.logprobs
     }  # fmt: skip

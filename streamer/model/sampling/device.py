@@ -8,7 +8,7 @@ formulas are sampling/host.py's. Called by runner/cuda.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from streamer.constraints.grammars import Grammars
+from streamer.constraints.masks import MaskFiller
 from streamer.core.plan import RowJoin
 from streamer.kernels import ops
 from streamer.kernels.philox import USE_SAMPLE
@@ -75,11 +77,20 @@ def _count(flat: torch.Tensor, at: torch.Tensor) -> None:
     flat.index_add_(0, at, torch.ones(1, device=flat.device).expand(len(at)))
 
 
+def _ban(x: torch.Tensor, at: torch.Tensor, words: torch.Tensor) -> None:
+    """-inf in rows `at` of the logits x where their bit is 0."""
+    ids = torch.arange(x.shape[1], device=x.device)
+    is_allowed = (words[:, ids >> 5] >> (ids & 31)) & 1
+    x[at] = torch.where(is_allowed > 0, x[at], -torch.inf)
+
+
 class Draw(NamedTuple):
     """What one step's drawing rows need beside their settings; tensors are on the device.
 
     bias        indices into the flattened logits, and the values to add
     mask        indices into the flattened logits that become -inf
+    masks       indices of rows with a grammar, and their words as in constraints.masks.Filled
+    errors      index -> why it has no mask
     penalties   indices of rows, their row slots, their settings [n, 1, 3]
     logprobs    indices of rows that asked for them
     runs        those of the step
@@ -97,15 +108,23 @@ class Draw(NamedTuple):
     runs: Sequence[Run] = ()
     more: torch.Tensor | None = None
     counted: tuple[torch.Tensor, torch.Tensor] | None = None
+    masks: tuple[torch.Tensor, torch.Tensor] | None = None
+    errors: Mapping[int, str] = {}
 
     @property
     def is_plain(self) -> bool:
         """Whether tokens are drawn from the logits as the model gave them."""
-        return self.bias is None and self.mask is None and self.penalties is None
+        is_edited = self.mask is not None or self.penalties is not None
+        return self.bias is None and not is_edited and not self.layout.constrained
 
 
 class DeviceSampler:
-    """Samples for up to max_rows resident rows; one instance a runner, on its thread."""
+    """Samples for up to max_rows resident rows; one instance a runner, on its thread.
+
+    grammars  needed before a row with one joins
+    """
+
+    grammars: Grammars | None = None
 
     def __init__(
         self, device: Device, kernels: ops.Backend, vocab_size: int, max_rows: int
@@ -124,10 +143,15 @@ class DeviceSampler:
         self._run_tokens: dict[int, list[int]] = {}  # and what rows drew in runs since
         self._rows: tuple[int, ...] = ()
         self._draw: Draw | None = None  # of those rows, without a mask
+        self._filler = MaskFiller(vocab_size)
+
+    def close(self) -> None:
+        """End its thread."""
+        self._filler.close()
 
     def join(self, join: RowJoin) -> None:
         """The row slot holds this sequence now; `prepare` sends it to the device."""
-        state = RowState(join, self._vocab_size)
+        state = RowState(join, self._vocab_size, self.grammars)
         self._table.put(join.row, state)
         if state.history is not None:
             self._uncounted[join.row] = state.history
@@ -158,6 +182,19 @@ class DeviceSampler:
             mask = self._device.upload(draw.layout.masked(below, self._vocab_size))
             draw = draw._replace(mask=mask)
         return self._with_runs(draw, rows, runs) if runs else draw
+
+    def mask(self, draw: Draw, positions: Ints) -> Draw:
+        """The draw with the masks of its constrained rows, filled here, which takes a while."""
+        filled = self._filler.fill(draw.layout.wanted(positions, draw.runs))
+        upload = self._device.upload
+        masks = upload(np.array(draw.layout.constrained)), upload(filled.words)
+        return draw._replace(masks=masks, errors=draw.layout.at_rows(filled.errors))
+
+    def follow(self, draw: Draw, count: int, result: torch.Tensor) -> None:
+        """Constrained rows follow what was drawn, given as `finish` gets it."""
+        tokens: list[int] = result[:count].long().tolist()
+        cut(tokens, draw.runs)
+        draw.layout.follow(tokens)
 
     def _send_counts(self) -> None:
         for row, history in list(self._uncounted.items()):
@@ -240,6 +277,8 @@ class DeviceSampler:
             flat.index_fill_(0, draw.mask, -torch.inf)
         if draw.penalties is not None:
             self._counts.penalise(x, *draw.penalties, draw.more)
+        if draw.masks is not None:
+            _ban(x, *draw.masks)
         tokens = self.draw_plain(x, slots, positions, has_filters=draw.has_filters)
         tokens = torch.where(best.isfinite(), tokens, -1)
         if draw.counted is not None:
@@ -270,7 +309,7 @@ class DeviceSampler:
             own, top = result[count : count + asked], result[count + asked :].view(2, asked, -1)
             ids: list[list[int]] = top[1].long().tolist()
             logprobs = logprobs_by_index(draw.layout, tokens, own.tolist(), top[0].tolist(), ids)
-        return outcome(draw.layout, tokens, logprobs)
+        return outcome(draw.layout, tokens, logprobs, dict(draw.errors))
 
     def _count_runs(self, draw: Draw, rows: tuple[int, ...], tokens: list[int]) -> None:
         """Count what was drawn by runs with penalties, of rows that still hold their sequence."""

@@ -6,13 +6,16 @@ calls `join` and `leave` for its rows and `sample` once a step. Uses no Plan, bl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from streamer.constraints.grammars import Grammars
+from streamer.constraints.masks import Filled, MaskFiller
 from streamer.core.plan import RowJoin, TokenLogprob
 from streamer.kernels import ops
 from streamer.kernels.philox import USE_SAMPLE
@@ -28,20 +31,38 @@ class SampleOutput(msgspec.Struct, frozen=True):
               row of a beam has candidates
     logprobs  index into tokens -> TokenLogprob, for rows that asked
     candidates  index into tokens -> as in StepResult
+    errors    index into tokens -> why it failed, where that is not its logits
     """
 
     tokens: list[int]
     logprobs: dict[int, TokenLogprob]
     candidates: dict[int, tuple[tuple[int, float], ...]] = {}
+    errors: dict[int, str] = {}
+
+
+class Step(NamedTuple):
+    """What draws depend on beside their logits and the rows' settings.
+
+    before  index -> tokens that the row's history lacks
+    masks   of the layout's constrained rows, in order
+    """
+
+    positions: Sequence[int] | NDArray[np.int64]
+    before: Mapping[int, Sequence[int]]
+    masks: Filled | None = None
 
 
 class Sampler:
     """Samples for up to max_rows resident rows; one instance a runner, on its thread.
 
     Order of processing, as vLLM: logit_bias and the min_tokens mask; repetition, then frequency
-    and presence penalties; temperature; min_p, top_k, top_p; Gumbel-max over what is left. Log
-    probabilities are of the logits as the model gave them.
+    and presence penalties; the grammar's mask; temperature; min_p, top_k, top_p; Gumbel-max over
+    what is left. Log probabilities are of the logits as the model gave them.
+
+    grammars  needed before a row with one joins
     """
+
+    grammars: Grammars | None = None
 
     def __init__(self, kernels: ops.CpuBackend, vocab_size: int, max_rows: int) -> None:
         self._kernels = kernels
@@ -51,6 +72,12 @@ class Sampler:
         self._layout: Layout | None = None
         self._version = 0  # of the table, when the layout was made
         self._draws = ops.Draws((), (), (), self._table.origin[:0])
+        self._filler = MaskFiller(vocab_size)
+        self._begun: Callable[[], Filled] | None = None  # masks for the next `sample`
+
+    def close(self) -> None:
+        """End its thread."""
+        self._filler.close()
 
     def sharing(self) -> Sampler:
         """Another sampler of the same rows, for `propose` with other lists of them."""
@@ -60,10 +87,21 @@ class Sampler:
 
     def join(self, join: RowJoin) -> None:
         """The row slot holds this sequence now."""
-        self._table.put(join.row, RowState(join, self.vocab_size))
+        self._table.put(join.row, RowState(join, self.vocab_size, self.grammars))
 
     def leave(self, row: int) -> None:
         self._table.remove(row)
+
+    def prepare(
+        self,
+        rows: Sequence[int],
+        positions: Sequence[int] | NDArray[np.int64],
+        runs: Sequence[Run] = (),
+    ) -> None:
+        """Begin to fill the masks of the next `sample`, which has the same arguments."""
+        layout = self._layout_of(rows)
+        if layout.constrained:
+            self._begun = self._filler.begin(layout.wanted(positions, runs))
 
     def sample(
         self,
@@ -81,8 +119,16 @@ class Sampler:
         layout, logits = self._layout_of(rows), self._narrow(logits)
         raw = logits[layout.logprobs].float() if layout.logprobs else None
         before = {i: tokens for run in runs for i, tokens in run.before()}
-        tokens = self._tokens(logits, layout, positions, before)
+        masks = None
+        if layout.constrained:
+            begun, self._begun = self._begun, None
+            masks = begun() if begun else self._filler.fill(layout.wanted(positions, runs))
+        tokens = self._tokens(logits, layout, Step(positions, before, masks))
         cut(tokens, runs)
+        errors = {}
+        if masks is not None:
+            layout.follow(tokens)
+            errors = layout.at_rows(masks.errors)
         for i in layout.edited:
             history = layout.states[i].history
             if history is not None and tokens[i] >= 0:
@@ -92,7 +138,7 @@ class Sampler:
             drawn = torch.tensor([tokens[i] for i in layout.logprobs])
             own, values, ids = (t.tolist() for t in top_logprobs(raw, drawn, layout.num_top))
             logprobs = logprobs_by_index(layout, tokens, own, values, ids)
-        return outcome(layout, tokens, logprobs)
+        return outcome(layout, tokens, logprobs, errors)
 
     def propose(
         self,
@@ -104,27 +150,28 @@ class Sampler:
         """What `sample` would draw from these logits, another model's, if each row had drawn the
         tokens of `before` first; FAILED as there. Nothing is remembered."""
         layout = self._layout_of(rows)
-        return self._tokens(self._narrow(logits), layout, positions, dict(enumerate(before)))
+        masks = None
+        if layout.constrained:
+            masks = self._filler.fill_last(layout.wanted_after(positions, before))
+        step = Step(positions, dict(enumerate(before)), masks)
+        return self._tokens(self._narrow(logits), layout, step)
 
     def _narrow(self, logits: torch.Tensor) -> torch.Tensor:
         return logits if logits.shape[1] == self.vocab_size else logits[:, : self.vocab_size]
 
-    def _tokens(
-        self,
-        logits: torch.Tensor,
-        layout: Layout,
-        positions: Sequence[int] | NDArray[np.int64],
-        before: Mapping[int, Sequence[int]],
-    ) -> list[int]:
-        """One token for each row of the layout, FAILED where there is none; before: index ->
-        tokens that its history lacks."""
+    def _tokens(self, logits: torch.Tensor, layout: Layout, step: Step) -> list[int]:
+        """One token for each row of the layout, FAILED where there is none."""
         best, best_ids = self._kernels.best(logits)
         is_finite = np.isfinite(best.numpy())
         bad: list[int] = [] if is_finite.all() else np.flatnonzero(~is_finite).tolist()
         tokens: list[int] = best_ids.tolist()
         if not layout.is_plain_greedy:
-            x = self._edited(logits, layout, positions, before, bad, tokens)
-            self._draw(x, layout, positions, tokens)
+            x = self._edited(logits, layout, step, bad, tokens)
+            self._draw(x, layout, step.positions, tokens)
+            if step.masks is not None:
+                at = layout.constrained
+                is_open = x[at, [tokens[i] for i in at]].isfinite().tolist()
+                bad += [i for i, has_token in zip(at, is_open, strict=True) if not has_token]
         for i in bad:
             tokens[i] = FAILED
         return tokens
@@ -146,23 +193,22 @@ class Sampler:
         self,
         logits: torch.Tensor,
         layout: Layout,
-        positions: Sequence[int] | NDArray[np.int64],
-        before: Mapping[int, Sequence[int]],
+        step: Step,
         bad: list[int],
         tokens: list[int],
     ) -> torch.Tensor:
         """The logits to draw from. `tokens` holds the argmax of each row of `logits`, and gets that
         of the greedy ones that are edited; those with all banned go to `bad`."""
-        if not (layout.edited or layout.floors):
+        if not (layout.edited or layout.floors or step.masks):
             return logits
         x = logits.float().contiguous()
         if bad:
             x[bad] = 0.0
-        touched = self._edit(x, layout, positions, before)
+        touched = self._edit(x, layout, step)
         if touched:
             for i, token in zip(touched, x[touched].argmax(-1).tolist(), strict=True):
                 tokens[i] = token
-        bad += self._masked_out(x, layout, positions)
+        bad += self._masked_out(x, layout, step.positions)
         return x
 
     def _draw(
@@ -192,23 +238,22 @@ class Sampler:
             x[closed] = 0.0
         return closed
 
-    def _edit(
-        self,
-        x: torch.Tensor,
-        layout: Layout,
-        positions: Sequence[int] | NDArray[np.int64],
-        before: Mapping[int, Sequence[int]],
-    ) -> list[int]:
-        """Bias, min_tokens mask and penalties, in place in x [S, V]; the greedy rows it touched."""
+    def _edit(self, x: torch.Tensor, layout: Layout, step: Step) -> list[int]:
+        """Bias, min_tokens mask, penalties and grammars, in place in x [S, V]; the greedy rows it
+        touched."""
         flat, vocab = x.view(-1), x.shape[1]
-        below = layout.below_floor(positions)
+        below = layout.below_floor(step.positions)
         if biases := layout.biases(vocab):
             ids, values = map(torch.from_numpy, biases)
             flat.index_add_(0, ids, values)
         if below:
             flat.index_fill_(0, torch.from_numpy(layout.masked(below, vocab)), -torch.inf)
-        _penalise(flat, vocab, layout, before)
-        edited = {*below, *layout.edited}
+        _penalise(flat, vocab, layout, step.before)
+        if step.masks is not None:
+            allowed = torch.from_numpy(step.masks.allowed(vocab))
+            for n, i in enumerate(layout.constrained):
+                x[i].masked_fill_(allowed[n] == 0, -torch.inf)
+        edited = {*below, *layout.edited, *layout.constrained}
         return [i for i in layout.greedy if i in edited]
 
 
@@ -281,9 +326,14 @@ def logprobs_by_index(
     return out
 
 
-def outcome(layout: Layout, tokens: list[int], logprobs: dict[int, TokenLogprob]) -> SampleOutput:
+def outcome(
+    layout: Layout,
+    tokens: list[int],
+    logprobs: dict[int, TokenLogprob],
+    errors: dict[int, str],
+) -> SampleOutput:
     """The step's output; of a beam's row the alternatives alone."""
     candidates = {i: logprobs.pop(i).top for i in layout.beams if i in logprobs}
     for i in candidates:
         tokens[i] = CUT
-    return SampleOutput(tokens, logprobs, candidates)
+    return SampleOutput(tokens, logprobs, candidates, errors)

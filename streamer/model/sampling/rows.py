@@ -7,14 +7,18 @@ sampling/host.py and sampling/device.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from streamer.constraints.grammars import Grammars
+from streamer.constraints.masks import Constraint, Wanted
 from streamer.core.beams.search import num_candidates
 from streamer.core.plan import RowJoin
+from streamer.errors import InvariantViolated
 from streamer.kernels.philox import seed_key
+from streamer.model.sampling.runs import Run
 
 
 class History:
@@ -81,6 +85,7 @@ class RowState:
         "bias_ids",
         "bias_values",
         "choice",
+        "constraint",
         "history",
         "key",
         "min_position",
@@ -89,7 +94,7 @@ class RowState:
         "stop_ids",
     )
 
-    def __init__(self, join: RowJoin, vocab_size: int) -> None:
+    def __init__(self, join: RowJoin, vocab_size: int, grammars: Grammars | None = None) -> None:
         params, tokens, num_prompt = join.params, join.tokens, join.num_prompt
         self.params = params
         self.choice = join.choice
@@ -103,6 +108,13 @@ class RowState:
         self.num_top = -1 if params.logprobs is None else params.logprobs
         if params.use_beam_search:  # which leaves out the ends that come too soon itself
             self.num_top, self.min_position = num_candidates(params.num_beams, len(ends)), 0
+        self.constraint: Constraint | None = None
+        if params.structured_outputs is not None:
+            if grammars is None:
+                raise InvariantViolated(f"{join.request_id} has a grammar, the runner has none")
+            compiled = grammars.compile(params.structured_outputs)
+            self.constraint = Constraint(compiled, join, vocab_size)
+            self.min_position = 0  # its mask sees to it
         self.history: History | None = None
         if params.has_penalties:
             # Only the repetition penalty looks at the prompt.
@@ -139,6 +151,7 @@ class RowTable:
         self.version = 0
         self.is_greedy = np.zeros(max_rows, bool)
         self.is_edited = np.zeros(max_rows, bool)
+        self.is_constrained = np.zeros(max_rows, bool)
         self.top_k = np.zeros(max_rows, np.int64)
         self.settings = np.zeros((max_rows, 3), np.float32)
         self.floor = np.zeros(max_rows, np.int64)
@@ -155,6 +168,7 @@ class RowTable:
         self.is_beam[row] = params.use_beam_search
         self.is_greedy[row] = params.is_greedy or params.use_beam_search
         self.is_edited[row] = state.is_edited
+        self.is_constrained[row] = state.constraint is not None
         self.top_k[row] = max(0, params.top_k)
         log_min_p = math.log(params.min_p) if params.min_p > 0.0 else -math.inf
         self.settings[row] = (params.temperature, params.top_p, log_min_p)
@@ -182,6 +196,7 @@ class Layout:
 
     slots        [rows] int64: the rows themselves
     edited       indices of rows with bias or history
+    constrained  indices of rows with a grammar
     floors       (index, first position without the min_tokens mask)
     greedy       indices of rows that take the argmax;  drawn: of the others
     logprobs     indices of rows that asked;  num_top: their largest number of alternatives
@@ -199,7 +214,44 @@ class Layout:
         self.beams = _where(table.is_beam[at])
         self.greedy = _where(is_greedy)
         self.drawn = _where(~is_greedy)
-        self.is_plain_greedy = not (self.drawn or self.edited or self.floors)
+        self.constrained = _where(table.is_constrained[at])
+        self.is_plain_greedy = not (self.drawn or self.edited or self.floors or self.constrained)
+
+    def wanted(
+        self, positions: Sequence[int] | NDArray[np.int64], runs: Sequence[Run]
+    ) -> list[Wanted]:
+        """The masks of `constrained`, in order, at these positions."""
+        starts = {run.first: run.tokens for run in runs}
+        found: list[Wanted] = []
+        end = 0  # of the run that the index before is in
+        for i in self.constrained:
+            constraint = self.states[i].constraint
+            if i >= end and constraint is not None:
+                tokens = starts.get(i, ())
+                end = i + 1 + len(tokens)
+                found.append(Wanted(constraint, int(positions[i]), tokens))
+        return found
+
+    def wanted_after(
+        self, positions: Sequence[int] | NDArray[np.int64], before: Sequence[Sequence[int]]
+    ) -> list[Wanted]:
+        """The masks of `constrained` at these positions, with those of the tokens before them."""
+        return [
+            Wanted(constraint, int(positions[i]) - len(before[i]), before[i])
+            for i in self.constrained
+            if (constraint := self.states[i].constraint) is not None
+        ]
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Constrained rows are where these tokens lead them; those of failed rows count nothing."""
+        for i in self.constrained:
+            constraint = self.states[i].constraint
+            if constraint is not None and tokens[i] >= 0:
+                constraint.drew(tokens[i])
+
+    def at_rows(self, errors: Mapping[int, str]) -> dict[int, str]:
+        """Errors by index among `constrained`, by index among all rows instead."""
+        return {self.constrained[n]: reason for n, reason in errors.items()}
 
     def below_floor(self, positions: Sequence[int] | NDArray[np.int64]) -> list[int]:
         """Indices of rows whose stop ids are masked at these positions."""

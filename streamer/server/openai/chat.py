@@ -85,7 +85,6 @@ FIELDS: Final[Table] = {
     "prompt_cache_options": refused(),
     "prompt_cache_retention": refused("in_memory"),
     "reasoning_effort": refused("none"),
-    "response_format": refused({"type": "text"}),
     "service_tier": refused("auto", "default"),
     "store": refused(False),
     "verbosity": refused("medium"),
@@ -296,7 +295,7 @@ class ChatRequest(PromptFields, kw_only=True):
     @property
     def names(self) -> dict[str, str]:
         """The prompt is `messages` here, and the limit has two names."""
-        names = {"prompt": "messages", "logprobs": "top_logprobs"}
+        names = {**super().names, "prompt": "messages", "logprobs": "top_logprobs"}
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
         return names

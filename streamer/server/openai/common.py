@@ -9,13 +9,13 @@ import contextlib
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from streamer.core.plan import Finish, FinishReason, TokenLogprob
-from streamer.core.sampling import PARAMETERS, Parameter, SamplingParams, params_over
+from streamer.core.sampling import PARAMETERS, Grammar, Parameter, SamplingParams, params_over
 from streamer.engine.refusals import SHUTDOWN, cut_off
 from streamer.engine.requests import MAX_PRIORITY
 from streamer.errors import InvalidRequest, RequestFailed, StreamerError
@@ -27,6 +27,7 @@ _FIELD = re.compile(r"([^.\[]*)(.*)", re.DOTALL)  # a path: its first name, and 
 MAX_DETACH_S = 86_400.0
 MAX_SALT = 256
 MAX_METADATA = 16
+MAX_SCHEMA_NAME = 512
 MAX_METADATA_KEY, MAX_METADATA_VALUE = 64, 512  # characters
 
 encode = msgspec.json.Encoder().encode
@@ -47,8 +48,8 @@ def _field_of(parameter: Parameter) -> tuple[str, Any, None]:
         about["exclusiveMinimum" if parameter.field.is_above else "minimum"], about["maximum"] = (
             parameter.field.bounds
         )
-    lists = {tuple[str, ...]: str | list[str], tuple[int, ...]: list[int]}
-    kind = lists.get(parameter.kind, parameter.kind)
+    kinds = {tuple[str, ...]: str | list[str], tuple[int, ...]: list[int], Grammar: dict[str, Any]}
+    kind = kinds.get(parameter.kind, parameter.kind)
     # The bounds are for the schema alone: SamplingParams checks them, for every caller.
     return parameter.name, Annotated[kind | None, Meta(extra_json_schema=about)], None
 
@@ -74,6 +75,11 @@ class SamplingFields(Sampled, kw_only=True):
         """Names of the engine's fields -> this body's names of them, where they differ."""
         return {}
 
+    @property
+    def format(self) -> TextFormat | None:
+        """The form of the answer's text that the body asks for in OpenAI's way, and its name."""
+        return None
+
 
 class Body(SamplingFields, kw_only=True):
     """What is common to all bodies that ask for an answer."""
@@ -84,6 +90,47 @@ class Body(SamplingFields, kw_only=True):
     def params(self, defaults: dict[str, float]) -> SamplingParams:
         """The sampling settings over the model's `defaults`, and all else checked."""
         raise NotImplementedError
+
+
+class TextFormat(NamedTuple):
+    """What a body's own field says of the answer's text.
+
+    grammar  as structured_outputs has it, None: any text;  field  the grammar's path in the body
+    """
+
+    grammar: dict[str, Any] | None
+    field: str
+
+
+class JsonSchema(msgspec.Struct):
+    """OpenAI's `json_schema`: the schema is followed, `strict` or not."""
+
+    name: Annotated[str, Meta(max_length=MAX_SCHEMA_NAME)] | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    """OpenAI's `response_format`; `schema` beside json_object is what others write."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | None = None
+
+    @property
+    def format(self) -> TextFormat:
+        """The grammar it stands for."""
+        if self.type == "text":
+            return TextFormat(None, "response_format")
+        if self.type == "json_object" and self.schema is None:
+            return TextFormat({"json_object": True}, "response_format")
+        if self.type == "json_object":
+            return TextFormat({"json": self.schema}, "response_format.schema")
+        if self.json_schema is None or self.json_schema.schema is None:
+            path = "response_format.json_schema" + (".schema" if self.json_schema else "")
+            raise InvalidRequest(f"{path} is required", param=path, code="missing_field")
+        return TextFormat({"json": self.json_schema.schema}, "response_format.json_schema.schema")
 
 
 class TextPart(msgspec.Struct):
@@ -112,9 +159,20 @@ class PromptFields(Body, kw_only=True):
     """Fields of chats and completions about the prompt and its tokens: vLLM's, and `prediction`."""
 
     prediction: Prediction | None = None
+    response_format: ResponseFormat | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     return_tokens_as_token_ids: bool | None = None
+
+    @property
+    def format(self) -> TextFormat | None:
+        """See SamplingFields."""
+        return None if self.response_format is None else self.response_format.format
+
+    @property
+    def names(self) -> dict[str, str]:
+        """See SamplingFields."""
+        return grammar_name(self.format)
 
     def check_prompt_logprobs(self) -> None:
         """Refuse them with `stream`: they are part of a whole answer, as in vLLM."""
@@ -181,6 +239,13 @@ def named(names: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
+def grammar_name(form: TextFormat | None) -> dict[str, str]:
+    """The name of the grammar in a body that has it in a field of its own."""
+    if form is None or form.grammar is None:
+        return {}
+    return dict.fromkeys((f"structured_outputs.{kind}" for kind in form.grammar), form.field)
+
+
 def sampling_params(
     body: SamplingFields,
     defaults: Mapping[str, float],
@@ -194,6 +259,14 @@ def sampling_params(
     given = ((p.name, getattr(body, p.name)) for p in IN_BODIES)
     values = {name: value for name, value in given if value is not None}
     values |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+    form = body.format
+    if form is not None and form.grammar is not None:
+        if "structured_outputs" in values:
+            raise InvalidRequest(
+                f"{form.field} and structured_outputs are two grammars for one text",
+                param="structured_outputs",
+            )
+        values["structured_outputs"] = form.grammar
     _check_extras(body)
     return params_over(defaults, {**values, "n": n})
 

@@ -58,7 +58,6 @@ FIELDS: Final[Table] = {
     **LABELS,
     "suffix": refused("", instead="a prompt with the model's own fill-in tokens does the same"),
     # vLLM's
-    "response_format": refused({"type": "text"}),
     "prompt_embeds": refused(),
 }
 
@@ -143,7 +142,8 @@ class CompletionRequest(PromptFields, kw_only=True):
             raise InvalidRequest("max_tokens: 0 requires echo: true", param="max_tokens")
         self._check_best_of()
         is_chosen = self.num_drawn > self.num_choices
-        with named({} if self.best_of is None else {"n": "best_of"}):
+        names = {} if self.best_of is None else {"n": "best_of"}
+        with named({**self.names, **names}):
             params = sampling_params(
                 self,
                 defaults,

@@ -50,6 +50,7 @@ def refused(*harmless: Any, instead: str = "") -> Rule:
 
 
 STOP: Final = "stop takes strings, stop_token_ids tokens"
+GRAMMAR: Final = "structured_outputs has json, regex, choice, grammar"
 SESSION: Final = "previous_response_id of /v1/responses continues a conversation"
 
 # Fields of the prompt and of sampling, beside those of SamplingFields.
@@ -60,22 +61,21 @@ SAMPLING: Final[Table] = {
     "allowed_token_ids": refused([]),
     "bad_words": refused([]),
     "logits_processors": refused([]),
-    "structured_outputs": refused(),
-    "guided_json": refused(),
-    "guided_regex": refused(),
-    "guided_choice": refused(),
-    "guided_grammar": refused(),
+    "guided_json": refused(instead=GRAMMAR),
+    "guided_regex": refused(instead=GRAMMAR),
+    "guided_choice": refused(instead=GRAMMAR),
+    "guided_grammar": refused(instead=GRAMMAR),
     "guided_decoding_backend": refused(),
-    "guided_whitespace_pattern": refused(),
+    "guided_whitespace_pattern": refused(instead=GRAMMAR),
     "structural_tag": refused(),
     "max_repetition_pattern_size": refused(0),
     "min_repetition_pattern_size": refused(0),
     "repetition_min_count": refused(0),
     # SGLang's and llama.cpp's names of the same and of more
-    "regex": refused(),
+    "regex": refused(instead=GRAMMAR),
     "ebnf": refused(),
     "grammar": refused(""),
-    "json_schema": refused(),
+    "json_schema": refused(instead=GRAMMAR),
     "stop_regex": refused([], instead=STOP),
     "no_stop_trim": refused(False),
     "lora_path": refused(),

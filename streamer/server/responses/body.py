@@ -15,8 +15,11 @@ from streamer.errors import InvalidRequest
 from streamer.server.context import TurnItem
 from streamer.server.openai.common import (
     MAX_METADATA_VALUE,
+    MAX_SCHEMA_NAME,
     Body,
+    TextFormat,
     check_metadata,
+    grammar_name,
     named,
     sampling_params,
 )
@@ -73,14 +76,25 @@ FIELDS: Final[Table] = {
     "prompt_cache_retention": refused("in_memory"),
     "reasoning": refused({}, {"effort": "none"}),
     "service_tier": refused("auto", "default"),
-    "text": refused(
-        {},
-        {"format": {"type": "text"}},
-        {"verbosity": "medium"},
-        {"format": {"type": "text"}, "verbosity": "medium"},
-    ),
     "truncation": refused("disabled"),
 }
+
+
+class Format(msgspec.Struct):
+    """OpenAI's `text.format`: a JSON schema is followed, `strict` or not."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Annotated[str, Meta(max_length=MAX_SCHEMA_NAME)] | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class TextSettings(msgspec.Struct):
+    """OpenAI's `text`."""
+
+    format: Format | None = None
+    verbosity: Literal["medium"] | None = None
 
 
 class InputText(msgspec.Struct, tag="input_text", tag_field="type"):
@@ -177,6 +191,7 @@ class ResponseCreate(Body, kw_only=True):
     """An input to respond to, and how: the fields that have an effect."""
 
     input: str | list[InputItem] | None = None
+    text: TextSettings | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
     top_logprobs: int | None = None
@@ -261,10 +276,24 @@ class ResponseCreate(Body, kw_only=True):
     def names(self) -> dict[str, str]:
         """Parameters of SamplingParams under their names in this body."""
         return {
+            **grammar_name(self.format),
             "prompt": "input",
             "max_tokens": "max_output_tokens",
             "logprobs": "top_logprobs",
         }
+
+    @property
+    def format(self) -> TextFormat | None:
+        """See SamplingFields."""
+        given = None if self.text is None else self.text.format
+        if given is None or given.type == "text":
+            return None
+        if given.type == "json_object":
+            return TextFormat({"json_object": True}, "text.format")
+        if given.schema is None:
+            path = "text.format.schema"
+            raise InvalidRequest(f"{path} is required", param=path, code="missing_field")
+        return TextFormat({"json": given.schema}, "text.format.schema")
 
     @property
     def wants_logprobs(self) -> bool:

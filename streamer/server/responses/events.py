@@ -32,6 +32,7 @@ from streamer.server.responses.types import (
     InputDetails,
     Item,
     ItemEvent,
+    ObjectFormat,
     OutputDetails,
     OutputItem,
     OwnUsage,
@@ -40,7 +41,9 @@ from streamer.server.responses.types import (
     Response,
     ResponseEvent,
     ResponseUsage,
+    SchemaFormat,
     StateEvent,
+    TextConfig,
     TextDone,
 )
 
@@ -48,6 +51,7 @@ if TYPE_CHECKING:
     from streamer.core.sampling import SamplingParams
     from streamer.engine.stream import Delta, TokenStream
     from streamer.server.context import Context
+    from streamer.server.responses.body import ResponseCreate
 
 STATUSES = {
     FinishReason.STOP: "completed",
@@ -97,7 +101,19 @@ def blank_response(
         background=bool(body.background),
         previous_response_id=body.previous_response_id,
         store=body.store is not False,
+        text=_text_of(body),
     )
+
+
+def _text_of(body: ResponseCreate) -> TextConfig:
+    given = None if body.text is None else body.text.format
+    if given is not None and given.type == "json_object":
+        return TextConfig(ObjectFormat())
+    if given is not None and given.type == "json_schema":
+        # `strict` as it holds: every schema is followed.
+        name, schema = given.name or "", given.schema or {}
+        return TextConfig(SchemaFormat(name, schema, description=given.description))
+    return TextConfig()
 
 
 class ResponseEvents:

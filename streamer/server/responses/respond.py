@@ -35,6 +35,7 @@ async def respond(
     """The stream of a new response; its body is checked and its caller admitted."""
     service.require_room(prepared.scope)  # before its prompt is made
     with service.bodies.used(prepared.tenant, prepared.num_bytes):
+        await service.compile(prepared)
         turn = await turn_of(service, prepared, response_id)
     service.admission.accept(prepared.tenant, [turn.prompt])
     if prepared.body.generate is False:

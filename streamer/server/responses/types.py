@@ -102,10 +102,23 @@ class TextFormat(msgspec.Struct, frozen=True, tag="text"):
     """Plain text."""
 
 
-class TextConfig(msgspec.Struct, frozen=True):
-    """The format of the text: always plain."""
+class ObjectFormat(msgspec.Struct, frozen=True, tag="json_object"):
+    """Any JSON object."""
 
-    format: TextFormat = TextFormat()
+
+class SchemaFormat(msgspec.Struct, frozen=True, tag="json_schema"):
+    """JSON of a schema."""
+
+    name: str
+    schema: dict[str, Any]
+    strict: bool = True
+    description: str | None = None
+
+
+class TextConfig(msgspec.Struct, frozen=True):
+    """The format of the text."""
+
+    format: TextFormat | ObjectFormat | SchemaFormat = TextFormat()
 
 
 class Response(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="response"):

@@ -42,11 +42,11 @@ from tests.model.runner.test_cpu import (  # the same Plans by hand, on late dev
     test_wrong_plans,
 )
 from tests.model.runner.test_scoring import check as check_scores
-from tests.model.sync_engine import GREEDY, SyncEngine
+from tests.model.sync_engine import END, GREEDY, SyncEngine
 from tests.model.test_beams import asks as searches
 from tests.model.test_beams import check as check_searches
 from tests.model.test_parity import MIXED, RECOMPUTE, SWAP
-from tests.model.test_speculation import Answer, Oracle
+from tests.model.test_speculation import TOKEN_BYTES, Answer, Oracle
 from tests.model.torch_ops import TorchOps
 from tests.model.where import Where
 
@@ -102,9 +102,11 @@ def serve(
     folder: Path, asks: list[Ask], params: list[SamplingParams], **settings: Any
 ) -> SyncEngine:
     """An engine that has answered all requests."""
-    engine = SyncEngine(folder, **settings)
+    engine = SyncEngine(folder, token_bytes=TOKEN_BYTES, **settings)
     for i, (prompt, count) in enumerate(asks):
-        engine.add(f"r{i}", prompt, count, params[i % len(params)])
+        one = params[i % len(params)]
+        ends = frozenset((END,) if one.structured_outputs else ())
+        engine.add(f"r{i}", prompt, count, one, stop_ids=ends)
     engine.run()
     return engine
 
@@ -278,6 +280,10 @@ KINDS = [
     SamplingParams(temperature=0.0, presence_penalty=0.9, frequency_penalty=0.7, logprobs=0),
     SamplingParams(temperature=0.9, min_p=0.05, logit_bias={5: 4.0, 9: -100.0, 11: 3.0}),
     SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.1, structured_outputs={"regex": "([a-f]b|cd)*"}, logprobs=1),
+    SamplingParams(
+        temperature=0.0, structured_outputs={"regex": "([ac]|gb)*(d|e)"}, presence_penalty=0.5
+    ),
 ]
 
 

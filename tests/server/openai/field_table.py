@@ -15,6 +15,7 @@ from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params, responses_client_event_param
 
 from tests.server.openai import field_effects as effects
+from tests.server.openai import grammar_effects
 from tests.server.support.calls import Asker
 
 Effect = Callable[[Asker, str], None]
@@ -42,10 +43,9 @@ class Refused(NamedTuple):
 
 Row = Honoured | Accepted | Refused
 
-TOOLS, GRAMMAR = "tools come later", "structured output comes later"
+TOOLS, GRAMMAR = "tools come later", "structured_outputs is there"
 MEDIA, HOSTED = "text only", "a service of OpenAI's platform, not of an engine"
 NEVER = "nothing from a request is run or rendered as a template"
-SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
 
 LABELS: dict[str, Row] = {
     "user": Accepted("someone", "a label for the operator's records"),
@@ -94,7 +94,7 @@ SAMPLING: dict[str, Row] = {
     "allowed_token_ids": Refused([5], GRAMMAR),
     "bad_words": Refused(["x"], GRAMMAR),
     "logits_processors": Refused(["x"], NEVER),
-    "structured_outputs": Refused({"json": {}}, GRAMMAR),
+    "structured_outputs": Honoured(grammar_effects.structured_outputs),
     "guided_json": Refused({}, GRAMMAR),
     "guided_regex": Refused("a+", GRAMMAR),
     "guided_choice": Refused(["a"], GRAMMAR),
@@ -161,7 +161,7 @@ CHAT: dict[str, Row] = {
     "prompt_cache_options": Refused({"a": 1}, HOSTED),
     "prompt_cache_retention": Refused("24h", HOSTED),
     "reasoning_effort": Refused("high", "models that reason come later"),
-    "response_format": Refused(SCHEMA, GRAMMAR),
+    "response_format": Honoured(grammar_effects.response_format),
     "service_tier": Refused("priority", HOSTED),
     "store": Refused(True, "streams of chats are found by id, whole answers are not stored"),
     "tool_choice": Honoured(effects.tool_choice),
@@ -196,7 +196,7 @@ COMPLETIONS: dict[str, Row] = {
     "echo": Honoured(effects.echo),
     "best_of": Honoured(effects.best_of),
     "suffix": Refused("x", "models that fill in come later"),
-    "response_format": Refused(SCHEMA, GRAMMAR),
+    "response_format": Honoured(grammar_effects.response_format),
     "prompt_embeds": Refused("AAAA", "prompts are text or token ids"),
 }
 
@@ -229,7 +229,7 @@ RESPONSES: dict[str, Row] = {
     "service_tier": Refused("priority", HOSTED),
     "store": Honoured(effects.store),
     "stream": Honoured(effects.streams),
-    "text": Refused({"format": {"type": "json_object"}}, GRAMMAR),
+    "text": Honoured(grammar_effects.text_format),
     "tool_choice": Honoured(effects.tool_choice),
     "tools": Honoured(effects.tools),
     "truncation": Refused("auto", "a prompt too long is refused, not cut"),

@@ -66,6 +66,19 @@ export interface CreateOptions {
   include_obfuscation?: boolean | null;
 }
 
+export interface Format {
+  type: "text" | "json_object" | "json_schema";
+  name?: string | null;
+  schema?: Record<string, unknown> | null;
+  strict?: boolean | null;
+  description?: string | null;
+}
+
+export interface TextSettings {
+  format?: Format | null;
+  verbosity?: "medium" | null;
+}
+
 /** Continue the parent's answer after its first `at` tokens, then `text` if given. */
 export interface Fork {
   at: number;
@@ -79,6 +92,7 @@ export interface ResponseCreate {
   tools?: GivenToolOfResponse[] | null;
   tool_choice?: "auto" | "none" | "required" | NamedChoice | null;
   input?: string | InputItem[] | null;
+  text?: TextSettings | null;
   model?: string | null;
   instructions?: string | null;
   max_output_tokens?: number | null;
@@ -126,6 +140,7 @@ export interface ResponseCreate {
   beam_width?: number | null;
   length_penalty?: number | null;
   early_stopping?: boolean | "never" | null;
+  structured_outputs?: Record<string, unknown> | null;
   skip_special_tokens?: boolean | null;
   speculation?: boolean | null;
   return_token_ids?: boolean | null;
@@ -265,8 +280,20 @@ export interface TextFormat {
   type: "text";
 }
 
+export interface ObjectFormat {
+  type: "json_object";
+}
+
+export interface SchemaFormat {
+  type: "json_schema";
+  name: string;
+  schema: Record<string, unknown>;
+  strict: boolean;
+  description: string | null;
+}
+
 export interface TextConfig {
-  format: TextFormat;
+  format: TextFormat | ObjectFormat | SchemaFormat;
 }
 
 export interface Response {

@@ -1,0 +1,1 @@
+"""What an answer's text must match: grammars compiled by llguidance, and masks of tokens."""

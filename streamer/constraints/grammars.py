@@ -1,0 +1,202 @@
+"""Grammars: what requests ask of their answers' text, compiled for one model's vocabulary.
+
+Owns the vocabulary as llguidance has it and a bounded cache of compiled grammars. `compile` may be
+called from any thread; the engine calls it in its prompt pool, the runner when a row joins.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import msgspec
+
+from streamer.core.sampling import Grammar
+from streamer.errors import InvalidRequest
+
+if TYPE_CHECKING:  # its 8 MB are loaded for the first grammar
+    import llguidance
+
+MAX_DEPTH = 64  # brackets within brackets, of any kind of grammar
+MAX_KEPT = 128  # compiled grammars that no live request has
+MAX_REASON = 500  # characters
+# Of one grammar. A lexer's state takes 1 to 2 KB, and every row has a copy of them.
+LIMITS: Mapping[str, Any] = {
+    "initial_lexer_fuel": 500_000,  # 50,000 a millisecond
+    "step_lexer_fuel": 100_000,  # 14,000 a millisecond
+    "step_max_items": 25_000,  # 20,000 a millisecond
+    "max_lexer_states": 10_000,
+    "max_grammar_size": 100_000,
+    "verbose_errors": False,
+}
+JSON_OBJECT = '{"type":"object"}'
+_BRACKET = re.compile(r"[\[({]|[\])}]")
+
+
+class Vocabulary:
+    """A model's tokens, in the form that llguidance.LLTokenizer reads.
+
+    tokens   bytes of each token id; special ones have none
+    special  special token id -> its bytes
+    encode   a text's token ids
+    """
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(
+        self,
+        tokens: Sequence[bytes],
+        special: Mapping[int, bytes],
+        end_ids: Sequence[int],
+        encode: Callable[[str], list[int]],
+    ) -> None:
+        size = 1 + max((len(tokens) - 1, *special, *end_ids))
+        self.tokens = [*tokens, *[b""] * (size - len(tokens))]
+        for token, name in special.items():
+            self.tokens[token] = b"\xff" + name  # no text has this byte: only the token matches
+        for token in set(end_ids).difference(special):
+            self.tokens[token] = b"\xff<end %d>" % token
+        self.end_ids = tuple(end_ids)
+        self.eos_token_id = end_ids[0] if end_ids else None
+        self.special_token_ids = sorted({*special, *end_ids})
+        self._encode = encode
+
+    def __call__(self, text: str) -> list[int]:
+        return self._encode(text)
+
+
+class Compiled:
+    """A grammar that a row may follow."""
+
+    __slots__ = ("__weakref__", "_matcher", "end_ids")
+
+    def __init__(self, matcher: llguidance.LLMatcher, end_ids: tuple[int, ...]) -> None:
+        self._matcher = matcher
+        self.end_ids = end_ids
+
+    def held(self, _: object) -> None:
+        """Does nothing: who will call it keeps the grammar compiled until then."""
+
+    def matcher(self) -> llguidance.LLMatcher:
+        """A matcher at the beginning of the text."""
+        return self._matcher.deep_copy()
+
+
+class Grammars:
+    """Compiles for one vocabulary; those of live requests and MAX_KEPT more are remembered."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._lock = threading.Lock()
+        self._tokenizer: llguidance.LLTokenizer | None = None
+        self._known: WeakValueDictionary[Grammar, Compiled] = WeakValueDictionary()
+        self._kept: OrderedDict[Grammar, Compiled] = OrderedDict()
+
+    def find(self, grammar: Grammar) -> Compiled | None:
+        """The grammar, if it is compiled."""
+        with self._lock:
+            return self._known.get(grammar)
+
+    def compile(self, grammar: Grammar) -> Compiled:
+        """The grammar, compiled here if need be; InvalidRequest says what can't be honoured."""
+        found = self.find(grammar)
+        if found is None:
+            found = self._compile(grammar)
+        with self._lock:
+            found = self._known.setdefault(grammar, found)
+            self._kept[grammar] = found
+            self._kept.move_to_end(grammar)
+            if len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
+        return found
+
+    def _compile(self, grammar: Grammar) -> Compiled:
+        import llguidance
+
+        _check_depth(grammar)
+        if not self._vocabulary.end_ids:
+            raise refusal(grammar, "the model has no token that ends an answer")
+        matcher = llguidance.LLMatcher(
+            self._tokens(),
+            source_of(grammar),
+            log_level=0,
+            limits=llguidance.LLParserLimits(**LIMITS),
+        )
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # limits of the first step are found here, not in it
+        if matcher.is_error():
+            raise refusal(grammar, matcher.get_error())
+        return Compiled(matcher, self._vocabulary.end_ids)
+
+    def _tokens(self) -> llguidance.LLTokenizer:
+        """The vocabulary's prefix tree: made with the first grammar, 0.3 s for 150,000 tokens."""
+        import llguidance
+
+        with self._lock:
+            if self._tokenizer is None:
+                vocabulary: Any = self._vocabulary
+                ends = list(self._vocabulary.end_ids)
+                self._tokenizer = llguidance.LLTokenizer(vocabulary, eos_token=ends)
+            return self._tokenizer
+
+
+def source_of(grammar: Grammar) -> str:
+    """The grammar as llguidance reads it; InvalidRequest for what is not even well formed."""
+    from llguidance import LLMatcher
+
+    text = grammar.text
+    source: Any
+    if grammar.kind in ("json", "json_object"):
+        schema = _schema(JSON_OBJECT if grammar.kind == "json_object" else text, grammar)
+        options: Any = {"whitespace_pattern": grammar.whitespace}
+        if not grammar.whitespace:
+            options = {"whitespace_flexible": False}
+        source = LLMatcher.grammar_from_json_schema(schema, overrides=options)
+    elif grammar.kind == "regex":
+        source = LLMatcher.grammar_from_regex(text)
+    elif grammar.kind == "choice":
+        choices = msgspec.json.decode(text, type=list[str])
+        quoted = (msgspec.json.encode(choice).decode() for choice in choices)
+        source = LLMatcher.grammar_from_lark("start: " + " | ".join(quoted))
+    else:
+        source = LLMatcher.grammar_from_lark(text)
+    return str(source)
+
+
+def _schema(text: str, grammar: Grammar) -> str:
+    """The schema as a JSON object: true and false, which are schemas too, in another form."""
+    try:
+        found = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise refusal(grammar, str(error)) from None
+    if isinstance(found, bool):
+        return "{}" if found else '{"enum":[]}'
+    if not isinstance(found, dict):
+        raise refusal(grammar, f"a schema is an object, got {type(found).__name__}")
+    found.pop("x-guidance", None)  # settings of llguidance, which are not a caller's
+    return msgspec.json.encode(found).decode()
+
+
+def refusal(grammar: Grammar, reason: str) -> InvalidRequest:
+    """The error for a grammar that can't be honoured; `reason` has the keyword or the place."""
+    what = {"json": "the JSON schema", "grammar": "the Lark grammar"}.get(grammar.kind)
+    reason = reason.replace("<non-verbose/>", "").strip()[:MAX_REASON]
+    return InvalidRequest(
+        f"{what or 'the ' + grammar.kind} can't be honoured: {reason}",
+        param=f"structured_outputs.{grammar.kind}",
+        code="unsupported_grammar",
+    )
+
+
+def _check_depth(grammar: Grammar) -> None:
+    """Refuse brackets nested too deeply, before parsers that recurse see them."""
+    depth = 0
+    for match in _BRACKET.finditer(grammar.text):
+        depth = depth + 1 if match[0] in "[({" else max(0, depth - 1)
+        if depth > MAX_DEPTH:
+            raise refusal(grammar, f"it is nested more than {MAX_DEPTH} deep")
