@@ -367,6 +367,8 @@ class KVManager:
 
         A device copy is taken where the hash is still found. Host blocks are given back: clean
         copies stay findable there. Device blocks are published again when the copies are done.
+        The blocks of known tokens that are not computed yet are taken as well: if another request
+        got them while the copies run, it would be preempted for them, and so on in turns.
         """
         if self.swap_in_need(seqs) > self.device.num_free:
             return None
@@ -392,6 +394,9 @@ class KVManager:
             partial = seq.num_computed % self.block_size and seq.blocks
             if partial and self.device.ref_count(seq.blocks[-1]) > 1:
                 seq.shares_tail = True
+        for seq in seqs:
+            missing = num_blocks_for(seq.num_tokens, self.block_size) - len(seq.blocks)
+            seq.blocks += [self._take_one() for _ in range(missing)]
         return moves
 
     def _device_copy(self, seq: Sequence, i: int) -> int | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from streamer.core.plan import Add, Facts
 from streamer.core.preemption import MAX_PREEMPTIONS, choose_victim, is_swap_cheaper
-from streamer.core.request import Event, Request
+from streamer.core.request import Event, Request, Status
 from streamer.core.sampling import SamplingParams
+from tests.core.driver import SWAP, Driver, make_config
 
 
 def request(
@@ -69,3 +70,23 @@ def test_swap_and_recompute_are_compared_in_seconds() -> None:
     size = {"blocks_out": 8, "blocks_in": 8, "block_bytes": 1000, "facts": facts}
     assert is_swap_cheaper(num_tokens=21, **size)  # type: ignore[arg-type]
     assert not is_swap_cheaper(num_tokens=19, **size)  # type: ignore[arg-type]
+
+
+def test_a_prompt_that_was_swapped_out_comes_back_with_room_for_all_of_it() -> None:
+    """Else a request that follows it takes that room, is preempted for it, and so on in turns."""
+    driver = Driver(make_config(num_blocks=12, max_num_batched_tokens=8), costs=SWAP)
+    long = driver.add(list(range(40)), max_tokens=4)
+    driver.step()
+    driver.add([90] * 20, max_tokens=4, priority=-1)
+    driver.step()
+    assert driver.status(long) in (Status.SWAPPING_OUT, Status.SWAPPED)
+    driver.add([80] * 20, max_tokens=4)
+    for _ in range(40):
+        driver.launch()
+        if driver.status(long) is Status.SWAPPING_IN:
+            break
+        driver.collect()
+    (seq,) = driver.scheduler.state.requests.by_id[long].sequences
+    assert seq.num_computed < 40 <= 4 * len(seq.blocks)
+    driver.drain()
+    assert sum(driver.scheduler.state.requests.counts.values()) == 3
