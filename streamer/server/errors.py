@@ -10,12 +10,14 @@ import re
 from typing import Final
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from streamer.errors import Overloaded, StreamerError
 
 MAX_ECHO: Final = 200  # characters of what a client sent
 MAX_MESSAGE: Final = 1000  # characters of a message
 
+NO_THREADS: Final = "thread_unsupported_request"  # Anthropic's clients then send all messages
 OVERLOADED: Final = 529  # Anthropic's status instead of 503, where waiting helps
 _TYPES: Final = {  # Anthropic's, by status
     401: "authentication_error",
@@ -59,11 +61,22 @@ def error_body(error: StreamerError) -> bytes:
 # ---------------------------------------------------------------- Anthropic's and Ollama's forms
 
 
+class ErrorDetails(msgspec.Struct, frozen=True):
+    """A code for programs, and what the server can't do."""
+
+    error_code: str
+    unsupported: tuple[str, ...] = ()
+
+
 class AnthropicError(msgspec.Struct, frozen=True):
-    """What is wrong, in Anthropic's words."""
+    """What is wrong, in Anthropic's words.
+
+    details  of errors that Anthropic's clients recover from
+    """
 
     type: str
     message: str
+    details: ErrorDetails | UnsetType = UNSET
 
 
 class AnthropicErrorBody(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
@@ -90,7 +103,9 @@ def anthropic_error(error: StreamerError) -> tuple[int, bytes]:
     """Status and body of an error, as Anthropic has them."""
     status = OVERLOADED if isinstance(error, Overloaded) and error.status == 503 else error.status
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return status, msgspec.json.encode(AnthropicErrorBody(AnthropicError(kind, said(error))))
+    details = ErrorDetails(NO_THREADS) if error.code == NO_THREADS else UNSET
+    body = AnthropicErrorBody(AnthropicError(kind, said(error), details))
+    return status, msgspec.json.encode(body)
 
 
 def ollama_error(error: StreamerError) -> bytes:

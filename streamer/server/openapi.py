@@ -232,7 +232,7 @@ ROUTES: Final = (
         "/api/chat",
         "Ollama's: continue a conversation",
         body=ollama.ChatRequest,
-        fields=ollama.CHAT_FIELDS,
+        fields=ollama.FIELDS,
         answer=ollama_types.ChatAnswer,
         stream=JSON_LINES_TYPE,
         statuses=ANSWERED,

@@ -16,6 +16,7 @@ from streamer.core.sampling import SamplingParams
 from streamer.server.admission import tenant_of
 from streamer.server.openai.common import Body
 from streamer.server.openai.fields import Reader
+from streamer.server.parsing.tools import Parsing
 from streamer.server.telemetry.records import Operation, Transport
 
 B = TypeVar("B", bound=Body)
@@ -49,6 +50,7 @@ class Prepared(msgspec.Struct, Generic[B], frozen=True):
 
     num_bytes  of the body as it came
     model      the name it is served by
+    parsing    how the answer is read, where no Context says so; None: all of it is prose
     """
 
     operation: Operation
@@ -58,6 +60,7 @@ class Prepared(msgspec.Struct, Generic[B], frozen=True):
     model: str
     params: SamplingParams
     reading: Reading
+    parsing: Parsing | None = None
 
     def within(self, context: int, num_prompt: int) -> Prepared[B]:
         """The same, for an answer that fits: max_tokens beyond the context is as much as fits.

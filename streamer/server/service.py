@@ -205,15 +205,7 @@ class Service:
 
         Raises InvalidRequest for tools where the format of the model's calls is not known.
         """
-        if self._format is None:
-            tokenizer, config = self.engine.tokenizer, self.config
-            found = find_format(
-                tokenizer.templates, config.tool_call_parser, config.reasoning_parser
-            )
-            marks = {mark.encode() for mark in found.markers}
-            shown = (i for i, text in tokenizer.special_bytes.items() if text in marks)
-            self._format = found, frozenset(shown)
-        form, shown_ids = self._format
+        form, shown_ids = self.format
         if not tools:
             form = msgspec.structs.replace(form, calls=None)
         elif form.calls is None:
@@ -227,6 +219,19 @@ class Service:
             return None
         schemas = {tool.name: tool.parameters for tool in tools}
         return Parsing(form, schemas, self._opens_reasoning(form, prompt), max_calls, shown_ids)
+
+    @property
+    def format(self) -> tuple[Format, frozenset[int]]:
+        """What the model's answers may have besides prose, and the special tokens of that."""
+        if self._format is None:
+            tokenizer, config = self.engine.tokenizer, self.config
+            found = find_format(
+                tokenizer.templates, config.tool_call_parser, config.reasoning_parser
+            )
+            marks = {mark.encode() for mark in found.markers}
+            shown = (i for i, text in tokenizer.special_bytes.items() if text in marks)
+            self._format = found, frozenset(shown)
+        return self._format
 
     def _opens_reasoning(self, form: Format, prompt: Sequence[int]) -> bool:
         if form.think is None:
@@ -311,7 +316,7 @@ class Service:
         detach_s = reading.detach_s if body.detach_s is None else body.detach_s
         window = self.config.stream_window if reading.window is None else reading.window
         is_whole = reading.transport == "http" and not is_alone
-        parsing = None if context is None else context.parsing
+        parsing = prepared.parsing if context is None else context.parsing
         request = GenerateRequest(
             prompt=prompt,
             params=prepared.params,

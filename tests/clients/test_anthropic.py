@@ -1,9 +1,11 @@
-"""Anthropic's package, unchanged: create, the stream helper, counts, errors, several at once."""
+"""Anthropic's package, unchanged: create, the stream helper, counts, tool runner, errors."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -101,3 +103,46 @@ def test_refusals_are_its_exceptions(client: anthropic.Anthropic, server_with: A
         assert known.messages.create(**asking("count to 2")).usage.output_tokens == 3
         with pytest.raises(anthropic.RateLimitError):
             known.messages.create(**asking("count to 2"))
+
+
+SCRIPT = [
+    {"when": "18 degrees in Bern", "answer": "It is 18 degrees."},
+    {
+        "when": "weather",
+        "answer": "<think>\nI look.\n</think>\n\n<tool_call>\n"
+        '{"name": "get_weather", "arguments": {"city": "Bern"}}\n</tool_call>',
+    },
+]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_the_tool_runner_runs_tools(tmp_path: Path, server_with: Any, is_streamed: bool) -> None:
+    script = tmp_path / "script.json"
+    script.write_text(json.dumps(SCRIPT))
+    server = server_with(script=str(script))
+    seen: list[str] = []
+
+    @anthropic.beta_tool
+    def get_weather(city: str) -> str:
+        """The weather of a city.
+
+        Args:
+            city: its name
+        """
+        seen.append(city)
+        return f"18 degrees in {city}"
+
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        asked = asking("How is the weather?", tools=[get_weather])
+        if is_streamed:
+            messages = [
+                stream.get_final_message()
+                for stream in client.beta.messages.tool_runner(**asked, stream=True)
+            ]
+        else:
+            messages = list(client.beta.messages.tool_runner(**asked))
+    first, last = messages
+    assert [block.type for block in first.content] == ["thinking", "tool_use"]
+    assert first.stop_reason == "tool_use"
+    assert [block.to_dict()["text"] for block in last.content] == ["It is 18 degrees."]
+    assert seen == ["Bern"]

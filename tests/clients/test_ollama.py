@@ -1,9 +1,11 @@
-"""Ollama's package, unchanged: chat, generate, streams of both, list, show, ps, errors."""
+"""Ollama's package, unchanged: chat, generate, streams of both, list, show, ps, tools, errors."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import ollama
@@ -60,3 +62,55 @@ async def test_leaving_a_stream_frees_its_place(slow: Running) -> None:
         assert (await anext(stream)).message.content
         await stream.aclose()
     await asyncio.to_thread(slow.wait_idle)
+
+
+SCRIPT = [
+    {"when": "18 degrees in Bern", "answer": "It is 18 degrees."},
+    {
+        "when": "weather",
+        "answer": "<think>\nI look.\n</think>\n\nWait.<tool_call>\n"
+        '{"name": "get_weather", "arguments": {"city": "Bern"}}\n</tool_call>',
+    },
+]
+
+
+def get_weather(city: str) -> str:
+    """The weather of a city.
+
+    Args:
+        city: its name
+    """
+    return f"18 degrees in {city}"
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_tool_loop(tmp_path: Path, server_with: Any, is_streamed: bool) -> None:
+    script = tmp_path / "script.json"
+    script.write_text(json.dumps(SCRIPT))
+    server = server_with(script=str(script))
+    chat: dict[str, Any] = {"model": "fake", "tools": [get_weather], "think": True}
+    messages: list[Any] = [{"role": "user", "content": "How is the weather?"}]
+    with ollama.Client(server.url) as client:
+        assert client.show("fake").capabilities == ["completion", "tools", "thinking"]
+        if is_streamed:
+            parts = list(client.chat(**chat, messages=messages, stream=True))
+            said = [part.message for part in parts]
+        else:
+            said = [client.chat(**chat, messages=messages).message]
+        assert "".join(message.thinking or "" for message in said) == "I look."
+        assert "".join(message.content or "" for message in said) == "Wait."
+        (call,) = [call for message in said for call in message.tool_calls or ()]
+        assert call.function.name == "get_weather"
+        brought = get_weather(**call.function.arguments)
+        messages += [
+            {"role": "assistant", "content": "Wait.", "thinking": "I look.", "tool_calls": [call]},
+            {"role": "tool", "tool_name": "get_weather", "content": brought},
+        ]
+        last = client.chat(**chat, messages=messages)
+        assert (last.message.content, last.message.tool_calls) == ("It is 18 degrees.", None)
+        with pytest.raises(ollama.ResponseError, match="there is no call before it"):
+            client.chat("fake", [{"role": "tool", "content": "x"}])
+        cut = client.chat(**chat, messages=messages[:1], options={"num_predict": 90})
+        assert cut.message.content == 'Wait.{"city": "'
+        thought = client.generate("fake", "weather")
+        assert (thought.thinking, (thought.response or "")[:5]) == ("I look.", "Wait.")

@@ -10,31 +10,28 @@ from typing import TYPE_CHECKING, Final
 
 from streamer.core.plan import Finish, FinishReason
 from streamer.errors import StreamerError
-from streamer.server.anthropic.body import MessagesRequest
+from streamer.server.anthropic.blocks import Blocks, sent, whole_blocks
 from streamer.server.anthropic.types import (
-    ContentBlockDelta,
-    ContentBlockStart,
-    ContentBlockStop,
-    Event,
+    Content,
     Message,
     MessageDelta,
     MessageStart,
     MessageStop,
     MessageUsage,
     Stopped,
-    TextContent,
-    TextDelta,
+    ToolUseContent,
 )
 from streamer.server.errors import anthropic_error
 from streamer.server.openai.common import encode, failure, first_failure
+from streamer.server.parsing.events import Event, Text
 from streamer.server.transport.frames import SSE, Framing, frame
 
 if TYPE_CHECKING:
     from streamer.engine.stream import Delta, TokenStream
+    from streamer.server.parsing.tools import Parsing
 
 PING: Final = frame("", encode({"type": "ping"}), "ping")
 FRAMING: Final = Framing(SSE.media, PING)
-_TEXT_HERE: Final = "(text)"
 
 
 class MessagesAnswer:
@@ -42,15 +39,21 @@ class MessagesAnswer:
 
     message_start comes with the first tokens: only then is it known how many tokens of the prompt
     were found in the cache.
+
+    max_tokens  as the body has it
+    parsing     how the text is read; None: all of it is prose
     """
 
-    def __init__(self, body: MessagesRequest, stream: TokenStream, model: str) -> None:
-        self._max_tokens = body.max_tokens
+    def __init__(
+        self, max_tokens: int, parsing: Parsing | None, stream: TokenStream, model: str
+    ) -> None:
+        self._max_tokens = max_tokens
+        self._parsing = parsing
+        self._parser = None if parsing is None else parsing.parser()
         self._stream = stream
         self._model = model
         self._is_begun = False
-        self._num_blocks = 0  # begun ones
-        self._open: Around | None = None
+        self._blocks = Blocks(self._call_id)
 
     @property
     def request_id(self) -> str:
@@ -71,14 +74,18 @@ class MessagesAnswer:
         parts: list[bytes] = []
         if not self._is_begun:
             self._is_begun = True
-            parts.append(_frame(MessageStart(self._message([], None, 0))))
+            parts.append(sent(MessageStart(self._message([], None, 0))))
         for d in deltas:
             if d.text:
-                parts.append(self._text(d.text))
+                parts.append(self._blocks.put(self._read(d.text)))
             if d.finish is not None and failure(d.finish) is None:
-                parts.append(self._close_block())
+                parser = self._parser
+                if parser is not None:
+                    parts.append(self._blocks.put(parser.end()))
+                parts.append(self._blocks.close())
+                has_calls = parser is not None and parser.num_calls > 0
                 usage = self._usage(d.finish.num_tokens)
-                parts.append(_frame(MessageDelta(self._stopped(d.finish), usage)))
+                parts.append(sent(MessageDelta(self._stopped(d.finish, has_calls), usage)))
         return b"".join(parts)
 
     def failure(self, deltas: Sequence[Delta]) -> StreamerError | None:
@@ -87,7 +94,7 @@ class MessagesAnswer:
 
     def closing(self) -> bytes:
         """The last event."""
-        return _frame(MessageStop())
+        return sent(MessageStop())
 
     def error(self, error: StreamerError) -> bytes:
         """The last event of a stream that failed after the 200."""
@@ -97,28 +104,24 @@ class MessagesAnswer:
         """The body of an answer that was not streamed."""
         finish = results[0][-1].finish
         text = "".join(d.text for d in results[0])
+        events = self._read(text) if text else []
+        if self._parser is not None:
+            events += self._parser.end()
+        content = whole_blocks(events, self._call_id)
+        has_calls = any(isinstance(block, ToolUseContent) for block in content)
         num_tokens = 0 if finish is None else finish.num_tokens
-        stopped = None if finish is None else self._stopped(finish)
-        return encode(self._message([TextContent(text)] if text else [], stopped, num_tokens))
+        stopped = None if finish is None else self._stopped(finish, has_calls)
+        return encode(self._message(content, stopped, num_tokens))
 
-    def _text(self, text: str) -> bytes:
-        begun = b""
-        if self._open is None:
-            index = self._num_blocks
-            self._num_blocks += 1
-            self._open = Around(index)
-            begun = _frame(ContentBlockStart(index, TextContent("")))
-        return begun + self._open.text(text)
+    def _read(self, text: str) -> list[Event]:
+        return [Text(text)] if self._parser is None else self._parser.feed(text)
 
-    def _close_block(self) -> bytes:
-        if self._open is None:
-            return b""
-        self._open = None
-        return _frame(ContentBlockStop(self._num_blocks - 1))
+    def _call_id(self, index: int) -> str:
+        if self._parsing is None:
+            raise RuntimeError("there are no calls in prose")
+        return self._parsing.call_id(self.request_id, 0, index)
 
-    def _message(
-        self, content: list[TextContent], stopped: Stopped | None, num_tokens: int
-    ) -> Message:
+    def _message(self, content: list[Content], stopped: Stopped | None, num_tokens: int) -> Message:
         return Message(
             self.request_id,
             self._model,
@@ -132,26 +135,10 @@ class MessagesAnswer:
         cached = self._stream.cached_tokens
         return MessageUsage(self._stream.num_prompt_tokens - cached, num_tokens, cached)
 
-    def _stopped(self, finish: Finish) -> Stopped:
+    def _stopped(self, finish: Finish, has_calls: bool) -> Stopped:
         if isinstance(finish.stop, str):
             return Stopped("stop_sequence", finish.stop)
         if finish.reason is not FinishReason.LENGTH:
-            return Stopped("end_turn", None)
+            return Stopped("tool_use" if has_calls else "end_turn", None)
         is_full = finish.num_tokens < self._max_tokens
         return Stopped("model_context_window_exceeded" if is_full else "max_tokens", None)
-
-
-class Around:
-    """The event of more text in a block, around the text, which alone changes."""
-
-    def __init__(self, index: int) -> None:
-        whole = _frame(ContentBlockDelta(index, TextDelta(_TEXT_HERE)))
-        self._before, _, self._after = whole.partition(encode(_TEXT_HERE))
-
-    def text(self, text: str) -> bytes:
-        """The whole event."""
-        return b"".join((self._before, encode(text), self._after))
-
-
-def _frame(event: Event) -> bytes:
-    return frame("", encode(event), str(event.__struct_config__.tag))

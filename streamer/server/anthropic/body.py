@@ -6,15 +6,26 @@ Pure: they become the same template messages and SamplingParams as a chat's; rou
 from __future__ import annotations
 
 import re
-from typing import Any, Final, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
 from streamer.core.sampling import SamplingParams
 from streamer.errors import InvalidRequest
-from streamer.server.openai.chat import MAX_MESSAGES
-from streamer.server.openai.common import Body, TextPart, named, sampling_params
+from streamer.server.errors import NO_THREADS
+from streamer.server.openai.chat import MAX_MESSAGES, MAX_NAME
+from streamer.server.openai.common import Body, TextPart, encode, named, sampling_params
 from streamer.server.openai.fields import SAMPLING, Reader, Table, hint, refused, small
+from streamer.server.parsing.tools import (
+    GivenChoice,
+    GivenTool,
+    NamedChoice,
+    ToolDefinition,
+    call_for_template,
+    definitions,
+    is_called,
+)
 
 # Claude Code begins the system prompt with this line. Its hashes are others in every request, so
 # that no block of the prompt would be found in the prefix cache.
@@ -32,9 +43,6 @@ FIELDS: Final[Table] = {
     "user_profile_id": hint(str),
     "container": refused(),
     "mcp_servers": refused([]),
-    "thinking": refused({"type": "disabled"}),
-    "tool_choice": refused({"type": "none"}, {"type": "auto"}),
-    "tools": refused([]),
 }
 
 
@@ -57,7 +65,34 @@ class RedactedThinkingBlock(msgspec.Struct, tag_field="type", tag="redacted_thin
     data: str = ""
 
 
-Block = TextBlock | ThinkingBlock | RedactedThinkingBlock
+class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
+    """An earlier call of the assistant."""
+
+    id: Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+    name: Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+    input: dict[str, Any] = {}
+
+
+class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):
+    """What a call brought.
+
+    is_error  the text begins with "Error: "
+    """
+
+    tool_use_id: str
+    content: str | list[TextPart] | None = None
+    is_error: bool | None = None
+
+    @property
+    def text(self) -> str:
+        """The whole content, as the model reads it."""
+        text = self.content or ""
+        if not isinstance(text, str):
+            text = "\n".join(part.text for part in text)
+        return f"Error: {text}" if self.is_error else text
+
+
+Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
 
 
 class InputMessage(msgspec.Struct):
@@ -66,16 +101,103 @@ class InputMessage(msgspec.Struct):
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
-    def plain(self) -> dict[str, Any]:
-        """The message as a chat template takes it."""
+    def plain(self, path: str, called: dict[str, str]) -> list[dict[str, Any]]:
+        """The message as a chat template takes it: results of calls are messages of their own.
+
+        called  id -> name of the calls before; those of this message are added
+        """
         if isinstance(self.content, str):
-            return {"role": self.role, "content": self.content}
-        texts = [b.text for b in self.content if isinstance(b, TextBlock)]
+            return [{"role": self.role, "content": self.content}]
+        results, texts, thoughts, calls = [], [], [], []
+        for i, block in enumerate(self.content):
+            match block:
+                case TextBlock():
+                    texts.append(block.text)
+                case ThinkingBlock():
+                    thoughts.append(block.thinking)
+                case ToolUseBlock():
+                    self._require("assistant", f"{path}.content[{i}]")
+                    called[block.id] = block.name
+                    calls.append(
+                        call_for_template(block.id, block.name, encode(block.input).decode())
+                    )
+                case ToolResultBlock():
+                    where = f"{path}.content[{i}]"
+                    self._require("user", where)
+                    results.append(_result(block, called, where))
+                case RedactedThinkingBlock():
+                    pass
         message: dict[str, Any] = {"role": self.role, "content": "\n".join(texts)}
-        thoughts = [b.thinking for b in self.content if isinstance(b, ThinkingBlock)]
-        if thoughts:
-            message["reasoning_content"] = "\n".join(thoughts)
-        return message
+        if thoughts and self.role == "assistant":
+            message["reasoning_content"] = message["thinking"] = "\n".join(thoughts)
+        if calls:
+            message["tool_calls"] = calls
+        return [*results, message] if texts or not results else results
+
+    def _require(self, role: str, where: str) -> None:
+        if self.role != role:
+            raise InvalidRequest(
+                f"{where}.type: only messages of the {role} have such blocks", param=f"{where}.type"
+            )
+
+
+def _result(block: ToolResultBlock, called: Mapping[str, str], where: str) -> dict[str, Any]:
+    if block.tool_use_id not in called:
+        raise InvalidRequest(
+            f"{where}.tool_use_id: no call before it has this id", param=f"{where}.tool_use_id"
+        )
+    name = called[block.tool_use_id]
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "name": name, "content": block.text}
+
+
+def _joined(first: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
+    """Two consecutive messages of one role as one."""
+    texts: dict[str, Any] = {
+        name: "\n".join(filter(None, (first.get(name), then.get(name))))
+        for name in ("content", "reasoning_content", "thinking")
+        if name in first or name in then
+    }
+    calls = [*first.get("tool_calls", ()), *then.get("tool_calls", ())]
+    return {**first, **texts, **({"tool_calls": calls} if calls else {})}
+
+
+class GivenToolOfMessages(msgspec.Struct):
+    """A tool that the caller runs; those of Anthropic's own types are skipped."""
+
+    name: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    type: str | None = None
+
+
+class GivenToolChoice(msgspec.Struct):
+    """Which tools may be called.
+
+    disable_parallel_tool_use  one call at most
+    """
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct):
+    """Whether the model thinks before it answers, where its chat template leaves the choice.
+
+    budget_tokens  without effect
+    """
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+
+
+CHOICES: Final[Mapping[str, GivenChoice]] = {
+    "auto": "auto",
+    "none": "none",
+    "any": "required",
+    "tool": NamedChoice("function"),
+}
 
 
 class Metadata(msgspec.Struct):
@@ -98,6 +220,7 @@ class OutputConfig(msgspec.Struct):
 class Conversation(Body, kw_only=True):
     """What a message answers: the body of POST /v1/messages/count_tokens.
 
+    thread    not supported: all messages are sent
     messages  of these, consecutive ones of one role are joined; where the last is the assistant's,
               the answer goes on from its end
     """
@@ -106,6 +229,10 @@ class Conversation(Body, kw_only=True):
     system: str | list[TextPart] | None = None
     metadata: Metadata | None = None
     output_config: OutputConfig | None = None
+    tools: list[GivenToolOfMessages] | None = None
+    tool_choice: GivenToolChoice | None = None
+    thinking: Thinking | None = None
+    thread: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
 
     def params(self, defaults: dict[str, float]) -> SamplingParams:
         """The sampling settings, checked."""
@@ -121,17 +248,42 @@ class Conversation(Body, kw_only=True):
         found: list[dict[str, Any]] = []
         if (system := self._system_text()) is not None:
             found.append({"role": "system", "content": system})
-        for message in self.messages:
-            plain = message.plain()
-            if found and found[-1]["role"] == plain["role"]:
-                plain["content"] = f"{found[-1]['content']}\n{plain['content']}"
-                found[-1] |= plain
-            else:
-                found.append(plain)
-        prefill = ""
-        if len(found) > 1 and found[-1]["role"] == "assistant":
+        called: dict[str, str] = {}
+        for i, message in enumerate(self.messages):
+            for plain in message.plain(f"messages[{i}]", called):
+                if found and found[-1]["role"] == plain["role"] != "tool":
+                    found[-1] = _joined(found[-1], plain)
+                else:
+                    found.append(plain)
+        last, prefill = found[-1], ""
+        if len(found) > 1 and last["role"] == "assistant" and "tool_calls" not in last:
             prefill = found.pop()["content"]
         return found, prefill
+
+    def tool_definitions(self) -> tuple[ToolDefinition, ...]:
+        """The tools that may be called, checked."""
+        choice = None if self.tool_choice is None else CHOICES[self.tool_choice.type]
+        may_call = is_called(choice)
+        found = definitions(
+            [
+                GivenTool(f"tools[{i}]", t.name, t.description, t.input_schema, t.strict)
+                for i, t in enumerate(self.tools or ())
+                if t.type in (None, "custom")
+            ]
+        )
+        return found if may_call else ()
+
+    @property
+    def max_calls(self) -> int | None:
+        """How many tools may be called at a time; None: any number."""
+        choice = self.tool_choice
+        return 1 if choice is not None and choice.disable_parallel_tool_use else None
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Variables of the chat template: Qwen's and others' switch of reasoning."""
+        given = self.thinking
+        return {} if given is None else {"enable_thinking": given.type != "disabled"}
 
     def _system_text(self) -> str | None:
         """The system message without the attribution line; None: there is none."""
@@ -145,6 +297,12 @@ class Conversation(Body, kw_only=True):
             raise InvalidRequest(
                 f"messages has 1 to {MAX_MESSAGES} entries, got {len(self.messages)}",
                 param="messages",
+            )
+        if small(self.thread):
+            raise InvalidRequest(
+                "thread is not supported by this server: send all messages",
+                param="thread",
+                code=NO_THREADS,
             )
         if self.output_config is not None and small(self.output_config.format):
             raise InvalidRequest(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -16,6 +17,7 @@ from streamer.server.anthropic.answer import MessagesAnswer
 from streamer.server.anthropic.body import COUNT_READER, READER, Conversation
 from streamer.server.anthropic.types import TokenCount
 from streamer.server.openai.common import encode, new_id
+from streamer.server.parsing.tools import ToolDefinition, with_tools
 from streamer.server.prepared import Form, Prepared
 from streamer.server.transport.sse import respond
 
@@ -38,24 +40,33 @@ class MessageRoutes:
         """POST /v1/messages."""
         service = self._service
         prepared = await service.read(request, MESSAGES)
-        prompt = await self._encode(prepared)
-        prepared = prepared.within(service.engine.info.max_model_len, len(prompt))
+        prompt, tools = await self._encode(prepared)
+        body, context = prepared.body, service.engine.info.max_model_len
+        parsing = service.parsing(prompt, tools, body.max_calls)
+        prepared = replace(prepared.within(context, len(prompt)), parsing=parsing)
         service.admission.accept(prepared.tenant, [prompt])
         stream = service.submit(prepared, prompt, new_id("msg_"))
-        answer = MessagesAnswer(prepared.body, stream, prepared.model)
+        answer = MessagesAnswer(body.max_tokens, parsing, stream, prepared.model)
         service.record(prepared, [stream])
-        is_streamed = bool(prepared.body.stream)
-        return await respond(service, request, answer, [stream], is_streamed=is_streamed)
+        return await respond(service, request, answer, [stream], is_streamed=bool(body.stream))
 
     async def count(self, request: Request) -> ASGIApp:
         """POST /v1/messages/count_tokens."""
         prepared = await self._service.read(request, COUNT, is_for_later=True)
-        prompt = await self._encode(prepared)
+        prompt, _ = await self._encode(prepared)
         headers = {"x-content-type-options": "nosniff"}
         return Response(encode(TokenCount(len(prompt))), 200, headers, "application/json")
 
-    async def _encode(self, prepared: Prepared[C]) -> tuple[int, ...]:
+    async def _encode(
+        self, prepared: Prepared[C]
+    ) -> tuple[tuple[int, ...], tuple[ToolDefinition, ...]]:
+        """The prompt, and the tools in it."""
         service, body = self._service, prepared.body
         with service.bodies.used(prepared.tenant, prepared.num_bytes):
             messages, prefill = body.opened()
-            return await service.encode_messages(messages, salt=prepared.salt, prefill=prefill)
+            tools = body.tool_definitions()
+            variables = with_tools(body.variables, tools)
+            prompt = await service.encode_messages(
+                messages, salt=prepared.salt, prefill=prefill, variables=variables
+            )
+        return prompt, tools

@@ -5,6 +5,8 @@ Values alone, in the order and with the names of Anthropic's types; answer.py bu
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 
@@ -12,6 +14,27 @@ class TextContent(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
     """Text of the answer."""
 
     text: str
+
+
+class ThinkingContent(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
+    """What the model thought before the answer.
+
+    signature  a digest of it: clients send only signed thoughts back
+    """
+
+    thinking: str
+    signature: str
+
+
+class ToolUseContent(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"):
+    """A call of a tool."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+Content = TextContent | ThinkingContent | ToolUseContent
 
 
 class MessageUsage(msgspec.Struct, frozen=True):
@@ -31,7 +54,7 @@ class Message(msgspec.Struct, frozen=True, tag_field="type", tag="message"):
 
     id: str
     model: str
-    content: list[TextContent]
+    content: list[Content]
     stop_reason: str | None
     stop_sequence: str | None
     usage: MessageUsage
@@ -48,7 +71,7 @@ class ContentBlockStart(msgspec.Struct, frozen=True, tag_field="type", tag="cont
     """An empty block, which the next events fill."""
 
     index: int
-    content_block: TextContent
+    content_block: Content
 
 
 class TextDelta(msgspec.Struct, frozen=True, tag_field="type", tag="text_delta"):
@@ -57,11 +80,29 @@ class TextDelta(msgspec.Struct, frozen=True, tag_field="type", tag="text_delta")
     text: str
 
 
+class ThinkingDelta(msgspec.Struct, frozen=True, tag_field="type", tag="thinking_delta"):
+    """More of a thought."""
+
+    thinking: str
+
+
+class SignatureDelta(msgspec.Struct, frozen=True, tag_field="type", tag="signature_delta"):
+    """The thought is whole."""
+
+    signature: str
+
+
+class InputJsonDelta(msgspec.Struct, frozen=True, tag_field="type", tag="input_json_delta"):
+    """More of a call's arguments: all together are JSON."""
+
+    partial_json: str
+
+
 class ContentBlockDelta(msgspec.Struct, frozen=True, tag_field="type", tag="content_block_delta"):
     """More of a block."""
 
     index: int
-    delta: TextDelta
+    delta: TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
 
 
 class ContentBlockStop(msgspec.Struct, frozen=True, tag_field="type", tag="content_block_stop"):

@@ -5,24 +5,29 @@ Pure: they become the same template messages and SamplingParams as a chat's; rou
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
 from streamer.core.sampling import SamplingParams
 from streamer.errors import InvalidRequest
-from streamer.server.openai.chat import MAX_MESSAGES
-from streamer.server.openai.common import Body, named, sampling_params
+from streamer.server.openai.chat import (
+    MAX_CALLS,
+    MAX_MESSAGES,
+    MAX_NAME,
+    GivenToolOfChat,
+    tools_of,
+)
+from streamer.server.openai.common import Body, encode, named, sampling_params
 from streamer.server.openai.fields import Reader, Table, hint, refused, small
+from streamer.server.parsing.tools import ToolDefinition, call_for_template
 
 LATEST: Final = ":latest"  # the tag that Ollama adds to a name without one
 
 FIELDS: Final[Table] = {
     "keep_alive": hint(str | int | float),  # the model is always loaded
     "format": refused(""),
-    "think": refused(False),
 }
-CHAT_FIELDS: Final[Table] = {**FIELDS, "tools": refused([])}
 GENERATE_FIELDS: Final[Table] = {
     **FIELDS,
     "context": refused([], instead="POST /api/chat continues a conversation"),
@@ -91,11 +96,14 @@ class OllamaBody(Body, kw_only=True):
     """What chats and generations share.
 
     stream  absent: yes
+    think   whether the model thinks before it answers, where its chat template leaves the choice;
+            how much has no effect
     """
 
     options: Options | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    think: bool | str | None = None
 
     def __post_init__(self) -> None:
         """Ollama's defaults, and its options as the fields that they are in other bodies."""
@@ -107,6 +115,15 @@ class OllamaBody(Body, kw_only=True):
             value = None if self.options is None else getattr(self.options, name)
             if value is not None and (name, value) != ("seed", -1):  # -1: drawn, as if absent
                 setattr(self, ours, value)
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Variables of the chat template: Qwen's and others' switch of reasoning."""
+        return {} if self.think is None else {"enable_thinking": bool(self.think)}
+
+    def tool_definitions(self) -> tuple[ToolDefinition, ...]:
+        """The tools that may be called, checked."""
+        return ()
 
     @property
     def is_load(self) -> bool:
@@ -139,27 +156,55 @@ class OllamaBody(Body, kw_only=True):
             )
 
 
-class OllamaMessage(msgspec.Struct):
-    """A message of a conversation."""
+class CalledFunction(msgspec.Struct):
+    """The function of a call, and what it was given."""
 
-    role: Literal["system", "user", "assistant"]
-    content: str = ""
+    name: Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+    arguments: dict[str, Any] = {}
+
+
+class OllamaCall(msgspec.Struct):
+    """An earlier call of the assistant."""
+
+    function: CalledFunction
+
+
+class OllamaMessage(msgspec.Struct):
+    """A message of a conversation.
+
+    tool_name  of a tool's message: which one
+    """
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
     thinking: str | None = None
+    tool_calls: Annotated[list[OllamaCall], msgspec.Meta(max_length=MAX_CALLS)] | None = None
+    tool_name: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] | None = None
     images: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    tool_calls: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
 
     def plain(self, path: str) -> dict[str, Any]:
         """The message as a chat template takes it."""
-        for field in ("images", "tool_calls"):
-            if small(getattr(self, field)) not in (None, []):
-                raise InvalidRequest(
-                    f"{path}.{field} is not supported by this server",
-                    param=f"{path}.{field}",
-                    code="unsupported_parameter",
-                )
-        message: dict[str, Any] = {"role": self.role, "content": self.content}
-        if self.thinking:
-            message["reasoning_content"] = self.thinking
+        if small(self.images) not in (None, []):
+            raise InvalidRequest(
+                f"{path}.images is not supported by this server",
+                param=f"{path}.images",
+                code="unsupported_parameter",
+            )
+        message: dict[str, Any] = {"role": self.role, "content": self.content or ""}
+        is_assistant = self.role == "assistant"
+        if self.tool_calls and not is_assistant:
+            raise InvalidRequest(
+                f"{path}.tool_calls are the assistant's alone", param=f"{path}.tool_calls"
+            )
+        if self.tool_calls:
+            message["tool_calls"] = [
+                call_for_template(None, c.function.name, encode(c.function.arguments).decode())
+                for c in self.tool_calls
+            ]
+        if self.thinking and is_assistant:
+            message["reasoning_content"] = message["thinking"] = self.thinking
+        if self.role == "tool" and self.tool_name is not None:
+            message["name"] = self.tool_name
         return message
 
 
@@ -167,6 +212,11 @@ class ChatRequest(OllamaBody, kw_only=True):
     """A conversation to answer; without messages it only asks that the model is loaded."""
 
     messages: list[OllamaMessage] | None = None
+    tools: list[GivenToolOfChat] | None = None
+
+    def tool_definitions(self) -> tuple[ToolDefinition, ...]:
+        """The tools that may be called, checked."""
+        return tools_of(self.tools or ())
 
     @property
     def is_load(self) -> bool:
@@ -185,6 +235,14 @@ class ChatRequest(OllamaBody, kw_only=True):
             raise InvalidRequest(
                 f"messages has up to {MAX_MESSAGES} entries, got {len(messages)}", param="messages"
             )
+        has_calls = False
+        for i, message in enumerate(messages):
+            has_calls = has_calls or bool(message.tool_calls)
+            if message.role == "tool" and not has_calls:
+                raise InvalidRequest(
+                    f"messages[{i}] is a tool's, but there is no call before it",
+                    param=f"messages[{i}].role",
+                )
         return [m.plain(f"messages[{i}]") for i, m in enumerate(messages)]
 
 
@@ -222,6 +280,6 @@ class ShowRequest(msgspec.Struct, kw_only=True):
         return None if given is None else given.removesuffix(LATEST)
 
 
-CHAT_READER: Final = Reader({ChatRequest: CHAT_FIELDS})
+CHAT_READER: Final = Reader({ChatRequest: FIELDS})
 GENERATE_READER: Final = Reader({GenerateRequest: GENERATE_FIELDS})
 SHOW_READER: Final = Reader({ShowRequest: {}})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, TypeVar
 
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -26,6 +27,7 @@ from streamer.server.ollama.models import VERSION, loaded_body, models_body, sho
 from streamer.server.ollama.types import Version
 from streamer.server.openai.common import encode, new_id
 from streamer.server.openai.models import check_model
+from streamer.server.parsing.tools import with_tools
 from streamer.server.prepared import Form, Prepared
 from streamer.server.transport.sse import respond
 
@@ -54,26 +56,26 @@ class OllamaRoutes:
 
     async def _answer(self, request: Request, prepared: Prepared[Asked]) -> ASGIApp:
         service, body = self._service, prepared.body
-        is_chat = isinstance(body, ChatRequest)
+        is_chat, is_raw = isinstance(body, ChatRequest), False
         if body.is_load:
             return _json(loaded(prepared.model, time.time(), is_chat=is_chat))
+        tools = body.tool_definitions()
         with service.bodies.used(prepared.tenant, prepared.num_bytes):
             if isinstance(body, GenerateRequest) and body.raw:
-                text = body.prompt or ""
+                is_raw, text = True, body.prompt or ""
                 prompt = tuple(await service.engine.encode(text, cache_salt=prepared.salt))
             else:
                 messages = body.template_messages()
-                prompt = await service.encode_messages(messages, salt=prepared.salt)
+                variables = with_tools(body.variables, tools)
+                prompt = await service.encode_messages(
+                    messages, salt=prepared.salt, variables=variables
+                )
+        parsing = None if is_raw else service.parsing(prompt, tools)
         prepared = prepared.within(service.engine.info.max_model_len, len(prompt))
+        prepared = replace(prepared, parsing=parsing)
         service.admission.accept(prepared.tenant, [prompt])
         stream = service.submit(prepared, prompt, new_id("ollama-"))
-        answer = OllamaAnswer(
-            stream,
-            prepared.model,
-            service.token_text,
-            is_chat=is_chat,
-            has_logprobs=bool(body.logprobs),
-        )
+        answer = OllamaAnswer(stream, prepared.model, parsing, service.token_text, is_chat=is_chat)
         service.record(prepared, [stream])
         return await respond(service, request, answer, [stream], is_streamed=bool(body.stream))
 
@@ -85,7 +87,11 @@ class OllamaRoutes:
         if body.asked is None:
             raise InvalidRequest("model is required", param="model", code="missing_field")
         check_model(body.asked, service.names)
-        return _json(shown_body(service.engine.info, service.started, ["completion"]))
+        form, _ = service.format
+        can = ["completion"]
+        can += ["tools"] if form.calls is not None else []
+        can += ["thinking"] if form.think is not None or form.channels is not None else []
+        return _json(shown_body(service.engine.info, service.started, can))
 
     async def tags(self, request: Request) -> ASGIApp:
         """GET /api/tags."""

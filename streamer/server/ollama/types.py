@@ -5,10 +5,25 @@ Values alone, with the names of Ollama's types; answer.py and models.py build th
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from streamer.server.openai.common import ChatLogprob
+
+
+class CalledFunction(msgspec.Struct, frozen=True):
+    """The function of a call, and what it is given."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A call of a tool, always whole."""
+
+    function: CalledFunction
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -16,6 +31,8 @@ class Message(msgspec.Struct, frozen=True):
 
     content: str
     role: str = "assistant"
+    thinking: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +73,7 @@ class GenerateAnswer(Answer, frozen=True, kw_only=True):
     """Of POST /api/generate."""
 
     response: str
+    thinking: str | UnsetType = UNSET
 
 
 class Version(msgspec.Struct, frozen=True):

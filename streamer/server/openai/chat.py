@@ -206,6 +206,23 @@ class GivenToolOfChat(msgspec.Struct):
     function: GivenToolFunction | None = None
 
 
+def tools_of(given: Sequence[GivenToolOfChat]) -> tuple[ToolDefinition, ...]:
+    """The functions among the tools of a body, checked."""
+    found = []
+    for i, tool in enumerate(given):
+        if tool.type != "function":
+            continue
+        path, function = f"tools[{i}].function", tool.function
+        if function is None:
+            raise InvalidRequest(f"{path} is required", param=path, code="missing_field")
+        found.append(
+            GivenTool(
+                path, function.name, function.description, function.parameters, function.strict
+            )
+        )
+    return definitions(found)
+
+
 class Opening(Protocol):
     """The fields by which a body says how the template opens the answer."""
 
@@ -256,19 +273,7 @@ class ChatRequest(PromptFields, kw_only=True):
     def tool_definitions(self) -> tuple[ToolDefinition, ...]:
         """The tools that may be called, checked."""
         may_call = is_called(self.tool_choice)
-        given = []
-        for i, tool in enumerate(self.tools or ()):
-            if tool.type != "function":
-                continue
-            path, function = f"tools[{i}].function", tool.function
-            if function is None:
-                raise InvalidRequest(f"{path} is required", param=path, code="missing_field")
-            given.append(
-                GivenTool(
-                    path, function.name, function.description, function.parameters, function.strict
-                )
-            )
-        found = definitions(given)
+        found = tools_of(self.tools or ())
         return found if may_call else ()
 
     def params(self, defaults: dict[str, float]) -> SamplingParams:

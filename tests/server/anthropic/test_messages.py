@@ -189,7 +189,10 @@ def test_the_attribution_line_of_a_user_stays(server: Running) -> None:
         ({"max_tokens": None}, "max_tokens: "),
         ({"messages": []}, "messages has 1 to 4096 entries"),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences: "),
-        ({"tools": [{"name": "f", "input_schema": {}}]}, "tools is not supported"),
+        (
+            {"tools": [{"name": "f", "input_schema": {}}]},
+            "tools: the chat template of this model has no known format",
+        ),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
@@ -204,6 +207,12 @@ def test_a_field_at_fault_is_named(server: Running, fields: dict[str, Any], mess
     assert body.keys() == {"type", "error"}
     assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
     assert body["error"]["message"].startswith(message)
+
+
+def test_a_thread_is_refused_so_that_clients_send_all_messages(server: Running) -> None:
+    error = post(server, thread={"type": "create"}).json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": []}
 
 
 def test_settings_that_ask_for_nothing_are_taken(server: Running) -> None:
