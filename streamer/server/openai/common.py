@@ -234,7 +234,9 @@ def named(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except InvalidRequest as e:
         field, rest = _FIELD.fullmatch(e.param or "").groups()  # type: ignore[union-attr]
-        if field in names:
+        if e.param is not None and e.param in names:
+            e.param = names[e.param]
+        elif field in names:
             e.param = names[field] + rest
         raise
 
