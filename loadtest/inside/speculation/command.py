@@ -1,13 +1,16 @@
 """`streamer bench speculation`: engines with and without, in turn, at several numbers of streams.
 
 On edits of a given file, which repeat it but for a few lines; on text with nothing to repeat, where
-it must cost nothing; and with a draft model. Each pair of runs has the same requests, and its
-answers are compared: speculation changes no token. models.py writes the models that are missing.
+it must cost nothing; and with a draft model. Of clients that each make one request, a batch whose
+slowest answer decides, and of ones that make several, one after the other. Each pair of runs has
+the same requests, and its answers are compared: speculation changes no token. models.py writes the
+models that are missing.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import subprocess
 import sys
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 
 STREAMS = (1, 4, 16, 32, 64)
 NUM_LINES = 120
+REQUESTS = (1, 4)
 TEXT_TOKENS = 128
 QUESTIONS = (
     "Tell me a story about a {}.",
@@ -64,6 +68,7 @@ class Pair(msgspec.Struct, frozen=True):
 CASES = (
     Case("edits", "a file edited, at the cost of `half`", "copier-dear", "edits"),
     Case("unrelated", "nothing to repeat, at the cost of `half`", "copier-dear", "unrelated"),
+    Case("unrelated-tiny", "the same as it is", "copier", "unrelated"),
     Case("text", "chats of the bundled model, at the cost of `half`", "demo-dear", "text"),
     Case(
         "draft",
@@ -89,6 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(case.name for case in CASES)
     add("--only", metavar="NAMES", help=f"only these cases, comma-separated: {names}")
     add("--streams", metavar="NUMBERS", help="numbers of streams (1,4,16,32,64)")
+    add("--requests", metavar="NUMBERS", help="requests of each stream in turn (1,4)")
     add("--rounds", type=int, default=5, help="pairs of runs each; medians are shown (5)")
     default = Path.home() / ".cache/streamer/speculation"
     add("--models", type=Path, default=default, help=f"folder of the models ({default})")
@@ -97,25 +103,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Measure and print; 1 if answers differ."""
-    streams = tuple(int(n) for n in args.streams.split(",")) if args.streams else STREAMS
+    streams, requests = _numbers(args.streams, STREAMS), _numbers(args.requests, REQUESTS)
+    shapes = list(itertools.product(streams, requests))
     wanted = [case for case in CASES if not args.only or case.name in args.only.split(",")]
     if not wanted:
         raise ConfigError(f"--only: {args.only} is no case", param="only")
-    results: dict[str, dict[int, list[Pair]]] = {}
+    results: dict[str, dict[str, list[Pair]]] = {}
     for case in wanted:
         folder = model_folder(args.models, case.model, console)
         draft = case.speculation.model and model_folder(
             args.models, case.speculation.model, console
         )
         asked = msgspec.structs.replace(case.speculation, model=str(draft) if draft else None)
-        results[case.name] = measure(case, str(folder), asked, streams, args.rounds)
-        console.out(f"{case.name}: {case.says}\n{report(results[case.name])}\n")
-        if args.json is not None:
-            args.json.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
-    pairs = [p for by in results.values() for each in by.values() for p in each]
-    wrong = sum(p.off.digest != p.on.digest for p in pairs)
-    console.out(f"{len(pairs)} pairs of runs, {wrong} with different answers")
+        console.out(f"{case.name}: {case.says}")
+        found = results[case.name] = {}
+        for label, pairs in measure(case, str(folder), asked, shapes, args.rounds):
+            lines = report({label: pairs}).splitlines()
+            console.out("\n".join(lines[2:] if found else lines))
+            found[label] = pairs
+            if args.json is not None:
+                args.json.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
+    every = [p for by in results.values() for each in by.values() for p in each]
+    wrong = sum(p.off.digest != p.on.digest for p in every)
+    console.out(f"{len(every)} pairs of runs, {wrong} with different answers")
     return 1 if wrong else 0
+
+
+def _numbers(given: str | None, default: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(int(n) for n in given.split(",")) if given else default
 
 
 def model_folder(models: Path, name: str, console: Console) -> Path:
@@ -140,26 +155,31 @@ def model_folder(models: Path, name: str, console: Console) -> Path:
     return folder
 
 
-def jobs(work: str, count: int, seed: int) -> Job:
+def jobs(work: str, streams: int, requests: int, seed: int) -> Job:
     """The requests of one run; the same seed makes the same ones."""
+    count = streams * requests
     if work == "edits":
         prompts = [e.prompt for e in islice(edits(seed, NUM_LINES), count)]
-        return Job(list(prompts), NUM_LINES + 1, 0.0, ignore_eos=False, seed=seed)
+        return Job(list(prompts), NUM_LINES + 1, 0.0, False, seed, streams)
     if work == "unrelated":
         found = list(islice(unrelated(seed, NUM_LINES), count))
-        return Job(list(found), TEXT_TOKENS, 1.0, ignore_eos=True, seed=seed)
+        return Job(list(found), TEXT_TOKENS, 1.0, True, seed, streams)
     texts = [
         QUESTIONS[i % len(QUESTIONS)].format(THINGS[(seed + i // len(QUESTIONS)) % len(THINGS)])
         for i in range(count)
     ]
-    return Job(list(texts), TEXT_TOKENS, 0.7, ignore_eos=False, seed=1000 * seed)
+    return Job(list(texts), TEXT_TOKENS, 0.7, False, 1000 * seed, streams)
 
 
 def measure(
-    case: Case, folder: str, asked: SpeculativeConfig, streams: Sequence[int], rounds: int
-) -> dict[int, list[Pair]]:
-    """Pairs by number of streams: the two engines take turns, the first changes with each pair."""
-    found: dict[int, list[Pair]] = {}
+    case: Case,
+    folder: str,
+    asked: SpeculativeConfig,
+    shapes: Sequence[tuple[int, int]],
+    rounds: int,
+) -> Iterator[tuple[str, list[Pair]]]:
+    """Pairs of each (streams, requests of a stream), as soon as they are measured: the two engines
+    take turns, the first changes with each pair."""
     configs = [
         Config(model=folder, load_progress=False, swap_space=0.0, speculative_config=each)
         for each in (SpeculativeConfig(method="none"), asked)
@@ -167,17 +187,16 @@ def measure(
     with ExitStack() as stack:
         off, on = [stack.enter_context(engine(config)) for config in configs]
         seed = 0
-        for count in streams:
-            for process in (off, on):
-                ask(
-                    process, jobs(case.work, count, 1_000_000 + count)
-                )  # warms up, and measures costs
+        for streams, requests in shapes:
+            for process in (off, on):  # warms up, and measures costs
+                ask(process, jobs(case.work, streams, requests, 1_000_000 + streams))
+            pairs: list[Pair] = []
             for i in range(rounds):
                 seed += 1
-                job = jobs(case.work, count, seed)
+                job = jobs(case.work, streams, requests, seed)
                 pair = [ask(p, job) for p in ((off, on) if i % 2 else (on, off))]
-                found.setdefault(count, []).append(Pair(*(pair if i % 2 else pair[::-1])))
-    return found
+                pairs.append(Pair(*(pair if i % 2 else pair[::-1])))
+            yield f"{streams} x {requests}", pairs
 
 
 Process = subprocess.Popen[bytes]
@@ -215,11 +234,19 @@ def _send(process: Process, message: Config | Job) -> Found:
     return found
 
 
-def report(found: dict[int, list[Pair]]) -> str:
-    """A table by number of streams: medians."""
-    heading = ["streams", "tokens/s off", "on", "ratio", "lowest", "proposed a token", "accepted"]
+def report(found: dict[str, list[Pair]]) -> str:
+    """A table of medians, by streams x requests of each."""
+    heading = [
+        "streams x requests",
+        "tokens/s off",
+        "on",
+        "ratio",
+        "lowest",
+        "proposed a token",
+        "accepted",
+    ]
     rows = [heading]
-    for count, pairs in found.items():
+    for label, pairs in found.items():
         rates = [
             statistics.median(f.num_tokens / f.took_s for f in each)
             for each in ([p.off for p in pairs], [p.on for p in pairs])
@@ -229,7 +256,7 @@ def report(found: dict[int, list[Pair]]) -> str:
         accepted = sum(p.on.accepted for p in pairs)
         rows.append(
             [
-                str(count),
+                label,
                 *map(number, rates),
                 f"{statistics.median(ratios):.2f}",
                 f"{min(ratios):.2f}",

@@ -16,17 +16,24 @@ import msgspec
 
 from streamer.config import Config
 from streamer.core.sampling import SamplingParams
+from streamer.engine.engine import AsyncEngine, GenerateRequest
 from streamer.errors import StreamerError
 
 
 class Job(msgspec.Struct, frozen=True):
-    """Requests made at once. prompts: token ids, or the question of a chat; seed: the first's."""
+    """Requests of clients that each make the next one when the last has ended.
+
+    prompts      token ids, or the question of a chat; the clients take turns in them
+    seed         the first's
+    num_clients  0: as many as there are requests, which all begin at once
+    """
 
     prompts: list[tuple[int, ...] | str]
     max_tokens: int
     temperature: float
     ignore_eos: bool
     seed: int
+    num_clients: int = 0
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -64,8 +71,6 @@ def say(found: Found) -> None:
 
 async def serve() -> None:
     """Load the model, say so, and answer one job after the other."""
-    from streamer.engine.engine import AsyncEngine, GenerateRequest
-
     loop, lines = asyncio.get_running_loop(), sys.stdin.buffer
     config = msgspec.json.decode(lines.readline(), type=Config)
     async with AsyncEngine.from_config(config) as engine:
@@ -78,24 +83,8 @@ async def serve() -> None:
                 for p in job.prompts
             ]  # fmt: skip
             before, began = engine.snapshot().step, time.perf_counter()
-            streams = [
-                engine.submit(
-                    GenerateRequest(
-                        prompt=prompt,
-                        params=SamplingParams(
-                            temperature=job.temperature,
-                            max_tokens=job.max_tokens,
-                            ignore_eos=job.ignore_eos,
-                            seed=job.seed + i,
-                        ),
-                    )
-                )
-                for i, prompt in enumerate(prompts)
-            ]
-            for stream in streams:
-                await stream.wait()
+            tokens = await _answers(engine, job, prompts)
             took_s, after = time.perf_counter() - began, engine.snapshot().step
-            tokens = [stream.token_ids() for stream in streams]
             say(
                 Found(
                     took_s=took_s,
@@ -105,6 +94,31 @@ async def serve() -> None:
                     accepted=after.accepted_tokens - before.accepted_tokens,
                 )
             )
+
+
+async def _answers(
+    engine: AsyncEngine, job: Job, prompts: list[tuple[int, ...]]
+) -> list[list[int]]:
+    """The tokens of each request's answer, in the requests' order."""
+    answers: dict[int, list[int]] = {}
+
+    async def client(mine: range) -> None:
+        for i in mine:
+            params = SamplingParams(
+                temperature=job.temperature,
+                max_tokens=job.max_tokens,
+                ignore_eos=job.ignore_eos,
+                seed=job.seed + i,
+            )
+            stream = engine.submit(GenerateRequest(prompt=prompts[i], params=params))
+            await stream.wait()
+            answers[i] = list(stream.token_ids())
+
+    num_clients = job.num_clients or len(prompts)
+    async with asyncio.TaskGroup() as clients:
+        for n in range(num_clients):
+            clients.create_task(client(range(n, len(prompts), num_clients)))
+    return [answers[i] for i in range(len(prompts))]
 
 
 if __name__ == "__main__":

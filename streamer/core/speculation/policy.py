@@ -18,6 +18,12 @@ GAIN: Final = 1.05
 # What verifying costs the scheduler, which no runner measures: 0.08 ms a step at 16 rows, 0.17 ms
 # at 64 (EPYC Zen 5, Python 3.11, 2026-11-22).
 HOST_S: Final = 1e-4
+# A step that verifies lasts longer, also for rows that it verifies nothing of. Each row may lose so
+# many steps for each of its tokens, and what it gained itself ...
+DELAY: Final = 0.01
+# ... unless all rows together gain this much: an answer that repeats nothing may wait for many that
+# do.
+WORTH: Final = 1.5
 # Chance below which a token is not worth considering at any cost.
 SMALLEST: Final = 0.1
 
@@ -27,8 +33,9 @@ class StepCosts:
 
     Steps that verify are measured apart: as wide a plain step takes a shorter way. A step is taken
     to last no longer than a larger one: a size that was measured once, at a bad moment, would else
-    never be tried again. Between measured sizes linear; above the largest, each token costs what
-    one of a prompt does.
+    never be tried again. Between measured sizes linear. Above the largest, half as many tokens more
+    are free, so that a wider step is tried, once: it is measured then. Each beyond costs what one
+    of a prompt does.
     """
 
     def __init__(self, facts: Facts) -> None:
@@ -60,8 +67,13 @@ class StepCosts:
             return seconds[0]
         low, low_s = sizes[i - 1], seconds[i - 1]
         if i == len(sizes):
-            return low_s + (num_tokens - low) * self._prefill_s
+            free = max(1, low // 2)
+            return low_s + max(0, num_tokens - low - free) * self._prefill_s
         return low_s + (seconds[i] - low_s) * (num_tokens - low) / (sizes[i] - low)
+
+    def growth(self, num_tokens: int, num_rows: int) -> float:
+        """How much longer such a step lasts than a plain one, in plain ones."""
+        return max(0.0, self.verifying_s(num_tokens, num_rows) / self.plain_s(num_rows) - 1)
 
 
 def _envelope(points: Seq[tuple[int, float]]) -> tuple[list[int], list[float]]:
@@ -83,20 +95,29 @@ def can_gain(costs: StepCosts, num_rows: int, budget: int) -> bool:
     return any(n / costs.verifying_s(n, num_rows) >= enough for n in sizes)
 
 
-def shares(survivals: Seq[Seq[float]], num_rows: int, budget: int, costs: StepCosts) -> list[int]:
+def shares(
+    survivals: Seq[Seq[float]],
+    num_rows: int,
+    budget: int,
+    costs: StepCosts,
+    slacks: Seq[float] = (),
+) -> list[int]:
     """How many tokens of each candidate to verify, beside `num_rows` that draw one each.
 
     survivals  of each candidate, for 1, 2, ... tokens, the chance that all are right
+    slacks     of each candidate, then of the other rows: the plain steps that it may lose now
 
     The most probable tokens of all rows first, up to the number at which expected tokens over the
-    step's cost are highest; none, if that is less than GAIN times the plain step's.
+    step's cost are highest; none, if that is less than GAIN times the plain step's, or less than
+    WORTH times where a row that gets none would lose more than its slack and DELAY.
     """
     counts = [0] * len(survivals)
     if not costs.is_measured(num_rows):
         return counts
     # chances fall along a row, so the first entries are prefixes of the rows' proposals
     chances = sorted((-chance, i) for i, each in enumerate(survivals) for chance in each)
-    best, best_rate = 0, GAIN * num_rows / costs.plain_s(num_rows)
+    plain_rate = num_rows / costs.plain_s(num_rows)
+    best, best_rate = 0, GAIN * plain_rate
     expected = float(num_rows)
     for count, (chance, _) in enumerate(chances[:budget], start=1):
         expected -= chance
@@ -105,6 +126,11 @@ def shares(survivals: Seq[Seq[float]], num_rows: int, budget: int, costs: StepCo
             best, best_rate = count, rate
     for _, i in chances[:best]:
         counts[i] += 1
+    others = [slack for i, slack in enumerate(slacks) if i >= len(counts) or not counts[i]]
+    if best and others and best_rate < WORTH * plain_rate:
+        growth = costs.growth(num_rows + best, num_rows)
+        if growth > max(DELAY, min(others)):
+            return [0] * len(counts)
     return counts
 
 

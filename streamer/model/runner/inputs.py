@@ -92,6 +92,7 @@ class Rows:
         self._latest: Ints = np.zeros(max_rows, np.int64)  # the last known token
         self._unsettled: dict[int, Run] = {}  # row -> its run, whose tokens the host awaits
         self._ones: Ints = np.ones(max_rows, np.int64)
+        self._is_free = np.ones(max_rows, bool)  # but in `_mixed`, which names the others
         # The rows that are not idle, ascending, as of the latest step: as an array and a tuple.
         self._active: Ints = np.zeros(0, np.int64)
         self._names: tuple[int, ...] = ()
@@ -217,7 +218,10 @@ class Rows:
         for chunk in plan.chunks:
             self._check_chunk(chunk, busy)
             busy.add(chunk.row)
-        decoding = self._active[~np.isin(self._active, list(busy))]
+        is_free = self._is_free
+        is_free[list(busy)] = False
+        decoding = self._active[is_free.take(self._active)]
+        is_free[list(busy)] = True
         chunks = plan.chunks
         counts = np.array([c.count for c in chunks], np.int64)
         rows = np.concatenate([decoding, np.array([c.row for c in chunks], np.int64)])

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from streamer.core.plan import Facts
-from streamer.core.speculation.policy import GAIN, StepCosts, can_gain, draft_length, shares
+from streamer.core.speculation.policy import (
+    DELAY,
+    GAIN,
+    StepCosts,
+    can_gain,
+    draft_length,
+    shares,
+)
 
 FLAT = StepCosts(Facts(step_s=((1, 0.020), (2, 0.020), (64, 0.021)), prefill_s=1e-3))
 LINEAR = StepCosts(Facts(step_s=tuple((n, n * 1e-3) for n in (1, 2, 4, 8, 16, 64, 128))))
 
 
-def test_costs_between_measured_sizes_are_linear_and_beyond_them_those_of_prompts() -> None:
+def test_costs_between_measured_sizes_are_linear_and_far_beyond_them_those_of_prompts() -> None:
     costs = StepCosts(Facts(step_s=((4, 0.010), (8, 0.020)), prefill_s=0.001))
-    assert [costs.plain_s(n) for n in (1, 4, 6, 8, 10)] == pytest.approx(
-        [0.010, 0.010, 0.015, 0.020, 0.022]
+    assert [costs.plain_s(n) for n in (1, 4, 6, 8, 12, 14)] == pytest.approx(
+        [0.010, 0.010, 0.015, 0.020, 0.020, 0.022]
     )
 
 
@@ -70,3 +79,85 @@ def test_steps_that_verify_are_compared_by_what_they_were_measured_to_cost() -> 
     assert shares(sure, 4, 64, StepCosts(Facts(step_s=plain))) == [4]
     dear = StepCosts(Facts(step_s=plain, verify_s=((5, 0.030), (64, 0.030))))
     assert shares(sure, 4, 64, dear) == [0]
+
+
+def test_wider_steps_are_tried_one_after_the_other_until_they_do_not_pay() -> None:
+    """Widths beyond the measured ones would else never be measured."""
+    measured, tried = {2: 0.021}, [2]
+    for _ in range(20):
+        facts = Facts(
+            step_s=((1, 0.020),), verify_s=tuple(sorted(measured.items())), prefill_s=0.02
+        )
+        width = 1 + shares([[0.9] * 40], 1, 64, StepCosts(facts))[0]
+        measured[width] = 0.021 if width <= 12 else 0.021 * width
+        tried.append(width)
+    assert tried[:5] == [2, 3, 4, 6, 9]
+    assert sum(width > 12 for width in tried) <= 2
+    assert 6 <= tried[-1] <= 12
+
+
+SMALL = StepCosts(  # as the bundled model's: wider is nearly free, but to verify is not
+    Facts(
+        step_s=((1, 0.0006), (16, 0.0008), (64, 0.0016)),
+        verify_s=((2, 0.0007), (20, 0.0010), (80, 0.0020)),
+    )
+)
+
+
+def run(num_rows: int, tokens: int, repeats: float, *, is_closed: bool) -> float:
+    """How many times as fast as without: rows that draw `tokens` each, of which now and then the
+    next four are known; a closed batch, or as many clients for the same number of requests."""
+    source = random.Random(num_rows)
+    count = num_rows if is_closed else 8 * num_rows
+    queue = [0.0] * count
+    left: list[list[float]] = []  # tokens to draw, accepted, lost
+    took_s = plain_s = 0.0
+    for tokens_left in ([tokens] * len(queue[i : i + num_rows]) for i in range(0, count, num_rows)):
+        plain_s += max(tokens_left) * SMALL.plain_s(len(tokens_left))
+    while queue or left:
+        while queue and len(left) < num_rows:
+            queue.pop()
+            left.append([tokens, 0.0, 0.0])
+        known = [row for row in left if row[0] > 5 and source.random() < repeats]
+        others = [row for row in left if not any(row is each for each in known)]
+        slacks = [DELAY * (tokens - n) + won - lost for n, won, lost in known + others]
+        counts = shares([[0.9, 0.8, 0.7, 0.6]] * len(known), len(left), 64, SMALL, slacks)
+        step_s = SMALL.plain_s(len(left))
+        if width := sum(counts):
+            growth = SMALL.growth(len(left) + width, len(left))
+            for row in left:
+                row[2] += growth
+            step_s *= 1 + growth
+        took_s += step_s
+        for row, proposed in zip(known, counts, strict=True):
+            won = 0
+            while won < proposed and source.random() < 0.88:
+                won += 1
+            row[0] -= won
+            row[1] += won
+        for row in left:
+            row[0] -= 1
+        left = [row for row in left if row[0] > 0]
+    return plain_s / took_s
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 16, 64])
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_what_repeats_little_loses_nothing_even_where_the_slowest_row_decides(
+    num_rows: int, is_closed: bool
+) -> None:
+    for repeats in (0.0, 0.01, 0.03):
+        assert run(num_rows, 128, repeats, is_closed=is_closed) > 0.98
+
+
+@pytest.mark.parametrize(("num_rows", "times"), [(1, 2.0), (4, 1.7), (16, 1.2)])
+def test_what_repeats_much_gains_in_a_batch_and_in_a_stream(num_rows: int, times: float) -> None:
+    for is_closed in (True, False):
+        assert run(num_rows, 128, 0.9, is_closed=is_closed) > times
+
+
+def test_one_row_that_repeats_nothing_may_wait_for_many_that_do() -> None:
+    known = [[0.95] * 8] * 15
+    assert sum(shares(known, 16, 256, SMALL, [0.0] * 16)) > 60
+    assert shares(known[:2], 16, 256, SMALL, [0.0] * 16) == [0, 0]
+    assert sum(shares(known[:2], 16, 256, SMALL, [9.0] * 16)) > 0

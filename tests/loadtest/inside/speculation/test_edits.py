@@ -26,7 +26,8 @@ def test_an_answer_is_its_file_with_the_edits_that_are_asked_for() -> None:
 
 def test_the_same_seed_makes_the_same_requests_and_another_seed_others() -> None:
     for work in ("edits", "unrelated", "text"):
-        assert jobs(work, 3, 5) == jobs(work, 3, 5) != jobs(work, 3, 6)
+        assert jobs(work, 3, 2, 5) == jobs(work, 3, 2, 5) != jobs(work, 3, 2, 6)
+        assert len(jobs(work, 3, 2, 5).prompts) == 6
 
 
 def test_unrelated_prompts_repeat_nothing() -> None:
@@ -38,5 +39,5 @@ def test_a_table_shows_medians_and_the_lowest_ratio() -> None:
     def pair(off_s: float, on_s: float) -> Pair:
         return Pair(Found(off_s, 100), Found(on_s, 100, proposed=50, accepted=40))
 
-    text = report({4: [pair(2.0, 1.0), pair(3.0, 1.0), pair(1.0, 1.0)]})
-    assert text.splitlines()[-1] == "| 4 | 50 | 100 | 2.00 | 1.00 | 0.50 | 80% |"
+    text = report({"4 x 1": [pair(2.0, 1.0), pair(3.0, 1.0), pair(1.0, 1.0)]})
+    assert text.splitlines()[-1] == "| 4 x 1 | 50 | 100 | 2.00 | 1.00 | 0.50 | 80% |"
