@@ -11,13 +11,16 @@ import asyncio
 import sys
 import time
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from streamer.config import Config
 from streamer.core.sampling import SamplingParams
-from streamer.engine.engine import AsyncEngine, GenerateRequest
 from streamer.errors import StreamerError
+
+if TYPE_CHECKING:
+    from streamer.engine.engine import AsyncEngine
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -71,6 +74,8 @@ def say(found: Found) -> None:
 
 async def serve() -> None:
     """Load the model, say so, and answer one job after the other."""
+    from streamer.engine.engine import AsyncEngine
+
     loop, lines = asyncio.get_running_loop(), sys.stdin.buffer
     config = msgspec.json.decode(lines.readline(), type=Config)
     async with AsyncEngine.from_config(config) as engine:
@@ -100,6 +105,8 @@ async def _answers(
     engine: AsyncEngine, job: Job, prompts: list[tuple[int, ...]]
 ) -> list[list[int]]:
     """The tokens of each request's answer, in the requests' order."""
+    from streamer.engine.engine import GenerateRequest
+
     answers: dict[int, list[int]] = {}
 
     async def client(mine: range) -> None:
