@@ -8,6 +8,7 @@ Called by the scheduler's apply.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from operator import itemgetter
 from typing import NamedTuple
 
 from streamer.core.sampling import SamplingParams
@@ -89,13 +90,14 @@ class BeamSearch:
         may_stop = self._num_output > self._params.min_tokens
         going_on: list[tuple[float, Continuation]] = []
         for rank, (logprob, parent, token) in enumerate(self._ranked(candidates, may_stop)):
+            if rank >= self.width and (is_last or len(going_on) == self.width):
+                break  # of 4,160 candidates at a width of 64 the best 64 or a few more count
             is_stop = token in self._stop_ids
             if not (is_stop or is_last):
                 going_on.append((logprob, Continuation(parent, token)))
             elif rank < self.width:
                 output = (*known[parent][self._num_prompt :], token)
                 self._end(output, logprob, token if is_stop else None)
-        del going_on[self.width :]
         self.is_done = not going_on or self._is_settled_by_scores(going_on[0][0])
         if self.is_done:
             return ()
@@ -110,7 +112,7 @@ class BeamSearch:
             for token, logprob in row
             if may_stop or token not in stop_ids
         ]
-        found.sort(key=lambda each: -each[0])
+        found.sort(key=itemgetter(0), reverse=True)
         return found
 
     def _end(self, output: tuple[int, ...], logprob: float, stop_id: int | None) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from streamer.core.beams.search import BeamSearch, Ended, num_candidates
+from streamer.core.beams.search import BeamSearch, Continuation, Ended, num_candidates
 from streamer.core.sampling import SamplingParams
 from tests.checkpoints import make_checkpoint, reference_greedy, reference_model
 
@@ -176,3 +176,20 @@ def test_only_what_may_be_returned_holds_back_the_settled_prefix() -> None:
     assert beams.advance([[0, 5]], [[(6, -0.1), (1, -0.9)]]) == ((0, 6),)
     assert beams.settle([[0, 5, 6]]) == (5,)  # (5, 1) may be, (1,) no longer
     assert beams.num_settled == 1
+
+
+def test_no_more_hypotheses_are_made_than_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 rows of 65 candidates each; making all took three quarters of a step's arithmetic."""
+    made: list[Continuation] = []
+
+    def make(parent: int, token: int) -> Continuation:
+        made.append(Continuation(parent, token))
+        return made[-1]
+
+    monkeypatch.setattr("streamer.core.beams.search.Continuation", make)
+    params = SamplingParams(use_beam_search=True, beam_width=64, max_tokens=3)
+    beams = BeamSearch(params, num_prompt=1, max_tokens=3, stop_ids=NO_END)
+    row = [(token, -float(token)) for token in range(num_candidates(64, 0))]
+    assert len(beams.advance([[1]], [row])) == len(made) == 64
+    assert len(beams.advance([[1, token] for token in range(64)], [row] * 64)) == 64
+    assert len(made) == 128
