@@ -358,7 +358,7 @@ class State:
         """Device blocks that may be free when launched plans are over: those that cool, and those
         that unsettled sequences hold for provisional tokens alone."""
         coming = self.kv.device.num_cooling
-        if self.speculation is not None:
+        if self.num_unsettled:  # asked for each of many stalled rows: a second a step for 1,024
             for request in (*self.requests.running, *self.requests.paused):
                 coming += sum(self.kv.num_beyond(s) for s in request.sequences if s.provisional)
         return coming

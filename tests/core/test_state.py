@@ -6,13 +6,16 @@ import ast
 import heapq
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from streamer import core
+from streamer.core.blocks import BlockHasher
 from streamer.core.state import State
 from streamer.errors import InvariantViolated
 from tests.core.driver import Driver, make_config
+from tests.core.scripted import Scripted
 
 
 def lose_a_row(state: State) -> None:
@@ -137,3 +140,15 @@ def test_owners_change_only_through_their_own_methods(path: Path) -> None:
 )
 def test_a_change_that_bypasses_an_owner_is_found(change: str) -> None:
     assert list(changes_of_an_owner(change)) == [change]
+
+
+def test_blocks_that_come_are_counted_without_a_look_at_any_row_unless_one_verifies() -> None:
+    """Every row that lacks a block asks."""
+
+    class Unread(dict[Any, None]):
+        def __iter__(self) -> Any:
+            raise AssertionError("looked at the running requests")
+
+    state = State(make_config(), BlockHasher(4, b"s" * 32), Scripted(0))
+    state.requests.running = Unread()
+    assert state.num_coming() == 0
