@@ -471,6 +471,7 @@ class State:
         self.leave_all(request)
         self.requests.move(request, Event.FINISH)
         self.queue.close(request)
+        request.sequences = []  # each refers to its request: a cycle
 
     def finish_all(self, request: Request, reason: FinishReason, detail: str | None = None) -> None:
         """End every choice that is still open, forked or not."""

@@ -46,8 +46,8 @@ SEND_BUFFER_BYTES: Final = 64 << 10  # else the kernel hides megabytes of a read
 BACKLOG: Final = 2048
 # While serving, garbage is collected after so many more objects than were freed, and so many
 # smaller collections. By Python's (700, 10, 10), 1,024 joining streams take 374 collections, the
-# longest of 36 ms; so they take 25, the longest of 16 (a shared EPYC core, 2026-11-22). Streams
-# that have ended are garbage in cycles: much later collections would keep too many of them.
+# longest of 36 ms; so they take 25, the longest of 16 (a shared EPYC core, 2026-11-22). A request
+# that has ended leaves no cycles (tests/server/test_garbage.py), so nothing waits for these.
 COLLECT_AFTER: Final = (10_000, 5, 5)
 
 

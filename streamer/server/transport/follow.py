@@ -92,6 +92,7 @@ class _Follower:
             self._held[1].close()
         for stream, reader in zip(self._streams, self._readers, strict=False):
             stream.detach(reader)
+        self._readers = []  # each refers to its follower
 
     def _advance(self, source: int) -> None:
         """Write a stream's news, unless a write waits or has failed; never raises."""

@@ -252,6 +252,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.headers[:] = [pair for pair in self.headers if pair != (b"content-length", b"0")]
         super().handle_websocket_upgrade()
 
+    def on_response_complete(self) -> None:
+        """The end of a request: its scope no longer refers to what answered it, a cycle."""
+        if self._running is not None:
+            self._running.scope["extensions"].pop(WRITE_PART, None)
+        super().on_response_complete()
+
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
         if cycle.scope["http_version"] == "1.0":

@@ -68,6 +68,7 @@ class ClientWatch:
         self._receive = receive
         self._idle = idle
         self._idle_s = idle_s
+        self._is_over = False
         self.is_gone = False
 
     async def __aenter__(self) -> ClientWatch:
@@ -85,6 +86,7 @@ class ClientWatch:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> bool:
+        self._is_over = True
         self._task.cancel()
         if not self.is_gone:
             return False
@@ -100,6 +102,12 @@ class ClientWatch:
                 if self._idle is not None:
                     self._idle_s = await self._idle()
                 continue
+            except asyncio.CancelledError:
+                # Kept by its task, it would keep this frame, which keeps the task: a cycle, in
+                # every request, with all that the request holds.
+                if self._is_over:
+                    return
+                raise
             if message["type"] == "http.disconnect":
                 self.is_gone = True
                 self._owner.cancel()

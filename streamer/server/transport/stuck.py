@@ -17,6 +17,10 @@ from starlette.types import Scope
 ABORT: Final = "streamer.abort"  # in scope["extensions"]: drops the connection, buffers and all
 
 
+def _nothing() -> None:
+    pass
+
+
 class StuckWatch:
     """While entered, aborts the connection when sends wait and none has ended for `limit_s`.
 
@@ -44,6 +48,8 @@ class StuckWatch:
     ) -> None:
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
+        self._on_stuck = _nothing  # else it and its owner would keep each other
 
     @property
     def is_sending(self) -> bool:

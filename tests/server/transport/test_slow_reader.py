@@ -201,8 +201,8 @@ def test_bundled_a_paused_answer_gives_up_its_blocks_and_is_what_it_would_have_b
     server_with: Any, transport: str
 ) -> None:
     server = server_with(**BUNDLED, stream_window=32)
-    expected = story(server, 200)
-    body = telling(200, top_logprobs=20, return_token_ids=True)
+    expected = story(server, 400)
+    body = telling(400, top_logprobs=20, return_token_ids=True)
     if transport == "sse":
         client: Bare = BareSse(server.url, "/v1/responses", {**body, "stream": True})
     else:
@@ -219,4 +219,4 @@ def test_bundled_a_paused_answer_gives_up_its_blocks_and_is_what_it_would_have_b
         client.read_until(is_last)
     deltas = [e.json for e in standard(client) if e.kind == "response.output_text.delta"]
     assert "".join(d["delta"] for d in deltas) == expected
-    assert sum(len(d["token_ids"]) for d in deltas) == 200
+    assert sum(len(d["token_ids"]) for d in deltas) == 400
