@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from streamer.core.results import find_stop, next_tail
+from streamer.core.results import can_end, find_stop, last_bytes
 from streamer.tokenizer.text import TextStream
 
 # Letters that overlap in stop strings, and the bytes of "é" and "😀", whole and in parts.
@@ -34,14 +34,15 @@ def test_text_is_the_cut_bytes(
             text += stream.finish(len(whole))
             assert text == whole.decode("utf-8", "replace")
             return
-        found = find_stop(tail, piece, written) if written and token >= min_tokens else None
+        may_end = token >= min_tokens and can_end(piece, written)
+        found = find_stop(tail, piece, written) if may_end else None
         if found is not None:
             cut = len(whole) - len(tail) + found[0]
             text += stream.finish(cut, token)
             assert text == (whole + piece)[:cut].decode("utf-8", "replace")
             return
         whole += piece
-        tail = next_tail(tail, piece, written) if written else b""
+        tail = last_bytes([piece, tail], max(map(len, written)) - 1) if written else b""
         text += stream.push(token)
         assert whole.decode("utf-8", "replace").startswith(text)
     assert text + stream.finish() == whole.decode("utf-8", "replace")

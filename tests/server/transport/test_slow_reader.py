@@ -91,6 +91,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     words = (*blocks, "--swap-space", request.param, "--max-num-seqs", "1024")
     words += ("--max-wait-s", "0")
     words += ("--retain-bytes", "4000000")
+    words += ("--speculative-config", '{"method": "none"}')  # its index is memory too, bounded
     with serving("fake", *words, "--pause-timeout", "600") as (process, url, _):
         running = Server(process.pid, url)
         running.fast_ones()
