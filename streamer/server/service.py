@@ -30,7 +30,7 @@ from streamer.errors import ContextLengthExceeded, EngineDead, InvalidRequest
 from streamer.server.admission import Admission, deadline_of, tenant_of
 from streamer.server.openai.common import Prediction, named
 from streamer.server.openai.models import check_model
-from streamer.server.parsing.formats import Format, find_format
+from streamer.server.parsing.formats import ModelFormat, find_format
 from streamer.server.parsing.tools import Parsing, ToolDefinition
 from streamer.server.prepared import B, Form, Prepared, Reading
 from streamer.server.security import Bodies
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-NO_FORMAT = Format()
+NO_FORMAT = ModelFormat()
 TAIL = 32  # tokens at a prompt's end that may open the reasoning
 MAX_LOGGED_PROMPT = 4096  # tokens, with --log-prompts: decoding them holds the loop up
 
@@ -72,7 +72,7 @@ class Service:
         self._is_quiet.set()
         self._bytes: tuple[bytes, ...] = ()
         self._special: dict[int, bytes] = {}
-        self._format: tuple[Format, frozenset[int]] | None = None
+        self._format: tuple[ModelFormat, frozenset[int]] | None = None
         find_format("", config.tool_call_parser, config.reasoning_parser)  # refuses unknown names
 
     # ------------------------------------------------------------ state
@@ -221,7 +221,7 @@ class Service:
         return Parsing(form, schemas, self._opens_reasoning(form, prompt), max_calls, shown_ids)
 
     @property
-    def format(self) -> tuple[Format, frozenset[int]]:
+    def format(self) -> tuple[ModelFormat, frozenset[int]]:
         """What the model's answers may have besides prose, and the special tokens of that."""
         if self._format is None:
             tokenizer, config = self.engine.tokenizer, self.config
@@ -233,7 +233,7 @@ class Service:
             self._format = found, frozenset(shown)
         return self._format
 
-    def _opens_reasoning(self, form: Format, prompt: Sequence[int]) -> bool:
+    def _opens_reasoning(self, form: ModelFormat, prompt: Sequence[int]) -> bool:
         if form.think is None:
             return False
         tail = self.engine.tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False)

@@ -20,7 +20,7 @@ from streamer.errors import InvalidRequest, StreamerError
 from streamer.server.admission import tenant_of
 from streamer.server.errors import clip, error_body
 from streamer.server.openai.common import encode
-from streamer.server.transport.frames import frame
+from streamer.server.transport.frames import SSE, frame
 from streamer.server.transport.sse import HEADERS, KEEP_ALIVE_S, ClientWatch
 
 if TYPE_CHECKING:
@@ -82,7 +82,8 @@ class SnapshotStream:
         follower = self._service.engine.view_feed.follow(owner_of(scope))
         async with ClientWatch(receive), contextlib.aclosing(follower) as views:
             first = await anext(views)
-            await send({"type": "http.response.start", "status": 200, "headers": [*HEADERS]})
+            headers = [(b"content-type", SSE.media), *HEADERS]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
             try:
                 await self._send_views(first, views, send)
             except StreamerError as e:

@@ -77,7 +77,7 @@ class Channels(msgspec.Struct, frozen=True):
     ends: tuple[str, ...] = ("<|end|>", "<|call|>", "<|return|>")
 
 
-class Format(msgspec.Struct, frozen=True):
+class ModelFormat(msgspec.Struct, frozen=True):
     """What may be in a text besides prose; `channels` excludes the marks of `think`."""
 
     think: Think | None = None
@@ -211,7 +211,9 @@ _REASONING_SIGNS: Final[Mapping[str, tuple[str, ...]]] = {
 _LLAMA_SIGNS: Final = ('{"name": function name, "parameters":',)
 
 
-def find_format(template: str, tool_parser: str | None, reasoning_parser: str | None) -> Format:
+def find_format(
+    template: str, tool_parser: str | None, reasoning_parser: str | None
+) -> ModelFormat:
     """The format of a model's answers, from its chat template where no parser is named.
 
     Raises ConfigError for a name that is none of vLLM's known here.
@@ -226,8 +228,8 @@ def find_format(template: str, tool_parser: str | None, reasoning_parser: str | 
         _detect(template, _REASONING_SIGNS),
     )
     if isinstance(think, Channels):
-        return Format(None, calls, think)
-    return Format(think, calls, calls if isinstance(calls, Channels) else None)
+        return ModelFormat(None, calls, think)
+    return ModelFormat(think, calls, calls if isinstance(calls, Channels) else None)
 
 
 def _detect(template: str, signs: Mapping[str, tuple[str, ...]]) -> str:

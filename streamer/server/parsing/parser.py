@@ -22,7 +22,7 @@ from streamer.server.parsing.events import (
     ToolCallBegin,
     ToolCallEnd,
 )
-from streamer.server.parsing.formats import HARMONY, Calls, Channels, Format, Parameters
+from streamer.server.parsing.formats import HARMONY, Calls, Channels, ModelFormat, Parameters
 from streamer.server.parsing.schemas import Schema, as_json, is_text
 from streamer.server.parsing.source import Broken, Reading, Source
 
@@ -44,7 +44,7 @@ class Parser:
 
     def __init__(
         self,
-        format: Format,
+        format: ModelFormat,
         tools: Mapping[str, Schema] | None = None,
         *,
         is_reasoning: bool = False,

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from streamer.errors import InvalidRequest
-from streamer.server.parsing.formats import Calls, Format
+from streamer.server.parsing.formats import Calls, ModelFormat
 from streamer.server.parsing.parser import Parser
 from streamer.server.parsing.schemas import Schema
 
@@ -149,7 +149,7 @@ class Parsing(msgspec.Struct, frozen=True):
     shown         special tokens that are part of the format, by id
     """
 
-    format: Format
+    format: ModelFormat
     tools: Mapping[str, Schema] = {}
     is_reasoning: bool = False
     max_calls: int | None = None

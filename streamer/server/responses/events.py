@@ -9,7 +9,7 @@ is no gap before the closing. So each number is a cursor, on each transport, at 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -260,7 +260,8 @@ class ResponseEvents:
         number = self._num_opening + self._num_tokens
         if self._is_silent or status == "failed":
             return [self._terminal(number, response)]
-        (item,), part = response.output, self._part()
+        (item,) = cast("list[Item]", response.output)  # of text alone; built once
+        (part,) = item.content
         lane = self._lane
         return [
             TextDone(number, self._item_id, part.text, logprobs=part.logprobs, stream_id=lane),

@@ -10,7 +10,7 @@ from streamer.server.parsing.formats import (
     REASONING_FORMATS,
     TOOL_FORMATS,
     Calls,
-    Format,
+    ModelFormat,
     find_format,
 )
 
@@ -40,7 +40,7 @@ def test_a_template_says_its_format(template: str) -> None:
     assert found.calls == (TOOL_FORMATS[tool] if tool else None)
     think = REASONING_FORMATS[reasoning] if reasoning else None
     assert (found.channels if think is HARMONY else found.think) == think
-    assert find_format(template, "none", "none") == Format()
+    assert find_format(template, "none", "none") == ModelFormat()
 
 
 def test_names_are_checked() -> None:

@@ -19,7 +19,7 @@ from streamer.server.parsing.events import (
     ToolCallBegin,
     ToolCallEnd,
 )
-from streamer.server.parsing.formats import REASONING_FORMATS, TOOL_FORMATS, Channels, Format
+from streamer.server.parsing.formats import REASONING_FORMATS, TOOL_FORMATS, Channels, ModelFormat
 from streamer.server.parsing.parser import Parser
 
 Call = tuple[str, dict[str, Any]]
@@ -154,12 +154,12 @@ WRITERS: list[tuple[str, Callable[[Sequence[Call]], str]]] = [
 ]
 
 
-def format_of(name: str) -> Format:
+def format_of(name: str) -> ModelFormat:
     calls = TOOL_FORMATS[name]
     if isinstance(calls, Channels):
-        return Format(None, calls, calls)
+        return ModelFormat(None, calls, calls)
     assert not isinstance(THINK, Channels)
-    return Format(THINK, calls)
+    return ModelFormat(THINK, calls)
 
 
 def joined(events: Sequence[Event]) -> list[Event]:

@@ -38,7 +38,8 @@ function expectCounting(stream: ResponseStream, first = 1): void {
   const seen = numbers(stream.text);
   expect(seen.length).toBeGreaterThan(0);
   expect(seen).toEqual(seen.map((_, i) => first + i));
-  expect(stream.response?.output[0]?.content[0]?.text).toBe(stream.text);
+  const item = stream.response?.output[0];
+  expect(item?.type === "message" ? item.content[0]?.text : undefined).toBe(stream.text);
 }
 
 /** Resolves once the stream has that many tokens. */
