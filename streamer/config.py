@@ -69,7 +69,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
     method  suffix: what followed the same tokens before, in the request or in its owner's recent
             outputs; ngram: in the request alone; draft_model: a smaller model; none: nothing.
-            Absent: draft_model where `model` is given, else suffix
+            Absent: draft_model where `model` is given, suffix beside a speculative_model, else none
     model   the draft model's checkpoint
     num_speculative_tokens  maximum a row and step; how many pay is measured
     prompt_lookup_min, prompt_lookup_max  for ngram: tokens that must agree, tokens compared
@@ -167,7 +167,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         SpeculativeConfig,
         Meta(
             description="how tokens are proposed before they are drawn, as JSON: method (suffix, "
-            "ngram, draft_model, none; default: suffix), model, num_speculative_tokens"
+            "ngram, draft_model, none; default: none), model, num_speculative_tokens"
         ),
     ] = SpeculativeConfig()
 
@@ -342,6 +342,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def _check_speculation(self) -> None:
         asked, param = self.speculative_config, "speculative_config"
+        if asked != SpeculativeConfig() and self.speculation_method == "none" != asked.method:
+            raise ConfigError(f"{param}: method is missing", param=param)
         if asked.model is not None and asked.method not in (None, "draft_model"):
             raise ConfigError(
                 f"{param}: method {asked.method} has no model; --speculative-model adds one",
@@ -367,7 +369,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def speculation_method(self) -> str:
         """The method of speculative_config, or what its absence means."""
         asked = self.speculative_config
-        return asked.method or ("draft_model" if asked.model is not None else "suffix")
+        if asked.method is not None or asked.model is not None:
+            return asked.method or "draft_model"
+        return "none" if self.speculative_model is None else "suffix"
 
     @property
     def draft_model(self) -> str | None:

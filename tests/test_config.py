@@ -182,8 +182,8 @@ def test_invalid_limits_of_a_key_are_refused_without_showing_it(limits: str, mes
     assert "good-ke" not in caught.value.message
 
 
-def test_speculation_is_by_suffix_unless_vllms_json_says_otherwise(tmp_path: Path) -> None:
-    assert (Config().speculation_method, Config().draft_model) == ("suffix", None)
+def test_speculation_is_what_vllms_json_says(tmp_path: Path) -> None:
+    assert (Config().speculation_method, Config().draft_model) == ("none", None)
     text = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 4}'
     by_flag = load_config({"speculative_config": text}, {})
     assert by_flag.speculative_config.num_speculative_tokens == 5
@@ -210,7 +210,8 @@ def test_speculation_is_by_suffix_unless_vllms_json_says_otherwise(tmp_path: Pat
         ('{"draft_tensor_parallel_size": 1}', "unknown field `draft_tensor_parallel_size`"),
         ('{"method": "draft_model"}', "method draft_model needs a model"),
         ('{"method": "ngram", "model": "x"}', "method ngram has no model"),
-        ('{"prompt_lookup_min": 3}', "prompt_lookup_min and _max are of ngram"),
+        ('{"method": "suffix", "prompt_lookup_min": 3}', "prompt_lookup_min and _max are of ngram"),
+        ('{"num_speculative_tokens": 5}', "method is missing"),
         (
             '{"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 4}',
             "prompt_lookup_min 5 exceeds prompt_lookup_max 4",

@@ -51,7 +51,7 @@ class Case(msgspec.Struct, frozen=True):
     says: str
     model: str
     work: str
-    speculation: SpeculativeConfig = SpeculativeConfig()
+    speculation: SpeculativeConfig = SpeculativeConfig(method="suffix")
 
 
 class Pair(msgspec.Struct, frozen=True):
