@@ -111,11 +111,12 @@ LEFT_OUT = (
     "streamer/loadtest/inside/accuracy/",
     "streamer/loadtest/inside/page/",
     "streamer/loadtest/inside/README.md",
+    "streamer/loadtest/inside/speculation/",
     "streamer/loadtest/paper/",
     "streamer/loadtest/results/",
     "streamer/loadtest/tools/",
 )
-COMMANDS_LEFT_OUT = {"bench": {"accuracy", "page", "paper"}, "loadtest": {"compare"}}
+COMMANDS_LEFT_OUT = {"bench": {"accuracy", "page", "paper", "speculation"}, "loadtest": {"compare"}}
 
 
 def test_a_wheel_has_the_product_and_nothing_else(wheel: set[str]) -> None:

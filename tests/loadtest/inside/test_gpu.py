@@ -89,7 +89,7 @@ def test_sections_with_models_on_the_gpus_runner(
     with np.errstate(all="ignore"):
         code, text = run("--only", section)
     assert code == 0, text
-    assert len(devices) == {"single": 3, "batch": 3, "step": 5}[section]
+    assert len(devices) == {"single": 5, "batch": 3, "step": 5}[section]
     assert all(device.num_replays > 0 for device in devices)
 
 
