@@ -29,6 +29,7 @@ LIMITS: Mapping[str, Any] = {
     "initial_lexer_fuel": 500_000,  # 50,000 a millisecond
     "step_lexer_fuel": 100_000,  # 14,000 a millisecond
     "step_max_items": 25_000,  # 20,000 a millisecond
+    "max_items_in_row": 25_000,  # one a text of a choice
     "max_lexer_states": 10_000,
     "max_grammar_size": 100_000,
     "verbose_errors": False,
