@@ -30,8 +30,21 @@ class FinishReason(enum.Enum):
 # ---------------------------------------------------------------- commands: loop -> scheduler
 
 
+class Drawn(msgspec.Struct, frozen=True):
+    """What one choice of a request drew before its engine was lost.
+
+    tokens    its output so far
+    logprobs  one a token where they were requested; for its readers, the scheduler needs none
+    finish    how it ended; None: it goes on
+    """
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish: Finish | None = None
+
+
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """A new request. `params.seed` and `params.max_tokens` are set (the engine fills them).
+    """A request. `params.seed` and `params.max_tokens` are set (the engine fills them).
 
     prompt        token ids, at least one
     stop_ids      tokens that end a choice: the model's end tokens (unless ignore_eos) and
@@ -44,6 +57,10 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     share_with    fork: begin from this request's blocks as far as the tokens agree
     queue_position  requests before it in the queue, as sent to its reader; None: not sent
     prediction    text that the output is expected to repeat, as token ids
+    outputs       what each choice drew in an engine before this one; empty: the request is new. It
+                  comes back as if it had been preempted, its tokens to be computed again. A beam
+                  search begins anew, and reports no token that the first choice has here
+    num_scored    prompt tokens whose log probabilities were reported there
     """
 
     request_id: str
@@ -58,6 +75,8 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     share_with: str | None = None
     queue_position: int | None = None
     prediction: tuple[int, ...] = ()
+    outputs: tuple[Drawn, ...] = ()
+    num_scored: int = 0
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):

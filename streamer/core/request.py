@@ -12,7 +12,7 @@ from collections import Counter
 from typing import Final
 
 from streamer.core.beams.search import BeamSearch
-from streamer.core.plan import Add, FinishReason
+from streamer.core.plan import Add, Drawn, FinishReason
 from streamer.errors import InvariantViolated
 
 
@@ -44,6 +44,7 @@ class Event(enum.Enum):
 
 TRANSITIONS: dict[tuple[Status, Event], Status] = {
     (Status.WAITING, Event.ADMIT): Status.RUNNING,
+    (Status.WAITING, Event.DROP): Status.PREEMPTED,  # it ran in an engine before this one
     (Status.PREEMPTED, Event.ADMIT): Status.RUNNING,
     (Status.PAUSED, Event.ADMIT): Status.RUNNING,
     (Status.RUNNING, Event.PAUSE): Status.PAUSED,
@@ -208,7 +209,7 @@ class Request:
         self.num_charged = 0  # prompt tokens its tenant has paid for
         # Prompt tokens from whose logits the next one's log probability is, or will be, taken.
         self.num_to_score = 0 if add.params.prompt_logprobs is None else len(add.prompt) - 1
-        self.num_scored = 0
+        self.num_scored = add.num_scored
         self.copied_tokens = 0  # in shared blocks copied before a write, over all choices
         self.evictions = 0  # preemptions while it ran; MAX_PREEMPTIONS exempt it
         self.preemptions = 0  # all of them, while it was paused too
@@ -223,7 +224,17 @@ class Request:
                 num_prompt=len(add.prompt),
                 max_tokens=max_tokens,
                 stop_ids=add.stop_ids,
+                num_reported=len(add.outputs[0].tokens) if add.outputs else 0,
             )
+        elif any(drawn.tokens or drawn.finish for drawn in add.outputs):
+            self.num_charged = len(add.prompt)
+            self.sequences = [self._restored(i, drawn) for i, drawn in enumerate(add.outputs)]
+
+    def _restored(self, choice: int, drawn: Drawn) -> Sequence:
+        seq = Sequence(self, choice, [*self.add.prompt, *drawn.tokens])
+        if drawn.finish is not None:
+            seq.finish_reason = drawn.finish.reason
+        return seq
 
     @property
     def num_rows(self) -> int:
@@ -231,6 +242,11 @@ class Request:
         if self.beams is not None:
             return self.beams.width
         return self.add.params.n if len(self.sequences) == 1 else len(self.live())
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it drew tokens in an engine before this one."""
+        return any(s.num_output or s.finish_reason for s in self.sequences)
 
     @property
     def is_new(self) -> bool:

@@ -27,8 +27,8 @@ from streamer.core.plan import (
 )
 from streamer.core.preemption import choose_victim, preempt, would_swap
 from streamer.core.request import Request, Sequence, Status
-from streamer.core.results import apply_result
-from streamer.core.sizes import SchedulerConfig, check_fits
+from streamer.core.results import apply_result, end_if_due
+from streamer.core.sizes import SchedulerConfig, check_fits, check_outputs
 from streamer.core.speculation.interface import Speculation
 from streamer.core.speculation.speculator import Speculator
 from streamer.core.state import Draft, State
@@ -80,7 +80,14 @@ class Scheduler:
             limit = self.config.max_num_seqs
             raise InvalidRequest(f"{name}={n} exceeds max_num_seqs={limit}", param=name)
         max_tokens = check_fits(len(add.prompt), n, add.params.max_tokens, self.config)
-        self.state.open(add, max_tokens)
+        if add.outputs:
+            check_outputs(add.outputs, add.params.n, max_tokens)
+            if all(drawn.finish is not None for drawn in add.outputs):
+                raise InvalidRequest(f"request {add.request_id} has ended", param="outputs")
+        request = self.state.open(add, max_tokens)
+        for seq in request.live() if add.outputs else ():
+            if seq.num_output:  # the engine before this one may have been lost before its end
+                end_if_due(self.state, seq, seq.tokens[-1])
 
     def refuse(self, add: Add, error: Exception) -> None:
         """End a request that `command` could not take, as failed; raises `error` if it did."""

@@ -6,12 +6,15 @@ the loop checks what fits before anything is queued, and the scheduler again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from streamer.config import Config
+from streamer.core.plan import Drawn
 from streamer.core.speculation.index import LONGEST
 from streamer.core.speculation.values import SpeculationSizes
-from streamer.errors import ConfigError, ContextLengthExceeded
+from streamer.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 
 # Each scored or provisional token is a row of logits beside those of the rows that draw: 256 are
 # 128 MiB in fp32 at a vocabulary of 128k. A longer prompt is computed in more steps.
@@ -149,3 +152,14 @@ def check_fits(num_prompt: int, n: int, max_tokens: int | None, config: Schedule
             param="max_tokens",
         )
     return min(by_context, by_pool) if max_tokens is None else max_tokens
+
+
+def check_outputs(outputs: Sequence[Drawn], n: int, max_tokens: int) -> None:
+    """Raise InvalidRequest if a request's choices can't have drawn this before."""
+    if len(outputs) != n:
+        raise InvalidRequest(f"{len(outputs)} outputs of {n} choices", param="outputs")
+    longest = max(len(drawn.tokens) for drawn in outputs)
+    if longest > max_tokens:
+        raise InvalidRequest(
+            f"{longest} output tokens of a choice are more than its {max_tokens}", param="outputs"
+        )

@@ -365,11 +365,14 @@ class State:
 
     # ------------------------------------------------------------ a request's way
 
-    def open(self, add: Add, max_tokens: int) -> None:
-        """Take a new request into the queue."""
+    def open(self, add: Add, max_tokens: int) -> Request:
+        """Take a request into the queue: among those that return, if it has begun."""
         request = self.requests.add(add, max_tokens)
         self.queue.open(request)
+        if request.has_begun:
+            self.requests.move(request, Event.DROP)
         self.enqueue(request)
+        return request
 
     def enqueue(self, request: Request) -> None:
         """Queue the request for admission, unless it is held."""
@@ -476,7 +479,7 @@ class State:
     def finish_all(self, request: Request, reason: FinishReason, detail: str | None = None) -> None:
         """End every choice that is still open, forked or not."""
         if request.beams is not None:
-            num_tokens, copied = request.beams.num_settled, request.copied_tokens
+            num_tokens, copied = request.beams.num_reported, request.copied_tokens
             self.finish_beams(
                 request,
                 [

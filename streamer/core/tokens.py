@@ -153,6 +153,8 @@ def scored_part(request: Request, start: int, count: int, draft: Draft) -> tuple
     token is not scored: the first output token is drawn from its logits.
     """
     first = max(start, request.num_scored)
+    if start + count > len(request.add.prompt):
+        count = request.num_to_score - start  # the output of an engine before this one follows
     score = max(0, min(start + count, request.num_to_score) - first)
     if score > draft.to_score:
         score = draft.to_score

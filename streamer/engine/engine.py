@@ -230,7 +230,8 @@ class AsyncEngine:
 
         Checks everything first: raises InvalidRequest and ContextLengthExceeded for what can't be
         served, Overloaded when it can't be now, EngineDead when it never will. A grammar that
-        `compile` has not seen is compiled here, on the loop.
+        `compile` has not seen is compiled here, on the loop. One with `progress` goes on from
+        there; if all its choices had ended, its stream is retained and nothing runs.
         """
         self._require_own_process()
         info, sizes, thread = self._info, self._sizes, self._thread
@@ -241,12 +242,16 @@ class AsyncEngine:
         request = accept(request, info, sizes, self._random.getrandbits(SEED_BITS))
         if self._streams.is_taken(request.request_id):
             raise InvalidRequest(f"request {request.request_id} exists", param="request_id")
-        self._streams.require_room(request.queue_needs, self.config.max_queue, sizes.max_num_seqs)
+        if request.progress is None:
+            self.require_room(request.queue_needs)
         grammar, grammars = request.params.structured_outputs, self._grammars
         compiled = grammars.compile(grammar) if grammar is not None and grammars else None
         hashes = self._prompts.hashes(request.prompt, request.cache_salt.encode())
         limits = limits_of(request, self.config)
         stream = TokenStream(request, limits, self, sizes.token_bytes, self._special)
+        if stream.is_finished:
+            self._streams.retain(stream, request.tenant)
+            return stream
         if compiled is not None:
             stream.observers.append(compiled.held)
         queue_position = self._streams.add(stream, request.queue_needs)

@@ -14,7 +14,7 @@ from typing import cast
 
 import msgspec
 
-from streamer.core.plan import Finish, Notice, TokenLogprob
+from streamer.core.plan import Drawn, Finish, FinishReason, Notice, TokenLogprob
 from streamer.core.sampling import SamplingParams
 from streamer.tokenizer.text import TextStream
 
@@ -115,6 +115,22 @@ class ChoiceLog:
         self._text += text.encode()
         self._ends.append(len(self._text))
         self._last = text
+
+    def restore(self, drawn: Drawn) -> None:
+        """Take what the choice drew in an engine before this one, as if it came now.
+
+        An end of the core's own comes with the last token, that of a failed or cancelled choice
+        after it.
+        """
+        finish, is_with_last = drawn.finish, False
+        if finish is not None and drawn.tokens:
+            is_with_last = finish.reason in (FinishReason.STOP, FinishReason.LENGTH)
+        logprobs, last = drawn.logprobs, len(drawn.tokens) - 1
+        for i, token in enumerate(drawn.tokens):
+            logprob = logprobs[i] if i < len(logprobs) else None
+            self.push(token, logprob, finish if is_with_last and i == last else None)
+        if finish is not None and not is_with_last:
+            self.end(finish)
 
     def end(self, finish: Finish) -> None:
         """No more tokens: release what was held back, cut where the core ended it."""

@@ -178,7 +178,11 @@ class Registry:
 
     def add(self, stream: TokenStream, needs: QueueNeeds) -> int | None:
         """A new request; returns its position in the queue, as known here, if it asks for that."""
-        queue_position = self.num_waiting + self._num_returning if needs.sends_position else None
+        queue_position = None
+        if stream.is_started:
+            stream.notify(Notice(stream.request_id, NoticeKind.PREEMPTED, how="recompute"))
+        elif needs.sends_position:
+            queue_position = self.num_waiting + self._num_returning
         if queue_position is not None:
             stream.notify(Notice(stream.request_id, NoticeKind.WAITING, position=queue_position))
         self._live[stream.request_id] = stream
@@ -267,6 +271,12 @@ class Registry:
         for stream in self.live():
             self.fail(stream, error)
 
+    def retain(self, stream: TokenStream, tenant: str) -> None:
+        """Keep a finished stream for late readers, within the bounds."""
+        now = time.monotonic()
+        self._retained.keep(stream, tenant, now)
+        self._retained.expire(now)
+
     def _retire(self, stream: TokenStream, reason: FinishReason) -> None:
         """Move a stream from live to retained, within the bounds."""
         del self._live[stream.request_id]
@@ -275,8 +285,7 @@ class Registry:
         if not self._live:
             self._is_idle.set()
         if stream.is_kept:
-            self._retained.keep(stream, tenant, time.monotonic())
-            self._retained.expire(time.monotonic())
+            self.retain(stream, tenant)
 
 
 def _overloaded(message: str, wait_s: float) -> Overloaded:

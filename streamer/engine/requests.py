@@ -14,9 +14,9 @@ import msgspec
 from streamer.config import Config
 from streamer.core.plan import Add
 from streamer.core.sampling import SamplingParams, entries, flag, integer, number, text, token_ids
-from streamer.core.scheduler import SchedulerConfig, check_fits
-from streamer.core.sizes import ModelInfo
+from streamer.core.sizes import ModelInfo, SchedulerConfig, check_fits, check_outputs
 from streamer.engine.flow import Limits
+from streamer.engine.progress import Progress
 from streamer.errors import InvalidRequest
 
 MAX_PRIORITY = 1 << 31
@@ -58,6 +58,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s  seconds from now after which it is useless: it is refused if it is not expected to
                 begin by then, and otherwise ended then with DeadlineExceeded
     context     kept beside the tokens as long as they are, counted with `context_bytes`
+    progress    how far it had come in an engine before this one, which it goes on from: it has its
+                id, seed and max_tokens, and was accepted, so that no queue is too long for it
     """
 
     prompt: tuple[int, ...]
@@ -76,6 +78,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float | None = None
     context: object = None
     context_bytes: int = 0
+    progress: Progress | None = None
 
     def __post_init__(self) -> None:
         force = msgspec.structs.force_setattr
@@ -141,6 +144,10 @@ def accept(
     params = msgspec.structs.replace(
         params, max_tokens=max_tokens, seed=seed if params.seed is None else params.seed
     )
+    if request.progress is not None:
+        check_outputs(request.progress.outputs, params.n, max_tokens)
+        for drawn in request.progress.outputs:
+            check_ids("outputs", drawn.tokens, info.vocab_size)
     request_id = request.request_id or secrets.token_hex(12)
     return msgspec.structs.replace(
         request, prompt=ids, prediction=prediction, params=params, request_id=request_id
@@ -166,7 +173,7 @@ def build_add(
     queue_position: int | None,
 ) -> Add:
     """The scheduler's command for an accepted request."""
-    params = request.params
+    params, progress = request.params, request.progress
     ends = () if params.ignore_eos else info.eos_token_ids
     return Add(
         request_id=request.request_id,
@@ -181,6 +188,8 @@ def build_add(
         share_with=request.share_with,
         queue_position=queue_position,
         prediction=request.prediction,
+        outputs=() if progress is None else progress.outputs,
+        num_scored=0 if progress is None else len(progress.prompt_logprobs),
     )
 
 

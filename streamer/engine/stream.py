@@ -12,12 +12,12 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 
-import msgspec
 from msgspec.structs import replace
 
 from streamer.core.plan import Finish, FinishReason, Notice, NoticeKind, TokenLogprob
 from streamer.engine.flow import Control, Flow, Limits
 from streamer.engine.log import PROMPT_TOKEN_BYTES, ChoiceLog, Delta, bytes_of, bytes_of_params
+from streamer.engine.progress import Progress, Timing
 from streamer.engine.refusals import SHUTDOWN, fresh_copy
 from streamer.engine.requests import GenerateRequest
 from streamer.errors import InvalidRequest, ReaderTooSlow, StreamerError
@@ -27,44 +27,6 @@ __all__ = ["Delta", "Reader", "Timing", "TokenStream"]
 
 NEVER = 1 << 62  # more tokens than a stream ever has
 STREAM_BYTES = 1300  # of a stream without its choices
-
-
-class Timing(msgspec.Struct, frozen=True):
-    """Seconds of one request's phases; None: not reached yet.
-
-    queue_s        from submission until it first ran;  prefill_s from then to the first token
-    first_token_s  from submission to the first token
-    per_token_s    mean gap between tokens of the whole request after the first
-    total_s        from submission to the last finish
-    """
-
-    queue_s: float | None = None
-    prefill_s: float | None = None
-    first_token_s: float | None = None
-    per_token_s: float | None = None
-    total_s: float | None = None
-
-    @classmethod
-    def of(
-        cls,
-        submitted: float,
-        started: float | None,
-        first: float | None,
-        last: float | None,
-        ended: float | None,
-        num_tokens: int,
-    ) -> Timing:
-        """From five marks of one clock and the output tokens of all choices."""
-        per_token_s = None
-        if first is not None and last is not None and num_tokens > 1:
-            per_token_s = (last - first) / (num_tokens - 1)
-        return cls(
-            queue_s=None if started is None else started - submitted,
-            prefill_s=None if first is None or started is None else first - started,
-            first_token_s=None if first is None else first - submitted,
-            per_token_s=per_token_s,
-            total_s=None if ended is None else ended - submitted,
-        )
 
 
 class Reader:
@@ -168,6 +130,30 @@ class TokenStream:
         self._first: float | None = None
         self._last: float | None = None
         self._ended: float | None = None
+        if request.progress is not None:
+            self._restore(request.progress)
+
+    def _restore(self, progress: Progress) -> None:
+        """Become what the stream was in the engine before this one."""
+        self.created = progress.created
+        self.cached_tokens = progress.cached_tokens
+        self.shared_tokens = progress.shared_tokens
+        self.prompt_logprobs += progress.prompt_logprobs
+        self._submitted -= max(0.0, time.time() - progress.created)
+        if progress.has_begun:
+            timing, now = progress.timing, time.perf_counter()
+            self._started = now if timing.queue_s is None else self._submitted + timing.queue_s
+            first_s = timing.first_token_s
+            self._first = now if first_s is None else self._submitted + first_s
+            self._head = sum(len(drawn.tokens) for drawn in progress.outputs)
+            between_s = (timing.per_token_s or 0.0) * max(0, self._head - 1)
+            self._last = self._first + between_s
+        for choice, drawn in enumerate(progress.outputs):
+            self._choices[choice].restore(drawn)
+            if drawn.finish is not None:
+                self._close(drawn.finish)
+        if self.is_finished and progress.timing.total_s is not None:
+            self._ended = self._submitted + progress.timing.total_s
 
     # ------------------------------------------------------------ what it is
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 
+from msgspec.structs import replace
+
 from streamer.core.admission import blocks_needed
 from streamer.core.beams.search import BeamSearch, Ended
 from streamer.core.blocks import BlockHasher
@@ -15,6 +17,7 @@ from streamer.core.plan import (
     Add,
     Cancel,
     Command,
+    Drawn,
     Facts,
     Finish,
     FinishReason,
@@ -82,6 +85,7 @@ class Driver:
         self.sick: set[str] = set()
         self.first_plan: dict[str, int] = {}
         self.last_bad_plan = 0  # requests that began later did not read a bad block
+        self.over: set[tuple[str, int]] = set()  # choices that ended in an engine before this one
         self.flush_copies = True  # whether swap copies end when their plan is collected
         self.early_copies = False  # whether swap copies run as soon as they may
 
@@ -126,6 +130,26 @@ class Driver:
         self.log.append(("command", command))
         self.scheduler.command(command)
         self.scheduler.check()
+
+    def restart(self) -> None:
+        """Lose scheduler and device; a new engine gets what the clients have seen."""
+        config, held = self.config, self.held
+        if self.speculation is not None:
+            self.speculation = Scripted(len(self.log))
+        self.scheduler = Scheduler(config, self.hasher, self.speculation)
+        self.device = Device(config.num_blocks, config.num_host_blocks, config.block_size)
+        self.inflight.clear()
+        self.plans, self.log, self.first_plan, self.held = [], [], {}, set()
+        self.over, self.last_bad_plan = set(self.finishes), 0
+        for request_id, add in self.adds.items():
+            keys = [(request_id, choice) for choice in range(add.params.n)]
+            if all(key in self.finishes for key in keys):
+                continue
+            outputs = (Drawn(tuple(self.tokens[k]), (), self.finishes.get(k)) for k in keys)
+            num_scored = len(self.scores[request_id])
+            self.command(replace(add, outputs=tuple(outputs), num_scored=num_scored))
+            if request_id in held:
+                self.pause(request_id)
 
     # ------------------------------------------------------------ steps
 
@@ -290,7 +314,8 @@ class Driver:
         totals = state.stats()
         copied = sum(len(plan.copies) for plan in self.plans)
         assert totals.copied_blocks == copied
-        last = {f.request_id: f.copied_tokens for f in self.finishes.values()}
+        ends = (finish for key, finish in self.finishes.items() if key not in self.over)
+        last = {f.request_id: f.copied_tokens for f in ends}
         assert copied <= sum(last.values()) <= copied * (self.config.block_size - 1)
         assert totals.swapped_out_blocks == sum(len(plan.swap_out) for plan in self.plans)
         assert totals.swapped_in_blocks == sum(len(plan.swap_in) for plan in self.plans)

@@ -5,11 +5,20 @@ from __future__ import annotations
 import pytest
 
 from streamer.core.blocks import BlockHasher
-from streamer.core.plan import Add, FinishReason, NoticeKind, StepResult
+from streamer.core.plan import (
+    Add,
+    Drawn,
+    Facts,
+    Finish,
+    FinishReason,
+    NoticeKind,
+    StepResult,
+)
 from streamer.core.request import Status
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler, check_fits
 from streamer.errors import ConfigError, ContextLengthExceeded, InvalidRequest, InvariantViolated
+from tests.core.device import oracle
 from tests.core.driver import RECOMPUTE, SWAP, Driver, make_config
 
 
@@ -341,3 +350,56 @@ def test_results_must_come_in_order() -> None:
     second = driver.inflight[1]
     with pytest.raises(InvariantViolated, match="applied after 0"):
         driver.scheduler.apply(second, StepResult(second.number))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason", "text_bytes"),
+    [
+        (b"ab-c", FinishReason.STOP, 2),  # its stop string, over two tokens
+        (b"abcd!", FinishReason.STOP, 4),  # its stop id
+        (b"abcdefgh", FinishReason.LENGTH, None),
+    ],
+)
+def test_an_output_of_before_that_was_at_its_end_ends_without_another_token(
+    tokens: bytes, reason: FinishReason, text_bytes: int | None
+) -> None:
+    config = make_config(token_bytes=tuple(bytes([b]) for b in range(256)))  # type: ignore[arg-type]
+    scheduler = Scheduler(config, BlockHasher(4, b"s" * 32))
+    params = SamplingParams(max_tokens=8, seed=1, stop=("-c",), n=2)
+    drawn = Drawn(tuple(tokens)), Drawn((1, 2), (), Finish("r", 1, FinishReason.CANCELLED, 2))
+    scheduler.command(Add("r", (1, 2, 3), params, frozenset([ord("!")]), (b"-c",), outputs=drawn))
+    scheduler.check()
+    plan = scheduler.schedule(Facts())
+    assert plan is not None
+    assert not plan.num_tokens
+    (finish,) = scheduler.apply(plan, StepResult(1)).finishes
+    assert (finish.choice, finish.reason, finish.text_bytes) == (0, reason, text_bytes)
+    assert finish.num_tokens == len(tokens)
+    assert not scheduler.state.requests.by_id
+
+
+def test_a_request_comes_back_before_new_ones_of_its_priority() -> None:
+    driver = Driver(make_config(max_num_seqs=1))
+    driver.add([1, 2, 3], request_id="new", max_tokens=2)
+    outputs = (Drawn(tuple(oracle([4, 5], 0, 3))),)
+    driver.command(Add("old", (4, 5), SamplingParams(max_tokens=8, seed=1), outputs=outputs))
+    plan = driver.launch()
+    assert plan is not None
+    assert [(j.request_id, len(j.tokens), j.num_prompt) for j in plan.joins] == [("old", 5, 2)]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        ((Drawn(),) * 2, "2 outputs of 1"),
+        ((Drawn((1,) * 9),), "9 output tokens"),
+        ((Drawn((), (), Finish("r", 0, FinishReason.LENGTH, 0)),), "has ended"),
+    ],
+)
+def test_outputs_that_can_not_be_are_refused(outputs: tuple[Drawn, ...], message: str) -> None:
+    scheduler = Scheduler(make_config(), BlockHasher(4, b"s" * 32))
+    params = SamplingParams(max_tokens=8, seed=1)
+    with pytest.raises(InvalidRequest, match=message):
+        scheduler.command(Add("r", (1, 2), params, outputs=outputs))
+    scheduler.check()
+    assert not scheduler.state.requests.by_id

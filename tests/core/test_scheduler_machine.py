@@ -122,6 +122,10 @@ class RandomCommands(RuleBasedStateMachine):
         self.driver.early_copies = early
         self.driver.fail_next = fails
 
+    @rule()
+    def restart(self) -> None:
+        self.driver.restart()
+
     @rule(count=st.integers(1, 6))
     def step(self, count: int) -> None:
         for _ in range(count):
@@ -156,8 +160,13 @@ def test_random_commands_leak_nothing_starve_no_request_and_end_each_once(
     assert machine.total_steps >= 5_000, f"only {machine.total_steps} steps ran"
 
 
-def random_session(seed: int, *, depth: int, speculates: bool = False) -> Driver:
-    """A seeded run under memory pressure, with every command, and swap copies at any time."""
+def random_session(
+    seed: int, *, depth: int, speculates: bool = False, restarts: float = 0.0
+) -> Driver:
+    """A seeded run under memory pressure, with every command, and swap copies at any time.
+
+    restarts  the share of the commands that lose the engine
+    """
     rng = random.Random(seed)
     num_blocks = 20 if seed % 2 else rng.randint(1, 9)
     config = make_config(num_blocks=num_blocks, num_host_blocks=30, max_num_seqs=5)
@@ -167,6 +176,8 @@ def random_session(seed: int, *, depth: int, speculates: bool = False) -> Driver
     for _ in range(120):
         driver.flush_copies = rng.random() < 0.3
         driver.early_copies = rng.random() < 0.5
+        if restarts and rng.random() < restarts:
+            driver.restart()
         choice = rng.random()
         live = [name for name in driver.adds if driver.status(name) is not Status.FINISHED]
         if choice < 0.25 or not live:
@@ -217,6 +228,11 @@ def add_what_fits(
 def random_sessions(depth: int) -> None:
     for seed in range(30):
         random_session(seed, depth=depth)
+
+
+def random_restarts(depth: int) -> None:
+    for seed in range(20):
+        random_session(seed, depth=depth, speculates=seed % 4 == 0, restarts=0.04)
 
 
 def random_verifications(depth: int) -> None:
@@ -309,6 +325,7 @@ def a_prompt_of_wrong_tokens(depth: int) -> None:
 LIVES = [
     random_sessions,
     random_verifications,
+    random_restarts,
     a_prompt_of_wrong_tokens,
     swap_in_beside_a_cancelled_writer,
     before_another_fork,

@@ -18,7 +18,7 @@ import msgspec
 from streamer.config import Config
 from streamer.constraints.grammars import Grammars, Vocabulary
 from streamer.core.blocks import BlockHasher
-from streamer.core.plan import Add, Finish, Plan, StepStats, TokenLogprob
+from streamer.core.plan import Add, Drawn, Finish, Plan, StepStats, TokenLogprob
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler, SchedulerConfig
 from streamer.core.sizes import MAX_SCORED, batched_tokens
@@ -95,16 +95,28 @@ class SyncEngine:
     def add(
         self, request_id: str, prompt: list[int], max_tokens: int,
         params: SamplingParams = GREEDY, *, share_with: str | None = None,
-        stop_ids: frozenset[int] = frozenset(),
+        stop_ids: frozenset[int] = frozenset(), outputs: tuple[Drawn, ...] = (),
     ) -> None:  # fmt: skip
         """Queue a request; the model's end tokens are ordinary tokens, as in the oracle."""
         params = msgspec.structs.replace(params, max_tokens=max_tokens, seed=params.seed or 7)
         for choice in range(params.n):
-            self.tokens[request_id, choice] = []
-            self.details[request_id, choice] = []
+            self.tokens[request_id, choice] = list(outputs[choice].tokens) if outputs else []
+            self.details[request_id, choice] = list(outputs[choice].logprobs) if outputs else []
+            if outputs and (finish := outputs[choice].finish) is not None:
+                self.finishes[request_id, choice] = finish
         stop = tuple(one.encode() for one in params.stop)
         self.scheduler.command(
-            Add(request_id, tuple(prompt), params, stop_ids, stop, share_with=share_with)
+            Add(
+                request_id, tuple(prompt), params, stop_ids, stop,
+                share_with=share_with, outputs=outputs,
+            )
+        )  # fmt: skip
+
+    def drawn(self, request_id: str) -> tuple[Drawn, ...]:
+        """What the request's choices drew so far, for another engine."""
+        keys = [key for key in self.tokens if key[0] == request_id]
+        return tuple(
+            Drawn(tuple(self.tokens[k]), tuple(self.details[k]), self.finishes.get(k)) for k in keys
         )
 
     def step(self) -> bool:

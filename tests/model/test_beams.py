@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from streamer.core.sampling import SamplingParams
-from tests.model.sync_engine import SyncEngine
+from tests.model.sync_engine import GREEDY, SyncEngine
 from tests.model.test_parity import RECOMPUTE, SWAP
 
 NUM_TOKENS = 20
@@ -76,14 +76,44 @@ def test_searches_equal_those_of_transformers(checkpoint: Any, reference: Any, f
         assert bool(engine.preemptions[costs is RECOMPUTE]) == bool(costs)
 
 
-def check(folder: Path, given: list[Ask], **settings: Any) -> SyncEngine:
-    """Run all searches at once, beside rows that draw, and compare their answers."""
-    engine = SyncEngine(
-        folder, **{"max_num_seqs": 40, "block_size": 4, "max_num_batched_tokens": 48, **settings}
-    )
+def test_a_search_in_another_engine_goes_on_after_what_it_reported(
+    checkpoint: Any, reference: Any
+) -> None:
+    folder = checkpoint("llama", 1)
+    given = asks(reference(folder))
+    num_reported = 0
+    for num_steps in (1, 7, 13, 17):
+        lost = SyncEngine(folder, **SIZES)
+        add_all(lost, given)
+        for _ in range(num_steps):
+            lost.step()
+        check(folder, given, lost)
+        num_reported += sum(map(len, lost.tokens.values()))
+    assert num_reported > 100
+
+
+SIZES: dict[str, Any] = {"max_num_seqs": 40, "block_size": 4, "max_num_batched_tokens": 48}
+
+
+def add_all(engine: SyncEngine, given: list[Ask], lost: SyncEngine | None = None) -> None:
+    """All searches, beside rows that draw, as far as a lost engine had come."""
     for i, ask in enumerate(given):
-        engine.add(f"r{i}", ask.prompt, NUM_TOKENS, ask.params, stop_ids=ask.stop_ids)
-        engine.add(f"greedy{i}", ask.prompt, NUM_TOKENS)
+        for name, params in ((f"r{i}", ask.params), (f"greedy{i}", GREEDY)):
+            stop_ids = ask.stop_ids if params is ask.params else frozenset()
+            outputs = () if lost is None else lost.drawn(name)
+            if not outputs or any(each.finish is None for each in outputs):
+                engine.add(name, ask.prompt, NUM_TOKENS, params, stop_ids=stop_ids, outputs=outputs)
+            else:
+                engine.tokens |= {k: t for k, t in lost.tokens.items() if k[0] == name}
+                engine.finishes |= {k: f for k, f in lost.finishes.items() if k[0] == name}
+
+
+def check(
+    folder: Path, given: list[Ask], lost: SyncEngine | None = None, **settings: Any
+) -> SyncEngine:
+    """Run all searches at once and compare their answers."""
+    engine = SyncEngine(folder, **SIZES, **settings)
+    add_all(engine, given, lost)
     engine.run()
     for i, ask in enumerate(given):
         for choice, (tokens, score) in enumerate(ask.expected):

@@ -16,7 +16,16 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from streamer.core.plan import Cancel, Facts, Finish, FinishReason, Pause, Resume, TokenLogprob
+from streamer.core.plan import (
+    Cancel,
+    Drawn,
+    Facts,
+    Finish,
+    FinishReason,
+    Pause,
+    Resume,
+    TokenLogprob,
+)
 from streamer.core.request import Sequence
 from streamer.core.sampling import SamplingParams
 from streamer.core.speculation.speculator import Speculator
@@ -140,14 +149,16 @@ def prompt_of(i: int, answers: dict[Key, Answer]) -> list[int]:
     return prompt_of(ask.shares, answers) + answers[ask.shares, 0].tokens[:21]
 
 
-def add(engine: SyncEngine, i: int, answers: dict[Key, Answer]) -> None:
+def add(
+    engine: SyncEngine, i: int, answers: dict[Key, Answer], outputs: tuple[Drawn, ...] = ()
+) -> None:
     ask = ASKS[i]
     with_whom = (
         f"r{ask.shares}" if f"r{ask.shares}" in engine.scheduler.state.requests.by_id else None
     )
     engine.add(
         f"r{i}", prompt_of(i, answers), 30 + i % 9, ask.params, share_with=with_whom,
-        stop_ids=frozenset(ask.stop_ids),
+        stop_ids=frozenset(ask.stop_ids), outputs=outputs,
     )  # fmt: skip
 
 
@@ -282,6 +293,33 @@ def test_with_cancels_and_pauses(model: Model, depth: int) -> None:
             assert answer.tokens == answers[key].tokens[:count]
             assert answer.logprobs == answers[key].logprobs[: len(answer.logprobs)]
     assert oracle.left_unsettled > 0 or depth == 0
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_in_one_engine_after_another(model: Model, depth: int) -> None:
+    """Each engine is lost at a random step; the next one gets what was drawn."""
+    folder, settings, answers = model
+    rng, num_engines, num_cut = random.Random(depth), 0, 0
+    outputs: dict[int, tuple[Drawn, ...]] = dict.fromkeys(range(len(ASKS)), ())
+    while outputs:
+        num_engines += 1
+        oracle = Oracle(answers, num_engines) if num_engines % 2 else None
+        size = TIGHT if num_engines % 3 else ROOMY
+        engine = SyncEngine(folder, speculation=oracle, depth=depth, **{**settings, **size})
+        for i, drawn in outputs.items():
+            add(engine, i, answers, drawn)
+        for _ in range(rng.randint(1, 9)):
+            engine.step()
+        for i in list(outputs):
+            drawn = engine.drawn(f"r{i}")
+            if all(each.finish is not None for each in drawn):
+                check(engine, answers, [i])
+                del outputs[i]
+            else:
+                outputs[i] = drawn
+                num_cut += any(each.tokens for each in drawn)
+    assert num_engines > 5
+    assert num_cut > 40
 
 
 @pytest.mark.parametrize("small", ["llama", "qwen2"])

@@ -70,7 +70,7 @@ def _advance(state: State, request: Request, beams: BeamSearch) -> Output:
 
 def _end(state: State, request: Request, beams: BeamSearch) -> Output:
     """Finish the n choices with the best that ended; the tokens after those settled before."""
-    best, done = beams.ended[: request.add.params.n], beams.num_settled
+    best, done = beams.ended[: request.add.params.n], beams.num_reported
     if not best:
         state.finish_all(request, FinishReason.FAILED, "no hypothesis of the search could end")
         return []

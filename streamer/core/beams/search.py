@@ -59,11 +59,14 @@ class BeamSearch:
 
     ended     the best hypotheses that have ended, as many as the width, best first
     is_done   nothing better can come, or nothing may go on: `ended` is the result
+    num_reported  output tokens that `settle` has returned so far, those of a search in an engine
+                  before this one included: it found the same
     """
 
     def __init__(
-        self, params: SamplingParams, *, num_prompt: int, max_tokens: int, stop_ids: frozenset[int]
-    ) -> None:
+        self, params: SamplingParams, *, num_prompt: int, max_tokens: int,
+        stop_ids: frozenset[int], num_reported: int = 0,
+    ) -> None:  # fmt: skip
         self.width = params.num_beams
         self.ended: list[Ended] = []
         self.is_done = False
@@ -74,6 +77,7 @@ class BeamSearch:
         self._logprobs = [0.0]  # of the running hypotheses, by place
         self._num_output = 0  # tokens of each of them
         self._num_settled = 0
+        self.num_reported = num_reported
 
     def advance(
         self, known: Seq[Seq[int]], candidates: Seq[Candidates]
@@ -157,7 +161,6 @@ class BeamSearch:
         That are the running hypotheses (`known`, by place, with their new tokens) and the n best
         of those that ended.
         """
-        begin = self._num_settled
         ended = [each.tokens for each in self.ended[: self._params.n]]
         first, offset = known[0], self._num_prompt
         while self._num_settled < self._num_output:
@@ -168,9 +171,5 @@ class BeamSearch:
             if any(len(each) <= at or each[at] != token for each in ended):
                 break
             self._num_settled += 1
-        return tuple(first[offset + begin : offset + self._num_settled])
-
-    @property
-    def num_settled(self) -> int:
-        """Output tokens that `settle` has returned so far."""
-        return self._num_settled
+        begin, self.num_reported = self.num_reported, max(self.num_reported, self._num_settled)
+        return tuple(first[offset + begin : offset + self.num_reported])

@@ -72,7 +72,7 @@ def search(
         kept = sum(each.parent == place for place, each in enumerate(going_on))
         assert kept == len({each.parent for each in going_on})  # each parent's place is kept
         settled += beams.settle(known)
-        assert beams.num_settled == len(settled)
+        assert beams.num_reported == len(settled)
 
 
 def reference(model: Any, params: SamplingParams, stop_ids: frozenset[int]) -> Any:
@@ -175,7 +175,7 @@ def test_only_what_may_be_returned_holds_back_the_settled_prefix() -> None:
     assert beams.settle([[0, 5]]) == ()  # (1,) may be the answer
     assert beams.advance([[0, 5]], [[(6, -0.1), (1, -0.9)]]) == ((0, 6),)
     assert beams.settle([[0, 5, 6]]) == (5,)  # (5, 1) may be, (1,) no longer
-    assert beams.num_settled == 1
+    assert beams.num_reported == 1
 
 
 def test_no_more_hypotheses_are_made_than_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
