@@ -78,7 +78,7 @@ class Api:
                 salt=prepared.salt,
                 add_generation_prompt=is_open,
                 prefill=prefill,
-                variables=with_tools(body.chat_template_kwargs, tools),
+                variables=with_tools(body.variables, tools),
                 keep=keep,
             )
             prediction = await service.predicted(body.prediction, prepared.salt)

@@ -40,7 +40,7 @@ class EarlierTurn(NamedTuple):
     """A turn that was computed: its ids stand for its text, however that text would encode.
 
     messages  of its prompt;  is_open  with the generation prompt
-    answer    the text that followed;  ids  of prompt and answer;  tools  of its prompt
+    answer    the text that followed;  ids  of prompt and answer;  tools, variables  of its prompt
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -48,6 +48,7 @@ class EarlierTurn(NamedTuple):
     answer: str
     ids: Sequence[int]
     tools: Sequence[Mapping[str, Any]] | None = None
+    variables: Mapping[str, Any] | None = None
 
 
 MAX_TEMPLATE = 1 << 20  # characters; the longest of known models have 20,000
@@ -183,8 +184,14 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"{taken} is the chat template's own", param=f"chat_template_kwargs.{taken}"
             )
+        values = {**(variables or {}), **given}
         try:
-            return _joined(self._template.generate({**(variables or {}), **given}))
+            try:
+                return _joined(self._template.generate(values))
+            except _Refused:
+                if (strict := _in_turns(flat)) == flat:
+                    raise
+                return _joined(self._template.generate({**values, "messages": strict}))
         except TEMPLATE_ERRORS as e:
             why = str(e) if disguise is None else disguise.reveal(str(e))
             raise InvalidRequest(
@@ -246,8 +253,29 @@ def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent, **options)
 
 
+class _Refused(TemplateError):
+    """What a template itself raises."""
+
+
 def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
+    raise _Refused(message)
+
+
+def _in_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same, for a template whose turns alternate after one message of the system.
+
+    Agents write several messages of the system, later ones too: those become the user's.
+    """
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        is_late = message.get("role") == "system" and any(m["role"] != "system" for m in found)
+        role = "user" if is_late else message.get("role")
+        if found and found[-1]["role"] == role and role in ("system", "user"):
+            text = f"{found[-1]['content']}\n\n{message['content']}"
+            found[-1] = {**found[-1], "content": text}
+        else:
+            found.append({**message, "role": role})
+    return found
 
 
 def _strftime_now(pattern: str) -> str:

@@ -142,9 +142,8 @@ class Tokenizer:
         self._require_short(text, max_tokens, "messages")
         known: list[int] = []
         if earlier_turn is not None:
-            before = self._render(
-                earlier_turn.messages, earlier_turn.is_open, earlier_turn.tools, disguise, variables
-            )
+            given = earlier_turn.tools, disguise, earlier_turn.variables
+            before = self._render(earlier_turn.messages, earlier_turn.is_open, *given)
             before += earlier_turn.answer if disguise is None else disguise(earlier_turn.answer)
             if text.startswith(before) and self._can_begin(text[len(before) :]):
                 text, known = text[len(before) :], list(earlier_turn.ids)

@@ -6,10 +6,11 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import pytest
+from pydantic import BaseModel
 
 from streamer.fake.model import expected_text
 from tests.server.support.counting import check_counting
@@ -103,6 +104,20 @@ def test_refusals_are_its_exceptions(client: anthropic.Anthropic, server_with: A
         assert known.messages.create(**asking("count to 2")).usage.output_tokens == 3
         with pytest.raises(anthropic.RateLimitError):
             known.messages.create(**asking("count to 2"))
+
+
+class Reply(BaseModel):
+    color: Literal["red", "blue"]
+    is_sure: bool
+
+
+def test_the_bundled_model_follows_a_schema(bundled: Running) -> None:
+    with anthropic.Anthropic(base_url=bundled.url, api_key="none", max_retries=0) as client:
+        asked = asking("Which color?", model="streamer-demo", extra_body={"temperature": 0})
+        parsed = client.messages.parse(**asked, output_format=Reply)
+        assert isinstance(parsed.parsed_output, Reply)
+        with client.messages.stream(**asked, output_format=Reply) as stream:
+            assert isinstance(stream.get_final_message().parsed_output, Reply)
 
 
 SCRIPT = [

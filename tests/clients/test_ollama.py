@@ -6,10 +6,11 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ollama
 import pytest
+from pydantic import BaseModel
 
 from streamer.fake.model import expected_text
 from tests.server.support.running import Running
@@ -62,6 +63,24 @@ async def test_leaving_a_stream_frees_its_place(slow: Running) -> None:
         assert (await anext(stream)).message.content
         await stream.aclose()
     await asyncio.to_thread(slow.wait_idle)
+
+
+class Reply(BaseModel, extra="forbid"):
+    color: Literal["red", "blue"]
+    is_sure: bool
+
+
+def test_the_bundled_model_follows_a_schema(bundled: Running) -> None:
+    schema = Reply.model_json_schema()
+    with ollama.Client(bundled.url) as client:
+        messages = asking("Which color?")["messages"]
+        options = {"temperature": 0}
+        chat = client.chat("streamer-demo", messages, format=schema, options=options)
+        Reply.model_validate_json(chat.message.content or "")
+        text = client.generate(
+            "streamer-demo", "Which color?", format="json", options={"num_predict": 9}
+        )
+        assert (text.response or "").startswith("{")
 
 
 SCRIPT = [

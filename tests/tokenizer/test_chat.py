@@ -198,6 +198,33 @@ def test_named_templates(tmp_path: Path) -> None:
     assert t.render_chat(HI, tools=[{"name": "f"}]) == "plain"
 
 
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('the system comes first') }}{% endif %}"
+    "{% if not loop.first and m.role == loop.previtem.role %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{{ '<' ~ m.role ~ '>' ~ m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("roles", "text"),
+    [
+        ("system system user user assistant", "<system>0\n\n1<user>2\n\n3<assistant>4"),
+        ("system user system", "<system>0<user>1\n\n2"),
+        ("user assistant system user", "<user>0<assistant>1<user>2\n\n3"),
+    ],
+)
+def test_agents_messages_suit_a_strict_template(roles: str, text: str) -> None:
+    """Codex and Claude Code send several messages of the system, and of the user."""
+    messages = [{"role": r, "content": str(i)} for i, r in enumerate(roles.split())]
+    assert chat(STRICT, messages) == text
+    lax = "{% for m in messages %}{{ m.role ~ m.content }}{% endfor %}"
+    assert chat(lax, messages) == "".join(m["role"] + m["content"] for m in messages)
+    with pytest.raises(InvalidRequest, match="alternate"):
+        chat(STRICT, [{"role": "assistant", "content": "x"}] * 2)
+
+
 # ---------------------------------------------------------------- next turns
 
 

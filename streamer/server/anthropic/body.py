@@ -15,7 +15,17 @@ from streamer.core.sampling import SamplingParams
 from streamer.errors import InvalidRequest
 from streamer.server.errors import NO_THREADS
 from streamer.server.openai.chat import MAX_MESSAGES, MAX_NAME
-from streamer.server.openai.common import Body, TextPart, encode, named, sampling_params
+from streamer.server.openai.common import (
+    Body,
+    Effort,
+    TextFormat,
+    TextPart,
+    effort_variables,
+    encode,
+    grammar_name,
+    named,
+    sampling_params,
+)
 from streamer.server.openai.fields import SAMPLING, Reader, Table, hint, refused, small
 from streamer.server.parsing.tools import (
     GivenChoice,
@@ -30,6 +40,8 @@ from streamer.server.parsing.tools import (
 # Claude Code begins the system prompt with this line. Its hashes are others in every request, so
 # that no block of the prompt would be found in the prefix cache.
 _ATTRIBUTION: Final = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n*")
+
+FORMAT: Final = "output_config.format.schema"
 
 FIELDS: Final[Table] = {
     **SAMPLING,
@@ -206,15 +218,21 @@ class Metadata(msgspec.Struct):
     user_id: str | None = None
 
 
+class OutputFormat(msgspec.Struct):
+    """The schema that the answer's text follows."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
 class OutputConfig(msgspec.Struct):
     """How the answer should be written.
 
-    effort  without effect
-    format  not supported
+    effort  how much the model should think, where its chat template has a variable for that
     """
 
-    effort: str | None = None
-    format: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    effort: Effort | None = None
+    format: OutputFormat | None = None
 
 
 class Conversation(Body, kw_only=True):
@@ -222,7 +240,8 @@ class Conversation(Body, kw_only=True):
 
     thread    not supported: all messages are sent
     messages  of these, consecutive ones of one role are joined; where the last is the assistant's,
-              the answer goes on from its end
+              the answer goes on from its end. A later one of the system is the user's for the chat
+              template: many take the system's as the first alone, and refuse or drop others
     """
 
     messages: list[InputMessage]
@@ -241,7 +260,7 @@ class Conversation(Body, kw_only=True):
     @property
     def names(self) -> dict[str, str]:
         """The prompt is `messages` here."""
-        return {"prompt": "messages"}
+        return {**grammar_name(self.format), "prompt": "messages"}
 
     def opened(self) -> tuple[list[dict[str, Any]], str]:
         """The messages for the chat template, and the text with which the answer begins."""
@@ -251,6 +270,8 @@ class Conversation(Body, kw_only=True):
         called: dict[str, str] = {}
         for i, message in enumerate(self.messages):
             for plain in message.plain(f"messages[{i}]", called):
+                if plain["role"] == "system" and found:
+                    plain["role"] = "user"
                 if found and found[-1]["role"] == plain["role"] != "tool":
                     found[-1] = _joined(found[-1], plain)
                 else:
@@ -281,9 +302,18 @@ class Conversation(Body, kw_only=True):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """Variables of the chat template: Qwen's and others' switch of reasoning."""
-        given = self.thinking
-        return {} if given is None else {"enable_thinking": given.type != "disabled"}
+        """Variables of the chat template: the effort, Qwen's and others' switch of reasoning."""
+        effort = None if self.output_config is None else self.output_config.effort
+        found = dict(effort_variables(effort) or {})
+        if self.thinking is not None:
+            found["enable_thinking"] = self.thinking.type != "disabled"
+        return found
+
+    @property
+    def format(self) -> TextFormat | None:
+        """See SamplingFields."""
+        given = None if self.output_config is None else self.output_config.format
+        return None if given is None else TextFormat({"json": given.schema}, FORMAT)
 
     def _system_text(self) -> str | None:
         """The system message without the attribution line; None: there is none."""
@@ -303,12 +333,6 @@ class Conversation(Body, kw_only=True):
                 "thread is not supported by this server: send all messages",
                 param="thread",
                 code=NO_THREADS,
-            )
-        if self.output_config is not None and small(self.output_config.format):
-            raise InvalidRequest(
-                "output_config.format is not supported by this server",
-                param="output_config.format",
-                code="unsupported_parameter",
             )
         with named(self.names):
             return sampling_params(self, defaults, max_tokens=max_tokens, logprobs=None)

@@ -40,6 +40,7 @@ class MessageRoutes:
         """POST /v1/messages."""
         service = self._service
         prepared = await service.read(request, MESSAGES)
+        await service.compile(prepared)
         prompt, tools = await self._encode(prepared)
         body, context = prepared.body, service.engine.info.max_model_len
         parsing = service.parsing(prompt, tools, body.max_calls)

@@ -18,7 +18,16 @@ from streamer.server.openai.chat import (
     GivenToolOfChat,
     tools_of,
 )
-from streamer.server.openai.common import Body, encode, named, sampling_params
+from streamer.server.openai.common import (
+    Body,
+    Effort,
+    TextFormat,
+    effort_variables,
+    encode,
+    grammar_name,
+    named,
+    sampling_params,
+)
 from streamer.server.openai.fields import Reader, Table, hint, refused, small
 from streamer.server.parsing.tools import ToolDefinition, call_for_template
 
@@ -26,7 +35,6 @@ LATEST: Final = ":latest"  # the tag that Ollama adds to a name without one
 
 FIELDS: Final[Table] = {
     "keep_alive": hint(str | int | float),  # the model is always loaded
-    "format": refused(""),
 }
 GENERATE_FIELDS: Final[Table] = {
     **FIELDS,
@@ -96,14 +104,16 @@ class OllamaBody(Body, kw_only=True):
     """What chats and generations share.
 
     stream  absent: yes
-    think   whether the model thinks before it answers, where its chat template leaves the choice;
-            how much has no effect
+    think   whether the model thinks before it answers, or how much, where its chat template leaves
+            the choice
+    form    `format`: any JSON object, or a schema that the answer follows
     """
 
     options: Options | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    think: bool | str | None = None
+    think: bool | Effort | None = None
+    form: Literal["json", ""] | dict[str, Any] | None = msgspec.field(default=None, name="format")
 
     def __post_init__(self) -> None:
         """Ollama's defaults, and its options as the fields that they are in other bodies."""
@@ -119,7 +129,17 @@ class OllamaBody(Body, kw_only=True):
     @property
     def variables(self) -> dict[str, Any]:
         """Variables of the chat template: Qwen's and others' switch of reasoning."""
-        return {} if self.think is None else {"enable_thinking": bool(self.think)}
+        if self.think is None:
+            return {}
+        effort = None if isinstance(self.think, bool) else self.think
+        return {"enable_thinking": bool(self.think), **(effort_variables(effort) or {})}
+
+    @property
+    def format(self) -> TextFormat | None:
+        """See SamplingFields."""
+        if isinstance(self.form, dict):
+            return TextFormat({"json": self.form}, "format")
+        return TextFormat({"json_object": True}, "format") if self.form else None
 
     def tool_definitions(self) -> tuple[ToolDefinition, ...]:
         """The tools that may be called, checked."""
@@ -133,7 +153,7 @@ class OllamaBody(Body, kw_only=True):
     @property
     def names(self) -> dict[str, str]:
         """Fields that are options here."""
-        found = {"logprobs": "top_logprobs"}
+        found = {**grammar_name(self.format), "logprobs": "top_logprobs"}
         if self.options is not None:
             given = {ours: f"options.{name}" for ours, name in _SAMPLING.items()}
             found |= {o: n for o, n in given.items() if getattr(self, o) is not None}

@@ -61,6 +61,7 @@ class OllamaRoutes:
             return _json(loaded(prepared.model, time.time(), is_chat=is_chat))
         tools = body.tool_definitions()
         with service.bodies.used(prepared.tenant, prepared.num_bytes):
+            await service.compile(prepared)
             if isinstance(body, GenerateRequest) and body.raw:
                 is_raw, text = True, body.prompt or ""
                 prompt = tuple(await service.engine.encode(text, cache_salt=prepared.salt))

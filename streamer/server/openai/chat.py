@@ -6,7 +6,7 @@ transport/sse.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Protocol
 
 import msgspec
@@ -26,6 +26,7 @@ from streamer.server.openai.chat_types import (
     Message,
 )
 from streamer.server.openai.common import (
+    Effort,
     PromptFields,
     StreamOptions,
     TextPart,
@@ -34,6 +35,7 @@ from streamer.server.openai.common import (
     by_choice,
     chat_logprobs,
     check_metadata,
+    effort_variables,
     encode,
     failure,
     finish_reason,
@@ -84,7 +86,6 @@ FIELDS: Final[Table] = {
     "moderation": refused(),
     "prompt_cache_options": refused(),
     "prompt_cache_retention": refused("in_memory"),
-    "reasoning_effort": refused("none"),
     "service_tier": refused("auto", "default"),
     "store": refused(False),
     "verbosity": refused("medium"),
@@ -265,6 +266,12 @@ class ChatRequest(PromptFields, kw_only=True):
     tools: list[GivenToolOfChat] | None = None
     tool_choice: GivenChoice = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+
+    @property
+    def variables(self) -> Mapping[str, Any] | None:
+        """Variables of the chat template."""
+        return effort_variables(self.reasoning_effort, self.chat_template_kwargs)
 
     def template_messages(self) -> list[dict[str, Any]]:
         """The messages for the chat template."""

@@ -40,6 +40,22 @@ def new_id(prefix: str) -> str:
 
 # ---------------------------------------------------------------- request side
 
+# How much the model should think, by OpenAI's names and Anthropic's.
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+def effort_variables(
+    effort: Effort | None, variables: Mapping[str, Any] | None = None
+) -> Mapping[str, Any] | None:
+    """A chat template's variables with the effort, under the names that templates have for it.
+
+    variables  others, which go first;  a template without a name for it has no such choice
+    """
+    if effort is None:
+        return variables
+    is_off = {"enable_thinking": False} if effort == "none" else {}
+    return {"reasoning_effort": effort, **is_off, **(variables or {})}
+
 
 def _field_of(parameter: Parameter) -> tuple[str, Any, None]:
     """A parameter as bodies have it: null means absent, and one stop string needs no list."""

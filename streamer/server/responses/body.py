@@ -17,6 +17,7 @@ from streamer.server.openai.common import (
     MAX_METADATA_VALUE,
     MAX_SCHEMA_NAME,
     Body,
+    Effort,
     TextFormat,
     check_metadata,
     grammar_name,
@@ -74,7 +75,6 @@ FIELDS: Final[Table] = {
     "prompt": refused(),
     "prompt_cache_options": refused(),
     "prompt_cache_retention": refused("in_memory"),
-    "reasoning": refused({}, {"effort": "none"}),
     "service_tier": refused("auto", "default"),
     "truncation": refused("disabled"),
 }
@@ -95,6 +95,17 @@ class TextSettings(msgspec.Struct):
 
     format: Format | None = None
     verbosity: Literal["medium"] | None = None
+
+
+class ReasoningSettings(msgspec.Struct):
+    """OpenAI's `reasoning`.
+
+    summary, generate_summary  without effect: the whole reasoning is part of the answer
+    """
+
+    effort: Effort | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
 
 
 class InputText(msgspec.Struct, tag="input_text", tag_field="type"):
@@ -211,6 +222,12 @@ class ResponseCreate(Body, kw_only=True):
     prompt_cache_key: Label | None = None
     tools: list[GivenToolOfResponse] | None = None
     tool_choice: GivenChoice = None
+    reasoning: ReasoningSettings | None = None
+
+    @property
+    def effort(self) -> Effort | None:
+        """How much the model should think."""
+        return None if self.reasoning is None else self.reasoning.effort
 
     def tool_definitions(self) -> tuple[ToolDefinition, ...]:
         """The tools that may be called, checked."""

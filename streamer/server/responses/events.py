@@ -38,6 +38,7 @@ from streamer.server.responses.types import (
     OwnUsage,
     Part,
     PartEvent,
+    Reasoning,
     Response,
     ResponseEvent,
     ResponseUsage,
@@ -93,6 +94,7 @@ def blank_response(
             FunctionTool(t.name, t.description, dict(t.parameters)) for t in body.tool_definitions()
         ],
         tool_choice=body.tool_choice or "auto",
+        reasoning=Reasoning(body.effort),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         max_tool_calls=body.max_tool_calls,
         user=body.user,

@@ -14,6 +14,7 @@ import msgspec
 
 from streamer.errors import InvalidRequest
 from streamer.server.context import TurnItem, context_of
+from streamer.server.openai.common import effort_variables
 from streamer.server.parsing.tools import call_for_template, template_tools, with_tools
 from streamer.server.responses.parsed import answer_items
 from streamer.tokenizer.chat import EarlierTurn
@@ -73,13 +74,14 @@ async def make_turn(
                 text,
                 parent.prompt + tokens,
                 template_tools(context.body.tool_definitions()),
+                effort_variables(context.body.effort),
             )
         )
         answered = text.removeprefix(context.prefix)
         items = (*context.items, *answer_items(parent, answered), *items)
     ids = await service.engine.encode_chat(
         _messages(body, items),
-        variables=with_tools(None, body.tool_definitions()),
+        variables=with_tools(effort_variables(body.effort), body.tool_definitions()),
         add_generation_prompt=body.generate is not False,
         cache_salt=salt,
         earlier_turn=earlier_turn,

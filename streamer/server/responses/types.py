@@ -92,9 +92,9 @@ class FunctionTool(msgspec.Struct, frozen=True, tag="function"):
 
 
 class Reasoning(msgspec.Struct, frozen=True):
-    """Reasoning settings: always null, none has an effect."""
+    """Reasoning settings; there are no summaries."""
 
-    effort: None = None
+    effort: str | None = None
     summary: None = None
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
 import pytest
 
 from streamer.fake.model import expected_text
+from streamer.server.anthropic.body import READER
 from tests.server.support.counting import CHAT, ENDLESS, Event, sse
 from tests.server.support.running import BUNDLED, Running
 
@@ -175,6 +177,31 @@ def test_claude_codes_attribution_line_does_not_change_the_prompt(
     assert second["usage"]["cache_read_input_tokens"] // block >= 0.95 * blocks
 
 
+def test_a_later_message_of_the_system_is_a_part_of_the_users_turn(server: Running) -> None:
+    """Claude Code sends them; many chat templates take one at the beginning alone."""
+    ask, rule = {"role": "user", "content": "Count."}, {"role": "system", "content": "To 3."}
+    counts = [
+        post(server, PATH + "/count_tokens", messages=messages, system="Be brief.").json()
+        for messages in ([ask, rule], [{"role": "user", "content": "Count.\nTo 3."}])
+    ]
+    assert counts[0] == counts[1]
+    alone = post(server, PATH + "/count_tokens", messages=[rule, ask]).json()
+    whole = post(server, PATH + "/count_tokens", messages=[ask], system="To 3.").json()
+    assert alone == whole
+
+
+def test_the_effort_and_the_switch_of_thinking_are_variables_of_the_template() -> None:
+    def variables(**fields: Any) -> dict[str, Any]:
+        body = {"messages": [], "max_tokens": 1, **fields}
+        return READER.decode(json.dumps(body)).variables
+
+    low = {"effort": "low"}
+    assert variables(output_config=low) == {"reasoning_effort": "low"}
+    both = variables(output_config=low, thinking={"type": "adaptive"})
+    assert both == {"reasoning_effort": "low", "enable_thinking": True}
+    assert variables() == {}
+
+
 def test_the_attribution_line_of_a_user_stays(server: Running) -> None:
     text = ATTRIBUTION.format(1)
     asked = [{"role": "user", "content": text}]
@@ -194,6 +221,11 @@ def test_the_attribution_line_of_a_user_stays(server: Running) -> None:
             "tools: the chat template of this model has no known format",
         ),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"type": "strange"}}}},
+            "output_config.format.schema",
+        ),
+        ({"output_config": {"effort": "much"}}, "output_config.effort"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
             "messages[0].content[0].type: Invalid value 'image'; accepted: ",

@@ -101,7 +101,8 @@ def test_a_limit_beyond_the_context_is_what_fits(server_with: Any) -> None:
 @BOTH
 def test_a_field_at_fault_is_named(server: Running, path: str, body: dict[str, Any]) -> None:
     for fields, name in (
-        ({"format": "json"}, "format"),
+        ({"format": "xml"}, "format"),
+        ({"format": {"type": "strange"}}, "format"),
         ({"think": [1]}, "think"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"messages": [{"role": "user", "content": "x", "images": ["eA=="]}]}, "images"),

@@ -429,6 +429,23 @@ def chat_template_kwargs(asker: Asker, kind: str) -> None:
         assert caught.value.param == f"chat_template_kwargs.{name}"
 
 
+def reasoning_effort(asker: Asker, kind: str) -> None:
+    """It reaches the template, beside the switch that turns reasoning off."""
+    for effort, variables in {
+        "high": {"reasoning_effort": "high"},
+        "none": {"reasoning_effort": "none", "enable_thinking": False},
+    }.items():
+        if kind == "responses":
+            given = {"effort": effort, "summary": "auto"}
+            answer = asker.ask(kind, reasoning=given)
+            assert answer.body["reasoning"] == {"effort": effort, "summary": None}
+        else:
+            asker.ask(kind, reasoning_effort=effort)
+        assert asker.encoded[-1][-1]["variables"] == variables
+    with pytest.raises(Refused):
+        asker.ask(kind, reasoning={"effort": "much"}, reasoning_effort="much")
+
+
 def instructions(asker: Asker, kind: str) -> None:
     messages = [
         {"role": "system", "content": "be brief"},

@@ -53,6 +53,8 @@ def test_a_field_is_honoured_or_a_hint_or_refused_by_name(kind: str, name: str) 
         return
     if name == "text":
         strange = {"format": {"type": "xml"}}
+    if name == "reasoning":
+        strange = {"effort": "much"}
     if name == "stream_options":
         strange = {"include_usage": "yes", "include_obfuscation": "yes"}
     with pytest.raises(InvalidRequest) as caught:
@@ -72,9 +74,8 @@ def test_nulls_in_an_object_ask_for_nothing() -> None:
     decode("responses", reasoning={"effort": None, "summary": None})
     decode("responses", reasoning={"effort": "none", "summary": None})
     decode("responses", text={"format": {"type": "text", "strict": None}, "verbosity": None})
-    for fields in ({"reasoning": {"effort": "low", "summary": None}}, {"text": {"format": {}}}):
-        with pytest.raises(InvalidRequest):
-            decode("responses", **fields)
+    with pytest.raises(InvalidRequest):
+        decode("responses", text={"format": {}})
 
 
 def test_every_refused_field_is_named_at_once() -> None:

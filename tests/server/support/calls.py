@@ -78,19 +78,23 @@ class Asker:
         self.seen: list[tuple[GenerateRequest, TokenStream]] = []
         self.encoded: list[tuple[Any, ...]] = []  # the arguments of each text that was encoded
         engine = server.engine
-        submit, encode = engine.submit, engine.encode
+        submit = engine.submit
 
         def recorded(request: GenerateRequest) -> TokenStream:
             stream = submit(request)
             self.seen.append((request, stream))
             return stream
 
-        def encode_as_called(*args: Any, **kwargs: Any) -> Any:
-            self.encoded.append((*args, kwargs))
-            return encode(*args, **kwargs)
+        def kept(encode: Any) -> Any:
+            def encode_as_called(*args: Any, **kwargs: Any) -> Any:
+                self.encoded.append((*args, kwargs))
+                return encode(*args, **kwargs)
+
+            return encode_as_called
 
         monkeypatch.setattr(engine, "submit", recorded)
-        monkeypatch.setattr(engine, "encode", encode_as_called)
+        monkeypatch.setattr(engine, "encode", kept(engine.encode))
+        monkeypatch.setattr(engine, "encode_chat", kept(engine.encode_chat))
 
     @staticmethod
     def body(kind: str, text: str, limit: int | None) -> dict[str, Any]:

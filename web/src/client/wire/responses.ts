@@ -85,12 +85,20 @@ export interface Fork {
   text?: string | null;
 }
 
+/** How much the model should think. */
+export interface ReasoningSettings {
+  effort?: "none" | "minimal" | "low" | "medium" | "high" | "xhigh" | "max" | null;
+  summary?: string | null;
+  generate_summary?: string | null;
+}
+
 /**
  * The body of `POST /v1/responses` and, without `stream` and `background`, of `response.create`.
  */
 export interface ResponseCreate {
   tools?: GivenToolOfResponse[] | null;
   tool_choice?: "auto" | "none" | "required" | NamedChoice | null;
+  reasoning?: ReasoningSettings | null;
   input?: string | InputItem[] | null;
   text?: TextSettings | null;
   model?: string | null;
@@ -272,7 +280,7 @@ export interface Item {
 }
 
 export interface Reasoning {
-  effort: null;
+  effort: string | null;
   summary: null;
 }
 
