@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from streamer.constraints.grammars import Compiled
+from streamer.constraints.grammars import Compiled, Vocabulary
+from streamer.constraints.reasoning import Place
 from streamer.core.plan import RowJoin
 
 if TYPE_CHECKING:
@@ -24,23 +25,38 @@ Words = NDArray[np.int32]
 
 
 class Constraint:
-    """A row's place in its grammar.
+    """A row's place in its answer, and what may come next there: of its grammar, and by its budget.
 
-    Its end tokens end the answer; the row's stop_ids are allowed where they are. Both are banned
-    while the row must not end (min_tokens, ignore_eos), unless the grammar allows nothing else.
+    A grammar's end tokens end the answer; the row's stop_ids are allowed where they are. Both are
+    banned while the row must not end (min_tokens, ignore_eos), unless the grammar allows nothing
+    else. Where the reasoning stands, no token is banned but those stop_ids.
     """
 
-    __slots__ = ("_behind", "_floor", "_held", "_matcher", "_stops", "ends")
+    __slots__ = (
+        "_behind", "_crossing", "_floor", "_held", "_matcher", "_size", "_stops", "_vocabulary",
+        "ends", "place",
+    )  # fmt: skip
 
-    def __init__(self, compiled: Compiled, join: RowJoin, vocab_size: int) -> None:
-        ends = [t for t in compiled.end_ids if t < vocab_size]
+    def __init__(
+        self, compiled: Compiled | None, join: RowJoin, vocabulary: Vocabulary, vocab_size: int
+    ) -> None:
+        ends = [t for t in vocabulary.end_ids if t < vocab_size]
         stops = [t for t in join.stop_ids if 0 <= t < vocab_size]
-        self._matcher = compiled.matcher()
+        self._matcher = None if compiled is None else compiled.matcher()
         self._behind = list(join.tokens[join.num_prompt :])  # drawn, not followed yet
+        self._vocabulary, self._size = vocabulary, vocab_size
         words = -(-vocab_size // 32)
         self.ends, self._stops = _bits(ends, words), _bits(stops, words)
         self._held = self.ends & ~self._stops  # ends that end nothing: ignore_eos
         self._floor = join.num_prompt + join.params.min_tokens
+        self.place: Place | None = None
+        self._crossing: set[int] = set()  # tokens that may be of the reasoning and of the answer
+        if join.reasoning is not None:
+            budget = join.params.thinking_token_budget
+            self.place = Place(join.reasoning, vocabulary.text, budget)
+            if compiled is not None:
+                for end in join.reasoning.ends:
+                    self._crossing.update(vocabulary.going_on(end.encode()))
 
     def is_end(self, token: int) -> bool:
         """Whether the text ends with this token."""
@@ -51,12 +67,70 @@ class Constraint:
         """The row's next token is this one."""
         self._behind.append(token)
 
-    def advance(self) -> llguidance.LLMatcher:
-        """The matcher, after all drawn tokens."""
-        if self._behind:
-            behind, self._behind = self._behind, []
+    def advance(self) -> llguidance.LLMatcher | None:
+        """The matcher, after all drawn tokens; None while it does not decide alone."""
+        behind, self._behind = self._behind, []
+        if self.place is not None:
+            behind = self._followed(self.place, behind)
+            if self.place.stage == "answer":
+                self.place = None
+        if behind and self._matcher is not None:
             self._matcher.consume_tokens(behind)
-        return self._matcher
+        return self._matcher if self.place is None else None
+
+    def fill(self, words: Words, position: int, tokens: Sequence[int]) -> None:
+        """What may come at this position and after each of the tokens [1 + tokens, words]; to be
+        called where `advance` had no matcher, and slow."""
+        place = None if self.place is None else self.place.copy()
+        answer: list[int] = []
+        for n in range(len(words)):
+            if n and place is not None:
+                answer += self._followed(place, tokens[n - 1 : n])
+            elif n:
+                answer.append(tokens[n - 1])
+            self._fill(words[n], position + n, place, answer)
+
+    def _fill(self, words: Words, position: int, place: Place | None, answer: list[int]) -> None:
+        if place is not None and (forced := place.forced) is not None:
+            words[:] = _bits([forced], len(words))
+            return
+        if self._matcher is None or (place is not None and place.stage == "reasoning"):
+            words[:] = -1
+            if self._crossing and place is not None:
+                crossing = [t for t in place.crossing(self._crossing) if t < self._size]
+                words &= ~_bits(crossing, len(words))
+            if position < self._floor:
+                words &= ~self._stops
+            return
+        self._fill_after(words, answer if place is None else [*answer, *place.held])
+        self.finish(words, position)
+        if place is not None and place.stage == "opening" and place.opening:
+            tokens = self._vocabulary.beginning(place.opening)
+            words |= _bits([t for t in tokens if t < self._size], len(words))
+        if place is not None and place.stage == "spaces":
+            spaces = self._vocabulary.spaces(place.spaces_left)
+            words |= _bits([t for t in spaces if t < self._size], len(words))
+
+    def _fill_after(self, words: Words, answer: list[int]) -> None:
+        """What the grammar allows after these tokens; nothing if it does not allow them."""
+        words[:] = 0
+        matcher = self._matcher
+        if matcher is None:
+            return
+        if answer and self.is_end(answer[-1]):
+            words[:] = self.ends  # llguidance stops before these
+            return
+        taken = matcher.try_consume_tokens(answer)
+        if taken == len(answer):
+            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        matcher.rollback(taken)
+
+    def _followed(self, place: Place, tokens: Sequence[int]) -> list[int]:
+        matcher, found = self._matcher, list[int]()
+        is_answer = None if matcher is None else lambda t: matcher.validate_tokens([t])
+        for token in tokens:
+            found += place.follow(token, is_answer)
+        return found
 
     def finish(self, words: Words, position: int) -> None:
         """What llguidance allows at this position, with the row's own ends, in place."""
@@ -69,7 +143,7 @@ class Constraint:
     @property
     def error(self) -> str:
         """Why it can't go on; empty if it can."""
-        if not self._matcher.is_error():
+        if self._matcher is None or not self._matcher.is_error():
             return ""
         return f"the answer's grammar: {self._matcher.get_error()}".partition("\n")[0]
 
@@ -122,21 +196,25 @@ class MaskFiller:
         words = np.zeros((count, self._num_words), np.int32)
         plain: list[tuple[llguidance.LLMatcher, int]] = []
         runs: list[tuple[llguidance.LLMatcher, int, list[int]]] = []
-        at, errors, starts = 0, dict[int, str](), []
+        at, errors, followed = 0, dict[int, str](), []
         for each in wanted:
             matcher = each.constraint.advance()
-            starts.append(at)
-            if each.tokens:
-                runs.append((matcher, at, each.tokens))
+            if matcher is None:
+                here = words[at : at + 1 + len(each.tokens)]
+                each.constraint.fill(here, each.position, each.tokens)
             else:
-                plain.append((matcher, at))
+                followed.append((at, each))
+                if each.tokens:
+                    runs.append((matcher, at, each.tokens))
+                else:
+                    plain.append((matcher, at))
             at += 1 + len(each.tokens)
         where = words.ctypes.data, 4 * self._num_words, count
         if plain:
             self._of_threads().unsafe_compute_mask_ptr(plain, *where)
         if runs:
             self._of_threads().unsafe_compute_mask_ptr_with_draft_token(runs, *where)
-        for start, each in zip(starts, wanted, strict=True):
+        for start, each in followed:
             reason = each.constraint.error
             for n in range(1 + len(each.tokens)):
                 if n and each.constraint.is_end(each.tokens[n - 1]):

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence as Seq
+from typing import Literal
 
 import msgspec
 
 from streamer.core.sampling import SamplingParams
-from streamer.errors import InvariantViolated
+from streamer.errors import InvalidRequest, InvariantViolated
 
 
 class FinishReason(enum.Enum):
@@ -43,6 +44,26 @@ class Drawn(msgspec.Struct, frozen=True):
     finish: Finish | None = None
 
 
+class Reasoning(msgspec.Struct, frozen=True):
+    """What stands in an answer before its own text, with which a grammar begins.
+
+    stage    where the prompt ends: before the reasoning, which is then optional, inside or after it
+    opens    the text that begins it
+    ends     texts, after any of which the answer's own text begins
+    closing  tokens that end it: they come at params.thinking_token_budget, whatever is drawn
+    """
+
+    stage: Literal["before", "inside", "after"]
+    opens: str
+    ends: tuple[str, ...]
+    closing: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("opens", "ends", "closing"):
+            if not getattr(self, name) or "" in self.ends:
+                raise InvalidRequest(f"reasoning.{name} is empty", param=f"reasoning.{name}")
+
+
 class Add(msgspec.Struct, frozen=True, tag=True):
     """A request. `params.seed` and `params.max_tokens` are set (the engine fills them).
 
@@ -61,6 +82,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
                   comes back as if it had been preempted, its tokens to be computed again. A beam
                   search begins anew, and reports no token that the first choice has here
     num_scored    prompt tokens whose log probabilities were reported there
+    reasoning     what may stand before the answer's own text; None: nothing
     """
 
     request_id: str
@@ -77,6 +99,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     prediction: tuple[int, ...] = ()
     outputs: tuple[Drawn, ...] = ()
     num_scored: int = 0
+    reasoning: Reasoning | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -141,6 +164,7 @@ class RowJoin(msgspec.Struct, frozen=True):
     stop_ids      masked until there are params.min_tokens output tokens
     logits_of     >= 0: this row computes nothing in this plan and draws its first token from the
                   logits of that row, which ends its prompt in this plan (a fork of one prefill)
+    reasoning     what may stand before the answer's own text; None: nothing
     """
 
     row: int
@@ -153,6 +177,7 @@ class RowJoin(msgspec.Struct, frozen=True):
     params: SamplingParams
     stop_ids: frozenset[int] = frozenset()
     logits_of: int = -1
+    reasoning: Reasoning | None = None
 
 
 class TableUpdate(msgspec.Struct, frozen=True):

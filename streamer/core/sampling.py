@@ -41,6 +41,7 @@ BESIDE_BEAMS: Mapping[str, tuple[object, ...]] = {
     "logit_bias": ({},),
     "logprobs": (None,),
     "structured_outputs": (None,),
+    "thinking_token_budget": (None,),
     "stop": ((),),
 }
 MAX_GRAMMAR_BYTES = 1 << 17
@@ -205,6 +206,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             "grammar (Lark)",
             is_flag=False,
         ),
+    ] = None
+    # None: any number
+    thinking_token_budget: Annotated[
+        int | None,
+        Field("the longest reasoning, in tokens: it is ended there", (0, MAX_TOKENS)),
     ] = None
     # they stay in the token ids
     skip_special_tokens: Annotated[

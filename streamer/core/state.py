@@ -411,6 +411,7 @@ class State:
                 params=add.params,
                 stop_ids=add.stop_ids,
                 logits_of=logits_of,
+                reasoning=add.reasoning,
             )
         )
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from streamer.config import Config
-from streamer.core.plan import Add
+from streamer.core.plan import Add, Reasoning
 from streamer.core.sampling import SamplingParams, entries, flag, integer, number, text, token_ids
 from streamer.core.sizes import ModelInfo, SchedulerConfig, check_fits, check_outputs
 from streamer.engine.flow import Limits
@@ -51,6 +51,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     share_with  id of a request to fork from: its blocks serve as far as the tokens agree
     prediction  token ids that the output is expected to repeat: it may take fewer steps then
     shown       special tokens, by id, that are part of the text although others are left out
+    reasoning   what may stand before the answer's own text, where a grammar begins; None: nothing
     detach_s    seconds it runs on after its last reader left; None: for ever
     window      output tokens its furthest reader may lag before it is paused; 0: never paused
     sends_position  its readers receive its position in the queue while it waits
@@ -71,6 +72,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     share_with: str | None = None
     prediction: tuple[int, ...] = ()
     shown: frozenset[int] = frozenset()
+    reasoning: Reasoning | None = None
     detach_s: float | None = 0.0
     window: int = 0
     sends_position: bool = False
@@ -141,6 +143,14 @@ def accept(
             f"min_tokens ({params.min_tokens}) exceeds the {max_tokens} tokens that fit",
             param="min_tokens",
         )
+    reasoning = request.reasoning
+    if reasoning is not None:
+        check_ids("reasoning.closing", reasoning.closing, info.vocab_size)
+    elif params.thinking_token_budget is not None:
+        raise InvalidRequest(
+            "thinking_token_budget needs a model whose reasoning has a known form",
+            param="thinking_token_budget",
+        )
     params = msgspec.structs.replace(
         params, max_tokens=max_tokens, seed=seed if params.seed is None else params.seed
     )
@@ -190,6 +200,7 @@ def build_add(
         prediction=request.prediction,
         outputs=() if progress is None else progress.outputs,
         num_scored=0 if progress is None else len(progress.prompt_logprobs),
+        reasoning=request.reasoning,
     )
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 from starlette.datastructures import Headers
@@ -23,6 +23,7 @@ from starlette.types import Scope
 
 from streamer import __version__
 from streamer.config import Config
+from streamer.core.plan import Reasoning
 from streamer.engine.prompts import LONG
 from streamer.engine.refusals import draining, loading
 from streamer.engine.requests import GenerateRequest, QueueNeeds, check_ids
@@ -218,7 +219,11 @@ class Service:
         if form == NO_FORMAT:
             return None
         schemas = {tool.name: tool.parameters for tool in tools}
-        return Parsing(form, schemas, self._opens_reasoning(form, prompt), max_calls, shown_ids)
+        tail = self.engine.tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False)
+        stage = form.stage(tail)
+        is_open = stage == "inside" and form.think is not None
+        reasoning = self._reasoning(form, stage)
+        return Parsing(form, schemas, is_open, max_calls, shown_ids, reasoning)
 
     @property
     def format(self) -> tuple[ModelFormat, frozenset[int]]:
@@ -233,11 +238,15 @@ class Service:
             self._format = found, frozenset(shown)
         return self._format
 
-    def _opens_reasoning(self, form: ModelFormat, prompt: Sequence[int]) -> bool:
-        if form.think is None:
-            return False
-        tail = self.engine.tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False)
-        return tail.rstrip().endswith(form.think.open)
+    def _reasoning(
+        self, form: ModelFormat, stage: Literal["before", "inside", "after"]
+    ) -> Reasoning | None:
+        """What the engine must know of the reasoning in an answer."""
+        marks = form.marks
+        if marks is None:
+            return None
+        closing = self.engine.tokenizer.encode(marks.closing, add_special_tokens=False)
+        return Reasoning(stage, marks.opens, marks.ends, tuple(closing))
 
     async def plain_tokens(self, text: str, salt: str) -> tuple[int, ...]:
         """Token ids of a text in which special tokens are not recognized."""
@@ -327,6 +336,7 @@ class Service:
             share_with=share_with,
             prediction=prediction,
             shown=frozenset() if parsing is None else parsing.shown,
+            reasoning=None if parsing is None else parsing.reasoning,
             detach_s=None if is_alone else detach_s,
             window=window,
             sends_position=reading.sends_position,

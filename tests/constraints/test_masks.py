@@ -94,7 +94,7 @@ def answer(grammars: Grammars, grammar: Grammar, rng: random.Random) -> str | No
     """A text drawn at random among what the masks allow; None if it did not end."""
     params = SamplingParams(structured_outputs=grammar)
     join = RowJoin(0, "r", 0, (1,), 1, 0, (), params, frozenset((END,)))
-    constraint = Constraint(grammars.compile(grammar), join, SIZE)
+    constraint = Constraint(grammars.compile(grammar), join, grammars.vocabulary, SIZE)
     filler, text = MaskFiller(SIZE), b""
     for position in range(1, LONGEST):
         filled = filler.fill([Wanted(constraint, position)])

@@ -18,7 +18,7 @@ import msgspec
 from streamer.config import Config
 from streamer.constraints.grammars import Grammars, Vocabulary
 from streamer.core.blocks import BlockHasher
-from streamer.core.plan import Add, Drawn, Finish, Plan, StepStats, TokenLogprob
+from streamer.core.plan import Add, Drawn, Finish, Plan, Reasoning, StepStats, TokenLogprob
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler, SchedulerConfig
 from streamer.core.sizes import MAX_SCORED, batched_tokens
@@ -96,6 +96,7 @@ class SyncEngine:
         self, request_id: str, prompt: list[int], max_tokens: int,
         params: SamplingParams = GREEDY, *, share_with: str | None = None,
         stop_ids: frozenset[int] = frozenset(), outputs: tuple[Drawn, ...] = (),
+        reasoning: Reasoning | None = None,
     ) -> None:  # fmt: skip
         """Queue a request; the model's end tokens are ordinary tokens, as in the oracle."""
         params = msgspec.structs.replace(params, max_tokens=max_tokens, seed=params.seed or 7)
@@ -108,7 +109,7 @@ class SyncEngine:
         self.scheduler.command(
             Add(
                 request_id, tuple(prompt), params, stop_ids, stop,
-                share_with=share_with, outputs=outputs,
+                share_with=share_with, outputs=outputs, reasoning=reasoning,
             )
         )  # fmt: skip
 

@@ -23,6 +23,7 @@ from streamer.core.plan import (
     Finish,
     FinishReason,
     Pause,
+    Reasoning,
     Resume,
     TokenLogprob,
 )
@@ -47,12 +48,14 @@ TIGHT |= {"num_gpu_blocks_override": 36, "max_model_len": 128}
 
 
 class Ask(NamedTuple):
-    """A request; `shares`: whose prompt and first tokens its prompt is."""
+    """A request; `shares`: whose prompt and first tokens its prompt is; `stage`: of its reasoning,
+    where it has one."""
 
     params: SamplingParams
     num_prompt: int = 20
     stop_ids: tuple[int, ...] = ()
     shares: int | None = None
+    stage: str = ""
 
 
 P = SamplingParams
@@ -81,7 +84,22 @@ ASKS = [
     Ask(P(seed=13, structured_outputs=SHORT, repetition_penalty=1.2, top_k=30), 33, (END, 3)),
     Ask(P(temperature=0.0, structured_outputs=SHORT, logprobs=1, min_tokens=20), 8, (END,)),
     Ask(P(seed=14, structured_outputs=LETTERS, stop=STOPS, temperature=1.3), 12, (END,)),
+    Ask(P(seed=15, n=2, structured_outputs=SHORT, thinking_token_budget=6), 9, (END,),
+        stage="inside"),
+    Ask(P(seed=16, structured_outputs=SHORT, logprobs=1), 30, (END,), stage="before"),
+    Ask(P(temperature=0.0, thinking_token_budget=0, logprobs=1), 14, (END,), stage="inside"),
+    Ask(P(seed=17, structured_outputs=LETTERS), 11, (END,), stage="inside"),
 ]  # fmt: skip
+
+CLOSING, ENDS = (5, 20), "faga"  # token 5 is "fa", token 20 "ga"
+
+
+OPENING = [t for t in range(255) if TOKEN_BYTES[t] == b"gb"]
+
+
+def reasoning_of(ask: Ask) -> Reasoning | None:
+    return Reasoning(ask.stage, "gb", (ENDS,), CLOSING) if ask.stage else None  # type: ignore[arg-type]
+
 
 Key = tuple[int, int]
 
@@ -158,7 +176,7 @@ def add(
     )
     engine.add(
         f"r{i}", prompt_of(i, answers), 30 + i % 9, ask.params, share_with=with_whom,
-        stop_ids=frozenset(ask.stop_ids), outputs=outputs,
+        stop_ids=frozenset(ask.stop_ids), outputs=outputs, reasoning=reasoning_of(ask),
     )  # fmt: skip
 
 
@@ -175,7 +193,14 @@ def answers_of(engine: SyncEngine, i: int) -> dict[Key, Answer]:
 
 def check_grammar(ask: Ask, answer: Answer) -> None:
     """The text is of the grammar, or may become so where it was cut."""
-    text = b"".join(TOKEN_BYTES[t] for t in answer.tokens if t not in (END, 3)).decode()
+    tokens, budget = answer.tokens, ask.params.thinking_token_budget
+    if budget is not None:
+        assert tuple(tokens[budget : budget + 2]) == CLOSING
+        tokens = tokens[budget + 2 :]
+    elif ask.stage == "inside" or tokens[0] in OPENING:
+        assert ENDS not in b"".join(TOKEN_BYTES[t] for t in tokens).decode()
+        return
+    text = b"".join(TOKEN_BYTES[t] for t in tokens if t not in (END, 3)).decode()
     if ask.params.structured_outputs == P(structured_outputs=LETTERS).structured_outputs:
         assert re.fullmatch(LETTERS["regex"] + "g?[a-e]?", text)
     elif ask.params.structured_outputs is not None:

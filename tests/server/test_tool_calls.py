@@ -13,6 +13,9 @@ import httpx
 import openai
 import pytest
 
+from streamer.core.plan import Reasoning
+from streamer.engine.requests import GenerateRequest
+from streamer.engine.stream import TokenStream
 from tests.server.support.running import Running
 
 THOUGHT = "The weather of Zürich is asked for."
@@ -385,3 +388,25 @@ def test_bad_input_of_responses_names_the_field(
 ) -> None:
     got = post(scripted, "/v1/responses", **{"input": INPUT, **body})
     assert (got.status_code, got.json()["error"]["param"]) == (400, param), got.text
+
+
+def test_the_engine_gets_the_place_of_the_reasoning(
+    scripted: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For grammars and budgets: where the prompt ends, and what ends the reasoning."""
+    seen, submit = [], scripted.engine.submit
+
+    def recorded(request: GenerateRequest) -> TokenStream:
+        seen.append(request)
+        return submit(request)
+
+    monkeypatch.setattr(scripted.engine, "submit", recorded)
+    for end, stage in [("", "before"), ("<think>\n", "inside"), ("<think></think>\n", "after")]:
+        said = [*ASKED, {"role": "assistant", "content": f"I {end}"}]
+        settings = {"continue_final_message": True, "add_generation_prompt": False}
+        answer = post(scripted, messages=said, thinking_token_budget=9, **settings)
+        assert answer.status_code == 200
+        encode = scripted.engine.tokenizer.encode
+        closing = tuple(encode("</think>", add_special_tokens=False))
+        assert seen[-1].reasoning == Reasoning(stage, "<think>", ("</think>",), closing)
+        assert seen[-1].params.thinking_token_budget == 9

@@ -109,11 +109,12 @@ class RowState:
         if params.use_beam_search:  # which leaves out the ends that come too soon itself
             self.num_top, self.min_position = num_candidates(params.num_beams, len(ends)), 0
         self.constraint: Constraint | None = None
-        if params.structured_outputs is not None:
+        grammar, budget = params.structured_outputs, params.thinking_token_budget
+        if grammar is not None or budget is not None:
             if grammars is None:
                 raise InvariantViolated(f"{join.request_id} has a grammar, the runner has none")
-            compiled = grammars.compile(params.structured_outputs)
-            self.constraint = Constraint(compiled, join, vocab_size)
+            compiled = None if grammar is None else grammars.compile(grammar)
+            self.constraint = Constraint(compiled, join, grammars.vocabulary, vocab_size)
             self.min_position = 0  # its mask sees to it
         self.history: History | None = None
         if params.has_penalties:

@@ -99,7 +99,6 @@ FIELDS: Final[Table] = {
     "mm_processor_kwargs": refused(),
     "media_io_kwargs": refused(),
     "include_reasoning": refused(True, False),
-    "thinking_token_budget": refused(),
 }
 
 

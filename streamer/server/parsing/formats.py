@@ -7,7 +7,7 @@ its calls in one of the three shapes is a new entry here and nothing else.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, Literal, TypeVar
+from typing import Final, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -76,6 +76,21 @@ class Channels(msgspec.Struct, frozen=True):
     message: str = "<|message|>"
     ends: tuple[str, ...] = ("<|end|>", "<|call|>", "<|return|>")
 
+    @property
+    def marks(self) -> Marks:
+        """Its reasoning is all messages before the one of the final channel."""
+        final, json = f"{self.channel}final", " <|constrain|>json"
+        ends = f"{final}{self.message}", f"{final}{json}{self.message}"
+        return Marks(self.channel, ends, f"{self.ends[0]}{self.start}assistant{ends[0]}")
+
+
+class Marks(NamedTuple):
+    """Texts around the reasoning, and the one that closes it at a budget's end."""
+
+    opens: str
+    ends: tuple[str, ...]
+    closing: str
+
 
 class ModelFormat(msgspec.Struct, frozen=True):
     """What may be in a text besides prose; `channels` excludes the marks of `think`."""
@@ -83,6 +98,22 @@ class ModelFormat(msgspec.Struct, frozen=True):
     think: Think | None = None
     calls: Calls | Channels | None = None
     channels: Channels | None = None
+
+    @property
+    def marks(self) -> Marks | None:
+        """What stands around the reasoning; None: there is none."""
+        if self.channels is not None:
+            return self.channels.marks
+        think = self.think
+        return None if think is None else Marks(think.open, (think.close,), think.close)
+
+    def stage(self, prompt: str) -> Literal["before", "inside", "after"]:
+        """Where the end of a prompt's text stands in the reasoning, if there is any."""
+        marks, end = self.marks, prompt.rstrip()
+        if marks is None or end.endswith(marks.ends):
+            return "after"
+        is_inside = self.channels is not None or end.endswith(marks.opens)
+        return "inside" if is_inside else "before"
 
     @property
     def markers(self) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from streamer.core.plan import Reasoning
 from streamer.errors import InvalidRequest
 from streamer.server.parsing.formats import Calls, ModelFormat
 from streamer.server.parsing.parser import Parser
@@ -147,6 +148,7 @@ class Parsing(msgspec.Struct, frozen=True):
     is_reasoning  the prompt has opened the reasoning
     max_calls     further ones are left out; None: any number
     shown         special tokens that are part of the format, by id
+    reasoning     what may stand before the answer's own text, for the engine
     """
 
     format: ModelFormat
@@ -154,6 +156,7 @@ class Parsing(msgspec.Struct, frozen=True):
     is_reasoning: bool = False
     max_calls: int | None = None
     shown: frozenset[int] = frozenset()
+    reasoning: Reasoning | None = None
 
     def parser(self) -> Parser:
         """A parser for one choice."""

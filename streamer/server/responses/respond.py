@@ -67,7 +67,13 @@ def _parsing(service: Service, body: ResponseCreate, turn: Turn) -> Parsing | No
         return parsing
     earlier = context_of(parent).parsing
     is_reasoning = earlier is not None and earlier.is_reasoning
-    return msgspec.structs.replace(parsing, is_reasoning=is_reasoning)
+    reasoning = parsing.reasoning
+    if reasoning is not None:
+        inside = is_reasoning or turn.prefix.lstrip().startswith(reasoning.opens)
+        is_open = inside and not any(end in turn.prefix for end in reasoning.ends)
+        stage = "inside" if is_open else "after"
+        reasoning = msgspec.structs.replace(reasoning, stage=stage)
+    return msgspec.structs.replace(parsing, is_reasoning=is_reasoning, reasoning=reasoning)
 
 
 async def turn_of(service: Service, prepared: Prepared[ResponseCreate], response_id: str) -> Turn:

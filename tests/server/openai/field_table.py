@@ -95,6 +95,7 @@ SAMPLING: dict[str, Row] = {
     "bad_words": Refused(["x"], GRAMMAR),
     "logits_processors": Refused(["x"], NEVER),
     "structured_outputs": Honoured(grammar_effects.structured_outputs),
+    "thinking_token_budget": Honoured(grammar_effects.thinking_token_budget),
     "guided_json": Refused({}, GRAMMAR),
     "guided_regex": Refused("a+", GRAMMAR),
     "guided_choice": Refused(["a"], GRAMMAR),
@@ -178,7 +179,6 @@ CHAT: dict[str, Row] = {
     "mm_processor_kwargs": Refused({"a": 1}, MEDIA),
     "media_io_kwargs": Refused({"a": 1}, MEDIA),
     "include_reasoning": Accepted(False, "there is no reasoning to leave out"),
-    "thinking_token_budget": Refused(5, "models that reason come later"),
 }
 
 COMPLETIONS: dict[str, Row] = {

@@ -37,6 +37,12 @@ def structured_outputs(asker: Asker, kind: str) -> None:
         _refuses(asker, kind, "structured_outputs" + field, word, structured_outputs=wrong)
 
 
+def thinking_token_budget(asker: Asker, kind: str) -> None:
+    """Of a model that reasons, tests/server/test_tool_calls.py shows it; the fake one does not."""
+    for wrong, word in [(5, "reasoning"), (-1, "from 0 to"), (True, "integer")]:
+        _refuses(asker, kind, "thinking_token_budget", word, thinking_token_budget=wrong)
+
+
 def response_format(asker: Asker, kind: str) -> None:
     _follows_a_schema(
         asker,
