@@ -37,6 +37,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     dtype                "float32" or "bfloat16", as computed
     eos_token_ids        tokens that end an answer
     block_bytes          bytes of one KV block, all layers, K and V
+    quantization         how most of the weights are quantized; "" if none are
+    stored_bytes, weight_bytes  of the weights, in the checkpoint's files and in memory
     generation_defaults  sampling settings of the checkpoint's generation_config.json
     """
 
@@ -50,6 +52,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     block_bytes: int
     num_parameters: int
+    stored_bytes: int = 0
+    weight_bytes: int = 0
+    quantization: str = ""
     generation_defaults: dict[str, float]
     device: str
 

@@ -300,6 +300,9 @@ def model_info(
         block_size=config.block_size,
         block_bytes=block_bytes,
         num_parameters=known.num_parameters,
+        stored_bytes=sum(t.end - t.start for t in known.checkpoint.tensors.values()),
+        weight_bytes=known.weight_bytes,
+        quantization=known.scheme.partition(";")[0],
         generation_defaults=generation_defaults(known.checkpoint),
         device=device.type,
     )

@@ -12,8 +12,9 @@ import ollama
 import pytest
 from pydantic import BaseModel
 
+from streamer.demo import CHECKPOINT
 from streamer.fake.model import expected_text
-from tests.server.support.running import Running
+from tests.server.support.running import BUNDLED, Running
 
 
 def asking(text: str) -> dict[str, Any]:
@@ -47,6 +48,30 @@ def test_what_is_served(client: ollama.Client) -> None:
     assert "completion" in shown.capabilities
     (loaded,) = client.ps().models
     assert (loaded.model, loaded.context_length) == ("fake", 1 << 24)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "level", "most_bits"),
+    [(None, "F32", 33), ("int8", "int8", 9.5), ("int4", "int4", 6)],
+)
+def test_sizes_are_those_of_the_weights(
+    server_with: Any, quantization: str | None, level: str, most_bits: float
+) -> None:
+    running = server_with(**BUNDLED, quantization=quantization)
+    files = CHECKPOINT.glob("*.safetensors")
+    stored = sum(file.stat().st_size for file in files)
+    with ollama.Client(running.url) as client:
+        (listed,) = client.list().models
+        (loaded,) = client.ps().models
+        shown = client.show(listed.model or "")
+    assert listed.size is not None
+    assert stored * 0.99 < listed.size < stored  # less the header
+    assert loaded.size is not None
+    parameters = shown.modelinfo["general.parameter_count"]  # type: ignore[index]
+    assert most_bits - 2 < 8 * loaded.size / parameters < most_bits
+    for details in (listed.details, loaded.details, shown.details):
+        assert details is not None
+        assert (details.quantization_level or "").startswith(level)
 
 
 def test_refusals_are_its_exceptions(client: ollama.Client) -> None:

@@ -9,9 +9,14 @@ beforeAll(() => vi.stubGlobal("cancelAnimationFrame", () => undefined));
 
 function answered(conversation: Conversation, parent: Message, text: string): Message {
   const answer = new Answer({ ask: { temperature: 0.5 }, fork: null });
-  answer.text.value = text;
+  write(answer, text);
   answer.status.value = "completed";
   return conversation.add({ role: "assistant", parent, text: "", answer });
+}
+
+function write(answer: Answer, text: string): void {
+  answer.text.value = text;
+  answer.pieces.value = text ? [{ kind: "text", text, isDone: true }] : [];
 }
 
 function asked(conversation: Conversation, parent: Message | null, text: string): Message {

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 VERSION: Final = "0.12.11"
 ARCHITECTURE: Final = "streamer"
 NEVER: Final = "9999-12-31T23:59:59Z"
-_TYPES: Final = {"float32": ("F32", 4), "bfloat16": ("BF16", 2)}
+_TYPES: Final = {"float32": "F32", "bfloat16": "BF16"}
 _UNITS: Final = ((10**9, "B"), (10**6, "M"), (10**3, "K"))
 
 
@@ -40,13 +40,13 @@ def loaded_body(names: Sequence[str], info: ModelInfo, started: float) -> bytes:
     """The body of GET /api/ps."""
     found = []
     for name in names:
-        fields = _fields(name, info, started)
-        vram = fields["size"] if info.device != "cpu" else 0
+        size = info.weight_bytes
+        fields = {**_fields(name, info, started), "size": size}
         found.append(
             Loaded(
                 **fields,
                 expires_at=NEVER,
-                size_vram=vram,
+                size_vram=size if info.device != "cpu" else 0,
                 context_length=info.max_model_len,
             )
         )
@@ -68,18 +68,15 @@ def _fields(name: str, info: ModelInfo, started: float) -> dict[str, Any]:
         "name": name,
         "model": name,
         "modified_at": written(started),
-        "size": info.num_parameters * _type_of(info)[1],
-        "digest": sha256(f"{info.name}:{info.dtype}".encode()).hexdigest(),
+        "size": info.stored_bytes,
+        "digest": sha256(f"{info.name}:{info.dtype}:{info.quantization}".encode()).hexdigest(),
         "details": _details(info),
     }
 
 
 def _details(info: ModelInfo) -> Details:
-    return Details(ARCHITECTURE, [ARCHITECTURE], _size(info.num_parameters), _type_of(info)[0])
-
-
-def _type_of(info: ModelInfo) -> tuple[str, int]:
-    return _TYPES.get(info.dtype, (info.dtype.upper(), 2))
+    level = info.quantization.removeprefix("GGUF ") or _TYPES.get(info.dtype, info.dtype.upper())
+    return Details(ARCHITECTURE, [ARCHITECTURE], _size(info.num_parameters), level)
 
 
 def _size(num_parameters: int) -> str:

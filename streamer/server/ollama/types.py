@@ -96,7 +96,7 @@ class Details(msgspec.Struct, frozen=True):
 class Model(msgspec.Struct, frozen=True, kw_only=True):
     """A served model.
 
-    size  bytes of its weights, from their number and type
+    size  bytes of its weights, in its files
     """
 
     name: str
@@ -116,7 +116,8 @@ class Models(msgspec.Struct, frozen=True):
 class Loaded(Model, frozen=True, kw_only=True):
     """A model that is in memory: always, so that it never expires.
 
-    size_vram  bytes of it on a GPU
+    size       bytes of its weights in memory
+    size_vram  of those, on a GPU
     """
 
     expires_at: str

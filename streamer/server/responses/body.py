@@ -32,11 +32,13 @@ from streamer.server.parsing.tools import (
     definitions,
     is_called,
 )
+from streamer.server.responses.sealed import unseal
 
 MAX_ITEMS = 4096
 MAX_STREAM_ID = 128
 MAX_ID = 256
 LOGPROBS = "message.output_text.logprobs"
+ENCRYPTED = "reasoning.encrypted_content"
 # What OpenAI's `include` accepts. Parts that this server never makes are accepted, to no effect.
 Includable = Literal[
     "code_interpreter_call.outputs",
@@ -140,6 +142,7 @@ class InputItem(msgspec.Struct):
     name: Annotated[str, Meta(max_length=MAX_ID)] | None = None
     arguments: str | None = None
     output: str | list[InputText] | None = None
+    encrypted_content: str | None = None
 
     def check(self, path: str) -> None:
         """InvalidRequest unless it has what its type requires."""
@@ -165,10 +168,15 @@ class InputItem(msgspec.Struct):
             return given
         return "\n".join(part.text for part in given or ())
 
-    def turn_item(self, item_id: str) -> TurnItem:
-        """As an item of the conversation."""
-        role = ITEM_ROLES.get(self.type or "message", self.role or "user")
-        return TurnItem(item_id, role, self.text, self.call_id or "", self.name or "")
+    def turn_item(self, item_id: str, tenant: str, path: str) -> TurnItem:
+        """As an item of the conversation; InvalidRequest for `encrypted_content` not the tenant's.
+
+        path  of the item, in errors
+        """
+        role, text = ITEM_ROLES.get(self.type or "message", self.role or "user"), self.text
+        if self.type == "reasoning" and self.encrypted_content:
+            text = unseal(self.encrypted_content, tenant, f"{path}.encrypted_content")
+        return TurnItem(item_id, role, text, self.call_id or "", self.name or "")
 
 
 class GivenToolOfResponse(msgspec.Struct):
@@ -316,6 +324,11 @@ class ResponseCreate(Body, kw_only=True):
     def wants_logprobs(self) -> bool:
         """Whether the answer has log probabilities."""
         return LOGPROBS in (self.include or ()) or self.top_logprobs is not None
+
+    @property
+    def wants_encrypted(self) -> bool:
+        """Whether its reasoning has `encrypted_content`."""
+        return ENCRYPTED in (self.include or ())
 
 
 READER: Final = Reader({ResponseCreate: FIELDS})

@@ -19,6 +19,7 @@ from streamer.server.context import TurnItem, context_of
 from streamer.server.openai.common import TokenText, chat_logprobs
 from streamer.server.parsing import events as found
 from streamer.server.responses.events import ResponseEvents, item_id
+from streamer.server.responses.sealed import seal
 from streamer.server.responses.types import (
     ArgumentsDelta,
     ArgumentsDone,
@@ -80,11 +81,13 @@ class _Items:
     """
 
     def __init__(self, stream: TokenStream, text: TokenText | None, lane: Any) -> None:
-        parsing = context_of(stream).parsing
+        context = context_of(stream)
+        parsing = context.parsing
         if parsing is None:
             raise TypeError(f"{stream.request_id} is not parsed")
         self._parsing, self._parser, self._stream = parsing, parsing.parser(), stream
         self._text, self._lane = text, lane
+        self._tenant = context.tenant if context.body.wants_encrypted else None
         self._base = stream.request_id.removeprefix("resp_")
         self._done: list[OutputItem] = []
         self._open: _Open | None = None
@@ -179,6 +182,8 @@ class _Items:
             return []
         self._open = None
         item, text = now.item(status, self._text), "".join(now.pieces)
+        if isinstance(item, ReasoningItem) and self._tenant is not None:
+            item = msgspec.structs.replace(item, encrypted_content=seal(text, self._tenant))
         self._done.append(item)
         name, index = now.id, now.index
         made: list[Made] = []

@@ -95,7 +95,7 @@ def _items(
     return tuple(
         _referenced(service, item.id or "", scope, session, f"input[{i}].id")
         if item.is_reference
-        else item.turn_item(f"{base}_{i}")
+        else item.turn_item(f"{base}_{i}", tenant_of(scope), f"input[{i}]")
         for i, item in enumerate(body.items())
     )
 

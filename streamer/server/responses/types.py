@@ -61,12 +61,16 @@ class ReasoningPart(msgspec.Struct, frozen=True, tag="reasoning_text"):
 
 
 class ReasoningItem(msgspec.Struct, frozen=True, tag="reasoning"):
-    """What the model thought before it went on; it is never summarized."""
+    """What the model thought before it went on; it is never summarized.
+
+    encrypted_content  the same, opaque, to be sent back; where it was asked for
+    """
 
     id: str
     status: str
     content: list[ReasoningPart]
     summary: tuple[()] = ()
+    encrypted_content: str | UnsetType = UNSET
 
 
 class FunctionCall(msgspec.Struct, frozen=True, tag="function_call"):

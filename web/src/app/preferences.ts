@@ -16,6 +16,8 @@ export interface Settings {
   seed: number | null;
   /** The system prompt that a new chat begins with. */
   system: string;
+  /** Functions that the model may call: a JSON list, as it was typed. */
+  tools: string;
   /** How many answers a question gets, side by side. */
   answers: number;
 }
@@ -29,6 +31,7 @@ export const DEFAULTS: Settings = {
   maxTokens: null,
   seed: null,
   system: "",
+  tools: "",
   answers: 1,
 };
 

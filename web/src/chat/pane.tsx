@@ -44,7 +44,7 @@ function Thread({ conversation }: { conversation: Conversation }) {
   const isEmpty = conversation.path.value.length === 0;
   return (
     <>
-      <div class="scroller" ref={box} tabIndex={-1}>
+      <div class={isAway ? "scroller away" : "scroller"} ref={box} tabIndex={-1}>
         {conversation.system.value && <SystemPrompt text={conversation.system.value} />}
         {isEmpty && (isUnknown.value ? <Unknown /> : <Empty />)}
         <div class={conversation.ends.value.length > 1 ? "thread broad" : "thread"} role="log" aria-label="Conversation" aria-live="off">

@@ -7,7 +7,8 @@
 
 import { Emitter } from "./emitter.ts";
 import { ClientError } from "./errors.ts";
-import type { OwnUsage, DeltaEvent, NumberedEvent, Response, ResponseCreate, StateEvent, Timing } from "./wire/responses.ts";
+import { Pieces, type Piece, type PieceDelta } from "./pieces.ts";
+import type { OwnUsage, DeltaEvent, ItemEvent, NumberedEvent, Response, ResponseCreate, StateEvent, Timing } from "./wire/responses.ts";
 
 /** The stream's state. The last five are ends. */
 export type StreamStatus =
@@ -24,7 +25,8 @@ export type StreamStatus =
   | "gone";
 
 const ENDS: ReadonlySet<StreamStatus> = new Set(["completed", "incomplete", "cancelled", "failed", "gone"]);
-const OPENING_EVENTS = 4; // numbers before the first token's, a kept prefix not counted
+const OPENING_EVENTS = 4; // at least, before the first token's; a kept prefix not counted
+const RESPONSE_EVENTS = 2; // of those, the ones that belong to no piece
 
 /** Of a status: requests before it in the queue, prefilled tokens of all, how it was preempted. */
 export interface Progress {
@@ -39,6 +41,8 @@ export interface StreamEvents {
   created: string;
   /** More text. The stream's fields are already up to date. */
   delta: DeltaEvent;
+  /** Reasoning or a call began, grew or ended. */
+  piece: Piece[];
   /** `status` or `progress` changed. */
   status: StreamStatus;
   /** The stream ended. */
@@ -56,8 +60,9 @@ export interface Known {
   id: string;
   /** The last number seen; -1 or absent: none, so everything comes again. */
   after?: number;
-  /** The text up to that number. */
+  /** The text up to that number, and what it is part of where there is more than text. */
   text?: string;
+  pieces?: readonly Piece[];
 }
 
 export class ResponseStream extends Emitter<StreamEvents> {
@@ -66,7 +71,7 @@ export class ResponseStream extends Emitter<StreamEvents> {
   /** null until the server has assigned it. */
   id: string | null = null;
   text = "";
-  /** Output tokens so far: by number while it streams, the server's count at the end. */
+  /** Output tokens so far: by number while it streams, about; the server's count at the end. */
   tokens = 0;
   /** The last event's number: the cursor to resume at. */
   sequence = -1;
@@ -85,7 +90,8 @@ export class ResponseStream extends Emitter<StreamEvents> {
   /** Created elsewhere and known by its id only, so it can't be created again. */
   readonly isForeign: boolean;
   readonly #port: Port;
-  readonly #opening: number;
+  readonly #pieces: Pieces;
+  #numBeside: number; // events so far that are no deltas of its own
   #settle!: (stream: ResponseStream) => void;
 
   constructor(port: Port, lane: string, body: ResponseCreate, known?: Known) {
@@ -97,13 +103,22 @@ export class ResponseStream extends Emitter<StreamEvents> {
     this.times = { sent: port.now(), first: null, last: null };
     this.done = new Promise((resolve) => (this.#settle = resolve));
     const hasPrefix = Boolean(body.fork && (body.fork.at > 0 || body.fork.text));
-    this.#opening = OPENING_EVENTS + (hasPrefix ? 1 : 0);
+    this.#numBeside = hasPrefix ? 1 : 0;
+    const isResumed = known?.after !== undefined && known.after >= 0;
+    const text: Piece[] = known?.text ? [{ kind: "text", text: known.text, isDone: false }] : [];
+    this.#pieces = new Pieces(isResumed ? (known.pieces ?? text) : []);
     if (known) {
       this.id = known.id;
       this.sequence = known.after ?? -1;
       this.text = known.text ?? "";
+      if (isResumed) this.#numBeside = RESPONSE_EVENTS + this.#pieces.numEvents;
       this.tokens = this.#tokensAt(this.sequence);
     }
+  }
+
+  /** Reasoning, text and calls in order; `text` is all that is text. */
+  get pieces(): readonly Piece[] {
+    return this.#pieces.list;
   }
 
   get isEnded(): boolean {
@@ -167,8 +182,19 @@ export class ResponseStream extends Emitter<StreamEvents> {
   accept(event: NumberedEvent): void {
     if (this.isEnded || event.sequence_number <= this.sequence) return;
     this.sequence = event.sequence_number;
-    if (event.type === "response.output_text.delta") this.#add(event);
-    else if ("response" in event) this.#take(event);
+    switch (event.type) {
+      case "response.output_text.delta":
+      case "response.reasoning_text.delta":
+      case "response.function_call_arguments.delta":
+        return this.#add(event);
+      case "response.output_item.added":
+      case "response.output_item.done":
+        this.#take(event);
+        break;
+      default:
+        if ("response" in event) this.#answered(event);
+    }
+    this.#numBeside += 1;
   }
 
   acceptState(event: StateEvent): void {
@@ -199,20 +225,28 @@ export class ResponseStream extends Emitter<StreamEvents> {
   }
 
   #tokensAt(sequence: number): number {
-    return Math.max(0, sequence - (this.#opening - 1));
+    return Math.max(0, sequence + 1 - Math.max(this.#numBeside, OPENING_EVENTS));
   }
 
-  #add(event: DeltaEvent): void {
+  #add(event: PieceDelta): void {
     const now = this.#port.now();
     this.times.first ??= now;
     this.times.last = now;
-    this.text += event.delta;
+    this.#pieces.add(event, now);
     this.tokens = this.#tokensAt(event.sequence_number);
     if (this.status !== "running") this.setStatus("running");
-    this.emit("delta", event);
+    if (event.type === "response.output_text.delta") {
+      this.text += event.delta;
+      this.emit("delta", event);
+    } else this.emit("piece", this.#pieces.list);
   }
 
-  #take(event: Extract<NumberedEvent, { response: Response }>): void {
+  #take(event: ItemEvent): void {
+    this.#pieces.take(event, this.#port.now());
+    if (event.item.type !== "message") this.emit("piece", this.#pieces.list);
+  }
+
+  #answered(event: Extract<NumberedEvent, { response: Response }>): void {
     this.response = event.response;
     this.usage = event.usage ?? this.usage;
     this.timing = event.timing ?? this.timing;

@@ -58,6 +58,8 @@ export const Columns = icon(<path d="M3.5 4h5.5v12H3.5zM11 4h5.5v12H11z" />);
 export const Tokens = icon(<path d="M3 6h4v8H3zM9 6h3v8H9zM14 6h3v8h-3z" />);
 export const Keyboard = icon(<path d="M2.5 5.5h15v9h-15zM5.5 8.5h.01M8.5 8.5h.01M11.5 8.5h.01M14.5 8.5h.01M7 11.5h6" />);
 
+export const Wrench = icon(<path d="M12.2 4.2a3.8 3.8 0 0 1 4.4-.6l-2.5 2.5.3 1.5 1.5.3 2.5-2.5a3.8 3.8 0 0 1-5.2 4.4l-6.6 6.6a1.6 1.6 0 0 1-2.3-2.3l6.6-6.6a3.8 3.8 0 0 1 1.3-3.3z" transform="translate(-1.2 .6)" />);
+
 /** The logo: three lines of text, the last still being written. */
 export function Mark() {
   return (

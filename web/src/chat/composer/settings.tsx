@@ -4,13 +4,13 @@ import { signal } from "@preact/signals";
 import { change, DEFAULTS, settings } from "../../app/preferences.ts";
 import { Dialog } from "../../ui/dialog.tsx";
 import { focusComposer } from "../pane.tsx";
-import { RANGES, type Range } from "../conversation/sampling.ts";
+import { RANGES, toolsOf, type Range } from "../conversation/sampling.ts";
 import { current, setDefaultSystem, setSystem } from "../conversation/store.ts";
 
 export const isSettingsOpen = signal(false);
 
 export function SettingsDialog() {
-  const { maxTokens, seed, answers } = settings.value;
+  const { maxTokens, seed, answers, tools } = settings.value;
   const conversation = current.value;
   const system = conversation.system.value;
   const isDefault = system === settings.value.system;
@@ -45,6 +45,11 @@ export function SettingsDialog() {
           {RANGES.map((range) => (
             <Slider key={range.name} range={range} />
           ))}
+        </div>
+        <div class="field">
+          <label for="tools">Tools</label>
+          <textarea id="tools" rows={3} spellcheck={false} value={tools} aria-describedby="tools-hint" aria-invalid={!toolsOf(tools)} placeholder='[{"name": "...", "description": "...", "parameters": {}}]' onInput={(e) => change({ tools: e.currentTarget.value })} />
+          <small id="tools-hint">{toolsOf(tools) ? "Functions that the model may call, as a JSON list. You give what they return." : "This is not a JSON list of functions with a name each. No tools are sent."}</small>
         </div>
         <div class="row">
           <button class="button" type="button" onClick={() => (change({ ...DEFAULTS, answers }), setDefaultSystem(""), setSystem(conversation, ""))}>

@@ -5,8 +5,8 @@
  * the signals alone, so components do not use streams.
  */
 
-import { signal } from "@preact/signals";
-import { ClientError, type Ask, type Fork, type ResponseStream, type StreamStatus, type Progress } from "../../client/index.ts";
+import { computed, signal } from "@preact/signals";
+import { ClientError, type Ask, type Fork, type Piece, type ResponseStream, type StreamStatus, type Progress } from "../../client/index.ts";
 import type { Token } from "./tokens.ts";
 
 export interface Figures {
@@ -17,6 +17,8 @@ export interface Figures {
   /** Proposed before they were drawn, and right. Absent in answers of an earlier page. */
   acceptedTokens?: number;
   proposedTokens?: number;
+  /** Of the tokens, those of its reasoning. */
+  reasoningTokens?: number;
   /** What the model read for it; absent where not known. */
   inputTokens?: number;
 }
@@ -34,6 +36,8 @@ export interface KeptAnswer {
   responseId: string | null;
   after: number;
   text: string;
+  /** Absent where the text is all there is. */
+  pieces?: readonly Piece[];
   status: StreamStatus;
   fault: { message: string; code: string | null } | null;
   figures: Figures;
@@ -55,6 +59,10 @@ export const NEVER_SENT = "The page was closed before the server received this q
 
 export class Answer {
   readonly text = signal("");
+  /** Reasoning, text and calls in order; an unchanged piece stays the same object. */
+  readonly pieces = signal<readonly Piece[]>([]);
+  /** Their kinds: changes with their number alone. */
+  readonly kinds = computed(() => this.pieces.value.map(({ kind }) => kind).join(" ") || "text");
   readonly status = signal<StreamStatus>("sending");
   readonly progress = signal<Progress>({});
   readonly figures = signal<Figures>(NOTHING);
@@ -98,6 +106,7 @@ export class Answer {
     this.#after = kept.after;
     this.seed = kept.seed;
     this.text.value = kept.text;
+    this.pieces.value = kept.pieces ?? (kept.text ? [{ kind: "text", text: kept.text, isDone: true }] : []);
     this.figures.value = kept.figures;
     const isLost = kept.responseId === null && !ENDS.has(kept.status);
     this.status.value = isLost ? "gone" : kept.status;
@@ -107,10 +116,12 @@ export class Answer {
 
   keep(): KeptAnswer {
     const error = this.error.value;
+    const pieces = this.pieces.value;
     return {
       responseId: this.responseId,
       after: this.#after,
       text: this.text.value,
+      ...(this.isPlain ? {} : { pieces }),
       status: this.status.value,
       fault: error ? { message: error.message, code: error.code } : null,
       figures: this.figures.value,
@@ -122,6 +133,15 @@ export class Answer {
   /** Whether it was live when it was stored: `resume` then. */
   get isUnfinished(): boolean {
     return this.responseId !== null && !this.isLive.value && !ENDS.has(this.status.value);
+  }
+
+  /** Whether there is nothing but text. */
+  get isPlain(): boolean {
+    return this.kinds.value === "text";
+  }
+
+  get calls(): Piece[] {
+    return this.pieces.value.filter(({ kind }) => kind === "call");
   }
 
   /** Whether the server could continue it: it did not reach its own end. */
@@ -152,6 +172,7 @@ export class Answer {
     this.#off = [
       stream.on("created", () => (this.#draw(), listener.created(this))),
       stream.on("delta", soon),
+      stream.on("piece", soon),
       stream.on("status", () => {
         const { total } = stream.progress; // prompt tokens, reported during prefill
         if (total) this.figures.value = { ...this.figures.value, inputTokens: total };
@@ -173,7 +194,7 @@ export class Answer {
   /** The stream ended: show all of its text. */
   settle(): void {
     this.#draw();
-    if (this.#before && this.stream?.text === "") {
+    if (this.#before && this.stream?.pieces.length === 0) {
       this.origin = this.#before.origin; // no token came: the answer is unchanged
       this.accept(this.#before.kept);
     }
@@ -195,9 +216,14 @@ export class Answer {
     const { stream } = this;
     if (!stream) return;
     this.responseId = stream.id;
-    this.#after = stream.text === "" ? -1 : stream.sequence; // no text: the shown text is older
+    const isBlank = stream.pieces.length === 0;
+    this.#after = isBlank ? -1 : stream.sequence; // nothing came: what is shown is older
     this.seed = stream.response?.seed ?? this.seed;
-    this.text.value = stream.text || this.text.value;
+    if (!isBlank) {
+      const before = this.pieces.value;
+      this.pieces.value = stream.pieces.map((piece, i) => (isSame(piece, before[i]) ? before[i]! : { ...piece }));
+      this.text.value = stream.text;
+    }
     this.status.value = stream.status;
     this.progress.value = stream.progress;
     const { inputTokens } = this.figures.value;
@@ -205,6 +231,8 @@ export class Answer {
     this.figures.value = { ...figuresOf(stream, known), ...inputOf(stream, inputTokens) };
   }
 }
+
+const isSame = (one: Piece, other: Piece | undefined): boolean => one.text.length === other?.text.length && one.isDone === other.isDone && one.kind === other.kind && one.text === other.text;
 
 /** The prompt's length: at the end the server's count, until then the last known one. */
 function inputOf(stream: ResponseStream, before: number | undefined): Pick<Figures, "inputTokens"> {
@@ -229,5 +257,6 @@ function figuresOf(stream: ResponseStream, kept: Figures): Figures {
     cachedTokens: stream.usage?.cached_tokens ?? kept.cachedTokens,
     acceptedTokens: stream.usage?.accepted_tokens ?? kept.acceptedTokens ?? 0,
     proposedTokens: stream.usage?.proposed_tokens ?? kept.proposedTokens ?? 0,
+    reasoningTokens: stream.response?.usage?.output_tokens_details.reasoning_tokens ?? kept.reasoningTokens ?? 0,
   };
 }

@@ -6,7 +6,7 @@
  */
 
 import { computed, signal } from "@preact/signals";
-import type { InputItem } from "../../client/index.ts";
+import type { InputItem, Piece } from "../../client/index.ts";
 import type { Answer } from "./answer.ts";
 
 export interface Message {
@@ -16,8 +16,16 @@ export interface Message {
   /** A question's text; an answer's is in `answer`. */
   readonly text: string;
   readonly answer: Answer | null;
+  /** What called tools returned, in place of a question's text. */
+  readonly results?: readonly CallResult[];
   /** Unix milliseconds. */
   readonly created: number;
+}
+
+export interface CallResult {
+  callId: string;
+  name: string;
+  output: string;
 }
 
 /** A question that is being edited, and its text so far. */
@@ -112,16 +120,24 @@ export function latestBelow(all: readonly Message[], message: Message): Message 
  */
 export function inputFor(question: Message): InputItem[] {
   const path = pathTo(question);
-  const items: { role: "user" | "assistant"; content: string }[] = [];
+  const items: InputItem[] = [];
   path.forEach((message, i) => {
     const next = path[i + 1]?.answer;
-    if (message.answer) {
-      if (message.answer.text.value) items.push({ role: "assistant", content: message.answer.text.value });
-    } else if (!next || next.text.value) {
+    if (message.answer) items.push(...message.answer.pieces.value.flatMap(itemOf));
+    else if (next && next.pieces.value.length === 0) return;
+    else if (message.results) items.push(...message.results.map(({ callId, output }): InputItem => ({ type: "function_call_output", call_id: callId, output })));
+    else {
       const before = items.at(-1);
-      if (before?.role === "user") before.content += `\n\n${message.text}`;
+      if (before?.role === "user") before.content = `${String(before.content)}\n\n${message.text}`;
       else items.push({ role: "user", content: message.text });
     }
   });
   return items;
+}
+
+/** A piece of an earlier answer; the chat template decides what of it the model reads again. */
+function itemOf({ kind, text, name = "", callId = "" }: Piece): InputItem[] {
+  if (kind === "call") return [{ type: "function_call", call_id: callId, name, arguments: text }];
+  if (!text) return [];
+  return kind === "text" ? [{ role: "assistant", content: text }] : [{ type: "reasoning", content: [{ type: "reasoning_text", text }] }];
 }

@@ -6,7 +6,7 @@ import { settings } from "../../app/preferences.ts";
 import { recall, remember } from "../../app/storage.ts";
 import type { Ask, Fork, ResponseStream } from "../../client/index.ts";
 import { Answer, type Listener, type Origin } from "./answer.ts";
-import { inputFor, pathTo, type Conversation, type Message } from "./conversation.ts";
+import { inputFor, pathTo, type CallResult, type Conversation, type Message } from "./conversation.ts";
 import { dropDraft, endEdit, type, typed } from "./drafts.ts";
 import { dropMessage, keepConversation, keepMessage, keepSoon } from "../history/database.ts";
 import { askOf } from "./sampling.ts";
@@ -116,6 +116,15 @@ export function regenerate(conversation: Conversation, message: Message): void {
   if (message.parent && isConnected.value && !isBusy.value) answer(conversation, message.parent);
 }
 
+/** Give what the called tools returned: the next turn. */
+export function sendResults(conversation: Conversation, message: Message, results: readonly CallResult[]): void {
+  conversation.beside.value = [];
+  const returned = conversation.add({ role: "user", parent: message, text: "", answer: null, results });
+  keepConversation(conversation);
+  keepMessage(conversation, returned);
+  sendWaiting(returned);
+}
+
 /** Continue an answer from one of its tokens, which is drawn again or replaced by `text`. */
 export function fork(conversation: Conversation, message: Message, token: Token, text?: string): void {
   if (!message.parent || isBusy.value || !isConnected.value) return;
@@ -167,7 +176,7 @@ async function loadTokens(message: Message): Promise<void> {
   it.drawing = null;
   if (stream.text === it.text.value) {
     it.prefix = reader.prefix;
-    it.tokens.value = reader.finished();
+    it.tokens.value = it.isPlain ? reader.finished() : reader.finished(stream.tokens, stream.status === "completed");
   } else {
     it.isOpened.value = false;
     it.tokensFault.value = stream.error?.message ?? "The server generated different tokens this time, so their probabilities cannot be shown.";
@@ -178,8 +187,8 @@ async function loadTokens(message: Message): Promise<void> {
 export function resumeAnswer(conversation: Conversation, message: Message): void {
   const it = message.answer;
   if (!it?.isUnfinished || it.responseId === null) return;
-  const { after, text } = it.keep();
-  it.follow(client.resume({ id: it.responseId, after, text: after < 0 ? "" : text }), listenerFor(conversation, message));
+  const { after, text, pieces } = it.keep();
+  it.follow(client.resume({ id: it.responseId, after, text: after < 0 ? "" : text, ...(pieces && { pieces }) }), listenerFor(conversation, message));
 }
 
 function add(conversation: Conversation, question: Message, origin: Origin): Message {
@@ -232,5 +241,7 @@ const followers = (conversation: Conversation, message: Message): Message[] => c
 function outcomeOf(it: Answer): string {
   const { status } = it;
   if (status.value === "cancelled") return "Stopped";
-  return status.value === "failed" || status.value === "gone" ? "The answer failed" : "The answer is complete";
+  if (status.value === "failed" || status.value === "gone") return "The answer failed";
+  const names = it.calls.map(({ name }) => name);
+  return names.length > 0 ? `The answer calls ${names.join(", ")}` : "The answer is complete";
 }

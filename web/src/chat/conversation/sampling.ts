@@ -1,7 +1,7 @@
 /** Sampling settings: their names and ranges, and which of them are sent. */
 
 import type { Settings } from "../../app/preferences.ts";
-import type { Ask } from "../../client/index.ts";
+import type { Ask, GivenToolOfResponse } from "../../client/index.ts";
 
 /** A setting with a slider; null in Settings means the model's own. */
 export interface Range {
@@ -23,6 +23,19 @@ export const RANGES: readonly Range[] = [
   { name: "repetitionPenalty", label: "Repetition penalty", hint: "Above 1, tokens that already occurred become less likely.", min: 0.8, max: 1.5, step: 0.01, rest: 1 },
 ];
 
+/** The functions of the field for tools, a JSON list; null: it is not one. */
+export function toolsOf(text: string): GivenToolOfResponse[] | null {
+  if (!text.trim()) return [];
+  let given: unknown;
+  try {
+    given = JSON.parse(text);
+  } catch {
+    return null;
+  }
+  const isTool = (one: unknown): one is GivenToolOfResponse => typeof one === "object" && one !== null && typeof (one as { name?: unknown }).name === "string";
+  return Array.isArray(given) && given.every(isTool) ? given.map((tool) => ({ ...tool, type: "function" })) : null;
+}
+
 export function askOf(settings: Settings, system: string): Ask {
   const { temperature, topP, topK, minP, repetitionPenalty, maxTokens, seed } = settings;
   const ask: Ask = {};
@@ -34,5 +47,7 @@ export function askOf(settings: Settings, system: string): Ask {
   if (maxTokens !== null) ask.max_output_tokens = maxTokens;
   if (seed !== null) ask.seed = seed;
   if (system.trim()) ask.instructions = system;
+  const tools = toolsOf(settings.tools);
+  if (tools?.length) ask.tools = tools;
   return ask;
 }

@@ -38,11 +38,16 @@ export class TokenReader {
     for (const entry of event.logprobs) this.tokens.push(tokenOf(entry, this.tokens.length, from));
   }
 
-  /** The tokens of a whole answer. */
-  finished(): Token[] {
+  /**
+   * The tokens of a whole answer. Those of reasoning before its text have no event of their own:
+   * `numTokens`, the answer's, says how many they are, less an end token without one.
+   */
+  finished(numTokens = this.tokens.length, hasEnded = false): Token[] {
     const last = this.tokens.at(-1);
     const before = this.tokens.slice(0, -1).map((token) => token.text);
-    if (last && before.join("") === this.#text) last.isEnd = true;
+    if (last && this.#text && before.join("").endsWith(this.#text)) last.isEnd = true;
+    const numHidden = Math.max(0, numTokens - this.tokens.length - (hasEnded && !last?.isEnd ? 1 : 0));
+    for (const token of this.tokens) token.at += numHidden;
     return this.tokens;
   }
 }

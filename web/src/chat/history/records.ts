@@ -3,7 +3,7 @@
  */
 
 import { Answer, type KeptAnswer } from "../conversation/answer.ts";
-import { Conversation, type Message } from "../conversation/conversation.ts";
+import { Conversation, type CallResult, type Message } from "../conversation/conversation.ts";
 
 export interface KeptConversation {
   id: string;
@@ -23,6 +23,7 @@ export interface KeptMessage {
   parent: string | null;
   text: string;
   answer: KeptAnswer | null;
+  results?: readonly CallResult[];
 }
 
 /** A file of exported chats. */
@@ -44,9 +45,9 @@ export function asKeptConversation(conversation: Conversation): KeptConversation
 }
 
 export function asKeptMessage(conversation: Conversation, message: Message): KeptMessage {
-  const { id, created, role, text } = message;
+  const { id, created, role, text, results } = message;
   const answer = message.answer?.keep() ?? null;
-  return { id, conversation: conversation.id, created, role, parent: message.parent?.id ?? null, text, answer };
+  return { id, conversation: conversation.id, created, role, parent: message.parent?.id ?? null, text, answer, ...(results && { results }) };
 }
 
 /** Rebuild the tree. A message without its parent is left out, with what follows it. */
@@ -62,8 +63,8 @@ export function addMessage(conversation: Conversation, record: KeptMessage): Mes
   const all = conversation.messages.value;
   const parent = record.parent === null ? null : all.find((message) => message.id === record.parent);
   if (parent === undefined || all.some((message) => message.id === record.id)) return null;
-  const { id, created, role, text } = record;
-  const message: Message = { id, created, role, text, parent, answer: record.answer ? Answer.of(record.answer) : null };
+  const { id, created, role, text, results } = record;
+  const message: Message = { id, created, role, text, parent, answer: record.answer ? Answer.of(record.answer) : null, ...(results && { results }) };
   conversation.messages.value = [...all, message];
   return message;
 }
@@ -122,6 +123,8 @@ const isId = (value: unknown): value is string => typeof value === "string" && /
 const isObject = (value: unknown): value is Record<string, unknown> => typeof value === "object" && value !== null && !Array.isArray(value);
 const isTextOrNull = (value: unknown): value is string | null => value === null || typeof value === "string";
 
+const isListOf = (value: unknown, texts: readonly string[]): boolean => Array.isArray(value) && value.every((one) => isObject(one) && texts.every((name) => typeof one[name] === "string"));
+
 function isExported(file: unknown): file is Exported {
   if (!isObject(file) || file["format"] !== "streamer.chats" || file["version"] !== 1) return false;
   const all = file["conversations"];
@@ -139,12 +142,14 @@ function isConversation(value: unknown): boolean {
 function isMessage(value: unknown): boolean {
   if (!isObject(value) || !isId(value["id"]) || !isTextOrNull(value["parent"])) return false;
   if (typeof value["created"] !== "number" || typeof value["text"] !== "string") return false;
+  if (!isListOf(value["results"] ?? [], ["callId", "name", "output"])) return false;
   return value["role"] === "user" ? value["answer"] === null : value["role"] === "assistant" && isAnswer(value["answer"]);
 }
 
 function isAnswer(value: unknown): boolean {
   if (!isObject(value) || typeof value["text"] !== "string" || typeof value["status"] !== "string") return false;
-  const { figures, origin, fault } = value;
+  const { figures, origin, fault, pieces = [] } = value;
+  if (!isListOf(pieces, ["kind", "text"])) return false;
   if (!isObject(figures) || typeof figures["tokens"] !== "number" || typeof figures["tokensPerS"] !== "number") return false;
   if (fault !== null && (!isObject(fault) || typeof fault["message"] !== "string")) return false;
   return isObject(origin) && isObject(origin["ask"]) && (origin["fork"] === null || isObject(origin["fork"]));

@@ -26,10 +26,11 @@ export function noteOf(answer: Answer): string {
 }
 
 export function figuresOf(figures: Figures, kept = 0): string[] {
-  const { tokens, tokensPerS, firstMs, cachedTokens, acceptedTokens = 0, proposedTokens = 0 } = figures;
+  const { tokens, tokensPerS, firstMs, cachedTokens, acceptedTokens = 0, proposedTokens = 0, reasoningTokens = 0 } = figures;
   if (tokens === 0) return [];
   return [
     `${tokens.toLocaleString()} token${tokens === 1 ? "" : "s"}${kept > 0 ? ` after ${kept.toLocaleString()} kept` : ""}`,
+    reasoningTokens ? `${reasoningTokens.toLocaleString()} of them reasoning` : "",
     tokensPerS ? `${tokensPerS < 10 ? tokensPerS.toFixed(1) : Math.round(tokensPerS).toLocaleString()} tokens/s` : "",
     firstMs === null ? "" : `first token after ${Math.max(1, Math.round(firstMs))} ms`,
     cachedTokens ? `${cachedTokens.toLocaleString()} from the prefix cache` : "",

@@ -12,7 +12,7 @@ import { copy } from "./copy.ts";
 import { beginEdit } from "../conversation/drafts.ts";
 import { figuresOf, noteOf } from "./figures.ts";
 import { isFull } from "../composer/meter.tsx";
-import { Prose } from "./prose.tsx";
+import { Pieces, Results, Returned } from "./pieces.tsx";
 import { choose, current, isBusy, newChat, prefer, setSystem, showBeside } from "../conversation/store.ts";
 import { TokenView } from "./token-view.tsx";
 
@@ -32,17 +32,25 @@ export function Question({ conversation, message }: Props) {
   if (reason) return <Waiting conversation={conversation} message={message} reason={reason} />;
   return (
     <article class={conversation.edit.value?.message === message ? "message user edited" : "message user"} data-message={message.id}>
-      <div class="bubble">
-        <p class="sender">You</p>
-        <div class="text">{message.text}</div>
-      </div>
+      <Bubble message={message} />
       <div class="actions">
         <Picker conversation={conversation} message={message} what="question" />
-        <Action label="Edit question" disabled={isBusy.value} onClick={edit}>
-          <Pencil />
-        </Action>
+        {!message.results && (
+          <Action label="Edit question" disabled={isBusy.value} onClick={edit}>
+            <Pencil />
+          </Action>
+        )}
       </div>
     </article>
+  );
+}
+
+function Bubble({ message }: { message: Message }) {
+  return (
+    <div class="bubble">
+      <p class="sender">You</p>
+      {message.results ? <Results results={message.results} /> : <div class="text">{message.text}</div>}
+    </div>
   );
 }
 
@@ -50,10 +58,7 @@ function Waiting({ conversation, message, reason }: Props & { reason: string }) 
   const isLast = message === conversation.leaf.value;
   return (
     <article class="message user waits" data-message={message.id}>
-      <div class="bubble">
-        <p class="sender">You</p>
-        <div class="text">{message.text}</div>
-      </div>
+      <Bubble message={message} />
       <div class="wait">
         <span>{reason}</span>
         {isLast && reason === NOT_SENT && (
@@ -77,11 +82,12 @@ export function AnswerView({ conversation, message, answer, place }: Props & { a
   return (
     <article class={isLive ? "message assistant live" : "message assistant"} aria-busy={isLive} aria-label={place} data-message={message.id}>
       <p class="sender">Streamer</p>
-      {isSplit ? <TokenView conversation={conversation} message={message} answer={answer} /> : <Prose answer={answer} />}
+      {isSplit ? <TokenView conversation={conversation} message={message} answer={answer} /> : <Pieces answer={answer} />}
       <div class="meta">{[noteOf(answer), ...figuresOf(answer.figures.value, answer.origin.kept)].filter(Boolean).join(" · ")}</div>
       <Progress answer={answer} />
       <Fault conversation={conversation} message={message} answer={answer} />
       {answer.tokensFault.value && <Alert>{answer.tokensFault}</Alert>}
+      {!isLive && answer.status.value === "completed" && answer.calls.length > 0 && message === conversation.leaf.value && <Returned conversation={conversation} message={message} answer={answer} />}
       {!isLive && <AnswerActions conversation={conversation} message={message} answer={answer} isBeside={place !== undefined} />}
     </article>
   );
@@ -117,7 +123,7 @@ function AnswerActions({ conversation, message, answer, isBeside }: Props & { an
       <Action label={isCopied ? "Copied" : "Copy answer"} onClick={() => void copyIt()}>
         {isCopied ? <Check /> : <Copy />}
       </Action>
-      <Action label="Show tokens" isPressed={answer.isOpened.value} disabled={answer.figures.value.tokens === 0} onClick={() => toggleTokens(message)}>
+      <Action label="Show tokens" isPressed={answer.isOpened.value} disabled={answer.figures.value.tokens === 0 || !hasTokens(answer)} onClick={() => toggleTokens(message)}>
         <Tokens />
       </Action>
       {!isBeside && (
@@ -133,6 +139,9 @@ function AnswerActions({ conversation, message, answer, isBeside }: Props & { an
     </div>
   );
 }
+
+/** Text alone has probabilities; what comes after a call can't be told from it by number. */
+const hasTokens = (answer: Answer): boolean => /^(reasoning )*text$/.test(answer.kinds.value);
 
 function Action(props: { label: string; children: preact.ComponentChildren; onClick: () => void; disabled?: boolean; isPressed?: boolean }) {
   const { label, children, onClick, disabled = false, isPressed } = props;

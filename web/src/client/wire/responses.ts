@@ -48,6 +48,7 @@ export interface InputItem {
   name?: string | null;
   arguments?: string | null;
   output?: string | InputText[] | null;
+  encrypted_content?: string | null;
 }
 
 export interface GivenToolOfResponse {
@@ -252,6 +253,7 @@ export interface ReasoningItem {
   status: string;
   content: ReasoningPart[];
   summary: never[];
+  encrypted_content?: string;
 }
 
 export interface FunctionCall {
@@ -422,6 +424,44 @@ export interface TextDone {
   stream_id?: string;
 }
 
+export interface ReasoningDelta {
+  type: "response.reasoning_text.delta";
+  sequence_number: number;
+  item_id: string;
+  delta: string;
+  output_index: number;
+  content_index: number;
+  stream_id?: string;
+}
+
+export interface ReasoningDone {
+  type: "response.reasoning_text.done";
+  sequence_number: number;
+  item_id: string;
+  text: string;
+  output_index: number;
+  content_index: number;
+  stream_id?: string;
+}
+
+export interface ArgumentsDelta {
+  type: "response.function_call_arguments.delta";
+  sequence_number: number;
+  item_id: string;
+  delta: string;
+  output_index: number;
+  stream_id?: string;
+}
+
+export interface ArgumentsDone {
+  type: "response.function_call_arguments.done";
+  sequence_number: number;
+  item_id: string;
+  arguments: string;
+  output_index: number;
+  stream_id?: string;
+}
+
 /** Ours: the response's state while nothing streams. The event repeats the last number. */
 export interface StateEvent {
   type:
@@ -517,7 +557,7 @@ export interface ErrorEvent {
 }
 
 /** Events with a number of their own: the same on every transport, in every replay. */
-export type NumberedEvent = ResponseEvent | ItemEvent | PartEvent | DeltaEvent | TextDone;
+export type NumberedEvent = ResponseEvent | ItemEvent | PartEvent | DeltaEvent | TextDone | ReasoningDelta | ReasoningDone | ArgumentsDelta | ArgumentsDone;
 
 export type ServerEvent =
   | NumberedEvent
