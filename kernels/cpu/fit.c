@@ -1,15 +1,18 @@
 /* Dense weights as codes of 4 bits in groups of 32, with a scale and a zero point for each group:
  * the search of model/quantization/on_the_fly.py (`fit` there, without importance), VW groups at
- * once. Sums run over a group in order, so a CPU's vectors make no difference.
+ * once. Sums run over a group in order, so a CPU's vectors make no difference. Or as codes of 8 bits
+ * around 128, with a scale for each row.
  *
- *   FIT    p  x [N, K] of the op's dtype, scales, zeros (float [N, groups])
- *   ROUND  p  x, scales, zeros, codes (uint8 [N, K])
+ *   FIT    p  x [N, K] of the op's dtype, scales, zeros (float [N, groups]); or x, scales, 0:
+ *             the scale [N] under which the largest number of a row is the largest code
+ *   ROUND  p  x, scales, zeros or 0, codes (uint8 [N, K])
  *   n  K
  */
 #include "common.h"
 
 #define FIT_GROUP 32
 #define FIT_LEVELS 15.0f
+#define FIT_LARGEST 127.0f
 #define FIT_TINY 1e-12f
 #define FIT_STEPS 2 /* from each share of the group's range */
 #define FIT_ROWS 4  /* a chunk of work */
@@ -128,6 +131,41 @@ INLINE void round_row(const Op *op, int64_t row, int dtype) {
     }
 }
 
+INLINE void largest_row(const Op *op, int64_t row, int dtype) {
+    int64_t K = op->n[0], k = 0;
+    const char *x = at(op->p[0], row * K, dtype);
+    vi most = {0}; /* of magnitudes' bits, which are in order, and NaN's beyond them */
+    for (; k + VW <= K; k += VW) {
+        vi bits = (vi)load(x, k, dtype) & 0x7fffffff, is_more = bits > most;
+        most = (is_more & bits) | (~is_more & most);
+    }
+    union { int32_t bits; float number; } largest = {0}, one;
+    for (int i = 0; i < VW; i++) largest.bits = most[i] > largest.bits ? most[i] : largest.bits;
+    for (; k < K; k++) {
+        one.number = load_one(x, k, dtype);
+        one.bits &= 0x7fffffff;
+        largest.bits = one.bits > largest.bits ? one.bits : largest.bits;
+    }
+    ((float *)op->p[1])[row] = largest.number / FIT_LARGEST;
+}
+
+INLINE void round_whole_row(const Op *op, int64_t row, int dtype) {
+    int64_t K = op->n[0];
+    const vf scale = splat(((const float *)op->p[1])[row]);
+    uint8_t *codes = (uint8_t *)op->p[3] + row * K;
+    for (int64_t k = 0; k < K; k += VW) {
+        float level[VW] = {0};
+        int64_t size = min_int(VW, K - k);
+        if (size == VW) store_f32(level, load(op->p[0], row * K + k, dtype));
+        else
+            for (int64_t i = 0; i < size; i++) level[i] = load_one(op->p[0], row * K + k + i, dtype);
+        vf x = load_f32(level) / scale;
+        x = max_of(splat(-FIT_LARGEST), min_of(splat(FIT_LARGEST), x));
+        store_f32(level, (x + 12582912.0f) - 12582912.0f + 128.0f);
+        for (int64_t i = 0; i < size; i++) codes[k + i] = (uint8_t)level[i];
+    }
+}
+
 static int64_t fit_chunks(const Op *op, const Step *step, int threads) {
     (void)threads;
     return max_int(1, divide_up(step->counts[op->count], FIT_ROWS));
@@ -137,14 +175,14 @@ static void fit_run(const Op *op, const Step *step, int64_t chunk, Worker *me) {
     (void)me;
     int64_t last = min_int(step->counts[op->count], (chunk + 1) * FIT_ROWS);
     for (int64_t row = chunk * FIT_ROWS; row < last; row++)
-        if (op->dtype == F32) fit_row(op, row, F32);
-        else fit_row(op, row, BF16);
+        if (op->dtype == F32) op->p[2] ? fit_row(op, row, F32) : largest_row(op, row, F32);
+        else op->p[2] ? fit_row(op, row, BF16) : largest_row(op, row, BF16);
 }
 
 static void round_run(const Op *op, const Step *step, int64_t chunk, Worker *me) {
     (void)me;
     int64_t last = min_int(step->counts[op->count], (chunk + 1) * FIT_ROWS);
     for (int64_t row = chunk * FIT_ROWS; row < last; row++)
-        if (op->dtype == F32) round_row(op, row, F32);
-        else round_row(op, row, BF16);
+        if (op->dtype == F32) op->p[2] ? round_row(op, row, F32) : round_whole_row(op, row, F32);
+        else op->p[2] ? round_row(op, row, BF16) : round_whole_row(op, row, BF16);
 }

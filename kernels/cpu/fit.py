@@ -1,4 +1,4 @@
-"""Dense weights to 4-bit codes over fit.c, by all threads.
+"""Dense weights to codes of 4 or 8 bits over fit.c, by all threads.
 
 Called by model/quantization/on_the_fly.py, which has the same in torch, for a matrix at a time.
 """
@@ -10,18 +10,20 @@ import torch
 from streamer.kernels.cpu.program import DTYPES, Call, Kind, issue
 
 
-def fit(x: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> None:
-    """Fill scale and zero point, float32 [N, groups of 32], of least squared error for x [N, K]."""
+def fit(x: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
+    """Fill scale and zero point, float32 [N, groups of 32], of least squared error for x [N, K];
+    without zeros the scales [N, 1] under which a row's largest number is 127."""
     _issue(Kind.FIT, x, (scales, zeros))
 
 
 def round_to_codes(
-    x: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, codes: torch.Tensor
+    x: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, codes: torch.Tensor
 ) -> None:
-    """Fill the codes, uint8 [N, K], of x [N, K] under these scales and zero points."""
+    """Fill the codes, uint8 [N, K], of x [N, K] under these scales and zero points; without zeros
+    128 is zero."""
     _issue(Kind.ROUND, x, (scales, zeros, codes))
 
 
-def _issue(kind: Kind, x: torch.Tensor, tensors: tuple[torch.Tensor, ...]) -> None:
+def _issue(kind: Kind, x: torch.Tensor, tensors: tuple[torch.Tensor | None, ...]) -> None:
     x = (x if x.dtype in DTYPES else x.float()).contiguous()
     issue(Call(kind, x, x.dtype, (x, *tensors), (x.shape[1],)))

@@ -91,6 +91,20 @@ def test_the_search_in_c_loses_no_more_than_the_one_in_torch(
     assert errors[0] == pytest.approx(errors[1], rel=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_int8_in_c_is_int8_in_torch(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    if why := ops.why_not_native():
+        pytest.skip(why)
+    weight = torch.randn(9, 85).to(dtype)
+    weight[2], weight[3, 84], weight[4, 7], weight[5] = 0, -9, 9, 127.5
+    weight[5, 1:6] = torch.tensor([0.5, 1.5, -2.5, 126.5, -127.5])  # ties
+    native = quantize(weight, "int8")
+    monkeypatch.setenv("STREAMER_KERNELS", "torch")
+    plain = quantize(weight, "int8")
+    assert torch.equal(native.codes, plain.codes)
+    assert torch.equal(native.scales, plain.scales)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_zeros_stay_zeros(kind: str) -> None:
     """Groups and rows without a number, which have no scale of their own; nor do they make the
