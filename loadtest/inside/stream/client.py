@@ -20,8 +20,8 @@ import msgspec
 
 READ_BYTES = 1 << 16
 STUCK_BYTES = 4096  # else the kernel buffers megabytes for a client that does not read
-# Between two polls, for every socket: a server that writes a socket at a time would else be read one
-# event a poll, which is 4 us an event instead of 1.5 and keeps this process busy however fast it is.
+# Between two polls, for every socket: a server that writes a socket at a time would else be read an
+# event a poll, which is 4 us an event instead of 1.5, and this process busy however fast it is.
 PAUSE_S = 0.5e-6
 SAMPLE = 17  # coprime to the numbers of sockets, so that every socket is sampled
 CONNECT_S = 60.0
