@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
+from streamer.constraints.tags import BadTag, Tags
 from streamer.core.sampling import Grammar
 from streamer.errors import InvalidRequest
 
@@ -35,6 +36,11 @@ LIMITS: Mapping[str, Any] = {
     "verbose_errors": False,
 }
 JSON_OBJECT = '{"type":"object"}'
+_NAMES = {
+    "json": "the JSON schema",
+    "grammar": "the Lark grammar",
+    "structural_tag": "the structural tag",
+}
 _BRACKET = re.compile(r"[\[({]|[\])}]")
 
 
@@ -65,7 +71,7 @@ class Vocabulary:
         self.end_ids = tuple(end_ids)
         self.eos_token_id = end_ids[0] if end_ids else None
         self.special_token_ids = sorted({*special, *end_ids})
-        self._special = special
+        self.special = special
         self._encode = encode
         self._found: dict[bytes, list[int]] = {}
 
@@ -74,7 +80,7 @@ class Vocabulary:
 
     def text(self, token: int) -> bytes:
         """A token's bytes, special or not; models have tokens that no tokenizer has."""
-        special = self._special.get(token)
+        special = self.special.get(token)
         if special is not None:
             return special
         return self.tokens[token] if token < len(self.tokens) else b""
@@ -163,7 +169,7 @@ class Grammars:
             raise refusal(grammar, "the model has no token that ends an answer")
         matcher = llguidance.LLMatcher(
             self._tokens(),
-            source_of(grammar),
+            source_of(grammar, self.vocabulary.special),
             log_level=0,
             limits=llguidance.LLParserLimits(**LIMITS),
         )
@@ -185,46 +191,67 @@ class Grammars:
             return self._tokenizer
 
 
-def source_of(grammar: Grammar) -> str:
-    """The grammar as llguidance reads it; InvalidRequest for what is not even well formed."""
+def source_of(grammar: Grammar, special: Mapping[int, bytes]) -> str:
+    """The grammar as llguidance reads it; InvalidRequest for what is not even well formed.
+
+    special  special token id -> its text
+    """
     from llguidance import LLMatcher
 
     text = grammar.text
     source: Any
     if grammar.kind in ("json", "json_object"):
-        schema = _schema(JSON_OBJECT if grammar.kind == "json_object" else text, grammar)
-        options: Any = {"whitespace_pattern": grammar.whitespace}
-        if not grammar.whitespace:
-            options = {"whitespace_flexible": False}
-        source = LLMatcher.grammar_from_json_schema(schema, overrides=options)
+        schema = _schema(
+            _decoded(JSON_OBJECT if grammar.kind == "json_object" else text, grammar), grammar
+        )
+        source = LLMatcher.grammar_from_json_schema(schema, overrides=_spaces(grammar))
     elif grammar.kind == "regex":
         source = LLMatcher.grammar_from_regex(text)
     elif grammar.kind == "choice":
         choices = msgspec.json.decode(text, type=list[str])
         quoted = (msgspec.json.encode(choice).decode() for choice in choices)
         source = LLMatcher.grammar_from_lark("start: " + " | ".join(quoted))
+    elif grammar.kind == "structural_tag":
+        tags = Tags(special, lambda schema: _schema(schema, grammar, _spaces(grammar)))
+        try:
+            source = LLMatcher.grammar_from_lark(tags.lark(_decoded(text, grammar)))
+        except BadTag as error:
+            raise refusal(grammar, str(error)) from None
     else:
         source = LLMatcher.grammar_from_lark(text)
     return str(source)
 
 
-def _schema(text: str, grammar: Grammar) -> str:
-    """The schema as a JSON object: true and false, which are schemas too, in another form."""
+def _spaces(grammar: Grammar) -> llguidance._lib.JsonCompileOptions:
+    """llguidance's settings of the white space in JSON."""
+    if not grammar.whitespace:
+        return {"whitespace_flexible": False}
+    return {"whitespace_pattern": grammar.whitespace}
+
+
+def _decoded(text: str, grammar: Grammar) -> Any:
     try:
-        found = msgspec.json.decode(text)
+        return msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:
         raise refusal(grammar, str(error)) from None
-    if isinstance(found, bool):
-        return "{}" if found else '{"enum":[]}'
-    if not isinstance(found, dict):
-        raise refusal(grammar, f"a schema is an object, got {type(found).__name__}")
-    found.pop("x-guidance", None)  # settings of llguidance, which are not a caller's
+
+
+def _schema(schema: Any, grammar: Grammar, settings: object = None) -> str:
+    """The schema as a JSON object: true and false, which are schemas too, in another form."""
+    if isinstance(schema, bool):
+        schema = {} if schema else {"enum": []}
+    if not isinstance(schema, dict):
+        raise refusal(grammar, f"a schema is an object, got {type(schema).__name__}")
+    # llguidance's own settings are not a caller's
+    found = {key: value for key, value in schema.items() if key != "x-guidance"}
+    if settings is not None:
+        found["x-guidance"] = settings
     return msgspec.json.encode(found).decode()
 
 
 def refusal(grammar: Grammar, reason: str) -> InvalidRequest:
     """The error for a grammar that can't be honoured; `reason` has the keyword or the place."""
-    what = {"json": "the JSON schema", "grammar": "the Lark grammar"}.get(grammar.kind)
+    what = _NAMES.get(grammar.kind)
     reason = reason.replace("<non-verbose/>", "").strip()[:MAX_REASON]
     return InvalidRequest(
         f"{what or 'the ' + grammar.kind} can't be honoured: {reason}",

@@ -95,6 +95,13 @@ class Place:
         self.stage = "answer"
         return [token]
 
+    def pass_over(self, tokens: Iterable[int]) -> None:
+        """Follow these as far as the reasoning goes."""
+        for token in tokens:
+            if self.stage in ("spaces", "answer"):
+                break
+            self.follow(token)
+
     def _open(self, token: int, text: bytes) -> list[int]:
         held, self._held = [*self._held, token], []
         found = (self._tail + text).lstrip()

@@ -78,7 +78,7 @@ class Grammar(msgspec.Struct, frozen=True):
     """What an answer's text must match, as text: equal ones are compiled once.
 
     kind        json (a schema), json_object (any), regex, choice (a JSON list of texts), grammar
-                (Lark)
+                (Lark), structural_tag (JSON: vLLM's)
     whitespace  regular expression of what may stand between the tokens of JSON; empty: nothing
     """
 
@@ -203,7 +203,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         Grammar | None,
         Field(
             "what the text must match, one of: json (a schema), json_object, regex, choice, "
-            "grammar (Lark)",
+            "grammar (Lark), structural_tag",
             is_flag=False,
         ),
     ] = None
@@ -366,8 +366,8 @@ def token_ids(name: str, value: object) -> tuple[int, ...]:
 
 
 def grammar(name: str, value: object) -> Grammar:
-    """A Grammar, or vLLM's mapping with one of `json`, `regex`, `choice`, `grammar` and
-    `json_object`, and for JSON `disable_any_whitespace` or `whitespace_pattern`."""
+    """A Grammar, or vLLM's mapping with one of `json`, `regex`, `choice`, `grammar`, `json_object`
+    and `structural_tag`, and for JSON `disable_any_whitespace` or `whitespace_pattern`."""
     if isinstance(value, Grammar):
         return value
     if not isinstance(value, Mapping):
@@ -405,7 +405,7 @@ def _whitespace(name: str, options: Mapping[str, object]) -> str:
 
 
 def _json_of(field: str, value: object) -> str:
-    """A JSON schema: as text, or as the value that the text means."""
+    """JSON: as text, or as the value that the text means."""
     if isinstance(value, str):
         return text(field, value)
     try:
@@ -440,6 +440,7 @@ _GRAMMAR_KINDS: Mapping[str, Callable[[str, object], str]] = {
     "regex": _text_of,
     "choice": _choices_of,
     "grammar": _text_of,
+    "structural_tag": _json_of,
 }
 
 

@@ -14,6 +14,7 @@ from contextlib import aclosing
 
 from msgspec.structs import replace
 
+from streamer.constraints.reasoning import Place
 from streamer.core.plan import Finish, FinishReason, Notice, NoticeKind, TokenLogprob
 from streamer.engine.flow import Control, Flow, Limits
 from streamer.engine.log import PROMPT_TOKEN_BYTES, ChoiceLog, Delta, bytes_of, bytes_of_params
@@ -130,6 +131,9 @@ class TokenStream:
         self._first: float | None = None
         self._last: float | None = None
         self._ended: float | None = None
+        self._reasoning = request.reasoning
+        self._token_texts = token_bytes, special
+        self._reasoned = 0, 0  # tokens of reasoning among the first output tokens, and these
         if request.progress is not None:
             self._restore(request.progress)
 
@@ -170,6 +174,26 @@ class TokenStream:
     def num_output_tokens(self) -> int:
         """Output tokens so far, of all choices."""
         return self._head
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Output tokens so far that are the model's reasoning, of all choices: a pass over all."""
+        if self._reasoning is None:
+            return 0
+        count, seen = self._reasoned
+        if seen != self._head:
+            token_bytes, special = self._token_texts
+
+            def text_of(token: int) -> bytes:
+                found = special.get(token)
+                return token_bytes[token] if found is None else found
+
+            places = [Place(self._reasoning, text_of) for _ in self._choices]
+            for place, log, finish in zip(places, self._choices, self.finishes, strict=True):
+                place.pass_over(log.tokens[: None if finish is None else finish.num_tokens])
+            count = sum(place.num_tokens for place in places)
+            self._reasoned = count, self._head
+        return count
 
     @property
     def num_bytes(self) -> int:

@@ -390,6 +390,23 @@ def test_bad_input_of_responses_names_the_field(
     assert (got.status_code, got.json()["error"]["param"]) == (400, param), got.text
 
 
+def test_usage_counts_the_reasoning(scripted: Running) -> None:
+    """On every face, without the marks around it; a budget of Anthropic's is the same setting."""
+    encode = scripted.engine.tokenizer.encode
+    expected = len(encode(f"\n{THOUGHT}\n", add_special_tokens=False))
+    chat = post(scripted, n=2).json()["usage"]["completion_tokens_details"]
+    assert chat["reasoning_tokens"] == 2 * expected
+    response = post(scripted, "/v1/responses", input=ASKED[0]["content"]).json()["usage"]
+    assert response["output_tokens_details"]["reasoning_tokens"] == expected
+    thinking = {"type": "enabled", "budget_tokens": 1}
+    message = post(scripted, "/v1/messages", max_tokens=200, thinking=thinking, model="fake")
+    assert message.json()["usage"]["output_tokens_details"]["thinking_tokens"] == expected
+    thinking["budget_tokens"] = -1
+    wrong = post(scripted, "/v1/messages", max_tokens=200, thinking=thinking, model="fake")
+    assert wrong.status_code == 400
+    assert "thinking.budget_tokens" in wrong.text or "thinking_token_budget" in wrong.text
+
+
 def test_the_engine_gets_the_place_of_the_reasoning(
     scripted: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from streamer.server.anthropic.types import (
     MessageStart,
     MessageStop,
     MessageUsage,
+    OutputDetails,
     Stopped,
     ToolUseContent,
 )
@@ -133,7 +134,9 @@ class MessagesAnswer:
 
     def _usage(self, num_tokens: int) -> MessageUsage:
         cached = self._stream.cached_tokens
-        return MessageUsage(self._stream.num_prompt_tokens - cached, num_tokens, cached)
+        details = OutputDetails(self._stream.reasoning_tokens if num_tokens else 0)
+        computed = self._stream.num_prompt_tokens - cached
+        return MessageUsage(computed, num_tokens, cached, output_tokens_details=details)
 
     def _stopped(self, finish: Finish, has_calls: bool) -> Stopped:
         if isinstance(finish.stop, str):

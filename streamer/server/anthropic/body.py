@@ -197,7 +197,7 @@ class GivenToolChoice(msgspec.Struct):
 class Thinking(msgspec.Struct):
     """Whether the model thinks before it answers, where its chat template leaves the choice.
 
-    budget_tokens  without effect
+    budget_tokens  the longest reasoning, where that of the model has a known form
     """
 
     type: Literal["enabled", "disabled", "adaptive"]
@@ -336,6 +336,14 @@ class Conversation(Body, kw_only=True):
             )
         with named(self.names):
             return sampling_params(self, defaults, max_tokens=max_tokens, logprobs=None)
+
+    def budget(self, params: SamplingParams) -> SamplingParams:
+        """The settings with the budget of `thinking`, for a model that reasons."""
+        given = None if self.thinking is None else self.thinking.budget_tokens
+        if given is None or params.thinking_token_budget is not None:
+            return params
+        with named({"thinking_token_budget": "thinking.budget_tokens"}):
+            return msgspec.structs.replace(params, thinking_token_budget=given)
 
 
 def _without_attribution(text: str) -> str:

@@ -45,6 +45,9 @@ class MessageRoutes:
         body, context = prepared.body, service.engine.info.max_model_len
         parsing = service.parsing(prompt, tools, body.max_calls)
         prepared = replace(prepared.within(context, len(prompt)), parsing=parsing)
+        budgeted = body.budget(prepared.params)
+        if parsing is not None and parsing.reasoning is not None:
+            prepared = replace(prepared, params=budgeted)
         service.admission.accept(prepared.tenant, [prompt])
         stream = service.submit(prepared, prompt, new_id("msg_"))
         answer = MessagesAnswer(body.max_tokens, parsing, stream, prepared.model)

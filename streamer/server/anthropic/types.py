@@ -37,6 +37,12 @@ class ToolUseContent(msgspec.Struct, frozen=True, tag_field="type", tag="tool_us
 Content = TextContent | ThinkingContent | ToolUseContent
 
 
+class OutputDetails(msgspec.Struct, frozen=True):
+    """Tokens of the answer by kind."""
+
+    thinking_tokens: int = 0
+
+
 class MessageUsage(msgspec.Struct, frozen=True):
     """Tokens of the prompt that were computed, those that were found computed, and the answer's.
 
@@ -47,6 +53,7 @@ class MessageUsage(msgspec.Struct, frozen=True):
     output_tokens: int
     cache_read_input_tokens: int
     cache_creation_input_tokens: int = 0
+    output_tokens_details: OutputDetails = OutputDetails()
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="type", tag="message"):

@@ -128,17 +128,26 @@ class JsonSchema(msgspec.Struct):
 
 
 class ResponseFormat(msgspec.Struct):
-    """OpenAI's `response_format`; `schema` beside json_object is what others write."""
+    """OpenAI's `response_format`; `schema` beside json_object is what others write, and so is
+    structural_tag with what vLLM's has."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
     schema: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
 
     @property
-    def format(self) -> TextFormat:
+    def text_format(self) -> TextFormat:
         """The grammar it stands for."""
         if self.type == "text":
             return TextFormat(None, "response_format")
+        if self.type == "structural_tag":
+            form = self.structures, self.triggers, self.format
+            names = ("structures", "triggers", "format")
+            tag = {k: v for k, v in zip(names, form, strict=True) if v is not None}
+            return TextFormat({"structural_tag": tag}, "response_format")
         if self.type == "json_object" and self.schema is None:
             return TextFormat({"json_object": True}, "response_format")
         if self.type == "json_object":
@@ -183,7 +192,7 @@ class PromptFields(Body, kw_only=True):
     @property
     def format(self) -> TextFormat | None:
         """See SamplingFields."""
-        return None if self.response_format is None else self.response_format.format
+        return None if self.response_format is None else self.response_format.text_format
 
     @property
     def names(self) -> dict[str, str]:
@@ -333,13 +342,15 @@ class PromptDetails(msgspec.Struct, frozen=True):
 
 
 class CompletionDetails(msgspec.Struct, frozen=True):
-    """Tokens that speculation proposed: those the model drew as well, and the others.
+    """Tokens that speculation proposed, those the model drew as well and the others, and those of
+    its reasoning.
 
-    The accepted ones are part of the answer; the rejected ones are in no other count.
+    The rejected ones are in no other count, the others part of the answer.
     """
 
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -363,12 +374,13 @@ def usage_of(streams: Sequence[TokenStream], num_output: int) -> Usage:
     """Usage of an answer that has ended."""
     num_prompt = sum(s.num_prompt_tokens for s in streams)
     accepted = sum(s.accepted_tokens for s in streams)
+    rejected = sum(s.proposed_tokens for s in streams) - accepted
     return Usage(
         num_prompt,
         num_output,
         num_prompt + num_output,
         PromptDetails(sum(s.cached_tokens for s in streams)),
-        CompletionDetails(accepted, sum(s.proposed_tokens for s in streams) - accepted),
+        CompletionDetails(accepted, rejected, sum(s.reasoning_tokens for s in streams)),
     )
 
 

@@ -50,7 +50,7 @@ def refused(*harmless: Any, instead: str = "") -> Rule:
 
 
 STOP: Final = "stop takes strings, stop_token_ids tokens"
-GRAMMAR: Final = "structured_outputs has json, regex, choice, grammar"
+GRAMMAR: Final = "structured_outputs has json, regex, choice, grammar, structural_tag"
 SESSION: Final = "previous_response_id of /v1/responses continues a conversation"
 
 # Fields of the prompt and of sampling, beside those of SamplingFields.
@@ -67,7 +67,7 @@ SAMPLING: Final[Table] = {
     "guided_grammar": refused(instead=GRAMMAR),
     "guided_decoding_backend": refused(),
     "guided_whitespace_pattern": refused(instead=GRAMMAR),
-    "structural_tag": refused(),
+    "structural_tag": refused(instead=GRAMMAR),
     "max_repetition_pattern_size": refused(0),
     "min_repetition_pattern_size": refused(0),
     "repetition_min_count": refused(0),

@@ -347,7 +347,7 @@ class ResponseEvents:
                 num_in,
                 InputDetails(stream.cached_tokens),
                 num_out,
-                OutputDetails(),
+                OutputDetails(stream.reasoning_tokens),
                 num_in + num_out,
             ),
         )

@@ -54,6 +54,7 @@ def test_a_whole_message(server: Running) -> None:
             "output_tokens": 8,
             "cache_read_input_tokens": 0,
             "cache_creation_input_tokens": 0,
+            "output_tokens_details": {"thinking_tokens": 0},
         },
     }
 

@@ -12,6 +12,9 @@ from tests.server.openai.field_effects import params
 from tests.server.support.calls import Asker, Refused
 
 PAIR = {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2}
+STRUCTURES: Any = {"structures": [{"begin": "<f>", "schema": PAIR, "end": "</f>"}]}
+STRUCTURES |= {"triggers": ["<f"]}
+TAG = json.dumps(STRUCTURES, separators=(",", ":"))
 BAD = {"type": "array", "items": {"uniqueItems": True}}
 
 
@@ -24,6 +27,7 @@ def structured_outputs(asker: Asker, kind: str) -> None:
         ({"regex": "a+"}, Grammar("regex", "a+")),
         ({"choice": ["é", '"']}, Grammar("choice", '["é","\\""]')),
         ({"grammar": 'start: "a"'}, Grammar("grammar", 'start: "a"')),
+        ({"structural_tag": TAG}, Grammar("structural_tag", TAG)),
     ]:
         assert params(asker, kind, structured_outputs=given).structured_outputs == made
     for wrong, field, word in [
@@ -32,7 +36,8 @@ def structured_outputs(asker: Asker, kind: str) -> None:
         ({"grammar": "start: other"}, ".grammar", "other"),
         ({"choice": []}, ".choice", "choice"),
         ({"regex": "a", "choice": ["a"]}, "", "exactly one"),
-        ({"structural_tag": "{}"}, ".structural_tag", "structural_tag"),
+        ({"structural_tag": "{}"}, ".structural_tag", "structures is required"),
+        ({"lookup": "x"}, ".lookup", "not supported"),
     ]:
         _refuses(asker, kind, "structured_outputs" + field, word, structured_outputs=wrong)
 
@@ -59,6 +64,7 @@ def response_format(asker: Asker, kind: str) -> None:
         ({"type": "text"}, None),
         ({"type": "json_object"}, Grammar("json_object")),
         ({"type": "json_object", "schema": {}}, Grammar("json", "{}")),
+        ({"type": "structural_tag", **STRUCTURES}, Grammar("structural_tag", TAG)),
     ]:
         assert params(asker, kind, response_format=form).structured_outputs == made
     _refuses(
