@@ -21,6 +21,7 @@ from streamer.core.sizes import ModelInfo
 from streamer.core.view import SchedulerView, ViewQuery
 from streamer.errors import InvariantViolated
 from streamer.tokenizer.chat import EarlierTurn
+from streamer.tokenizer.response_template import ResponseTemplate
 
 __all__ = ["EngineCore", "InFlight", "Inbox", "ModelInfo", "Runner", "Tokenizer"]
 
@@ -67,6 +68,7 @@ class Tokenizer(Protocol):
 
     special_bytes  special token id -> its bytes, for requests that show special tokens
     templates      the text of the chat template, and of one for chats with tools
+    response_template  what the checkpoint says of its answers, if it does
     """
 
     @property
@@ -81,6 +83,8 @@ class Tokenizer(Protocol):
     def special_bytes(self) -> Mapping[int, bytes]: ...
     @property
     def templates(self) -> str: ...
+    @property
+    def response_template(self) -> ResponseTemplate | None: ...
     def encode(
         self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[int]: ...

@@ -31,7 +31,7 @@ from streamer.errors import ContextLengthExceeded, EngineDead, InvalidRequest
 from streamer.server.admission import Admission, deadline_of, tenant_of
 from streamer.server.openai.common import Prediction, named
 from streamer.server.openai.models import check_model
-from streamer.server.parsing.formats import ModelFormat, find_format
+from streamer.server.parsing.formats import ModelFormat, find_format, has_calls
 from streamer.server.parsing.tools import Parsing, ToolDefinition
 from streamer.server.prepared import B, Form, Prepared, Reading
 from streamer.server.security import Bodies
@@ -45,11 +45,13 @@ if TYPE_CHECKING:
     from streamer.engine.stream import TokenStream
     from streamer.server.context import Context
     from streamer.server.telemetry.records import Tracer
+    from streamer.tokenizer.response_template import ResponseTemplate
 
 T = TypeVar("T")
 
 NO_FORMAT = ModelFormat()
 TAIL = 32  # tokens at a prompt's end that may open the reasoning
+MAX_BEGINNING = 8192  # tokens at its end in which the answer may have been begun
 MAX_LOGGED_PROMPT = 4096  # tokens, with --log-prompts: decoding them holds the loop up
 
 
@@ -209,7 +211,7 @@ class Service:
         form, shown_ids = self.format
         if not tools:
             form = msgspec.structs.replace(form, calls=None)
-        elif form.calls is None:
+        elif not form.has_calls:
             raise InvalidRequest(
                 "the chat template of this model has no known format of tool calls; start the "
                 "server with --tool-call-parser NAME if it has one",
@@ -223,7 +225,8 @@ class Service:
         stage = form.stage(tail)
         is_open = stage == "inside" and form.think is not None
         reasoning = self._reasoning(form, stage)
-        return Parsing(form, schemas, is_open, max_calls, shown_ids, reasoning)
+        beginning = "" if form.template is None else self._beginning(form.template, prompt)
+        return Parsing(form, schemas, is_open, max_calls, shown_ids, reasoning, beginning)
 
     @property
     def format(self) -> tuple[ModelFormat, frozenset[int]]:
@@ -233,10 +236,26 @@ class Service:
             found = find_format(
                 tokenizer.templates, config.tool_call_parser, config.reasoning_parser
             )
-            marks = {mark.encode() for mark in found.markers}
-            shown = (i for i, text in tokenizer.special_bytes.items() if text in marks)
+            template = tokenizer.response_template
+            is_found = found.calls is not None or (found != NO_FORMAT and not has_calls(template))
+            if template is None or is_found or config.tool_call_parser or config.reasoning_parser:
+                marks = {mark.encode() for mark in found.markers}
+                shown = (i for i, text in tokenizer.special_bytes.items() if text in marks)
+            else:
+                found, all_marks = ModelFormat(template=template), template.marks.encode()
+                shown = (i for i, text in tokenizer.special_bytes.items() if text in all_marks)
             self._format = found, frozenset(shown)
         return self._format
+
+    def _beginning(self, template: ResponseTemplate, prompt: Sequence[int]) -> str:
+        """What of a prompt belongs to its answer: what a template opens, or a client has begun."""
+        length = TAIL
+        while True:
+            tail = self.engine.tokenizer.decode(prompt[-length:], skip_special_tokens=False)
+            found = template.beginning(tail)
+            if found is not None or length >= min(len(prompt), MAX_BEGINNING):
+                return found or ""
+            length *= 4
 
     def _reasoning(
         self, form: ModelFormat, stage: Literal["before", "inside", "after"]

@@ -23,6 +23,7 @@ from streamer.errors import (
     RequestFailed,
 )
 from streamer.tokenizer.chat import ChatTemplate, EarlierTurn
+from streamer.tokenizer.response_template import load_template
 from streamer.tokenizer.special import Disguise, SpecialText
 from streamer.tokenizer.text import TextStream
 from streamer.tokenizer.token_bytes import decoder_of_pre_tokenizer, token_bytes
@@ -61,6 +62,7 @@ class Tokenizer:
         self.templates = "".join(
             filter(None, map(settings.get, ("chat_template", "tool_template")))
         )
+        self.response_template = load_template(settings.get("response_template"))
         source = settings.get("tool_template")
         self._tool_chat = ChatTemplate(source, tokens) if source else self._chat
         # Made here: copying a vocabulary holds the GIL for long.

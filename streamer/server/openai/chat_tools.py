@@ -36,8 +36,7 @@ from streamer.server.parsing.events import Event, Reasoning, Text, ToolArguments
 if TYPE_CHECKING:
     from streamer.core.plan import Finish
     from streamer.engine.stream import Delta
-    from streamer.server.parsing.parser import Parser
-    from streamer.server.parsing.tools import Parsing
+    from streamer.server.parsing.tools import AnyParser, Parsing
 
 
 class ParsedChatAnswer(ChatAnswer):
@@ -73,7 +72,7 @@ class ParsedChatAnswer(ChatAnswer):
                     parts.append(self._finish_frame(choice, d.finish, last, parser))
         return b"".join(parts)
 
-    def _parser_at(self, choice: int, number: int) -> Parser:
+    def _parser_at(self, choice: int, number: int) -> AnyParser:
         """A parser of the text that a reader with the events up to this number has."""
         parser = self._parsing.parser()
         num_tokens = min(max(0, number - 1), len(self._stream.token_ids(choice)))
@@ -92,7 +91,7 @@ class ParsedChatAnswer(ChatAnswer):
         return self._frame([choice], usage=self._so_far(d.start + len(d.token_ids)))
 
     def _finish_frame(
-        self, choice: int, finish: Finish, last: Sequence[Event], parser: Parser
+        self, choice: int, finish: Finish, last: Sequence[Event], parser: AnyParser
     ) -> bytes:
         chunk = ChunkChoice(
             choice,

@@ -12,10 +12,12 @@ from typing import Final, Literal, NamedTuple, TypeVar
 import msgspec
 
 from streamer.errors import ConfigError
+from streamer.tokenizer.response_template import ResponseTemplate
 
 V = TypeVar("V")
 
 NONE: Final = "none"
+TEMPLATE_CALLS: Final = "tool_calls"  # the field of a response_template
 
 
 class Think(msgspec.Struct, frozen=True):
@@ -92,12 +94,26 @@ class Marks(NamedTuple):
     closing: str
 
 
+def has_calls(template: ResponseTemplate | None) -> bool:
+    """Whether a template declares calls of tools."""
+    return template is not None and TEMPLATE_CALLS in template.fields
+
+
 class ModelFormat(msgspec.Struct, frozen=True):
-    """What may be in a text besides prose; `channels` excludes the marks of `think`."""
+    """What may be in a text besides prose; `channels` excludes the marks of `think`.
+
+    template  the checkpoint's own declaration, in place of the others
+    """
 
     think: Think | None = None
     calls: Calls | Channels | None = None
     channels: Channels | None = None
+    template: ResponseTemplate | None = None
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether calls are written in a known form."""
+        return self.calls is not None or has_calls(self.template)
 
     @property
     def marks(self) -> Marks | None:

@@ -17,6 +17,7 @@ from streamer.errors import InvalidRequest
 from streamer.server.parsing.formats import Calls, ModelFormat
 from streamer.server.parsing.parser import Parser
 from streamer.server.parsing.schemas import Schema
+from streamer.server.parsing.templated import TemplateParser
 
 MAX_TOOLS: Final = 1024
 MAX_TOOLS_BYTES: Final = 1 << 20
@@ -141,6 +142,9 @@ def call_for_template(call_id: str | None, name: str, arguments: str) -> dict[st
 # ---------------------------------------------------------------- how an answer is parsed
 
 
+AnyParser = Parser | TemplateParser
+
+
 class Parsing(msgspec.Struct, frozen=True):
     """How the text of one request's answer is read.
 
@@ -149,6 +153,7 @@ class Parsing(msgspec.Struct, frozen=True):
     max_calls     further ones are left out; None: any number
     shown         special tokens that are part of the format, by id
     reasoning     what may stand before the answer's own text, for the engine
+    beginning     of the answer, in the prompt; for a format that is the checkpoint's template
     """
 
     format: ModelFormat
@@ -157,9 +162,16 @@ class Parsing(msgspec.Struct, frozen=True):
     max_calls: int | None = None
     shown: frozenset[int] = frozenset()
     reasoning: Reasoning | None = None
+    beginning: str = ""
 
-    def parser(self) -> Parser:
+    def parser(self) -> AnyParser:
         """A parser for one choice."""
+        template = self.format.template
+        if template is not None:
+            tools = self.tools or None
+            return TemplateParser(
+                template, tools, beginning=self.beginning, max_calls=self.max_calls
+            )
         return Parser(
             self.format, self.tools, is_reasoning=self.is_reasoning, max_calls=self.max_calls
         )
