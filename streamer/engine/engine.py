@@ -32,6 +32,7 @@ from streamer.engine.gpu_thread import GpuThread
 from streamer.engine.prompts import LONG, Prompts
 from streamer.engine.refusals import (
     CLOSE_S,
+    SHUTDOWN,
     cut_off,
     draining,
     ended_error,
@@ -218,7 +219,7 @@ class AsyncEngine:
         if await _within(deadline_s, self._streams.wait_idle()):
             return
         for stream in self._streams.live():
-            stream.is_cut_off = True
+            stream.cut_off_by = SHUTDOWN
             self.cancel(stream.request_id)
         if not await _within(CANCEL_S, self._streams.wait_idle()):
             self._streams.fail_all(cut_off())

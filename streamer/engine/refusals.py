@@ -14,6 +14,7 @@ from streamer.errors import EngineDead, Overloaded, StreamerError
 CLOSE_S: Final = 5.0  # what is under way when an engine is closed ends in less, or hangs
 LOADING_RETRY_S, DRAINING_RETRY_S = 2.0, 5.0
 SHUTDOWN: Final = "server_shutdown"  # the code of what a shutdown cuts off
+STEERED: Final = "steered"  # and of what its client cut off, to send other input
 E = TypeVar("E", bound=StreamerError)
 
 

@@ -19,7 +19,7 @@ from streamer.core.plan import Finish, FinishReason, Notice, NoticeKind, TokenLo
 from streamer.engine.flow import Control, Flow, Limits
 from streamer.engine.log import PROMPT_TOKEN_BYTES, ChoiceLog, Delta, bytes_of, bytes_of_params
 from streamer.engine.progress import Progress, Timing
-from streamer.engine.refusals import SHUTDOWN, fresh_copy
+from streamer.engine.refusals import fresh_copy
 from streamer.engine.requests import GenerateRequest
 from streamer.errors import InvalidRequest, ReaderTooSlow, StreamerError
 from streamer.tokenizer.text import TextStream
@@ -82,7 +82,7 @@ class TokenStream:
     error          what ended the stream without finishes: the engine's death
     context        GenerateRequest.context, unchanged
     is_kept        it is retained after its end
-    is_cut_off     a shutdown cancels it: its finishes have `detail` SHUTDOWN
+    cut_off_by     why it is cancelled, the `detail` of its finishes then: SHUTDOWN, STEERED
     observers      called when it starts, gets its first token, and ends; must not raise
     """
 
@@ -108,7 +108,7 @@ class TokenStream:
         self.error: StreamerError | None = None
         self.context = request.context
         self.is_kept = True
-        self.is_cut_off = False
+        self.cut_off_by: str | None = None
         self.observers: list[Callable[[TokenStream], None]] = []
         stop = tuple(s.encode() for s in params.stop)
         shown = special
@@ -485,8 +485,8 @@ class TokenStream:
             self.wake()
 
     def _close(self, finish: Finish) -> None:
-        if self.is_cut_off and finish.reason is FinishReason.CANCELLED:
-            finish = replace(finish, detail=SHUTDOWN)
+        if self.cut_off_by is not None and finish.reason is FinishReason.CANCELLED:
+            finish = replace(finish, detail=self.cut_off_by)
         self.finishes[finish.choice] = finish
         self.copied_tokens = finish.copied_tokens  # it only grows, and finishes come in order
         self.proposed_tokens += finish.proposed_tokens

@@ -32,7 +32,7 @@ class TurnItem(msgspec.Struct, frozen=True):
     name: str = ""
 
 
-class Context(msgspec.Struct, kw_only=True, eq=False):
+class Context(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A request's body, its key, and the conversation before it.
 
     kind        the routes by which it can be found
@@ -42,7 +42,6 @@ class Context(msgspec.Struct, kw_only=True, eq=False):
     items       of a response: the conversation it answers, earlier turns' items among them
     prefix      text that the answer begins with, kept from the answer it was forked from
     session     the socket it was created on
-    is_steered  its client ended it early to send other input
     parsing     how its text is read; None: all of it is prose
     """
 
@@ -53,7 +52,6 @@ class Context(msgspec.Struct, kw_only=True, eq=False):
     items: tuple[TurnItem, ...] = ()
     prefix: str = ""
     session: str = ""
-    is_steered: bool = False
     parsing: Parsing | None = None
 
     @property

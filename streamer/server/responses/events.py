@@ -15,7 +15,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from streamer.core.plan import Finish, FinishReason, Notice, NoticeKind
-from streamer.engine.refusals import SHUTDOWN
+from streamer.engine.refusals import SHUTDOWN, STEERED
 from streamer.errors import StreamerError
 from streamer.server.context import context_of
 from streamer.server.openai.common import (
@@ -311,8 +311,8 @@ class ResponseEvents:
         status = STATUSES[finish.reason]
         if self._is_silent and status == "incomplete":
             return "completed"
-        is_cut = self._context.is_steered or finish.detail == SHUTDOWN
-        return "incomplete" if is_cut and status == "cancelled" else status
+        is_cut_off = finish.detail in (SHUTDOWN, STEERED)
+        return "incomplete" if is_cut_off and status == "cancelled" else status
 
     def _state(self, kind: str) -> StateEvent:
         number = self.number if self.number >= 0 else UNSET
@@ -328,8 +328,7 @@ class ResponseEvents:
         num_in = stream.num_prompt_tokens
         num_out = 0 if self._is_silent else stream.num_output_tokens
         ended = int(stream.created + (stream.timing.total_s or 0.0))
-        reason = SHUTDOWN if detail == SHUTDOWN else "max_output_tokens"
-        reason = "steered" if self._context.is_steered else reason
+        reason = detail if detail in (SHUTDOWN, STEERED) else "max_output_tokens"
         has_item = not self._is_silent and (status != "failed" or num_out > 0)
         state = "completed" if status == "completed" else "incomplete"
         output = self._output(state) if has_item else []

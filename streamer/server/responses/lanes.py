@@ -23,6 +23,7 @@ from starlette.types import Scope
 
 from streamer.core.plan import Notice
 from streamer.engine.log import Delta, deltas_of
+from streamer.engine.refusals import STEERED
 from streamer.engine.stream import TokenStream
 from streamer.errors import InvalidRequest, NotFound, RateLimited, StreamerError
 from streamer.server.context import Context, context_of
@@ -229,7 +230,7 @@ class Lanes:
         a.steers.append(steer)
         self._queued_bytes += size
         self._reply(steering.accepted(steer, a.events.number, a.lane))
-        context_of(a.stream).is_steered = True
+        a.stream.cut_off_by = STEERED
         self._service.cancel([a.stream])
 
     def drop(self) -> None:

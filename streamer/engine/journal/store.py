@@ -1,0 +1,287 @@
+"""Store: the journal's file, SQLite in WAL mode: opened for one server, read, written, set aside.
+
+Three tables: `requests` (an Accepted each), `parts` (of one request), `steps` (of all of them,
+until their tokens are in parts). Used on one thread at a time. Raises sqlite3.Error and OSError
+where the disk fails, ConfigError where the folder can't be used at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from streamer.engine.journal.records import (
+    Accepted,
+    Part,
+    Saved,
+    Step,
+    Tail,
+    add_step,
+    pack,
+    unpack,
+)
+from streamer.errors import ConfigError
+
+FILE: Final = "journal.sqlite"
+VERSION: Final = 1
+APPLICATION: Final = 0x5374726D  # "Strm"
+WAL_BYTES: Final = 16 << 20  # what the log keeps of its size when it is written back
+SCHEMA: Final = """
+CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT);
+CREATE TABLE requests (id TEXT PRIMARY KEY, data BLOB, tries INTEGER, tokens INTEGER);
+CREATE TABLE parts (id TEXT, number INTEGER, data BLOB);
+CREATE INDEX parts_by_id ON parts (id);
+CREATE TABLE steps (number INTEGER PRIMARY KEY, data BLOB);
+"""
+DISK: Final = (
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_PERM,
+)
+_ACCEPTED = msgspec.msgpack.Decoder(Accepted)
+_PART = msgspec.msgpack.Decoder(Part)
+_STEP = msgspec.msgpack.Decoder(Step)
+
+log = logging.getLogger(__name__)
+
+
+class Store:
+    """An open journal; nobody else has it open.
+
+    epoch  a name that the journal has from its first start on
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.epoch = ""
+        self._number = 0  # of the last step or part
+        self._is_damaged = False
+        _make_folder(folder)
+        self._db = self._connect()
+
+    # ------------------------------------------------------------ opening
+
+    def _connect(self) -> sqlite3.Connection:
+        path = self.folder / FILE
+        db: sqlite3.Connection | None = None
+        try:
+            # Not opened where it exists: closing it would undo this process's lock on it.
+            with contextlib.suppress(FileExistsError):
+                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+            path.chmod(0o600)
+            db = sqlite3.connect(path, timeout=0.0, isolation_level=None, check_same_thread=False)
+            self._prepare(db)
+            return db
+        except ConfigError:
+            _close(db)
+            raise
+        except sqlite3.DatabaseError as e:
+            _close(db)
+            if _code(e) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+                raise ConfigError(
+                    f"journal: another server uses {self.folder}; each needs a folder of its own",
+                    param="journal",
+                ) from None
+            if _code(e) in DISK or not os.access(path, os.W_OK):
+                raise _unusable(self.folder, e) from e
+            self._set_aside(f"can't be read ({e})")
+            return self._connect()
+        except OSError as e:
+            raise _unusable(self.folder, e) from e
+
+    def _prepare(self, db: sqlite3.Connection) -> None:
+        """Lock the file, and make the tables of a new one."""
+        db.execute("PRAGMA locking_mode = EXCLUSIVE")
+        db.execute("BEGIN EXCLUSIVE")  # fails where another server has it
+        (application,) = db.execute("PRAGMA application_id").fetchone()
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        (tables,) = db.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+        if tables and application != APPLICATION:
+            raise ConfigError(
+                f"journal: {self.folder / FILE} is another program's file", param="journal"
+            )
+        if tables and version != VERSION:
+            raise sqlite3.DatabaseError(f"it is of version {version}, this is {VERSION}")
+        if not tables:
+            for statement in filter(str.strip, SCHEMA.split(";")):
+                db.execute(statement)
+            db.execute(f"PRAGMA application_id = {APPLICATION}")
+            db.execute(f"PRAGMA user_version = {VERSION}")
+            db.execute("INSERT INTO about VALUES ('epoch', ?)", (secrets.token_hex(8),))
+        db.execute("COMMIT")
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
+        db.execute("PRAGMA secure_delete = ON")  # what was deleted is overwritten
+        (found,) = db.execute("SELECT value FROM about WHERE name = 'epoch'").fetchone()
+        self.epoch = str(found)
+
+    def _set_aside(self, why: str) -> None:
+        """Rename the file, so that the next one begins empty, and say so."""
+        path = self.folder / FILE
+        kept = self.folder / f"{FILE}.{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        path.rename(kept)
+        for suffix in ("-wal", "-shm"):
+            with contextlib.suppress(FileNotFoundError):
+                Path(f"{path}{suffix}").rename(f"{kept}{suffix}")
+        log.error("the journal %s %s: it is kept as %s, and a new one begun", path, why, kept)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        _close(self._db)
+
+    # ------------------------------------------------------------ reading
+
+    def read(self) -> list[Saved]:
+        """Every request, in order of acceptance, with what it drew as far as that can be read.
+
+        A file with damage is set aside, and what could be read of it is in the new one.
+        """
+        found: dict[str, Saved] = {}
+        for name, data, tries, tokens in self._rows("SELECT * FROM requests"):
+            accepted = unpack(data, _ACCEPTED, str(name))
+            if accepted is None:
+                self._is_damaged = True
+                continue
+            drawn = Tail(accepted.request.params.n)
+            found[name] = Saved(accepted, drawn, int(tries or 0), int(tokens or 0))
+        for name, number, data in self._rows("SELECT * FROM parts ORDER BY rowid"):
+            part, saved = unpack(data, _PART, f"{name} {number}"), found.get(name)
+            self._number = max(self._number, int(number))
+            self._is_damaged |= part is None
+            if saved is not None and not saved.drawn.is_broken:
+                if part is None or len(part.starts) != len(saved.drawn.starts):
+                    saved.drawn.is_broken = True
+                else:
+                    saved.drawn.add_part(part, int(number))
+        self._read_steps({name: saved.drawn for name, saved in found.items()})
+        if self._is_damaged or not self._is_sound():
+            self._renew(list(found.values()))
+        else:
+            self._settle(list(found.values()))
+        return sorted(found.values(), key=lambda saved: saved.accepted.created)
+
+    def _read_steps(self, drawn: dict[str, Tail]) -> None:
+        for number, data in self._rows("SELECT * FROM steps ORDER BY number"):
+            step = unpack(data, _STEP, str(number))
+            self._number = max(self._number, int(number))
+            if step is None:
+                self._is_damaged = True  # later steps have gaps where this one is missing
+            else:
+                add_step(drawn, step, int(number))
+
+    def _rows(self, query: str) -> Iterator[tuple[Any, ...]]:
+        """The rows of a query, up to the first that can't be read."""
+        try:
+            yield from self._db.execute(query)
+        except sqlite3.DatabaseError as e:
+            log.error("the journal in %s: %s", self.folder, e)
+            self._is_damaged = True
+
+    def _is_sound(self) -> bool:
+        try:
+            return bool(self._db.execute("PRAGMA quick_check(1)").fetchone() == ("ok",))
+        except sqlite3.DatabaseError:
+            return False
+
+    def _settle(self, saved: list[Saved]) -> None:
+        """Move the tokens of all steps to their requests."""
+        self.begin(is_durable=True)
+        for each in saved:
+            if each.drawn.ended is None:
+                self._db.execute("DELETE FROM parts WHERE id = ?", (each.request_id,))
+                self.add_part(each.request_id, each.drawn.part())
+        self.drop_steps()
+        self.commit()
+
+    def _renew(self, saved: list[Saved]) -> None:
+        """Set the damaged file aside; what was read of it begins the new one."""
+        epoch = self.epoch
+        self.close()
+        self._set_aside(f"is damaged, {len(saved)} responses of it could be read")
+        self._db = self._connect()
+        self.begin(is_durable=True)
+        self._db.execute("UPDATE about SET value = ? WHERE name = 'epoch'", (epoch,))
+        for each in saved:
+            self.add_request(each.accepted)
+            self.add_part(each.request_id, each.drawn.part())
+        self.commit()
+
+    # ------------------------------------------------------------ writing
+
+    def begin(self, *, is_durable: bool) -> None:
+        """Begin a transaction; durable: its commit waits for the disk.
+
+        Any other is safe from the death of the process as soon as it is committed, and from a loss
+        of power some commits later.
+        """
+        self._db.execute(f"PRAGMA synchronous = {'FULL' if is_durable else 'NORMAL'}")
+        self._db.execute("BEGIN")
+        if is_durable:  # something of its own, or a transaction without changes would not wait
+            self._db.execute("INSERT OR REPLACE INTO about VALUES ('number', ?)", (self._number,))
+
+    def commit(self) -> None:
+        self._db.execute("COMMIT")
+
+    def add_request(self, accepted: Accepted) -> None:
+        name = accepted.request.request_id
+        self._db.execute(
+            "INSERT OR REPLACE INTO requests VALUES (?, ?, 0, 0)", (name, pack(accepted, name))
+        )
+
+    def add_part(self, name: str, part: Part) -> None:
+        self._number += 1
+        data = pack(part, f"{name} {self._number}")
+        self._db.execute("INSERT INTO parts VALUES (?, ?, ?)", (name, self._number, data))
+
+    def add_step(self, step: Step) -> None:
+        self._number += 1
+        data = pack(step, str(self._number))
+        self._db.execute("INSERT INTO steps VALUES (?, ?)", (self._number, data))
+
+    def drop_steps(self) -> None:
+        """All tokens are in parts."""
+        self._db.execute("DELETE FROM steps")
+
+    def delete(self, name: str) -> None:
+        self._db.execute("DELETE FROM requests WHERE id = ?", (name,))
+        self._db.execute("DELETE FROM parts WHERE id = ?", (name,))
+
+    def tried(self, name: str, tries: int, tokens: int) -> None:
+        """A request is restored for the `tries`th time since it had fewer than `tokens`."""
+        self._db.execute(
+            "UPDATE requests SET tries = ?, tokens = ? WHERE id = ?", (tries, tokens, name)
+        )
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        if not folder.is_dir():
+            folder.mkdir(mode=0o700, parents=True)
+    except OSError as e:
+        raise _unusable(folder, e) from e
+
+
+def _unusable(folder: Path, error: Exception) -> ConfigError:
+    why = error.strerror if isinstance(error, OSError) else str(error)
+    return ConfigError(f"journal: {folder} can't be used: {why}", param="journal")
+
+
+def _code(error: sqlite3.Error) -> int:
+    """SQLite's primary result code; 0: raised here, not by SQLite."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF
+
+
+def _close(db: sqlite3.Connection | None) -> None:
+    if db is not None:
+        with contextlib.suppress(sqlite3.Error):
+            db.close()

@@ -1,0 +1,279 @@
+"""Journal: the loop's side of the journal, and the thread that writes it.
+
+The loop hands over what happened, in order, and never waits: the thread writes everything that has
+come in one transaction. Only `recorded` waits, for the disk. When the disk fails the journal says
+so and stops for good, and the server goes on without it. Made and called by AsyncEngine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Final, Protocol
+
+from msgspec.structs import replace
+
+from streamer.core.plan import NoticeKind, StepOutput
+from streamer.engine.journal.records import Accepted, Ended, Saved, Step, Tail
+from streamer.engine.journal.store import Store
+from streamer.engine.requests import GenerateRequest
+from streamer.engine.stream import TokenStream
+
+# Steps that are kept as they came; then their tokens are moved to their requests. More makes the
+# file larger, fewer write each token's request more often.
+MAX_STEPS: Final = 512
+MAX_BATCH: Final = 1000  # of what happened, in one transaction
+MAX_BEHIND: Final = 20_000  # what the disk has not taken yet: minutes of steps
+WAIT_S: Final = 10.0  # for the disk, before a request is accepted without it
+
+log = logging.getLogger(__name__)
+_Item = Callable[[], None] | asyncio.Future[None] | None
+_NOTHING: Final = Step([], [], [], [], {}, {}, [], [])
+
+
+class Contexts(Protocol):
+    """What a server has beside its requests (GenerateRequest.context), as bytes and back.
+
+    restored  called for each stream that came back, with its context in place
+    """
+
+    def encode(self, context: object) -> bytes: ...
+    def decode(self, data: bytes) -> object: ...
+    def restored(self, stream: TokenStream) -> None: ...
+
+
+def read_journal(folder: Path) -> list[Saved]:
+    """The requests in a journal that no server uses any more, in order of acceptance.
+
+    Raises ConfigError if one does, or if the folder can't be used.
+    """
+    store = Store(folder)
+    try:
+        return store.read()
+    finally:
+        store.close()
+
+
+class Journal:
+    """An open journal and its thread.
+
+    saved    what it had when it was opened
+    epoch    its name, from its first start on
+    failure  why it stopped; None: it is written
+    """
+
+    def __init__(self, store: Store, saved: list[Saved], contexts: Contexts | None) -> None:
+        self.saved = saved
+        self.epoch = store.epoch
+        self.failure: str | None = None
+        self._store = store
+        self._contexts = contexts
+        self._loop = asyncio.get_running_loop()
+        self._queue: SimpleQueue[_Item] = SimpleQueue()
+        self._waiting: set[asyncio.Future[None]] = set()
+        self._is_sealed = False
+        # of the thread
+        self._live: dict[str, Tail] = {}
+        self._num_steps = 0
+        self._thread = threading.Thread(target=self._run, name="streamer-journal", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    async def open(cls, folder: Path, contexts: Contexts | None) -> Journal:
+        """The journal in this folder, which is made if it is not there; ConfigError if it can't."""
+
+        def read() -> tuple[Store, list[Saved]]:
+            store = Store(folder)
+            return store, store.read()
+
+        store, saved = await asyncio.to_thread(read)
+        return cls(store, saved, contexts)
+
+    # ------------------------------------------------------------ on the loop
+
+    def accept(self, request: GenerateRequest, created: float) -> None:
+        """A request was taken."""
+        self._put(partial(self._accept, request, created))
+
+    def restore(self, request_id: str, starts: list[int], tries: int) -> None:
+        """A request goes on with token number `starts` of each choice."""
+        self._put(partial(self._restore, request_id, starts, tries))
+
+    def step(self, output: StepOutput) -> None:
+        """A step's tokens and finishes."""
+        if output.request_ids or output.finishes or output.notices or output.prompt_logprobs:
+            self._put(partial(self._step, output))
+
+    def end(self, stream: TokenStream) -> None:
+        """A stream has ended, and is kept."""
+        error = None if stream.error is None else stream.error.message
+        ended = Ended(time.time(), stream.timing, error)
+        self._put(partial(self._end, stream.request_id, ended))
+
+    def forget(self, request_id: str) -> None:
+        """A request is not kept any more."""
+        self._put(partial(self._forget, request_id))
+
+    def seal(self) -> None:
+        """Write nothing that happens from here on: what runs goes on at the next start."""
+        self._is_sealed = True
+
+    async def recorded(self) -> None:
+        """Wait until the disk has all that was handed over, or the journal has failed."""
+        if self.failure is not None or self._is_sealed:
+            return
+        done: asyncio.Future[None] = self._loop.create_future()
+        self._waiting.add(done)
+        self._put(done)
+        try:
+            async with asyncio.timeout(WAIT_S):
+                await done
+        except TimeoutError:
+            self._fail(f"the disk did not answer within {WAIT_S:g} s")
+        finally:
+            self._waiting.discard(done)
+
+    async def close(self) -> None:
+        """Write what was handed over, and let go of the file; a disk that hangs is left behind."""
+        self._is_sealed = True
+        self._queue.put(None)
+        deadline = self._loop.time() + WAIT_S
+        while self._thread.is_alive() and self._loop.time() < deadline:
+            await asyncio.to_thread(self._thread.join, 0.1)
+
+    def _put(self, work: _Item) -> None:
+        if self.failure is None and not self._is_sealed:
+            self._queue.put(work)
+            if self._queue.qsize() > MAX_BEHIND:
+                self._fail(f"the disk is {MAX_BEHIND} writes behind")
+
+    def _fail(self, why: str) -> None:
+        """Stop, and release what waits: the server goes on without a journal."""
+        if self.failure is None:
+            self.failure = why
+            log.error(
+                "the journal in %s has failed (%s): responses do not outlive this process now",
+                self._store.folder,
+                why,
+            )
+        for future in self._waiting:
+            _set(future)
+
+    # ------------------------------------------------------------ on the thread
+
+    def _run(self) -> None:
+        try:
+            is_open = True
+            while is_open:
+                is_open = self._write(self._queue.get())
+        except (sqlite3.Error, OSError) as e:
+            self._tell(self._fail, str(e))
+        except Exception as e:
+            log.exception("the journal has a fault")
+            self._tell(self._fail, repr(e))
+        self._store.close()
+
+    def _write(self, first: _Item) -> bool:
+        """Write this and what came after it, in one transaction; False: it is closed."""
+        items = [first]
+        while len(items) < MAX_BATCH and not self._queue.empty():  # no other thread takes
+            items.append(self._queue.get())
+        futures = [item for item in items if isinstance(item, asyncio.Future)]
+        self._store.begin(is_durable=bool(futures))
+        for item in items:
+            if item is not None and not isinstance(item, asyncio.Future):
+                item()
+        self._store.commit()
+        for future in futures:
+            self._tell(_set, future)
+        return None not in items
+
+    def _accept(self, request: GenerateRequest, created: float) -> None:
+        context = None
+        if self._contexts is not None and request.context is not None:
+            context = self._contexts.encode(request.context)
+        self._store.add_request(Accepted(replace(request, context=None), context, created))
+        self._live[request.request_id] = Tail(request.params.n)
+
+    def _restore(self, request_id: str, starts: list[int], tries: int) -> None:
+        drawn = self._live[request_id] = Tail(len(starts))
+        drawn.restart(starts)
+        self._store.tried(request_id, tries, sum(starts))
+
+    def _step(self, output: StepOutput) -> None:
+        live, logprobs = self._live, output.logprobs
+        step = Step([], [], [], [], {}, {}, [], [])
+        for i, request_id in enumerate(output.request_ids):
+            drawn = live.get(request_id)
+            if drawn is None:
+                continue
+            choice, token = output.choices[i], output.tokens[i]
+            logprob = logprobs.get(i) if logprobs else None
+            if logprob is not None:
+                step.logprobs[len(step.tokens)] = logprob
+            step.request_ids.append(request_id)
+            step.choices.append(choice)
+            step.indexes.append(drawn.push(choice, token, logprob))
+            step.tokens.append(token)
+        if output.finishes or output.notices or output.prompt_logprobs:
+            self._rest_of_step(output, step)
+        if step != _NOTHING:
+            self._store.add_step(step)
+            self._num_steps += 1
+            if self._num_steps >= MAX_STEPS:
+                self._move()
+
+    def _rest_of_step(self, output: StepOutput, step: Step) -> None:
+        live = self._live
+        for request_id, found in output.prompt_logprobs.items():
+            if request_id in live:
+                step.prompt_logprobs[request_id] = found
+                live[request_id].prompt_logprobs += found
+        for finish in output.finishes:
+            if (drawn := live.get(finish.request_id)) is not None:
+                step.finishes.append(finish)
+                drawn.finishes[finish.choice] = finish
+        for notice in output.notices:
+            drawn = live.get(notice.request_id)
+            if notice.kind is NoticeKind.RUNNING and drawn is not None and drawn.began is None:
+                step.began.append(notice)
+                drawn.began = notice
+
+    def _move(self) -> None:
+        """Move the tokens of all steps to their requests."""
+        for request_id, drawn in self._live.items():
+            if not drawn.is_empty:
+                self._store.add_part(request_id, drawn.part())
+                drawn.go_on()
+        self._store.drop_steps()
+        self._num_steps = 0
+
+    def _end(self, request_id: str, ended: Ended) -> None:
+        drawn = self._live.pop(request_id, None)
+        if drawn is not None:
+            self._store.add_part(request_id, drawn.part(ended))
+            if not self._live and self._num_steps:
+                self._move()
+
+    def _forget(self, request_id: str) -> None:
+        self._live.pop(request_id, None)
+        self._store.delete(request_id)
+        if not self._live and self._num_steps:
+            self._move()
+
+    def _tell(self, method: Callable[..., None], *args: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has closed
+            self._loop.call_soon_threadsafe(method, *args)
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

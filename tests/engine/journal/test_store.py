@@ -1,0 +1,193 @@
+"""The journal's file: what was written is read back; what is damaged, locked or foreign."""
+
+from __future__ import annotations
+
+import os
+import random
+import sqlite3
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from streamer.core.plan import Finish, FinishReason, TokenLogprob
+from streamer.core.sampling import SamplingParams
+from streamer.engine.journal.records import Accepted, Step, Tail
+from streamer.engine.journal.store import FILE, Store
+from streamer.engine.journal.writer import read_journal
+from streamer.engine.requests import GenerateRequest
+from streamer.errors import ConfigError
+
+
+def accepted(name: str, n: int = 1) -> Accepted:
+    params = SamplingParams(max_tokens=50, seed=7, n=n, temperature=1.0, logit_bias={3: 1.5})
+    return Accepted(GenerateRequest(prompt=(1, 2, 3), params=params, request_id=name), b"ctx", 17.5)
+
+
+def step(*drawn: tuple[str, int, int, int], finishes: list[Finish] | None = None) -> Step:
+    """Of (request, choice, index, token)."""
+    names, choices, indexes, tokens = (list(x) for x in zip(*drawn, strict=True))
+    logprobs = {0: TokenLogprob(tokens[0], -0.5, ((1, -0.25),))}
+    return Step(names, choices, indexes, tokens, logprobs, {}, finishes or [], [])  # type: ignore[arg-type]
+
+
+def fill(folder: Path, num_steps: int = 6) -> None:
+    """Two requests: a, of one choice, has tokens 100.., b's second choice 200.. and an end."""
+    store = Store(folder)
+    store.begin(is_durable=True)
+    store.add_request(accepted("a"))
+    store.add_request(accepted("b", n=2))
+    for i in range(num_steps):
+        store.add_step(step(("a", 0, i, 100 + i), ("b", 1, i, 200 + i)))
+    finish = Finish("b", 1, FinishReason.STOP, num_steps + 1, stop="x")
+    store.add_step(step(("b", 1, num_steps, 200 + num_steps), finishes=[finish]))
+    store.commit()
+    store.close()
+
+
+def test_what_was_written_is_read_back_also_a_second_time(tmp_path: Path) -> None:
+    fill(tmp_path)
+    for _ in range(2):  # the first read moved the steps into parts
+        a, b = read_journal(tmp_path)
+        assert (a.accepted, b.accepted) == (accepted("a"), accepted("b", n=2))
+        assert a.drawn.tokens == [[100, 101, 102, 103, 104, 105]]
+        assert b.drawn.tokens == [[], [200, 201, 202, 203, 204, 205, 206]]
+        assert a.drawn.logprobs[0][3] == TokenLogprob(103, -0.5, ((1, -0.25),))
+        assert b.drawn.finishes[1].stop == "x"
+        assert not a.is_finished
+
+
+def test_a_token_after_a_missing_one_is_left_out(tmp_path: Path) -> None:
+    fill(tmp_path)
+    db = sqlite3.connect(tmp_path / FILE)
+    db.execute("DELETE FROM steps WHERE number = 4")
+    db.commit()
+    db.close()
+    a, b = read_journal(tmp_path)
+    assert a.drawn.tokens == [[100, 101, 102]]
+    assert b.drawn.tokens[1] == [200, 201, 202]
+    assert not b.drawn.finishes
+
+
+def test_only_the_owner_may_read_the_files(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "journal"
+    store = Store(folder)
+    store.begin(is_durable=False)
+    store.add_request(accepted("a"))
+    store.commit()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()}
+    assert set(modes) == {FILE, FILE + "-wal"}
+    assert set(modes.values()) == {0o600}
+    store.close()
+
+
+HOLD = """
+import sys, pathlib
+from streamer.engine.journal.store import Store
+store = Store(pathlib.Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_server_is_refused_by_name_until_the_first_has_died(tmp_path: Path) -> None:
+    fill(tmp_path)
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
+        assert first.stdout is not None
+        first.stdout.readline()
+        with pytest.raises(ConfigError, match=r"journal: another server uses .*test_a_second"):
+            Store(tmp_path)
+        first.kill()
+        first.wait()
+    assert len(read_journal(tmp_path)) == 2
+    mine = Store(tmp_path)
+    with pytest.raises(ConfigError, match="another server"):  # in this process just as well
+        Store(tmp_path)
+    mine.close()
+
+
+def test_a_folder_that_can_not_be_made_is_refused_with_its_path(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"journal: .*file/in can't be used: Not a directory"):
+        Store(tmp_path / "file" / "in")
+    with pytest.raises(ConfigError, match=r"journal: .*can't be used"):
+        Store(tmp_path / "file")
+
+
+def test_another_programs_file_is_left_alone(tmp_path: Path) -> None:
+    db = sqlite3.connect(tmp_path / FILE)
+    db.execute("CREATE TABLE theirs (x)")
+    db.commit()
+    db.close()
+    with pytest.raises(ConfigError, match="another program's"):
+        Store(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == [FILE]
+
+
+def test_another_versions_file_is_set_aside_with_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(tmp_path)
+    db = sqlite3.connect(tmp_path / FILE)
+    db.execute("PRAGMA user_version = 99")
+    db.close()
+    assert read_journal(tmp_path) == []
+    (message,) = [r.getMessage() for r in caplog.records]
+    assert "it is of version 99, this is 1" in message
+    (kept,) = [file for file in tmp_path.iterdir() if file.name not in (FILE, FILE + "-wal")]
+    assert str(kept) in message
+
+
+def test_altered_bytes_lose_records_but_alter_none(tmp_path: Path) -> None:
+    fill(tmp_path / "whole", num_steps=40)
+    read_journal(tmp_path / "whole")
+    fill(tmp_path / "steps", num_steps=40)
+    wanted = {name: [t[:] for t in saved.drawn.tokens] for name, saved in _read(tmp_path / "whole")}
+    chance = random.Random(5)
+    num_read = num_redrawn = 0
+    for i in range(60):
+        data = bytearray((tmp_path / ("whole" if i % 2 else "steps") / FILE).read_bytes())
+        for _ in range(chance.choice((1, 4, 64))):
+            data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        (folder / FILE).write_bytes(data)
+        try:
+            found = _read(folder)
+        except ConfigError as e:
+            assert str(folder) in e.message
+            continue
+        for name, saved in found:
+            num_read += 1
+            assert saved.accepted == accepted(name, n=len(wanted[name]))
+            for tokens, whole in zip(saved.drawn.tokens, wanted[name], strict=True):
+                assert tokens == whole[: len(tokens)]
+                num_redrawn += len(tokens) < len(whole)
+        assert [name for name, _ in _read(folder)] == [name for name, _ in found]
+        os.unlink(folder / FILE)
+    assert num_read > 30
+    assert num_redrawn
+
+
+def _read(folder: Path) -> list[tuple[str, object]]:
+    return [(saved.request_id, saved) for saved in read_journal(folder)]
+
+
+def test_a_tail_goes_on_after_its_part() -> None:
+    tail = Tail(2)
+    assert tail.is_empty
+    assert [tail.push(1, token, None) for token in (5, 6)] == [0, 1]
+    part = tail.part()
+    tail.go_on()
+    assert (part.starts, part.tokens) == ([0, 0], [[], [5, 6]])
+    assert tail.is_empty
+    assert tail.push(1, 7, None) == 2
+    again = Tail(2)
+    again.add_part(part, 1)
+    again.add_part(part, 1)  # a token that is there already is no second one
+    again.add_part(tail.part(), 2)
+    assert again.tokens == [[], [5, 6, 7]]
