@@ -324,6 +324,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     retain_bytes: Annotated[
         Annotated[int, Meta(ge=0)], Meta(description="bytes of finished responses kept")
     ] = 64 << 20
+    journal: Annotated[
+        str | None,
+        Meta(
+            description="folder that keeps responses, prompts included, so that they survive a "
+            "restart and go on after it; none if absent"
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         for setting in settings():

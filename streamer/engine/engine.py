@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -29,6 +30,8 @@ from streamer.core.sizes import ModelInfo, SchedulerConfig, sizes_of
 from streamer.core.view import SchedulerView, ViewQuery
 from streamer.engine.core import EngineCore, Inbox, Runner, Tokenizer
 from streamer.engine.gpu_thread import GpuThread
+from streamer.engine.journal.restoring import Restoring
+from streamer.engine.journal.writer import Contexts, Journal
 from streamer.engine.prompts import LONG, Prompts
 from streamer.engine.refusals import (
     CLOSE_S,
@@ -39,6 +42,7 @@ from streamer.engine.refusals import (
     forked,
     fresh_copy,
     loading,
+    restarting,
 )
 from streamer.engine.registry import Registry
 from streamer.engine.requests import (
@@ -115,6 +119,9 @@ class AsyncEngine:
         self._prompts = Prompts(config.watchdog_s / PROMPT_PART, self._die)
         self.view_feed = ViewFeed(self._command)
         self._streams = Registry(config.retain_s, config.retain_bytes)
+        self.contexts: Contexts | None = None  # set before `start`, where requests have contexts
+        self.journal: Journal | None = None
+        self._restoring: asyncio.Task[None] | None = None
         self._random = random.SystemRandom() if config.seed is None else random.Random(config.seed)
         self._lag_s = RecentMax(LAG_WINDOW_S)
 
@@ -181,6 +188,7 @@ class AsyncEngine:
         if self._state == "new":
             self._state = "loading"
             self._pid = os.getpid()
+            await self._open_journal()
             self._thread = GpuThread(
                 self._build, self, asyncio.get_running_loop(), self.config.watchdog_s
             )
@@ -192,6 +200,17 @@ class AsyncEngine:
             raise fresh_copy(self._load_error) from self._load_error
         if self._state != "ready":
             raise ended_error(self.death)
+
+    async def _open_journal(self) -> None:
+        """Read the journal before the model is loaded: one that can't be used ends the start."""
+        if self.config.journal is None:
+            return
+        try:
+            self.journal = await Journal.open(Path(self.config.journal), self.contexts)
+        except BaseException as e:
+            self._load_error = e
+            self._close(None)
+            raise
 
     async def aclose(self, deadline_s: float = CLOSE_S) -> None:
         """End the engine, in any state: streams that are not finished end with EngineDead.
@@ -208,21 +227,43 @@ class AsyncEngine:
             self._thread.stop()
             if not await _within(deadline_s, self._is_ended.wait()):
                 self._thread.give_up(None)
+        if self.journal is not None:
+            await self.journal.close()
 
     async def drain(self, deadline_s: float) -> None:
         """Take no requests; let live ones finish for `deadline_s`, then cancel them and wait.
 
         A cancelled one has a finish with `detail` SHUTDOWN, or where a step hangs and no finish
-        comes, it ends with that error. Takes at most CANCEL_S longer than `deadline_s`.
+        comes, it ends with that error. One in the journal ends with RESTART, and goes on at the
+        next start. Takes at most CANCEL_S longer than `deadline_s`.
         """
         self.is_draining = True
         if await _within(deadline_s, self._streams.wait_idle()):
             return
+        self._put_off()
         for stream in self._streams.live():
             stream.cut_off_by = SHUTDOWN
             self.cancel(stream.request_id)
         if not await _within(CANCEL_S, self._streams.wait_idle()):
             self._streams.fail_all(cut_off())
+
+    def _put_off(self) -> None:
+        """End the streams that the journal has: they go on at the next start."""
+        journal = self.journal
+        if journal is not None and journal.failure is None:
+            journal.seal()
+            for stream in [s for s in self._streams.live() if s.is_durable]:
+                self._streams.fail(stream, restarting())
+                self._command(Cancel(stream.request_id))
+
+    async def _restore(self, journal: Journal) -> None:
+        """Take up what the journal has; requests are taken when that is done."""
+        self._streams.journal = journal
+        restoring = Restoring(journal, self.config, self.contexts, self._take)
+        await restoring.begin(self.compile)
+        if self._state == "loading":
+            restoring.go_on()
+            self._open()
 
     # ------------------------------------------------------------ requests
 
@@ -235,11 +276,16 @@ class AsyncEngine:
         there; if all its choices had ended, its stream is retained and nothing runs.
         """
         self._require_own_process()
-        info, sizes, thread = self._info, self._sizes, self._thread
-        if self._state != "ready" or info is None or sizes is None or thread is None:
+        if self._state != "ready":
             raise self._unavailable()
         if self.is_draining:
             raise draining()
+        return self._take(request)
+
+    def _take(self, request: GenerateRequest) -> TokenStream:
+        info, sizes, thread = self._info, self._sizes, self._thread
+        if info is None or sizes is None or thread is None:
+            raise self._unavailable()
         request = accept(request, info, sizes, self._random.getrandbits(SEED_BITS))
         if self._streams.is_taken(request.request_id):
             raise InvalidRequest(f"request {request.request_id} exists", param="request_id")
@@ -251,11 +297,14 @@ class AsyncEngine:
         limits = limits_of(request, self.config)
         stream = TokenStream(request, limits, self, sizes.token_bytes, self._special)
         if stream.is_finished:
-            self._streams.retain(stream, request.tenant)
+            age_s = time.time() - stream.created - (stream.timing.total_s or 0.0)
+            self._streams.retain(stream, request.tenant, max(0.0, age_s))
             return stream
         if compiled is not None:
             stream.observers.append(compiled.held)
         queue_position = self._streams.add(stream, request.queue_needs)
+        if self.journal is not None and request.is_durable and request.progress is None:
+            self.journal.accept(request, stream.created)
         thread.command(build_add(request, info, hashes, queue_position))
         if request.deadline_s is not None:
             self._end_at(stream, request.deadline_s)
@@ -455,6 +504,13 @@ class AsyncEngine:
         if self._state != "loading":
             return
         self.stats = self._first_stats
+        if self.journal is None:
+            self._open()
+        else:
+            self._restoring = asyncio.create_task(self._restore(self.journal))
+
+    def _open(self) -> None:
+        """Take requests from here on."""
         self._state = "ready"
         self._is_started.set()
 
@@ -467,6 +523,8 @@ class AsyncEngine:
         if self._thread is None or self._state != "ready":
             return
         try:
+            if self.journal is not None:
+                self.journal.step(output)
             self._streams.distribute(output)
         except Exception as e:  # a bug of ours: no reader may wait for what it lost
             self._die(e)
@@ -501,6 +559,7 @@ class AsyncEngine:
             if self._state != "loading" or not isinstance(cause, StreamerError):  # no refusal
                 log.critical("the engine died", exc_info=cause)
         self._state = "closed" if self.death is None else "dead"
+        self._put_off()
         self._streams.fail_all(ended_error(self.death))
         self.view_feed.close(ended_error(self.death))
         self._prompts.close(ended_error(self.death))

@@ -14,6 +14,7 @@ from streamer.errors import EngineDead, Overloaded, StreamerError
 CLOSE_S: Final = 5.0  # what is under way when an engine is closed ends in less, or hangs
 LOADING_RETRY_S, DRAINING_RETRY_S = 2.0, 5.0
 SHUTDOWN: Final = "server_shutdown"  # the code of what a shutdown cuts off
+RESTART: Final = "server_restart"  # the code of what goes on when the server is there again
 STEERED: Final = "steered"  # and of what its client cut off, to send other input
 E = TypeVar("E", bound=StreamerError)
 
@@ -45,6 +46,15 @@ def cut_off() -> Overloaded:
         "the server is shutting down and has cut this answer off",
         retry_after_s=DRAINING_RETRY_S,
         code=SHUTDOWN,
+    )
+
+
+def restarting() -> Overloaded:
+    """The server stopped before the answer was whole, which its journal has."""
+    return Overloaded(
+        "the server is restarting: this answer goes on when it is there again",
+        retry_after_s=DRAINING_RETRY_S,
+        code=RESTART,
     )
 
 

@@ -9,13 +9,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, OrderedDict
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 from streamer.core.plan import FinishReason, Notice, NoticeKind, StepOutput
 from streamer.engine.load import Load
 from streamer.engine.requests import QueueNeeds
 from streamer.engine.stream import TokenStream
 from streamer.errors import Overloaded, StreamerError
+
+if TYPE_CHECKING:
+    from streamer.engine.journal.writer import Journal
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 
@@ -33,10 +37,11 @@ class Retention:
     """Finished streams for late readers: `max_s` seconds, within `max_bytes`.
 
     Beyond `max_bytes` the tenant with the most bytes loses its oldest stream, so that no tenant
-    pushes out the streams of others.
+    pushes out the streams of others. `on_drop` is called for each that is not kept any more.
     """
 
-    def __init__(self, max_s: float, max_bytes: int) -> None:
+    def __init__(self, max_s: float, max_bytes: int, on_drop: Callable[[str], None]) -> None:
+        self._on_drop = on_drop
         self._max_s, self._max_bytes = max_s, max_bytes
         self._kept: OrderedDict[str, RetainedStream] = OrderedDict()
         self._by_tenant: dict[str, OrderedDict[str, None]] = {}
@@ -71,6 +76,7 @@ class Retention:
         self._bytes[kept.tenant] -= kept.num_bytes
         if not names:
             del self._by_tenant[kept.tenant], self._bytes[kept.tenant]
+        self._on_drop(request_id)
         return kept.stream
 
     def expire(self, now: float) -> None:
@@ -89,13 +95,15 @@ class Registry:
     """Streams by request id.
 
     num_ended  requests by the reason of their last finish
+    journal    is given the ends of streams, and what is not kept
     """
 
     def __init__(self, retain_s: float, retain_bytes: int) -> None:
         self._live: dict[str, TokenStream] = {}
         # Ended here before the scheduler ended them: choices whose finishes are still to come.
         self._leaving: dict[str, int] = {}
-        self._retained = Retention(retain_s, retain_bytes)
+        self._retained = Retention(retain_s, retain_bytes, self._dropped)
+        self.journal: Journal | None = None
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._load = Load()
@@ -147,6 +155,7 @@ class Registry:
             stream.is_kept = False
         elif request_id in self._live:
             self._live[request_id].is_kept = False
+            self._dropped(request_id)
 
     def require_room(self, needs: QueueNeeds, max_queue: int, max_num_seqs: int) -> None:
         """Raise Overloaded if a request can't wait: the queue is full, or the wait too long.
@@ -271,11 +280,15 @@ class Registry:
         for stream in self.live():
             self.fail(stream, error)
 
-    def retain(self, stream: TokenStream, tenant: str) -> None:
-        """Keep a finished stream for late readers, within the bounds."""
+    def retain(self, stream: TokenStream, tenant: str, age_s: float = 0.0) -> None:
+        """Keep a stream that finished `age_s` ago for late readers, within the bounds."""
         now = time.monotonic()
-        self._retained.keep(stream, tenant, now)
+        self._retained.keep(stream, tenant, now - age_s)
         self._retained.expire(now)
+
+    def _dropped(self, request_id: str) -> None:
+        if self.journal is not None:
+            self.journal.forget(request_id)
 
     def _retire(self, stream: TokenStream, reason: FinishReason) -> None:
         """Move a stream from live to retained, within the bounds."""
@@ -284,6 +297,11 @@ class Registry:
         self.num_ended[reason] += 1
         if not self._live:
             self._is_idle.set()
+        if self.journal is not None and stream.is_durable:
+            if stream.is_kept and stream.is_stored:
+                self.journal.end(stream)
+            else:
+                self.journal.forget(stream.request_id)
         if stream.is_kept:
             self.retain(stream, tenant)
 

@@ -59,6 +59,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s  seconds from now after which it is useless: it is refused if it is not expected to
                 begin by then, and otherwise ended then with DeadlineExceeded
     context     kept beside the tokens as long as they are, counted with `context_bytes`
+    is_durable  a journal has it, if there is one: it goes on after a restart
+    is_stored   and keeps it after its end, as long as finished ones are kept
     progress    how far it had come in an engine before this one, which it goes on from: it has its
                 id, seed and max_tokens, and was accepted, so that no queue is too long for it
     """
@@ -80,6 +82,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float | None = None
     context: object = None
     context_bytes: int = 0
+    is_durable: bool = False
+    is_stored: bool = True
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
@@ -96,7 +100,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("detach_s", "max_wait_s", "deadline_s"):
             if getattr(self, name) is not None:
                 number(name, getattr(self, name), 0.0, MAX_S)
-        flag("sends_position", self.sends_position)
+        for name in ("sends_position", "is_durable", "is_stored"):
+            flag(name, getattr(self, name))
 
     @property
     def queue_needs(self) -> QueueNeeds:

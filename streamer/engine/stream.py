@@ -82,6 +82,7 @@ class TokenStream:
     error          what ended the stream without finishes: the engine's death
     context        GenerateRequest.context, unchanged
     is_kept        it is retained after its end
+    is_durable, is_stored  as in GenerateRequest
     cut_off_by     why it is cancelled, the `detail` of its finishes then: SHUTDOWN, STEERED
     observers      called when it starts, gets its first token, and ends; must not raise
     """
@@ -108,6 +109,7 @@ class TokenStream:
         self.error: StreamerError | None = None
         self.context = request.context
         self.is_kept = True
+        self.is_durable, self.is_stored = request.is_durable, request.is_stored
         self.cut_off_by: str | None = None
         self.observers: list[Callable[[TokenStream], None]] = []
         stop = tuple(s.encode() for s in params.stop)
@@ -125,6 +127,7 @@ class TokenStream:
         self._readers: list[Reader] = []
         self._num_readers = 0  # ever
         self._notice: Notice | None = None
+        self._is_restored = request.progress is not None
         self._no_lag_until = 0  # up to this head no reader that is here now can lag too far
         self._submitted = time.perf_counter()
         self._started: float | None = None
@@ -343,7 +346,8 @@ class TokenStream:
         """A cursor in each choice, none beyond what is there.
 
         Raises InvalidRequest for a cursor beyond the tokens of a choice that has not ended; in one
-        that has ended (its end has a number too) it is cut to the last.
+        that has ended (its end has a number too) it is cut to the last. A reader of a restored
+        stream may have seen tokens that are still to be drawn again: those are left out for it.
         """
         n = self.params.n
         cursors = [after] * n if isinstance(after, int) else list(after)
@@ -353,6 +357,9 @@ class TokenStream:
             )
         for choice, log in enumerate(self._choices):
             head, is_live = len(log.tokens), self.finishes[choice] is None and self.error is None
+            if cursors[choice] > head and is_live and self._is_restored:
+                cursors[choice] = min(cursors[choice], self.params.max_tokens or head)
+                continue
             if cursors[choice] > head and is_live:
                 raise InvalidRequest(
                     f"the cursor is {cursors[choice] - head} tokens beyond the {head} there are",

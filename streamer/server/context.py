@@ -60,6 +60,14 @@ class Context(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return self.kind == "chat" or self.body.store is not False
 
     @property
+    def is_resumable(self) -> bool:
+        """Whether its client can continue with it over another connection."""
+        if self.kind == "response":
+            return True
+        options = self.body.stream_options
+        return bool(self.body.detach_s or (options is not None and options.include_event_ids))
+
+    @property
     def is_background(self) -> bool:
         """Whether it runs on without readers."""
         return self.kind == "response" and bool(self.body.background)

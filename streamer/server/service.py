@@ -34,6 +34,7 @@ from streamer.server.openai.models import check_model
 from streamer.server.parsing.formats import ModelFormat, find_format, has_calls
 from streamer.server.parsing.tools import Parsing, ToolDefinition
 from streamer.server.prepared import B, Form, Prepared, Reading
+from streamer.server.restored import Contexts
 from streamer.server.security import Bodies
 from streamer.server.telemetry.metrics import Metrics
 from streamer.server.telemetry.records import Operation, Record, RequestInfo
@@ -66,7 +67,7 @@ class Service:
         self.tickets = Tickets()
         self.bodies = Bodies()
         self.pace = Pace()
-        self.epoch = secrets.token_hex(8)
+        self._epoch = secrets.token_hex(8)
         self.started = int(time.time())
         self._tracer = tracer
         self._drain_callbacks: dict[int, Callable[[float], None]] = {}
@@ -76,6 +77,7 @@ class Service:
         self._bytes: tuple[bytes, ...] = ()
         self._special: dict[int, bytes] = {}
         self._format: tuple[ModelFormat, frozenset[int]] | None = None
+        engine.contexts = Contexts(self)
         find_format("", config.tool_call_parser, config.reasoning_parser)  # refuses unknown names
 
     # ------------------------------------------------------------ state
@@ -117,6 +119,12 @@ class Service:
         given = self.config.served_model_name
         names = tuple(n.strip() for n in given.split(",") if n.strip()) if given else ()
         return names or (self.engine.info.name,)
+
+    @property
+    def epoch(self) -> str:
+        """The name of what is remembered: as old as the journal or, without one, as the process."""
+        journal = self.engine.journal
+        return self._epoch if journal is None else journal.epoch
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
@@ -363,19 +371,42 @@ class Service:
             deadline_s=deadline_of(prepared.scope, is_whole=is_whole),
             context=context,
             context_bytes=0 if context is None else context.num_bytes(prepared.num_bytes),
+            is_durable=context is not None and context.is_resumable,
+            is_stored=context is None or context.is_stored,
         )
         with named(body.names):
             stream = self.engine.submit(request)
         self.admission.follow(prepared.tenant, stream)
         return stream
 
+    async def recorded(self, stream: TokenStream | None = None) -> None:
+        """Wait until the journal has what was done: before a client may rely on it.
+
+        stream  has no reader yet: if this is cancelled, none will come
+        """
+        if self.engine.journal is None or (stream is not None and not stream.is_durable):
+            return
+        try:
+            await self.engine.journal.recorded()
+        except BaseException:
+            if stream is not None:
+                stream.miss()
+            raise
+
     def record(self, prepared: Prepared[B], streams: Sequence[TokenStream]) -> None:
         """Follow a request that was just submitted, for metrics, log and traces."""
         trace = Headers(scope=prepared.scope).get("traceparent") if self._tracer else None
         transport = prepared.reading.transport
+        self.follow(
+            RequestInfo(prepared.operation, transport, prepared.model, prepared.tenant, trace),
+            streams,
+        )
+
+    def follow(self, info: RequestInfo, streams: Sequence[TokenStream]) -> None:
+        """The same, for a request that came back after a restart."""
         Record(
             streams,
-            RequestInfo(prepared.operation, transport, prepared.model, prepared.tenant, trace),
+            info,
             self.metrics,
             tracer=self._tracer,
             prompts=self._prompt_text if self.config.log_prompts else None,

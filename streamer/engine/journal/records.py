@@ -14,8 +14,8 @@ from zlib import crc32
 import msgspec
 
 from streamer.core.plan import Finish, Notice, TokenLogprob
+from streamer.engine.progress import Timing
 from streamer.engine.requests import GenerateRequest
-from streamer.engine.stream import Timing
 
 CHECK_BYTES: Final = 4
 _encoder = msgspec.msgpack.Encoder()
@@ -168,11 +168,11 @@ class Tail:
             self.ended = self.ended or part.ended
 
 
-def add_step(drawn: dict[str, Tail], step: Step, number: int) -> None:
-    """Give every request in `drawn` what Step `number`, read in order, has of it."""
+def add_step(tails: dict[str, Tail], step: Step, number: int) -> None:
+    """Give every request in `tails` what Step `number`, read in order, has of it."""
 
     def find(request_id: str) -> Tail | None:
-        each = drawn.get(request_id)
+        each = tails.get(request_id)
         return None if each is None or each.is_broken or number < each.covered else each
 
     for i, request_id in enumerate(step.request_ids):
@@ -196,7 +196,7 @@ class Saved(NamedTuple):
     """
 
     accepted: Accepted
-    drawn: Tail
+    tail: Tail
     tries: int = 0
     tried_at: int = 0
 
@@ -207,9 +207,9 @@ class Saved(NamedTuple):
     @property
     def is_finished(self) -> bool:
         """Whether nothing more will be drawn."""
-        ended = self.drawn.ended
+        ended = self.tail.ended
         has_error = ended is not None and ended.error is not None
-        return has_error or len(self.drawn.finishes) == len(self.drawn.starts)
+        return has_error or len(self.tail.finishes) == len(self.tail.starts)
 
 
 def pack(record: msgspec.Struct, name: str = "") -> bytes:

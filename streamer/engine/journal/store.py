@@ -36,7 +36,7 @@ VERSION: Final = 1
 APPLICATION: Final = 0x5374726D  # "Strm"
 WAL_BYTES: Final = 16 << 20  # what the log keeps of its size when it is written back
 SCHEMA: Final = """
-CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT);
+CREATE TABLE about (name TEXT PRIMARY KEY, value BLOB);
 CREATE TABLE requests (id TEXT PRIMARY KEY, data BLOB, tries INTEGER, tokens INTEGER);
 CREATE TABLE parts (id TEXT, number INTEGER, data BLOB);
 CREATE INDEX parts_by_id ON parts (id);
@@ -117,13 +117,14 @@ class Store:
                 db.execute(statement)
             db.execute(f"PRAGMA application_id = {APPLICATION}")
             db.execute(f"PRAGMA user_version = {VERSION}")
-            db.execute("INSERT INTO about VALUES ('epoch', ?)", (secrets.token_hex(8),))
+            epoch = bytes.fromhex(self.epoch) if self.epoch else secrets.token_bytes(8)
+            db.execute("INSERT INTO about VALUES ('epoch', ?)", (epoch,))
         db.execute("COMMIT")
         db.execute("PRAGMA journal_mode = WAL")
         db.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
         db.execute("PRAGMA secure_delete = ON")  # what was deleted is overwritten
-        (found,) = db.execute("SELECT value FROM about WHERE name = 'epoch'").fetchone()
-        self.epoch = str(found)
+        found = db.execute("SELECT hex(value) FROM about WHERE name = 'epoch'").fetchone()
+        self.epoch = found[0].lower() if found else secrets.token_hex(8)
 
     def _set_aside(self, why: str) -> None:
         """Rename the file, so that the next one begins empty, and say so."""
@@ -152,32 +153,32 @@ class Store:
             if accepted is None:
                 self._is_damaged = True
                 continue
-            drawn = Tail(accepted.request.params.n)
-            found[name] = Saved(accepted, drawn, int(tries or 0), int(tokens or 0))
+            tail = Tail(accepted.request.params.n)
+            found[name] = Saved(accepted, tail, int(tries or 0), int(tokens or 0))
         for name, number, data in self._rows("SELECT * FROM parts ORDER BY rowid"):
             part, saved = unpack(data, _PART, f"{name} {number}"), found.get(name)
             self._number = max(self._number, int(number))
             self._is_damaged |= part is None
-            if saved is not None and not saved.drawn.is_broken:
-                if part is None or len(part.starts) != len(saved.drawn.starts):
-                    saved.drawn.is_broken = True
+            if saved is not None and not saved.tail.is_broken:
+                if part is None or len(part.starts) != len(saved.tail.starts):
+                    saved.tail.is_broken = True
                 else:
-                    saved.drawn.add_part(part, int(number))
-        self._read_steps({name: saved.drawn for name, saved in found.items()})
+                    saved.tail.add_part(part, int(number))
+        self._read_steps({name: saved.tail for name, saved in found.items()})
         if self._is_damaged or not self._is_sound():
             self._renew(list(found.values()))
         else:
             self._settle(list(found.values()))
         return sorted(found.values(), key=lambda saved: saved.accepted.created)
 
-    def _read_steps(self, drawn: dict[str, Tail]) -> None:
+    def _read_steps(self, tails: dict[str, Tail]) -> None:
         for number, data in self._rows("SELECT * FROM steps ORDER BY number"):
             step = unpack(data, _STEP, str(number))
             self._number = max(self._number, int(number))
             if step is None:
                 self._is_damaged = True  # later steps have gaps where this one is missing
             else:
-                add_step(drawn, step, int(number))
+                add_step(tails, step, int(number))
 
     def _rows(self, query: str) -> Iterator[tuple[Any, ...]]:
         """The rows of a query, up to the first that can't be read."""
@@ -197,23 +198,21 @@ class Store:
         """Move the tokens of all steps to their requests."""
         self.begin(is_durable=True)
         for each in saved:
-            if each.drawn.ended is None:
+            if each.tail.ended is None:
                 self._db.execute("DELETE FROM parts WHERE id = ?", (each.request_id,))
-                self.add_part(each.request_id, each.drawn.part())
+                self.add_part(each.request_id, each.tail.part())
         self.drop_steps()
         self.commit()
 
     def _renew(self, saved: list[Saved]) -> None:
         """Set the damaged file aside; what was read of it begins the new one."""
-        epoch = self.epoch
         self.close()
         self._set_aside(f"is damaged, {len(saved)} responses of it could be read")
         self._db = self._connect()
         self.begin(is_durable=True)
-        self._db.execute("UPDATE about SET value = ? WHERE name = 'epoch'", (epoch,))
         for each in saved:
             self.add_request(each.accepted)
-            self.add_part(each.request_id, each.drawn.part())
+            self.add_part(each.request_id, each.tail.part())
         self.commit()
 
     # ------------------------------------------------------------ writing

@@ -21,7 +21,7 @@ from typing import Final, Protocol
 
 from msgspec.structs import replace
 
-from streamer.core.plan import NoticeKind, StepOutput
+from streamer.core.plan import Finish, NoticeKind, StepOutput
 from streamer.engine.journal.records import Accepted, Ended, Saved, Step, Tail
 from streamer.engine.journal.store import Store
 from streamer.engine.requests import GenerateRequest
@@ -80,6 +80,7 @@ class Journal:
         self._queue: SimpleQueue[_Item] = SimpleQueue()
         self._waiting: set[asyncio.Future[None]] = set()
         self._is_sealed = False
+        self._known = {each.request_id for each in saved}  # ids that the journal has
         # of the thread
         self._live: dict[str, Tail] = {}
         self._num_steps = 0
@@ -101,10 +102,12 @@ class Journal:
 
     def accept(self, request: GenerateRequest, created: float) -> None:
         """A request was taken."""
+        self._known.add(request.request_id)
         self._put(partial(self._accept, request, created))
 
     def restore(self, request_id: str, starts: list[int], tries: int) -> None:
         """A request goes on with token number `starts` of each choice."""
+        self._known.add(request_id)
         self._put(partial(self._restore, request_id, starts, tries))
 
     def step(self, output: StepOutput) -> None:
@@ -116,11 +119,14 @@ class Journal:
         """A stream has ended, and is kept."""
         error = None if stream.error is None else stream.error.message
         ended = Ended(time.time(), stream.timing, error)
-        self._put(partial(self._end, stream.request_id, ended))
+        finishes = {f.choice: f for f in stream.finishes if f is not None}
+        self._put(partial(self._end, stream.request_id, ended, finishes))
 
     def forget(self, request_id: str) -> None:
-        """A request is not kept any more."""
-        self._put(partial(self._forget, request_id))
+        """A request is not kept any more; unknown ids are ignored."""
+        if request_id in self._known:
+            self._known.discard(request_id)
+            self._put(partial(self._forget, request_id))
 
     def seal(self) -> None:
         """Write nothing that happens from here on: what runs goes on at the next start."""
@@ -144,6 +150,7 @@ class Journal:
     async def close(self) -> None:
         """Write what was handed over, and let go of the file; a disk that hangs is left behind."""
         self._is_sealed = True
+        self._queue.put(self._calm)
         self._queue.put(None)
         deadline = self._loop.time() + WAIT_S
         while self._thread.is_alive() and self._loop.time() < deadline:
@@ -204,16 +211,16 @@ class Journal:
         self._live[request.request_id] = Tail(request.params.n)
 
     def _restore(self, request_id: str, starts: list[int], tries: int) -> None:
-        drawn = self._live[request_id] = Tail(len(starts))
-        drawn.restart(starts)
+        tail = self._live[request_id] = Tail(len(starts))
+        tail.restart(starts)
         self._store.tried(request_id, tries, sum(starts))
 
     def _step(self, output: StepOutput) -> None:
         live, logprobs = self._live, output.logprobs
         step = Step([], [], [], [], {}, {}, [], [])
         for i, request_id in enumerate(output.request_ids):
-            drawn = live.get(request_id)
-            if drawn is None:
+            tail = live.get(request_id)
+            if tail is None:
                 continue
             choice, token = output.choices[i], output.tokens[i]
             logprob = logprobs.get(i) if logprobs else None
@@ -221,7 +228,7 @@ class Journal:
                 step.logprobs[len(step.tokens)] = logprob
             step.request_ids.append(request_id)
             step.choices.append(choice)
-            step.indexes.append(drawn.push(choice, token, logprob))
+            step.indexes.append(tail.push(choice, token, logprob))
             step.tokens.append(token)
         if output.finishes or output.notices or output.prompt_logprobs:
             self._rest_of_step(output, step)
@@ -238,30 +245,36 @@ class Journal:
                 step.prompt_logprobs[request_id] = found
                 live[request_id].prompt_logprobs += found
         for finish in output.finishes:
-            if (drawn := live.get(finish.request_id)) is not None:
+            if (tail := live.get(finish.request_id)) is not None:
                 step.finishes.append(finish)
-                drawn.finishes[finish.choice] = finish
+                tail.finishes[finish.choice] = finish
         for notice in output.notices:
-            drawn = live.get(notice.request_id)
-            if notice.kind is NoticeKind.RUNNING and drawn is not None and drawn.began is None:
+            tail = live.get(notice.request_id)
+            if notice.kind is NoticeKind.RUNNING and tail is not None and tail.began is None:
                 step.began.append(notice)
-                drawn.began = notice
+                tail.began = notice
 
     def _move(self) -> None:
         """Move the tokens of all steps to their requests."""
-        for request_id, drawn in self._live.items():
-            if not drawn.is_empty:
-                self._store.add_part(request_id, drawn.part())
-                drawn.go_on()
+        for request_id, tail in self._live.items():
+            if not tail.is_empty:
+                self._store.add_part(request_id, tail.part())
+                tail.go_on()
         self._store.drop_steps()
         self._num_steps = 0
 
-    def _end(self, request_id: str, ended: Ended) -> None:
-        drawn = self._live.pop(request_id, None)
-        if drawn is not None:
-            self._store.add_part(request_id, drawn.part(ended))
+    def _end(self, request_id: str, ended: Ended, finishes: dict[int, Finish]) -> None:
+        tail = self._live.pop(request_id, None)
+        if tail is not None:
+            tail.finishes = finishes  # with the details that the loop gave them
+            self._store.add_part(request_id, tail.part(ended))
             if not self._live and self._num_steps:
                 self._move()
+
+    def _calm(self) -> None:
+        """The process ends in order: no request is to blame."""
+        for request_id, tail in self._live.items():
+            self._store.tried(request_id, 0, tail.num_tokens)
 
     def _forget(self, request_id: str) -> None:
         self._live.pop(request_id, None)

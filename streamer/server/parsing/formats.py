@@ -40,7 +40,7 @@ class Parameters(msgspec.Struct, frozen=True):
     is_on_own_line: bool = False
 
 
-class Calls(msgspec.Struct, frozen=True):
+class Calls(msgspec.Struct, frozen=True, tag=True):
     """How a call is written, between `open` and `close`.
 
     body       object: JSON with name and arguments, or a list of such; arguments: the name, then
@@ -70,7 +70,7 @@ class Calls(msgspec.Struct, frozen=True):
         return (self.open,) if self.section is None else (self.section[0], self.open)
 
 
-class Channels(msgspec.Struct, frozen=True):
+class Channels(msgspec.Struct, frozen=True, tag=True):
     """The whole answer is messages with a header each, which says what they are (Harmony)."""
 
     start: str = "<|start|>"

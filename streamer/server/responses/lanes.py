@@ -23,7 +23,7 @@ from starlette.types import Scope
 
 from streamer.core.plan import Notice
 from streamer.engine.log import Delta, deltas_of
-from streamer.engine.refusals import STEERED
+from streamer.engine.refusals import RESTART, STEERED
 from streamer.engine.stream import TokenStream
 from streamer.errors import InvalidRequest, NotFound, RateLimited, StreamerError
 from streamer.server.context import Context, context_of
@@ -381,6 +381,8 @@ class Lanes:
             cursor = events.tokens_at(after)
             await follow([stream], write, readers=[attached.reader], after=cursor)
         except StreamerError as e:
+            if e.code == RESTART:
+                return  # the socket is closed at once, and its client resumes on another
             if stream.error is None:
                 await self._send(error_event(e, lane))
             for event in events.failed(e) if stream.error is not None else ():

@@ -55,6 +55,7 @@ async def respond(
         prepared, turn.prompt, response_id, context=context, share_with=turn.share_with
     )
     service.record(prepared, [stream])
+    await service.recorded(stream)
     return stream
 
 

@@ -179,12 +179,14 @@ class ResponseRoutes:
             with contextlib.suppress(TimeoutError, StreamerError):
                 async with asyncio.timeout(CANCEL_S):
                     await stream.wait()
+            await self._service.recorded()
         return await self._whole(request, stream)
 
     async def delete(self, request: Request) -> ASGIApp:
         """DELETE /v1/responses/{id}: a live one is cancelled first."""
         stream = self._find(request)
         self._service.engine.forget(stream.request_id)
+        await self._service.recorded()
         return _json(encode(Deleted(stream.request_id)), stream)
 
     async def input_items(self, request: Request) -> ASGIApp:

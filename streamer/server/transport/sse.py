@@ -20,12 +20,13 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from streamer.engine.log import Delta, deltas_of
+from streamer.engine.refusals import RESTART
 from streamer.errors import StreamerError
 from streamer.server.transport.follow import Work, follow
 from streamer.server.transport.frames import SPLIT, Framing, num_entries, portions
 from streamer.server.transport.loop_turn import WRITE_PART
 from streamer.server.transport.pace import LARGE
-from streamer.server.transport.stuck import StuckWatch
+from streamer.server.transport.stuck import ABORT, StuckWatch
 
 if TYPE_CHECKING:
     from streamer.core.plan import Notice
@@ -189,6 +190,9 @@ class EventStream:
         try:
             await follow(self._streams, self._put_news, readers=self._readers, after=self._after)
         except StreamerError as e:
+            if e.code == RESTART:  # no end: the client is to come back
+                self._scope.get("extensions", {}).get(ABORT, lambda: None)()
+                return b""
             return self._answer.error(e)
         except Exception:
             log.exception("a stream failed")

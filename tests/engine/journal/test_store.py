@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import sqlite3
@@ -52,10 +53,10 @@ def test_what_was_written_is_read_back_also_a_second_time(tmp_path: Path) -> Non
     for _ in range(2):  # the first read moved the steps into parts
         a, b = read_journal(tmp_path)
         assert (a.accepted, b.accepted) == (accepted("a"), accepted("b", n=2))
-        assert a.drawn.tokens == [[100, 101, 102, 103, 104, 105]]
-        assert b.drawn.tokens == [[], [200, 201, 202, 203, 204, 205, 206]]
-        assert a.drawn.logprobs[0][3] == TokenLogprob(103, -0.5, ((1, -0.25),))
-        assert b.drawn.finishes[1].stop == "x"
+        assert a.tail.tokens == [[100, 101, 102, 103, 104, 105]]
+        assert b.tail.tokens == [[], [200, 201, 202, 203, 204, 205, 206]]
+        assert a.tail.logprobs[0][3] == TokenLogprob(103, -0.5, ((1, -0.25),))
+        assert b.tail.finishes[1].stop == "x"
         assert not a.is_finished
 
 
@@ -66,9 +67,9 @@ def test_a_token_after_a_missing_one_is_left_out(tmp_path: Path) -> None:
     db.commit()
     db.close()
     a, b = read_journal(tmp_path)
-    assert a.drawn.tokens == [[100, 101, 102]]
-    assert b.drawn.tokens[1] == [200, 201, 202]
-    assert not b.drawn.finishes
+    assert a.tail.tokens == [[100, 101, 102]]
+    assert b.tail.tokens[1] == [200, 201, 202]
+    assert not b.tail.finishes
 
 
 def test_only_the_owner_may_read_the_files(tmp_path: Path) -> None:
@@ -146,7 +147,7 @@ def test_altered_bytes_lose_records_but_alter_none(tmp_path: Path) -> None:
     fill(tmp_path / "whole", num_steps=40)
     read_journal(tmp_path / "whole")
     fill(tmp_path / "steps", num_steps=40)
-    wanted = {name: [t[:] for t in saved.drawn.tokens] for name, saved in _read(tmp_path / "whole")}
+    wanted = {name: [t[:] for t in saved.tail.tokens] for name, saved in _read(tmp_path / "whole")}
     chance = random.Random(5)
     num_read = num_redrawn = 0
     for i in range(60):
@@ -156,18 +157,16 @@ def test_altered_bytes_lose_records_but_alter_none(tmp_path: Path) -> None:
         folder = tmp_path / str(i)
         folder.mkdir()
         (folder / FILE).write_bytes(data)
-        try:
+        found = []
+        with contextlib.suppress(ConfigError):  # it may look like another program's file
             found = _read(folder)
-        except ConfigError as e:
-            assert str(folder) in e.message
-            continue
+            assert [name for name, _ in _read(folder)] == [name for name, _ in found]
         for name, saved in found:
             num_read += 1
             assert saved.accepted == accepted(name, n=len(wanted[name]))
-            for tokens, whole in zip(saved.drawn.tokens, wanted[name], strict=True):
+            for tokens, whole in zip(saved.tail.tokens, wanted[name], strict=True):
                 assert tokens == whole[: len(tokens)]
                 num_redrawn += len(tokens) < len(whole)
-        assert [name for name, _ in _read(folder)] == [name for name, _ in found]
         os.unlink(folder / FILE)
     assert num_read > 30
     assert num_redrawn

@@ -1,0 +1,204 @@
+"""A journal beside an engine: requests go on in another engine, as if there had been only one."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamer.engine.engine import AsyncEngine
+from streamer.engine.journal.store import FILE
+from streamer.engine.journal.writer import read_journal
+from streamer.engine.stream import TokenStream
+from streamer.errors import ConfigError, StreamerError
+from tests.engine.helpers import DEADLINE_S, GatedEngine, make_engine, request
+
+
+def durable(name: str, **fields: Any) -> Any:
+    return request(request_id=name, is_durable=True, detach_s=None, **fields)
+
+
+async def end_of(stream: TokenStream) -> tuple[Any, ...]:
+    async with asyncio.timeout(DEADLINE_S):
+        await stream.wait()
+    n = stream.params.n
+    return tuple((stream.token_ids(c), stream.text(c), stream.logprobs(c)) for c in range(n))
+
+
+async def until(stream: TokenStream, num_tokens: int) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        async for _ in stream.read():
+            if stream.num_output_tokens >= num_tokens:
+                return
+
+
+async def lost(engine: AsyncEngine) -> None:
+    """The engine as a killed process leaves it: what was handed over is written, and no more."""
+    assert engine.journal is not None
+    await engine.journal.recorded()
+    engine.journal.seal()
+    await engine.aclose()
+
+
+@pytest.mark.parametrize("at", [0, 1, 7])
+async def test_what_ran_goes_on_and_what_had_ended_is_kept(tmp_path: Path, at: int) -> None:
+    plain = {"max_tokens": 24, "temperature": 1.0, "logprobs": 2, "seed": 11, "n": 2}
+    async with make_engine() as alone:
+        whole = await end_of(alone.submit(durable("a", **plain)))
+    gated = GatedEngine(journal=str(tmp_path))
+    first = gated.engine
+    await first.start()
+    ended = first.submit(durable("ended", max_tokens=3))
+    gated.gate.allow(4)
+    before = await end_of(ended)
+    running = first.submit(durable("a", **plain))
+    first.submit(durable("gone", **plain))
+    unstored = first.submit(durable("unstored", is_stored=False, max_tokens=5))
+    other = first.submit(request(request_id="other", detach_s=None))
+    gated.gate.allow(at + 1)
+    if at:
+        await until(running, 2 * at)
+    if at > 2:
+        assert unstored.is_finished
+    first.forget("gone")
+    assert not other.is_durable
+    await lost_while_gated(gated)
+    created, timing = running.created, ended.timing
+    async with make_engine(journal=str(tmp_path)) as second:
+        stream, kept = second.get("a"), second.get("ended")
+        assert stream is not None
+        assert kept is not None
+        assert second.get("gone") is second.get("other") is None
+        assert (second.get("unstored") is None) == (at > 2)
+        assert stream.num_output_tokens >= 2 * at
+        assert stream.created == created
+        assert await end_of(stream) == whole
+        assert await end_of(kept) == before
+        assert kept.timing.total_s == pytest.approx(timing.total_s, abs=1e-6)
+        finishes = stream.finishes
+    async with make_engine(journal=str(tmp_path)) as third:  # now it has ended
+        stream = third.get("a")
+        assert stream is not None
+        assert stream.finishes == finishes
+        assert await end_of(stream) == whole
+
+
+async def test_a_reader_ahead_of_the_journal_gets_what_follows(tmp_path: Path) -> None:
+    """What it has seen is drawn again, and left out for it."""
+    async with make_engine() as alone:
+        ((whole, _, _),) = await end_of(alone.submit(durable("a", max_tokens=30)))
+    gated = GatedEngine(journal=str(tmp_path))
+    await gated.engine.start()
+    stream = gated.engine.submit(durable("a", max_tokens=30))
+    gated.gate.allow(5)
+    await until(stream, 4)
+    await lost_while_gated(gated)
+    async with make_engine(journal=str(tmp_path), tokens_per_s=200.0) as second:
+        again = second.get("a")
+        assert again is not None
+        assert 3 < again.num_output_tokens < 20
+        seen = [d.token_ids async for items in again.read(20) for d in items if hasattr(d, "start")]
+        assert sum(seen, ()) == whole[20:]
+
+
+async def lost_while_gated(gated: GatedEngine) -> None:
+    journal = gated.engine.journal
+    assert journal is not None
+    await journal.recorded()
+    journal.seal()
+    gated.gate.open()
+    await gated.engine.aclose()
+
+
+async def test_many_steps_are_moved_to_their_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamer.engine.journal.writer.MAX_STEPS", 5)
+    async with make_engine(journal=str(tmp_path), tokens_per_s=2000.0) as engine:
+        stream = engine.submit(durable("a", max_tokens=40, logprobs=1))
+        await until(stream, 23)
+        await lost(engine)
+    (saved,) = read_journal(tmp_path)
+    assert len(saved.tail.tokens[0]) >= 23
+    assert saved.tail.tokens[0] == list(stream.token_ids()[: len(saved.tail.tokens[0])])
+    assert len(saved.tail.logprobs[0]) == len(saved.tail.tokens[0])
+
+
+async def test_a_drain_keeps_what_has_not_finished_for_the_next_start(tmp_path: Path) -> None:
+    async with make_engine(journal=str(tmp_path), tokens_per_s=100.0) as engine:
+        stream = engine.submit(durable("a", max_tokens=60))
+        other = engine.submit(request(max_tokens=60, detach_s=None))
+        await until(stream, 3)
+        await engine.drain(0.05)
+        assert stream.error is not None
+        assert stream.error.code == "server_restart"
+        assert [f and f.detail for f in other.finishes] == ["server_shutdown"]
+    async with make_engine(journal=str(tmp_path)) as second:
+        again = second.get("a")
+        assert again is not None
+        ((tokens, _, _),) = await end_of(again)
+        assert len(tokens) == 60
+
+
+async def test_a_disk_that_fails_costs_the_journal_and_no_stream(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with make_engine(journal=str(tmp_path), tokens_per_s=500.0) as engine:
+        assert engine.journal is not None
+        stream = engine.submit(durable("a", max_tokens=50))
+        await until(stream, 2)
+
+        def full(*_: object) -> None:
+            raise sqlite3.OperationalError("database or disk is full")
+
+        engine.journal._store.commit = full  # type: ignore[method-assign]
+        await engine.journal.recorded()
+        assert engine.journal.failure == "database or disk is full"
+        assert len(await end_of(stream)) == 1
+        await engine.journal.recorded()
+        assert len(await end_of(engine.submit(durable("b", max_tokens=5)))) == 1
+    (message,) = [r.getMessage() for r in caplog.records if "has failed" in r.getMessage()]
+    assert str(tmp_path) in message
+
+
+async def test_a_request_that_kills_the_server_again_and_again_is_failed(tmp_path: Path) -> None:
+    for _ in range(6):
+        gated = GatedEngine(journal=str(tmp_path))
+        await gated.engine.start()
+        stream = gated.engine.get("a") or gated.engine.submit(durable("a"))
+        assert gated.engine.journal is not None
+        await gated.engine.journal.recorded()
+        gated.engine.journal._calm = lambda: None  # type: ignore[method-assign]  # no orderly end
+        assert not stream.is_finished
+        await lost_while_gated(gated)
+    for _ in range(2):
+        async with make_engine(journal=str(tmp_path)) as engine:
+            again = engine.get("a")
+            assert again is not None
+            (finish,) = again.finishes
+            assert finish is not None
+            assert "killed 5 times" in (finish.detail or "")
+
+
+async def test_two_engines_on_one_journal(tmp_path: Path) -> None:
+    async with make_engine(journal=str(tmp_path)):
+        second = make_engine(journal=str(tmp_path))
+        with pytest.raises(ConfigError, match="another server uses"):
+            await second.start()
+        with pytest.raises(StreamerError):
+            await second.start()
+    async with make_engine(journal=str(tmp_path)) as third:
+        assert third.is_ready
+    assert (tmp_path / FILE).exists()
+
+
+async def test_the_epoch_is_as_old_as_the_journal(tmp_path: Path) -> None:
+    epochs = set()
+    for _ in range(2):
+        async with make_engine(journal=str(tmp_path)) as engine:
+            assert engine.journal is not None
+            epochs.add(engine.journal.epoch)
+    assert len(epochs) == 1
