@@ -44,7 +44,10 @@ class Contexts:
         """Called on the journal's thread; a Context is frozen."""
         if not isinstance(context, Context):
             raise TypeError(f"{type(context).__name__} is no Context")
-        return _encode(StoredContext(replace(context, body=None), _encode(context.body)))
+        body = context.body
+        if isinstance(body, ChatRequest):
+            body = replace(body, messages=[])  # which only its prompt was made of
+        return _encode(StoredContext(replace(context, body=None), _encode(body)))
 
     def decode(self, data: bytes) -> Context:
         """The Context; a msgspec error for another version's."""

@@ -1,0 +1,99 @@
+"""A server in a process of its own that is killed, and started again in the same place."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+START_S = 60.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Killable:
+    """One server at a time, always on the same port and with the same settings."""
+
+    def __init__(self, log: Path, **settings: Any) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        self.pid = 0
+        flags = {"host": "127.0.0.1", "port": self.port, "load_progress": False, **settings}
+        self._command = ["serve"]
+        for name, value in flags.items():
+            flag = name.replace("_", "-")
+            if isinstance(value, bool):
+                self._command.append(f"--{flag}" if value else f"--no-{flag}")
+            elif value is not None:
+                self._command += [f"--{flag}", str(value)]
+        self._forker: subprocess.Popen[str]
+
+    def __enter__(self) -> Killable:
+        with self.log.open("a") as log:
+            self._forker = subprocess.Popen(
+                [sys.executable, "-m", "tests.chaos.forker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                cwd=ROOT,
+            )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.signal(signal.SIGKILL)
+        self._forker.stdin.close()  # type: ignore[union-attr]
+        self._forker.wait(START_S)
+        self._forker.stdout.close()  # type: ignore[union-attr]
+
+    def start(self) -> None:
+        """Begin a start, once the process before it has ended."""
+        pipe, answer = self._forker.stdin, self._forker.stdout
+        if pipe is None or answer is None:
+            raise RuntimeError("it was not entered")
+        pipe.write(json.dumps(self._command) + "\n")
+        pipe.flush()
+        self.pid = int(answer.readline())
+
+    def signal(self, number: int) -> None:
+        """Send the running process a signal, if there is one."""
+        if self.pid:
+            os.kill(self.pid, number)
+            if number == signal.SIGKILL:
+                self.pid = 0
+
+    async def ready(self) -> None:
+        """Wait until requests are taken."""
+        async with httpx.AsyncClient() as client, asyncio.timeout(START_S):
+            while True:
+                try:
+                    if (await client.get(self.url + "/ready")).status_code == 200:
+                        return
+                except httpx.HTTPError:
+                    pass
+                await asyncio.sleep(0.02)
+
+    def lines(self) -> str:
+        """Its log."""
+        return self.log.read_text()

@@ -1,0 +1,166 @@
+"""A server that is killed at random moments, and started again: no accepted answer notices.
+
+The same requests are made of a server that nothing disturbs; then of one that is killed over and
+over while its clients read. Nothing may be lost, repeated or altered. `STREAMER_KILLS` is the
+number of moments (`make chaos` sets 100).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.chaos.clients import (
+    Server,
+    chat,
+    prompt,
+    response_by_socket,
+    response_by_sse,
+    response_in_background,
+    scrubbed,
+)
+from tests.chaos.killable import Killable
+
+NUM_KILLS = int(os.environ.get("STREAMER_KILLS", "5"))
+NUM_MIXES = 3
+ROUND_S = 120.0
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "parts": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["name", "parts"],
+    "additionalProperties": False,
+}
+LOGPROBS = "message.output_text.logprobs"
+
+Ask = Callable[[Server], Awaitable[Any]]
+
+
+def responses(seed: int) -> dict[str, dict[str, Any]]:
+    """Bodies of responses, each with something that must go on as it was."""
+    chance = random.Random(seed)
+    base = {"model": "streamer-demo", "max_output_tokens": 90, "ignore_eos": True}
+
+    def body(**more: Any) -> dict[str, Any]:
+        return {**base, "input": prompt(chance), "seed": chance.randrange(1 << 40), **more}
+
+    text = {"format": {"type": "json_schema", "name": "thing", "schema": SCHEMA}}
+    return {
+        "greedy": body(temperature=0),
+        "sampled": body(temperature=1.0, top_p=0.95, top_k=40),
+        "ids": body(temperature=0.9, return_token_ids=True),
+        "penalties": body(temperature=0.8, frequency_penalty=0.7, presence_penalty=0.4),
+        "stop": body(temperature=0.9, stop=["ing t", "zzz", "e s"], min_tokens=40),
+        "minimum": body(temperature=1.0, ignore_eos=False, min_tokens=60),
+        "logprobs": body(temperature=0.7, top_logprobs=3, include=[LOGPROBS]),
+        "schema": body(temperature=1.0, text=text, ignore_eos=False),
+        "repeats": body(temperature=0, input="Repeat: one two three four. " * 8),
+    }
+
+
+def asks(seed: int) -> dict[str, Ask]:
+    """The mix: every body over some transport, chats, beams, conversations."""
+    found: dict[str, Ask] = {}
+
+    def add(name: str, ask: Ask) -> None:
+        found[name] = ask
+
+    for i, (name, body) in enumerate(responses(seed).items()):
+        follow = response_by_socket if (i + seed) % 2 else response_by_sse
+        add(name, lambda server, body=body, follow=follow: _outcome(follow(server, body)))  # type: ignore[misc]
+    chance = random.Random(seed + 1)
+    messages = [{"role": "user", "content": prompt(chance)}]
+    base = {"model": "streamer-demo", "messages": messages, "max_tokens": 70, "seed": seed}
+    add("choices", lambda server: chat(server, {**base, "n": 3, "logprobs": True}))
+    beams = {"use_beam_search": True, "beam_width": 3, "max_tokens": 40}
+    add("beams", lambda server: chat(server, {**base, **beams}))
+    add("background", lambda server: _background(server, seed))
+    add("conversation", lambda server: _conversation(server, seed))
+    return found
+
+
+async def _outcome(events: Awaitable[Any]) -> Any:
+    return (await events).outcome
+
+
+async def _background(server: Server, seed: int) -> Any:
+    body = {"model": "streamer-demo", "input": "Tell a story.", "max_output_tokens": 100}
+    found = await response_in_background(server, {**body, "seed": seed, "temperature": 1.0})
+    return scrubbed(found)
+
+
+async def _conversation(server: Server, seed: int) -> Any:
+    """An answer, one that follows it, and one that forks from it."""
+    base = {"model": "streamer-demo", "max_output_tokens": 40, "seed": seed, "temperature": 0.8}
+    first = await response_by_sse(server, {**base, "input": "Tell a story about a fox."})
+    more = {**base, "previous_response_id": first.id}
+    second = await response_by_socket(server, {**more, "input": "And then?"})
+    fork = {"at": 12, "text": " But"}
+    third = await response_by_sse(server, {**more, "fork": fork})
+    return [first.outcome, second.outcome, third.outcome]
+
+
+async def outcomes(server: Server, mix: dict[str, Ask]) -> dict[str, Any]:
+    async with asyncio.timeout(ROUND_S):
+        found = await asyncio.gather(*(ask(server) for ask in mix.values()))
+    return dict(zip(mix, found, strict=True))
+
+
+class Kills:
+    """Kills the server whenever its clients have read a random number of events more."""
+
+    def __init__(self, process: Killable, server: Server, chance: random.Random) -> None:
+        self.num_done = 0
+        self._process, self._server, self._chance = process, server, chance
+
+    async def go_on(self, num_kills: int) -> None:
+        server = self._server
+        while self.num_done < num_kills:
+            at = server.num_read + self._chance.randrange(1, 400)
+            while server.num_read < at:
+                server.more.clear()
+                await server.more.wait()
+            self._process.signal(signal.SIGKILL)
+            self.num_done += 1
+            self._process.start()
+            await self._process.ready()
+
+
+async def test_a_killed_server_loses_repeats_and_alters_no_answer(tmp_path: Path) -> None:
+    chance = random.Random(20261122)
+    settings = {"model": None, "dtype": "float32", "num_gpu_blocks_override": 320}
+    settings |= {"speculative_config": '{"method": "suffix"}', "journal": str(tmp_path / "j")}
+    settings |= {"max_wait_s": 0.0}
+    with Killable(tmp_path / "log", **settings) as process:
+        process.start()
+        await process.ready()
+        server = Server(process.url, process.ready)
+        wanted: dict[int, dict[str, Any]] = {}
+        kills = Kills(process, server, chance)
+        num_answers = num_rounds = 0
+        while kills.num_done < NUM_KILLS:
+            seed = num_rounds % NUM_MIXES
+            num_rounds += 1
+            if seed not in wanted:
+                wanted[seed] = await outcomes(server, asks(seed))
+            killing = asyncio.create_task(kills.go_on(NUM_KILLS))
+            found = await outcomes(server, asks(seed))
+            killing.cancel()
+            await asyncio.gather(killing, return_exceptions=True)
+            await process.ready()
+            for name, outcome in found.items():
+                assert outcome == wanted[seed][name], name
+            num_answers += len(found)
+        async with httpx.AsyncClient(base_url=process.url) as client:
+            assert (await client.get("/health")).status_code == 200
+    assert server.num_resumed > NUM_KILLS
+    print(f"{kills.num_done} kills, {num_answers} answers, {server.num_resumed} resumed")
