@@ -6,6 +6,7 @@ has the same context, body and parsing that it had.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -18,7 +19,6 @@ from streamer.server.telemetry.records import Operation, RequestInfo
 
 if TYPE_CHECKING:
     from streamer.engine.stream import TokenStream
-    from streamer.server.service import Service
 
 BODIES: Final = {"response": ResponseCreate, "chat": ChatRequest}
 
@@ -35,10 +35,13 @@ _decode = msgspec.msgpack.Decoder(StoredContext).decode
 
 
 class Contexts:
-    """The journal's Contexts (engine/journal/writer.py) over one Service."""
+    """The journal's Contexts (engine/journal/writer.py).
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    on_restored  called for each stream that goes on
+    """
+
+    def __init__(self, on_restored: Callable[[RequestInfo, TokenStream], None]) -> None:
+        self._on_restored = on_restored
 
     def encode(self, context: object) -> bytes:
         """Called on the journal's thread; a Context is frozen."""
@@ -56,10 +59,9 @@ class Contexts:
         return replace(stored.context, body=body)
 
     def restored(self, stream: TokenStream) -> None:
-        """Count a stream that came back, as when it was accepted."""
+        """A stream came back."""
         if not stream.is_finished:
             context = context_of(stream)
             operation: Operation = "responses" if context.kind == "response" else "chat"
             info = RequestInfo(operation, "http", context.model, context.tenant)
-            self._service.admission.follow(context.tenant, stream)
-            self._service.follow(info, [stream])
+            self._on_restored(info, stream)

@@ -77,7 +77,7 @@ class Service:
         self._bytes: tuple[bytes, ...] = ()
         self._special: dict[int, bytes] = {}
         self._format: tuple[ModelFormat, frozenset[int]] | None = None
-        engine.contexts = Contexts(self)
+        engine.contexts = Contexts(self._restored)
         find_format("", config.tool_call_parser, config.reasoning_parser)  # refuses unknown names
 
     # ------------------------------------------------------------ state
@@ -397,13 +397,17 @@ class Service:
         """Follow a request that was just submitted, for metrics, log and traces."""
         trace = Headers(scope=prepared.scope).get("traceparent") if self._tracer else None
         transport = prepared.reading.transport
-        self.follow(
+        self._record(
             RequestInfo(prepared.operation, transport, prepared.model, prepared.tenant, trace),
             streams,
         )
 
-    def follow(self, info: RequestInfo, streams: Sequence[TokenStream]) -> None:
-        """The same, for a request that came back after a restart."""
+    def _restored(self, info: RequestInfo, stream: TokenStream) -> None:
+        """Count a stream that came back after a restart, as when it was accepted."""
+        self.admission.follow(info.tenant, stream)
+        self._record(info, [stream])
+
+    def _record(self, info: RequestInfo, streams: Sequence[TokenStream]) -> None:
         Record(
             streams,
             info,
