@@ -35,6 +35,7 @@ LIMITS: Mapping[str, Any] = {
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
+BEFORE = "\n"
 JSON_OBJECT = '{"type":"object"}'
 _NAMES = {
     "json": "the JSON schema",
@@ -73,10 +74,41 @@ class Vocabulary:
         self.special_token_ids = sorted({*special, *end_ids})
         self.special = special
         self._encode = encode
+        self._by_bytes: dict[bytes, int] = {}
+        self._most = 0  # bytes of a token
         self._found: dict[bytes, list[int]] = {}
 
     def __call__(self, text: str) -> list[int]:
-        return self._encode(text)
+        """Tokens of exactly this text: llguidance allows no others where a text must come.
+
+        SentencePiece writes a space before it, except behind another text.
+        """
+        found, wanted = self._encode(text), text.encode()
+        if self._joined(found) == wanted:
+            return found
+        before = self._encode(BEFORE)
+        found = self._encode(BEFORE + text)
+        if found[: len(before)] == before and self._joined(found[len(before) :]) == wanted:
+            return found[len(before) :]
+        return self._longest(wanted)
+
+    def _joined(self, tokens: Sequence[int]) -> bytes:
+        return b"".join(map(self.text, tokens))
+
+    def _longest(self, text: bytes) -> list[int]:
+        """The text as the longest tokens that it begins with, one after the other."""
+        if not self._by_bytes:
+            self._by_bytes = {token: i for i, token in enumerate(self.tokens) if token}
+            self._most = max(map(len, self._by_bytes), default=0)
+        found, at = list[int](), 0
+        while at < len(text):
+            ends = range(min(len(text), at + self._most), at, -1)
+            end = next((e for e in ends if text[at:e] in self._by_bytes), None)
+            if end is None:
+                return found
+            found.append(self._by_bytes[text[at:end]])
+            at = end
+        return found
 
     def text(self, token: int) -> bytes:
         """A token's bytes, special or not; models have tokens that no tokenizer has."""

@@ -70,6 +70,11 @@ class Place:
             return None
         return self._closing[self._num_forced]
 
+    @property
+    def closing(self) -> tuple[int, ...]:
+        """All tokens that must come next."""
+        return () if self.forced is None else self._closing[self._num_forced :]
+
     def crossing(self, tokens: Iterable[int]) -> list[int]:
         """Those of the tokens that would end the reasoning and begin the answer."""
         texts = [(token, self._tail + self._text_of(token)) for token in tokens]

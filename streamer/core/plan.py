@@ -312,6 +312,7 @@ class StepResult(msgspec.Struct, frozen=True):
     prompt_logprobs  row -> one for each of Chunk.score, in order
     failed_chunks    row -> why, for rows that draw nothing and whose chunk was not computed
     proposals  row of Plan.drafts -> the tokens that the runner proposes after its newest one
+    forced  row -> the tokens that a grammar allows alone after its newest one
     candidates  row of a beam, which draws nothing -> the best (token, log probability), best first
     """
 
@@ -323,6 +324,7 @@ class StepResult(msgspec.Struct, frozen=True):
     prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
     failed_chunks: dict[int, str] = {}
     proposals: dict[int, tuple[int, ...]] = {}
+    forced: dict[int, tuple[int, ...]] = {}
     candidates: dict[int, tuple[tuple[int, float], ...]] = {}
 
 

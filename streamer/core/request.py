@@ -73,6 +73,7 @@ class Sequence:
                   a block's or the sequence's last
     found         while it holds no blocks: its published prefix, as last matched
     provisional   tokens that a launched plan verifies; its result, not applied yet, settles them
+    is_forced     its provisional tokens are certain, and no proposal
     num_proposed, num_accepted  provisional tokens verified so far, and those of them drawn
     run_end       known tokens after its latest run, if it keeps all of that
     candidates    of a hypothesis, all its tokens computed: the best next tokens, until all others
@@ -89,6 +90,7 @@ class Sequence:
         "found",
         "hashes",
         "host_blocks",
+        "is_forced",
         "is_unsettled",
         "joined",
         "num_accepted",
@@ -125,6 +127,7 @@ class Sequence:
         self.is_unsettled = False
         self.finish_reason: FinishReason | None = None
         self.provisional: tuple[int, ...] = ()
+        self.is_forced = False  # these are what must follow
         self.num_proposed = 0
         self.num_accepted = 0
         self.run_end = 0

@@ -33,7 +33,7 @@ def apply_result(state: State, plan: Plan, result: StepResult) -> StepOutput:
 
     A choice that ends within its run keeps none of the tokens after that.
     """
-    runs = take(state, plan, result) if state.speculation is not None else []
+    runs = take(state, plan, result) if plan.chunks else []
     prompt_logprobs = prompt_scores(state, result) if result.prompt_logprobs else {}
     if result.candidates:
         hear(state, result.number, result.candidates)
@@ -48,8 +48,8 @@ def apply_result(state: State, plan: Plan, result: StepResult) -> StepOutput:
         fail_row(state, row, reason, num_drawn=int(row not in result.rows))
     for row, reason in result.failed_chunks.items():
         fail_row(state, row, reason, num_drawn=0)
-    if state.speculation is not None:
-        settle(state, state.speculation, runs, result)
+    if runs or result.proposals or result.forced or state.forced:
+        settle(state, runs, result)
     if state.beams_due:
         kept = kept.and_also(advance_beams(state))
     state.report.drawn(len(kept.tokens))

@@ -106,11 +106,7 @@ class Scheduler:
         draft = state.begin(facts)
         self._cover_running(draft)
         preempt_for_head(state, draft)
-        if state.speculation is None:
-            lineup = state.requests.lineup()
-        else:
-            lineup = speculate(state, state.speculation, draft)
-        continue_running(state, lineup, draft)
+        continue_running(state, speculate(state, draft), draft)
         while draft.budget > 0 and (head := state.queue.head()) and admit(state, head, draft):
             pass
         return self._build(draft)

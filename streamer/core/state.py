@@ -289,6 +289,7 @@ class State:
     beams_due             beam searches of which candidates came: hypotheses.py
     speculation           chooses provisional tokens; None: off
     num_unsettled         verifications whose plans are not applied
+    forced                sequence -> number of its known tokens, and what must follow these
     """
 
     def __init__(
@@ -313,6 +314,7 @@ class State:
         self.beams_due: dict[Request, None] = {}
         self.speculation = speculation
         self.num_unsettled = 0
+        self.forced: dict[Sequence, tuple[int, tuple[int, ...]]] = {}
         self.batch: Batch | None = None  # the rows of the latest result
 
     # ------------------------------------------------------------ time

@@ -1,10 +1,12 @@
 """Verification: rows that compute provisional tokens, and what their runs leave behind.
 
-Functions over State and the plan being built, called by scheduler.py and results.py while
-`state.speculation` is set. A row that verifies is unsettled until its plan is applied: plans in
-between leave it idle. It counts one token as computed and one as drawn, as a decode does; `take`
-adds what the run confirms, and `settle` gives back the blocks of the rest. Provisional tokens take
-blocks that neither the queue's head nor a running row lacks, and preempt no request.
+Functions over State and the plan being built, called by scheduler.py and results.py. Provisional
+tokens are what `state.speculation` chooses, and what the runner says must follow (`state.forced`):
+verified like the others, and counted as no proposal. A row that verifies is unsettled until its
+plan is applied: plans in between leave it idle. It counts one token as computed and one as drawn,
+as a decode does; `take` adds what the run confirms, and `settle` gives back the blocks of the rest.
+Provisional tokens take blocks that neither the queue's head nor a running row lacks, and preempt no
+request.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ from streamer.errors import InvariantViolated
 # ---------------------------------------------------------------- schedule
 
 
-def speculate(state: State, speculation: Speculation, draft: Draft) -> list[Sequence]:
+def speculate(state: State, draft: Draft) -> list[Sequence]:
     """Verify what is proposed for the running sequences; returns those still to be scheduled."""
-    lineup = state.requests.lineup()
+    lineup, speculation = state.requests.lineup(), state.speculation
     budget = min(draft.budget - len(lineup), draft.to_score)
-    if not state.num_unsettled and not speculation.may_gain(len(lineup), budget, state.facts):
+    if speculation is not None and not speculation.may_gain(len(lineup), budget, state.facts):
+        speculation = None
+    if not state.num_unsettled and not state.forced and speculation is None:
         return lineup
     known: list[Sequence] = []
     ahead: list[Sequence] = []
@@ -39,15 +43,28 @@ def speculate(state: State, speculation: Speculation, draft: Draft) -> list[Sequ
             (ahead if seq.num_pending else known).append(seq)
         else:
             has_prompts |= not seq.joined or seq.num_tokens - seq.num_computed > 1
-    if ahead:
+    if ahead and speculation is not None:
         done.update(speculation.wait(ahead, state.facts))
     draft.idle += [seq.row for seq in lineup if seq in done and seq.joined]
     if has_prompts:
         budget //= 2  # a prompt need not wait until no row has anything to verify
     if known and budget > 0:
-        chosen = speculation.choose(known, budget, state.facts)
+        chosen = forced_tokens(state, known)
+        if speculation is not None:
+            others = [seq for seq in known if seq not in chosen] if chosen else known
+            chosen |= speculation.choose(others, budget, state.facts)
         done.update(verify_chosen(state, chosen, known, budget, draft))
     return [seq for seq in lineup if seq not in done] if done else lineup
+
+
+def forced_tokens(state: State, known: list[Sequence]) -> dict[Sequence, tuple[int, ...]]:
+    """The next tokens of those of the sequences of which they are certain."""
+    found = {}
+    for seq in known if state.forced else ():
+        num_known, tokens = state.forced.get(seq, (0, ()))
+        if num_known == len(seq.tokens):
+            found[seq] = tokens
+    return found
 
 
 def may_verify(seq: Sequence, draft: Draft) -> bool:
@@ -115,6 +132,7 @@ def verify(state: State, seq: Sequence, tokens: tuple[int, ...], draft: Draft) -
     draft.num_tokens += count
     draft.num_samples += count
     seq.provisional = tokens
+    seq.is_forced = forced_tokens(state, [seq]).get(seq, ())[: len(tokens)] == tokens
     state.num_unsettled += 1
     seq.num_computed += 1
     seq.num_tokens += 1
@@ -171,29 +189,39 @@ def take(state: State, plan: Plan, result: StepResult) -> list[Run]:
                 f"run is {tokens}"
             )
         runs.append(Run(seq, tokens))
-        seq.num_proposed += len(seq.provisional)
+        if not seq.is_forced:
+            seq.num_proposed += len(seq.provisional)
         if tokens:
-            seq.num_accepted += len(tokens) - 1
-            seq.run_end = len(seq.tokens) + len(tokens)
+            if not seq.is_forced:
+                seq.num_accepted += len(tokens) - 1
+                seq.run_end = len(seq.tokens) + len(tokens)
             seq.num_tokens += len(tokens) - 1
             if seq.blocks:
                 seq.num_computed += len(tokens) - 1
     return runs
 
 
-def settle(state: State, speculation: Speculation, runs: list[Run], result: StepResult) -> None:
+def settle(state: State, runs: list[Run], result: StepResult) -> None:
     """After the tokens are known: give back blocks, and report to the speculation."""
-    owners = state.rows.owners
+    owners, speculation = state.rows.owners, state.speculation
     state.num_unsettled -= len(runs)
     for seq, tokens in runs:
         num_proposed, num_accepted = len(seq.provisional), max(0, len(tokens) - 1)
         seq.provisional = ()
-        state.report.verified(num_proposed, num_accepted)
         if seq.blocks:
             state.kv.truncate(seq, state.collected)
-        if seq.joined:
+        if seq.is_forced:
+            seq.is_forced = False
+            continue
+        state.report.verified(num_proposed, num_accepted)
+        if seq.joined and speculation is not None:
             speculation.observe(seq, num_proposed, num_accepted)
     for row, proposal in result.proposals.items():
         owner = owners[row]
-        if owner is not None and owner.joined:
+        if owner is not None and owner.joined and speculation is not None:
             speculation.proposed(owner, proposal)
+    state.forced = {
+        owner: (len(owner.tokens), tokens)
+        for row, tokens in result.forced.items()
+        if (owner := owners[row]) is not None and owner.joined
+    }

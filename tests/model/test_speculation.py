@@ -61,6 +61,7 @@ class Ask(NamedTuple):
 P = SamplingParams
 LETTERS = {"regex": "(ab|ad|b[a-d]|[c-f]{2}|g[a-e]ba)*"}
 SHORT = {"grammar": 'start: "ab" word{3,5} "gc"\nword: "c" /[a-e]/ | "dd" "ee"+ | "fe"'}
+LONG = {"regex": "((ab|cd)bbccdaeefagb){3}"}
 ASKS = [
     Ask(P(temperature=0.0), 40),
     Ask(P(seed=1, temperature=0.9)),
@@ -89,6 +90,7 @@ ASKS = [
     Ask(P(seed=16, structured_outputs=SHORT, logprobs=1), 30, (END,), stage="before"),
     Ask(P(temperature=0.0, thinking_token_budget=0, logprobs=1), 14, (END,), stage="inside"),
     Ask(P(seed=17, structured_outputs=LETTERS), 11, (END,), stage="inside"),
+    Ask(P(seed=18, structured_outputs=LONG, logprobs=2), 22, (END,)),
 ]  # fmt: skip
 
 CLOSING, ENDS = (5, 20), "faga"  # token 5 is "fa", token 20 "ga"
@@ -101,6 +103,7 @@ def reasoning_of(ask: Ask) -> Reasoning | None:
     return Reasoning(ask.stage, "gb", (ENDS,), CLOSING) if ask.stage else None  # type: ignore[arg-type]
 
 
+CONSTRAINED = [i for i, ask in enumerate(ASKS) if ask.params.structured_outputs or ask.stage]
 Key = tuple[int, int]
 
 
@@ -168,14 +171,16 @@ def prompt_of(i: int, answers: dict[Key, Answer]) -> list[int]:
 
 
 def add(
-    engine: SyncEngine, i: int, answers: dict[Key, Answer], outputs: tuple[Drawn, ...] = ()
-) -> None:
+    engine: SyncEngine, i: int, answers: dict[Key, Answer], outputs: tuple[Drawn, ...] = (),
+    *, is_plain: bool = False,
+) -> None:  # fmt: skip
     ask = ASKS[i]
     with_whom = (
         f"r{ask.shares}" if f"r{ask.shares}" in engine.scheduler.state.requests.by_id else None
     )
+    params = msgspec.structs.replace(ask.params, speculation=not is_plain)
     engine.add(
-        f"r{i}", prompt_of(i, answers), 30 + i % 9, ask.params, share_with=with_whom,
+        f"r{i}", prompt_of(i, answers), 30 + i % 9, params, share_with=with_whom,
         stop_ids=frozenset(ask.stop_ids), outputs=outputs, reasoning=reasoning_of(ask),
     )  # fmt: skip
 
@@ -203,6 +208,8 @@ def check_grammar(ask: Ask, answer: Answer) -> None:
     text = b"".join(TOKEN_BYTES[t] for t in tokens if t not in (END, 3)).decode()
     if ask.params.structured_outputs == P(structured_outputs=LETTERS).structured_outputs:
         assert re.fullmatch(LETTERS["regex"] + "g?[a-e]?", text)
+    elif ask.params.structured_outputs == P(structured_outputs=LONG).structured_outputs:
+        assert re.fullmatch(LONG["regex"], text)
     elif ask.params.structured_outputs is not None:
         assert re.fullmatch("ab(c[a-e]|dd(ee)+|fe){3,5}gc", text)
         assert answer.finish.reason is FinishReason.STOP
@@ -216,7 +223,7 @@ def model(request: Any, checkpoint: Any) -> tuple[Path, dict[str, Any], dict[Key
     answers: dict[Key, Answer] = {}
     for i in range(len(ASKS)):
         engine = SyncEngine(folder, **settings, **ROOMY)
-        add(engine, i, answers)
+        add(engine, i, answers, is_plain=True)
         engine.run()
         answers |= answers_of(engine, i)
     for key, answer in answers.items():
@@ -287,6 +294,27 @@ def test_through_preemptions(model: Model, costs: dict[str, float], depth: int) 
     assert (recomputes > 0) or costs is not RECOMPUTE
     assert oracle.num_accepted > 100
     assert oracle.left_unsettled > 0 or depth == 0
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_what_grammars_force_alone(model: Model, depth: int) -> None:
+    """Without a proposer, tokens that must come are verified together: fewer steps, and no count of
+    proposals."""
+    folder, settings, answers = model
+    engine = SyncEngine(folder, depth=depth, costs=RECOMPUTE, **{**settings, **TIGHT})
+    for i in CONSTRAINED:
+        add(engine, i, answers)
+    engine.run()
+    check(engine, answers, CONSTRAINED)
+    assert {finish.proposed_tokens for finish in engine.finishes.values()} == {0}
+    steps = []
+    for is_plain in (True, False):
+        engine = SyncEngine(folder, depth=depth, **settings, **ROOMY)
+        add(engine, CONSTRAINED[-1], answers, is_plain=is_plain)
+        engine.run()
+        check(engine, answers, CONSTRAINED[-1:])
+        steps.append(engine.steps)
+    assert depth or 2 * steps[1] < steps[0]
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -427,7 +427,9 @@ def step_result(
     failed ones and those beyond the ends of runs."""
     found = np.array(drawn.tokens, np.int64)
     if inputs.is_steady and found.min(initial=0) >= 0:
-        return StepResult(number, inputs.rows, tuple(drawn.tokens), drawn.logprobs)
+        return StepResult(
+            number, inputs.rows, tuple(drawn.tokens), drawn.logprobs, forced=drawn.forced
+        )
     order = inputs.at.argsort(kind="stable")
     order = order[found[order] >= 0]
     failed = {
@@ -444,6 +446,7 @@ def step_result(
         logprobs,
         failed,
         prompt_logprobs,
+        forced=drawn.forced,
         candidates={inputs.rows[i]: found for i, found in drawn.candidates.items()},
     )
 

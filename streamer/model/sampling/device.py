@@ -309,7 +309,7 @@ class DeviceSampler:
             own, top = result[count : count + asked], result[count + asked :].view(2, asked, -1)
             ids: list[list[int]] = top[1].long().tolist()
             logprobs = logprobs_by_index(draw.layout, tokens, own.tolist(), top[0].tolist(), ids)
-        return outcome(draw.layout, tokens, logprobs, dict(draw.errors))
+        return outcome(draw.layout, tokens, logprobs, dict(draw.errors), {})
 
     def _count_runs(self, draw: Draw, rows: tuple[int, ...], tokens: list[int]) -> None:
         """Count what was drawn by runs with penalties, of rows that still hold their sequence."""

@@ -32,12 +32,14 @@ class SampleOutput(msgspec.Struct, frozen=True):
     logprobs  index into tokens -> TokenLogprob, for rows that asked
     candidates  index into tokens -> as in StepResult
     errors    index into tokens -> why it failed, where that is not its logits
+    forced    row -> the tokens that alone may come next
     """
 
     tokens: list[int]
     logprobs: dict[int, TokenLogprob]
     candidates: dict[int, tuple[tuple[int, float], ...]] = {}
     errors: dict[int, str] = {}
+    forced: dict[int, tuple[int, ...]] = {}
 
 
 class Step(NamedTuple):
@@ -138,7 +140,8 @@ class Sampler:
             drawn = torch.tensor([tokens[i] for i in layout.logprobs])
             own, values, ids = (t.tolist() for t in top_logprobs(raw, drawn, layout.num_top))
             logprobs = logprobs_by_index(layout, tokens, own, values, ids)
-        return outcome(layout, tokens, logprobs, errors)
+        forced = layout.forced(tokens) if masks is not None else {}
+        return outcome(layout, tokens, logprobs, errors, forced)
 
     def propose(
         self,
@@ -331,9 +334,10 @@ def outcome(
     tokens: list[int],
     logprobs: dict[int, TokenLogprob],
     errors: dict[int, str],
+    forced: dict[int, tuple[int, ...]],
 ) -> SampleOutput:
     """The step's output; of a beam's row the alternatives alone."""
     candidates = {i: logprobs.pop(i).top for i in layout.beams if i in logprobs}
     for i in candidates:
         tokens[i] = CUT
-    return SampleOutput(tokens, logprobs, candidates, errors)
+    return SampleOutput(tokens, logprobs, candidates, errors, forced)

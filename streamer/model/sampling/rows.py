@@ -18,7 +18,7 @@ from streamer.core.beams.search import num_candidates
 from streamer.core.plan import RowJoin
 from streamer.errors import InvariantViolated
 from streamer.kernels.philox import seed_key
-from streamer.model.sampling.runs import Run
+from streamer.model.sampling.runs import CUT, Run
 
 
 class History:
@@ -249,6 +249,16 @@ class Layout:
             constraint = self.states[i].constraint
             if constraint is not None and tokens[i] >= 0:
                 constraint.drew(tokens[i])
+
+    def forced(self, tokens: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        """Row -> the tokens that alone may come after these, for rows that may be ahead of them."""
+        last = {int(self.slots[i]): i for i in self.constrained if tokens[i] != CUT}
+        found: dict[int, tuple[int, ...]] = {}
+        for row, i in last.items():
+            state = self.states[i]
+            if tokens[i] >= 0 and state.params.speculation and state.constraint is not None:
+                found[row] = state.constraint.forced
+        return {row: forced for row, forced in found.items() if forced}
 
     def at_rows(self, errors: Mapping[int, str]) -> dict[int, str]:
         """Errors by index among `constrained`, by index among all rows instead."""
