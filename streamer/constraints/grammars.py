@@ -294,6 +294,8 @@ def refusal(grammar: Grammar, reason: str) -> InvalidRequest:
 
 def _check_depth(grammar: Grammar) -> None:
     """Refuse brackets nested too deeply, before parsers that recurse see them."""
+    if grammar.kind == "calls":  # made of schemas that were checked
+        return
     depth = 0
     for match in _BRACKET.finditer(grammar.text):
         depth = depth + 1 if match[0] in "[({" else max(0, depth - 1)

@@ -78,7 +78,7 @@ class Grammar(msgspec.Struct, frozen=True):
     """What an answer's text must match, as text: equal ones are compiled once.
 
     kind        json (a schema), json_object (any), regex, choice (a JSON list of texts), grammar
-                (Lark), structural_tag (JSON: vLLM's)
+                (Lark), structural_tag (JSON: vLLM's), calls (Lark that the server makes of tools)
     whitespace  regular expression of what may stand between the tokens of JSON; empty: nothing
     """
 

@@ -69,27 +69,26 @@ class Api:
         prepared = await service.read(request, CHAT)
         body = prepared.body
         before, is_open, prefill = chat.opened(body, body.template_messages())
-        tools = body.tool_definitions()
+        use = body.tool_use()
         keep = body.kept(service.engine.info.max_model_len, prepared.params.max_tokens)
         with service.bodies.used(prepared.tenant, prepared.num_bytes):
-            await service.compile(prepared)
             prompt = await service.encode_messages(
                 before,
                 salt=prepared.salt,
                 add_generation_prompt=is_open,
                 prefill=prefill,
-                variables=with_tools(body.variables, tools),
+                variables=with_tools(body.variables, use.tools),
                 keep=keep,
             )
+            prepared = await service.shaped(prepared, service.parsing(prompt, use), use)
             prediction = await service.predicted(body.prediction, prepared.salt)
         service.admission.accept(prepared.tenant, [prompt])
-        max_calls = 1 if body.parallel_tool_calls is False else None
         context = Context(
             kind="chat",
             tenant=prepared.tenant,
             body=body,
             model=prepared.model,
-            parsing=service.parsing(prompt, tools, max_calls),
+            parsing=prepared.parsing,
         )
         stream = service.submit(
             prepared, prompt, new_id("chatcmpl-"), context=context, prediction=prediction

@@ -12,7 +12,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -31,8 +31,10 @@ from streamer.errors import ContextLengthExceeded, EngineDead, InvalidRequest
 from streamer.server.admission import Admission, deadline_of, tenant_of
 from streamer.server.openai.common import Prediction, named
 from streamer.server.openai.models import check_model
-from streamer.server.parsing.formats import ModelFormat, find_format, has_calls
-from streamer.server.parsing.tools import Parsing, ToolDefinition
+from streamer.server.parsing.forcing import Rules, calls_grammar, refused_by_compiler
+from streamer.server.parsing.formats import Channels, ModelFormat, find_format, has_calls
+from streamer.server.parsing.lark import Marks
+from streamer.server.parsing.tools import Parsing, ToolUse
 from streamer.server.prepared import B, Form, Prepared, Reading
 from streamer.server.restored import Contexts
 from streamer.server.security import Bodies
@@ -42,6 +44,7 @@ from streamer.server.tickets import Tickets
 from streamer.server.transport.pace import LARGE, Pace
 
 if TYPE_CHECKING:
+    from streamer.core.sampling import SamplingParams
     from streamer.engine.engine import AsyncEngine
     from streamer.engine.stream import TokenStream
     from streamer.server.context import Context
@@ -209,15 +212,13 @@ class Service:
         prompt = (*ids, *await self.plain_tokens(prefill, salt))
         return prompt if keep is None else prompt[-keep:]
 
-    def parsing(
-        self, prompt: Sequence[int], tools: Sequence[ToolDefinition], max_calls: int | None = None
-    ) -> Parsing | None:
+    def parsing(self, prompt: Sequence[int], use: ToolUse) -> Parsing | None:
         """How an answer to this prompt is read; None: all of it is prose.
 
         Raises InvalidRequest for tools where the format of the model's calls is not known.
         """
         form, shown_ids = self.format
-        if not tools:
+        if not use.tools:
             form = msgspec.structs.replace(form, calls=None)
         elif not form.has_calls:
             raise InvalidRequest(
@@ -228,13 +229,91 @@ class Service:
             )
         if form == NO_FORMAT:
             return None
-        schemas = {tool.name: tool.parameters for tool in tools}
+        schemas = {tool.name: tool.parameters for tool in use.tools}
         tail = self.engine.tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False)
         stage = form.stage(tail)
         is_open = stage == "inside" and form.think is not None
         reasoning = self._reasoning(form, stage)
         beginning = "" if form.template is None else self._beginning(form.template, prompt)
-        return Parsing(form, schemas, is_open, max_calls, shown_ids, reasoning, beginning)
+        return Parsing(form, schemas, is_open, use.max_calls, shown_ids, reasoning, beginning)
+
+    @cached_property
+    def _marks(self) -> Marks:
+        engine = self.engine
+        return Marks(engine.tokenizer.special_bytes, engine.info.eos_token_ids)
+
+    async def shaped(
+        self, prepared: Prepared[B], parsing: Parsing | None, use: ToolUse
+    ) -> Prepared[B]:
+        """The same with how its answer is read, and with the grammar that it follows, compiled.
+
+        Raises InvalidRequest for what can't be followed.
+        """
+        await self.compile(prepared)
+        form = NO_FORMAT if parsing is None else parsing.format
+        answer = prepared.params.structured_outputs
+        is_json = answer is None or answer.kind in ("json", "json_object")
+        is_free = use.is_free and (answer is None or not is_json or not form.calls)
+        if parsing is None or not use.callable or is_free:
+            return msgspec.structs.replace(prepared, parsing=parsing)
+        if not is_json:
+            raise InvalidRequest(
+                "structured_outputs and forced calls are two grammars for one text",
+                param="structured_outputs",
+            )
+        if form.calls is None:
+            raise InvalidRequest(
+                "calls in the form that this model's response_template declares can't be forced",
+                param=use.param,
+                code="unsupported_parameter",
+            )
+        rules = Rules(use.callable, use.is_required, use.max_calls, answer)
+        with named(
+            {
+                **prepared.body.names,
+                "structured_outputs": use.param,
+                "structured_outputs.calls": "tools",
+            }
+        ):
+            params = await self._forced(prepared, form, rules)
+        # Harmony's reasoning is part of the grammar; all else follows the grammar after it.
+        reasoning = None if isinstance(form.calls, Channels) else parsing.reasoning
+        parsing = msgspec.structs.replace(parsing, is_forced=True, reasoning=reasoning)
+        return msgspec.structs.replace(prepared, params=params, parsing=parsing)
+
+    async def _forced(
+        self, prepared: Prepared[B], form: ModelFormat, rules: Rules
+    ) -> SamplingParams:
+        """The parameters with the grammar of the calls, compiled.
+
+        Where it can't be: the tools are tried one by one, and the arguments of those that can't be
+        followed are any object, unless they are strict.
+        """
+        try:
+            return await self._with_calls(prepared, form, rules)
+        except InvalidRequest as error:
+            loose = set()
+            for tool in rules.tools:
+                alone = msgspec.structs.replace(rules, tools=(tool,), answer=None)
+                try:
+                    await self._with_calls(prepared, form, alone)
+                except InvalidRequest as reason:
+                    if tool.is_strict:
+                        raise refused_by_compiler(tool, reason) from None
+                    loose.add(tool.name)
+            if not loose:
+                raise InvalidRequest(error.message, param=error.param, code=error.code) from None
+        rules = msgspec.structs.replace(rules, loose=frozenset(loose))
+        return await self._with_calls(prepared, form, rules)
+
+    async def _with_calls(
+        self, prepared: Prepared[B], form: ModelFormat, rules: Rules
+    ) -> SamplingParams:
+        work = partial(calls_grammar, form, self._marks, rules)
+        grammar = await self.engine.in_pool(work, LONG + prepared.num_bytes, prepared.salt)
+        params = msgspec.structs.replace(prepared.params, structured_outputs=grammar)
+        await self.engine.compile(params, prepared.salt)
+        return params
 
     @property
     def format(self) -> tuple[ModelFormat, frozenset[int]]:
@@ -247,12 +326,11 @@ class Service:
             template = tokenizer.response_template
             is_found = found.calls is not None or (found != NO_FORMAT and not has_calls(template))
             if template is None or is_found or config.tool_call_parser or config.reasoning_parser:
-                marks = {mark.encode() for mark in found.markers}
-                shown = (i for i, text in tokenizer.special_bytes.items() if text in marks)
+                marks = "\n".join(found.markers)
             else:
-                found, all_marks = ModelFormat(template=template), template.marks.encode()
-                shown = (i for i, text in tokenizer.special_bytes.items() if text in all_marks)
-            self._format = found, frozenset(shown)
+                found, marks = ModelFormat(template=template), template.marks
+            parts = self._marks.split(marks)
+            self._format = found, frozenset(part for part in parts if isinstance(part, int))
         return self._format
 
     def _beginning(self, template: ResponseTemplate, prompt: Sequence[int]) -> str:

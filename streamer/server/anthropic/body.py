@@ -31,10 +31,10 @@ from streamer.server.parsing.tools import (
     GivenChoice,
     GivenTool,
     NamedChoice,
-    ToolDefinition,
+    ToolUse,
     call_for_template,
     definitions,
-    is_called,
+    tool_use,
 )
 
 # Claude Code begins the system prompt with this line. Its hashes are others in every request, so
@@ -204,12 +204,7 @@ class Thinking(msgspec.Struct):
     budget_tokens: int | None = None
 
 
-CHOICES: Final[Mapping[str, GivenChoice]] = {
-    "auto": "auto",
-    "none": "none",
-    "any": "required",
-    "tool": NamedChoice("function"),
-}
+CHOICES: Final[Mapping[str, GivenChoice]] = {"auto": "auto", "none": "none", "any": "required"}
 
 
 class Metadata(msgspec.Struct):
@@ -281,24 +276,22 @@ class Conversation(Body, kw_only=True):
             prefill = found.pop()["content"]
         return found, prefill
 
-    def tool_definitions(self) -> tuple[ToolDefinition, ...]:
-        """The tools that may be called, checked."""
-        choice = None if self.tool_choice is None else CHOICES[self.tool_choice.type]
-        may_call = is_called(choice)
+    def tool_use(self) -> ToolUse:
+        """The tools, and which may be called, checked."""
         found = definitions(
             [
-                GivenTool(f"tools[{i}]", t.name, t.description, t.input_schema, t.strict)
+                GivenTool(
+                    f"tools[{i}]", t.name, t.description, t.input_schema, t.strict, "input_schema"
+                )
                 for i, t in enumerate(self.tools or ())
                 if t.type in (None, "custom")
             ]
         )
-        return found if may_call else ()
-
-    @property
-    def max_calls(self) -> int | None:
-        """How many tools may be called at a time; None: any number."""
-        choice = self.tool_choice
-        return 1 if choice is not None and choice.disable_parallel_tool_use else None
+        given = self.tool_choice
+        if given is None:
+            return tool_use(found, None)
+        choice = CHOICES.get(given.type) or NamedChoice("function", name=given.name)
+        return tool_use(found, choice, 1 if given.disable_parallel_tool_use else None)
 
     @property
     def variables(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from streamer.server.anthropic.answer import MessagesAnswer
 from streamer.server.anthropic.body import COUNT_READER, READER, Conversation
 from streamer.server.anthropic.types import TokenCount
 from streamer.server.openai.common import encode, new_id
-from streamer.server.parsing.tools import ToolDefinition, with_tools
+from streamer.server.parsing.tools import ToolUse, with_tools
 from streamer.server.prepared import Form, Prepared
 from streamer.server.transport.sse import respond
 
@@ -40,37 +40,38 @@ class MessageRoutes:
         """POST /v1/messages."""
         service = self._service
         prepared = await service.read(request, MESSAGES)
-        await service.compile(prepared)
-        prompt, tools = await self._encode(prepared)
         body, context = prepared.body, service.engine.info.max_model_len
-        parsing = service.parsing(prompt, tools, body.max_calls)
-        prepared = replace(prepared.within(context, len(prompt)), parsing=parsing)
-        budgeted = body.budget(prepared.params)
-        if parsing is not None and parsing.reasoning is not None:
-            prepared = replace(prepared, params=budgeted)
+        with service.bodies.used(prepared.tenant, prepared.num_bytes):
+            prompt, use = await self._encode(prepared)
+            parsing = service.parsing(prompt, use)
+            prepared = prepared.within(context, len(prompt))
+            budgeted = body.budget(prepared.params)
+            if parsing is not None and parsing.reasoning is not None:
+                prepared = replace(prepared, params=budgeted)
+            prepared = await service.shaped(prepared, parsing, use)
         service.admission.accept(prepared.tenant, [prompt])
         stream = service.submit(prepared, prompt, new_id("msg_"))
-        answer = MessagesAnswer(body.max_tokens, parsing, stream, prepared.model)
+        answer = MessagesAnswer(body.max_tokens, prepared.parsing, stream, prepared.model)
         service.record(prepared, [stream])
         return await respond(service, request, answer, [stream], is_streamed=bool(body.stream))
 
     async def count(self, request: Request) -> ASGIApp:
         """POST /v1/messages/count_tokens."""
         prepared = await self._service.read(request, COUNT, is_for_later=True)
-        prompt, _ = await self._encode(prepared)
+        with self._service.bodies.used(prepared.tenant, prepared.num_bytes):
+            prompt, _ = await self._encode(prepared)
         headers = {"x-content-type-options": "nosniff"}
         return Response(encode(TokenCount(len(prompt))), 200, headers, "application/json")
 
-    async def _encode(
-        self, prepared: Prepared[C]
-    ) -> tuple[tuple[int, ...], tuple[ToolDefinition, ...]]:
+    async def _encode(self, prepared: Prepared[C]) -> tuple[tuple[int, ...], ToolUse]:
         """The prompt, and the tools in it."""
         service, body = self._service, prepared.body
-        with service.bodies.used(prepared.tenant, prepared.num_bytes):
-            messages, prefill = body.opened()
-            tools = body.tool_definitions()
-            variables = with_tools(body.variables, tools)
-            prompt = await service.encode_messages(
-                messages, salt=prepared.salt, prefill=prefill, variables=variables
-            )
-        return prompt, tools
+        messages, prefill = body.opened()
+        use = body.tool_use()
+        prompt = await service.encode_messages(
+            messages,
+            salt=prepared.salt,
+            prefill=prefill,
+            variables=with_tools(body.variables, use.tools),
+        )
+        return prompt, use

@@ -29,7 +29,7 @@ from streamer.server.openai.common import (
     sampling_params,
 )
 from streamer.server.openai.fields import Reader, Table, hint, refused, small
-from streamer.server.parsing.tools import ToolDefinition, call_for_template
+from streamer.server.parsing.tools import ToolUse, call_for_template, tool_use
 
 LATEST: Final = ":latest"  # the tag that Ollama adds to a name without one
 
@@ -141,9 +141,9 @@ class OllamaBody(Body, kw_only=True):
             return TextFormat({"json": self.form}, "format")
         return TextFormat({"json_object": True}, "format") if self.form else None
 
-    def tool_definitions(self) -> tuple[ToolDefinition, ...]:
-        """The tools that may be called, checked."""
-        return ()
+    def tool_use(self) -> ToolUse:
+        """The tools, checked."""
+        return ToolUse()
 
     @property
     def is_load(self) -> bool:
@@ -234,9 +234,9 @@ class ChatRequest(OllamaBody, kw_only=True):
     messages: list[OllamaMessage] | None = None
     tools: list[GivenToolOfChat] | None = None
 
-    def tool_definitions(self) -> tuple[ToolDefinition, ...]:
-        """The tools that may be called, checked."""
-        return tools_of(self.tools or ())
+    def tool_use(self) -> ToolUse:
+        """The tools, checked."""
+        return tool_use(tools_of(self.tools or ()), None)
 
     @property
     def is_load(self) -> bool:

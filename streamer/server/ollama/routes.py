@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, TypeVar
 
-from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -59,24 +58,25 @@ class OllamaRoutes:
         is_chat, is_raw = isinstance(body, ChatRequest), False
         if body.is_load:
             return _json(loaded(prepared.model, time.time(), is_chat=is_chat))
-        tools = body.tool_definitions()
+        use = body.tool_use()
         with service.bodies.used(prepared.tenant, prepared.num_bytes):
-            await service.compile(prepared)
             if isinstance(body, GenerateRequest) and body.raw:
                 is_raw, text = True, body.prompt or ""
                 prompt = tuple(await service.engine.encode(text, cache_salt=prepared.salt))
             else:
                 messages = body.template_messages()
-                variables = with_tools(body.variables, tools)
+                variables = with_tools(body.variables, use.tools)
                 prompt = await service.encode_messages(
                     messages, salt=prepared.salt, variables=variables
                 )
-        parsing = None if is_raw else service.parsing(prompt, tools)
-        prepared = prepared.within(service.engine.info.max_model_len, len(prompt))
-        prepared = replace(prepared, parsing=parsing)
+            prepared = prepared.within(service.engine.info.max_model_len, len(prompt))
+            parsing = None if is_raw else service.parsing(prompt, use)
+            prepared = await service.shaped(prepared, parsing, use)
         service.admission.accept(prepared.tenant, [prompt])
         stream = service.submit(prepared, prompt, new_id("ollama-"))
-        answer = OllamaAnswer(stream, prepared.model, parsing, service.token_text, is_chat=is_chat)
+        answer = OllamaAnswer(
+            stream, prepared.model, prepared.parsing, service.token_text, is_chat=is_chat
+        )
         service.record(prepared, [stream])
         return await respond(service, request, answer, [stream], is_streamed=bool(body.stream))
 

@@ -62,9 +62,10 @@ from streamer.server.parsing.tools import (
     GivenChoice,
     GivenTool,
     ToolDefinition,
+    ToolUse,
     call_for_template,
     definitions,
-    is_called,
+    tool_use,
 )
 from streamer.server.transport.frames import DONE, SSE, SSE_WITH_IDS, Framing, frame
 
@@ -276,11 +277,10 @@ class ChatRequest(PromptFields, kw_only=True):
         """The messages for the chat template."""
         return template_messages(self.messages)
 
-    def tool_definitions(self) -> tuple[ToolDefinition, ...]:
-        """The tools that may be called, checked."""
-        may_call = is_called(self.tool_choice)
-        found = tools_of(self.tools or ())
-        return found if may_call else ()
+    def tool_use(self) -> ToolUse:
+        """The tools, and which may be called, checked."""
+        max_calls = 1 if self.parallel_tool_calls is False else None
+        return tool_use(tools_of(self.tools or ()), self.tool_choice, max_calls)
 
     def params(self, defaults: dict[str, float]) -> SamplingParams:
         """The sampling settings, checked."""

@@ -47,6 +47,8 @@ class Calls(msgspec.Struct, frozen=True, tag=True):
                JSON; parameters: the name, then Parameters
     section    what stands around several calls
     name_ends  what ends the name, where that is not a brace or a bracket
+    arguments  the name of the arguments in an object
+    is_list    calls are written as a list of objects, whatever else is read
     is_bare    a call may also be the whole answer, without `open`
     id_length  of the ids of calls; the template of some models asserts it
     names_id   the name is an id such as functions.NAME:0
@@ -59,6 +61,8 @@ class Calls(msgspec.Struct, frozen=True, tag=True):
     section: tuple[str, str] | None = None
     name_ends: tuple[str, ...] = ()
     parameters: Parameters | None = None
+    arguments: str = "arguments"
+    is_list: bool = False
     is_bare: bool = False
     id_length: int = 24
     names_id: bool = False
@@ -159,7 +163,7 @@ _QWEN = Calls(
     name_ends=(">",),
     parameters=Parameters(("<parameter=", ">"), (("",), "</parameter>"), is_on_own_line=True),
 )
-_LLAMA = Calls("<|python_tag|>", "<|eom_id|>", "object", is_bare=True)
+_LLAMA = Calls("<|python_tag|>", "<|eom_id|>", "object", arguments="parameters", is_bare=True)
 _GLM = Calls(
     "<tool_call>",
     "</tool_call>",
@@ -268,6 +272,8 @@ def find_format(
     if tool_parser is None and all(sign in template for sign in _LLAMA_SIGNS):
         tool_parser = "llama3_json"
     calls = _chosen("tool_call_parser", tool_parser, TOOL_FORMATS, _detect(template, _TOOL_SIGNS))
+    if isinstance(calls, Calls) and calls == TOOL_FORMATS["mistral"]:
+        calls = msgspec.structs.replace(calls, is_list=calls.name_ends[0] not in template)
     think = _chosen(
         "reasoning_parser",
         reasoning_parser,

@@ -23,13 +23,13 @@ from streamer.server.parsing.events import (
     ToolCallEnd,
 )
 from streamer.server.parsing.formats import HARMONY, Calls, Channels, ModelFormat, Parameters
-from streamer.server.parsing.schemas import Schema, as_json, is_text
+from streamer.server.parsing.schemas import Schema, as_json, inlined, is_text
 from streamer.server.parsing.source import Broken, Reading, Source
 
 MAX_NAME: Final = 256
 MAX_HELD: Final = 1 << 16  # characters of a call whose name does not come
 _KEY = re.compile(r"[^\x00-\x1f<>]{1,256}")
-_HELD_AS_ID = re.compile(r"(?:functions\.)?([\w./-]+?):\d+")
+_HELD_AS_ID = re.compile(r"(?:functions\.)?([\w.:/-]+?):\d+")
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.:/-]+)")
 
 
@@ -40,6 +40,7 @@ class Parser:
     tools         the parameters' schema of each tool
     is_reasoning  the prompt has opened the reasoning
     max_calls     further ones are left out
+    is_forced     the reasoning has no calls
     """
 
     def __init__(
@@ -49,12 +50,14 @@ class Parser:
         *,
         is_reasoning: bool = False,
         max_calls: int | None = None,
+        is_forced: bool = False,
     ) -> None:
         self._source = Source()
         self._calls = format.calls if isinstance(format.calls, Calls) else None
         self._think = format.think
         self._tools = tools or {}
         self._max_calls = max_calls
+        self._is_forced = is_forced
         self._pieces: list[tuple[Callable[[str], Event], list[str]] | Event] = []
         self._spaces = ""  # at the end of the text, which a call or the end may follow
         self._has_text = False
@@ -190,7 +193,8 @@ class Parser:
             nonlocal spaces
             spaces += text
 
-        openings = calls.openings if calls is not None and self._tools else ()
+        may_call = self._tools and not self._is_forced
+        openings = calls.openings if calls is not None and may_call else ()
         markers = (*openings, think.close)
         while char := (yield from source.peek()):
             if char in " \t\r\n":
@@ -422,7 +426,8 @@ class Parser:
             raise Broken
         name, _ = yield from self._name(calls.name_ends, "" if calls.name_ends else "<\n")
         self._require_known(name, is_strict)
-        properties = (self._tools.get(name) or {}).get("properties")
+        root = self._tools.get(name) or {}
+        properties = root.get("properties")
         schemas = properties if isinstance(properties, dict) else {}
         ends = (calls.close,) if calls.section is None else (calls.close, calls.section[1])
         before = "{"
@@ -438,7 +443,7 @@ class Parser:
                 self._begin(name)
             self._argue(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
             before = ", "
-            schema = schemas.get(key) if is_plain is None else {"type": "string"}
+            schema = inlined(schemas.get(key), root) if is_plain is None else {"type": "string"}
             yield from self._value(parameters, {} if is_plain is False else schema)
         if not self._is_open:
             self._begin(name)

@@ -41,6 +41,33 @@ def types_of(schema: object, depth: int = 0) -> tuple[str, ...]:
     return tuple(found)
 
 
+def inlined(schema: Any, root: Schema, depth: int = 0) -> Any:
+    """The schema with what its references name in the root, its alternatives' as well."""
+    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
+        return schema
+    target = schema.get("$ref")
+    if isinstance(target, str):
+        rest = {key: value for key, value in schema.items() if key != "$ref"}
+        found = _found(target, root)
+        return {**inlined(found, root, depth + 1), **rest} if found is not None else schema
+    choices = {
+        name: [inlined(each, root, depth + 1) for each in schema[name]]
+        for name in ("anyOf", "oneOf", "allOf")
+        if isinstance(schema.get(name), list)
+    }
+    return {**schema, **choices} if choices else schema
+
+
+def _found(target: str, root: Any) -> Schema | None:
+    """What a reference within the root names."""
+    if not target.startswith("#"):
+        return None
+    for step in target[1:].split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        root = root.get(name) if isinstance(root, Mapping) else None
+    return root if isinstance(root, Mapping) else None
+
+
 def is_text(schema: object) -> bool:
     """Whether a value is text whatever it says: so for a parameter without a schema."""
     return schema is None or set(types_of(schema)) == {"string"}

@@ -28,9 +28,9 @@ from streamer.server.openai.fields import SAMPLING, Reader, Table, refused
 from streamer.server.parsing.tools import (
     GivenChoice,
     GivenTool,
-    ToolDefinition,
+    ToolUse,
     definitions,
-    is_called,
+    tool_use,
 )
 from streamer.server.responses.sealed import unseal
 
@@ -237,9 +237,8 @@ class ResponseCreate(Body, kw_only=True):
         """How much the model should think."""
         return None if self.reasoning is None else self.reasoning.effort
 
-    def tool_definitions(self) -> tuple[ToolDefinition, ...]:
-        """The tools that may be called, checked."""
-        may_call = is_called(self.tool_choice)
+    def tool_use(self) -> ToolUse:
+        """The tools, and which may be called, checked."""
         found = definitions(
             [
                 GivenTool(f"tools[{i}]", t.name, t.description, t.parameters, t.strict)
@@ -247,7 +246,8 @@ class ResponseCreate(Body, kw_only=True):
                 if t.type == "function"
             ]
         )
-        return found if may_call else ()
+        max_calls = 1 if self.parallel_tool_calls is False else self.max_tool_calls
+        return tool_use(found, self.tool_choice, max_calls)
 
     def items(self) -> list[InputItem]:
         """The input as messages and references to messages, checked."""
@@ -272,7 +272,7 @@ class ResponseCreate(Body, kw_only=True):
         check_stream_id(self.stream_id)
         check_metadata(self.metadata)
         self._check_parent()
-        self.tool_definitions()
+        self.tool_use()
         with named(self.names):
             return sampling_params(
                 self,

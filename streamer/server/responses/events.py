@@ -91,7 +91,8 @@ def blank_response(
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         tools=[
-            FunctionTool(t.name, t.description, dict(t.parameters)) for t in body.tool_definitions()
+            FunctionTool(t.name, t.description, dict(t.parameters), t.is_strict)
+            for t in body.tool_use().tools
         ],
         tool_choice=body.tool_choice or "auto",
         reasoning=Reasoning(body.effort),

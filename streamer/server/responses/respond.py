@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from starlette.types import Scope
 
     from streamer.engine.stream import TokenStream
-    from streamer.server.parsing.tools import Parsing
+    from streamer.server.parsing.tools import Parsing, ToolUse
     from streamer.server.prepared import Prepared
     from streamer.server.responses.body import ResponseCreate
     from streamer.server.service import Service
@@ -35,11 +35,14 @@ async def respond(
     """The stream of a new response; its body is checked and its caller admitted."""
     service.require_room(prepared.scope)  # before its prompt is made
     with service.bodies.used(prepared.tenant, prepared.num_bytes):
-        await service.compile(prepared)
         turn = await turn_of(service, prepared, response_id)
+        use = prepared.body.tool_use()
+        prepared = await service.shaped(prepared, _parsing(service, use, turn), use)
     service.admission.accept(prepared.tenant, [turn.prompt])
     if prepared.body.generate is False:
-        params = msgspec.structs.replace(prepared.params, max_tokens=1, min_tokens=0, stop=())
+        params = msgspec.structs.replace(
+            prepared.params, max_tokens=1, min_tokens=0, stop=(), structured_outputs=None
+        )
         prepared = msgspec.structs.replace(prepared, params=params)
     context = Context(
         kind="response",
@@ -49,7 +52,7 @@ async def respond(
         items=turn.items,
         prefix=turn.prefix,
         session=prepared.reading.session,
-        parsing=_parsing(service, prepared.body, turn),
+        parsing=prepared.parsing,
     )
     stream = service.submit(
         prepared, turn.prompt, response_id, context=context, share_with=turn.share_with
@@ -59,10 +62,9 @@ async def respond(
     return stream
 
 
-def _parsing(service: Service, body: ResponseCreate, turn: Turn) -> Parsing | None:
+def _parsing(service: Service, use: ToolUse, turn: Turn) -> Parsing | None:
     """How the answer is read: with the text that it begins with, from the same place on."""
-    max_calls = 1 if body.parallel_tool_calls is False else body.max_tool_calls
-    parsing = service.parsing(turn.prompt, body.tool_definitions(), max_calls)
+    parsing = service.parsing(turn.prompt, use)
     parent = service.engine.get(turn.share_with) if turn.share_with is not None else None
     if parsing is None or parent is None or not turn.prefix:
         return parsing

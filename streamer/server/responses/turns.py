@@ -73,7 +73,7 @@ async def make_turn(
                 context.body.generate is not False,
                 text,
                 parent.prompt + tokens,
-                template_tools(context.body.tool_definitions()),
+                template_tools(context.body.tool_use().tools),
                 effort_variables(context.body.effort),
             )
         )
@@ -81,7 +81,7 @@ async def make_turn(
         items = (*context.items, *answer_items(parent, answered), *items)
     ids = await service.engine.encode_chat(
         _messages(body, items),
-        variables=with_tools(effort_variables(body.effort), body.tool_definitions()),
+        variables=with_tools(effort_variables(body.effort), body.tool_use().tools),
         add_generation_prompt=body.generate is not False,
         cache_salt=salt,
         earlier_turn=earlier_turn,

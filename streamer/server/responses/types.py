@@ -12,6 +12,7 @@ from msgspec import UNSET, UnsetType
 
 from streamer.engine.stream import Timing
 from streamer.server.openai.common import ChatLogprob
+from streamer.server.parsing.tools import NamedChoice
 
 
 class InputDetails(msgspec.Struct, frozen=True):
@@ -162,7 +163,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", ta
     service_tier: str = "default"
     store: bool = True
     text: TextConfig = TextConfig()
-    tool_choice: str = "auto"
+    tool_choice: str | NamedChoice = "auto"
     tools: list[FunctionTool] = []
     truncation: str = "disabled"
     cumulative_logprob: float | UnsetType = UNSET

@@ -120,10 +120,13 @@ def test_choices(scripted: Running) -> None:
     assert none["content"][-1]["text"].endswith("</tool_call>")  # prose, as it stands
     one = post(scripted, tool_choice={"type": "auto", "disable_parallel_tool_use": True}).json()
     assert [block["type"] for block in one["content"]] == ["thinking", "text", "tool_use"]
-    for choice in ({"type": "any"}, {"type": "tool", "name": "now"}):
+    for choice, name in (
+        ({"type": "tool"}, "tool_choice.name"),
+        ({"type": "tool", "name": "other"}, "tool_choice.name"),
+    ):
         refused = post(scripted, tool_choice=choice)
         assert refused.status_code == 400
-        assert "tool_choice is not supported" in refused.json()["error"]["message"]
+        assert name in refused.json()["error"]["message"]
     cut = post(scripted, max_tokens=len(f"<think>\n{THOUGHT}\n</think>\n\nI look.\n".encode()) + 56)
     kinds = [block["type"] for block in cut.json()["content"]]
     assert (kinds, cut.json()["stop_reason"]) == (["thinking", "text", "text"], "max_tokens")
@@ -220,7 +223,6 @@ def test_malformed_tools_are_named(scripted: Running) -> None:
     for tools, name in (
         ([{**tool, "name": ""}], "tools[0].name"),
         ([tool, tool], "tools[1].name"),
-        ([{**tool, "strict": True}], "tools[0].strict"),
         ([{"name": f"f{i}"} for i in range(10_000)], "tools"),
     ):
         refused = post(scripted, tools=tools)

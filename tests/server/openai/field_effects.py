@@ -485,7 +485,8 @@ def says_again(name: str, value: Any) -> Any:
     return effect
 
 
-# What tools do to an answer is in tests/server/test_tool_calls.py: this model's template has none.
+# What tools do to an answer is in tests/server/test_tool_calls.py and test_forced_calls.py: this
+# model's template has none.
 def tools(asker: Asker, kind: str) -> None:
     with pytest.raises(Refused) as caught:
         asker.ask(kind, tools=[_tool(kind)])
@@ -496,8 +497,8 @@ def tools(asker: Asker, kind: str) -> None:
 def tool_choice(asker: Asker, kind: str) -> None:
     assert asker.ask(kind, tools=[_tool(kind)], tool_choice="none").text
     with pytest.raises(Refused) as caught:
-        asker.ask(kind, tools=[_tool(kind)], tool_choice="required")
-    assert caught.value.param == "tool_choice"
+        asker.ask(kind, tools=[_tool(kind)], tool_choice={"type": "function", "name": "other"})
+    assert caught.value.param == "tool_choice.name"
 
 
 def parallel_tool_calls(asker: Asker, kind: str) -> None:

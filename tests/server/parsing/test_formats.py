@@ -22,7 +22,7 @@ TEMPLATES = {
     "<tool_call>{name}<arg_key>{k}</arg_key> </think>": ("glm45", "glm45"),
     "<|python_tag|> ipython": ("llama3_json", None),
     '{"name": function name, "parameters": dictionary of argument name}': ("llama3_json", None),
-    "[INST] [TOOL_CALLS] [THINK]": ("mistral", "mistral"),
+    "[INST] [TOOL_CALLS] [ARGS] [THINK]": ("mistral", "mistral"),
     "<｜tool▁calls▁begin｜> ```json </think>": ("deepseek_v3", "deepseek_r1"),
     "<｜tool▁calls▁begin｜> </think>": ("deepseek_v31", "deepseek_r1"),
     "<｜DSML｜function_calls>": ("deepseek_v32", None),
@@ -41,6 +41,13 @@ def test_a_template_says_its_format(template: str) -> None:
     think = REASONING_FORMATS[reasoning] if reasoning else None
     assert (found.channels if think is HARMONY else found.think) == think
     assert find_format(template, "none", "none") == ModelFormat()
+
+
+def test_older_templates_of_mistral_write_calls_as_a_list() -> None:
+    for template, is_list in (("[TOOL_CALLS] [", True), ("[TOOL_CALLS]f[ARGS]", False)):
+        found = find_format(template, None, None).calls
+        assert isinstance(found, Calls)
+        assert (found.id_length, found.is_list) == (9, is_list)
 
 
 def test_names_are_checked() -> None:

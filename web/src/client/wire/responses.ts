@@ -59,8 +59,28 @@ export interface GivenToolOfResponse {
   strict?: boolean | null;
 }
 
+export interface ChosenFunction {
+  name: string;
+}
+
+export interface ChosenTool {
+  type: string;
+  function?: ChosenFunction | null;
+  name?: string | null;
+}
+
+export interface AllowedTools {
+  mode: "auto" | "required";
+  tools: ChosenTool[];
+}
+
 export interface NamedChoice {
   type: string;
+  function?: ChosenFunction | null;
+  allowed_tools?: AllowedTools | null;
+  name?: string | null;
+  mode?: "auto" | "required" | null;
+  tools?: ChosenTool[] | null;
 }
 
 export interface CreateOptions {
@@ -337,7 +357,7 @@ export interface Response {
   service_tier: string;
   store: boolean;
   text: TextConfig;
-  tool_choice: string;
+  tool_choice: string | NamedChoice;
   tools: FunctionTool[];
   truncation: string;
   cumulative_logprob?: number;
