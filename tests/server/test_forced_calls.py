@@ -196,7 +196,7 @@ def test_messages_call_what_is_required(forced: Running) -> None:
 
 
 def test_ollamas_format_is_followed(forced: Running) -> None:
-    options = {"num_predict": 200, "temperature": 1.0}
+    options = {"num_predict": 200, "temperature": 1.0, "seed": 3}
     schema: Any = Answer.model_json_schema()
     given: Any = {"model": "bundled", "options": options, "format": schema}
     with ollama.Client(host=forced.url) as client:

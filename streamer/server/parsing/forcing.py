@@ -95,8 +95,12 @@ class _Tags:
             return f'{opening} " "? "[" {one} {more} "]"'
         if calls.section is not None and not is_call:
             head = lark.written(calls.open)
-            more = self._more(f"{GAP} {head} {one}")
             end = lark.written(calls.section[1])
+            if calls.is_alone:
+                whole = f"{GAP} {head} {one} {GAP} {end}"
+                more = self._more(f"{GAP} {lark.written(calls.section[0])} {whole}")
+                return f"{opening} {whole} {more}"
+            more = self._more(f"{GAP} {head} {one}")
             return f"{opening} {GAP} {head} {one} {more} {GAP} {end}"
         if calls.is_bare:
             more = self._more(f'"; " {one}')

@@ -45,7 +45,7 @@ class Calls(msgspec.Struct, frozen=True, tag=True):
 
     body       object: JSON with name and arguments, or a list of such; arguments: the name, then
                JSON; parameters: the name, then Parameters
-    section    what stands around several calls
+    section    what stands around several calls, or around each where is_alone
     name_ends  what ends the name, where that is not a brace or a bracket
     arguments  the name of the arguments in an object
     is_list    calls are written as a list of objects, whatever else is read
@@ -61,6 +61,7 @@ class Calls(msgspec.Struct, frozen=True, tag=True):
     section: tuple[str, str] | None = None
     name_ends: tuple[str, ...] = ()
     parameters: Parameters | None = None
+    is_alone: bool = False
     arguments: str = "arguments"
     is_list: bool = False
     is_bare: bool = False
@@ -160,6 +161,7 @@ _QWEN = Calls(
     "</function>",
     "parameters",
     section=("<tool_call>", "</tool_call>"),
+    is_alone=True,
     name_ends=(">",),
     parameters=Parameters(("<parameter=", ">"), (("",), "</parameter>"), is_on_own_line=True),
 )
