@@ -29,7 +29,7 @@ check: $(VENV)/.ready-dev ## lint, layout and types
 	$(BIN)/mypy
 
 chaos: $(VENV)/.ready-dev ## kill a server at 100 random moments beneath its clients; about ten minutes
-	STREAMER_KILLS=100 $(BIN)/python -m pytest -s tests/chaos $(ARGS)
+	STREAMER_KILLS=100 $(BIN)/python -m pytest -s -o faulthandler_timeout=0 tests/chaos $(ARGS)
 
 bench-page: $(VENV)/.ready-dev page chromium ## measure the page in a browser, beside its budget
 	$(BIN)/streamer bench page $(ARGS)

@@ -205,6 +205,7 @@ async def chat(server: Server, body: dict[str, Any]) -> Any:
                         if chunk is None:
                             is_over = True
                             break
+                        assert "error" not in chunk, chunk
                         name, last = chunk["id"], number or last
                         server.read()
                         for choice in chunk["choices"]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -62,7 +64,7 @@ class Killable:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.signal(signal.SIGKILL)
+        self.kill()
         self._forker.stdin.close()  # type: ignore[union-attr]
         self._forker.wait(START_S)
         self._forker.stdout.close()  # type: ignore[union-attr]
@@ -76,23 +78,32 @@ class Killable:
         pipe.flush()
         self.pid = int(answer.readline())
 
-    def signal(self, number: int) -> None:
+    def kill(self, number: int = signal.SIGKILL) -> None:
         """Send the running process a signal, if there is one."""
         if self.pid:
             os.kill(self.pid, number)
             if number == signal.SIGKILL:
                 self.pid = 0
 
-    async def ready(self) -> None:
+    def wait_ready(self) -> None:
         """Wait until requests are taken."""
-        async with httpx.AsyncClient() as client, asyncio.timeout(START_S):
-            while True:
-                try:
-                    if (await client.get(self.url + "/ready")).status_code == 200:
-                        return
-                except httpx.HTTPError:
-                    pass
-                await asyncio.sleep(0.02)
+        end = time.monotonic() + START_S
+        while True:
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(self.url + "/ready").status_code == 200:
+                    return
+            assert time.monotonic() < end, self.lines()[-2000:]
+            time.sleep(0.02)
+
+    async def ready(self) -> None:
+        """The same, for a program with a loop."""
+        await asyncio.to_thread(self.wait_ready)
+
+    def restart(self, number: int = signal.SIGKILL) -> None:
+        """End the process by this signal, and wait for the next one."""
+        self.kill(number)
+        self.start()
+        self.wait_ready()
 
     def lines(self) -> str:
         """Its log."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -129,14 +128,14 @@ class Kills:
             while server.num_read < at:
                 server.more.clear()
                 await server.more.wait()
-            self._process.signal(signal.SIGKILL)
+            self._process.kill()
             self.num_done += 1
             self._process.start()
             await self._process.ready()
 
 
 async def test_a_killed_server_loses_repeats_and_alters_no_answer(tmp_path: Path) -> None:
-    chance = random.Random(20261122)
+    chance = random.Random(NUM_KILLS)
     settings = {"model": None, "dtype": "float32", "num_gpu_blocks_override": 320}
     settings |= {"speculative_config": '{"method": "suffix"}', "journal": str(tmp_path / "j")}
     settings |= {"max_wait_s": 0.0}

@@ -233,7 +233,8 @@ async def answers(
             done()
 
     began = time.perf_counter()
-    streams = [engine.submit(GenerateRequest(prompt=prompt, params=params)) for prompt in prompts]
+    requests = [GenerateRequest(prompt=p, params=params, is_durable=True) for p in prompts]
+    streams = [engine.submit(request) for request in requests]
     try:
         async with asyncio.TaskGroup() as group:
             for stream in streams:

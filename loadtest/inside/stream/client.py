@@ -220,6 +220,7 @@ def _require_accepted(data: bytearray) -> None:
 
 def _chat_request(max_tokens: int) -> bytes:
     fields = {"messages": MESSAGES, "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
+    fields["detach_s"] = 1  # a journal has chats that outlive their reader
     body = msgspec.json.encode(fields)
     return (
         b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n"

@@ -12,11 +12,12 @@ import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 
@@ -45,6 +46,7 @@ class StreamCase(msgspec.Struct, frozen=True):
     """One case; a delta is an event of its own with the text of one token, or more if it is late.
 
     rate            tokens a second asked of each stream; 0: as fast as it goes
+    has_journal     the server writes a journal, in a temporary folder
     tokens_per_s    of all streams, from the engine;  events_per_s  that arrived at the client
     loop_cpu_us, process_cpu_us   of the loop's thread and of the whole server, an event
     deliver_*_ms    from the step's end on the GPU thread to the client, of single tokens; None if
@@ -68,6 +70,7 @@ class StreamCase(msgspec.Struct, frozen=True):
     client_load: float
     client_busy: float
     num_samples: int
+    has_journal: bool = False
 
 
 class Yardstick(msgspec.Struct, frozen=True):
@@ -138,6 +141,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write all figures to this file"
     )
+    parser.add_argument(
+        "--journal", action="store_true", help="run each case a second time, with a journal"
+    )
     parser.add_argument("--no-memory", action="store_true", help="do not measure memory")
 
 
@@ -156,11 +162,12 @@ def run(args: argparse.Namespace, console: Console) -> int:
                 yardsticks.append(measure_uvicorn(transport, num_streams, args.seconds))
                 for rate in (0.0, None):
                     if rate is None:
-                        below = cases[-1].events_per_s * args.load
+                        below = cases[-1 - args.journal].events_per_s * args.load
                         rate = (below if args.rate is None else args.rate) / num_streams
-                    stuck = args.slow_readers
-                    cases.append(measure(transport, num_streams, rate, args.seconds, stuck))
-                    live.update(_table(args.seconds, cases, yardsticks), refresh=True)
+                    for has_journal in (False, True)[: 1 + args.journal]:
+                        run = Run(transport, num_streams, rate, args.slow_readers, has_journal)
+                        cases.append(measure(run, args.seconds))
+                        live.update(_table(args.seconds, cases, yardsticks), refresh=True)
     if not args.no_memory:
         max_streams = max(args.streams)
         memory = [
@@ -184,12 +191,22 @@ def cores() -> tuple[int | None, int | None]:
     return (allowed[0], allowed[1]) if len(allowed) > 1 else (None, None)
 
 
-def measure(
-    transport: str, num_streams: int, rate: float, seconds: float, num_stuck: int = 0
-) -> StreamCase:
-    """One run of one case, beside `num_stuck` clients that never read."""
+class Run(NamedTuple):
+    """A case to measure, beside `num_stuck` clients that never read."""
+
+    transport: str
+    num_streams: int
+    rate: float
+    num_stuck: int = 0
+    has_journal: bool = False
+
+
+def measure(run: Run, seconds: float) -> StreamCase:
+    """One run of one case."""
+    transport, num_streams, rate, num_stuck, has_journal = run
     with (
-        _server(num_streams, rate, num_stuck) as (server, port),
+        tempfile.TemporaryDirectory() as folder,
+        _server(num_streams, rate, num_stuck, folder if has_journal else "") as (server, port),
         _client(port, transport, num_streams, num_stuck) as client,
     ):
         before = _settled(server)
@@ -206,6 +223,7 @@ def measure(
         transport=transport,
         num_streams=num_streams,
         rate=rate,
+        has_journal=has_journal,
         tokens_per_s=(after.num_tokens - before.num_tokens) / took_s,
         events_per_s=events_per_s,
         loop_cpu_us=(after.loop_cpu_s - before.loop_cpu_s) / took_s / events_per_s * 1e6,
@@ -339,9 +357,11 @@ class Process:
 
 
 @contextlib.contextmanager
-def _server(num_streams: int, rate: float, num_stuck: int = 0) -> Iterator[tuple[Process, int]]:
+def _server(
+    num_streams: int, rate: float, num_stuck: int = 0, journal: str = ""
+) -> Iterator[tuple[Process, int]]:
     """The server and its port."""
-    order = stream_server.Order(num_streams, MAX_TOKENS, rate, cores()[0], num_stuck)
+    order = stream_server.Order(num_streams, MAX_TOKENS, rate, cores()[0], num_stuck, journal)
     with contextlib.closing(Process(stream_server.__name__, order)) as process:
         yield process, process.wait(Ready).port
 
@@ -386,7 +406,7 @@ def _table(seconds: float, cases: Sequence[StreamCase], yardsticks: Sequence[Yar
 def _cells(m: StreamCase, y: Yardstick) -> tuple[str, ...]:
     times = (m.deliver_p50_ms, m.deliver_p99_ms, m.lag_p99_ms)
     return (
-        m.transport,
+        m.transport + " journal" * m.has_journal,
         f"{m.num_streams:,}",
         f"{m.rate * m.num_streams:,.0f}" if m.rate else "fastest",
         f"{m.events_per_s:,.0f}",

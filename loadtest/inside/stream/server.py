@@ -33,6 +33,7 @@ class Order(msgspec.Struct, frozen=True):
     """The streams to expect and their maximum tokens, the fake model's rate, the core.
 
     num_stuck  further streams that will be paused, since no client reads them
+    journal    a folder for a journal; empty: none
     """
 
     num_streams: int
@@ -40,6 +41,7 @@ class Order(msgspec.Struct, frozen=True):
     tokens_per_s: float
     core: int | None = None
     num_stuck: int = 0
+    journal: str = ""
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -153,6 +155,7 @@ def _config(order: Order) -> Config:
         max_num_batched_tokens=max(2048, 2 * num_rows),
         num_gpu_blocks_override=num_rows * blocks,
         block_size=BLOCK_SIZE,
+        journal=order.journal or None,
     )
 
 

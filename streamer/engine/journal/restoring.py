@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from streamer.engine.stream import TokenStream
 
 # A request that ends its process may do so again: it is failed by name when it was restored so
-# often without drawing a token, and each time the process was killed.
-MAX_TRIES: Final = 5
+# often without a token, and the process was killed each time. A beam search has none for long: at
+# 5, one of 40 tokens was failed where a server was killed every second (2026-11-22).
+MAX_TRIES: Final = 20
 
 log = logging.getLogger(__name__)
 

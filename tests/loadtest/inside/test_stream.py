@@ -24,7 +24,7 @@ from streamer.server.responses.types import DeltaEvent
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_every_transport_has_its_figures(transport: str) -> None:
-    m = stream.measure(transport, 16, 50.0, 1.0)
+    m = stream.measure(stream.Run(transport, 16, 50.0, has_journal=transport == "ws"), 1.0)
     assert isinstance(m, StreamCase)
     assert m.tokens_per_s > 0
     assert m.events_per_s > 0
@@ -52,7 +52,7 @@ def test_the_events_of_uvicorn_alone_have_our_form(event: bytes, kind: type) -> 
 
 
 def test_clients_that_never_read_are_not_counted() -> None:
-    m = stream.measure("sse", 4, 0.0, 0.3, num_stuck=2)
+    m = stream.measure(stream.Run("sse", 4, 0.0, num_stuck=2), 0.3)
     assert m.events_per_s > 0
 
 
