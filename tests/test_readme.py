@@ -205,7 +205,7 @@ def test_files_of_the_architecture_exist() -> None:
 
 def test_files_of_the_changes_exist() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    table = text.partition("## Seven changes")[2].partition("\n## ")[0]
+    table = text.partition("## Eight changes")[2].partition("\n## ")[0]
     named = set(re.findall(r"`(\w+/[\w/]*(?:\.(?:py|c|md))?)`", table))
     assert len(named) > 20
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []

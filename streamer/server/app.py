@@ -150,7 +150,7 @@ class Api:
         data = await service.bodies.read(request)
         body = tokenizing.TOKENIZE.decode(data)
         check_model(body.model, service.names)
-        messages, engine = body.template_messages(), service.engine
+        messages, tools, engine = body.template_messages(), body.template_tools(), service.engine
         text = service.token_text if body.return_token_strs else None
         tokenizer, limit = engine.tokenizer, engine.info.max_model_len
         is_special = body.add_special_tokens is not False
@@ -165,6 +165,7 @@ class Api:
                     add_generation_prompt=is_open,
                     max_tokens=limit - 1,
                     variables=body.chat_template_kwargs,
+                    tools=tools,
                 )
                 tokens += tokenizer.encode_plain(prefill, limit - 1) if prefill else []
             return tokenizing.tokenized(tokens, limit, text)

@@ -12,15 +12,21 @@ from typing import Any, Final
 import msgspec
 
 from streamer.errors import InvalidRequest
-from streamer.server.openai.chat import ChatMessage, Variables, template_messages
+from streamer.server.openai.chat import (
+    ChatMessage,
+    GivenToolOfChat,
+    Variables,
+    template_messages,
+    tools_of,
+)
 from streamer.server.openai.common import TokenText, encode, show
 from streamer.server.openai.fields import Reader, Table, refused
+from streamer.server.parsing.tools import template_tools
 
 TOKENIZE_FIELDS: Final[Table] = {
     "chat_template": refused(),
     "media_io_kwargs": refused(),
     "mm_processor_kwargs": refused(),
-    "tools": refused([]),
 }
 DETOKENIZE_FIELDS: Final[Table] = {}
 
@@ -32,6 +38,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_generation_prompt   of messages: whether the answer is begun
     continue_final_message  of messages: whether the last is the beginning of the answer
     chat_template_kwargs    of messages: variables of the chat template
+    tools                   of messages: functions that the template presents
     return_token_strs       each token's text as well, as log probabilities write it
     """
 
@@ -42,7 +49,12 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Variables | None = None
+    tools: list[GivenToolOfChat] | None = None
     return_token_strs: bool | None = None
+
+    def template_tools(self) -> list[dict[str, Any]] | None:
+        """The tools for the chat template, checked."""
+        return template_tools(tools_of(self.tools or ()))
 
     def template_messages(self) -> list[dict[str, Any]] | None:
         """The messages for the chat template; None where there is a prompt instead."""
@@ -52,6 +64,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
                 param="prompt" if self.messages is None else "messages",
             )
         if self.messages is None:
+            if self.tools:
+                raise InvalidRequest("tools are for messages: a prompt has none", param="tools")
             return None
         if self.add_special_tokens:
             raise InvalidRequest(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -45,6 +46,35 @@ def test_messages_count_what_a_chat_uses(server: Running) -> None:
     assert text == tokenizer.render_chat(MESSAGES)
 
 
+def test_tools_count_as_a_chat_presents_them(server_with: Any, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{{ tools | tojson if tools else '' }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    server = server_with(chat_template=str(template), tool_call_parser="hermes")
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}
+    tools = [{"type": "function", "function": function}, {"type": "web_search"}]
+    chat = {"messages": MESSAGES, "tools": tools}
+    count = post(server, "/tokenize", **chat).json()["count"]
+    asked = post(server, "/v1/chat/completions", **chat, max_tokens=1).json()
+    assert count == asked["usage"]["prompt_tokens"]
+    assert count > post(server, "/tokenize", messages=MESSAGES).json()["count"]
+    mine = {"messages": MESSAGES[1:], "tools": [{"name": "f", "input_schema": {"type": "object"}}]}
+    counted = post(server, "/v1/messages/count_tokens", **mine).json()["input_tokens"]
+    said = post(server, "/v1/messages", **mine, max_tokens=1).json()["usage"]["input_tokens"]
+    assert counted == said
+    assert (
+        counted
+        > post(server, "/v1/messages/count_tokens", messages=MESSAGES[1:]).json()["input_tokens"]
+    )
+    for body, param in (
+        ({**chat, "tools": [tools[0]] * 2}, "tools[1].function.name"),
+        ({"prompt": "x", "tools": tools}, "tools"),
+    ):
+        refused = post(server, "/tokenize", **body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+
+
 def test_special_tokens_of_a_prompt_are_added_unless_disabled(server: Running) -> None:
     for value in (True, False):
         answer = post(server, "/tokenize", prompt="x", add_special_tokens=value).json()
@@ -64,7 +94,7 @@ def test_token_strings_are_the_log_probabilities_tokens(server: Running) -> None
         ("/tokenize", {"messages": []}, "messages"),
         ("/tokenize", {"prompt": ["x"]}, "prompt"),
         ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
-        ("/tokenize", {"messages": MESSAGES, "tools": [{}]}, "tools"),
+        ("/tokenize", {"messages": MESSAGES, "tools": [{}]}, "tools[0].type"),
         ("/tokenize", {"messages": MESSAGES, "chat_template": "x"}, "chat_template"),
         ("/tokenize", {"prompt": "x", "model": "other"}, "model"),
         ("/detokenize", {}, "tokens"),
