@@ -79,6 +79,44 @@ def dequantize(weight: Weight) -> torch.Tensor:
     return out
 
 
+def rows_of(weight: Weight, start: int, end: int) -> Weight:
+    """Rows from `start` up to `end`, in memory of their own."""
+    if isinstance(weight, torch.Tensor):
+        return weight[start:end].clone()
+    return _sliced(weight, slice(start, end), slice(None), slice(None), weight.group)
+
+
+def columns_of(weight: Weight, start: int, end: int) -> Weight:
+    """Columns from `start` up to `end`, in memory of their own.
+
+    ValueError where that cuts a group, or columns are in another order than their scales'.
+    """
+    if isinstance(weight, torch.Tensor):
+        return weight[:, start:end].contiguous()
+    k, group = weight.shape[1], weight.group
+    if weight.permutation is not None:
+        raise ValueError("its columns are in another order than those of its input (desc_act)")
+    if group >= k:
+        return _sliced(weight, slice(None), slice(start, end), slice(None), end - start)
+    if start % group or (end % group and end != k):
+        raise ValueError(f"columns {start} to {end} cut its groups of {group}")
+    groups = slice(start // group, -(-end // group))
+    return _sliced(weight, slice(None), slice(start, end), groups, group)
+
+
+def _sliced(
+    weight: QuantizedWeight, rows: slice, columns: slice, groups: slice, group: int
+) -> QuantizedWeight:
+    offsets = weight.offsets
+    return dataclasses.replace(
+        weight,
+        codes=weight.codes[rows, columns].clone(),
+        scales=weight.scales[rows, groups].clone(),
+        offsets=None if offsets is None else offsets[rows, groups].clone(),
+        group=group,
+    )
+
+
 def stack(parts: Sequence[Weight], dtype: torch.dtype | None) -> torch.Tensor:
     """The parts [N_i, K] as one dense weight of the dtype (None: theirs), stacked along N."""
     dense = [

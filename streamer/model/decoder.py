@@ -8,13 +8,16 @@ parameter. Called by the runners.
 from __future__ import annotations
 
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from streamer.kernels import ops
 from streamer.model.families import DecoderConfig
 from streamer.model.layers import Attention, FeedForward, HeadNorms, RopeTable, Step, Tables
+
+if TYPE_CHECKING:
+    from streamer.model.ranks.linear import Shared
 
 
 class WeightSource(Protocol):
@@ -41,18 +44,28 @@ class DecoderLayer:
     """x + attention(norm(x)), then x + feed_forward(norm(x))."""
 
     def __init__(
-        self, kernels: ops.Backend, c: DecoderConfig, index: int, source: WeightSource
+        self,
+        kernels: ops.Backend,
+        c: DecoderConfig,
+        index: int,
+        source: WeightSource,
+        shared: Shared | None,
     ) -> None:
         layer, attn, mlp = (f"model.layers.{index}{part}" for part in ("", ".self_attn", ".mlp"))
         qkv = [f"{attn}.{name}_proj" for name in "qkv"]
         gate_up = [f"{mlp}.{name}_proj" for name in ("gate", "up")]
+
+        def out_of(name: str, has_bias: bool) -> ops.Linear:
+            part = _weight(kernels, source, [name], has_bias)
+            return part if shared is None else shared.summed(part)
+
         self._kernels = kernels
         self._eps = c.rms_norm_eps
         self._input_norm = source.take(f"{layer}.input_layernorm.weight")
         self._attention = Attention(
             kernels,
             qkv=_weight(kernels, source, qkv, c.qkv_bias),
-            out=_weight(kernels, source, [f"{attn}.o_proj"], c.o_bias),
+            out=out_of(f"{attn}.o_proj", c.o_bias),
             head_dim=c.head_dim,
             window=c.windows[index],
             norms=(
@@ -68,7 +81,7 @@ class DecoderLayer:
         self._post_norm = source.take(f"{layer}.post_attention_layernorm.weight")
         self._feed_forward = FeedForward(
             gate_up=_weight(kernels, source, gate_up, c.mlp_bias, c.activation),
-            down=_weight(kernels, source, [f"{mlp}.down_proj"], c.mlp_bias),
+            down=out_of(f"{mlp}.down_proj", c.mlp_bias),
         )
 
     def __call__(self, residual: torch.Tensor, pool_layer: torch.Tensor, step: Step) -> None:
@@ -82,11 +95,16 @@ class DecoderLayer:
 class Decoder:
     """Token ids in, logits out; K and V live in the pool of the caller."""
 
-    is_recordable = True
-
-    def __init__(self, kernels: ops.Backend, config: DecoderConfig, source: WeightSource) -> None:
+    def __init__(
+        self,
+        kernels: ops.Backend,
+        config: DecoderConfig,
+        source: WeightSource,
+        shared: Shared | None = None,
+    ) -> None:
         self._kernels = kernels
         self.config = config
+        self.is_recordable = shared is None
         self.dtype = source.dtype
         self.vocab_size = config.vocab_size
         self.num_layers = config.num_layers
@@ -106,10 +124,13 @@ class Decoder:
             if config.tied and embedding is not None
             else kernels.pack_weight([source.weight("lm_head")], dtype=source.dtype)
         )
+        if shared is not None:
+            self._embed = shared.embedding(self._embed)
+            self._head = shared.head(self._head)
         self._rope = RopeTable(kernels, config.rope, source.dtype, source.device)
         self._layers = []
         for i in range(config.num_layers):
-            self._layers.append(DecoderLayer(kernels, config, i, source))
+            self._layers.append(DecoderLayer(kernels, config, i, source, shared))
             source.layer_done()
         self._norm = source.take("model.norm.weight")
         self._graph: ops.Forward | None = None
@@ -138,7 +159,8 @@ class Decoder:
         made_for = (pool.data_ptr(), self._rope.length, self._limits)
         if self._graph is None or self._graph_of != made_for:
             compute = partial(self._compute, pool, tables)
-            self._graph = self._kernels.graph(compute, self._limits) if self._limits else compute
+            can_record = self._limits is not None and self.is_recordable
+            self._graph = self._kernels.graph(compute, self._limits) if can_record else compute
             self._graph_of = made_for
         return self._graph(tokens, positions, batch, last)
 

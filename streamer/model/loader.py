@@ -34,6 +34,7 @@ from streamer.model.quantization.interface import (
 )
 from streamer.model.quantization.on_the_fly import OnTheFly, kind_for, made_on_the_fly
 from streamer.model.quantization.schemes import Schemes, parse_quantization
+from streamer.model.ranks.linear import Shared
 from streamer.model.runner.device import CPU
 
 logger = logging.getLogger(__name__)
@@ -195,19 +196,25 @@ def choose_dtype(
 def load_decoder(
     kernels: Backend,
     checkpoint: Checkpoint,
-    config: DecoderConfig,
+    config: DecoderConfig | Shared,
     dtype: torch.dtype,
     device: torch.device = CPU,
     layer_done: Callable[[], None] = lambda: None,
 ) -> Decoder:
-    """Check, then read, quantize where that is asked for, and pack all weights. `layer_done` is
-    called after each layer; what it raises ends the loading."""
-    matrices = check_tensors(checkpoint, config)
+    """Check, then read, quantize where that is asked for, and pack all weights, or where they are
+    shared, this rank's part of them. `layer_done` is called after each layer; what it raises ends
+    the loading."""
+    shared = config if isinstance(config, Shared) else None
+    whole = config if shared is None else shared.part.whole
+    matrices = check_tensors(checkpoint, whole)
     with (
         FileSource(checkpoint, matrices, dtype, device, layer_done) as source,
         torch.inference_mode(),
     ):
-        model = Decoder(kernels, config, source)
+        if shared is None:
+            model = Decoder(kernels, whole, source)
+        else:
+            model = Decoder(kernels, shared.part.config, shared.source(source), shared)
     return_freed()
     return model
 

@@ -1,0 +1,1 @@
+"""Ranks: processes that compute one model together, each with a part of every matrix."""
