@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from streamer.config import Config
-    from streamer.engine.core import ModelInfo, Runner, Tokenizer
+    from streamer.engine.core import ModelInfo, Owner, Runner, Tokenizer
     from streamer.tokenizer.tokenizer import Tokenizer as FolderTokenizer
 
 DEMO_NAME = "streamer-demo"
@@ -22,8 +22,7 @@ HUB_TEXTS = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "spiece.model
 PEEK_BYTES = 1 << 16
 
 
-# Is passed a function that it calls now and then, which raises to end the loading.
-LoadRunner: TypeAlias = "Callable[[Callable[[], None]], tuple[Runner, ModelInfo]]"
+LoadRunner: TypeAlias = "Callable[[Owner], tuple[Runner, ModelInfo]]"
 LoadTokenizer: TypeAlias = "Callable[[], Tokenizer]"
 
 
@@ -46,10 +45,15 @@ def loaders(config: Config) -> tuple[LoadRunner, LoadTokenizer]:
             found.append(path)
         return found[0]
 
-    def load(go_on: Callable[[], None]) -> tuple[Runner, ModelInfo]:
+    def load(owner: Owner) -> tuple[Runner, ModelInfo]:
         from streamer.model.runner.load import load_runner
 
-        return load_runner(_with_draft(_with_folder(config, folder()), folder()), go_on=go_on)
+        found = _with_draft(_with_folder(config, folder()), folder())
+        if config.tensor_parallel_size == 1:
+            return load_runner(found, go_on=owner.check_stop)
+        from streamer.model.ranks.leader import load_ranked
+
+        return load_ranked(found, owner.check_stop, owner.fail)
 
     def load_tokenizer() -> Tokenizer:
         return read_tokenizer(folder(), config.chat_template)

@@ -127,6 +127,12 @@ class PoolHung(StreamerError):
     code = "pool_hung"
 
 
+class RankFailed(StreamerError):
+    """One of the processes that compute a model together ended, failed or hangs; names it."""
+
+    code = "rank_failed"
+
+
 class RequestFailed(StreamerError):
     """One request failed inside a step (a NaN row, say); the others go on."""
 

@@ -18,7 +18,7 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from streamer.constraints.grammars import Grammars
     from streamer.core.sizes import ModelInfo
-    from streamer.engine.core import InFlight, Runner, Tokenizer
+    from streamer.engine.core import InFlight, Owner, Runner, Tokenizer
     from streamer.engine.engine import AsyncEngine
 
 NUM_CALLS = 100
@@ -206,10 +206,12 @@ def _build(
             block_size=1024,
         )
 
-    def load(go_on: Callable[[], None]) -> tuple[Runner, ModelInfo]:
+    def load(owner: Owner) -> tuple[Runner, ModelInfo]:
         from streamer.model.runner.load import load_runner
 
-        inner, info = load_fake(config) if case.model is None else load_runner(config, go_on=go_on)
+        inner, info = (
+            load_fake(config) if case.model is None else load_runner(config, go_on=owner.check_stop)
+        )
         runners.append(TimedRunner(inner, case.num_calls))
         return runners[0], info
 

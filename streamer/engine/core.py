@@ -23,7 +23,7 @@ from streamer.errors import InvariantViolated
 from streamer.tokenizer.chat import EarlierTurn
 from streamer.tokenizer.response_template import ResponseTemplate
 
-__all__ = ["EngineCore", "InFlight", "Inbox", "ModelInfo", "Runner", "Tokenizer"]
+__all__ = ["EngineCore", "InFlight", "Inbox", "ModelInfo", "Owner", "Runner", "Tokenizer"]
 
 # A round costs this thread up to 2 ms (4,096 requests sorted) and the loop a frame for each of 512.
 POSITIONS_S: Final = 0.5
@@ -60,6 +60,18 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Free memory and devices; nothing is called afterwards."""
+        ...
+
+
+class Owner(Protocol):
+    """What a runner knows of its engine, while it is loaded and after."""
+
+    def check_stop(self) -> None:
+        """To be called now and then while loading; raises to end it."""
+        ...
+
+    def fail(self, cause: Exception) -> None:
+        """End the engine, which has lost what its runner needs; from any thread."""
         ...
 
 
@@ -119,11 +131,12 @@ class Inbox:
 
     view_queries  those not answered yet, oldest first
 
-    `put`, `permit` and `stop` may be called from any thread; the rest belongs to the GPU thread.
+    `put`, `permit`, `fail` and `stop` may be called from any thread; the rest belongs to the GPU
+    thread.
     """
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[Command | ViewQuery | _Signal] = SimpleQueue()
+        self._queue: SimpleQueue[Command | ViewQuery | Exception | _Signal] = SimpleQueue()
         self._commands: list[Command] = []
         self.view_queries: list[ViewQuery] = []
         self.permits = 0
@@ -140,6 +153,10 @@ class Inbox:
     def stop(self) -> None:
         """Ask the thread to end."""
         self._queue.put(_STOP)
+
+    def fail(self, cause: Exception) -> None:
+        """End the thread with this error."""
+        self._queue.put(cause)
 
     def check_stop(self) -> None:
         """Raise Stopped if the thread was asked to end; for what takes long before its steps."""
@@ -159,13 +176,15 @@ class Inbox:
         commands, self._commands = self._commands, []
         return commands
 
-    def _sort(self, message: Command | ViewQuery | _Signal) -> None:
+    def _sort(self, message: Command | ViewQuery | Exception | _Signal) -> None:
         if message is _PERMIT:
             self.permits += 1
         elif message is _STOP:
             self.is_stopped = True
         elif isinstance(message, ViewQuery):
             self.view_queries.append(message)
+        elif isinstance(message, Exception):
+            raise message
         elif not isinstance(message, _Signal):
             self._commands.append(message)
 

@@ -28,7 +28,7 @@ from streamer.core.sampling import SamplingParams, params_over
 from streamer.core.scheduler import Scheduler
 from streamer.core.sizes import ModelInfo, SchedulerConfig, sizes_of
 from streamer.core.view import SchedulerView, ViewQuery
-from streamer.engine.core import EngineCore, Inbox, Runner, Tokenizer
+from streamer.engine.core import EngineCore, Inbox, Owner, Runner, Tokenizer
 from streamer.engine.gpu_thread import GpuThread
 from streamer.engine.journal.restoring import Restoring
 from streamer.engine.journal.writer import Contexts, Journal
@@ -83,8 +83,7 @@ T = TypeVar("T")
 class AsyncEngine:
     """One model, many streams.
 
-    load              makes the runner, on the GPU thread, where all torch work happens; it is
-                      passed a function to call now and then, which raises to end the loading
+    load              makes the runner, on the GPU thread, where all torch work happens
     tokenizer_loader  makes the tokenizer, on the GPU thread too, before the model
 
     `async with engine:` starts and closes it. It belongs to the loop it was started on.
@@ -92,7 +91,7 @@ class AsyncEngine:
 
     def __init__(
         self,
-        load: Callable[[Callable[[], None]], tuple[Runner, ModelInfo]],
+        load: Callable[[Owner], tuple[Runner, ModelInfo]],
         tokenizer_loader: Callable[[], Tokenizer],
         config: Config,
     ) -> None:
@@ -483,7 +482,7 @@ class AsyncEngine:
     def _build(self, inbox: Inbox) -> EngineCore:
         """Load everything; called once, by the thread."""
         tokenizer = self._load_tokenizer()
-        runner, info = self._load(inbox.check_stop)
+        runner, info = self._load(inbox)
         info = with_end(info, tokenizer.eos_token_id)
         sizes = sizes_of(self.config, info, tokenizer.token_bytes())
         hasher = BlockHasher(info.block_size, secrets.token_bytes(32))

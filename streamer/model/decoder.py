@@ -7,6 +7,7 @@ parameter. Called by the runners.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -49,7 +50,7 @@ class DecoderLayer:
         c: DecoderConfig,
         index: int,
         source: WeightSource,
-        shared: Shared | None,
+        shared: Shared | None = None,
     ) -> None:
         layer, attn, mlp = (f"model.layers.{index}{part}" for part in ("", ".self_attn", ".mlp"))
         qkv = [f"{attn}.{name}_proj" for name in "qkv"]
@@ -112,6 +113,7 @@ class Decoder:
         self.head_dim = config.head_dim
         table = source.weight("model.embed_tokens")
         embedding = None
+        self._embed: Callable[[torch.Tensor], torch.Tensor]
         if config.tied or not isinstance(table, torch.Tensor):
             embedding = kernels.pack_weight([table], dtype=source.dtype, is_table=True)
             self._embed = embedding.rows
@@ -119,7 +121,7 @@ class Decoder:
             self._embed = partial(kernels.embedding, table=table)
         del table
         # Before the layers, since what packing the largest matrices takes is free again for them.
-        self._head = (
+        self._head: Callable[[torch.Tensor], torch.Tensor] = (
             embedding
             if config.tied and embedding is not None
             else kernels.pack_weight([source.weight("lm_head")], dtype=source.dtype)
@@ -159,8 +161,8 @@ class Decoder:
         made_for = (pool.data_ptr(), self._rope.length, self._limits)
         if self._graph is None or self._graph_of != made_for:
             compute = partial(self._compute, pool, tables)
-            can_record = self._limits is not None and self.is_recordable
-            self._graph = self._kernels.graph(compute, self._limits) if can_record else compute
+            limits = self._limits if self.is_recordable else None
+            self._graph = self._kernels.graph(compute, limits) if limits else compute
             self._graph_of = made_for
         return self._graph(tokens, positions, batch, last)
 

@@ -204,17 +204,16 @@ def load_decoder(
     """Check, then read, quantize where that is asked for, and pack all weights, or where they are
     shared, this rank's part of them. `layer_done` is called after each layer; what it raises ends
     the loading."""
-    shared = config if isinstance(config, Shared) else None
-    whole = config if shared is None else shared.part.whole
+    whole = config.part.whole if isinstance(config, Shared) else config
     matrices = check_tensors(checkpoint, whole)
     with (
         FileSource(checkpoint, matrices, dtype, device, layer_done) as source,
         torch.inference_mode(),
     ):
-        if shared is None:
-            model = Decoder(kernels, whole, source)
+        if isinstance(config, Shared):
+            model = Decoder(kernels, config.part.config, config.source(source), config)
         else:
-            model = Decoder(kernels, shared.part.config, shared.source(source), shared)
+            model = Decoder(kernels, config, source)
     return_freed()
     return model
 

@@ -14,7 +14,7 @@ from streamer.constraints.grammars import Grammars
 from streamer.core.plan import Facts, Finish, FinishReason, Plan, StepOutput, StepResult
 from streamer.core.sampling import SamplingParams
 from streamer.core.sizes import ModelInfo
-from streamer.engine.core import InFlight, Runner
+from streamer.engine.core import InFlight, Owner, Runner
 from streamer.engine.engine import AsyncEngine, GenerateRequest
 from streamer.engine.flow import Limits
 from streamer.engine.stream import Delta, TokenStream
@@ -99,7 +99,7 @@ def make_engine(
     """An engine over the fake model, not started."""
     config = Config(**{"model": "fake", "num_gpu_blocks_override": 256, **settings})
 
-    def load(go_on: Callable[[], None]) -> tuple[Runner, ModelInfo]:
+    def load(owner: Owner) -> tuple[Runner, ModelInfo]:
         runner, info = load_fake(config, depth=depth, tokens_per_s=tokens_per_s)
         return runner if wrap is None else wrap(runner), info
 

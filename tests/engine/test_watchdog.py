@@ -14,7 +14,7 @@ from streamer.core.plan import Plan, StepResult
 from streamer.core.sizes import ModelInfo
 from streamer.engine import engine as engines
 from streamer.engine import gpu_thread
-from streamer.engine.core import InFlight, Runner
+from streamer.engine.core import InFlight, Owner, Runner
 from streamer.engine.engine import AsyncEngine
 from streamer.errors import EngineDead, Overloaded, StepHung
 from streamer.fake.model import FakeRunner, fake_tokenizer
@@ -138,7 +138,7 @@ async def test_closing_and_draining_leave_a_hung_step_behind(
 async def test_closing_leaves_a_load_behind_that_does_not_end() -> None:
     let_go = threading.Event()
 
-    def load(go_on: Callable[[], None]) -> tuple[Runner, ModelInfo]:
+    def load(owner: Owner) -> tuple[Runner, ModelInfo]:
         let_go.wait(DEADLINE_S)
         raise RuntimeError("too late")
 
@@ -156,11 +156,11 @@ async def test_closing_leaves_a_load_behind_that_does_not_end() -> None:
 async def test_closing_ends_a_load_between_two_layers() -> None:
     has_begun, num_layers = threading.Event(), 0
 
-    def load(go_on: Callable[[], None]) -> tuple[Runner, ModelInfo]:
+    def load(owner: Owner) -> tuple[Runner, ModelInfo]:
         nonlocal num_layers
         has_begun.set()
         for _ in range(int(DEADLINE_S / 0.01)):
-            go_on()
+            owner.check_stop()
             num_layers += 1
             time.sleep(0.01)  # a layer
         raise RuntimeError("never asked to end")
@@ -204,8 +204,8 @@ async def test_bundled_a_hung_step_is_death_and_earlier_output_stays() -> None:
     engine = AsyncEngine.from_config(Config(model=None, num_gpu_blocks_override=64, watchdog_s=1.0))
     load = engine._load
 
-    def load_stuck(go_on: Callable[[], None]) -> tuple[Runner, ModelInfo]:
-        runner, info = load(go_on)
+    def load_stuck(owner: Owner) -> tuple[Runner, ModelInfo]:
+        runner, info = load(owner)
         made.append(Stuck(runner, 8))
         return made[0], info
 

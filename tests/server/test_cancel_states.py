@@ -21,7 +21,7 @@ from streamer.constraints.grammars import Grammars
 from streamer.core.plan import Facts, FinishReason, Plan, StepResult
 from streamer.core.sampling import SamplingParams
 from streamer.core.sizes import ModelInfo
-from streamer.engine.core import InFlight, Runner
+from streamer.engine.core import InFlight, Owner, Runner
 from streamer.engine.engine import AsyncEngine, GenerateRequest, TokenStream
 from tests.server.responses.test_socket import dial, receive, send
 from tests.server.support.running import BUNDLED, DEADLINE_S, Running
@@ -99,8 +99,8 @@ class Gated(Running):
         engine = super().build()
         load, cancel = engine._load, engine.cancel
 
-        def load_gated(go_on: Callable[[], None]) -> tuple[Runner, ModelInfo]:
-            runner, info = load(go_on)
+        def load_gated(owner: Owner) -> tuple[Runner, ModelInfo]:
+            runner, info = load(owner)
             self.gate = Gate(runner)
             return self.gate, info
 

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,7 @@ import pytest
 from streamer.config import Config
 from streamer.core.plan import Plan
 from streamer.core.sizes import ModelInfo
-from streamer.engine.core import InFlight, Runner
+from streamer.engine.core import InFlight, Owner, Runner
 from streamer.engine.engine import AsyncEngine
 from streamer.errors import ConfigError, EngineDead
 from streamer.server.lifecycle import COLLECT_AFTER, bind, serve
@@ -239,8 +239,8 @@ class Mortal(Running):
         engine = super().build()
         load = engine._load
 
-        def load_breaking(go_on: Callable[[], None]) -> tuple[Runner, ModelInfo]:
-            runner, info = load(go_on)
+        def load_breaking(owner: Owner) -> tuple[Runner, ModelInfo]:
+            runner, info = load(owner)
             self.runner = Breaking(runner)
             return self.runner, info
 

@@ -128,6 +128,7 @@ def some_text(model: str | None) -> str:
 def load(case: Case, dtype: str) -> tuple[Any, Any]:
     """The case's runner and tokenizer."""
     from streamer.build import loaders
+    from streamer.engine.core import Inbox
 
     settings: dict[str, Any] = {"dtype": dtype, "kv_cache_dtype": case.kv_cache_dtype}
     if case.quantization:
@@ -141,7 +142,7 @@ def load(case: Case, dtype: str) -> tuple[Any, Any]:
         **settings,
     )
     load_runner, load_tokenizer = loaders(config)
-    return load_runner(lambda: None)[0], load_tokenizer()
+    return load_runner(Inbox())[0], load_tokenizer()
 
 
 def cut(tokens: Sequence[int], context: int, max_count: int) -> list[list[int]]:

@@ -1,6 +1,6 @@
 """Group: the ranks that compute one model, as seen by one of them: sums and gathers over all.
 
-Owns a torch.distributed process group, gloo on CPUs and NCCL on GPUs, and the seconds spent in it.
+Owns a torch.distributed process group, gloo's so far, and the seconds spent in it.
 Every rank makes the same calls in the same order, on the thread that computes. Results are equal,
 bit for bit, on every rank, so that all of them draw the same tokens.
 """
@@ -8,36 +8,41 @@ bit for bit, on every rank, so that all of them draw the same tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import distributed
+import torch.distributed
 
+c10d: Any = torch.distributed  # whose stubs leave these classes out
 LOOPBACK = "127.0.0.1"
+TIMEOUT_S = 8.0  # that a rank may wait for another: they load before, and start a step together
 
 
 class Group:
-    """Rank `index` of `count`. A rank that does not answer within `timeout_s` is an error."""
+    """Rank `index` of `count`.
 
-    def __init__(
-        self, store: distributed.Store, index: int, count: int, host: str, timeout_s: float
-    ) -> None:
+    meet     waits until every rank has loaded its part
+    seconds  spent in sums and gathers: waiting for the others, and copying
+    """
+
+    def __init__(self, group: Any, index: int, count: int) -> None:
         self.index = index
         self.count = count
-        self.seconds = 0.0  # waited for the others and copied
-        limit = timedelta(seconds=timeout_s)
-        options = distributed.ProcessGroupGloo._Options()
-        options._devices = [distributed.ProcessGroupGloo.create_device(hostname=host)]
-        options._timeout = limit
-        self._group = distributed.ProcessGroupGloo(store, index, count, options)
+        self.seconds = 0.0
+        self.meet: Callable[[], None] = lambda: None
+        self._group = group
 
     @classmethod
-    def on_one_host(cls, file: Path, index: int, count: int, timeout_s: float) -> Group:
+    def on_one_host(cls, file: Path, index: int, count: int) -> Group:
         """Of processes that share a new `file`; they talk over the loopback interface alone."""
-        store = distributed.FileStore(str(file), count)
-        return cls(store, index, count, LOOPBACK, timeout_s)
+        store = c10d.FileStore(str(file), count)
+        options = c10d.ProcessGroupGloo._Options()
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+        options._timeout = timedelta(seconds=TIMEOUT_S)
+        return cls(c10d.ProcessGroupGloo(store, index, count, options), index, count)
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's `part`, in fp32 and in the order of the ranks.

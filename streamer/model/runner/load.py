@@ -10,6 +10,7 @@ import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -22,11 +23,15 @@ from streamer.model import memory
 from streamer.model.checkpoint import open_checkpoint
 from streamer.model.inspect import Recognized, model_info, recognize
 from streamer.model.loader import DTYPES, load_decoder, progress_bar
+from streamer.model.ranks.linear import Shared
 from streamer.model.runner.cpu import CpuRunner
 from streamer.model.runner.cuda import CudaRunner, step_bytes
 from streamer.model.runner.device import CudaDevice, Device, choose_device
 from streamer.model.runner.draft import DraftModel, spare_blocks
 from streamer.model.runner.interface import CausalModel, RunnerSizes
+
+if TYPE_CHECKING:
+    from streamer.model.ranks.group import Group
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +39,16 @@ SINGLE_THREAD_BYTES = 32 << 20  # with smaller weights torch computes on one thr
 
 
 def load_runner(
-    config: Config, device: Device | None = None, go_on: Callable[[], None] = lambda: None
+    config: Config,
+    device: Device | None = None,
+    go_on: Callable[[], None] = lambda: None,
+    group: Group | None = None,
 ) -> tuple[CpuRunner | CudaRunner, ModelInfo]:
     """Load config.model (a folder) on this thread, which is the one that runs it later.
 
     ModelNotSupported, NotEnoughMemory and ConfigError come before weights are read, where they can
     be known. `device`: instead of the config's. `go_on`: called after each layer, may raise.
+    `group`: the ranks that share the model; this one loads its part.
     """
     if config.model is None:
         raise ConfigError("no checkpoint folder to load", param="model")
@@ -49,10 +58,12 @@ def load_runner(
     kernels = ops.choose(where)
     checkpoint = open_checkpoint(Path(config.model), config.quantization)
     known = recognize(checkpoint, config.dtype, where)
+    shared = None if group is None else _share(known, where, group)
+    known = _part_of(known, shared)
     small = _recognize_draft(config, where)
     parts = [known] if small is None else [known, small]
     weight_bytes = sum(part.weight_bytes for part in parts)
-    free = memory.device_free_bytes(where)
+    free = _free_bytes(where, group)
     memory.check_weights_fit(weight_bytes, free)
     kv_dtype = known.kv_dtype(config.kv_cache_dtype)
 
@@ -67,13 +78,19 @@ def load_runner(
 
     plan_pools(free - weight_bytes)  # refuses before minutes of loading
     if device is None:
-        _set_threads(known, kernels)
-    models = [_load_model(kernels, part, where, config.load_progress, go_on) for part in parts]
-    model, peak = models[0], 0
+        _set_threads(known, kernels, 1 if group is None else group.count)
+    load = functools.partial(_load_model, kernels, where, config.load_progress, go_on)
+    model = load(known, shared)
+    draft = None if small is None else load(small)
+    if group is not None:
+        group.meet()
+    peak = 0
     if device is not None:
         peak = step_bytes(device, kernels, model, config, known.model_limit, kv_dtype)
-    left = memory.device_free_bytes(where) if device is None else device.free_bytes()
+    left = _free_bytes(where, group) if device is None else device.free_bytes()
     pools = plan_pools(left - peak)
+    if group is not None:
+        pools = _agreed(pools, group)
     if pools.limited_by:
         says = "context limited to %d of the model's %d tokens: %s"
         logger.warning(says, pools.max_model_len, known.model_limit, pools.limited_by)
@@ -81,8 +98,10 @@ def load_runner(
     info = model_info(known, config, pools, known.block_bytes(config), where)
     if device is None:
         most = config.speculative_config.num_speculative_tokens
-        draft = DraftModel(models[1], small.model_limit, most) if small is not None else None
-        return CpuRunner(ops.for_cpu(), model, sizes, draft), info
+        drafts = None
+        if draft is not None and small is not None:
+            drafts = DraftModel(draft, small.model_limit, most)
+        return CpuRunner(ops.for_cpu(), model, sizes, drafts), info
     runner = CudaRunner(device, kernels, model, sizes)
     runner.warm()
     if model.is_recordable:
@@ -126,12 +145,49 @@ def _spare_bytes(config: Config, small: Recognized | None) -> int:
     return config.max_num_seqs * count * _draft_block_bytes(config, small)
 
 
+def _share(known: Recognized, where: torch.device, group: Group) -> Shared:
+    """The model as ranks share it; ConfigError where they can't."""
+    name = "tensor_parallel_size"
+    if known.decoder is None:
+        why = "it runs on transformers' code, which is not split"
+    elif where.type != "cpu":
+        why = "ranks compute on CPUs so far"
+    else:
+        return Shared(known.decoder, group)
+    architecture = known.checkpoint.config.get("architectures", ["the model"])[0]
+    raise ConfigError(f"{name} {group.count}: {architecture}: {why}", param=name)
+
+
+def _part_of(known: Recognized, shared: Shared | None) -> Recognized:
+    """The sizes of this rank's part."""
+    if shared is None:
+        return known
+    weight_bytes = int(known.weight_bytes * shared.part.share)
+    kv_heads = shared.part.kv_heads.size
+    return msgspec.structs.replace(known, weight_bytes=weight_bytes, num_kv_heads=kv_heads)
+
+
+def _free_bytes(where: torch.device, group: Group | None) -> int:
+    """Memory that this process can take, beside the other ranks on this machine."""
+    count = 1 if group is None else group.count
+    return memory.device_free_bytes(where) // count
+
+
+def _agreed(pools: memory.PoolSizes, group: Group) -> memory.PoolSizes:
+    """Sizes that every rank has room for."""
+    blocks, host, context = group.minima(
+        (pools.num_blocks, pools.num_host_blocks, pools.max_model_len)
+    )
+    return memory.PoolSizes(blocks, host, context, pools.limited_by)
+
+
 def _load_model(
     kernels: ops.Backend,
-    known: Recognized,
     device: torch.device,
     show_progress: bool,
     go_on: Callable[[], None],
+    known: Recognized,
+    shared: Shared | None = None,
 ) -> CausalModel:
     dtype = DTYPES[known.dtype]
     if known.scheme and device.type == "cpu" and (why := ops.why_not_native()):
@@ -145,7 +201,8 @@ def _load_model(
                 advance()
                 go_on()
 
-            return load_decoder(kernels, known.checkpoint, known.decoder, dtype, device, layer_done)
+            config = shared or known.decoder
+            return load_decoder(kernels, known.checkpoint, config, dtype, device, layer_done)
     from streamer.model.fallback import load_fallback  # transformers' modelling code
 
     if known.fallback is None:
@@ -155,9 +212,10 @@ def _load_model(
     )
 
 
-def _set_threads(known: Recognized, kernels: ops.Backend) -> None:
-    """Set the threads of torch and the kernels. Beside the native kernels torch only samples, or
-    runs transformers' own code; two pools of spinning threads would slow each other down.
+def _set_threads(known: Recognized, kernels: ops.Backend, num_ranks: int) -> None:
+    """Set the threads of torch and the kernels: a rank's share of the cores. Beside the native
+    kernels torch only samples, or runs transformers' own code; two pools of spinning threads would
+    slow each other down.
 
     Where torch computes a small model it gets one thread: its many short parallel regions gain
     nothing from a second one and stall when another process takes that core (the bundled model's
@@ -167,7 +225,7 @@ def _set_threads(known: Recognized, kernels: ops.Backend) -> None:
     """
     is_by_torch = known.decoder is None or bool(ops.why_not_native())
     is_small = known.weight_bytes < SINGLE_THREAD_BYTES
-    threads = 1 if is_by_torch and is_small else _num_cores()
+    threads = 1 if is_by_torch and is_small else max(1, _num_cores() // num_ranks)
     torch.set_num_threads(threads if known.decoder is None else 1)
     kernels.set_threads(threads)
 
