@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from streamer.config import Config
+    from streamer.constraints.grammars import Grammars
     from streamer.engine.core import ModelInfo, Owner, Runner, Tokenizer
     from streamer.tokenizer.tokenizer import Tokenizer as FolderTokenizer
 
@@ -59,6 +60,18 @@ def loaders(config: Config) -> tuple[LoadRunner, LoadTokenizer]:
         return read_tokenizer(folder(), config.chat_template)
 
     return load, load_tokenizer
+
+
+def run_rank() -> int:
+    """Be one of the processes that compute a model together, which the first one has started."""
+    from streamer.engine.requests import grammars_of, with_end
+    from streamer.model.ranks.worker import main
+
+    def make_grammars(config: Config, info: ModelInfo) -> Grammars:
+        tokenizer = read_tokenizer(Path(config.model or ""))
+        return grammars_of(tokenizer, with_end(info, tokenizer.eos_token_id))
+
+    return main(make_grammars)
 
 
 def read_tokenizer(model: Path, chat_template: str | None = None) -> FolderTokenizer:

@@ -69,7 +69,6 @@ class Vocabulary:
             self.tokens[token] = b"\xff" + name  # no text has this byte: only the token matches
         for token in set(end_ids).difference(special):
             self.tokens[token] = b"\xff<end %d>" % token
-        self.special = special
         self.end_ids = tuple(end_ids)
         self.eos_token_id = end_ids[0] if end_ids else None
         self.special_token_ids = sorted({*special, *end_ids})

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from streamer.config import Config
-from streamer.constraints.grammars import Grammars, Vocabulary
+from streamer.constraints.grammars import Grammars
 from streamer.core.blocks import BlockHasher
 from streamer.core.plan import Cancel, Command, FinishReason, Pause, Resume, StepOutput, StepStats
 from streamer.core.sampling import SamplingParams, params_over
@@ -50,6 +50,7 @@ from streamer.engine.requests import (
     QueueNeeds,
     accept,
     build_add,
+    grammars_of,
     limits_of,
     with_end,
 )
@@ -487,7 +488,7 @@ class AsyncEngine:
         sizes = sizes_of(self.config, info, tokenizer.token_bytes())
         hasher = BlockHasher(info.block_size, secrets.token_bytes(32))
         scheduler = Scheduler(sizes, hasher)
-        self._grammars = Grammars(_vocabulary(tokenizer, info))
+        self._grammars = grammars_of(tokenizer, info)
         runner.constrain(self._grammars)
         self._tokenizer, self._info, self._sizes = tokenizer, info, sizes
         self._prompts.hasher = hasher if self.config.enable_prefix_caching else None
@@ -572,15 +573,6 @@ class AsyncEngine:
     def _unavailable(self) -> StreamerError:
         """The error of an engine that has ended, or is not loaded yet."""
         return ended_error(self.death) if self._state in ("dead", "closed") else loading()
-
-
-def _vocabulary(tokenizer: Tokenizer, info: ModelInfo) -> Vocabulary:
-    return Vocabulary(
-        tokenizer.token_bytes(),
-        tokenizer.special_bytes,
-        info.eos_token_ids,
-        partial(tokenizer.encode, add_special_tokens=False),
-    )
 
 
 async def _within(seconds: float, event: Awaitable[object]) -> bool:

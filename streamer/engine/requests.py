@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
 from streamer.config import Config
+from streamer.constraints.grammars import Grammars, Vocabulary
 from streamer.core.plan import Add, Reasoning
 from streamer.core.sampling import SamplingParams, entries, flag, integer, number, text, token_ids
 from streamer.core.sizes import ModelInfo, SchedulerConfig, check_fits, check_outputs
+from streamer.engine.core import Tokenizer
 from streamer.engine.flow import Limits
 from streamer.engine.progress import Progress
 from streamer.errors import InvalidRequest
@@ -179,6 +182,13 @@ def with_end(info: ModelInfo, token: int | None) -> ModelInfo:
     if token is None or token in info.eos_token_ids:
         return info
     return msgspec.structs.replace(info, eos_token_ids=(*info.eos_token_ids, token))
+
+
+def grammars_of(tokenizer: Tokenizer, info: ModelInfo) -> Grammars:
+    """What compiles grammars for the model's tokens, the same on every rank."""
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    tokens, special = tokenizer.token_bytes(), tokenizer.special_bytes
+    return Grammars(Vocabulary(tokens, special, info.eos_token_ids, encode))
 
 
 def build_add(

@@ -23,7 +23,8 @@ from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler, SchedulerConfig
 from streamer.core.sizes import MAX_SCORED, batched_tokens
 from streamer.core.speculation.interface import Speculation
-from streamer.engine.core import InFlight
+from streamer.engine.core import InFlight, Runner
+from streamer.model.ranks.leader import load_ranked
 from streamer.model.runner.load import load_runner
 from tests.model.where import Where
 
@@ -35,6 +36,11 @@ def _in_pairs(token_bytes: tuple[bytes, ...], text: str) -> list[int]:
     """Token ids of a text's letters, two by two."""
     pairs = (text[i : i + 2].encode() for i in range(0, len(text), 2))
     return [token_bytes.index(pair) for pair in pairs if pair in token_bytes]
+
+
+def grammars_in_pairs(token_bytes: tuple[bytes, ...]) -> Grammars:
+    """Of tokens that have two letters each."""
+    return Grammars(Vocabulary(token_bytes, {}, (END,), partial(_in_pairs, token_bytes)))
 
 
 class SyncEngine:
@@ -59,7 +65,11 @@ class SyncEngine:
                 | settings
             ),
         )
-        self.runner, self.info = load_runner(config, Where.make())
+        self.runner: Runner
+        if config.tensor_parallel_size == 1:
+            self.runner, self.info = load_runner(config, Where.make())
+        else:
+            self.runner, self.info = load_ranked(config, lambda: None, lambda _: None)
         self._launched: deque[tuple[Plan, InFlight]] = deque()
         self.costs = costs or {}
         self.check = check
@@ -80,8 +90,7 @@ class SyncEngine:
             speculation,
         )
         if token_bytes:
-            encode = partial(_in_pairs, token_bytes)
-            self.runner.constrain(Grammars(Vocabulary(token_bytes, {}, (END,), encode)))
+            self.runner.constrain(grammars_in_pairs(token_bytes))
         self.depth = self.runner.depth if depth is None else depth
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.logprobs: dict[tuple[str, int], list[float]] = {}  # of those that asked for them

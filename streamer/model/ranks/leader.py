@@ -31,7 +31,7 @@ from streamer.model.ranks.group import LOOPBACK, Group
 from streamer.model.ranks.worker import BEAT_S, Place
 from streamer.model.runner.cpu import CpuRunner, Done
 from streamer.model.runner.cuda import CudaInFlight, CudaRunner
-from streamer.model.runner.load import load_runner
+from streamer.model.runner.load import check_shared, load_runner
 
 if TYPE_CHECKING:
     from streamer.config import Config
@@ -44,6 +44,7 @@ SILENT_S = 5.0  # without a beat
 CONNECT_S = 60.0  # to import torch and connect, on a busy machine
 NAME_S = 2.0  # after a failed step, until the watch has seen which rank it was
 END_S = 5.0
+PROGRAM = "import sys; from streamer.build import run_rank; sys.exit(run_rank())"
 SECRETS = ("api_key", "key_limits", "metrics_key")  # which no other rank has a use for
 
 
@@ -57,6 +58,7 @@ def load_ranked(
 
     Raises what load_runner does here, and RankFailed where another rank can't.
     """
+    check_shared(config)
     leader = Leader(config, died)
     try:
         group = leader.start(go_on)
@@ -77,26 +79,32 @@ class RankedRunner:
         self._runner = runner
         self._group = group
         self._leader = leader
+        self._drawn = wire.Drawn()
 
     @property
     def depth(self) -> int:
         return self._runner.depth
 
     def constrain(self, grammars: Grammars) -> None:
-        """See engine.core.Runner."""
+        """See engine.core.Runner; the other ranks make their own, of the same tokenizer."""
         self._runner.constrain(grammars)
-        vocabulary = grammars.vocabulary
-        self._leader.send(
-            wire.Vocabulary(vocabulary.tokens, dict(vocabulary.special), vocabulary.end_ids)
-        )
 
     def launch(self, plan: Plan) -> _InFlight:
         """See engine.core.Runner; RankFailed where another rank can't go on."""
         try:
-            self._leader.send(wire.Launch(plan))
-            return _InFlight(self._runner.launch(plan), self._leader)
+            self._leader.send(wire.Launch(plan, self._drawn))
+            return _InFlight(self._runner.launch(plan), self)
         except Exception as error:
             raise self._leader.failure_of(error) from error
+
+    def collect(self, in_flight: Done | CudaInFlight) -> StepResult:
+        """The result of a launched plan."""
+        try:
+            result = in_flight.collect()
+        except Exception as error:
+            raise self._leader.failure_of(error) from error
+        self._drawn = wire.Drawn.of(result)
+        return result
 
     def facts(self) -> Facts:
         """This rank's; the others compute as much."""
@@ -112,18 +120,15 @@ class RankedRunner:
 class _InFlight:
     """A plan that every rank carries out."""
 
-    __slots__ = ("_in_flight", "_leader")
+    __slots__ = ("_in_flight", "_runner")
 
-    def __init__(self, in_flight: Done | CudaInFlight, leader: Leader) -> None:
+    def __init__(self, in_flight: Done | CudaInFlight, runner: RankedRunner) -> None:
         self._in_flight = in_flight
-        self._leader = leader
+        self._runner = runner
 
     def collect(self) -> StepResult:
         """See engine.core.InFlight; RankFailed as `launch`."""
-        try:
-            return self._in_flight.collect()
-        except Exception as error:
-            raise self._leader.failure_of(error) from error
+        return self._runner.collect(self._in_flight)
 
 
 class _Other(msgspec.Struct, kw_only=True):
@@ -313,7 +318,7 @@ class Leader:
 
 def _start(place: Place) -> subprocess.Popen[bytes]:
     """The process of a rank, which gets no signal that is meant for this one."""
-    command = [sys.executable, "-m", "streamer.model.ranks.worker"]
+    command = [sys.executable, "-c", PROGRAM]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     if process.stdin is not None:
         with contextlib.suppress(OSError), process.stdin:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from streamer.core.plan import Plan
+from streamer.core.plan import Plan, StepResult
 
 PROOF_BYTES = 32
 HELLO = struct.Struct("<I32s")  # the rank's index and its proof
@@ -47,18 +47,22 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     """To all ranks, when every one has loaded: agree on the pools' sizes."""
 
 
-class Vocabulary(msgspec.Struct, frozen=True, tag=True):
-    """To all ranks, before the first plan: what grammars are compiled for."""
-
-    tokens: list[bytes]
-    special: dict[int, bytes]
-    end_ids: tuple[int, ...]
-
-
 class Launch(msgspec.Struct, frozen=True, tag=True):
-    """To all ranks: carry this plan out."""
+    """To all ranks: carry this plan out. `drawn`: what the first rank drew before."""
 
     plan: Plan
+    drawn: Drawn
+
+
+class Drawn(msgspec.Struct, frozen=True, array_like=True):
+    """The tokens of a plan's result, as a checksum: every rank draws the same."""
+
+    plan: int = 0
+    checksum: int = 0
+
+    @classmethod
+    def of(cls, result: StepResult) -> Drawn:
+        return cls(result.number, hash((result.rows, result.tokens)))
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
@@ -74,7 +78,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 M = TypeVar("M", bound=msgspec.Struct)
-Message = Setup | Loaded | Begin | Vocabulary | Launch | Beat | Failed
+Message = Setup | Loaded | Begin | Launch | Beat | Failed
 
 
 class Channel:

@@ -13,12 +13,14 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from streamer.config import Config
-from streamer.constraints import grammars
+from streamer.constraints.grammars import Grammars
+from streamer.core.sizes import ModelInfo
 from streamer.errors import InvariantViolated
 from streamer.model.ranks import wire
 from streamer.model.ranks.group import LOOPBACK, Group
@@ -37,13 +39,17 @@ class Place(msgspec.Struct, frozen=True):
     secret: bytes
 
 
-def main() -> int:
+# The grammars of a loaded model, which need its tokenizer.
+MakeGrammars = Callable[[Config, ModelInfo], Grammars]
+
+
+def main(make_grammars: MakeGrammars) -> int:
     """Serve as a rank until the first one is gone; the process's exit code."""
     place = msgspec.json.decode(sys.stdin.buffer.read(), type=Place)
     logging.basicConfig(level=logging.WARNING, format=f"rank {place.index}: %(message)s")
     connection = socket.create_connection((LOOPBACK, place.port))
     wire.greet(connection, place.index, place.secret)
-    rank = Rank(place.index, wire.Channel(connection))
+    rank = Rank(place.index, wire.Channel(connection), make_grammars)
     threading.Thread(target=rank.beat, name="streamer-beat", daemon=True).start()
     try:
         rank.run()
@@ -57,9 +63,10 @@ def main() -> int:
 class Rank:
     """What `main` runs."""
 
-    def __init__(self, index: int, channel: wire.Channel) -> None:
+    def __init__(self, index: int, channel: wire.Channel, make_grammars: MakeGrammars) -> None:
         self._index = index
         self._channel = channel
+        self._make_grammars = make_grammars
         self._plan = 0
 
     def run(self) -> None:
@@ -74,7 +81,8 @@ class Rank:
             self._receive(wire.Begin)
 
         group.meet = meet
-        runner, _ = load_runner(config, group=group)
+        runner, info = load_runner(config, group=group)
+        runner.constrain(self._make_grammars(config, info))
         self._carry_out(runner)
 
     def beat(self) -> None:
@@ -95,28 +103,19 @@ class Rank:
         return 1
 
     def _carry_out(self, runner: CpuRunner | CudaRunner) -> None:
-        given = self._receive(wire.Vocabulary)
-        vocabulary = grammars.Vocabulary(given.tokens, given.special, given.end_ids, _no_encoding)
-        runner.constrain(grammars.Grammars(vocabulary))
         launched: deque[Done | CudaInFlight] = deque()
+        drawn = wire.Drawn()
         while True:
-            plan = self._receive(wire.Launch).plan
-            self._plan = plan.number
-            launched.append(runner.launch(plan))
+            message = self._receive(wire.Launch)
+            if message.drawn != drawn:
+                raise InvariantViolated(f"drew other tokens than the first rank: {drawn}")
+            self._plan = message.plan.number
+            launched.append(runner.launch(message.plan))
             while len(launched) > runner.depth:
-                launched.popleft().collect()
+                drawn = wire.Drawn.of(launched.popleft().collect())
 
     def _receive(self, kind: type[wire.M]) -> wire.M:
         message = self._channel.receive()
         if not isinstance(message, kind):
             raise InvariantViolated(f"{type(message).__name__} came instead of {kind.__name__}")
         return message
-
-
-def _no_encoding(text: str) -> list[int]:
-    """The first rank alone proposes what a grammar forces."""
-    return []
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -21,9 +21,11 @@ from streamer.errors import ConfigError, InvariantViolated
 from streamer.kernels import ops
 from streamer.model import memory
 from streamer.model.checkpoint import open_checkpoint
+from streamer.model.families import DecoderConfig, architecture_of
 from streamer.model.inspect import Recognized, model_info, recognize
 from streamer.model.loader import DTYPES, load_decoder, progress_bar
 from streamer.model.ranks.linear import Shared
+from streamer.model.ranks.split import FIELD, split
 from streamer.model.runner.cpu import CpuRunner
 from streamer.model.runner.cuda import CudaRunner, step_bytes
 from streamer.model.runner.device import CudaDevice, Device, choose_device
@@ -58,8 +60,10 @@ def load_runner(
     kernels = ops.choose(where)
     checkpoint = open_checkpoint(Path(config.model), config.quantization)
     known = recognize(checkpoint, config.dtype, where)
-    shared = None if group is None else _share(known, where, group)
-    known = _part_of(known, shared)
+    shared = None
+    if group is not None:
+        shared = Shared(_shareable(known, where, group.count), group)
+        known = _part_of(known, shared)
     small = _recognize_draft(config, where)
     parts = [known] if small is None else [known, small]
     weight_bytes = sum(part.weight_bytes for part in parts)
@@ -145,23 +149,28 @@ def _spare_bytes(config: Config, small: Recognized | None) -> int:
     return config.max_num_seqs * count * _draft_block_bytes(config, small)
 
 
-def _share(known: Recognized, where: torch.device, group: Group) -> Shared:
-    """The model as ranks share it; ConfigError where they can't."""
-    name = "tensor_parallel_size"
+def check_shared(config: Config) -> None:
+    """ConfigError where tensor_parallel_size ranks can't share config.model, before any starts."""
+    where = choose_device(config.device)
+    checkpoint = open_checkpoint(Path(config.model or ""), config.quantization)
+    known = recognize(checkpoint, config.dtype, where)
+    split(_shareable(known, where, config.tensor_parallel_size), config.tensor_parallel_size)
+
+
+def _shareable(known: Recognized, where: torch.device, count: int) -> DecoderConfig:
+    """The decoder that ranks share; ConfigError where there is none."""
     if known.decoder is None:
         why = "it runs on transformers' code, which is not split"
     elif where.type != "cpu":
         why = "ranks compute on CPUs so far"
     else:
-        return Shared(known.decoder, group)
-    architecture = known.checkpoint.config.get("architectures", ["the model"])[0]
-    raise ConfigError(f"{name} {group.count}: {architecture}: {why}", param=name)
+        return known.decoder
+    architecture = architecture_of(known.checkpoint.config)
+    raise ConfigError(f"{FIELD} {count}: {architecture}: {why}", param=FIELD)
 
 
-def _part_of(known: Recognized, shared: Shared | None) -> Recognized:
+def _part_of(known: Recognized, shared: Shared) -> Recognized:
     """The sizes of this rank's part."""
-    if shared is None:
-        return known
     weight_bytes = int(known.weight_bytes * shared.part.share)
     kv_heads = shared.part.kv_heads.size
     return msgspec.structs.replace(known, weight_bytes=weight_bytes, num_kv_heads=kv_heads)

@@ -1,0 +1,191 @@
+"""Ranks as processes: the tokens of one, through everything, and deaths that name a rank."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+from typing import Any
+
+import pytest
+
+from streamer import AsyncEngine, ConfigError, RankFailed, SamplingParams
+from streamer.config import Config
+from streamer.engine.engine import GenerateRequest
+from streamer.kernels import ops
+from streamer.model.ranks import leader, wire
+from tests.model.sync_engine import SyncEngine
+from tests.model.test_parity import MIXED
+from tests.model.test_speculation import (
+    ASKS,
+    ROOMY,
+    TIGHT,
+    TOKEN_BYTES,
+    Answer,
+    Key,
+    Oracle,
+    add,
+    answers_of,
+)
+
+pytestmark = pytest.mark.skipif(ops.why_not_native() != "", reason="torch's sums depend on shapes")
+
+DEADLINE_S = 60.0
+SETTINGS: dict[str, Any] = {"num_gpu_blocks_override": 64, "load_progress": False}
+TOLERANCE = 1e-4
+
+
+def agree(found: Answer, expected: Answer) -> bool:
+    """Tokens and ends to the last one; log probabilities within the rounding of other sums."""
+    pairs = zip(found.logprobs, expected.logprobs, strict=True)
+    return (found.tokens, found.finish) == (expected.tokens, expected.finish) and all(
+        abs(a.logprob - b.logprob) < TOLERANCE for a, b in pairs
+    )
+
+
+@pytest.fixture(scope="module")
+def answers(checkpoint: Any) -> dict[Key, Answer]:
+    """Of one rank, alone, with room for all."""
+    engine = SyncEngine(checkpoint("llama", 1), dtype="float32", token_bytes=TOKEN_BYTES, **ROOMY)
+    found: dict[Key, Answer] = {}
+    for i in range(len(ASKS)):
+        add(engine, i, found)
+        engine.run()
+        found |= answers_of(engine, i)
+    return found
+
+
+IN_PAIRS = """
+import sys
+from streamer.model.ranks.worker import main
+from tests.model.sync_engine import grammars_in_pairs
+from tests.model.test_speculation import TOKEN_BYTES
+sys.exit(main(lambda config, info: grammars_in_pairs(TOKEN_BYTES)))
+"""
+
+
+def test_every_kind_of_request_has_the_answers_of_one_rank(
+    checkpoint: Any, answers: dict[Key, Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Swaps, recomputes, forks, grammars and verifications, in too little memory."""
+    monkeypatch.setattr(leader, "PROGRAM", IN_PAIRS)
+    engine = SyncEngine(
+        checkpoint("llama", 1),
+        speculation=Oracle(answers, 3),
+        costs=MIXED,
+        dtype="float32",
+        token_bytes=TOKEN_BYTES,
+        tensor_parallel_size=2,
+        **TIGHT,
+    )
+    try:
+        for i in range(len(ASKS)):
+            add(engine, i, answers)
+        engine.run()
+    finally:
+        engine.runner.close()
+    for i in range(len(ASKS)):
+        for key, answer in answers_of(engine, i).items():
+            assert agree(answer, answers[key]), f"request {key}"
+    assert min(engine.preemptions) > 0
+
+
+def request(max_tokens: int) -> GenerateRequest:
+    return GenerateRequest(
+        prompt=tuple(range(5, 25)), params=SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    )
+
+
+def others() -> list[int]:
+    """Processes of this one's other ranks."""
+    command = ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(os.getpid())]
+    table = subprocess.run(command, capture_output=True, text=True).stdout
+    return [int(line.split()[0]) for line in table.splitlines() if "run_rank" in line]
+
+
+@pytest.mark.parametrize("is_busy", [True, False], ids=["in a step", "idle"])
+@pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+async def test_a_rank_that_is_gone_is_a_death_that_names_it(
+    monkeypatch: pytest.MonkeyPatch, signal_: signal.Signals, is_busy: bool
+) -> None:
+    monkeypatch.setattr(leader, "SILENT_S", 2.5)
+    config = Config(model=None, tensor_parallel_size=2, **SETTINGS)
+    async with asyncio.timeout(DEADLINE_S), AsyncEngine.from_config(config) as engine:
+        stream = engine.submit(request(900 if is_busy else 3))
+        async for _ in stream.read():
+            if is_busy:
+                break
+        (process,) = others()
+        os.kill(process, signal_)
+        while not engine.is_dead:  # noqa: ASYNC110 -- an engine has no event of its death
+            await asyncio.sleep(0.02)
+        why = "ended with code -9" if signal_ is signal.SIGKILL else "has been silent for 2.5 s"
+        cause = engine.death.__cause__ if engine.death is not None else None
+        assert isinstance(cause, RankFailed)
+        assert str(cause) == f"rank 1 (process {process}) {why}"
+    assert not others()
+
+
+async def test_the_watch_forgives_what_stopped_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A suspended machine, or SIGSTOP to the whole set: no beat came, and none could."""
+    monkeypatch.setattr(leader, "SILENT_S", 1.5)
+    config = Config(model=None, tensor_parallel_size=2, **SETTINGS)
+    async with asyncio.timeout(DEADLINE_S), AsyncEngine.from_config(config) as engine:
+        (process,) = others()
+        script = "sleep 2.5; kill -CONT $1; kill -CONT $2"
+        waker = subprocess.Popen(  # noqa: ASYNC220 -- it wakes this process up
+            ["sh", "-c", script, "sh", str(process), str(os.getpid())]
+        )
+        os.kill(process, signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        waker.wait()
+        stream = engine.submit(request(20))
+        await stream.wait()
+        assert len(stream.token_ids()) == 20
+
+
+async def test_a_rank_that_can_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leader.Leader, "_settings", lambda self: {"model": "/no/such/folder"})
+    config = Config(model=None, tensor_parallel_size=2, **SETTINGS)
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(RankFailed, match=r"rank 1 \(process \d+\): .*/no/such/folder"):
+            await AsyncEngine.from_config(config).__aenter__()
+    assert not others()
+
+
+def test_models_that_can_not_be_shared_are_refused(checkpoint: Any) -> None:
+    for family, count, why in (("gpt2", 2, "transformers' code"), ("llama", 3, "2 KV heads")):
+        config = Config(model=str(checkpoint(family)), tensor_parallel_size=count, **SETTINGS)
+        with pytest.raises(ConfigError, match=why) as refusal:
+            leader.load_ranked(config, lambda: None, lambda _: None)
+        assert refusal.value.param == "tensor_parallel_size"
+    assert not others()
+
+
+def test_a_stranger_is_not_let_in() -> None:
+    """One without the secret, one that says nothing, one that sends too little."""
+    for sent in (wire.HELLO.pack(1, b"x" * 32), b"", b"abc"):
+        ours, theirs = socket.socketpair()
+        ours.settimeout(0.2)
+        with ours, theirs:
+            theirs.sendall(sent)
+            try:
+                assert wire.admit(ours, b"secret") is None
+            except OSError:
+                assert len(sent) < wire.HELLO.size
+
+
+def test_messages_are_bounded_and_end_with_the_connection() -> None:
+    ours, theirs = socket.socketpair()
+    channel, other = wire.Channel(ours), wire.Channel(theirs)
+    channel.send(wire.Beat(7))
+    assert other.receive() == wire.Beat(7)
+    ours.sendall(wire.LENGTH.pack(1 << 40))
+    with pytest.raises(ConnectionError, match="a message of"):
+        other.receive()
+    channel.close()
+    with pytest.raises(ConnectionError, match="gone"):
+        other.receive()
+    other.close()
