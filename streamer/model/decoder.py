@@ -9,36 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from streamer.kernels import ops
 from streamer.model.families import DecoderConfig
-from streamer.model.layers import Attention, FeedForward, HeadNorms, RopeTable, Step, Tables
+from streamer.model.layers import (
+    Attention,
+    FeedForward,
+    HeadNorms,
+    RopeTable,
+    Step,
+    Tables,
+    WeightSource,
+)
 
 if TYPE_CHECKING:
     from streamer.model.ranks.linear import Shared
-
-
-class WeightSource(Protocol):
-    """Where a decoder takes its tensors from, once each, in the dtype and on the device that it
-    computes in."""
-
-    dtype: torch.dtype
-    device: torch.device
-
-    def take(self, name: str) -> torch.Tensor:
-        """A tensor that is dense whatever the checkpoint's format: a norm's, a bias."""
-        ...
-
-    def weight(self, module: str) -> ops.Weight:
-        """The matrix [N, K] of a module such as model.layers.0.mlp.up_proj, or of an embedding."""
-        ...
-
-    def layer_done(self) -> None:
-        """One more layer is built (for the progress bar)."""
-        ...
 
 
 class DecoderLayer:

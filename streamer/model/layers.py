@@ -1,4 +1,4 @@
-"""The decoder's parts: the rotary table, attention and feed-forward blocks.
+"""The decoder's parts: where its weights come from, the rotary table, attention, feed-forward.
 
 Each part is built from its tensors and called with packed tokens [T, ...]; no part knows a
 checkpoint, a family or a Plan. Called by decoder.py.
@@ -7,7 +7,7 @@ checkpoint, a family or a Plan. Called by decoder.py.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -18,6 +18,26 @@ from streamer.model.runner.device import CPU
 Tables = tuple[torch.Tensor, torch.Tensor]  # cos and sin of Backend.rope_tables
 
 ROPE_CHUNK = 4096  # positions in a new table, at most
+
+
+class WeightSource(Protocol):
+    """Where a decoder takes its tensors from, once each, in the dtype and on the device that it
+    computes in."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+    def take(self, name: str) -> torch.Tensor:
+        """A tensor that is dense whatever the checkpoint's format: a norm's, a bias."""
+        ...
+
+    def weight(self, module: str) -> ops.Weight:
+        """The matrix [N, K] of a module such as model.layers.0.mlp.up_proj, or of an embedding."""
+        ...
+
+    def layer_done(self) -> None:
+        """One more layer is built (for the progress bar)."""
+        ...
 
 
 @lru_cache

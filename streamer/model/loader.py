@@ -253,7 +253,7 @@ class FileSource:
         return self._read(name).to(self.device, self.dtype)
 
     def weight(self, module: str) -> Weight:
-        """See decoder.WeightSource."""
+        """See layers.WeightSource."""
         matrix = self._matrices[module]
         tensors = {name: self._read(whole) for name, whole in matrix.names.items()}
         try:

@@ -1,6 +1,6 @@
 """Models for `streamer bench gpu`: known shapes with random weights, made on their device.
 
-No file and no checkpoint: RandomWeights is a WeightSource of model/decoder.py. Bed is such a model
+No file and no checkpoint: RandomWeights is a WeightSource of model/layers.py. Bed is such a model
 behind the real scheduler and runner, stepped by this thread.
 """
 
@@ -135,7 +135,7 @@ class RandomWeights:
         self._random = torch.Generator(where.device).manual_seed(0)
 
     def take(self, name: str) -> torch.Tensor:
-        """See decoder.WeightSource."""
+        """See layers.WeightSource."""
         shape = self._shapes[name]
         if name.endswith("norm.weight"):
             return torch.ones(shape, dtype=self.dtype, device=self.device)
@@ -143,7 +143,7 @@ class RandomWeights:
         return weight.normal_(0.0, SPREAD, generator=self._random)
 
     def weight(self, module: str) -> Weight:
-        """See decoder.WeightSource."""
+        """See layers.WeightSource."""
         from streamer.kernels.weights import QuantizedWeight
 
         name = f"{module}.weight"
@@ -158,7 +158,7 @@ class RandomWeights:
         return QuantizedWeight(codes=codes, scales=scales, group=GROUP, bits=4, zero=8)
 
     def layer_done(self) -> None:
-        """See decoder.WeightSource."""
+        """See layers.WeightSource."""
 
 
 class Model(msgspec.Struct, frozen=True):

@@ -14,9 +14,9 @@ import torch
 from streamer.errors import ConfigError
 from streamer.kernels import ops
 from streamer.kernels.weights import QuantizedWeight, dequantize
-from streamer.model.decoder import DecoderLayer, WeightSource
+from streamer.model.decoder import DecoderLayer
 from streamer.model.families import DecoderConfig
-from streamer.model.layers import RopeTable, Step
+from streamer.model.layers import RopeTable, Step, WeightSource
 from streamer.model.memory import num_cores
 from streamer.model.quantization.on_the_fly import GROUP, LEVELS, fit, in_parallel
 

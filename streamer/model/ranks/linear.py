@@ -15,8 +15,8 @@ from streamer.kernels import ops
 from streamer.model.ranks.split import Part, PartSource, split
 
 if TYPE_CHECKING:
-    from streamer.model.decoder import WeightSource
     from streamer.model.families import DecoderConfig
+    from streamer.model.layers import WeightSource
     from streamer.model.ranks.group import Group
 
 Embedding = Callable[[torch.Tensor], torch.Tensor]

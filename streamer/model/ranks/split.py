@@ -19,7 +19,7 @@ from streamer.kernels.weights import Weight, columns_of, rows_of
 from streamer.model.families import DecoderConfig
 
 if TYPE_CHECKING:
-    from streamer.model.decoder import WeightSource
+    from streamer.model.layers import WeightSource
 
 # Columns that a part begins at, so that it has whole groups: as many as the matrix allows.
 UNITS = (256, 128, 64, 32, 16, 1)
@@ -150,7 +150,7 @@ class PartSource:
         self._is_first = is_first
 
     def take(self, name: str) -> torch.Tensor:
-        """See decoder.WeightSource."""
+        """See layers.WeightSource."""
         found = self._source.take(name)
         module, _, kind = name.rpartition(".")
         if kind != "bias":
@@ -161,7 +161,7 @@ class PartSource:
         return found if rows is None else found[rows.start : rows.end].clone()
 
     def weight(self, module: str) -> Weight:
-        """See decoder.WeightSource."""
+        """See layers.WeightSource."""
         found = self._source.weight(module)
         rows, columns = self._part.rows(module), self._part.columns(module)
         if rows is not None:
@@ -174,5 +174,5 @@ class PartSource:
             raise ConfigError(f"{FIELD}: {module} can't be split: {e}", param=FIELD) from e
 
     def layer_done(self) -> None:
-        """See decoder.WeightSource."""
+        """See layers.WeightSource."""
         self._source.layer_done()

@@ -28,7 +28,7 @@ from streamer.model.ranks.linear import Shared
 from streamer.model.ranks.split import FIELD, split
 from streamer.model.runner.cpu import CpuRunner
 from streamer.model.runner.cuda import CudaRunner, step_bytes
-from streamer.model.runner.device import CudaDevice, Device, choose_device
+from streamer.model.runner.device import CPU, CudaDevice, Device, choose_device
 from streamer.model.runner.draft import DraftModel, spare_blocks
 from streamer.model.runner.interface import CausalModel, RunnerSizes
 
@@ -59,11 +59,7 @@ def load_runner(
         device = CudaDevice(where)
     kernels = ops.choose(where)
     checkpoint = open_checkpoint(Path(config.model), config.quantization)
-    known = recognize(checkpoint, config.dtype, where)
-    shared = None
-    if group is not None:
-        shared = Shared(_shareable(known, where, group.count), group)
-        known = _part_of(known, shared)
+    known, shared = _part_of(recognize(checkpoint, config.dtype, where), where, group)
     small = _recognize_draft(config, where)
     parts = [known] if small is None else [known, small]
     weight_bytes = sum(part.weight_bytes for part in parts)
@@ -84,28 +80,20 @@ def load_runner(
     if device is None:
         _set_threads(known, kernels, 1 if group is None else group.count)
     load = functools.partial(_load_model, kernels, where, config.load_progress, go_on)
-    model = load(known, shared)
-    draft = None if small is None else load(small)
-    if group is not None:
-        group.meet()
-    peak = 0
-    if device is not None:
+    model, draft = load(known, shared), None
+    if small is not None:
+        most = config.speculative_config.num_speculative_tokens
+        draft = DraftModel(load(small), small.model_limit, most)
+    if device is None:
+        peak, left = 0, _free_after(group)
+    else:
         peak = step_bytes(device, kernels, model, config, known.model_limit, kv_dtype)
-    left = _free_bytes(where, group) if device is None else device.free_bytes()
-    pools = plan_pools(left - peak)
-    if group is not None:
-        pools = _agreed(pools, group)
-    if pools.limited_by:
-        says = "context limited to %d of the model's %d tokens: %s"
-        logger.warning(says, pools.max_model_len, known.model_limit, pools.limited_by)
+        left = device.free_bytes()
+    pools = _agreed(plan_pools(left - peak), group, known.model_limit)
     sizes = _sizes(config, pools, where, kv_dtype)
     info = model_info(known, config, pools, known.block_bytes(config), where)
     if device is None:
-        most = config.speculative_config.num_speculative_tokens
-        drafts = None
-        if draft is not None and small is not None:
-            drafts = DraftModel(draft, small.model_limit, most)
-        return CpuRunner(ops.for_cpu(), model, sizes, drafts), info
+        return CpuRunner(ops.for_cpu(), model, sizes, draft), info
     runner = CudaRunner(device, kernels, model, sizes)
     runner.warm()
     if model.is_recordable:
@@ -169,11 +157,16 @@ def _shareable(known: Recognized, where: torch.device, count: int) -> DecoderCon
     raise ConfigError(f"{FIELD} {count}: {architecture}: {why}", param=FIELD)
 
 
-def _part_of(known: Recognized, shared: Shared) -> Recognized:
-    """The sizes of this rank's part."""
+def _part_of(
+    known: Recognized, where: torch.device, group: Group | None
+) -> tuple[Recognized, Shared | None]:
+    """What this rank loads, with the sizes of its part."""
+    if group is None:
+        return known, None
+    shared = Shared(_shareable(known, where, group.count), group)
     weight_bytes = int(known.weight_bytes * shared.part.share)
     kv_heads = shared.part.kv_heads.size
-    return msgspec.structs.replace(known, weight_bytes=weight_bytes, num_kv_heads=kv_heads)
+    return msgspec.structs.replace(known, weight_bytes=weight_bytes, num_kv_heads=kv_heads), shared
 
 
 def _free_bytes(where: torch.device, group: Group | None) -> int:
@@ -182,12 +175,24 @@ def _free_bytes(where: torch.device, group: Group | None) -> int:
     return memory.device_free_bytes(where) // count
 
 
-def _agreed(pools: memory.PoolSizes, group: Group) -> memory.PoolSizes:
-    """Sizes that every rank has room for."""
-    blocks, host, context = group.minima(
-        (pools.num_blocks, pools.num_host_blocks, pools.max_model_len)
-    )
-    return memory.PoolSizes(blocks, host, context, pools.limited_by)
+def _free_after(group: Group | None) -> int:
+    """The CPU's memory when all ranks have loaded."""
+    if group is not None:
+        group.meet()
+    return _free_bytes(CPU, group)
+
+
+def _agreed(pools: memory.PoolSizes, group: Group | None, model_limit: int) -> memory.PoolSizes:
+    """Sizes that every rank has room for; a shortened context is logged."""
+    if group is not None:
+        blocks, host, context = group.minima(
+            (pools.num_blocks, pools.num_host_blocks, pools.max_model_len)
+        )
+        pools = memory.PoolSizes(blocks, host, context, pools.limited_by)
+    if pools.limited_by:
+        says = "context limited to %d of the model's %d tokens: %s"
+        logger.warning(says, pools.max_model_len, model_limit, pools.limited_by)
+    return pools
 
 
 def _load_model(
