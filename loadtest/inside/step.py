@@ -18,7 +18,7 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from streamer.constraints.grammars import Grammars
     from streamer.core.sizes import ModelInfo
-    from streamer.engine.core import InFlight, Owner, Runner, Tokenizer
+    from streamer.engine.core import InFlight, Owner, Runner
     from streamer.engine.engine import AsyncEngine
 
 NUM_CALLS = 100
@@ -48,7 +48,8 @@ MAX_TOKENS = 1 << 20
 
 
 class StepCase(msgspec.Struct, frozen=True):
-    """One case: milliseconds between steps and of the loop's lag, frames written a second."""
+    """One case: milliseconds between steps and of the loop's lag, frames written a second, and the
+    share of the time in which the first rank waited for sums over ranks."""
 
     runner: str
     loop: str
@@ -58,6 +59,7 @@ class StepCase(msgspec.Struct, frozen=True):
     lag_p50_ms: float
     lag_p99_ms: float
     frames_per_s: float
+    sums_share: float
 
 
 class TimedRunner:
@@ -84,6 +86,13 @@ class TimedRunner:
             hashlib.sha256(self._data)
         return self._inner.launch(plan)
 
+    @property
+    def sums_s(self) -> float:
+        """Seconds in sums over ranks so far."""
+        from streamer.model.ranks.leader import RankedRunner
+
+        return self._inner.sums_s if isinstance(self._inner, RankedRunner) else 0.0
+
     def facts(self) -> Facts:
         return self._inner.facts()
 
@@ -92,15 +101,18 @@ class TimedRunner:
 
 
 class Case(msgspec.Struct, frozen=True):
-    """The model: the fake one with `num_calls` calls a step, or a checkpoint's folder (`model`)."""
+    """The model: the fake one with `num_calls` calls a step, or a checkpoint (`model`) on `ranks`
+    processes."""
 
     num_calls: int = 0
     model: str | None = None
+    ranks: int = 1
 
     @property
     def name(self) -> str:
         if self.model is not None:
-            return Path(self.model).name
+            name = Path(self.model).name
+            return name if self.ranks == 1 else f"{name}, {self.ranks} ranks"
         return f"{self.num_calls} calls" if self.num_calls else "fake"
 
 
@@ -108,7 +120,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """How many sequences, for how long."""
     parser.add_argument("--sequences", type=int, default=32, help="running sequences (32)")
     parser.add_argument("--seconds", type=float, default=3.0, help="duration of each case (3)")
-    parser.add_argument("--model", help="checkpoint folder to measure as well")
+    parser.add_argument("--model", help="checkpoint to measure as well")
+    parser.add_argument(
+        "--tensor-parallel-size", type=int, default=1, help="measure it on so many ranks, too (1)"
+    )
     parser.add_argument(
         "--host-steps", type=int, default=100, help="steps per host time, up to 400 (100)"
     )
@@ -124,7 +139,11 @@ def run(args: argparse.Namespace, console: Console) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         with new_runner() as runner:
-            runner.run(report(console, args.sequences, args.seconds, args.model))
+            cases = [Case(), Case(num_calls=NUM_CALLS)]
+            if args.model is not None:
+                counts = dict.fromkeys((1, args.tensor_parallel_size))
+                cases += [Case(model=args.model, ranks=ranks) for ranks in counts]
+            runner.run(report(console, args.sequences, args.seconds, cases))
     finally:
         sys.setswitchinterval(switch_s)
     report_host(console, args.host_steps)
@@ -132,18 +151,19 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 async def report(
-    console: Console, num_sequences: int, seconds: float, model: str | None = None
+    console: Console, num_sequences: int, seconds: float, cases: Sequence[Case]
 ) -> None:
     """Measure each case on its own engine, and print the table."""
-    rows = [("runner", "loop", "steps", "step p50", "p99", "lag p50", "p99", "frames/s")]
-    cases = [Case(), Case(num_calls=NUM_CALLS)] + ([Case(model=model)] if model else [])
+    rows = [("runner", "loop", "steps", "step p50", "p99", "lag p50", "p99", "frames/s", "sums")]
     for case in cases:
         for is_busy in (False, True):
             m = await measure(case, is_busy, num_sequences, seconds)
             times = (m.step_p50_ms, m.step_p99_ms, m.lag_p50_ms, m.lag_p99_ms)
             p50, p99, lag_p50, lag_p99 = (f"{t:.2f}" for t in times)
             speed = f"{m.frames_per_s:,.0f}"
-            rows.append((m.runner, m.loop, f"{m.num_steps:,}", p50, p99, lag_p50, lag_p99, speed))
+            sums = f"{m.sums_share:.0%}" if case.ranks > 1 else "-"
+            counted = (m.runner, m.loop, f"{m.num_steps:,}")
+            rows.append((*counted, p50, p99, lag_p50, lag_p99, speed, sums))
     title = f"{num_sequences} sequences, {seconds:g} s a case, times in ms"
     console.print(terminal(rows, title, words=(0, 1)))
 
@@ -162,11 +182,13 @@ async def measure(case: Case, is_busy: bool, num_sequences: int, seconds: float)
     ):
         first, began, frames_before = len(runners[0].launches), time.perf_counter(), frames[0]
         late.clear()
+        sums_before_s = runners[0].sums_s
         await asyncio.sleep(seconds)
         lags = [1e3 * lag for lag in late]
         took_s = time.perf_counter() - began
         launches = runners[0].launches[first:]
         frames_per_s = (frames[0] - frames_before) / took_s
+        sums_share = (runners[0].sums_s - sums_before_s) / took_s
     steps = [(b - a) * 1e3 for a, b in pairwise(launches)] or [math.inf]  # none ended
     if not lags:
         raise ConfigError("too short to measure anything", param="seconds")
@@ -179,14 +201,15 @@ async def measure(case: Case, is_busy: bool, num_sequences: int, seconds: float)
         lag_p50_ms=statistics.median(lags),
         lag_p99_ms=_p99(lags),
         frames_per_s=frames_per_s,
+        sums_share=sums_share,
     )
 
 
 def _build(
     case: Case, num_sequences: int, runners: list[TimedRunner], late: list[float]
 ) -> AsyncEngine:
+    from streamer.build import loaders
     from streamer.engine.engine import AsyncEngine
-    from streamer.fake.model import load_fake, load_fake_tokenizer
 
     class Timed(AsyncEngine):
         def on_output(self, output: StepOutput, sent: float) -> None:
@@ -197,6 +220,7 @@ def _build(
         model=case.model or "fake",
         max_num_seqs=num_sequences,
         max_num_batched_tokens=max(2048, num_sequences),
+        tensor_parallel_size=case.ranks,
         load_progress=False,
     )
     if case.model is None:
@@ -206,21 +230,12 @@ def _build(
             block_size=1024,
         )
 
-    def load(owner: Owner) -> tuple[Runner, ModelInfo]:
-        from streamer.model.runner.load import load_runner
+    load_model, load_tokenizer = loaders(config)
 
-        inner, info = (
-            load_fake(config) if case.model is None else load_runner(config, go_on=owner.check_stop)
-        )
+    def load(owner: Owner) -> tuple[Runner, ModelInfo]:
+        inner, info = load_model(owner)
         runners.append(TimedRunner(inner, case.num_calls))
         return runners[0], info
-
-    def load_tokenizer() -> Tokenizer:
-        from streamer.tokenizer.tokenizer import Tokenizer as FolderTokenizer
-
-        if case.model is None:
-            return load_fake_tokenizer()
-        return FolderTokenizer.from_folder(Path(case.model))
 
     return Timed(load, load_tokenizer, config)
 

@@ -85,6 +85,11 @@ class RankedRunner:
     def depth(self) -> int:
         return self._runner.depth
 
+    @property
+    def sums_s(self) -> float:
+        """Seconds in which this rank waited for sums over all ranks, and copied them."""
+        return self._group.seconds
+
     def constrain(self, grammars: Grammars) -> None:
         """See engine.core.Runner; the other ranks make their own, of the same tokenizer."""
         self._runner.constrain(grammars)

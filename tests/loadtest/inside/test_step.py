@@ -7,6 +7,7 @@ import io
 
 from rich.console import Console
 
+from streamer.demo import CHECKPOINT
 from streamer.loadtest.inside.step import NUM_CALLS, Case, measure, report
 
 DEADLINE_S = 60.0
@@ -28,5 +29,13 @@ async def test_calls_make_steps_longer_and_a_busy_loop_writes() -> None:
 async def test_the_report_has_a_row_a_case() -> None:
     text = io.StringIO()
     async with asyncio.timeout(DEADLINE_S):
-        await report(Console(file=text, width=120), 2, 0.1)
-    assert [text.getvalue().count(word) for word in ("idle", "busy", "fake")] == [2, 2, 2]
+        await report(Console(file=text, width=120), 2, 0.1, [Case(), Case(num_calls=3)])
+    counts = [text.getvalue().count(word) for word in ("idle", "busy", "fake", "3 calls")]
+    assert counts == [2, 2, 2, 2]
+
+
+async def test_ranks_report_their_time_in_sums() -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        shared = await measure(Case(model=str(CHECKPOINT), ranks=2), False, 2, 0.3)
+    assert (shared.runner, shared.num_steps > 3) == ("checkpoint, 2 ranks", True)
+    assert 0.05 < shared.sums_share < 1.0
