@@ -105,8 +105,13 @@ class RowState:
             self.flat[n * room : n * room + slots] for n in range(3)
         )
         self.tables = self.flat[3 * room :].view(slots, width)
-        self.chosen.fill_(-1)
         self.block_size = block_size
+        self.clear()
+
+    def clear(self) -> None:
+        """No row decodes."""
+        self.flat.zero_()
+        self.chosen.fill_(-1)
 
 
 class DecodeStep:

@@ -79,6 +79,9 @@ class TimedRunner:
     def constrain(self, grammars: Grammars) -> None:
         self._inner.constrain(grammars)
 
+    def reset(self, launched: int) -> None:
+        self._inner.reset(launched)
+
     def launch(self, plan: Plan) -> InFlight:
         """Work as a model would, then let the inner runner draw."""
         self.launches.append(time.perf_counter())

@@ -155,6 +155,9 @@ class Priced:
     def constrain(self, grammars: Grammars) -> None:
         self._inner.constrain(grammars)
 
+    def reset(self, launched: int) -> None:
+        self._inner.reset(launched)
+
     def launch(self, plan: Plan) -> InFlight:
         return self._inner.launch(plan)
 

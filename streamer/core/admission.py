@@ -65,7 +65,8 @@ def admit(state: State, request: Request, draft: Draft) -> bool:
     if any(s.num_pending or s.is_unsettled for s in request.sequences):
         return False  # its last token is not known yet
     num_rows = request.num_rows
-    if num_rows > state.rows.num_free:
+    taken = state.rows.num_reserved
+    if num_rows > state.rows.num_free or (taken and taken + num_rows > state.trials.max_tokens):
         return False
     if not evict_paused_for(state, request, draft):
         return False

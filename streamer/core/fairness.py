@@ -16,6 +16,7 @@ from operator import attrgetter
 from typing import Final
 
 from streamer.core.plan import Notice, NoticeKind
+from streamer.core.recovery.trials import Trials
 from streamer.core.request import Request, Share
 from streamer.errors import InvariantViolated
 
@@ -71,8 +72,9 @@ class FairQueue:
     num_notified  new requests in the queue whose readers receive their position
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trials: Trials) -> None:
         self.num_notified = 0
+        self._trials = trials
         self._levels: dict[int, _Level] = {}
         self._priorities: list[int] = []  # of levels that are not empty, ascending
 
@@ -109,7 +111,9 @@ class FairQueue:
             level.forget()
 
     def head(self) -> Request | None:
-        """The request to admit next."""
+        """The request to admit next: of those on trial, while there are any."""
+        if members := self._trials.members:
+            return min((r for r in self if r in members), key=_rank, default=None)
         return self._levels[self._priorities[0]].head() if self._priorities else None
 
     def push(self, request: Request) -> None:
@@ -187,7 +191,9 @@ class FairQueue:
             raise InvariantViolated(
                 f"{notified} requests receive their queue position, {self.num_notified} counted"
             )
-        head, first = self.head(), min(self, key=_rank, default=None)
+        members = self._trials.members
+        head = self.head()
+        first = min((r for r in self if not members or r in members), key=_rank, default=None)
         if head is not first:
             raise InvariantViolated(f"{head and head.request_id} is before {first}")
 

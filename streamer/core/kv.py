@@ -14,6 +14,7 @@ from typing import NamedTuple
 from streamer.core.blocks import BlockHasher, BlockPool
 from streamer.core.plan import TableUpdate
 from streamer.core.request import Request, Sequence
+from streamer.core.sizes import SchedulerConfig
 from streamer.errors import InvariantViolated
 
 Moves = list[tuple[int, int]]
@@ -435,3 +436,13 @@ class KVManager:
                 )
             if len(set(seq.blocks)) != len(seq.blocks):
                 raise InvariantViolated(f"request {seq.request.request_id}: a block twice")
+
+
+def new_kv(config: SchedulerConfig, hasher: BlockHasher) -> KVManager:
+    """Tables over two empty pools."""
+    return KVManager(
+        BlockPool(config.num_blocks, "device"),
+        BlockPool(config.num_host_blocks, "host"),
+        hasher,
+        has_prefix_cache=config.enable_prefix_caching,
+    )

@@ -297,7 +297,8 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
 
 NOT_FINITE = "the model's logits are not finite"
-OUT_OF_MEMORY = "the device ran out of memory in the request's step"
+OUT_OF_MEMORY = "there is no memory for the request's step, however small"
+STEP_FAILED = "the request's step fails each time, also when it runs alone"
 
 
 class StepResult(msgspec.Struct, frozen=True):
@@ -310,7 +311,6 @@ class StepResult(msgspec.Struct, frozen=True):
     failed    row -> why, for rows that drew fewer tokens than they should have; those that they
               drew before count
     prompt_logprobs  row -> one for each of Chunk.score, in order
-    failed_chunks    row -> why, for rows that draw nothing and whose chunk was not computed
     proposals  row of Plan.drafts -> the tokens that the runner proposes after its newest one
     forced  row -> the tokens that a grammar allows alone after its newest one
     candidates  row of a beam, which draws nothing -> the best (token, log probability), best first
@@ -322,7 +322,6 @@ class StepResult(msgspec.Struct, frozen=True):
     logprobs: dict[int, TokenLogprob] = {}
     failed: dict[int, str] = {}
     prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
-    failed_chunks: dict[int, str] = {}
     proposals: dict[int, tuple[int, ...]] = {}
     forced: dict[int, tuple[int, ...]] = {}
     candidates: dict[int, tuple[tuple[int, float], ...]] = {}
@@ -391,6 +390,7 @@ class StepStats(msgspec.Struct, frozen=True):
     proposed_tokens, accepted_tokens   provisional tokens verified, and those that were drawn
     proposed_at, accepted_at           the same by position in the run, the first one first
     verifications                      runs that verified any
+    rebuilds                           times that all was computed again after a step failed
     """
 
     waiting: int = 0
@@ -419,6 +419,7 @@ class StepStats(msgspec.Struct, frozen=True):
     proposed_at: tuple[int, ...] = ()
     accepted_at: tuple[int, ...] = ()
     verifications: int = 0
+    rebuilds: int = 0
 
 
 class StepTimes(msgspec.Struct, frozen=True):

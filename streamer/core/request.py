@@ -50,6 +50,10 @@ TRANSITIONS: dict[tuple[Status, Event], Status] = {
     (Status.RUNNING, Event.PAUSE): Status.PAUSED,
     (Status.RUNNING, Event.DROP): Status.PREEMPTED,
     (Status.PAUSED, Event.DROP): Status.PREEMPTED,
+    # what was computed is lost, on the host as well
+    (Status.SWAPPING_OUT, Event.DROP): Status.PREEMPTED,
+    (Status.SWAPPED, Event.DROP): Status.PREEMPTED,
+    (Status.SWAPPING_IN, Event.DROP): Status.PREEMPTED,
     (Status.RUNNING, Event.SWAP_OUT): Status.SWAPPING_OUT,
     (Status.PAUSED, Event.SWAP_OUT): Status.SWAPPING_OUT,
     (Status.SWAPPING_OUT, Event.SWAPPED_OUT): Status.SWAPPED,
@@ -188,6 +192,7 @@ class Request:
         "max_tokens",
         "num_at_most",
         "num_charged",
+        "num_reported",
         "num_scored",
         "num_to_score",
         "preemptions",
@@ -213,6 +218,7 @@ class Request:
         # Prompt tokens from whose logits the next one's log probability is, or will be, taken.
         self.num_to_score = 0 if add.params.prompt_logprobs is None else len(add.prompt) - 1
         self.num_scored = add.num_scored
+        self.num_reported = add.num_scored  # of them those whose results came
         self.copied_tokens = 0  # in shared blocks copied before a write, over all choices
         self.evictions = 0  # preemptions while it ran; MAX_PREEMPTIONS exempt it
         self.preemptions = 0  # all of them, while it was paused too

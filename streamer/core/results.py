@@ -46,8 +46,6 @@ def apply_result(state: State, plan: Plan, result: StepResult) -> StepOutput:
         state.batch = None if runs else next_batch(state, batch, kept, result.rows)
     for row, reason in result.failed.items():
         fail_row(state, row, reason, num_drawn=int(row not in result.rows))
-    for row, reason in result.failed_chunks.items():
-        fail_row(state, row, reason, num_drawn=0)
     if runs or result.proposals or result.forced or state.forced:
         settle(state, runs, result)
     if state.beams_due:
@@ -185,6 +183,7 @@ def prompt_scores(state: State, result: StepResult) -> dict[str, tuple[TokenLogp
             fail(state, seq.request, NOT_FINITE)
         else:
             out[seq.request.request_id] = found
+            seq.request.num_reported += len(found)
     return out
 
 

@@ -26,6 +26,8 @@ from streamer.core.plan import (
     StepStats,
 )
 from streamer.core.preemption import choose_victim, preempt, would_swap
+from streamer.core.recovery.reset import go_on, recover
+from streamer.core.recovery.trials import Fault, Verdict
 from streamer.core.request import Request, Sequence, Status
 from streamer.core.results import apply_result, end_if_due
 from streamer.core.sizes import SchedulerConfig, check_fits, check_outputs
@@ -103,7 +105,10 @@ class Scheduler:
         A plan without rows reports finishes or waits for copies.
         """
         state = self.state
+        if state.trials.members and state.launched > state.collected:
+            return None  # a step that fails is to be that of its own requests
         draft = state.begin(facts)
+        go_on(state)
         self._cover_running(draft)
         preempt_for_head(state, draft)
         continue_running(state, speculate(state, draft), draft)
@@ -119,10 +124,18 @@ class Scheduler:
                 f"plan {plan.number} with result {result.number} applied after {state.collected}"
             )
         state.collect(plan.number)
+        state.trials.stepped()
         output = apply_result(state, plan, result)
         if self._recorder is not None:
             self._recorder.applied(output, state)
         return output
+
+    def reset(self, fault: Fault) -> Verdict:
+        """A step failed: forget all plans without a result; the runner is reset as well.
+
+        Every request is computed again from its known tokens. The next plan's number goes on.
+        """
+        return recover(self.state, fault)
 
     def snapshot(self, query: ViewQuery) -> SchedulerView:
         """The view for this query; steps are recorded from here on if it requests some."""

@@ -12,9 +12,9 @@ import heapq
 from collections import deque
 from collections.abc import Iterable
 
-from streamer.core.blocks import BlockHasher, BlockPool
+from streamer.core.blocks import BlockHasher
 from streamer.core.fairness import FairQueue
-from streamer.core.kv import KVManager
+from streamer.core.kv import new_kv
 from streamer.core.plan import (
     Add,
     Chunk,
@@ -26,6 +26,7 @@ from streamer.core.plan import (
     RowJoin,
     StepStats,
 )
+from streamer.core.recovery.trials import Trials
 from streamer.core.request import (
     MAY_BE_ADMITTED,
     Batch,
@@ -54,9 +55,9 @@ class Draft:
     due       blocks that the running rows will need in the step after this one
     """
 
-    def __init__(self, number: int, config: SchedulerConfig) -> None:
+    def __init__(self, number: int, config: SchedulerConfig, max_tokens: int) -> None:
         self.number = number
-        self.budget = config.max_num_batched_tokens
+        self.budget = max_tokens
         self.to_score = config.max_scored_tokens
         self.joins: list[RowJoin] = []
         self.chunks: list[Chunk] = []
@@ -95,6 +96,11 @@ class Rows:
     def num_free(self) -> int:
         """Rows that can be reserved now."""
         return len(self._free)
+
+    @property
+    def num_reserved(self) -> int:
+        """Rows that requests have, those not joined yet included."""
+        return len(self.owners) - len(self._free) - len(self._cooling)
 
     @property
     def num_cooling(self) -> int:
@@ -184,6 +190,7 @@ class StepReport:
         self.swapped_in_blocks = 0
         self.copied_blocks = 0
         self.verifications = 0
+        self.rebuilds = 0  # after steps that failed
         self.proposed_tokens = 0
         self.accepted_tokens = 0
         self.proposed_at: tuple[int, ...] = ()
@@ -286,6 +293,7 @@ class State:
 
     launched, collected   numbers of the last plan made and the last one applied
     copy_plans            plans whose swap copies are not done
+    trials                what runs after a step failed
     beams_due             beam searches of which candidates came: hypotheses.py
     speculation           chooses provisional tokens; None: off
     num_unsettled         verifications whose plans are not applied
@@ -297,13 +305,9 @@ class State:
     ) -> None:
         self.config = config
         self.requests = Requests()
-        self.queue = FairQueue()
-        self.kv = KVManager(
-            BlockPool(config.num_blocks, "device"),
-            BlockPool(config.num_host_blocks, "host"),
-            hasher,
-            has_prefix_cache=config.enable_prefix_caching,
-        )
+        self.trials = Trials(config.max_num_batched_tokens)
+        self.queue = FairQueue(self.trials)
+        self.kv = new_kv(config, hasher)
         self.rows = Rows(config.max_num_seqs)
         self.report = StepReport()
         self.watermark = max(1, int(config.num_blocks * WATERMARK))
@@ -323,7 +327,7 @@ class State:
         """Start the next plan, with what the engine measured."""
         self.facts = facts
         self.retire()
-        draft = Draft(self.launched + 1, self.config)
+        draft = Draft(self.launched + 1, self.config, self.trials.max_tokens)
         self.kv.begin(draft.number)
         return draft
 
@@ -420,10 +424,11 @@ class State:
     def leave_all(self, request: Request) -> None:
         """Take the request out of all its rows."""
         for seq in request.sequences if self.speculation is not None else ():
-            self._end_speculation(seq)
+            self.end_speculation(seq)
         self.rows.leave_all(request, self.launched, self.collected)
 
-    def _end_speculation(self, seq: Sequence) -> None:
+    def end_speculation(self, seq: Sequence) -> None:
+        """The sequence leaves its row, if it has one."""
         if self.speculation is not None and seq.joined and seq.request.beams is None:
             self.speculation.end(seq)
 
@@ -468,7 +473,7 @@ class State:
         self._close(request)
 
     def _let_go(self, seq: Sequence) -> None:
-        self._end_speculation(seq)
+        self.end_speculation(seq)
         self.rows.leave(seq, self.launched, self.collected)
         self.kv.release(seq, self.launched)
 
@@ -541,6 +546,7 @@ class State:
             proposed_at=report.proposed_at,
             accepted_at=report.accepted_at,
             verifications=report.verifications,
+            rebuilds=report.rebuilds,
             swap_s=self.facts.swap_s,
         )
 

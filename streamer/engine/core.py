@@ -6,6 +6,7 @@ waits for the loop: gpu_thread.py decides when to step. The loop reaches it thro
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from msgspec.structs import replace
 
 from streamer.constraints.grammars import Grammars
 from streamer.core.plan import Add, Command, Facts, Notice, Plan, StepOutput, StepResult, StepTimes
+from streamer.core.recovery.trials import Fault, Verdict
 from streamer.core.scheduler import Scheduler
 from streamer.core.sizes import ModelInfo
 from streamer.core.view import SchedulerView, ViewQuery
@@ -27,6 +29,10 @@ __all__ = ["EngineCore", "InFlight", "Inbox", "ModelInfo", "Owner", "Runner", "T
 
 # A round costs this thread up to 2 ms (4,096 requests sorted) and the loop a frame for each of 512.
 POSITIONS_S: Final = 0.5
+MAX_REBUILDS: Final = 3  # within REBUILDS_S; one more is the engine's end
+REBUILDS_S: Final = 60.0
+
+log = logging.getLogger(__name__)
 
 
 class InFlight(Protocol):
@@ -51,11 +57,18 @@ class Runner(Protocol):
         ...
 
     def launch(self, plan: Plan) -> InFlight:
-        """Start a plan; plans come in order."""
+        """Start a plan; plans come in order. MemoryError: there is no memory for it."""
         ...
 
     def facts(self) -> Facts:
         """Measured costs, and which copies are done."""
+        ...
+
+    def reset(self, launched: int) -> None:
+        """Forget all rows and blocks, and the plans up to number `launched`; keep the model.
+
+        Raises where it can't: a device in an error that stays.
+        """
         ...
 
     def close(self) -> None:
@@ -189,8 +202,53 @@ class Inbox:
             self._commands.append(message)
 
 
+class StepFailed(Exception):
+    """A plan was not carried out; its cause says why."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(f"plan {plan.number}")
+        self.plan = plan
+
+
+class Rebuilds:
+    """How often steps failed lately, and whether that is too often to go on.
+
+    Faults that are explained do not count: what a trial's halves come to, a lack of memory that
+    smaller steps mend, and all before a request was found to be at fault, once another's step has
+    succeeded. A runner that carries out nothing is the fault of no request.
+    """
+
+    def __init__(self) -> None:
+        self._times: list[float] = []
+        self._has_worked = self._is_blamed = False
+
+    def worked(self) -> None:
+        """A step succeeded."""
+        self._has_worked = True
+        if self._is_blamed:
+            self._times, self._is_blamed = [], False
+
+    def is_too_often(self, verdict: Verdict, now: float) -> bool:
+        """Count this fault; whether there are more than MAX_REBUILDS within REBUILDS_S."""
+        if verdict is Verdict.RETRIED:
+            self._has_worked = False
+        elif verdict is Verdict.BLAMED:
+            self._is_blamed = True
+            if self._has_worked:
+                self._times = []
+                return False
+        else:
+            return False
+        self._times = [time for time in self._times if time > now - REBUILDS_S] + [now]
+        return len(self._times) > MAX_REBUILDS
+
+
 class EngineCore:
-    """One scheduler over one runner."""
+    """One scheduler over one runner.
+
+    An exception in a step ends no request that can go on: scheduler and runner are reset, and all
+    is computed again, until a request is found without which steps succeed.
+    """
 
     def __init__(self, runner: Runner, scheduler: Scheduler, inbox: Inbox) -> None:
         self._runner = runner
@@ -199,9 +257,38 @@ class EngineCore:
         self._launched: deque[tuple[Plan, InFlight]] = deque()
         self._is_checked = True
         self._positions_due = 0.0
+        self._rebuilds = Rebuilds()
 
     def step(self) -> StepOutput | None:
         """One iteration of continuous batching; None when there is nothing to do at all."""
+        while not self._inbox.is_stopped:
+            try:
+                return self._step()
+            except StepFailed as failed:
+                self._rebuild(failed)
+        return None
+
+    def _rebuild(self, failed: StepFailed) -> None:
+        """Reset scheduler and runner, or raise what failed if that was too often or can't be."""
+        plan, error = failed.plan, failed.__cause__ or failed
+        verdict = self._scheduler.reset(Fault(plan.num_tokens, isinstance(error, MemoryError)))
+        launched = max([plan.number, *(other.number for other, _ in self._launched)])
+        self._launched.clear()
+        if self._rebuilds.is_too_often(verdict, time.monotonic()):
+            raise error
+        try:
+            self._runner.reset(launched)
+        except Exception as e:
+            raise error from e
+        log.error(
+            "the step of plan %d with %d tokens failed, all is computed again: %s",
+            plan.number,
+            plan.num_tokens,
+            verdict.value,
+            exc_info=error,
+        )
+
+    def _step(self) -> StepOutput | None:
         began = time.perf_counter()
         self._empty_inbox()
         launch_s = self._launch_ahead()
@@ -211,7 +298,14 @@ class EngineCore:
         self._is_checked = False
         launched = time.perf_counter()
         plan, in_flight = self._launched.popleft()
-        result = in_flight.collect()
+        try:
+            result = in_flight.collect()
+        except InvariantViolated:
+            raise
+        except Exception as error:
+            raise StepFailed(plan) from error
+        if plan.num_tokens:
+            self._rebuilds.worked()
         collected = time.perf_counter()
         self._empty_inbox()  # what was cancelled meanwhile gets no token of this plan
         output = self._scheduler.apply(plan, result)
@@ -276,6 +370,11 @@ class EngineCore:
             if plan is None:
                 break
             began = time.perf_counter()
-            self._launched.append((plan, self._runner.launch(plan)))
+            try:
+                self._launched.append((plan, self._runner.launch(plan)))
+            except InvariantViolated:
+                raise
+            except Exception as error:
+                raise StepFailed(plan) from error
             launch_s += time.perf_counter() - began
         return launch_s

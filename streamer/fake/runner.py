@@ -195,6 +195,11 @@ class FakeRunner:
     def constrain(self, grammars: object) -> None:
         """Its answers are fixed: they follow no grammar."""
 
+    def reset(self, launched: int) -> None:
+        """Forget all rows, and the plans up to this number."""
+        self._rows, self._order, self._numbers = {}, (), ()
+        self._facts = Facts(copies_done=launched)
+
     def launch(self, plan: Plan) -> FakeInFlight:
         """Take the plan's effects and draw; raises InvariantViolated if the plan does not fit."""
         if plan.number != self._facts.copies_done + 1:

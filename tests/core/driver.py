@@ -7,6 +7,7 @@ exactly once a choice, with the tokens the oracle gives, and leave nothing behin
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Callable
 
 from msgspec.structs import replace
 
@@ -14,6 +15,8 @@ from streamer.core.admission import blocks_needed
 from streamer.core.beams.search import BeamSearch, Ended
 from streamer.core.blocks import BlockHasher
 from streamer.core.plan import (
+    OUT_OF_MEMORY,
+    STEP_FAILED,
     Add,
     Cancel,
     Command,
@@ -28,6 +31,7 @@ from streamer.core.plan import (
     StepResult,
     TokenLogprob,
 )
+from streamer.core.recovery.trials import Fault, Verdict
 from streamer.core.request import Request, Status
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler, SchedulerConfig
@@ -38,7 +42,9 @@ from tests.core.scripted import Scripted
 SWAP = {"prefill_s": 1.0, "swap_bytes_per_s": 1e12, "swap_fixed_s": 0.0}
 RECOMPUTE = {"prefill_s": 1e-12, "swap_bytes_per_s": 1.0, "swap_fixed_s": 1.0}
 
-Entry = tuple[str, Command | Facts | StepResult]
+Entry = tuple[str, Command | Facts | StepResult | Fault]
+# Whether a plan fails in which these requests compute: None: it does not.
+Faulty = Callable[[Plan, set[str]], Fault | None]
 
 
 def make_config(**overrides: int | bool) -> SchedulerConfig:
@@ -86,6 +92,11 @@ class Driver:
         self.first_plan: dict[str, int] = {}
         self.last_bad_plan = 0  # requests that began later did not read a bad block
         self.over: set[tuple[str, int]] = set()  # choices that ended in an engine before this one
+        self.faulty: Faulty | None = None
+        self.fails_late = False  # whether plans fail when they are collected
+        self.lost: dict[int, Fault] = {}  # plans that will fail then
+        self.verdicts: list[Verdict] = []
+        self.blamed: set[str] = set()
         self.flush_copies = True  # whether swap copies end when their plan is collected
         self.early_copies = False  # whether swap copies run as soon as they may
 
@@ -139,6 +150,7 @@ class Driver:
         self.scheduler = Scheduler(config, self.hasher, self.speculation)
         self.device = Device(config.num_blocks, config.num_host_blocks, config.block_size)
         self.inflight.clear()
+        self.lost.clear()
         self.plans, self.log, self.first_plan, self.held = [], [], {}, set()
         self.over, self.last_bad_plan = set(self.finishes), 0
         for request_id, add in self.adds.items():
@@ -150,6 +162,24 @@ class Driver:
             self.command(replace(add, outputs=tuple(outputs), num_scored=num_scored))
             if request_id in held:
                 self.pause(request_id)
+
+    def lose(self, fault: Fault) -> None:
+        """A step failed: scheduler and device are reset."""
+        copies_done = self.scheduler.state.launched
+        self.device = Device(
+            self.config.num_blocks, self.config.num_host_blocks, self.config.block_size
+        )
+        self.device.copies_done = copies_done
+        self.inflight.clear()
+        self.lost.clear()
+        self.first_plan, self.last_bad_plan = {}, 0
+        self.log.append(("fault", fault))
+        self.verdicts.append(self.scheduler.reset(fault))
+        self.scheduler.check()
+
+    def _computing(self, plan: Plan) -> set[str]:
+        lineup = self.scheduler.state.requests.lineup()
+        return {s.request.request_id for s in lineup if s.joined and s.row not in plan.idle}
 
     # ------------------------------------------------------------ steps
 
@@ -163,6 +193,15 @@ class Driver:
         self.log.append(("facts", facts))
         head = self.scheduler.state.queue.head()
         plan = self.scheduler.schedule(facts)
+        fault = None
+        if plan is not None and self.faulty is not None:
+            fault = self.faulty(plan, self._computing(plan))
+        if plan is not None and fault is not None:
+            if not self.fails_late:
+                self.plans.append(plan)
+                self.lose(fault)
+                return plan
+            self.lost[plan.number] = fault
         if plan is not None:
             self.plans.append(plan)
             assert sum(c.score for c in plan.chunks) <= self.config.max_scored_tokens
@@ -184,7 +223,9 @@ class Driver:
     def _check_head(self, plan: Plan | None, before: Request | None) -> None:
         """No waiting request could have entered this plan."""
         state = self.scheduler.state
-        is_full = plan is not None and plan.num_tokens == self.config.max_num_batched_tokens
+        most = state.trials.max_tokens
+        is_full = plan is not None and plan.num_tokens == most
+        is_full |= bool(state.trials.members and self.inflight)
         if plan is not None and self.config.is_paced:
             prefilled = sum(c.count for c in plan.chunks if not c.tokens)
             is_full |= prefilled >= prefill_beside_decodes(state.facts)
@@ -202,6 +243,7 @@ class Driver:
         assert (
             any(seq.num_pending or seq.is_unsettled for seq in head.sequences)
             or head.num_rows > state.rows.num_free
+            or (state.rows.num_reserved and state.rows.num_reserved + head.num_rows > most)
             or need > state.kv.device.num_free + taken
         ), f"{head.request_id} is stuck: {head.status.value}"
 
@@ -230,6 +272,9 @@ class Driver:
     def step(self) -> bool:
         """One iteration; False when there was nothing to do."""
         plan = self.launch()
+        if self.inflight and self.inflight[0].number in self.lost:
+            self.lose(self.lost[self.inflight[0].number])
+            return True
         if len(self.inflight) > self.depth or (plan is None and self.inflight):
             self.collect()
             return True
@@ -268,6 +313,8 @@ class Driver:
             assert not stops
         elif finish.reason is FinishReason.STOP:
             assert stops == [len(tokens) - 1]
+        elif finish.detail in (STEP_FAILED, OUT_OF_MEMORY):
+            self.blamed.add(finish.request_id)
         elif finish.reason is FinishReason.FAILED and finish.request_id not in self.sick:
             assert self.first_plan[finish.request_id] <= self.last_bad_plan, "met a bad block"
 

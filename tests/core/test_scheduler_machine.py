@@ -15,13 +15,14 @@ from streamer.core import results
 from streamer.core.blocks import BlockHasher, BlockPool
 from streamer.core.kv import KVManager
 from streamer.core.plan import Facts, Plan, StepOutput, StepResult
+from streamer.core.recovery.trials import Fault, Verdict
 from streamer.core.request import Sequence as Row
 from streamer.core.request import Status
 from streamer.core.scheduler import Scheduler
 from streamer.core.state import State
 from streamer.core.verification import Run
 from streamer.errors import InvariantViolated
-from tests.core.driver import RECOMPUTE, SWAP, Driver, make_config
+from tests.core.driver import RECOMPUTE, SWAP, Driver, Faulty, make_config
 from tests.core.scripted import Scripted
 
 COSTS = [SWAP, RECOMPUTE, {"prefill_s": 1e-3, "swap_bytes_per_s": 1e6, "swap_fixed_s": 4e-3}]
@@ -122,6 +123,18 @@ class RandomCommands(RuleBasedStateMachine):
         self.driver.early_copies = early
         self.driver.fail_next = fails
 
+    @rule(is_memory=st.booleans(), is_late=st.booleans(), again=st.integers(0, 3))
+    def fault(self, is_memory: bool, is_late: bool, again: int) -> None:
+        """The next plan fails, and some of those after it."""
+        left = 1 + again
+
+        def faulty(plan: Plan, computing: set[str]) -> Fault | None:
+            nonlocal left
+            left -= 1
+            return Fault(plan.num_tokens, is_memory) if left >= 0 else None
+
+        self.driver.faulty, self.driver.fails_late = faulty, is_late
+
     @rule()
     def restart(self) -> None:
         self.driver.restart()
@@ -161,11 +174,11 @@ def test_random_commands_leak_nothing_starve_no_request_and_end_each_once(
 
 
 def random_session(
-    seed: int, *, depth: int, speculates: bool = False, restarts: float = 0.0
+    seed: int, *, depth: int, speculates: bool = False, restarts: float = 0.0, faults: float = 0.0
 ) -> Driver:
     """A seeded run under memory pressure, with every command, and swap copies at any time.
 
-    restarts  the share of the commands that lose the engine
+    restarts, faults  the shares of the commands that lose the engine, and of the plans that fail
     """
     rng = random.Random(seed)
     num_blocks = 20 if seed % 2 else rng.randint(1, 9)
@@ -173,7 +186,10 @@ def random_session(
     speculation = Scripted(seed) if speculates else None
     costs = [SWAP, RECOMPUTE, COSTS[2]][seed % 3]
     driver = Driver(config, depth=depth, costs=costs, speculation=speculation)
+    if faults:
+        driver.faulty = faults_at_random(rng, faults)
     for _ in range(120):
+        driver.fails_late = bool(faults) and rng.random() < 0.5
         driver.flush_copies = rng.random() < 0.3
         driver.early_copies = rng.random() < 0.5
         if restarts and rng.random() < restarts:
@@ -199,6 +215,18 @@ def random_session(
             driver.step()
     driver.drain()
     return driver
+
+
+def faults_at_random(rng: random.Random, share: float) -> Faulty:
+    """This share of the plans fails, and all of those in which an unlucky request computes."""
+    unlucky = {f"r{i}" for i in range(200) if rng.random() < share}
+
+    def faulty(plan: Plan, computing: set[str]) -> Fault | None:
+        if computing & unlucky or rng.random() < share:
+            return Fault(plan.num_tokens, is_memory=rng.random() < 0.3)
+        return None
+
+    return faulty
 
 
 def known_tokens(driver: Driver, name: str) -> list[int]:
@@ -233,6 +261,18 @@ def random_sessions(depth: int) -> None:
 def random_restarts(depth: int) -> None:
     for seed in range(20):
         random_session(seed, depth=depth, speculates=seed % 4 == 0, restarts=0.04)
+
+
+def random_faults(depth: int) -> None:
+    """Requests that fail alone are found; a fault at random may be blamed on another one."""
+    seen: set[Verdict] = set()
+    num_blamed = 0
+    for seed in range(30):
+        driver = random_session(seed, depth=depth, speculates=seed % 3 == 0, faults=0.05)
+        seen.update(driver.verdicts)
+        num_blamed += len(driver.blamed)
+    assert seen == set(Verdict)
+    assert num_blamed > 5
 
 
 def random_verifications(depth: int) -> None:
@@ -326,6 +366,7 @@ LIVES = [
     random_sessions,
     random_verifications,
     random_restarts,
+    random_faults,
     a_prompt_of_wrong_tokens,
     swap_in_beside_a_cancelled_writer,
     before_another_fork,
@@ -486,10 +527,14 @@ def test_provisional_tokens_that_stay_are_caught(
         life(depth)
 
 
+@pytest.mark.parametrize("faults", [0.0, 0.05])
 @pytest.mark.parametrize("speculates", [False, True])
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_recorded_log_replays_to_the_same_plans(depth: int, speculates: bool) -> None:
-    driver = random_session(11, depth=depth, speculates=speculates)
+def test_a_recorded_log_replays_to_the_same_plans(
+    depth: int, speculates: bool, faults: float
+) -> None:
+    driver = random_session(11, depth=depth, speculates=speculates, faults=faults)
+    assert bool(driver.verdicts) == bool(faults)
     script = Scripted(11) if speculates else None
     plans, outputs = replay(driver, driver.hasher.secret, script)
     assert plans == driver.plans
@@ -520,6 +565,9 @@ def replay(
     for kind, value in driver.log:
         if kind == "command":
             again.command(value)  # type: ignore[arg-type]
+        elif isinstance(value, Fault):
+            again.reset(value)
+            inflight.clear()
         elif isinstance(value, Facts):
             plan = again.schedule(value)
             if plan is not None:

@@ -39,6 +39,9 @@ class Wrapped:
     def constrain(self, grammars: Grammars) -> None:
         self.inner.constrain(grammars)
 
+    def reset(self, launched: int) -> None:
+        self.inner.reset(launched)
+
     def launch(self, plan: Plan) -> InFlight:
         self.plans.append(plan)
         return self.inner.launch(plan)

@@ -44,6 +44,9 @@ class Recorder:
     def constrain(self, grammars: Grammars) -> None:
         self.inner.constrain(grammars)
 
+    def reset(self, launched: int) -> None:
+        self.inner.reset(launched)
+
     def launch(self, plan: Plan) -> InFlight:
         self.log.append(f"launch {plan.number}")
         in_flight, recorder = self.inner.launch(plan), self

@@ -114,15 +114,18 @@ async def test_loading_happens_on_the_gpu_thread() -> None:
 
 
 class FailsAtPlan3(Wrapped):
-    """Raises at plan 3."""
+    """Raises at plan 3, and can't be reset then."""
 
     def launch(self, plan: Plan) -> InFlight:
         if plan.number == 3:
             raise MemoryError("no memory left on the device")
         return super().launch(plan)
 
+    def reset(self, launched: int) -> None:
+        raise RuntimeError("device lost")
 
-class FailsAtOnce(Wrapped):
+
+class FailsAtOnce(FailsAtPlan3):
     """Raises at once."""
 
     def launch(self, plan: Plan) -> InFlight:

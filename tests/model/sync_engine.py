@@ -19,6 +19,7 @@ from streamer.config import Config
 from streamer.constraints.grammars import Grammars, Vocabulary
 from streamer.core.blocks import BlockHasher
 from streamer.core.plan import Add, Drawn, Finish, Plan, Reasoning, StepStats, TokenLogprob
+from streamer.core.recovery.trials import Fault, Verdict
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler, SchedulerConfig
 from streamer.core.sizes import MAX_SCORED, batched_tokens
@@ -41,6 +42,10 @@ def _in_pairs(token_bytes: tuple[bytes, ...], text: str) -> list[int]:
 def grammars_in_pairs(token_bytes: tuple[bytes, ...]) -> Grammars:
     """Of tokens that have two letters each."""
     return Grammars(Vocabulary(token_bytes, {}, (END,), partial(_in_pairs, token_bytes)))
+
+
+class Injected(Exception):
+    """A fault of a test."""
 
 
 class SyncEngine:
@@ -72,6 +77,7 @@ class SyncEngine:
             self.runner, self.info = load_ranked(config, lambda: None, lambda _: None)
         self._launched: deque[tuple[Plan, InFlight]] = deque()
         self.costs = costs or {}
+        self.verdicts: list[Verdict] = []
         self.check = check
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -136,11 +142,18 @@ class SyncEngine:
             launched = self.scheduler.schedule(facts)
             if launched is None:
                 break
-            self._launched.append((launched, self.runner.launch(launched)))
+            try:
+                self._launched.append((launched, self.runner.launch(launched)))
+            except (MemoryError, Injected) as error:
+                return self._reset(launched, error)
         if not self._launched:
             return False
         plan, in_flight = self._launched.popleft()
-        out = self.scheduler.apply(plan, in_flight.collect())
+        try:
+            result = in_flight.collect()
+        except (MemoryError, Injected) as error:
+            return self._reset(plan, error)
+        out = self.scheduler.apply(plan, result)
         if self.check:
             self.scheduler.check()
         self.steps += 1
@@ -155,6 +168,15 @@ class SyncEngine:
             self.scores.setdefault(request_id, []).extend(scores)
         for finish in out.finishes:
             self.finishes[finish.request_id, finish.choice] = finish
+        return True
+
+    def _reset(self, plan: Plan, error: Exception) -> bool:
+        """After a fault, as EngineCore."""
+        is_memory = isinstance(error, MemoryError)
+        self.verdicts.append(self.scheduler.reset(Fault(plan.num_tokens, is_memory)))
+        launched = max([plan.number, *(other.number for other, _ in self._launched)])
+        self._launched.clear()
+        self.runner.reset(launched)
         return True
 
     def run(self, limit: int = 20_000) -> None:

@@ -17,23 +17,26 @@ import msgspec
 import pytest
 
 from streamer.core.plan import (
+    STEP_FAILED,
     Cancel,
     Drawn,
     Facts,
     Finish,
     FinishReason,
     Pause,
+    Plan,
     Reasoning,
     Resume,
     TokenLogprob,
 )
+from streamer.core.recovery.trials import Verdict
 from streamer.core.request import Sequence
 from streamer.core.sampling import SamplingParams
 from streamer.core.speculation.speculator import Speculator
 from streamer.core.speculation.values import SpeculationSizes
 from streamer.kernels import ops
 from streamer.model import memory
-from tests.model.sync_engine import END, SyncEngine
+from tests.model.sync_engine import END, Injected, SyncEngine
 from tests.model.test_decoder import random_tokens
 from tests.model.test_parity import MIXED, RECOMPUTE, SWAP
 
@@ -373,6 +376,44 @@ def test_in_one_engine_after_another(model: Model, depth: int) -> None:
                 num_cut += any(each.tokens for each in drawn)
     assert num_engines > 5
     assert num_cut > 40
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_through_steps_that_fail(model: Model, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a forward that was computed, for lack of memory or not; a request that always fails is
+    found, and the others' answers are what they would have been."""
+    folder, settings, answers = model
+    oracle = Oracle(answers, 5)
+    engine = SyncEngine(folder, speculation=oracle, depth=depth, **{**settings, **TIGHT})
+    num_steps, poisoned, runner = 0, 7, engine.runner
+    launch, forward = runner.launch, type(runner.model).forward
+    is_doomed = False
+
+    def faulty_launch(plan: Plan) -> Any:
+        nonlocal is_doomed
+        running = engine.scheduler.state.requests.running
+        is_doomed = any(r.request_id == f"r{poisoned}" for r in running)
+        return launch(plan)
+
+    def faulty_forward(*args: Any) -> Any:
+        nonlocal num_steps
+        logits = forward(*args)
+        num_steps += 1
+        if num_steps in (4, 60):
+            raise MemoryError
+        if is_doomed or num_steps == 7:
+            raise Injected
+        return logits
+
+    monkeypatch.setattr(runner, "launch", faulty_launch)
+    monkeypatch.setattr(type(runner.model), "forward", faulty_forward)
+    for i in range(len(ASKS)):
+        add(engine, i, answers)
+    engine.run()
+    assert num_steps > 60
+    assert engine.finishes[f"r{poisoned}", 0].detail == STEP_FAILED
+    check(engine, answers, [i for i in range(len(ASKS)) if i != poisoned])
+    assert {Verdict.RETRIED, Verdict.HALVED, Verdict.BLAMED, Verdict.SHRUNK} == {*engine.verdicts}
 
 
 @pytest.mark.parametrize("small", ["llama", "qwen2"])

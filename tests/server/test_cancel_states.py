@@ -66,6 +66,9 @@ class Gate:
     def constrain(self, grammars: Grammars) -> None:
         self._inner.constrain(grammars)
 
+    def reset(self, launched: int) -> None:
+        self._inner.reset(launched)
+
     def launch(self, plan: Plan) -> InFlight:
         in_flight, gate = self._inner.launch(plan), self
         is_prefill = any(chunk.start > 0 for chunk in plan.chunks)

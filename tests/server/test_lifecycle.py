@@ -224,6 +224,9 @@ class Breaking:
         self.depth, self.facts, self.close = inner.depth, inner.facts, inner.close
         self.constrain = inner.constrain
 
+    def reset(self, launched: int) -> None:
+        raise RuntimeError("out of order")
+
     def launch(self, plan: Plan) -> InFlight:
         if self.is_broken:
             raise RuntimeError("out of luck")

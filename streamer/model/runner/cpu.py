@@ -16,6 +16,7 @@ from streamer.core.plan import Facts, Plan, StepResult, check_moves
 from streamer.errors import InvariantViolated
 from streamer.kernels import ops
 from streamer.model.runner.costs import Costs, probe_copy
+from streamer.model.runner.device import memory_errors
 from streamer.model.runner.draft import Drafter, DraftModel
 from streamer.model.runner.inputs import Rows, StepInputs, step_result
 from streamer.model.runner.interface import CausalModel, RunnerSizes
@@ -50,19 +51,45 @@ class CpuRunner:
         self._kernels = kernels
         shape = sizes.pool_shape(model)
         self.model = model
+        self._sizes = sizes
         self._pool = kernels.new_pool(sizes.num_blocks, *shape)
         self._host_pool = kernels.new_pool(sizes.num_host_blocks, *shape)
-        self._rows = Rows(sizes.max_num_seqs, sizes.table_width, sizes.num_blocks, sizes.block_size)
         model.prepare(sizes.limits)
-        self._sampler = Sampler(kernels, model.vocab_size, sizes.max_num_seqs)
+        self._rows, self._sampler = self._no_rows()
         self._block_bytes = self._pool[:1].numel() * self._pool.element_size()
         self._costs = Costs(self._block_bytes, probe_copy)
-        self._drafter: Drafter | None = None
-        if draft is not None:
-            parts = self._rows, self._sampler, self._costs
-            self._drafter = Drafter(kernels, draft, sizes, *parts)
+        self._draft = draft
+        self._drafter = self._new_drafter()
         self._host_upto = 0  # host blocks below have been written, which allocates their memory
         self._copies_done = 0
+
+    def _no_rows(self) -> tuple[Rows, Sampler]:
+        sizes = self._sizes
+        rows = Rows(sizes.max_num_seqs, sizes.table_width, sizes.num_blocks, sizes.block_size)
+        return rows, Sampler(self._kernels, self.model.vocab_size, sizes.max_num_seqs)
+
+    def _new_drafter(self) -> Drafter | None:
+        if self._draft is None:
+            return None
+        parts = self._rows, self._sampler, self._costs
+        return Drafter(self._kernels, self._draft, self._sizes, *parts)
+
+    @torch.inference_mode()
+    def reset(self, launched: int) -> None:
+        """See engine.core.Runner. New pools take memory where they are written."""
+        grammars = self._sampler.grammars
+        self._sampler.close()
+        self._rows, self._sampler = self._no_rows()
+        self._sampler.grammars = grammars
+        self._pool = self._host_pool = torch.empty(0)
+        self._drafter = None
+        shape = self._sizes.pool_shape(self.model)
+        self._pool = self._kernels.new_pool(self._sizes.num_blocks, *shape)
+        self._host_pool = self._kernels.new_pool(self._sizes.num_host_blocks, *shape)
+        self.model.prepare(self._sizes.limits)
+        self._drafter = self._new_drafter()
+        self._host_upto = 0
+        self._copies_done = launched
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -80,7 +107,11 @@ class CpuRunner:
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Done:
-        """Apply the plan; an exception here ends the engine."""
+        """Apply the plan."""
+        with memory_errors():
+            return self._launch(plan)
+
+    def _launch(self, plan: Plan) -> Done:
         self._update_rows(plan)
         self._move_blocks(plan)
         if self._drafter is not None:
@@ -107,7 +138,7 @@ class CpuRunner:
         """Free pools and weights."""
         empty = torch.empty(0)
         self._pool = self._host_pool = empty
-        self._drafter = None
+        self._drafter = self._draft = None
         self._sampler.close()
         self.__dict__.pop("model", None)
 

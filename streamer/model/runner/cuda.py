@@ -21,7 +21,7 @@ import torch
 
 from streamer.config import Config
 from streamer.constraints.grammars import Grammars
-from streamer.core.plan import OUT_OF_MEMORY, Facts, Plan, RowJoin, StepResult
+from streamer.core.plan import Facts, Plan, RowJoin, StepResult
 from streamer.core.sizes import MAX_SCORED, batched_tokens
 from streamer.errors import InvariantViolated
 from streamer.kernels import ops
@@ -29,7 +29,7 @@ from streamer.model import memory
 from streamer.model.loader import progress_bar
 from streamer.model.runner.costs import Costs
 from streamer.model.runner.decode_steps import DecodeSteps
-from streamer.model.runner.device import Device, Event, is_out_of_memory
+from streamer.model.runner.device import Device, Event, memory_errors
 from streamer.model.runner.inputs import Ints, Rows, StepInputs, step_result
 from streamer.model.runner.interface import CausalModel, RunnerSizes
 from streamer.model.runner.swaps import Swaps
@@ -47,11 +47,10 @@ WARMED_CONTEXT = 1024  # tokens of a row of the steps that compile kernels
 class CudaInFlight:
     """A launched plan. `result`: copy of the drawn tokens on its way to the host, None if no row
     draws; `scores`: the same of Scored.compute, None if no row scores; `logits`: those drawn from,
-    until they are; `is_lost`: the device's memory was too little for it; `is_followed`: constrained
-    rows are where its tokens led them."""
+    until they are; `is_followed`: constrained rows are where its tokens led them."""
 
     __slots__ = (
-        "_collect", "began", "done", "draw", "inputs", "is_followed", "is_lost", "logits", "plan",
+        "_collect", "began", "done", "draw", "inputs", "is_followed", "logits", "plan",
         "result", "scores",
     )  # fmt: skip
 
@@ -64,7 +63,6 @@ class CudaInFlight:
         self.draw: Draw | None = None
         self.began = began
         self.done = began
-        self.is_lost = False
         self.is_followed = False
         self.logits: torch.Tensor | None = None
         self.result: torch.Tensor | None = None
@@ -163,10 +161,11 @@ class CudaRunner:
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> CudaInFlight:
-        """Queue the plan. Without memory for it its rows fail; other exceptions end the engine.
+        """Queue the plan."""
+        with memory_errors():
+            return self._launch(plan)
 
-        What precedes `try` takes no memory of the device: it is what later plans rely on.
-        """
+    def _launch(self, plan: Plan) -> CudaInFlight:
         main = self._device.main
         self._update_rows(plan)
         self._swaps.start(plan)
@@ -174,25 +173,40 @@ class CudaRunner:
         self._swaps.need(b for update in plan.tables for b in update.blocks)
         inputs = self._rows.inputs(plan)
         flight = CudaInFlight(plan, inputs, main.record(), self._collect)
-        try:
-            self._swaps.copy(plan)
-            if inputs.rows:
-                flight.draw = self._sampler.prepare(inputs.rows, inputs.draw_at, inputs.runs)
-            if inputs.is_steady:
-                self._decode(flight)
-            else:
-                self._mixed(flight)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            flight.is_lost = True
-            reason = str(error).splitlines()[0]
-            logger.error("plan %d of %d tokens: %s", plan.number, inputs.num_tokens, reason)
-            self._device.free_bytes()  # gives back what torch keeps and does not use
+        self._swaps.copy(plan)
+        if inputs.rows:
+            flight.draw = self._sampler.prepare(inputs.rows, inputs.draw_at, inputs.runs)
+        if inputs.is_steady:
+            self._decode(flight)
+        else:
+            self._mixed(flight)
         flight.done = main.record()
         self._launched = plan.number
         self._newest = flight
         return flight
+
+    @torch.inference_mode()
+    def reset(self, launched: int) -> None:
+        """See engine.core.Runner. Recorded graphs hold the addresses of pool and rows, which stay.
+
+        An error of the device that stays is raised here again.
+        """
+        self._device.synchronize()
+        sizes = self._sizes
+        rows, width = sizes.max_num_seqs, sizes.table_width
+        self._rows = Rows(rows, width, sizes.num_blocks, sizes.block_size, is_ahead=True)
+        self._sampler.reset()
+        self._swaps.reset()
+        self._fresh, self._joined, self._chosen, self._newest = {}, {}, (), None
+        self._launched = launched
+        self._device.main.run(self._clear)
+        self._device.synchronize()
+        self._device.free_bytes()  # gives back what torch keeps and does not use
+
+    def _clear(self) -> None:
+        """Blocks are written before they are read, but a step that failed may have left NaN."""
+        self._pool.zero_()
+        self._state.clear()
 
     def facts(self) -> Facts:
         """Costs by the device's own clock, and which copies are done."""
@@ -213,12 +227,6 @@ class CudaRunner:
         if not (plan.num_tokens or plan.num_samples):
             self._swaps.wait()  # nothing else is under way: the core waits for a copy
         flight.done.wait()
-        if flight.is_lost:
-            lost = dict.fromkeys(inputs.rows, OUT_OF_MEMORY)
-            chunks = [row for row in inputs.computing.tolist() if row not in lost]
-            return StepResult(
-                plan.number, failed=lost, failed_chunks=dict.fromkeys(chunks, OUT_OF_MEMORY)
-            )
         if inputs.scored is None:  # scoring's time is no prefill cost
             took_s = flight.done.since(flight.began)
             verifies = any(chunk.num_draws > 1 for chunk in plan.chunks)
@@ -251,7 +259,7 @@ class CudaRunner:
     def _follow(self, flight: CudaInFlight) -> None:
         """Constrained rows follow the flight's tokens, once; waits for them."""
         draw = flight.draw
-        if flight.is_followed or flight.is_lost or draw is None or not draw.layout.constrained:
+        if flight.is_followed or draw is None or not draw.layout.constrained:
             return
         flight.done.wait()
         if flight.result is not None:

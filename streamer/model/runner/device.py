@@ -7,7 +7,8 @@ and tests have one on the CPU that delays and reorders work as far as the protoc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
 import torch
@@ -111,12 +112,25 @@ def choose_device(setting: Literal["auto", "cpu", "cuda"]) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if is_there else CPU
 
 
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """An allocation that fails raises MemoryError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryError(str(error).partition("\n")[0]) from error
+
+
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Whether an allocation failed: torch has a class for the device's memory alone, and reports
     pinned memory, which uploads and downloads take, as any other error of CUDA."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    return isinstance(error, torch.AcceleratorError) and "out of memory" in str(error)
+    if isinstance(error, torch.AcceleratorError):
+        return "out of memory" in str(error)
+    return "DefaultCPUAllocator" in str(error)
 
 
 class CudaEvent:

@@ -48,6 +48,10 @@ class Swaps:
         self._costs = costs
         self._pending: list[_Copy] = []  # by plan
 
+    def reset(self) -> None:
+        """Forget all copies; none is under way."""
+        self._pending = []
+
     def start(self, plan: Plan) -> None:
         """Queue a plan's swaps, after the steps launched earlier; takes no memory."""
         if not (plan.swap_out or plan.copies or plan.swap_in):

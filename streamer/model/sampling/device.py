@@ -134,16 +134,21 @@ class DeviceSampler:
         self._device = device
         self._kernels = kernels
         self._vocab_size = vocab_size
-        self._table = RowTable(max_rows, USE_SAMPLE)
+        self._max_rows = max_rows
         self._settings = SamplingRows(max_rows, device.where)
         self._sample = sample
         self._counts = TokenCounts(vocab_size, device, max_rows)
+        self._filler = MaskFiller(vocab_size)
+        self.reset()
+
+    def reset(self) -> None:
+        """No row has joined."""
+        self._table = RowTable(self._max_rows, USE_SAMPLE)
         self._has_joined = False  # since the settings were sent
         self._uncounted: dict[int, History] = {}  # rows whose tokens the device has not counted
         self._run_tokens: dict[int, list[int]] = {}  # and what rows drew in runs since
         self._rows: tuple[int, ...] = ()
         self._draw: Draw | None = None  # of those rows, without a mask
-        self._filler = MaskFiller(vocab_size)
 
     def close(self) -> None:
         """End its thread."""

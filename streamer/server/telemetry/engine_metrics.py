@@ -30,6 +30,7 @@ COUNTERS = {
     "generated_tokens": "Tokens drawn.",
     "prefix_hit_tokens": "Prompt tokens found in the prefix cache.",
     "copied_blocks": "Blocks copied on first write.",
+    "rebuilds": "Times that all was computed again after a step failed.",
 }
 
 

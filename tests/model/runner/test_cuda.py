@@ -18,7 +18,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from streamer.core.plan import OUT_OF_MEMORY, Plan
+from streamer.core.plan import Plan
+from streamer.core.recovery.trials import Verdict
 from streamer.core.sampling import SamplingParams
 from streamer.kernels import ops, reference
 from streamer.model.decoder import Decoder
@@ -421,24 +422,23 @@ class PromptDevice(LateDevice):
 
 
 @pytest.mark.parametrize("prompt", [3, 40], ids=["drawing", "a chunk that draws nothing"])
-def test_a_step_without_memory_fails_its_rows_alone(
-    checkpoint: Any, oracle: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-    late: Late, prompt: int,
-) -> None:  # fmt: skip
-    """The engine goes on: what joins in a later plan gets its own tokens."""
+def test_a_step_without_memory_is_computed_in_smaller_ones(
+    checkpoint: Any, oracle: Any, monkeypatch: pytest.MonkeyPatch, late: Late, prompt: int
+) -> None:
+    """It gets its tokens, and so does what joins in a later plan."""
     folder = checkpoint("llama", 1, **TINY)
     asks: list[Ask] = [([5, 6, 7], 6), ([9, 8, 7, 6], 6)]
     monkeypatch.setattr(Where, "make", PromptDevice)
     engine = SyncEngine(folder, max_num_seqs=2, max_model_len=64, max_num_batched_tokens=16)
-    engine.add("lost", list(range(1, prompt + 1)), 6)
+    asks.append((list(range(1, prompt + 1)), 6))
+    engine.add("r2", *asks[2])
     with Memory(1):
         engine.step()
-    for i, (tokens, count) in enumerate(asks):
+    assert engine.verdicts == [Verdict.SHRUNK]
+    for i, (tokens, count) in enumerate(asks[:2]):
         engine.add(f"r{i}", tokens, count)
     engine.run()
-    assert engine.finishes["lost", 0].detail == OUT_OF_MEMORY
-    assert "Tried to allocate 2.00 GiB" in caplog.text
-    assert [engine.tokens[f"r{i}", 0] for i in range(2)] == [
+    assert [engine.tokens[f"r{i}", 0] for i in range(3)] == [
         answer.tokens for answer in oracle(folder).answers(asks)
     ]
 
@@ -477,11 +477,11 @@ def forward_by_table(
     return found if last is None else found[last]
 
 
-def test_whatever_takes_the_last_memory_fails_its_rows_alone(
+def test_whatever_takes_the_last_memory_no_request_ends_by_it(
     checkpoint: Any, monkeypatch: pytest.MonkeyPatch, late: Late
 ) -> None:
-    """Each place of joins, uploads, forks, copies, swaps and draws in turn. What was not in
-    the plan is answered as ever, and so are the same requests afterwards."""
+    """Each place of joins, uploads, forks, copies, swaps and draws in turn: scheduler and runner
+    are reset, and all is answered as ever."""
     from streamer.kernels.gpu.sampling import sample
 
     monkeypatch.setattr(Where, "make", PromptDevice)
@@ -516,6 +516,8 @@ def test_whatever_takes_the_last_memory_fails_its_rows_alone(
             if name.startswith(f"{rounds}.")
         }
 
+    trials = engine.scheduler.state.trials
+    most = trials.max_tokens
     enough = Memory(1 << 30)
     expected = answers(enough)
     assert engine.preemptions[0] >= 1
@@ -523,11 +525,10 @@ def test_whatever_takes_the_last_memory_fails_its_rows_alone(
         memory = Memory(n)
         found = answers(memory)
         assert memory.left < 0
-        assert OUT_OF_MEMORY in [why for _, why in found.values()]
-        for key, (tokens, why) in found.items():
-            assert why in (None, OUT_OF_MEMORY)
-            whole = expected[key][0]
-            assert tokens == (whole if why is None else whole[: len(tokens)])
+        assert engine.verdicts
+        assert found == expected
+        engine.verdicts.clear()
+        trials.max_tokens = most
     assert answers(enough) == expected
 
 

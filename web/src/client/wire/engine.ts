@@ -34,6 +34,7 @@ export interface StepStats {
   proposed_at: number[];
   accepted_at: number[];
   verifications: number;
+  rebuilds: number;
 }
 
 export interface Snapshot {

@@ -1,0 +1,1 @@
+"""After a failed step: all is computed again, and the request at fault is found."""
