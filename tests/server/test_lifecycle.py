@@ -217,18 +217,30 @@ def test_what_loading_left_is_frozen_while_it_serves_and_no_longer() -> None:
 
 
 class Breaking:
-    """A runner whose step fails when the test asks for it."""
+    """A runner whose steps fail when the test asks for it.
+
+    is_broken  it fails always, and can't be reset
+    num_to_fail  further steps that fail
+    poison     a request of so many tokens has steps that fail
+    """
 
     def __init__(self, inner: Runner) -> None:
-        self._inner, self.is_broken = inner, False
+        self._inner, self.is_broken, self.num_to_fail, self.poison = inner, False, 0, 0
+        self._poisoned: set[int] = set()
         self.depth, self.facts, self.close = inner.depth, inner.facts, inner.close
         self.constrain = inner.constrain
 
     def reset(self, launched: int) -> None:
-        raise RuntimeError("out of order")
+        if self.is_broken:
+            raise RuntimeError("out of order")
+        self._poisoned.clear()
+        self._inner.reset(launched)
 
     def launch(self, plan: Plan) -> InFlight:
-        if self.is_broken:
+        self._poisoned.difference_update(plan.leaves)
+        self._poisoned |= {j.row for j in plan.joins if j.params.max_tokens == self.poison}
+        self.num_to_fail -= 1
+        if self.is_broken or self.num_to_fail >= 0 or self._poisoned:
             raise RuntimeError("out of luck")
         return self._inner.launch(plan)
 
@@ -263,3 +275,42 @@ def test_bundled_a_step_that_fails_fails_every_request_and_ends_the_server() -> 
     server.stop()
     assert (last["code"], server.exit_code) == ("engine_dead", 1)
     assert last["message"] == "the engine died of an internal error"
+
+
+def test_bundled_a_step_that_fails_is_a_pause_and_a_poisoned_request_fails_alone() -> None:
+    """Seeded answers are those of an undisturbed server, while steps fail beside them."""
+    server = Mortal(**BUNDLED).start()
+    body = {**CHAT, "stream": True, "ignore_eos": True, "seed": 7, "max_tokens": 60}
+    url = server.url + "/v1/chat/completions"
+
+    def answer(*disturbances: Callable[[], None]) -> str:
+        """The text; what disturbs it happens after its first event."""
+        text, left = "", list(disturbances)
+        with httpx.stream("POST", url, json=body) as response:
+            for event in sse(response):
+                if event.data != "[DONE]":
+                    assert "error" not in event.json
+                    text += event.json["choices"][0]["delta"].get("content") or ""
+                    while left:
+                        left.pop()()
+        return text
+
+    def fail_once() -> None:
+        server.runner.num_to_fail = 1
+
+    poisoned = {**body, "stream": False, "max_tokens": 33}
+    refused: list[httpx.Response] = []
+
+    def send_poisoned() -> None:
+        server.runner.poison = 33
+        refused.append(httpx.post(url, json=poisoned, timeout=20))
+
+    whole = answer()
+    assert answer(fail_once) == whole
+    assert "streamer_rebuilds_total 1.0" in httpx.get(server.url + "/metrics").text
+    assert answer(send_poisoned) == whole
+    assert refused[0].status_code == 500
+    assert refused[0].json()["error"]["code"] == "request_failed"
+    assert httpx.get(server.url + "/health").status_code == 200
+    server.stop()
+    assert server.exit_code == 0
