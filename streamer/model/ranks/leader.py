@@ -115,6 +115,10 @@ class RankedRunner:
         """This rank's; the others compute as much."""
         return self._runner.facts()
 
+    def reset(self, launched: int) -> None:
+        """Always raises: after a step that failed here the others may wait in its collectives."""
+        raise RankFailed(f"plan {launched} failed, and ranks can't begin anew")
+
     def close(self) -> None:
         """See engine.core.Runner."""
         self._leader.close()
