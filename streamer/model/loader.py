@@ -14,9 +14,11 @@ from contextlib import contextmanager
 from types import TracebackType
 
 import torch
+from msgspec.structs import replace
 
 from streamer.errors import ModelNotSupported
 from streamer.kernels.ops import Backend, Weight
+from streamer.kernels.weights import rows_of
 from streamer.model.checkpoint import FLOATS, Checkpoint, TensorEntry
 from streamer.model.decoder import Decoder
 from streamer.model.families import DecoderConfig, expected_tensors
@@ -26,6 +28,7 @@ from streamer.model.gguf.rows import Rows
 from streamer.model.layers import has_bf16
 from streamer.model.memory import return_freed
 from streamer.model.quantization.interface import (
+    DENSE,
     Matrix,
     Scheme,
     Stored,
@@ -264,6 +267,17 @@ class FileSource:
             return weight.to(self.device, self.dtype)
         return check_finite(module, weight).to(self.device)
 
+    def rows(self, module: str, start: int, end: int) -> Weight:
+        """Rows of `weight` from `start` up to `end`: of a dense matrix nothing else is read."""
+        matrix = self._matrices[module]
+        if matrix.scheme is not DENSE or self._checkpoint.is_gguf:
+            return rows_of(self.weight(module), start, end)
+        entry = self._checkpoint.tensors[matrix.names["weight"]]
+        row_bytes = (entry.end - entry.start) // matrix.n
+        first, last = entry.start + start * row_bytes, entry.start + end * row_bytes
+        part = replace(entry, shape=(end - start, matrix.k), start=first, end=last)
+        return self._read_entry(part).to(self.device, self.dtype)
+
     def layer_done(self) -> None:
         """Return the memory that the layer took meanwhile, and tell the caller."""
         return_freed()
@@ -271,10 +285,12 @@ class FileSource:
 
     def _read(self, name: str) -> torch.Tensor:
         """As it is stored; ModelNotSupported for numbers that would make every answer NaN."""
-        entry = self._checkpoint.tensors[name]
+        return self._read_entry(self._checkpoint.tensors[name])
+
+    def _read_entry(self, entry: TensorEntry) -> torch.Tensor:
         data = self._shaped(entry, self._files.read(entry))
         if entry.dtype in CHECKED:
-            check_numbers(name, data)
+            check_numbers(entry.name, data)
         return data
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from streamer.kernels import ops
-from streamer.model.ranks.split import Part, PartSource, split
+from streamer.model.ranks.split import Part, PartSource, RowSource, split
 
 if TYPE_CHECKING:
     from streamer.model.families import DecoderConfig
@@ -31,7 +31,7 @@ class Shared:
         self.part: Part = parts[group.index]
         self._sizes = [part.vocab.size for part in parts]
 
-    def source(self, source: WeightSource) -> WeightSource:
+    def source(self, source: RowSource) -> WeightSource:
         """The tensors of this rank's part."""
         return PartSource(source, self.part, is_first=self.group.index == 0)
 

@@ -9,17 +9,15 @@ called by load.py, and by decoder.py for the layers of linear.py.
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from msgspec.structs import replace
 
 from streamer.errors import ConfigError
-from streamer.kernels.weights import Weight, columns_of, rows_of
+from streamer.kernels.weights import Weight, columns_of
 from streamer.model.families import DecoderConfig
-
-if TYPE_CHECKING:
-    from streamer.model.layers import WeightSource
+from streamer.model.layers import WeightSource
 
 # Columns that a part begins at, so that it has whole groups: as many as the matrix allows.
 UNITS = (256, 128, 64, 32, 16, 1)
@@ -135,14 +133,23 @@ class Part(NamedTuple):
         return known.get(name)
 
 
+class RowSource(WeightSource, Protocol):
+    """A WeightSource that can read some rows of a matrix."""
+
+    def rows(self, module: str, start: int, end: int) -> Weight:
+        """Rows of `weight` from `start` up to `end`, in memory of their own."""
+        ...
+
+
 class PartSource:
     """A decoder's WeightSource that has a part's rows and columns of another one's matrices.
 
-    A matrix is whole for as long as it takes to read it. The bias of a sum over ranks is the first
+    Of a matrix split by rows the source reads what it must; one split by columns is whole for as
+    long as it takes to read it. The bias of a sum over ranks is the first
     rank's, and zeros elsewhere.
     """
 
-    def __init__(self, source: WeightSource, part: Part, *, is_first: bool) -> None:
+    def __init__(self, source: RowSource, part: Part, *, is_first: bool) -> None:
         self.dtype = source.dtype
         self.device = source.device
         self._source = source
@@ -162,10 +169,10 @@ class PartSource:
 
     def weight(self, module: str) -> Weight:
         """See layers.WeightSource."""
-        found = self._source.weight(module)
         rows, columns = self._part.rows(module), self._part.columns(module)
         if rows is not None:
-            found = rows_of(found, *rows)
+            return self._source.rows(module, *rows)
+        found = self._source.weight(module)
         if columns is None:
             return found
         try:

@@ -13,12 +13,14 @@ import torch
 from streamer.errors import ConfigError
 from streamer.kernels import reference as kernels
 from streamer.kernels.weights import QuantizedWeight, columns_of, dequantize, rows_of
-from streamer.model.checkpoint import open_checkpoint
+from streamer.model.checkpoint import TensorEntry, open_checkpoint
 from streamer.model.families import DecoderConfig, parse_config
-from streamer.model.loader import load_decoder
+from streamer.model.files import WeightFiles
+from streamer.model.loader import FileSource, check_tensors, load_decoder
 from streamer.model.ranks.group import Group
 from streamer.model.ranks.linear import Shared
-from streamer.model.ranks.split import spans, split
+from streamer.model.ranks.split import PartSource, spans, split
+from streamer.model.runner.device import CPU
 from tests.checkpoints import reference_logits
 from tests.model.hand import paged_logits
 from tests.model.test_decoder import random_tokens
@@ -181,3 +183,29 @@ def test_quantized_matrices_are_split_after_they_are_made(
 
     for found in on_ranks(2, tmp_path, work):
         assert (found - want).abs().max() < 1e-4
+
+
+def test_rows_of_a_dense_matrix_are_all_that_is_read(
+    checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks read each matrix that is split by rows once, together."""
+    opened = open_checkpoint(checkpoint("llama", 1))
+    config = parse_config(opened.config)
+    sizes: dict[str, int] = {}
+    read = WeightFiles.read
+
+    def counted(self: WeightFiles, entry: TensorEntry) -> torch.Tensor:
+        sizes[entry.name] = sizes.get(entry.name, 0) + entry.end - entry.start
+        return read(self, entry)
+
+    monkeypatch.setattr(WeightFiles, "read", counted)
+    matrices = check_tensors(opened, config)
+    for part in split(config, 2):
+        with FileSource(opened, matrices, torch.float32, CPU, lambda: None) as files:
+            source = PartSource(files, part, is_first=True)
+            for module in matrices:
+                source.weight(module)
+    for name, entry in opened.tensors.items():
+        if name.endswith("weight") and "norm" not in name:
+            count = 2 if "o_proj" in name or "down_proj" in name else 1
+            assert sizes[name] == count * (entry.end - entry.start), name
