@@ -22,7 +22,8 @@ typedef void Kernel(float *sum, int is_first, const char *x, int64_t stride, con
                     int64_t K, const char *next, int lines);
 
 /* sum [rows][TILE] (+)= x [rows][K] @ panel; `lines` cache lines of what comes next are fetched
- * every 4 steps. Inlined with constants for rows and dtype. */
+ * every 4 steps, past the L2 and L3 caches (docs/kernels.md). Inlined with constants for rows and
+ * dtype. */
 INLINE void multiply(float *sum, int is_first, const char *x, int64_t stride, const char *panel,
                      int64_t K, const char *next, int lines, int rows, int dtype) {
     vf s[ROWS_MAX][2];
@@ -37,7 +38,7 @@ INLINE void multiply(float *sum, int is_first, const char *x, int64_t stride, co
     const __m512bh *w = (const __m512bh *)panel;
     if (dtype == BF16)
         for (; k + 8 <= K; k += 8) {
-            for (int i = 0; i < lines; i++, next += 64) __builtin_prefetch(next, 0, 2);
+            for (int i = 0; i < lines; i++, next += 64) __builtin_prefetch(next, 0, 0);
 #pragma GCC unroll 4
             for (int u = 0; u < 16; u += 4, w += 2) {
                 __m512bh w0 = w[0], w1 = w[1];
@@ -60,7 +61,7 @@ INLINE void multiply(float *sum, int is_first, const char *x, int64_t stride, co
             }
 #endif
     for (; k + 4 <= K; k += 4) {
-        for (int i = 0; i < lines; i++, next += 64) __builtin_prefetch(next, 0, 2);
+        for (int i = 0; i < lines; i++, next += 64) __builtin_prefetch(next, 0, 0);
 #pragma GCC unroll 4
         for (int u = 0; u < 4; u++) {
             vf w0 = load(panel, (k + u) * TILE, dtype), w1 = load(panel, (k + u) * TILE + VW, dtype);

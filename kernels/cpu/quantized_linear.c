@@ -125,7 +125,7 @@ INLINE void multiply_codes(float *sum, const char *x, int64_t stride, const char
             const Record *a = (const Record *)(from[r] + at);
             s[r][0] = s[r][1] = start(a->start, a->sum, is_small);
         }
-        for (int64_t i = 0; i < lines; i++, next += 64) __builtin_prefetch(next, 0, 2);
+        for (int64_t i = 0; i < lines; i++, next += 64) __builtin_prefetch(next, 0, 0);
         int64_t k = at + RECORD_BYTES;
         for (; k < at + record; k += 16, data += TILE * 2 * bits)
             dot_codes(s, data, from, k, table, rows, kind);
