@@ -169,8 +169,8 @@ class ChatTemplate:
         flat = [_flatten(message, i) for i, message in enumerate(messages)]
         if disguise is not None:
             # Roles stay: templates compare them.
-            flat = [change_strings(m, disguise) | _role(m) for m in flat]
-            tools = change_strings(tools, disguise)
+            flat = [_hidden(m, disguise, "messages") | _role(m) for m in flat]
+            tools = _hidden(tools, disguise, "tools")
             variables = change_strings(variables, disguise)
         given = {
             **self._tokens,
@@ -197,6 +197,14 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {why}", param="messages"
             ) from e
+
+
+def _hidden(value: Any, disguise: Disguise, param: str) -> Any:
+    """What a caller wrote, disguised: a schema, or arguments of a call, may be of any depth."""
+    try:
+        return change_strings(value, disguise)
+    except RecursionError:
+        raise InvalidRequest(f"{param} are nested too deeply", param=param) from None
 
 
 def _joined(pieces: Iterator[str]) -> str:

@@ -274,3 +274,57 @@ def test_what_cannot_be_forced_beside_a_call(forced: Running) -> None:
         body = {"messages": ASKED, "tools": TOOLS, "tool_choice": "required", **fields}
         got = httpx.post(f"{forced.url}/v1/chat/completions", json=body, timeout=20)
         assert (got.status_code, got.json()["error"]["param"]) == (400, param), got.text
+
+
+def tool(parameters: Any, name: str = "f", **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **fields}}
+
+
+def text(**limits: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": {"type": "string", **limits}}}
+
+
+def deep(depth: int) -> Any:
+    return json.loads('{"a":' * depth + "1" + "}" * depth)
+
+
+MANY = {"type": "object", "properties": {f"p{i}": {"enum": ["x" * 300]} for i in range(2500)}}
+BOMBS: dict[str, tuple[dict[str, Any], str | None]] = {
+    "many": ({"tools": [tool(text(), f"f{i}") for i in range(1000)]}, None),
+    "unknown": ({"tools": [tool(text()), {"type": "custom", "custom": {"name": "x"}}]}, None),
+    "repeats": (
+        {"tools": [tool(text(pattern="((a{1,1000}){1,1000}){1,1000}"), strict=True)]}, None,
+    ),
+    "states": ({"tools": [tool(text(pattern=".*a.{300}$"), strict=True)]}, None),
+    "look": (
+        {"tools": [tool(text(pattern="(?=a)b"), strict=True)]}, "tools[0].function.parameters",
+    ),
+    "brackets": (
+        {"tools": [tool(text(pattern="(" * 50_000 + ")" * 50_000), strict=True)]},
+        "tools[0].function.parameters",
+    ),
+    "large": ({"tools": [tool(MANY, strict=True)]}, None),
+    "deep": ({"tools": [tool(deep(900))]}, "tools"),
+    "arguments": (
+        {"messages": [
+            *ASKED,
+            {"role": "assistant", "tool_calls": [
+                {"id": "a", "function": {"name": "f", "arguments": json.dumps(deep(900))}}]},
+            {"role": "tool", "tool_call_id": "a", "content": "x"},
+        ], "tools": [tool(text())]},
+        "messages",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_is_followed_or_refused_by_name(forced: Running, name: str) -> None:
+    fields, param = BOMBS[name]
+    body = {"messages": ASKED, "tool_choice": "required", "max_tokens": 4, **fields}
+    got = httpx.post(f"{forced.url}/v1/chat/completions", json=body, timeout=20)
+    expected = (200, None) if param is None else (400, param)
+    if name in ("repeats", "states") and got.status_code == 400:  # text forms are written anew
+        expected = (400, "tools[0].function.parameters")
+    error = got.json().get("error") or {}
+    assert (got.status_code, error.get("param")) == expected, got.text
+    assert len(error.get("message", "")) < 700

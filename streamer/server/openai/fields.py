@@ -100,6 +100,7 @@ LABELS: Final[Table] = {
 }
 
 MAX_EXPLAINED_BYTES: Final = 64 << 10  # of a body that is decoded again to find its fault
+MAX_SHOWN_DEPTH: Final = 500  # of a body that is nested too deeply
 MAX_HARMLESS_BYTES: Final = 1024  # a million `[],` take 0.4 s to build, to be refused then
 # Keys that JSON must write as text; in MessagePack clients send text or numbers.
 _NUMBERED: Final[Mapping[str, Any]] = {
@@ -112,6 +113,7 @@ LARGE: Final = object()  # equal to nothing, and true
 _ANY = msgspec.json.Decoder()
 _ANY_PACKED = msgspec.msgpack.Decoder()
 _PATH = re.compile(r"^(?P<what>.*) - at (?P<key>`key` in )?`\$\.?(?P<path>.*)`$", re.DOTALL)
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]')
 _STEP = re.compile(r"\[[^\]]*\]|([^.\[\]]+)")
 
 
@@ -148,7 +150,10 @@ class Reader(Generic[T]):
                 text = f"{path}: NaN and Infinity are no numbers of JSON"
             raise InvalidRequest(text, param=path, code="invalid_json") from None
         except RecursionError:
-            raise InvalidRequest("the body is nested too deeply", code="invalid_json") from None
+            path = None if self._is_packed else _deepest(data)
+            raise InvalidRequest(
+                f"{path or 'the body'} is nested too deeply", param=path, code="invalid_json"
+            ) from None
 
     def _checked(self, found: T, kind: type[T]) -> T:
         """The body alone: a value as it came would keep all of the data alive."""
@@ -325,6 +330,23 @@ def _with_key(kind: Any, name: str, data: bytes | str) -> str:
         except msgspec.ValidationError:
             return f"{name}.{key}"
     return name
+
+
+def _deepest(data: bytes | str) -> str | None:
+    """The field of a body that is nested more than MAX_SHOWN_DEPTH deep, where it comes soon."""
+    text = data[:MAX_EXPLAINED_BYTES]
+    if not isinstance(text, str):
+        text = text.decode(errors="replace")
+    depth, name = 0, None
+    for match in _TOKEN.finditer(text):
+        found = match[0]
+        if found[0] == '"':
+            name = found[1:-1][:80] if depth == 1 else name
+        else:
+            depth += 1 if found in "[{" else -1
+        if depth > MAX_SHOWN_DEPTH:
+            return name
+    return None
 
 
 def _not_finite(data: bytes | str) -> str | None:

@@ -61,8 +61,8 @@ def test_tools_count_as_a_chat_presents_them(server_with: Any, tmp_path: Path) -
     assert count > post(server, "/tokenize", messages=MESSAGES).json()["count"]
     mine = {"messages": MESSAGES[1:], "tools": [{"name": "f", "input_schema": {"type": "object"}}]}
     counted = post(server, "/v1/messages/count_tokens", **mine).json()["input_tokens"]
-    said = post(server, "/v1/messages", **mine, max_tokens=1).json()["usage"]["input_tokens"]
-    assert counted == said
+    usage = post(server, "/v1/messages", **mine, max_tokens=1).json()["usage"]
+    assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"]
     assert (
         counted
         > post(server, "/v1/messages/count_tokens", messages=MESSAGES[1:]).json()["input_tokens"]
