@@ -130,7 +130,8 @@ class Facts(msgspec.Struct, frozen=True):
     prefill_s          seconds a prefilled token takes, in steps that are mostly prefill
     decode_s           seconds of a step that only decodes; 0: none was seen yet
     step_s             (tokens, seconds): what a step without prompt chunks takes, by the number of
-                       tokens it computes, ascending; running means of measured steps
+                       tokens it computes, ascending; running means of measured steps: on a CPU from
+                       the beginning of one to that of the next, on a GPU the device's time
     verify_s           the same of steps in which a row verifies provisional tokens
     draft_s            seconds a draft model takes for one token of all rows that it drafts for; 0:
                        there is none, or none was seen yet

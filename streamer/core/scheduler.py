@@ -222,7 +222,9 @@ class Scheduler:
                 return None
         state.launch(draft)
         copies = state.kv.take_copies()
-        drafts = plan_drafts(state, state.speculation, draft) if state.speculation else ()
+        drafts: tuple[tuple[int, int], ...] = ()
+        if state.speculation is not None and state.speculation.has_drafts:
+            drafts = plan_drafts(state, state.speculation, draft)
         state.report.planned(draft.num_tokens, len(copies))
         if self._recorder is not None:
             self._recorder.planned(draft, state, len(copies))

@@ -28,32 +28,24 @@ def speculate(state: State, draft: Draft) -> list[Sequence]:
     """Verify what is proposed for the running sequences; returns those still to be scheduled."""
     lineup, speculation = state.requests.lineup(), state.speculation
     budget = min(draft.budget - len(lineup), draft.to_score)
-    if speculation is not None and not speculation.may_gain(len(lineup), budget, state.facts):
-        speculation = None
-    if not state.num_unsettled and not state.forced and speculation is None:
+    looked = speculation.looks(len(lineup), budget, state.facts) if speculation else ()
+    done = {seq for seq in lineup if seq.provisional} if state.num_unsettled else set()
+    if not looked and not done and not state.forced:
         return lineup
-    known: list[Sequence] = []
-    ahead: list[Sequence] = []
-    done: set[Sequence] = set()
-    has_prompts = state.queue.head() is not None
-    for seq in lineup:
-        if seq.provisional:
-            done.add(seq)
-        elif may_verify(seq, draft):
-            (ahead if seq.num_pending else known).append(seq)
-        else:
-            has_prompts |= not seq.joined or seq.num_tokens - seq.num_computed > 1
-    if ahead and speculation is not None:
+    found = [seq for seq in looked if seq not in done and may_verify(seq, draft)]
+    ahead = [seq for seq in found if seq.num_pending]
+    if speculation is not None and ahead:
         done.update(speculation.wait(ahead, state.facts))
     draft.idle += [seq.row for seq in lineup if seq in done and seq.joined]
-    if has_prompts:
-        budget //= 2  # a prompt need not wait until no row has anything to verify
-    if known and budget > 0:
-        chosen = forced_tokens(state, known)
-        if speculation is not None:
-            others = [seq for seq in known if seq not in chosen] if chosen else known
-            chosen |= speculation.choose(others, budget, state.facts)
-        done.update(verify_chosen(state, chosen, known, budget, draft))
+    sure = [seq for seq in state.forced if seq not in done and may_verify(seq, draft)]
+    chosen = forced_tokens(state, [seq for seq in sure if not seq.num_pending])
+    known = [seq for seq in found if not seq.num_pending and seq not in chosen]
+    if speculation is not None and known and budget > 0:
+        chosen |= speculation.choose(known, budget, state.facts)
+    if chosen and budget > 0:
+        if state.queue.head() is not None or any(map(is_behind, lineup)):
+            budget //= 2  # a prompt need not wait until no row has anything to verify
+        done.update(verify_chosen(state, chosen, budget, draft))
     return [seq for seq in lineup if seq not in done] if done else lineup
 
 
@@ -65,6 +57,11 @@ def forced_tokens(state: State, known: list[Sequence]) -> dict[Sequence, tuple[i
         if num_known == len(seq.tokens):
             found[seq] = tokens
     return found
+
+
+def is_behind(seq: Sequence) -> bool:
+    """Whether tokens of a prompt are to be computed."""
+    return not seq.joined or seq.num_tokens - seq.num_computed > 1
 
 
 def may_verify(seq: Sequence, draft: Draft) -> bool:
@@ -83,16 +80,14 @@ def may_verify(seq: Sequence, draft: Draft) -> bool:
 def verify_chosen(
     state: State,
     chosen: dict[Sequence, tuple[int, ...]],
-    known: list[Sequence],
     budget: int,
     draft: Draft,
 ) -> list[Sequence]:
-    """Verify as many of the proposed tokens as fit, in the sequences' order; returns these."""
+    """Verify as many of the proposed tokens as fit, in their order; returns the sequences."""
     verified: list[Sequence] = []
-    spare = spare_blocks(state) - draft.due if chosen else 0
-    for seq in known:
-        tokens = chosen.get(seq, ())
-        tokens = tokens[: min(budget, room_for(state, seq, spare))] if tokens else ()
+    spare = spare_blocks(state) - draft.due
+    for seq, tokens in chosen.items():
+        tokens = tokens[: min(budget, room_for(state, seq, spare))]
         if tokens:
             spare -= verify(state, seq, tokens, draft)
             budget -= len(tokens)
@@ -145,8 +140,6 @@ def plan_drafts(
     state: State, speculation: Speculation, draft: Draft
 ) -> tuple[tuple[int, int], ...]:
     """Plan.drafts: of the rows that draw in this plan, those the runner proposes tokens for."""
-    if not speculation.has_drafts:
-        return ()
     idle = set(draft.idle)
     drawing = [
         seq

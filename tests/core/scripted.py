@@ -24,7 +24,7 @@ class Scripted:
     def __init__(
         self, seed: int, *, share: float = 0.7, most: int = 6, errors: float = 0.2
     ) -> None:
-        self.rows: set[Sequence] = set()
+        self.rows: dict[Sequence, None] = {}
         self.asked: dict[Sequence, int] = {}
         self.num_proposed = self.num_accepted = 0
         self._rng = random.Random(seed)
@@ -34,17 +34,17 @@ class Scripted:
     def begin(self, seq: Sequence) -> None:
         assert seq not in self.rows
         assert not seq.num_pending
-        self.rows.add(seq)
+        self.rows[seq] = None
 
     def end(self, seq: Sequence) -> None:
-        self.rows.remove(seq)
+        del self.rows[seq]
 
     @property
     def has_drafts(self) -> bool:
         return True
 
-    def may_gain(self, num_rows: int, budget: int, facts: Facts) -> bool:
-        return True
+    def looks(self, num_rows: int, budget: int, facts: Facts) -> list[Sequence]:
+        return list(self.rows)
 
     def wait(self, rows: Seq[Sequence], facts: Facts) -> list[Sequence]:
         assert all(seq.num_pending for seq in rows)

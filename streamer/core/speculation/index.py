@@ -6,7 +6,7 @@ tokens is likely to follow again. Pure Python, no model; owned by the speculator
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from typing import Final
 
 # Two tokens occur again everywhere, four miss short edits.
@@ -41,17 +41,25 @@ class Text:
         """Indexed tokens."""
         return len(self.before)
 
-    def add(self, tokens: Iterable[int]) -> None:
+    def add(self, tokens: Seq[int]) -> None:
         """Append tokens to the last document."""
-        known, last, before = self.tokens, self.last, self.before
-        a, b = self._tail
-        for token in tokens:
-            key = hash((a, b, token))
-            known.append(token)
-            before.append(last.get(key, 0))
-            last[key] = len(known)
-            a, b = b, token
-        self._tail = (a, b)
+        first = len(self.tokens) + 1
+        self.tokens += tokens
+        self.index((*self._tail, *tokens), first)
+        for token in tokens[-2:]:
+            self._tail = (self._tail[1], token)
+
+    def index(self, tokens: Seq[int], first: int) -> int:
+        """Index positions from `first` on, of which each is after one of `tokens` but the first
+        two; returns the last one's key."""
+        last, append = self.last, self.before.append
+        get, key = last.get, 0
+        for position, key in enumerate(
+            map(hash, zip(tokens, tokens[1:], tokens[2:], strict=False)), first
+        ):
+            append(get(key, 0))
+            last[key] = position
+        return key
 
     def end_document(self) -> None:
         """What follows is another document: no match goes across."""

@@ -30,16 +30,17 @@ class Speculation(Protocol):
         """Whether `drafts` may name any row."""
         ...
 
-    def may_gain(self, num_rows: int, budget: int, facts: Facts) -> bool:
-        """Whether any proposal can pay beside this many rows; called before the rows are looked at,
-        in every step."""
+    def looks(self, num_rows: int, budget: int, facts: Facts) -> Collection[Sequence]:
+        """The sequences that `wait` or `choose` is to look at in this step, none where no proposal
+        can pay beside this many rows; called once in every step."""
         ...
 
     def wait(self, rows: Seq[Sequence], facts: Facts) -> Collection[Sequence]:
         """Those of `rows` that sit this plan out, so that the next one can verify tokens of theirs.
 
-        rows  the sequences that would decode now, but whose newest token the scheduler does not
-              know yet: an earlier plan, not applied, draws it. Without plans ahead there are none
+        rows  of those to look at, the sequences that would decode now, but whose newest token the
+              scheduler does not know yet: an earlier plan, not applied, draws it. Without plans
+              ahead there are none
         """
         ...
 
@@ -50,7 +51,8 @@ class Speculation(Protocol):
 
         The scheduler drops what exceeds the budget, max_tokens or the blocks that are free.
 
-        rows  the sequences that would decode and may be verified now: all their tokens are known
+        rows  of those to look at, the sequences that would decode and may be verified now: all
+              their tokens are known
         """
         ...
 

@@ -80,30 +80,44 @@ class RowMatch:
     def follow(self, seen: int, end: int) -> None:
         """Take the sequence's known tokens from index `seen` up to `end`, in order.
 
-        A token that is found nowhere costs 0.6 us (EPYC Zen 5, Python 3.11, 2026-11-22).
+        With a match each token is compared with it. Without one they are indexed together, and
+        only after the last is a match looked for: 0.25 us a token (EPYC Zen 5, Python 3.11,
+        2026-11-22).
         """
-        text, others = self.own.text, self.others
-        known, last, before = text.tokens, text.last, text.before
-        for index in range(seen, end):
-            token = known[index]
-            key = hash((known[index - 2], known[index - 1], token))
-            position = 0
-            if self.grows:
-                position = last.get(key, 0)
-                last[key] = index + 1
-                before.append(position)
-            if self.source is not None:
-                self._compare(token)
-                if self.length >= ANCHOR:
-                    continue
-            if self._resume_left:
-                self._resume(token, index)
-            for source in others:
-                if key in source.text.last:
-                    break
-            else:
-                if not position:
-                    continue
+        while seen < end and (self.source is not None or self._resume_left or seen < 2):
+            self._follow_one(seen)
+            seen += 1
+        if seen == end:
+            return
+        text = self.own.text
+        recent = text.tokens[seen - 2 : end]
+        if self.grows:
+            key = text.index(recent, seen + 1)
+            position = text.before[-1]
+        else:
+            key, position = hash(tuple(recent[-3:])), 0
+        self._find(end - 1, key, position)
+
+    def _follow_one(self, index: int) -> None:
+        text = self.own.text
+        known, token = text.tokens, text.tokens[index]
+        key = hash((known[index - 2], known[index - 1], token))
+        position = 0
+        if self.grows:
+            position = text.last.get(key, 0)
+            text.last[key] = index + 1
+            text.before.append(position)
+        if self.source is not None:
+            self._compare(token)
+            if self.length >= ANCHOR:
+                return
+        if self._resume_left:
+            self._resume(token, index)
+        self._find(index, key, position)
+
+    def _find(self, index: int, key: int, position: int) -> None:
+        """Look for a match that ends with the token at `index`, if its key occurred before."""
+        if position or any(key in source.text.last for source in self.others):
             self._look_up(index, key, position)
 
     def _compare(self, token: int) -> None:

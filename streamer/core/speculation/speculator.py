@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
-from itertools import accumulate
+from itertools import accumulate, islice
+from math import inf
 from operator import mul
 from typing import TYPE_CHECKING, Final
 
@@ -19,10 +20,12 @@ from streamer.core.plan import Facts
 from streamer.core.speculation.index import ANCHOR, SEPARATOR, Text
 from streamer.core.speculation.policy import (
     DELAY,
+    SHARE,
     SMALLEST,
+    Account,
     StepCosts,
-    can_gain,
     draft_length,
+    is_worth,
     shares,
 )
 from streamer.core.speculation.recent import Owner, Recent
@@ -38,9 +41,13 @@ DRAFT_PRIOR: Final = 0.6  # acceptance of a draft model's token before one was s
 DRAFT_WEIGHT: Final = 1 / 16  # of a verified token in a row's running mean
 WAITED: Final = 2.2  # tokens expected of a verification that a row waits a plan for
 POOR_DRAFT: Final = 0.25  # acceptance below which a row's draft is only tried now and then
-# After so many calls in a row that chose nothing, `may_gain` skips a step; after each further so
-# many one more, up to MOST_RESTS: to look at 64 rows takes 0.1 ms, 5% of a tiny step.
-VAIN, MOST_RESTS = 4, 3
+# What the account is charged for looking in a step, for each row that is looked at, and for each
+# token indexed, in caches that the model has used since (EPYC Zen 5, Python 3.11, 2026-11-22): to
+# look at 64 rows in every step took 0.3 ms beside a step of 1.5.
+LOOKS_S: Final = 2e-5
+LOOK_S: Final = 8e-6
+INDEX_S: Final = 4e-7
+MOST_RESTS: Final = 64  # steps in a row that are not even counted while the account is empty
 LONG_MATCH: Final = 8  # a match from which a row needs no draft
 # Known tokens until a row whose drafts do not pay has one token tried again, doubled each time;
 # steps between two that try any, of one row in TRIED.
@@ -51,6 +58,7 @@ TRIED: Final = 16
 class _Row:
     """One sequence that decodes.
 
+    match       None: it does without, or was not looked at yet (is_new)
     seen        known tokens that its match has followed
     generation  of the owner's recent outputs, as the match knows them
     drafted     the draft model's proposal, for when `drafted_at` tokens are known
@@ -58,7 +66,7 @@ class _Row:
     is_drafted  its last proposal was the draft model's
     trial_at    known tokens at which its draft is tried again; trial: tokens until the next
     is_trial    its proposal is verified whether or not that is expected to pay
-    lost        plain steps by which verifications have delayed it
+    unlost      plain steps by which verifications had delayed all rows when its slack was none
     """
 
     __slots__ = (
@@ -68,19 +76,21 @@ class _Row:
         "generation",
         "is_awaited",
         "is_drafted",
+        "is_new",
         "is_trial",
-        "lost",
         "match",
         "owner",
         "seen",
         "trial",
         "trial_at",
+        "unlost",
     )
 
-    def __init__(self, match: RowMatch | None, owner: Owner, seen: int, draft_rate: float) -> None:
-        self.match = match
+    def __init__(self, owner: Owner, draft_rate: float) -> None:
+        self.match: RowMatch | None = None
+        self.is_new = True
         self.owner = owner
-        self.seen = seen
+        self.seen = 0
         self.generation = -1
         self.draft_rate = draft_rate
         self.drafted: tuple[int, ...] = ()
@@ -90,11 +100,12 @@ class _Row:
         self.trial = FIRST_TRIAL
         self.trial_at = 0
         self.is_trial = False
-        self.lost = 0.0
+        self.unlost = 0.0
 
-    def slack(self, seq: Sequence) -> float:
-        """Plain steps that it may still lose to the verifications of other rows."""
-        return DELAY * seq.num_output + seq.num_accepted - self.lost
+    def slack(self, seq: Sequence, lost: float) -> float:
+        """Plain steps that it may still lose to the verifications of other rows, when all rows
+        together have lost so many."""
+        return DELAY * seq.num_output + seq.num_accepted - (lost - self.unlost)
 
 
 class _Given:
@@ -130,6 +141,7 @@ class Speculator:
 
     def __init__(self, sizes: SpeculationSizes) -> None:
         self.sizes = sizes
+        self.has_drafts = sizes.has_draft
         self._rows: dict[Sequence, _Row] = {}
         self._given: dict[Request, _Given] = {}
         self._recent = Recent(sizes.max_indexed // 4)
@@ -143,8 +155,15 @@ class Speculator:
         self._trial_at = 0  # the step of these from which one may try
         self._facts = Facts()
         self._step_costs = StepCosts(self._facts)
-        self._num_vain = 0  # calls of `choose` since one chose anything
-        self._num_rests = 0  # steps until the next
+        self._num_rests = 0  # steps until the account is looked at again
+        self._rested = 0  # steps that it was not
+        self._account = Account()
+        self._num_rows = 0  # of the step being planned
+        self._plain_s = 0.0  # what it takes without verifications
+        self._lost = 0.0  # plain steps that verifications have taken, in all
+        # Rows that may have a proposal, and the others, the next to be looked at first.
+        self._hot: dict[Sequence, None] = {}
+        self._cold: dict[Sequence, None] = {}
 
     # ------------------------------------------------------------ rows
 
@@ -153,12 +172,16 @@ class Speculator:
         add = seq.request.add
         if not add.params.speculation:
             return
-        owner = (add.salt, add.tenant)
-        has_room = self._num_live + len(add.prompt) <= self.sizes.max_indexed
-        match = self._match(seq, owner) if self.sizes.has_texts and has_room else None
-        row = self._rows[seq] = _Row(match, owner, len(add.prompt), self._draft_rate)
-        row.lost = row.slack(seq)  # what it gained in a row before is not spent again
-        self._num_vain = self._num_rests = 0
+        row = self._rows[seq] = _Row((add.salt, add.tenant), self._draft_rate)
+        row.unlost = self._lost - row.slack(seq, 0.0)  # what it gained before is not spent again
+        self._cold[seq] = None
+
+    def _open(self, seq: Sequence, row: _Row) -> None:
+        """The first look at a row: begin to index its prompt, if there is room."""
+        self._account.add(-LOOKS_S)
+        row.is_new, row.seen = False, len(seq.request.add.prompt)
+        if self.sizes.has_texts and self._num_live + row.seen <= self.sizes.max_indexed:
+            row.match = self._match(seq, row.owner)
 
     def _match(self, seq: Sequence, owner: Owner) -> RowMatch:
         request = seq.request
@@ -181,27 +204,33 @@ class Speculator:
     def end(self, seq: Sequence) -> None:
         """Forget a sequence that gave up its row, but for its output, if it has ended."""
         row = self._rows.pop(seq, None)
-        if row is None or row.match is None:
+        self._hot.pop(seq, None)
+        self._cold.pop(seq, None)
+        if row is None:
             return
-        request = seq.request
-        held = self._given[request]
-        held.num_rows -= 1
-        self._num_live -= len(row.match.own.text)
-        if not held.num_rows:
-            del self._given[request]
-            self._given_jobs.pop(request, None)
-            self._num_live -= len(request.add.prompt) + len(request.add.prediction)
+        if row.match is not None:
+            self._close(seq.request, len(row.match.own.text))
         if seq.num_output <= ANCHOR:
             return  # no match in it has a token after it
         is_kept = self.sizes.has_recent and seq.finish_reason is not None
         if is_kept and self._num_waiting < self.sizes.max_indexed // 4:
             self._num_waiting += seq.num_output
-            self._ended_jobs.append(_Job(seq.tokens[len(request.add.prompt) :], row.owner))
+            self._ended_jobs.append(_Job(seq.tokens[-seq.num_output :], row.owner))
 
-    def _index(self) -> None:
-        """Index up to INDEXED_A_STEP of the tokens that wait for it, in order of arrival: those of
-        requests that run before ended outputs, which may have waited for long."""
-        room = INDEXED_A_STEP
+    def _close(self, request: Request, num_own: int) -> None:
+        """A row of the request is over, of which so many tokens were indexed."""
+        held = self._given[request]
+        held.num_rows -= 1
+        self._num_live -= num_own
+        if not held.num_rows:
+            del self._given[request]
+            self._given_jobs.pop(request, None)
+            self._num_live -= len(request.add.prompt) + len(request.add.prediction)
+
+    def _index(self, most: int) -> None:
+        """Index up to `most` of the tokens that wait for it, in order of arrival: those of requests
+        that run before ended outputs, which may have waited for long."""
+        room = most
         given, ended = self._given_jobs, self._ended_jobs
         while given and room > 0:
             request, job = next(iter(given.items()))
@@ -210,7 +239,7 @@ class Speculator:
             self._given[request].text.add(part)
             if job.is_done:
                 del given[request]
-        while ended and room > 0:
+        while ended and room > 0 and self._account.is_rich:
             job = ended[0]
             part = job.take(room)
             room -= len(part)
@@ -218,6 +247,7 @@ class Speculator:
             self._num_waiting -= len(part)
             if job.is_done:
                 ended.popleft()
+        self._account.add((room - most) * INDEX_S)
 
     def _catch_up(self, seq: Sequence, row: _Row, match: RowMatch, room: int) -> int:
         """Follow up to `room` of the tokens that became known since; how many.
@@ -232,6 +262,7 @@ class Speculator:
             match.others[1:] = [Source(text, self._shared[2]) for text in texts]
         row.seen = min(len(seq.tokens), seen + room)
         match.follow(seen, row.seen)
+        self._account.add(-INDEX_S * (row.seen - seen))
         if match.grows:
             self._num_live += row.seen - seen
             match.grows = self._num_live < self.sizes.max_indexed
@@ -245,51 +276,68 @@ class Speculator:
 
     # ------------------------------------------------------------ proposals
 
-    @property
-    def has_drafts(self) -> bool:
-        """Whether the runner has a draft model."""
-        return self.sizes.has_draft
+    def looks(self, num_rows: int, budget: int, facts: Facts) -> Collection[Sequence]:
+        """Rows that may have a proposal, and as many others in turn as the account allows.
 
-    def may_gain(self, num_rows: int, budget: int, facts: Facts) -> bool:
-        """Whether tokens that are sure to be right would pay.
-
-        A step whose cost leaves no gain, as with hundreds of rows, costs no work for any row: rows
-        follow their tokens when there is one again. So do most steps where nothing is found.
+        A step whose cost leaves no gain, as with hundreds of rows, costs no work for any row, nor
+        does one while the account is empty: rows follow their tokens when there is one again.
         """
-        if self._num_rests and not (self._given_jobs or self._ended_jobs):
+        if self._num_rests:
             self._num_rests -= 1
-            return False
-        return can_gain(self._costs(facts), num_rows, budget)
+            return list(self._hot) if self.has_drafts else ()
+        costs = self._costs(facts)
+        if not num_rows or not costs.is_measured(num_rows):
+            return ()
+        self._num_rows, self._plain_s = num_rows, costs.plain_s(num_rows)
+        if not costs.can_gain(num_rows, budget):
+            return ()
+        if not self._has_credit():
+            return list(self._hot) if self.has_drafts else ()  # what is drafted is paid for
+        count = max(1, int(self._account.seconds / LOOK_S) - len(self._hot))
+        others = list(islice(self._cold, count))
+        for seq in others:  # to the end
+            row = self._rows[seq]
+            if row.is_new:
+                self._open(seq, row)
+            del self._cold[seq]
+            self._cold[seq] = None
+        looked = [*self._hot, *others]
+        self._account.add(-LOOKS_S - LOOK_S * len(looked))
+        if self._given_jobs or self._ended_jobs:
+            self._index(min(INDEXED_A_STEP, 64 + int(self._account.seconds / INDEX_S)))
+        return looked
+
+    def _has_credit(self) -> bool:
+        """Whether the account pays for looking in this step; if not, how many steps to rest."""
+        account = self._account
+        account.earn(self._plain_s, 1 + self._rested)
+        steps = -account.seconds / (SHARE * self._plain_s)
+        self._rested = self._num_rests = min(MOST_RESTS, max(0, int(steps)))
+        return account.seconds > 0
 
     def _costs(self, facts: Facts) -> StepCosts:
-        if facts is not self._facts:
+        if facts.step_s is not self._facts.step_s or facts.verify_s is not self._facts.verify_s:
             self._facts, self._step_costs = facts, StepCosts(facts)
         return self._step_costs
+
+    def _sort(self, seq: Sequence, *, is_hot: bool) -> None:
+        """Look at the sequence in the next step, or in its turn."""
+        if is_hot:
+            self._cold.pop(seq, None)
+            self._hot[seq] = None
+        elif seq in self._hot:
+            del self._hot[seq]
+            self._cold[seq] = None
 
     def choose(
         self, rows: Seq[Sequence], budget: int, facts: Facts
     ) -> dict[Sequence, tuple[int, ...]]:
         """What to verify of each row, the rows' most probable tokens first."""
-        if not can_gain(self._costs(facts), len(rows), budget):
-            return {}
-        self._index()
-        chosen = self._chosen(rows, budget, self._costs(facts))
-        self._num_vain = 0 if chosen else self._num_vain + 1
-        self._num_rests = min(self._num_vain // VAIN, MOST_RESTS)
-        return chosen
-
-    def _chosen(
-        self, rows: Seq[Sequence], budget: int, costs: StepCosts
-    ) -> dict[Sequence, tuple[int, ...]]:
         candidates: list[tuple[Sequence, _Row, bool]] = []
         survivals: list[list[float]] = []
-        others: list[float] = []
         room = INDEXED_A_STEP
         for seq in rows:
-            row = self._rows.get(seq)
-            if row is None:
-                others.append(DELAY)
-                continue
+            row = self._rows[seq]
             row.is_awaited = False
             chances: list[float] = []
             match = row.match
@@ -303,48 +351,62 @@ class Speculator:
                 of_draft = list(accumulate([row.draft_rate] * len(row.drafted), mul))
                 is_drafted = sum(of_draft) > sum(chances)
                 chances = of_draft if is_drafted else chances
+            self._sort(seq, is_hot=bool(chances))
             if chances:
                 candidates.append((seq, row, is_drafted))
                 survivals.append(chances)
-            else:
-                others.append(row.slack(seq))
         if not candidates:
             return {}
-        slacks = [row.slack(seq) for seq, row, _ in candidates] + others
-        counts = shares(survivals, len(rows), budget, costs, slacks)
-        for i, (_, row, is_drafted) in enumerate(candidates):
-            counts[i] = max(counts[i], int(is_drafted and row.is_trial))
-            row.is_trial = False
-        if not any(counts):
-            return {}
-        growth = costs.growth(len(rows) + sum(counts), len(rows))
-        for seq in rows:
-            if seq in self._rows:
-                self._rows[seq].lost += growth
+        counts = self._counts(candidates, survivals, budget)
         return {
             seq: proposal
             for (seq, row, is_drafted), count in zip(candidates, counts, strict=True)
             if count and (proposal := _proposal(row, count, is_drafted=is_drafted))
         }
 
+    def _counts(
+        self,
+        candidates: list[tuple[Sequence, _Row, bool]],
+        survivals: list[list[float]],
+        budget: int,
+    ) -> list[int]:
+        """How many tokens of each candidate to verify; the account pays for the wider step."""
+        costs, num_rows = self._step_costs, self._num_rows
+        counts, gain = shares(survivals, num_rows, budget, costs)
+        growth = costs.growth(num_rows + sum(counts), num_rows) if any(counts) else 0.0
+        verified = {seq for (seq, *_), n in zip(candidates, counts, strict=True) if n}
+        if not is_worth(growth, gain, lambda: self._least_slack(verified)):
+            counts = [0] * len(counts)
+        for i, (_, row, is_drafted) in enumerate(candidates):
+            counts[i] = max(counts[i], int(is_drafted and row.is_trial))
+            row.is_trial = False
+        if any(counts):
+            growth = costs.growth(num_rows + sum(counts), num_rows)
+            self._lost += growth
+            self._account.add(-growth * self._plain_s)
+        return counts
+
+    def _least_slack(self, verified: Collection[Sequence]) -> float:
+        """Plain steps that any row may lose of which nothing is verified."""
+        slacks = [
+            row.slack(seq, self._lost) for seq, row in self._rows.items() if seq not in verified
+        ]
+        if len(self._rows) < self._num_rows:
+            slacks.append(DELAY)  # of requests that do without
+        return min(slacks, default=inf)
+
     def wait(self, rows: Seq[Sequence], facts: Facts) -> Collection[Sequence]:
         """Rows whose next verification is worth a step without them, and those just drafted for."""
-        costs = self._costs(facts)
-        if not can_gain(costs, len(rows), len(rows) * self.sizes.max_proposed):
-            return ()
-        self._index()
-        room, waiting = INDEXED_A_STEP, []
+        costs, room, waiting = self._costs(facts), INDEXED_A_STEP, []
         for seq in rows:
-            row = self._rows.get(seq)
-            if row is None:
-                continue
+            row = self._rows[seq]
             match = row.match
             if match is not None and not row.is_awaited and row.seen < len(seq.tokens):
                 room -= self._catch_up(seq, row, match, room)
             if self._waits(seq, row, costs):
                 waiting.append(seq)
-        if waiting:
-            self._num_vain = self._num_rests = 0
+            elif match is not None:
+                self._sort(seq, is_hot=self._may_propose(seq, row, match, self.sizes.min_match))
         return waiting
 
     def _waits(self, seq: Sequence, row: _Row, costs: StepCosts) -> bool:
@@ -366,7 +428,7 @@ class Speculator:
         One whose drafts fail does without for a while, then has one more token tried.
         """
         costs = self._costs(facts)
-        if not can_gain(costs, len(rows), len(rows) * self.sizes.max_proposed):
+        if not costs.can_gain(len(rows), len(rows) * self.sizes.max_proposed):
             return ()
         good: list[tuple[Sequence, _Row]] = []
         poor: list[tuple[Sequence, _Row]] = []
@@ -382,8 +444,7 @@ class Speculator:
         found = [(seq, length) for seq, _ in good] + [(seq, 1) for seq in self._trials(poor)]
         for seq, _ in found:
             self._rows[seq].is_awaited = True
-        if found:
-            self._num_vain = self._num_rests = 0
+            self._sort(seq, is_hot=True)
         return tuple(found)
 
     def _trials(self, rows: Seq[tuple[Sequence, _Row]]) -> list[Sequence]:
@@ -410,6 +471,7 @@ class Speculator:
 
     def observe(self, seq: Sequence, num_proposed: int, num_accepted: int) -> None:
         """A verification's outcome: of a text's tokens `follow` measures it, of a draft's this."""
+        self._account.add(num_accepted * self._plain_s / max(1, self._num_rows))
         row = self._rows.get(seq)
         if row is None or not row.is_drafted:
             return

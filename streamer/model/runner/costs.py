@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Final
 
 import torch
 
 from streamer.core.plan import Facts
 
 WEIGHT = 0.2  # of the newest measurement in the running mean
+# The same of steps by their width, which are compared with each other; one that takes many times as
+# long as the others, because another process had the cores, counts as OUTLIER times.
+WIDTH_WEIGHT: Final = 0.05
+OUTLIER: Final = 2.0
+RENEWED: Final = 8
 # Share by which a prefill moves the swaps' cost back to the probed one, and a decode the drafts' to
 # the lowest: while none happen, no measurement corrects a cost that is too high.
 FORGET = 0.01
@@ -28,23 +34,37 @@ class Widths:
 
     def __init__(self) -> None:
         self._means: dict[int, tuple[float, float]] = {}  # _bucket -> (tokens, seconds)
+        self._counts: dict[int, int] = {}  # _bucket -> its steps so far
         self._latest: dict[int, int] = {}  # _bucket -> the number of its latest step
+        self._shown: tuple[tuple[int, float], ...] = ()
+        self._unseen = 0  # steps that are not in it
 
     def saw(self, seconds: float, num_tokens: int, number: int) -> None:
         """A step took this long; numbers ascend."""
         bucket = _bucket(num_tokens)
-        tokens, before = self._means.get(bucket, (num_tokens, None))
-        self._means[bucket] = _mean(tokens, num_tokens), _mean(before, seconds)
+        tokens, before = self._means.get(bucket, (num_tokens, seconds))
+        count = self._counts[bucket] = self._counts.get(bucket, 0) + 1
+        weight = max(WIDTH_WEIGHT, 1 / count)
+        seconds = min(seconds, OUTLIER * before)
+        self._means[bucket] = (
+            tokens + weight * (num_tokens - tokens),
+            before + weight * (seconds - before),
+        )
         self._latest[bucket] = number
+        self._unseen += RENEWED if count == 1 else 1
 
     def forget(self, upto: int) -> None:
         """Forget the widths that only steps up to this number had."""
         for bucket in [b for b, number in self._latest.items() if number <= upto]:
-            del self._means[bucket], self._latest[bucket]
+            del self._means[bucket], self._counts[bucket], self._latest[bucket]
+            self._unseen = RENEWED
 
     def means(self) -> tuple[tuple[int, float], ...]:
-        """(tokens, seconds), ascending."""
-        return tuple((round(n), took_s) for _, (n, took_s) in sorted(self._means.items()))
+        """(tokens, seconds), ascending; made anew after RENEWED steps, or a new width."""
+        if self._unseen >= RENEWED:
+            self._unseen = 0
+            self._shown = tuple((round(n), s) for _, (n, s) in sorted(self._means.items()))
+        return self._shown
 
 
 class Costs:
@@ -63,6 +83,15 @@ class Costs:
         self._swap_fixed_s, self._probed = probe()
         self._swap_s_per_byte = self._probed
 
+    def saw_width(self, seconds: float, num_tokens: int, *, is_verification: bool) -> None:
+        """From the beginning of a step without prompt chunks to that of the next."""
+        self._num_decodes += 1
+        widths = self._verifying if is_verification else self._plain
+        widths.saw(seconds, num_tokens, self._num_decodes)
+        if self._num_decodes % REMEMBERED == 0:
+            self._plain.forget(self._num_decodes - REMEMBERED)
+            self._verifying.forget(self._num_decodes - REMEMBERED)
+
     def saw_step(
         self,
         seconds: float,
@@ -73,12 +102,6 @@ class Costs:
     ) -> None:
         """Decode cost if no token is of a prompt's chunk, prefill cost if at least half are."""
         if num_tokens and not num_chunk_tokens:
-            self._num_decodes += 1
-            widths = self._verifying if is_verification else self._plain
-            widths.saw(seconds, num_tokens, self._num_decodes)
-            if self._num_decodes % REMEMBERED == 0:
-                self._plain.forget(self._num_decodes - REMEMBERED)
-                self._verifying.forget(self._num_decodes - REMEMBERED)
             if not is_verification:
                 self._decode_s = _mean(self._decode_s, seconds)
             if self._draft_s is not None:

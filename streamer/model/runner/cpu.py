@@ -62,6 +62,7 @@ class CpuRunner:
         self._drafter = self._new_drafter()
         self._host_upto = 0  # host blocks below have been written, which allocates their memory
         self._copies_done = 0
+        self._decoding: tuple[float, int, bool] | None = None  # see `_saw_width`
 
     def _no_rows(self) -> tuple[Rows, Sampler]:
         sizes = self._sizes
@@ -117,6 +118,7 @@ class CpuRunner:
         if self._drafter is not None:
             self._drafter.update(plan)
         began = time.perf_counter()
+        self._saw_width(plan, began)
         inputs = self._rows.inputs(plan)
         result = self._draw(plan.number, inputs)
         if self._drafter is not None and inputs.batch is not None:
@@ -127,6 +129,8 @@ class CpuRunner:
             self._costs.saw_step(
                 took_s, inputs.num_tokens, inputs.num_chunk_tokens, is_verification=verifies
             )
+            if inputs.num_tokens and not inputs.num_chunk_tokens:
+                self._decoding = began, inputs.num_tokens, verifies
         self._copies_done = plan.number
         return Done(self._proposed(plan, result))
 
@@ -141,6 +145,14 @@ class CpuRunner:
         self._drafter = self._draft = None
         self._sampler.close()
         self.__dict__.pop("model", None)
+
+    def _saw_width(self, plan: Plan, began: float) -> None:
+        """The step before ends here, with all that it took to apply it and to plan this one; unless
+        a row joins, for which the engine may have waited."""
+        if self._decoding is not None and not plan.joins:
+            before, num_tokens, verifies = self._decoding
+            self._costs.saw_width(began - before, num_tokens, is_verification=verifies)
+        self._decoding = None
 
     def _proposed(self, plan: Plan, result: StepResult) -> StepResult:
         """The result with what the draft model proposes after it."""

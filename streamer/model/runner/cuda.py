@@ -233,6 +233,8 @@ class CudaRunner:
             self._costs.saw_step(
                 took_s, inputs.num_tokens, inputs.num_chunk_tokens, is_verification=verifies
             )
+            if inputs.num_tokens and not inputs.num_chunk_tokens:
+                self._costs.saw_width(took_s, inputs.num_tokens, is_verification=verifies)
         scores = {}
         if inputs.scored is not None and flight.scores is not None:
             scores = inputs.scored.by_row(flight.scores)

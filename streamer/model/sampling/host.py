@@ -54,6 +54,23 @@ class Step(NamedTuple):
     masks: Filled | None = None
 
 
+class Laid:
+    """The layout of a list of rows, and the settings of those of them that draw."""
+
+    __slots__ = ("draws", "layout", "rows")
+
+    def __init__(self, table: RowTable, rows: tuple[int, ...]) -> None:
+        self.rows = rows
+        self.layout = Layout(table, rows)
+        slots = self.layout.slots[self.layout.drawn]
+        self.draws = ops.Draws(
+            self.layout.drawn, table.top_k[slots], table.settings[slots], table.origin[slots]
+        )
+
+    def is_of(self, rows: tuple[int, ...]) -> bool:
+        return rows is self.rows or rows == self.rows
+
+
 class Sampler:
     """Samples for up to max_rows resident rows; one instance a runner, on its thread.
 
@@ -70,10 +87,9 @@ class Sampler:
         self._kernels = kernels
         self.vocab_size = vocab_size
         self._table = RowTable(max_rows, USE_SAMPLE)
-        self._rows: tuple[int, ...] = ()
-        self._layout: Layout | None = None
-        self._version = 0  # of the table, when the layout was made
-        self._draws = ops.Draws((), (), (), self._table.origin[:0])
+        self._version = 0  # of the table, when the layouts were made
+        self._laid: Laid | None = None
+        self._before: Laid | None = None
         self._filler = MaskFiller(vocab_size)
         self._begun: Callable[[], Filled] | None = None  # masks for the next `sample`
 
@@ -101,7 +117,7 @@ class Sampler:
         runs: Sequence[Run] = (),
     ) -> None:
         """Begin to fill the masks of the next `sample`, which has the same arguments."""
-        layout = self._layout_of(rows)
+        layout = self._laid_for(rows).layout
         if layout.constrained:
             self._begun = self._filler.begin(layout.wanted(positions, runs))
 
@@ -118,14 +134,15 @@ class Sampler:
         rows       distinct, but for the draws of a run
         positions  absolute position of the token to be drawn: the number of tokens before it
         """
-        layout, logits = self._layout_of(rows), self._narrow(logits)
+        laid, logits = self._laid_for(rows), self._narrow(logits)
+        layout = laid.layout
         raw = logits[layout.logprobs].float() if layout.logprobs else None
         before = {i: tokens for run in runs for i, tokens in run.before()}
         masks = None
         if layout.constrained:
             begun, self._begun = self._begun, None
             masks = begun() if begun else self._filler.fill(layout.wanted(positions, runs))
-        tokens = self._tokens(logits, layout, Step(positions, before, masks))
+        tokens = self._tokens(logits, laid, Step(positions, before, masks))
         cut(tokens, runs)
         errors = {}
         if masks is not None:
@@ -152,25 +169,26 @@ class Sampler:
     ) -> list[int]:
         """What `sample` would draw from these logits, another model's, if each row had drawn the
         tokens of `before` first; FAILED as there. Nothing is remembered."""
-        layout = self._layout_of(rows)
-        masks = None
+        laid = self._laid_for(rows)
+        layout, masks = laid.layout, None
         if layout.constrained:
             masks = self._filler.fill_last(layout.wanted_after(positions, before))
         step = Step(positions, dict(enumerate(before)), masks)
-        return self._tokens(self._narrow(logits), layout, step)
+        return self._tokens(self._narrow(logits), laid, step)
 
     def _narrow(self, logits: torch.Tensor) -> torch.Tensor:
         return logits if logits.shape[1] == self.vocab_size else logits[:, : self.vocab_size]
 
-    def _tokens(self, logits: torch.Tensor, layout: Layout, step: Step) -> list[int]:
+    def _tokens(self, logits: torch.Tensor, laid: Laid, step: Step) -> list[int]:
         """One token for each row of the layout, FAILED where there is none."""
+        layout = laid.layout
         best, best_ids = self._kernels.best(logits)
         is_finite = np.isfinite(best.numpy())
         bad: list[int] = [] if is_finite.all() else np.flatnonzero(~is_finite).tolist()
         tokens: list[int] = best_ids.tolist()
         if not layout.is_plain_greedy:
             x = self._edited(logits, layout, step, bad, tokens)
-            self._draw(x, layout, step.positions, tokens)
+            self._draw(x, laid, step.positions, tokens)
             if step.masks is not None:
                 at = layout.constrained
                 is_open = x[at, [tokens[i] for i in at]].isfinite().tolist()
@@ -179,18 +197,17 @@ class Sampler:
             tokens[i] = FAILED
         return tokens
 
-    def _layout_of(self, rows: Sequence[int]) -> Layout:
+    def _laid_for(self, rows: Sequence[int]) -> Laid:
         requested = tuple(rows)  # no copy of a tuple: most often it is the last step's object
-        table, layout = self._table, self._layout
-        is_same = requested is self._rows or requested == self._rows
-        if layout is None or not is_same or self._version != table.version:
-            layout = Layout(table, requested)
-            slots = layout.slots[layout.drawn]
-            self._draws = ops.Draws(
-                layout.drawn, table.top_k[slots], table.settings[slots], table.origin[slots]
-            )
-            self._layout, self._rows, self._version = layout, requested, table.version
-        return layout
+        if self._version != self._table.version:
+            self._laid, self._before = None, None
+            self._version = self._table.version
+        if self._laid is None or not self._laid.is_of(requested):
+            # after a step that verified, the rows of the one before it come again
+            self._laid, self._before = self._before, self._laid
+        if self._laid is None or not self._laid.is_of(requested):
+            self._laid = Laid(self._table, requested)
+        return self._laid
 
     def _edited(
         self,
@@ -217,15 +234,16 @@ class Sampler:
     def _draw(
         self,
         x: torch.Tensor,
-        layout: Layout,
+        laid: Laid,
         positions: Sequence[int] | NDArray[np.int64],
         tokens: list[int],
     ) -> None:
         """Write what the rows draw that are not greedy into `tokens`."""
-        if layout.drawn:
-            self._draws.origin.numpy()[:, 2] = np.asarray(positions)[layout.drawn]
-            drawn: list[int] = self._kernels.draw(x, self._draws).tolist()
-            for i, token in zip(layout.drawn, drawn, strict=True):
+        at = laid.layout.drawn
+        if at:
+            laid.draws.origin.numpy()[:, 2] = np.asarray(positions)[at]
+            drawn: list[int] = self._kernels.draw(x, laid.draws).tolist()
+            for i, token in zip(at, drawn, strict=True):
                 tokens[i] = token
 
     def _masked_out(

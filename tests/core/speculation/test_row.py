@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import time
 
+import pytest
+
 from streamer.core.speculation.index import Text
 from streamer.core.speculation.row import Rates, RowMatch, Source
 
@@ -20,8 +22,9 @@ def row(prompt: list[int], shared: Rates | None = None) -> tuple[RowMatch, list[
 
 
 def draw(match: RowMatch, known: list[int], *tokens: int) -> None:
-    known += tokens
-    match.follow(len(known) - len(tokens), len(known))
+    for token in tokens:
+        known.append(token)
+        match.follow(len(known) - 1, len(known))
 
 
 def test_the_prompts_continuation_is_proposed_after_three_equal_tokens() -> None:
@@ -99,6 +102,20 @@ def test_at_the_end_of_a_text_nothing_is_proposed_and_nothing_counts_as_wrong() 
     assert (match.proposal(4), match.survivals(4, 0.0)) == ([], [])
     draw(match, known, 7)
     assert match.others[0].rates == rates
+
+
+@pytest.mark.parametrize("step", [1, 2, 7, 50])
+def test_tokens_that_are_followed_together_lead_to_the_same_match(step: int) -> None:
+    source = random.Random(step)
+    edited = [t if source.random() > 0.1 else 7 for t in PROMPT] + [1, 2, 3, 4, 1, 2, 3]
+    (each, known), (many, other) = row(PROMPT), row(PROMPT)
+    draw(each, known, *edited)
+    for at in range(0, len(edited), step):
+        other += edited[at : at + step]
+        many.follow(len(other) - len(edited[at : at + step]), len(other))
+    assert other == known
+    assert many.proposal(4) == each.proposal(4) == [4, 1, 2, 3]
+    assert many.own.text.before == each.own.text.before
 
 
 def test_a_long_poll_of_misses_costs_about_a_microsecond_a_token() -> None:

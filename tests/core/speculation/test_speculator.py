@@ -32,7 +32,15 @@ def begun(speculator: Speculator, prompt: tuple[int, ...], **fields: Any) -> Seq
 def proposed(speculator: Speculator, seq: Sequence, *tokens: int) -> tuple[int, ...]:
     """What is proposed after the sequence drew these."""
     seq.tokens += tokens
-    return speculator.choose([seq], 64, FREE).get(seq, ())
+    return chosen(speculator, [seq], 64, FREE).get(seq, ())
+
+
+def chosen(
+    speculator: Speculator, rows: list[Sequence], budget: int, facts: Facts
+) -> dict[Sequence, tuple[int, ...]]:
+    """What is verified in a step, of the rows that are looked at."""
+    looked = speculator.looks(len(rows), budget, facts)
+    return speculator.choose([seq for seq in rows if seq in looked], budget, facts)
 
 
 def finished(speculator: Speculator, seq: Sequence) -> None:
@@ -128,7 +136,7 @@ def test_a_step_without_a_gain_costs_no_work_and_rows_catch_up_after_it() -> Non
     seq = begun(speculator, TEXT)
     for token in TEXT[:8]:
         seq.tokens.append(token)
-        assert speculator.choose([seq], 64, DEAR) == {}
+        assert chosen(speculator, [seq], 64, DEAR) == {}
     assert proposed(speculator, seq, TEXT[8])[:2] == TEXT[9:11]
 
 
@@ -177,6 +185,7 @@ def test_choices_of_a_request_share_the_index_of_its_prompt() -> None:
 def test_a_row_waits_for_a_plan_only_for_a_long_match() -> None:
     speculator = Speculator(SIZES)
     seq = begun(speculator, TEXT)
+    assert list(speculator.looks(1, 64, FREE)) == [seq]
     seq.tokens += TEXT[:3]
     assert list(speculator.wait([seq], FREE)) == []
     seq.tokens += TEXT[3:24]
@@ -212,7 +221,7 @@ def test_a_draft_that_fails_is_tried_again_ever_more_rarely_and_one_that_succeed
         if speculator.drafts([seq], FREE):
             trials.append(i)
             speculator.proposed(seq, (1, 2))
-            (count,) = map(len, speculator.choose([seq], 64, FREE).values()) or (0,)
+            (count,) = map(len, chosen(speculator, [seq], 64, FREE).values()) or (0,)
             speculator.observe(seq, count, 0)
     gaps = [b - a for a, b in itertools.pairwise(trials)]
     assert gaps[-1] > FIRST_TRIAL > gaps[0] == 1
@@ -229,10 +238,10 @@ def test_a_draft_that_was_poor_costs_little_and_is_not_given_up(wider_s: float) 
         """(steps, drafts) of an answer."""
         seq, steps, drafts = begun(speculator, (1,)), 0, 0
         while len(seq.tokens) < length:
-            chosen = speculator.choose([seq], 64, facts).get(seq, ())
-            seq.tokens += range(1 + len(chosen) * is_right)
-            if chosen:
-                speculator.observe(seq, len(chosen), len(chosen) * is_right)
+            verified = chosen(speculator, [seq], 64, facts).get(seq, ())
+            seq.tokens += range(1 + len(verified) * is_right)
+            if verified:
+                speculator.observe(seq, len(verified), len(verified) * is_right)
             steps += 1
             for _, count in speculator.drafts([seq], facts):
                 drafts += 1
@@ -257,5 +266,4 @@ def test_the_budget_holds_over_all_rows(budget: int) -> None:
     rows = [begun(speculator, TEXT) for _ in range(4)]
     for seq in rows:
         seq.tokens += TEXT[:12]
-    chosen = speculator.choose(rows, budget, FREE)
-    assert sum(map(len, chosen.values())) == budget
+    assert sum(map(len, chosen(speculator, rows, budget, FREE).values())) == budget

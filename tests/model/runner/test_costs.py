@@ -29,14 +29,13 @@ def test_steps_without_prompts_are_learned_by_their_width() -> None:
     costs = Costs(1000, probe_copy)
     assert costs.facts(0).step_s == ()
     for width in (5, 1, 4, 6, 1):
-        costs.saw_step(width / 10, width, 0)
-    costs.saw_step(9.0, 5, 2)
+        costs.saw_width(width / 10, width, is_verification=False)
     assert costs.facts(0).step_s == ((1, pytest.approx(0.1)), (4, 0.4), (5, 0.5), (6, 0.6))
     for width in (100, 110):
-        costs.saw_step(width / 10, width, 0)
-    assert costs.facts(0).step_s[-1] == (102, pytest.approx(10.2))
+        costs.saw_width(width / 10, width, is_verification=False)
+    assert costs.facts(0).step_s[-1] == (105, pytest.approx(10.5))
     for width in range(1, 5000):
-        costs.saw_step(width / 10, width, 0)
+        costs.saw_width(width / 10, width, is_verification=False)
     widths, seconds = zip(*costs.facts(0).step_s, strict=True)
     assert len(widths) < 50
     assert list(widths) == sorted(set(widths))
@@ -45,25 +44,33 @@ def test_steps_without_prompts_are_learned_by_their_width() -> None:
 
 def test_steps_that_verify_are_measured_apart() -> None:
     costs = Costs(1000, probe_copy)
-    costs.saw_step(1.0, 8, 0)
-    costs.saw_step(3.0, 8, 0, is_verification=True)
+    costs.saw_width(1.0, 8, is_verification=False)
+    costs.saw_width(3.0, 8, is_verification=True)
     facts = costs.facts(0)
-    assert (facts.step_s, facts.verify_s, facts.decode_s) == (((8, 1.0),), ((8, 3.0),), 1.0)
+    assert (facts.step_s, facts.verify_s) == (((8, 1.0),), ((8, 3.0),))
 
 
 @pytest.mark.parametrize("is_verification", [False, True])
 def test_a_width_that_no_step_has_is_forgotten(is_verification: bool) -> None:
     """Otherwise a width that was slow once, the largest one, would never be tried again."""
     costs = Costs(1000, probe_copy)
-    costs.saw_step(9.0, 17, 0, is_verification=is_verification)
+    costs.saw_width(9.0, 17, is_verification=is_verification)
     for _ in range(100):
-        costs.saw_step(1.0, 1, 0)
+        costs.saw_width(1.0, 1, is_verification=False)
     facts = costs.facts(0)
     assert (17, 9.0) in (facts.verify_s if is_verification else facts.step_s)
     for _ in range(1000):
-        costs.saw_step(1.0, 1, 0)
+        costs.saw_width(1.0, 1, is_verification=False)
     facts = costs.facts(0)
     assert (facts.step_s, facts.verify_s) == (((1, 1.0),), ())
+
+
+def test_a_step_that_another_process_delayed_counts_as_twice_as_long_as_the_others() -> None:
+    costs = Costs(1000, probe_copy)
+    for seconds in [1.0] * 30 + [100.0] + [1.0] * 7:
+        costs.saw_width(seconds, 4, is_verification=False)
+    ((width, mean_s),) = costs.facts(0).step_s
+    assert (width, 1.0 < mean_s < 1.05) == (4, True)
 
 
 def test_what_a_draft_cost_once_is_forgotten() -> None:
