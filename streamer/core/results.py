@@ -33,7 +33,7 @@ def apply_result(state: State, plan: Plan, result: StepResult) -> StepOutput:
 
     A choice that ends within its run keeps none of the tokens after that.
     """
-    runs = take(state, plan, result) if state.num_unsettled else []
+    runs = take(state, plan, result) if state.unsettled else []
     prompt_logprobs = prompt_scores(state, result) if result.prompt_logprobs else {}
     if result.candidates:
         hear(state, result.number, result.candidates)

@@ -296,7 +296,7 @@ class State:
     trials                what runs after a step failed
     beams_due             beam searches of which candidates came: hypotheses.py
     speculation           chooses provisional tokens; None: off
-    num_unsettled         verifications whose plans are not applied
+    unsettled             sequences that verify in a plan not applied
     forced                sequence -> number of its known tokens, and what must follow these
     """
 
@@ -317,7 +317,7 @@ class State:
         self.copy_plans: deque[int] = deque()
         self.beams_due: dict[Request, None] = {}
         self.speculation = speculation
-        self.num_unsettled = 0
+        self.unsettled: dict[Sequence, None] = {}
         self.forced: dict[Sequence, tuple[int, tuple[int, ...]]] = {}
         self.batch: Batch | None = None  # the rows of the latest result
 
@@ -364,9 +364,9 @@ class State:
         """Device blocks that may be free when launched plans are over: those that cool, and those
         that unsettled sequences hold for provisional tokens alone."""
         coming = self.kv.device.num_cooling
-        if self.num_unsettled:  # asked for each of many stalled rows: a second a step for 1,024
-            for request in (*self.requests.running, *self.requests.paused):
-                coming += sum(self.kv.num_beyond(s) for s in request.sequences if s.provisional)
+        for seq in self.unsettled:
+            if seq.request.status in (Status.RUNNING, Status.PAUSED):
+                coming += self.kv.num_beyond(seq)
         return coming
 
     # ------------------------------------------------------------ a request's way

@@ -29,7 +29,7 @@ def speculate(state: State, draft: Draft) -> list[Sequence]:
     lineup, speculation = state.requests.lineup(), state.speculation
     budget = min(draft.budget - len(lineup), draft.to_score)
     looked = speculation.looks(len(lineup), budget, state.facts) if speculation else ()
-    done = {seq for seq in lineup if seq.provisional} if state.num_unsettled else set()
+    done = {seq for seq in lineup if seq.provisional} if state.unsettled else set()
     if not looked and not done and not state.forced:
         return lineup
     found = [seq for seq in looked if seq not in done and may_verify(seq, draft)]
@@ -128,7 +128,7 @@ def verify(state: State, seq: Sequence, tokens: tuple[int, ...], draft: Draft) -
     draft.num_samples += count
     seq.provisional = tokens
     seq.is_forced = forced_tokens(state, [seq]).get(seq, ())[: len(tokens)] == tokens
-    state.num_unsettled += 1
+    state.unsettled[seq] = None
     seq.num_computed += 1
     seq.num_tokens += 1
     seq.plain_until = 0
@@ -197,10 +197,10 @@ def take(state: State, plan: Plan, result: StepResult) -> list[Run]:
 def settle(state: State, runs: list[Run], result: StepResult) -> None:
     """After the tokens are known: give back blocks, and report to the speculation."""
     owners, speculation = state.rows.owners, state.speculation
-    state.num_unsettled -= len(runs)
     for seq, tokens in runs:
         num_proposed, num_accepted = len(seq.provisional), max(0, len(tokens) - 1)
         seq.provisional = ()
+        del state.unsettled[seq]
         if seq.blocks:
             state.kv.truncate(seq, state.collected)
         if seq.is_forced:

@@ -260,6 +260,8 @@ def named(names: Mapping[str, str]) -> Iterator[None]:
     except InvalidRequest as e:
         field, rest = _FIELD.fullmatch(e.param or "").groups()  # type: ignore[union-attr]
         if e.param is not None and e.param in names:
+            if e.message.startswith(f"{e.param} "):
+                e.message = names[e.param] + e.message.removeprefix(e.param)
             e.param = names[e.param]
         elif field in names:
             e.param = names[field] + rest

@@ -18,6 +18,7 @@ from streamer.server.openai.common import (
     MAX_SCHEMA_NAME,
     Body,
     Effort,
+    Prediction,
     TextFormat,
     check_metadata,
     grammar_name,
@@ -65,6 +66,8 @@ Label = Annotated[str, Meta(max_length=MAX_METADATA_VALUE)]
 
 FIELDS: Final[Table] = {
     **SAMPLING,
+    "n": refused(1, instead="fork continues a response in several ways"),
+    "best_of": refused(1),
     "truncate_prompt_tokens": refused(),
     "prompt_logprobs": refused(),
     "return_tokens_as_token_ids": refused(False),
@@ -231,6 +234,7 @@ class ResponseCreate(Body, kw_only=True):
     tools: list[GivenToolOfResponse] | None = None
     tool_choice: GivenChoice = None
     reasoning: ReasoningSettings | None = None
+    prediction: Prediction | None = None
 
     @property
     def effort(self) -> Effort | None:

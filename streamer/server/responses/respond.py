@@ -38,6 +38,7 @@ async def respond(
         turn = await turn_of(service, prepared, response_id)
         use = prepared.body.tool_use()
         prepared = await service.shaped(prepared, _parsing(service, use, turn), use)
+        prediction = await service.predicted(prepared.body.prediction, prepared.salt)
     service.admission.accept(prepared.tenant, [turn.prompt])
     if prepared.body.generate is False:
         params = msgspec.structs.replace(
@@ -55,7 +56,12 @@ async def respond(
         parsing=prepared.parsing,
     )
     stream = service.submit(
-        prepared, turn.prompt, response_id, context=context, share_with=turn.share_with
+        prepared,
+        turn.prompt,
+        response_id,
+        context=context,
+        share_with=turn.share_with,
+        prediction=prediction,
     )
     service.record(prepared, [stream])
     await service.recorded(stream)
