@@ -119,7 +119,8 @@ def speculation(asker: Asker, kind: str) -> None:
         speculator.begin(seq)
         seq.tokens += [1, 2, 3]
         free = Facts(step_s=((1, 1.0), (9, 1.0)))
-        assert bool(speculator.choose([seq], 9, free)) is value
+        looked = list(speculator.looks(1, 9, free))
+        assert bool(speculator.choose(looked, 9, free)) is value
 
 
 # ---------------------------------------------------------------- on the answer
@@ -288,7 +289,7 @@ def best_of(asker: Asker, kind: str) -> None:
         with pytest.raises(Refused) as caught:
             asker.ask(kind, **fields)
         assert (caught.value.status, caught.value.param) == (400, "best_of")
-        assert str(caught.value).startswith("best_of"), caught.value
+        assert "'message': 'best_of" in str(caught.value)
 
 
 def prompt(asker: Asker, kind: str) -> None:
@@ -372,7 +373,7 @@ def prediction(asker: Asker, kind: str) -> None:
         assert answer.request.prediction == expected
         if kind != "responses":
             details = answer.body["usage"]["completion_tokens_details"]
-            assert set(details) == {"accepted_prediction_tokens", "rejected_prediction_tokens"}
+            assert set(details) >= {"accepted_prediction_tokens", "rejected_prediction_tokens"}
     for wrong, param in (
         ({"type": "text", "content": "x"}, "prediction.type"),
         ({"type": "content"}, "prediction.content"),
