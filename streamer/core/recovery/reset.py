@@ -66,7 +66,7 @@ def _reset(state: State) -> None:
     state.collected = state.launched
     state.beams_due.clear()
     state.forced = {}
-    state.num_unsettled = 0
+    state.unsettled = {}
     state.batch = None
 
 
