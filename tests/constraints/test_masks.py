@@ -15,6 +15,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from streamer.constraints import grammars as module
 from streamer.constraints.grammars import Grammars, Vocabulary
 from streamer.constraints.masks import Constraint, MaskFiller, Wanted
 from streamer.core.plan import RowJoin
@@ -152,6 +153,19 @@ def test_a_bomb_is_refused_soon(grammars: Grammars, bomb: Grammar) -> None:
     assert len(bomb.text) <= 2 * MAX_GRAMMAR_BYTES
     with pytest.raises(InvalidRequest, match="can't be honoured"):
         grammars.compile(bomb)
+
+
+def test_what_is_kept_is_bounded(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By number, and by the time that it took, which goes with the memory of the worst."""
+    monkeypatch.setattr(module, "MAX_KEPT_S", 0.1)
+    heavy = [Grammar("regex", f"(a{{{n}}}){{300}}") for n in range(300, 310)]
+    took_s = [grammars.compile(grammar).took_s for grammar in heavy]
+    kept_s = sum(s for s, each in zip(took_s, heavy, strict=True) if grammars.find(each))
+    assert grammars.find(heavy[-1]) is not None
+    assert kept_s <= max(0.1, took_s[-1])
+    for n in range(module.MAX_KEPT):
+        grammars.compile(Grammar("regex", f"b{n}"))
+    assert not any(map(grammars.find, heavy))
 
 
 def test_a_huge_choice_is_followed_or_refused(grammars: Grammars) -> None:

@@ -1,4 +1,5 @@
-"""`streamer bench offline`: the engine without a server: throughput, latency of a batch, swap.
+"""`streamer bench offline`: the engine without a server: throughput, latency of a batch, answers
+with a grammar beside free ones, swap.
 
 `swap` runs the same requests with a pool that holds them all and with one that does not, and
 compares the answers: swapped KV must come back unchanged. Each engine runs in its own process,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from streamer.config import Config
 
-PARTS = ("throughput", "latency", "swap")
+PARTS = ("throughput", "latency", "grammar", "swap")
 HEADROOM = 1.125  # of a pool that holds everything: admission keeps a watermark free
 
 
@@ -83,6 +84,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
             found = ask(Assignment(config, asked, plain), bar)
             _about(results, found)
             results.throughput, results.latency = found.throughput, found.latency
+            results.grammar = found.grammar
         if "swap" in parts:
             results.swap = swap(config, asked, results, bar)
     console.out(report(results))

@@ -20,12 +20,29 @@ import msgspec
 from streamer.config import Config
 from streamer.core.sampling import SamplingParams
 from streamer.errors import ConfigError, RequestFailed, StreamerError
-from streamer.loadtest.inside.offline.report import Latency, Pool, Throughput
+from streamer.loadtest.inside.offline.report import Grammar, Latency, Pool, Throughput
 
 if TYPE_CHECKING:
     from streamer.engine.engine import AsyncEngine, TokenStream
 
 WARM_TOKENS = 8  # of an answer while throughput warms up
+NUM_ROUNDS = 3  # of answers with a grammar and without, in turns
+# An answer that never ends by itself: objects with long keys, and text and numbers of the model's.
+ITEM = {
+    "customer_identification_number": {"type": "integer"},
+    "preferred_delivery_address": {"type": "string", "maxLength": 24},
+    "has_subscribed_to_newsletter": {"type": "boolean"},
+}
+SCHEMA = {
+    "type": "array",
+    "minItems": 1000,
+    "items": {
+        "type": "object",
+        "properties": ITEM,
+        "required": list(ITEM),
+        "additionalProperties": False,
+    },
+}
 Prompt = tuple[int, ...]
 Tokens = tuple[int, ...]
 
@@ -64,6 +81,9 @@ class Assignment(msgspec.Struct, frozen=True):
     parts: tuple[str, ...]
 
 
+Ask = Callable[[int], SamplingParams]  # of the prompt with this number
+
+
 class Doing(msgspec.Struct, frozen=True, tag=True):
     """An activity that begins, and its number of Steps."""
 
@@ -84,6 +104,7 @@ class Found(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     block_size: int
     throughput: Throughput | None = None
     latency: Latency | None = None
+    grammar: Grammar | None = None
     pool: Pool | None = None
     tokens: tuple[Tokens, ...] = ()
 
@@ -127,7 +148,7 @@ async def measure(assignment: Assignment) -> Found:
     """All parts of a job, on one engine that takes all requests at once."""
     from streamer.engine.engine import AsyncEngine
 
-    asked, throughput, latency, pool = assignment.asked, None, None, None
+    asked, throughput, latency, pool, grammar = assignment.asked, None, None, None, None
     tokens: tuple[Tokens, ...] = ()
     queue = max(assignment.config.max_queue, asked.num_prompts, asked.batch_size)
     config = msgspec.structs.replace(assignment.config, max_queue=queue, load_progress=False)
@@ -138,6 +159,8 @@ async def measure(assignment: Assignment) -> Found:
             throughput = await measure_throughput(engine, asked, prompts)
         if "latency" in assignment.parts:
             latency = await measure_latency(engine, asked, prompts)
+        if "grammar" in assignment.parts:
+            grammar = await measure_grammar(engine, asked, prompts)
         if "pool" in assignment.parts:
             pool, tokens = await measure_pool(engine, asked, prompts)
     return Found(
@@ -147,6 +170,7 @@ async def measure(assignment: Assignment) -> Found:
         block_size=info.block_size,
         throughput=throughput,
         latency=latency,
+        grammar=grammar,
         pool=pool,
         tokens=tokens,
     )
@@ -175,6 +199,39 @@ async def measure_latency(
             found.append(took_s)
         done()
     return Latency.of(found, asked.batch_size)
+
+
+async def measure_grammar(
+    engine: AsyncEngine, asked: BenchOptions, prompts: Iterator[Prompt]
+) -> Grammar:
+    """All prompts at once: free, every second one with a grammar, and the same without what the
+    grammar forces being verified together; in turns, so that a slower minute is every one's."""
+
+    def asking(share: int, *, is_ahead: bool = True) -> Ask:
+        grammar = {"json": SCHEMA, "disable_any_whitespace": True}
+        free = plain(asked.output_len)
+        bound = msgspec.structs.replace(free, structured_outputs=grammar, speculation=is_ahead)
+        return lambda i: bound if share and i % share == 0 else free
+
+    ways = {"free": asking(0), "half": asking(2), "half, step by step": asking(2, is_ahead=False)}
+    ways |= {"all": asking(1), "all, step by step": asking(1, is_ahead=False)}
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    done = begin("grammar", (NUM_ROUNDS + 1) * len(ways))
+    await engine.compile(asking(1)(0))
+    for round_number in range(NUM_ROUNDS + 1):
+        for name, params in ways.items():
+            took_s, _ = await answers(
+                engine, take(prompts, asked.num_prompts), asked.output_len, params=params
+            )
+            if round_number:
+                rates[name].append(asked.num_prompts * asked.output_len / took_s)
+            done()
+    return Grammar(asked.num_prompts, rates)
+
+
+def plain(output_len: int) -> SamplingParams:
+    """Greedy, and as long as that whatever the model says."""
+    return SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
 
 
 async def measure_pool(
@@ -221,11 +278,12 @@ async def answers(
     prompts: list[Prompt],
     output_len: int,
     done: Callable[[], None] | None = None,
+    params: Ask | None = None,
 ) -> tuple[float, tuple[Tokens, ...]]:
     """Seconds until all have ended, and each answer's `output_len` tokens (greedy, no EOS)."""
     from streamer.engine.engine import GenerateRequest
 
-    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
+    asks = [plain(output_len) if params is None else params(i) for i in range(len(prompts))]
 
     async def answer(stream: TokenStream) -> None:
         await stream.wait()
@@ -233,8 +291,10 @@ async def answers(
             done()
 
     began = time.perf_counter()
-    requests = [GenerateRequest(prompt=p, params=params, is_durable=True) for p in prompts]
-    streams = [engine.submit(request) for request in requests]
+    streams = [
+        engine.submit(GenerateRequest(prompt=prompt, params=ask, is_durable=True))
+        for prompt, ask in zip(prompts, asks, strict=True)
+    ]
     try:
         async with asyncio.TaskGroup() as group:
             for stream in streams:

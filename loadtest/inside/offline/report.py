@@ -55,6 +55,13 @@ class Latency(msgspec.Struct, frozen=True):
         return cls(batch_size, statistics.fmean(latencies), latencies, found)
 
 
+class Grammar(msgspec.Struct, frozen=True):
+    """Output tokens a second by way of asking, one a round; the first way is without a grammar."""
+
+    num_requests: int
+    tokens_per_second: dict[str, list[float]]
+
+
 class Pool(msgspec.Struct, frozen=True):
     """All requests at once in one pool. swap_time: of the copies, both ways."""
 
@@ -93,6 +100,7 @@ class Results(msgspec.Struct):
     machine: str = f"{platform.machine()}, Python {platform.python_version()}"
     throughput: Throughput | None = None
     latency: Latency | None = None
+    grammar: Grammar | None = None
     swap: Swap | None = None
 
 
@@ -112,6 +120,8 @@ def report(results: Results) -> str:
         parts.append(_throughput(results.throughput))
     if results.latency is not None:
         parts.append(_latency(results.latency))
+    if results.grammar is not None:
+        parts.append(_grammar(results.grammar))
     if results.swap is not None:
         parts.append(_swap(results.swap, results))
     return "\n\n".join(parts)
@@ -134,6 +144,17 @@ def _latency(found: Latency) -> str:
     values = (found.avg_latency, *(found.percentiles[percent] for percent in SHOWN))
     title = f"batch of {found.batch_size}, {len(found.latencies)} iterations"
     return markdown([heading, [title, *(number(1e3 * value) for value in values)]])
+
+
+def _grammar(found: Grammar) -> str:
+    medians = {name: statistics.median(r) for name, r in found.tokens_per_second.items()}
+    free = next(iter(medians.values()))
+    rows = [["grammar", "tokens/s out", "of the free", "rounds"]]
+    for name, rate in medians.items():
+        rounds = ", ".join(number(each) for each in found.tokens_per_second[name])
+        rows.append([f"{found.num_requests} answers: {name}", number(rate), f"{rate / free:.2f}"])
+        rows[-1].append(rounds)
+    return markdown(rows)
 
 
 def _swap(found: Swap, results: Results) -> str:

@@ -271,9 +271,8 @@ class Sampler:
             flat.index_fill_(0, torch.from_numpy(layout.masked(below, vocab)), -torch.inf)
         _penalise(flat, vocab, layout, step.before)
         if step.masks is not None:
-            allowed = torch.from_numpy(step.masks.allowed(vocab))
-            for n, i in enumerate(layout.constrained):
-                x[i].masked_fill_(allowed[n] == 0, -torch.inf)
+            closed = torch.from_numpy(step.masks.allowed(vocab)) == 0
+            x[layout.constrained] = x[layout.constrained].masked_fill_(closed, -torch.inf)
         edited = {*below, *layout.edited, *layout.constrained}
         return [i for i in layout.greedy if i in edited]
 

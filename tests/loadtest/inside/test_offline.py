@@ -25,6 +25,7 @@ def test_all_parts_and_their_file(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert whole["requests_per_second"] == pytest.approx(12 / whole["elapsed_time"])
     assert whole["output_tokens_per_second"] == pytest.approx(12 * 24 / whole["elapsed_time"])
     assert len(found["latency"]["latencies"]) == 4
+    assert {len(rates) for rates in found["grammar"]["tokens_per_second"].values()} == {3}
     times = found["latency"]["percentiles"]
     assert 0 < times["50"] <= times["90"] <= times["99"] <= max(found["latency"]["latencies"])
     large, small = found["swap"]["large"], found["swap"]["small"]
@@ -35,6 +36,7 @@ def test_all_parts_and_their_file(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert found["swap"]["num_equal"] == 12
     output = capsys.readouterr().out
     assert "| batch of 3, 4 iterations |" in output
+    assert "| 12 answers: half, step by step |" in output
     assert "| small pool, 24 blocks of 16 |" in output
     assert "equal with both: 12 of 12." in output
 
@@ -75,7 +77,7 @@ def test_sums_by_hand() -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--only", "speed"], "'speed' is not one of throughput, latency, swap"),
+        (["--only", "speed"], "'speed' is not one of throughput, latency, grammar, swap"),
         (["--num-prompts", "0"], "--num-prompts must be at least 1"),
         (["--pool-share", "2"], "--pool-share must be above 0"),
         (["--num-iters-warmup", "-1"], "--num-iters-warmup must be at least 0"),
