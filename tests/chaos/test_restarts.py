@@ -11,9 +11,17 @@ import httpx
 import pytest
 from openai import APIConnectionError, NotFoundError, OpenAI
 
+from tests.chaos.clients import Events
 from tests.chaos.killable import Killable
 from tests.server.support.counting import check_counting
 
+SCRIPT = [
+    {
+        "when": "weather",
+        "answer": "<think>\nThe weather is asked for.\n</think>\n\nI look it up.\n<tool_call>\n"
+        '{"name": "get_weather", "arguments": {"city": "Zürich", "days": [1, 2, 3]}}\n</tool_call>',
+    }
+]
 KEY, OTHER = "key-of-one", "key-of-another"
 NUM = 120
 
@@ -22,7 +30,9 @@ NUM = 120
 def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Killable]:
     """A server over the fake model, which counts, at 150 tokens a second."""
     folder = tmp_path_factory.mktemp("restarts")
+    (folder / "script").write_text(json.dumps(SCRIPT))
     settings = {"model": "fake:tokens_per_s=150", "journal": folder / "journal"}
+    settings["script"] = folder / "script"
     with Killable(folder / "log", api_key=f"{KEY},{OTHER}", drain_timeout=0.1, **settings) as it:
         it.start()
         it.wait_ready()
@@ -80,6 +90,33 @@ def drained(process: Killable, events: list[dict[str, Any]]) -> None:
                 events.append(json.loads(line[5:]))
                 if len(events) == 10:
                     process.kill(signal.SIGTERM)
+
+
+def test_calls_and_reasoning_go_on_with_their_numbers(process: Killable, client: OpenAI) -> None:
+    tool = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}}
+    body: dict[str, Any] = {"model": "fake", "input": "The weather?", "tools": [tool]}
+    whole, cut = Events(), Events()
+    for event in client.responses.create(**body, stream=True):
+        whole.take(event.to_dict())
+    for at in (10, 45, 100):  # in the reasoning, in the text, in a call's arguments
+        cut = Events()
+        with client.responses.create(**body, stream=True, background=True) as events:
+            for event in events:
+                cut.take(event.to_dict())
+                if cut.last >= at:
+                    break
+        process.restart()
+        for event in client.responses.retrieve(cut.id, stream=True, starting_after=cut.last):
+            cut.take(event.to_dict())
+        shifted = [(number + (number > 0), kind) for number, kind in whole.kinds]  # `queued`
+        assert [k for k in cut.kinds if k[1] != "response.queued"] == shifted
+        assert cut.texts == whole.texts
+        assert cut.final["output"] == whole.final["output"]
+    assert {item["type"] for item in cut.final["output"]} == {
+        "reasoning",
+        "message",
+        "function_call",
+    }
 
 
 def test_a_drain_cuts_a_stream_without_an_end(process: Killable, client: OpenAI) -> None:

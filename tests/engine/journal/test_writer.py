@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -151,10 +150,10 @@ async def test_a_disk_that_fails_costs_the_journal_and_no_stream(
         stream = engine.submit(durable("a", max_tokens=50))
         await until(stream, 2)
 
-        def full(*_: object) -> None:
-            raise sqlite3.OperationalError("database or disk is full")
-
-        engine.journal._store.commit = full  # type: ignore[method-assign]
+        db = engine.journal._store._db
+        db.execute(f"PRAGMA max_page_count = {db.execute('PRAGMA page_count').fetchone()[0]}")
+        for i in range(50):  # SQLite's own limit: the file is full
+            engine.submit(durable(f"more-{i}", max_tokens=2, prompt=tuple(range(90)) * 20))
         await engine.journal.recorded()
         assert engine.journal.failure == "database or disk is full"
         assert len(await end_of(stream)) == 1
