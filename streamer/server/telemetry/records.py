@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol
 import msgspec
 
 from streamer.core.plan import FinishReason
-from streamer.engine.refusals import SHUTDOWN
+from streamer.engine.refusals import RESTART, SHUTDOWN
 from streamer.server.telemetry.logs import Line
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class Record:
 def _reason(stream: TokenStream) -> str:
     """Why the stream's worst choice ended."""
     if stream.error is not None:
-        return SHUTDOWN if stream.error.code == SHUTDOWN else "failed"
+        return SHUTDOWN if stream.error.code in (SHUTDOWN, RESTART) else "failed"
     if any(f.detail == SHUTDOWN for f in stream.finishes if f is not None):
         return SHUTDOWN
     reasons = {f.reason for f in stream.finishes if f is not None}
