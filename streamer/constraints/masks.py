@@ -29,7 +29,8 @@ class Constraint:
 
     A grammar's end tokens end the answer; the row's stop_ids are allowed where they are. Both are
     banned while the row must not end (min_tokens, ignore_eos), unless the grammar allows nothing
-    else. Where the reasoning stands, no token is banned but those stop_ids.
+    else. Where the reasoning stands, no token is banned but those stop_ids, and the end tokens
+    where a grammar follows.
     """
 
     __slots__ = (
@@ -111,6 +112,8 @@ class Constraint:
                 words &= ~_bits(crossing, len(words))
             if position < self._floor:
                 words &= ~self._stops
+            if self._matcher is not None:
+                words &= ~self.ends  # it would end before the grammar's text has begun
             return
         self._fill_after(words, answer if place is None else [*answer, *place.held])
         self.finish(words, position)

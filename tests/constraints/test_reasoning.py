@@ -126,12 +126,17 @@ def test_a_budget_ends_the_reasoning(
     assert grammar is None or re.fullmatch(rb"\s*(ab|ba){2}b<eos>", rest)
 
 
-def test_in_the_reasoning_only_a_stop_that_comes_too_soon_is_banned(grammars: Grammars) -> None:
-    for settings, banned in [({}, set()), ({"min_tokens": 3}, {END})]:
-        constraint = constraint_of(grammars, marks("inside"), structured_outputs=AB, **settings)
+def test_in_the_reasoning_only_an_end_that_comes_too_soon_is_banned(grammars: Grammars) -> None:
+    crossing = 256 + PIECES.index(b"</think>ab")
+    budget = {"thinking_token_budget": 9}
+    for settings, banned in [
+        ({"structured_outputs": AB}, {END, crossing}),  # its text would never come
+        (budget, set()),
+        ({**budget, "min_tokens": 3}, {END}),
+    ]:
+        constraint = constraint_of(grammars, marks("inside"), **settings)
         allowed = MaskFiller(SIZE).fill([Wanted(constraint, 1)]).allowed(SIZE)[0]
-        closed = {t for t in range(SIZE) if not allowed[t]}
-        assert closed == banned | {256 + PIECES.index(b"</think>ab")}
+        assert {t for t in range(SIZE) if not allowed[t]} == banned
 
 
 @given(st.text("<>/think ab{\n", max_size=60), st.data())

@@ -216,6 +216,22 @@ def test_ollamas_format_is_followed(forced: Running) -> None:
             assert status == 200 or "format" in got.json()["error"]
 
 
+def test_reasoning_does_not_end_an_answer_that_must_call(server_with: Any) -> None:
+    """A model that was never taught to reason ends right after the mark, if it may."""
+    server = server_with(**BUNDLED, tool_call_parser="hermes", reasoning_parser="qwen3")
+    for seed in range(3):
+        body = {"messages": ASKED, "tools": TOOLS[1:], "tool_choice": "required", "seed": seed}
+        settings = {"parallel_tool_calls": False, "thinking_token_budget": 8, "max_tokens": 200}
+        got = httpx.post(
+            f"{server.url}/v1/chat/completions", json={**body, **settings}, timeout=20
+        ).json()["choices"][0]
+        assert (got["finish_reason"], checked_names(got["message"])) == ("tool_calls", ["now"])
+
+
+def checked_names(message: dict[str, Any]) -> list[str]:
+    return [call["function"]["name"] for call in message.get("tool_calls", ())]
+
+
 BAD: dict[str, Any] = {"type": "object", "properties": {"a": {"uniqueItems": True}}}
 
 
