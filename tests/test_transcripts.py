@@ -245,7 +245,14 @@ def test_every_metric_is_documented(counting: Running) -> None:
 def test_every_error_code_is_documented() -> None:
     """The codes that a request can meet: the server's, and the engine's that reach it."""
     ours = {"bad_config", "model_not_supported", "not_enough_memory", "invariant_violated"}
-    ours |= {"step_hung", "pool_hung", "engine_forked", "engine_closed", "client_left"}
+    ours |= {
+        "step_hung",
+        "pool_hung",
+        "rank_failed",
+        "engine_forked",
+        "engine_closed",
+        "client_left",
+    }
     found = set()
     for file in (ROOT / "streamer").rglob("*.py"):
         found |= set(re.findall(r'\bcode ?= ?"(\w+)"', file.read_text(encoding="utf-8")))
@@ -274,7 +281,8 @@ def values_of(parameter: Parameter) -> str:
         bool | Literal["never"]: 'bool or `"never"`',
         tuple[str, ...]: f"a text or up to {most}, each up to {MAX_STOP_BYTES:,} bytes",
         tuple[int, ...]: f"up to {most} token ids",
-        Grammar: "an object with one of `json`, `json_object`, `regex`, `choice`, `grammar`",
+        Grammar: "an object with one of `json`, `json_object`, `regex`, `choice`, `grammar`, "
+        "`structural_tag`",
         dict[int, float]: f"up to {most} token ids, each to {bounds}",
     }
     default = getattr(SamplingParams(), parameter.name)

@@ -44,7 +44,8 @@ def structured_outputs(asker: Asker, kind: str) -> None:
 
 def thinking_token_budget(asker: Asker, kind: str) -> None:
     """Of a model that reasons, tests/server/test_tool_calls.py shows it; the fake one does not."""
-    for wrong, word in [(5, "reasoning"), (-1, "from 0 to"), (True, "integer")]:
+    assert params(asker, kind, thinking_token_budget=None).thinking_token_budget is None
+    for wrong, word in [(5, "reasoning"), (-1, "from 0 to"), (True, "int")]:
         _refuses(asker, kind, "thinking_token_budget", word, thinking_token_budget=wrong)
 
 

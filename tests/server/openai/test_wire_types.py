@@ -30,6 +30,7 @@ TEXT = "".join((CLIENT / name).read_text() for name in ("responses.ts", "engine.
 INTERFACES = dict(re.findall(r"^export interface (\w+) \{\n(.*?)^\}", TEXT, re.M | re.S))
 OTHER_NAMES: dict[str, type] = {  # or names that several Structs have
     "InputItem": responses.InputItem,
+    "Reasoning": response_types.Reasoning,
     "Cancel": socket_events.Cancel,
     "Resume": socket_events.Resume,
     "Usage": response_types.ResponseUsage,

@@ -116,6 +116,16 @@ export interface ReasoningSettings {
 /**
  * The body of `POST /v1/responses` and, without `stream` and `background`, of `response.create`.
  */
+export interface Prediction {
+  type: "content";
+  content: string | TextPart[];
+}
+
+export interface TextPart {
+  type: "text";
+  text: string;
+}
+
 export interface ResponseCreate {
   tools?: GivenToolOfResponse[] | null;
   tool_choice?: "auto" | "none" | "required" | NamedChoice | null;
@@ -171,10 +181,12 @@ export interface ResponseCreate {
   early_stopping?: boolean | "never" | null;
   structured_outputs?: Record<string, unknown> | null;
   skip_special_tokens?: boolean | null;
+  thinking_token_budget?: number | null;
   speculation?: boolean | null;
   return_token_ids?: boolean | null;
   priority?: number | null;
   cache_salt?: string | null;
+  prediction?: Prediction | null;
   detach_s?: number | null;
 }
 
