@@ -10,7 +10,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; 
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve page test check chaos bench-page paper format demo-model chromium gpu gpu-tests gpu-bench clean
+.PHONY: help serve page test check clients chaos bench-page paper format demo-model chromium gpu gpu-tests gpu-bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -30,6 +30,9 @@ check: $(VENV)/.ready-dev ## lint, layout and types
 
 chaos: $(VENV)/.ready-dev ## kill a server at 100 random moments beneath its clients; about ten minutes
 	STREAMER_KILLS=100 $(BIN)/python -m pytest -s -o faulthandler_timeout=0 tests/chaos $(ARGS)
+
+clients: $(VENV)/.ready-dev ## packages and programs of others against the server, each in an environment of its own
+	$(BIN)/python -m tests.clients.unchanged.run $(ARGS)
 
 bench-page: $(VENV)/.ready-dev page chromium ## measure the page in a browser, beside its budget
 	$(BIN)/streamer bench page $(ARGS)

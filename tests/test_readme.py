@@ -167,7 +167,7 @@ def test_every_setting_is_documented_with_its_default() -> None:
 
 
 def test_a_settings_file_can_be_read(tmp_path: Path) -> None:
-    files = [code for _, language, code in BLOCKS if language == "toml"]
+    files = [code for page, language, code in BLOCKS if language == "toml" and page != "clients.md"]
     assert files
     for code in files:
         path = tmp_path / "streamer.toml"

@@ -57,6 +57,7 @@ def shown_body(info: ModelInfo, started: float, capabilities: Sequence[str]) -> 
     """The body of POST /api/show."""
     values: dict[str, str | int] = {
         "general.architecture": ARCHITECTURE,
+        "general.basename": info.name,  # Copilot shows the model under it
         "general.parameter_count": info.num_parameters,
         f"{ARCHITECTURE}.context_length": info.max_model_len,
     }

@@ -7,7 +7,6 @@ import bundled
 from configuration import model
 from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.llms import ChatMessage
-from llama_index.llms.openai_like import OpenAILike
 from pydantic import BaseModel, ConfigDict
 
 
@@ -35,9 +34,9 @@ async def main() -> None:
 
 
 asyncio.run(main())
-typed = OpenAILike(
-    **{**bundled.model.to_dict(), "api_key": "none"}, should_use_structured_outputs=True
+bundled.model.should_use_structured_outputs = True
+reply = bundled.model.as_structured_llm(Reply).chat(
+    [ChatMessage(role="user", content="Which color?")]
 )
-reply = typed.as_structured_llm(Reply).chat([ChatMessage(role="user", content="Which color?")])
 assert isinstance(reply.raw, Reply)
 print("chats, a stream, an agent with a tool, an answer of a type")
