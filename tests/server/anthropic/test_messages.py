@@ -216,7 +216,7 @@ def test_the_attribution_line_of_a_user_stays(server: Running) -> None:
         ({"temperature": 3}, "temperature must be "),
         ({"max_tokens": None}, "max_tokens: "),
         ({"messages": []}, "messages has 1 to 4096 entries"),
-        ({"stop_sequences": ["x"] * 17}, "stop_sequences: "),
+        ({"stop_sequences": ["x"] * 17}, "stop_sequences has 17 entries"),
         (
             {"tools": [{"name": "f", "input_schema": {}}]},
             "tools: the chat template of this model has no known format",
