@@ -171,7 +171,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         SpeculativeConfig,
         Meta(
             description="how tokens are proposed before they are drawn, as JSON: method (suffix, "
-            "ngram, draft_model, none; default: none), model, num_speculative_tokens"
+            "ngram, draft_model, none; default: none), model, num_speculative_tokens, and of ngram "
+            "prompt_lookup_min and prompt_lookup_max"
         ),
     ] = SpeculativeConfig()
 

@@ -46,6 +46,7 @@ _NAMES = {
     "grammar": "the Lark grammar",
     "structural_tag": "the structural tag",
 }
+_PLACE = re.compile(r"^at \d+\(\d+\): ")  # of a Lark text
 _BRACKET = re.compile(r"[\[({]|[\])}]")
 
 
@@ -162,7 +163,7 @@ class Compiled:
         self.took_s = took_s  # to compile
 
     def held(self, _: object) -> None:
-        """Does nothing: who will call it keeps the grammar compiled until then."""
+        """Does nothing: a reference to this method keeps the grammar compiled."""
 
     def matcher(self) -> llguidance.LLMatcher:
         """A matcher at the beginning of the text."""
@@ -291,7 +292,10 @@ def _schema(schema: Any, grammar: Grammar, settings: object = None) -> str:
 def refusal(grammar: Grammar, reason: str) -> InvalidRequest:
     """The error for a grammar that can't be honoured; `reason` has the keyword or the place."""
     what = _NAMES.get(grammar.kind)
-    reason = reason.replace("<non-verbose/>", "").strip()[:MAX_REASON]
+    reason = reason.replace("<non-verbose/>", "").strip()
+    if grammar.kind in ("calls", "structural_tag"):  # no lines of a text that the caller never saw
+        reason = _PLACE.sub("", reason.partition("\n")[0])
+    reason = reason[:MAX_REASON]
     return InvalidRequest(
         f"{what or 'the ' + grammar.kind} can't be honoured: {reason}",
         param=f"structured_outputs.{grammar.kind}",

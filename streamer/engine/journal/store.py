@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 
 class Store:
-    """An open journal; nobody else has it open.
+    """An open journal; no other process has it open.
 
     epoch  a name that the journal has from its first start on
     """

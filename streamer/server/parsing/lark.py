@@ -72,7 +72,6 @@ class Lark:
     def __init__(self, marks: Marks) -> None:
         self.marks = marks
         self._names: dict[str, str] = {}
-        self._is_lazy: set[str] = set()
 
     def rule(self, body: str) -> str:
         """The name of a rule with this body."""
