@@ -260,10 +260,13 @@ class AsyncEngine:
         """Take up what the journal has; requests are taken when that is done."""
         self._streams.journal = journal
         restoring = Restoring(journal, self.config, self.contexts, self._take)
-        await restoring.begin(self.compile)
-        if self._state == "loading":
-            restoring.go_on()
-            self._open()
+        try:
+            await restoring.begin(self.compile)
+            if self._state == "loading":
+                restoring.go_on()
+                self._open()
+        except Exception as e:  # a bug of ours: the engine would load for ever
+            self._die(e)
 
     # ------------------------------------------------------------ requests
 

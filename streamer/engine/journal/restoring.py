@@ -91,7 +91,7 @@ class Restoring:
             log.error("%s can't be restored, and is left out: %s", request.request_id, e.message)
             journal.forget(request.request_id)
             return
-        if self._contexts is not None:
+        if self._contexts is not None and stream.context is not None:
             self._contexts.restored(stream)
         if not stream.is_finished:
             stream.miss()  # its readers may come back

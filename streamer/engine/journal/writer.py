@@ -52,18 +52,6 @@ class Contexts(Protocol):
     def restored(self, stream: TokenStream) -> None: ...
 
 
-def read_journal(folder: Path) -> list[Saved]:
-    """The requests in a journal that no server uses any more, in order of acceptance.
-
-    Raises ConfigError if one does, or if the folder can't be used.
-    """
-    store = Store(folder)
-    try:
-        return store.read()
-    finally:
-        store.close()
-
-
 class Journal:
     """An open journal and its thread.
 

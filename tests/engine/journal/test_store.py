@@ -15,11 +15,18 @@ import pytest
 
 from streamer.core.plan import Finish, FinishReason, TokenLogprob
 from streamer.core.sampling import SamplingParams
-from streamer.engine.journal.records import Accepted, Step, Tail
+from streamer.engine.journal.records import Accepted, Saved, Step, Tail
 from streamer.engine.journal.store import FILE, Store
-from streamer.engine.journal.writer import read_journal
 from streamer.engine.requests import GenerateRequest
 from streamer.errors import ConfigError
+
+
+def read_journal(folder: Path) -> list[Saved]:
+    store = Store(folder)
+    try:
+        return store.read()
+    finally:
+        store.close()
 
 
 def accepted(name: str, n: int = 1) -> Accepted:

@@ -10,10 +10,10 @@ import pytest
 
 from streamer.engine.engine import AsyncEngine
 from streamer.engine.journal.store import FILE
-from streamer.engine.journal.writer import read_journal
 from streamer.engine.stream import TokenStream
-from streamer.errors import ConfigError, StreamerError
+from streamer.errors import ConfigError, EngineDead, StreamerError
 from tests.engine.helpers import DEADLINE_S, GatedEngine, make_engine, request
+from tests.engine.journal.test_store import read_journal
 
 
 def durable(name: str, **fields: Any) -> Any:
@@ -110,6 +110,38 @@ async def lost_while_gated(gated: GatedEngine) -> None:
     journal.seal()
     gated.gate.open()
     await gated.engine.aclose()
+
+
+async def test_contexts_that_another_program_does_not_have(tmp_path: Path) -> None:
+    """A request without one is restored; a fault of the server's part ends the engine."""
+
+    class Faulty:
+        def encode(self, context: object) -> bytes:
+            return b"1"
+
+        def decode(self, data: bytes) -> object:
+            return data
+
+        def restored(self, stream: TokenStream) -> None:
+            raise ZeroDivisionError
+
+    async def restart(**fields: Any) -> AsyncEngine:
+        """An engine with Faulty contexts, after one that had a request of these fields."""
+        gated = GatedEngine(journal=str(tmp_path))
+        gated.engine.contexts = Faulty()
+        await gated.engine.start()
+        gated.engine.submit(durable("a", max_tokens=8, **fields))
+        await lost_while_gated(gated)
+        engine = make_engine(journal=str(tmp_path))
+        engine.contexts = Faulty()
+        return engine
+
+    async with asyncio.timeout(DEADLINE_S), await restart() as engine:
+        assert engine.get("a") is not None
+        engine.forget("a")
+    with pytest.raises(EngineDead):
+        async with asyncio.timeout(DEADLINE_S), await restart(context="mine"):
+            pass
 
 
 async def test_many_steps_are_moved_to_their_requests(
