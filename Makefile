@@ -28,8 +28,8 @@ check: $(VENV)/.ready-dev ## lint, layout and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-chaos: $(VENV)/.ready-dev ## kill a server at 100 random moments beneath its clients; about ten minutes
-	STREAMER_KILLS=100 $(BIN)/python -m pytest -s -o faulthandler_timeout=0 tests/chaos $(ARGS)
+chaos: $(VENV)/.ready-dev ## kill a server at 100 random moments beneath its clients, and every other fault; ten minutes
+	STREAMER_KILLS=100 STREAMER_VANISHING=1000 $(BIN)/python -m pytest -s -o faulthandler_timeout=0 tests/chaos $(ARGS)
 
 clients: $(VENV)/.ready-dev ## packages and programs of others against the server, each in an environment of its own
 	$(BIN)/python -m tests.clients.unchanged.run $(ARGS)

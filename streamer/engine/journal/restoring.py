@@ -130,7 +130,7 @@ def restored(saved: Saved, config: Config, now: float) -> GenerateRequest:
     if detach_s is not None:  # its reader was lost with the server: it may come back
         detach_s = max(detach_s, config.detach_timeout)
     if deadline_s is not None:
-        deadline_s = max(0.0, deadline_s - (now - saved.accepted.created))
+        deadline_s = max(0.0, deadline_s - max(0.0, now - saved.accepted.created))
     return replace(request, progress=progress, detach_s=detach_s, deadline_s=deadline_s)
 
 
