@@ -46,7 +46,7 @@ _NAMES = {
     "grammar": "the Lark grammar",
     "structural_tag": "the structural tag",
 }
-_PLACE = re.compile(r"^at \d+\(\d+\): ")  # of a Lark text
+_PLACE = re.compile(r"\Aat \d+\(\d+\): |\n *\d+ \| (?s:.*)")  # in a Lark text, and its lines
 _BRACKET = re.compile(r"[\[({]|[\])}]")
 
 
@@ -294,7 +294,7 @@ def refusal(grammar: Grammar, reason: str) -> InvalidRequest:
     what = _NAMES.get(grammar.kind)
     reason = reason.replace("<non-verbose/>", "").strip()
     if grammar.kind in ("calls", "structural_tag"):  # no lines of a text that the caller never saw
-        reason = _PLACE.sub("", reason.partition("\n")[0])
+        reason = _PLACE.sub("", reason)
     reason = reason[:MAX_REASON]
     return InvalidRequest(
         f"{what or 'the ' + grammar.kind} can't be honoured: {reason}",

@@ -140,3 +140,4 @@ def test_what_is_refused_is_named(grammars: Grammars, tags: Any, word: str) -> N
     with pytest.raises(InvalidRequest, match=word) as caught:
         grammars.compile(Grammar("structural_tag", json.dumps(tags)))
     assert caught.value.param == "structured_outputs.structural_tag"
+    assert "rule_" not in caught.value.message  # the caller never saw the Lark text
