@@ -10,7 +10,7 @@ export const query = signal("");
 export const hit = signal<{ message: Message; words: readonly string[] } | null>(null);
 
 const wordsOf = (text: string): string[] => text.toLowerCase().split(/\s+/).filter(Boolean);
-const textOf = (message: Message): string => message.answer?.text.peek() ?? message.text;
+const textOf = ({ answer, results, text }: Message): string => answer?.text.peek() ?? results?.map(({ output }) => output).join("\n") ?? text;
 
 export const found = computed(() => {
   const words = wordsOf(query.value);
