@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -117,6 +117,11 @@ class NoModel:
         logits = self._logits[: len(tokens) if last is None else len(last)]
         self.filled = time.perf_counter()
         return logits
+
+    def forward_hidden(self, *given: Any) -> Any:
+        """See decoder.Decoder.forward_hidden; no row here reports its hidden state."""
+        logits = self.forward(*given)
+        return logits, logits
 
 
 class _Inputs:

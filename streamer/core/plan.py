@@ -290,11 +290,14 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
     Of the model's distribution before penalties and bias, after which it would mislead; like
     vLLM's default `raw_logprobs`.
+
+    hidden  the model's last hidden state, from which the token was drawn, as float32; if requested
     """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    hidden: bytes = b""
 
 
 NOT_FINITE = "the model's logits are not finite"

@@ -167,6 +167,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             is_flag=False,
         ),
     ] = None
+    # with each token's log probability
+    hidden_states: Annotated[
+        bool,
+        Field("the hidden state that a token is drawn from", is_in_bodies=False, is_flag=False),
+    ] = False
     # of every token of the prompt but the first: a prompt that is not taken from the prefix cache
     prompt_logprobs: Annotated[
         int | None,

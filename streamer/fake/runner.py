@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import re
 import time
+from array import array
 from collections.abc import Sequence
+from hashlib import blake2b
 
 import msgspec
 
@@ -60,6 +62,7 @@ class _Row:
         "computed",
         "end",
         "first",
+        "hidden",
         "known",
         "logprobs",
         "num_blocks",
@@ -88,6 +91,7 @@ class _Row:
             self.end = NEVER if is_endless else max(len(self.said), join.params.min_tokens)
             self.plain = 0
         self.logprobs = join.params.logprobs
+        self.hidden = hidden_of(join.tokens[: self.first]) if join.params.hidden_states else b""
         beams = join.params.use_beam_search and join.params.num_beams
         self.num_candidates = num_candidates(beams, len(join.stop_ids)) if beams else 0
         self.prompt_logprobs = join.params.prompt_logprobs
@@ -143,6 +147,12 @@ class _Row:
         if index >= self.end:
             return END
         return token_at(index) if self.said is None else self.said[index % len(self.said)]
+
+
+def hidden_of(prompt: tuple[int, ...]) -> bytes:
+    """Eight float32 from -1 to 1 that depend on all of the prompt, in place of a hidden state."""
+    digest = blake2b(repr(prompt).encode(), digest_size=8).digest()
+    return array("f", (byte / 127.5 - 1.0 for byte in digest)).tobytes()
 
 
 def certain_logprob(token: int, num_top: int) -> TokenLogprob:
@@ -329,7 +339,9 @@ class FakeRunner:
         for index, (number, token) in enumerate(zip(rows, tokens, strict=True)):
             num_top = self._rows[number].logprobs
             if num_top is not None:
-                logprobs[index] = certain_logprob(token, num_top)
+                found = certain_logprob(token, num_top)
+                hidden = self._rows[number].hidden
+                logprobs[index] = msgspec.structs.replace(found, hidden=hidden) if hidden else found
         return StepResult(plan.number, rows, tuple(tokens), logprobs, prompt_logprobs=scores)
 
     def _due(self, plan: Plan) -> float:

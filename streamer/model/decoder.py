@@ -154,7 +154,31 @@ class Decoder:
             self._graph_of = made_for
         return self._graph(tokens, positions, batch, last)
 
+    def forward_hidden(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        batch: ops.AttentionBatch,
+        pool: torch.Tensor,
+        last: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logits of `forward`, op by op, and the hidden states [S, H] that they come from."""
+        tables = self._rope.up_to(batch.max_context)
+        hidden = self._hidden(pool, tables, tokens, positions, batch, last)
+        return self._head(hidden), hidden
+
     def _compute(
+        self,
+        pool: torch.Tensor,
+        tables: Tables,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        batch: ops.AttentionBatch,
+        last: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return self._head(self._hidden(pool, tables, tokens, positions, batch, last))
+
+    def _hidden(
         self,
         pool: torch.Tensor,
         tables: Tables,
@@ -168,8 +192,7 @@ class Decoder:
         for i, layer in enumerate(self._layers):
             layer(residual, ops.layer_view(pool, i), step)
         eps = self.config.rms_norm_eps
-        x = self._kernels.rms_norm(residual, self._norm, eps, rows=last)
-        return self._head(x)
+        return self._kernels.rms_norm(residual, self._norm, eps, rows=last)
 
 
 def _weight(

@@ -199,15 +199,39 @@ class FallbackModel:
         last: torch.Tensor | None,
     ) -> torch.Tensor:
         """See decoder.Decoder.forward."""
-        out = self._model(
+        logits: torch.Tensor = self._run(tokens, positions, batch, pool, last).logits[0]
+        return logits
+
+    def forward_hidden(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        batch: ops.AttentionBatch,
+        pool: torch.Tensor,
+        last: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See decoder.Decoder.forward_hidden."""
+        out = self._run(tokens, positions, batch, pool, last, output_hidden_states=True)
+        hidden: torch.Tensor = out.hidden_states[-1][0]
+        return out.logits[0], hidden if last is None else hidden[last]
+
+    def _run(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        batch: ops.AttentionBatch,
+        pool: torch.Tensor,
+        last: torch.Tensor | None,
+        **more: bool,
+    ) -> Any:
+        return self._model(
             input_ids=tokens[None],
             position_ids=positions[None],
             use_cache=False,
             streamer_ctx=PagedContext(self.kernels, batch, pool, self._windows),
             logits_to_keep=0 if last is None else last,
+            **more,
         )
-        logits: torch.Tensor = out.logits[0]
-        return logits
 
 
 def load_fallback(

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -31,13 +31,14 @@ from streamer.server.anthropic.routes import MessageRoutes
 from streamer.server.context import Context
 from streamer.server.errors import error_answer
 from streamer.server.ollama.routes import OllamaRoutes
-from streamer.server.openai import chat, completions, tokenizing
-from streamer.server.openai.common import encode, new_id
+from streamer.server.openai import chat, completions, embeddings, tokenizing
+from streamer.server.openai.common import encode, named, new_id
 from streamer.server.openai.completion_logprobs import Echo
+from streamer.server.openai.completions import CompletionAnswer, CompletionRequest
 from streamer.server.openai.models import check_model, model_body, models_body
 from streamer.server.page import Page
 from streamer.server.parsing.tools import with_tools
-from streamer.server.prepared import Form
+from streamer.server.prepared import Form, Prepared, Reading
 from streamer.server.responses.routes import ResponseRoutes
 from streamer.server.responses.socket import Endpoint
 from streamer.server.security import Guard, deny
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+P = TypeVar("P", bound=CompletionRequest)
 CHAT = Form("chat", chat.READER)
 COMPLETION = Form("completions", completions.READER)
 PROBES = ("/health", "/ready")
@@ -100,8 +102,29 @@ class Api:
 
     async def completions(self, request: Request) -> ASGIApp:
         """POST /v1/completions."""
+        prepared = await self._service.read(request, COMPLETION)
+        return await self._complete(request, prepared, CompletionAnswer)
+
+    async def embeddings(self, request: Request) -> ASGIApp:
+        """POST /v1/embeddings: completions of one token, whose hidden state is the answer."""
         service = self._service
-        prepared = await service.read(request, COMPLETION)
+        service.admit(request.scope)
+        data = await service.bodies.read(request)
+        body = embeddings.READER.decode(data)
+        asked, reading = body.asked(), Reading("http", window=0)
+        with named(asked.names):
+            prepared = service.prepare(request.scope, "embeddings", asked, len(data), reading)
+            answer = partial(embeddings.EmbeddingAnswer, body)
+            return await self._complete(request, prepared, answer)
+
+    async def _complete(
+        self,
+        request: Request,
+        prepared: Prepared[P],
+        answer_of: Callable[..., CompletionAnswer],
+    ) -> ASGIApp:
+        """The answer to a checked body of prompts."""
+        service = self._service
         body, params, salt = prepared.body, prepared.params, prepared.salt
         is_special = body.add_special_tokens is not False
         given = body.prompts()
@@ -137,7 +160,7 @@ class Api:
         except StreamerError:
             service.cancel(streams)
             raise
-        answer = completions.CompletionAnswer(
+        answer = answer_of(
             body, streams, prepared.model, service.token_text, echoes, service.fingerprint
         )
         service.record(prepared, streams)
@@ -311,6 +334,7 @@ def build_service_app(service: Service) -> ASGIApp:
         Route("/v1/models/{model:path}", api.model),
         Route("/v1/chat/completions", api.chat_completions, methods=["POST"], middleware=limited),
         Route("/v1/completions", api.completions, methods=["POST"], middleware=limited),
+        Route("/v1/embeddings", api.embeddings, methods=["POST"], middleware=limited),
         Route("/v1/chat/completions/{id}", responses.resume_chat),
         Route("/v1/responses", responses.create, methods=["POST"], middleware=limited),
         Route("/v1/responses/compact", responses.compact, methods=["POST"]),

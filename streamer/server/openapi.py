@@ -18,7 +18,7 @@ from streamer.server.anthropic import types as anthropic_types
 from streamer.server.errors import AnthropicErrorBody, ApiError, OllamaErrorBody
 from streamer.server.ollama import body as ollama
 from streamer.server.ollama import types as ollama_types
-from streamer.server.openai import chat, chat_types, completions, models, tokenizing
+from streamer.server.openai import chat, chat_types, completions, embeddings, models, tokenizing
 from streamer.server.openai.common import encode
 from streamer.server.openai.fields import Table
 from streamer.server.responses import body as responses
@@ -139,6 +139,15 @@ ROUTES: Final = (
         fields=completions.FIELDS,
         answer=completions.Completion,
         stream=SSE_TYPE,
+        statuses=ANSWERED,
+    ),
+    Route(
+        "POST",
+        "/v1/embeddings",
+        "Embed texts",
+        body=embeddings.EmbeddingRequest,
+        fields=embeddings.FIELDS,
+        answer=embeddings.Embeddings,
         statuses=ANSWERED,
     ),
     Route(

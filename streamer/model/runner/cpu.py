@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from streamer.constraints.grammars import Grammars
-from streamer.core.plan import Facts, Plan, StepResult, check_moves
+from streamer.core.plan import Facts, Plan, StepResult, TokenLogprob, check_moves
 from streamer.errors import InvariantViolated
 from streamer.kernels import ops
 from streamer.model.runner.costs import Costs, probe_copy
@@ -198,7 +198,8 @@ class CpuRunner:
     def _draw(self, number: int, inputs: StepInputs) -> StepResult:
         if inputs.rows:
             self._sampler.prepare(inputs.rows, inputs.draw_at, inputs.runs)
-        logits, scores = self._logits(inputs), {}
+        logits, hidden = self._logits(inputs)
+        scores: dict[int, tuple[TokenLogprob, ...]] = {}
         if logits is not None and inputs.scored is not None:
             scored, (logits, before) = inputs.scored, inputs.scored.split(logits)
             targets = torch.from_numpy(scored.targets)
@@ -209,12 +210,14 @@ class CpuRunner:
             logits = torch.cat([logits, logits[inputs.parents]])
         drawn = self._sampler.sample(logits, inputs.rows, inputs.draw_at, inputs.runs)
         self._rows.drew(inputs, drawn.tokens)
-        return step_result(number, inputs, drawn, scores)
+        return step_result(number, inputs, drawn, scores, hidden)
 
-    def _logits(self, inputs: StepInputs) -> torch.Tensor | None:
-        """[S + P, V] for the rows that draw and the tokens that are scored."""
+    def _logits(self, inputs: StepInputs) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """[S + P, V] for the rows that draw and the tokens that are scored; hidden states."""
         if inputs.tokens is None or inputs.positions is None or inputs.batch is None:
-            return None
-        return self.model.forward(
-            inputs.tokens, inputs.positions, inputs.batch, self._pool, inputs.last
-        )
+            return None, None
+        given = inputs.tokens, inputs.positions, inputs.batch, self._pool, inputs.last
+        if not inputs.hidden:
+            return self.model.forward(*given), None
+        logits, states = self.model.forward_hidden(*given)
+        return logits, inputs.hidden_of(states)

@@ -46,11 +46,12 @@ WARMED_CONTEXT = 1024  # tokens of a row of the steps that compile kernels
 
 class CudaInFlight:
     """A launched plan. `result`: copy of the drawn tokens on its way to the host, None if no row
-    draws; `scores`: the same of Scored.compute, None if no row scores; `logits`: those drawn from,
-    until they are; `is_followed`: constrained rows are where its tokens led them."""
+    draws; `scores`: the same of Scored.compute, None if no row scores; `hidden`: those of
+    StepInputs.hidden, None if there are none; `logits`: those drawn from, until they are;
+    `is_followed`: constrained rows are where its tokens led them."""
 
     __slots__ = (
-        "_collect", "began", "done", "draw", "inputs", "is_followed", "logits", "plan",
+        "_collect", "began", "done", "draw", "hidden", "inputs", "is_followed", "logits", "plan",
         "result", "scores",
     )  # fmt: skip
 
@@ -67,6 +68,7 @@ class CudaInFlight:
         self.logits: torch.Tensor | None = None
         self.result: torch.Tensor | None = None
         self.scores: torch.Tensor | None = None
+        self.hidden: torch.Tensor | None = None
         self._collect = collect
 
     def collect(self) -> StepResult:
@@ -245,7 +247,7 @@ class CudaRunner:
         self._follow(flight)
         drawn = self._sampler.finish(flight.draw, inputs.rows, flight.result)
         self._joined |= self._rows.drew(inputs, drawn.tokens)
-        return step_result(plan.number, inputs, drawn, scores)
+        return step_result(plan.number, inputs, drawn, scores, flight.hidden)
 
     # ------------------------------------------------------------ grammars
 
@@ -403,9 +405,12 @@ class CudaRunner:
                 block_size=inputs.batch.block_size,
             )
             tokens = torch.where(tokens < 0, state.latest[owner], tokens)
-            logits = self._model.forward(
-                tokens, positions, batch, self._pool, None if inputs.last is None else last
-            )
+            given = tokens, positions, batch, self._pool, None if inputs.last is None else last
+            if inputs.hidden:
+                logits, states = self._model.forward_hidden(*given)
+                flight.hidden = self._device.download(inputs.hidden_of(states))
+            else:
+                logits = self._model.forward(*given)
         if logits is not None and inputs.scored is not None:
             logits, before = inputs.scored.split(logits)
             found = inputs.scored.compute(before[:, : self._model.vocab_size], targets)

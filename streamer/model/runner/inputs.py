@@ -7,6 +7,8 @@ runner/cuda.py. A steady decode step works on whole arrays, not row by row.
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +45,7 @@ class StepInputs(msgspec.Struct, frozen=True):
     rows               the S drawing rows, one for each draw, then the F forks; the same object
                        until they change
     runs               those of rows that verify, in `rows`
+    hidden             indices into `rows` of draws that report their hidden state
     at                 [S + F] the same as an array
     num_chunk_tokens   of the T, those of chunks that verify nothing
     draw_at            [S + F] position of the token each of `rows` draws
@@ -62,11 +65,18 @@ class StepInputs(msgspec.Struct, frozen=True):
     num_chunk_tokens: int
     scored: Scored | None = None
     runs: tuple[Run, ...] = ()
+    hidden: tuple[int, ...] = ()
 
     @property
     def is_steady(self) -> bool:
         """Every row decodes: `rows` ascend."""
-        return self.last is None and not self.parents
+        return self.last is None and not self.parents and not self.hidden
+
+    def hidden_of(self, states: torch.Tensor) -> torch.Tensor:
+        """The hidden states [len(hidden), H] in fp32, out of those [S + P, H] of a step."""
+        num_drawing = len(self.rows) - len(self.parents)
+        at = [i if i < num_drawing else self.parents[i - num_drawing] for i in self.hidden]
+        return states[at].float()
 
 
 class Rows:
@@ -84,6 +94,7 @@ class Rows:
         self._block_size = block_size
         self._joined: dict[int, tuple[int, ...]] = {}  # row -> the tokens it joined with
         self._scoring: dict[int, tuple[int, int]] = {}  # row -> (alternatives, prompt tokens)
+        self._reporting: set[int] = set()  # rows whose draws report their hidden state
         self._tables: Ints = np.zeros((max_rows, width), np.int64)
         self._table_lens: Ints = np.zeros(max_rows, np.int64)
         self._capacity: Ints = np.zeros(max_rows, np.int64)  # tokens that the table has room for
@@ -104,6 +115,7 @@ class Rows:
         if self._joined.pop(row, None) is None:
             raise InvariantViolated(f"row {row} leaves, but is empty")
         self._scoring.pop(row, None)
+        self._reporting.discard(row)
         self._unsettled.pop(row, None)
         self._has_moved = True
 
@@ -122,6 +134,8 @@ class Rows:
         self._joined[row] = join.tokens
         if join.params.prompt_logprobs is not None:
             self._scoring[row] = join.params.prompt_logprobs, join.num_prompt
+        if join.params.hidden_states:
+            self._reporting.add(row)
         self._has_moved = True
         self._known[row] = known
         self._computed[row] = join.num_computed
@@ -168,7 +182,7 @@ class Rows:
         if self._has_moved or plan.idle != self._idle:
             self._see_moves(plan.idle)
         forks = [(j.row, j.logits_of) for j in plan.joins if j.logits_of >= 0]
-        if plan.chunks or forks:
+        if plan.chunks or forks or self._reporting:
             return self._mixed(plan, forks)
         return self._steady(plan)
 
@@ -253,6 +267,7 @@ class Rows:
         if self._is_ahead:
             self._latest[at] = UNKNOWN
         verified = [c for c in chunks if c.tokens]
+        drawn = enumerate(at.tolist() if self._reporting else ())
         return StepInputs(
             tokens=tokens,
             positions=positions,
@@ -267,6 +282,7 @@ class Rows:
             num_chunk_tokens=num_tokens - len(decoding) - sum(c.count for c in verified),
             scored=scored,
             runs=self._runs(verified, drawing) if verified else (),
+            hidden=tuple(i for i, row in drawn if row in self._reporting),
         )
 
     def _runs(self, verified: list[Chunk], drawing: list[int]) -> tuple[Run, ...]:
@@ -422,9 +438,15 @@ def step_result(
     inputs: StepInputs,
     drawn: SampleOutput,
     prompt_logprobs: dict[int, tuple[TokenLogprob, ...]],
+    hidden: torch.Tensor | None = None,
 ) -> StepResult:
     """The result of what inputs.rows drew: rows ascending, each row's tokens in order, without
-    failed ones and those beyond the ends of runs."""
+    failed ones and those beyond the ends of runs.
+
+    hidden  of inputs.hidden, on the host
+    """
+    if hidden is not None:
+        drawn = _with_hidden(drawn, inputs.hidden, hidden)
     found = np.array(drawn.tokens, np.int64)
     if inputs.is_steady and found.min(initial=0) >= 0:
         return StepResult(
@@ -449,6 +471,16 @@ def step_result(
         forced=drawn.forced,
         candidates={inputs.rows[i]: found for i, found in drawn.candidates.items()},
     )
+
+
+def _with_hidden(drawn: SampleOutput, at: tuple[int, ...], hidden: torch.Tensor) -> SampleOutput:
+    logprobs = dict(drawn.logprobs)
+    for i, state in zip(at, hidden, strict=True):
+        if drawn.tokens[i] < 0:
+            continue
+        found = logprobs.get(i) or TokenLogprob(drawn.tokens[i], math.nan)
+        logprobs[i] = msgspec.structs.replace(found, hidden=state.numpy().tobytes())
+    return msgspec.structs.replace(drawn, logprobs=logprobs)
 
 
 def _index_of(drawing: list[int], parent: int) -> int:

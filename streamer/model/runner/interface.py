@@ -69,6 +69,17 @@ class CausalModel(Protocol):
         """Logits [S, V] of the packed tokens named by `last` (None: all), as Decoder.forward."""
         ...
 
+    def forward_hidden(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        batch: ops.AttentionBatch,
+        pool: torch.Tensor,
+        last: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Those logits, and the hidden states [S, H] that they come from, after the last norm."""
+        ...
+
     def prepare(self, limits: ops.Limits) -> None:
         """No step will exceed `limits`."""
         ...

@@ -7,7 +7,7 @@ prompt p. app.py and transport/sse.py drive the builder.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, ClassVar, Final, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -65,6 +65,8 @@ FIELDS: Final[Table] = {
 class CompletionRequest(PromptFields, kw_only=True):
     """Texts to continue, and how: the fields that have an effect."""
 
+    max_prompts: ClassVar[int] = MAX_PROMPTS
+
     prompt: str | list[str | int | tuple[int, ...]]  # a million lists take 0.3 s, tuples 0.03
     max_tokens: int | None = None
     n: int | None = None
@@ -78,7 +80,7 @@ class CompletionRequest(PromptFields, kw_only=True):
         """The prompts, each text or token ids."""
         prompts = self._prompts()
         n, name = self.num_drawn, "n" if self.best_of is None else "best_of"
-        if len(prompts) * n > MAX_CHOICES:
+        if len(prompts) * n > max(MAX_CHOICES, self.max_prompts):
             raise InvalidRequest(
                 f"{len(prompts)} prompts with {name}={n} are {len(prompts) * n} choices, "
                 f"the limit is {MAX_CHOICES}",
@@ -104,9 +106,10 @@ class CompletionRequest(PromptFields, kw_only=True):
             raise InvalidRequest("prompt is empty", param="prompt")
         if set(map(type, prompt)) == {int}:  # in C: there may be millions
             return [cast("tuple[int, ...]", tuple(prompt))]
-        if len(prompt) > MAX_PROMPTS:
+        if len(prompt) > self.max_prompts:
             raise InvalidRequest(
-                f"prompt has {len(prompt)} entries, the limit is {MAX_PROMPTS}", param="prompt"
+                f"prompt has {len(prompt)} entries, the limit is {self.max_prompts}",
+                param="prompt",
             )
         out: list[str | tuple[int, ...]] = []
         for i, p in enumerate(prompt):

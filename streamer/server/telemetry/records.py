@@ -28,7 +28,7 @@ KEY_DIGITS: Final = 12  # of the key's digest: enough to tell keys apart
 STATUS: Final = {"left": 499, "cancelled": 499, "failed": 500, SHUTDOWN: 503}
 WORST_FIRST: Final = ("failed", SHUTDOWN, "cancelled", "left", "length", "stop")
 
-Operation = Literal["chat", "completions", "responses", "messages", "ollama"]
+Operation = Literal["chat", "completions", "embeddings", "responses", "messages", "ollama"]
 Transport = Literal["http", "sse", "websocket"]
 
 

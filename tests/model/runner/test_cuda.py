@@ -42,6 +42,7 @@ from tests.model.runner.test_cpu import (  # the same Plans by hand, on late dev
     test_verified_runs_equal_transformers,
     test_wrong_plans,
 )
+from tests.model.runner.test_hidden import check_hidden
 from tests.model.runner.test_scoring import check as check_scores
 from tests.model.sync_engine import END, GREEDY, SyncEngine
 from tests.model.test_beams import asks as searches
@@ -179,6 +180,17 @@ def test_prompts_are_scored_as_by_transformers(
     asks = mixed_asks(5, 14, longest=24, output=(10, 20))
     check_scores(engine, asks, reference(folder), record_property)
     assert sum(engine.preemptions) >= 4
+
+
+def test_hidden_states_are_those_of_transformers(
+    checkpoint: Any, reference: Any, record_property: Any, late: Late
+) -> None:
+    """Of rows that would else be in recorded decodes, a plan ahead of their tokens."""
+    folder = checkpoint("llama", 1, **TINY)
+    late(3)
+    engine = SyncEngine(folder, costs=SWAP, max_scored_tokens=5, **TIGHT)
+    asks = mixed_asks(5, 8, longest=24, output=(4, 20))
+    check_hidden(engine, asks, reference(folder), record_property)
 
 
 def test_beam_searches_beside_recorded_decodes(checkpoint: Any, reference: Any, late: Late) -> None:
