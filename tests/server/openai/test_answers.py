@@ -44,6 +44,7 @@ def stream(n: int = 1) -> Any:
         num_prompt_tokens=2,
         cached_tokens=0,
         shared_tokens=0,
+        reasoning_tokens=0,
         copied_tokens=0,
         proposed_tokens=0,
         accepted_tokens=0,
