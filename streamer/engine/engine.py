@@ -228,7 +228,7 @@ class AsyncEngine:
             if not await _within(deadline_s, self._is_ended.wait()):
                 self._thread.give_up(None)
         if self.journal is not None:
-            await self.journal.close()
+            await self.journal.close(is_orderly=self.death is None)
 
     async def drain(self, deadline_s: float) -> None:
         """Take no requests; let live ones finish for `deadline_s`, then cancel them and wait.

@@ -83,8 +83,9 @@ class Restoring:
 
     def _restore(self, saved: Saved, request: GenerateRequest) -> None:
         journal = self._journal
-        starts = [len(tokens) for tokens in saved.tail.tokens]
-        journal.restore(request.request_id, starts, num_tries(saved))
+        if saved.tail.ended is None:
+            starts = [len(tokens) for tokens in saved.tail.tokens]
+            journal.restore(request.request_id, starts, num_tries(saved))
         try:
             stream = self._take(request)
         except StreamerError as e:  # of another model, say
@@ -148,7 +149,7 @@ def _error(saved: Saved, now: float) -> str | None:
     if deadline_s is not None and now - saved.accepted.created > deadline_s:
         return f"the answer was not complete within the request's deadline of {deadline_s:g} s"
     if num_tries(saved) > MAX_TRIES:
-        return f"the server was killed {MAX_TRIES} times before the answer had its next token"
+        return f"the server died {MAX_TRIES} times before the answer had its next token"
     return None
 
 

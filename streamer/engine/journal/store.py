@@ -93,11 +93,11 @@ class Store:
                     param="journal",
                 ) from None
             if _code(e) in DISK or not os.access(path, os.W_OK):
-                raise _unusable(self.folder, e) from e
+                raise unusable(self.folder, e) from e
             self._set_aside(f"can't be read ({e})")
             return self._connect()
         except OSError as e:
-            raise _unusable(self.folder, e) from e
+            raise unusable(self.folder, e) from e
 
     def _prepare(self, db: sqlite3.Connection) -> None:
         """Lock the file, and make the tables of a new one."""
@@ -267,10 +267,11 @@ def _make_folder(folder: Path) -> None:
         if not folder.is_dir():
             folder.mkdir(mode=0o700, parents=True)
     except OSError as e:
-        raise _unusable(folder, e) from e
+        raise unusable(folder, e) from e
 
 
-def _unusable(folder: Path, error: Exception) -> ConfigError:
+def unusable(folder: Path, error: Exception) -> ConfigError:
+    """The error for a folder that the journal can't be in."""
     why = error.strerror if isinstance(error, OSError) else str(error)
     return ConfigError(f"journal: {folder} can't be used: {why}", param="journal")
 

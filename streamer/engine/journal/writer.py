@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from streamer.core.plan import Finish, NoticeKind, StepOutput
 from streamer.engine.journal.records import Accepted, Ended, Saved, Step, Tail
-from streamer.engine.journal.store import Store
+from streamer.engine.journal.store import Store, unusable
 from streamer.engine.requests import GenerateRequest
 from streamer.engine.stream import TokenStream
 
@@ -74,6 +74,7 @@ class Journal:
         self._known = {each.request_id for each in saved}  # ids that the journal has
         # of the thread
         self._live: dict[str, Tail] = {}
+        self._forgotten: set[str] = set()  # whose tokens are in steps, perhaps
         self._num_steps = 0
         self._drawn = _nothing()
         self._thread = threading.Thread(target=self._run, name="streamer-journal", daemon=True)
@@ -85,7 +86,11 @@ class Journal:
 
         def read() -> tuple[Store, list[Saved]]:
             store = Store(folder)
-            return store, store.read()
+            try:
+                return store, store.read()
+            except (sqlite3.Error, OSError) as e:  # what was read can't be written back
+                store.close()
+                raise unusable(folder, e) from e
 
         store, saved = await asyncio.to_thread(read)
         return cls(store, saved, contexts)
@@ -140,10 +145,14 @@ class Journal:
         finally:
             self._waiting.discard(done)
 
-    async def close(self) -> None:
-        """Write what was handed over, and let go of the file; a disk that hangs is left behind."""
+    async def close(self, *, is_orderly: bool = True) -> None:
+        """Write what was handed over, and let go of the file; a disk that hangs is left behind.
+
+        is_orderly  no request is to blame for the end: what runs has not been tried in vain
+        """
         self._is_sealed = True
-        self._queue.put(self._calm)
+        if is_orderly:
+            self._queue.put(self._calm)
         self._queue.put(None)
         self._is_urgent.set()
         deadline = self._loop.time() + WAIT_S
@@ -204,6 +213,9 @@ class Journal:
         context = None
         if self._contexts is not None and request.context is not None:
             context = self._contexts.encode(request.context)
+        if request.request_id in self._forgotten:  # an earlier one's tokens are not its own
+            self._flush()
+            self._move()
         self._store.add_request(Accepted(replace(request, context=None), context, created))
         self._live[request.request_id] = Tail(request.params.n)
 
@@ -265,6 +277,7 @@ class Journal:
                 tail.go_on()
         self._store.drop_steps()
         self._num_steps = 0
+        self._forgotten.clear()
 
     def _end(self, request_id: str, ended: Ended, finishes: dict[int, Finish]) -> None:
         self._flush()
@@ -276,7 +289,7 @@ class Journal:
                 self._move()
 
     def _calm(self) -> None:
-        """The process ends in order: no request is to blame."""
+        """No request that runs has been tried in vain."""
         for request_id, tail in self._live.items():
             self._store.tried(request_id, 0, tail.num_tokens)
 
@@ -284,6 +297,7 @@ class Journal:
         self._flush()
         self._live.pop(request_id, None)
         self._store.delete(request_id)
+        self._forgotten.add(request_id)
         if not self._live and self._num_steps:
             self._move()
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from streamer.core.plan import Plan
+from streamer.engine.core import InFlight
 from streamer.engine.engine import AsyncEngine
-from streamer.engine.journal.store import FILE
+from streamer.engine.journal.store import FILE, Store
 from streamer.engine.stream import TokenStream
-from streamer.errors import ConfigError, EngineDead, StreamerError
-from tests.engine.helpers import DEADLINE_S, GatedEngine, make_engine, request
+from streamer.errors import ConfigError, EngineDead, InvariantViolated, StreamerError
+from tests.engine.helpers import DEADLINE_S, GatedEngine, Wrapped, make_engine, request
 from tests.engine.journal.test_store import read_journal
 
 
@@ -214,7 +217,76 @@ async def test_a_request_that_kills_the_server_again_and_again_is_failed(
             assert again is not None
             (finish,) = again.finishes
             assert finish is not None
-            assert "killed 3 times" in (finish.detail or "")
+            assert "died 3 times" in (finish.detail or "")
+
+
+class Deadly(Wrapped):
+    def launch(self, plan: Plan) -> InFlight:
+        if any(join.request_id == "deadly" for join in plan.joins):
+            raise InvariantViolated("the end")
+        return super().launch(plan)
+
+
+async def test_a_request_that_ends_the_engine_again_and_again_is_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process ends in order each time, and is started again by whatever watches it."""
+    monkeypatch.setattr("streamer.engine.journal.restoring.MAX_TRIES", 2)
+    for _ in range(3):
+        async with make_engine(Deadly, journal=str(tmp_path)) as engine:
+            stream = engine.get("deadly") or engine.submit(durable("deadly"))
+            with pytest.raises(StreamerError, match="goes on when it is there again"):
+                await end_of(stream)
+    async with make_engine(Deadly, journal=str(tmp_path)) as engine:
+        again = engine.get("deadly")
+        assert again is not None
+        (finish,) = again.finishes
+        assert finish is not None
+        assert "died 2 times" in (finish.detail or "")
+
+
+async def test_tokens_of_a_deleted_answer_leave_the_file_though_another_is_kept(
+    tmp_path: Path,
+) -> None:
+    async with make_engine(journal=str(tmp_path)) as engine:
+        await end_of(engine.submit(durable("kept", max_tokens=3)))
+    async with make_engine(journal=str(tmp_path)) as engine:
+        await end_of(engine.submit(durable("deleted", max_tokens=9)))
+        engine.forget("deleted")
+        await engine.aclose()
+        with sqlite3.connect(tmp_path / FILE) as db:
+            assert db.execute("SELECT count(*) FROM steps").fetchone() == (0,)
+        db.close()
+
+
+async def test_an_id_used_again_has_nothing_of_the_deleted_answer(tmp_path: Path) -> None:
+    gated = GatedEngine(journal=str(tmp_path))
+    engine = gated.engine
+    await engine.start()
+    engine.submit(durable("other", max_tokens=40))
+    first = engine.submit(durable("a", max_tokens=8))
+    gated.gate.allow(9)
+    assert len((await end_of(first))[0][0]) == 8
+    engine.forget("a")
+    engine.submit(durable("a", max_tokens=9, prompt=tuple(b"another one")))
+    await lost_while_gated(gated)
+    other, again = read_journal(tmp_path)
+    assert len(again.tail.tokens[0]) < 3
+    assert len(other.tail.tokens[0]) >= 8
+
+
+async def test_a_disk_that_is_full_at_the_start_is_named_and_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: Store) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "commit", fails)
+        with pytest.raises(ConfigError, match="can't be used: database or disk is full"):
+            await make_engine(journal=str(tmp_path)).start()
+    async with make_engine(journal=str(tmp_path)) as engine:
+        assert engine.is_ready
 
 
 async def test_two_engines_on_one_journal(tmp_path: Path) -> None:
