@@ -74,10 +74,11 @@ ROOMS = {
     ),
     "engine": _room("core constraints tokenizer", lazy_rooms="build", never="torch"),
     "server": _room(
-        "engine tokenizer core",
+        "engine tokenizer core constraints",
         "starlette uvicorn httptools prometheus_client websockets",
         lazy_packages="opentelemetry",
-        never="torch streamer.model streamer.core.scheduler streamer.core.blocks streamer.core.kv",
+        never="torch streamer.model streamer.core.scheduler streamer.core.blocks streamer.core.kv"
+        " streamer.constraints.grammars streamer.constraints.masks",
     ),
     "kernels": _room("", "torch triton numba numpy"),
     "loadtest": _room("", "*"),

@@ -7,14 +7,12 @@ called by grammars.py.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-import msgspec
+from streamer.constraints.lark import ANY, Lark, Marks, regex
 
 MAX_TAGS: Final = 1024
-TEXT: Final = "TEXT: /(.|\\n)*/"
 
 
 class BadTag(ValueError):
@@ -29,11 +27,10 @@ class Tags:
     """
 
     def __init__(self, special: Mapping[int, bytes], schema_of: Callable[[Any], str]) -> None:
-        self._ids = {name.decode("utf-8", "replace"): i for i, name in special.items() if name}
-        names = sorted(self._ids, key=len, reverse=True)
-        self._names = re.compile("|".join(map(re.escape, names)) or "(?!)")
+        self._special = special
         self._schema_of = schema_of
-        self._rules: list[str] = []
+        self._lark = Lark(Marks(special, ()))
+        self._text = self._lark.terminal(ANY)
         self._num_tags = 0
 
     def lark(self, given: Any) -> str:
@@ -44,7 +41,7 @@ class Tags:
             start = self._format(given["format"], "format", is_last=True)
         else:
             start = self._triggered(_of_structures(given), "structures", is_last=True)
-        return "\n".join([f"start: {start}", TEXT, *self._rules]) + "\n"
+        return self._lark.text(start)
 
     def _format(self, given: Any, path: str, *, is_last: bool = False) -> str:
         """The expression of a format; `is_last`: the answer ends after it."""
@@ -52,11 +49,12 @@ class Tags:
         if kind == "const_string":
             return self._literal(_field(given, "value", str, path))
         if kind == "json_schema":
-            return self._schema(_field(given, "json_schema", (dict, bool), path))
+            schema = _field(given, "json_schema", (dict, bool), path)
+            return self._lark.rule(f"%json {self._schema_of(schema)}")
         if kind == "regex":
-            return self._regex(_field(given, "pattern", str, path))
+            return self._lark.terminal(regex(_field(given, "pattern", str, path)))
         if kind == "any_text" and is_last:
-            return "TEXT"
+            return self._text
         if kind == "any_text":
             raise BadTag(f"{path}: any_text is possible at the end, or as the content of a tag")
         if kind in ("sequence", "or"):
@@ -68,9 +66,9 @@ class Tags:
             ]
             if not parts:
                 raise BadTag(f"{path}.elements is empty")
-            return self._rule((" " if kind == "sequence" else " | ").join(parts))
+            return self._lark.rule((" " if kind == "sequence" else " | ").join(parts))
         if kind == "tag":
-            return self._rule(self._tag(given, path))
+            return self._lark.rule(self._tag(given, path))
         if kind == "triggered_tags":
             return self._triggered(given, path, is_last=is_last)
         if kind == "tags_with_separator":
@@ -86,9 +84,9 @@ class Tags:
         content = _field(given, "content", dict, path)
         first = self._literal(begin[len(trigger) :])
         if content.get("type") == "any_text":
-            return f"{first} {self._rule(' | '.join(map(self._up_to, ends)))}"
+            return f"{first} {self._lark.rule(' | '.join(map(self._lark.up_to, ends)))}"
         inner = self._format(content, f"{path}.content")
-        return f"{first} {inner} {self._rule(' | '.join(map(self._literal, ends)))}"
+        return f"{first} {inner} {self._lark.rule(' | '.join(map(self._literal, ends)))}"
 
     def _triggered(self, given: Any, path: str, *, is_last: bool) -> str:
         if not is_last:
@@ -108,13 +106,14 @@ class Tags:
             grouped.setdefault(trigger, []).append(self._tag(tag, place, trigger))
         if not grouped:
             raise BadTag(f"{path}.tags is empty")
-        rests = {trigger: self._rule(" | ".join(each)) for trigger, each in grouped.items()}
-        later = self._rule(" | ".join(f"{self._up_to(t)} {rest}" for t, rest in rests.items()))
+        lark = self._lark
+        rests = {trigger: lark.rule(" | ".join(each)) for trigger, each in grouped.items()}
+        later = lark.rule(" | ".join(f"{lark.up_to(t)} {rest}" for t, rest in rests.items()))
         is_single = given.get("stop_after_first") is True
         if given.get("at_least_one") is not True:
-            return f"({later} | TEXT)" if is_single else f"{later}* TEXT"
-        first = self._rule(" | ".join(f"{self._literal(t)} {rest}" for t, rest in rests.items()))
-        return first if is_single else f"{first} {later}* TEXT"
+            return f"({later} | {self._text})" if is_single else f"{later}* {self._text}"
+        first = lark.rule(" | ".join(f"{self._literal(t)} {rest}" for t, rest in rests.items()))
+        return first if is_single else f"{first} {later}* {self._text}"
 
     def _separated(self, given: Any, path: str) -> str:
         tags = _field(given, "tags", list, path)
@@ -122,53 +121,17 @@ class Tags:
         parts = [self._tag(tag, f"{path}.tags[{i}]") for i, tag in enumerate(tags)]
         if not parts:
             raise BadTag(f"{path}.tags is empty")
-        tag = self._rule(" | ".join(parts))
+        tag = self._lark.rule(" | ".join(parts))
         found = tag if given.get("stop_after_first") is True else f"{tag} ({separator} {tag})*"
-        return self._rule(found if given.get("at_least_one") is True else f"({found})?")
-
-    # ------------------------------------------------------------ parts of Lark
-
-    def _rule(self, expression: str) -> str:
-        name = f"rule_{len(self._rules)}"
-        self._rules.append(f"{name}: {expression}")
-        return name
+        return self._lark.rule(found if given.get("at_least_one") is True else f"({found})?")
 
     def _short(self, trigger: str) -> str:
         """A trigger as free text can end with it: a special token alone is one."""
-        found = self._names.match(trigger)
-        return trigger if found is None else found[0]
+        first = next(iter(self._lark.marks.split(trigger)), "")
+        return trigger if isinstance(first, str) else self._special[first].decode(errors="replace")
 
     def _literal(self, text: str) -> str:
-        return " ".join(self._pieces(text)) or '""'
-
-    def _pieces(self, text: str) -> Iterator[str]:
-        at = 0
-        for match in self._names.finditer(text):
-            if match.start() > at:
-                yield _quoted(text[at : match.start()])
-            yield f"<[{self._ids[match[0]]}]>"
-            at = match.end()
-        if at < len(text):
-            yield _quoted(text[at:])
-
-    def _up_to(self, end: str) -> str:
-        """Free text that ends with the first place of this."""
-        pieces = list(self._pieces(end))
-        if not pieces:
-            return "TEXT"
-        if not pieces[0].startswith('"'):
-            return f"TEXT {' '.join(pieces)}"
-        name = f"rule_{len(self._rules)}"
-        self._rules.append(f"{name}[lazy]: TEXT {pieces[0]}")
-        return " ".join([name, *pieces[1:]])
-
-    def _schema(self, schema: Any) -> str:
-        return self._rule(f"%json {self._schema_of(schema)}")
-
-    def _regex(self, pattern: str) -> str:
-        from llguidance import regex_to_lark
-
-        return self._rule(f"/{regex_to_lark(pattern, '')}/")
+        return self._lark.written(text) or '""'
 
 
 def _of_structures(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,10 +168,6 @@ def _field(given: Any, name: str, kind: type | tuple[type, ...], path: str) -> A
         what = " or ".join(_KINDS[each] for each in kinds)
         raise BadTag(f"{where} is {what}" if name in given else f"{where} is required")
     return found
-
-
-def _quoted(text: str) -> str:
-    return msgspec.json.encode(text).decode()
 
 
 _KINDS: Final = {str: "a text", list: "a list", dict: "an object", bool: "true or false"}

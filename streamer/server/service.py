@@ -23,6 +23,7 @@ from starlette.types import Scope
 
 from streamer import __version__
 from streamer.config import Config
+from streamer.constraints.lark import Marks
 from streamer.core.plan import Reasoning
 from streamer.engine.prompts import LONG
 from streamer.engine.refusals import draining, loading
@@ -33,7 +34,6 @@ from streamer.server.openai.common import Prediction, named
 from streamer.server.openai.models import check_model
 from streamer.server.parsing.forcing import Rules, calls_grammar, refused_by_compiler
 from streamer.server.parsing.formats import Channels, ModelFormat, find_format, has_calls
-from streamer.server.parsing.lark import Marks
 from streamer.server.parsing.tools import Parsing, ToolUse
 from streamer.server.prepared import B, Form, Prepared, Reading
 from streamer.server.restored import Contexts

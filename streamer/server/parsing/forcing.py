@@ -12,10 +12,10 @@ from typing import Any, Final
 
 import msgspec
 
+from streamer.constraints.lark import ANY, Lark, Marks, quoted
 from streamer.core.sampling import WHITESPACE, Grammar
 from streamer.errors import InvalidRequest
 from streamer.server.parsing.formats import HARMONY, Calls, ModelFormat
-from streamer.server.parsing.lark import ANY, GAP, Lark, Marks, quoted
 from streamer.server.parsing.schemas import Schema
 from streamer.server.parsing.tagged import CannotFollow, Tagged
 from streamer.server.parsing.tools import ToolDefinition
@@ -23,6 +23,7 @@ from streamer.server.parsing.tools import ToolDefinition
 KIND: Final = "calls"  # of a Grammar that is made here
 MAX_BYTES: Final = 1 << 20
 MAX_DEPTH: Final = 60  # brackets within brackets, of a schema
+GAP: Final = '"\\n"?'  # between the parts of a call: as the model's template has it or not
 OBJECT: Final[Schema] = {"type": "object"}
 # Keywords beside which `properties` may not be all of the names.
 _MORE: Final = frozenset(
@@ -153,7 +154,7 @@ class _Tags:
             parts = lark.marks.split(opening)
             first = next((n for n, part in enumerate(parts) if isinstance(part, int)), None)
             if first is None:
-                head = lark.lazy(lark.terminal(f"{self._any} {quoted(opening)}"))
+                head = lark.up_to(opening, self._any)
             else:
                 triggers.append(parts[first])
                 head = f"{text} {lark.marks.terms(parts[first:])}"

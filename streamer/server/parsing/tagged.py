@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
+from streamer.constraints.lark import ANY, Lark, regex
 from streamer.server.parsing.formats import Parameters
-from streamer.server.parsing.lark import ANY, Lark, regex
 from streamer.server.parsing.schemas import Schema, as_json, inlined, is_text, types_of
 
 NOTES: Final = frozenset(

@@ -15,6 +15,7 @@ import jsonschema
 import pytest
 
 from streamer.constraints.grammars import Grammars, Vocabulary
+from streamer.constraints.lark import Marks
 from streamer.constraints.masks import Constraint, MaskFiller, Wanted
 from streamer.core.plan import RowJoin
 from streamer.core.sampling import Grammar, SamplingParams
@@ -28,7 +29,6 @@ from streamer.server.parsing.formats import (
     ModelFormat,
     find_format,
 )
-from streamer.server.parsing.lark import Marks
 from streamer.server.parsing.parser import Parser
 from streamer.server.parsing.tools import ToolDefinition
 

@@ -1,7 +1,7 @@
 """Lark: the text of a grammar of llguidance, written rule by rule.
 
-Markers of a format become special tokens where the model's tokenizer has them as such, else text.
-Pure; forcing.py and tagged.py write with it.
+Texts that the model's tokenizer has as special tokens become these, all else text. Pure; tags.py
+writes with it, and so does the server, which makes grammars of tool calls (parsing/forcing.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any, Final
 import msgspec
 
 ANY: Final = "/(?s:.*)/"
-GAP: Final = '"\\n"?'  # between the parts of a call: as the model's template has it or not
 
 encode = msgspec.json.Encoder().encode
 
@@ -35,7 +34,7 @@ def without(markers: Sequence[str]) -> str:
 
 
 class Marks:
-    """The special tokens by which a tokenizer writes a format's markers.
+    """The special tokens of a tokenizer, by which it writes a format's markers.
 
     special  id -> bytes of each;  ends  of them, those that end an answer: they are never written
     """
@@ -43,14 +42,12 @@ class Marks:
     def __init__(self, special: Mapping[int, bytes], ends: Collection[int]) -> None:
         self._ids = {text.decode(errors="replace"): i for i, text in special.items() if text}
         self._ends = frozenset(ends)
+        names = sorted(self._ids, key=len, reverse=True)
+        self._names = re.compile("(" + ("|".join(map(re.escape, names)) or "(?!)") + ")")
 
     def split(self, text: str) -> list[str | int]:
         """Text and ids of special tokens."""
-        names = sorted((name for name in self._ids if name in text), key=len, reverse=True)
-        if not names:
-            return [text] if text else []
-        parts = re.split("(" + "|".join(map(re.escape, names)) + ")", text)
-        return [self._ids.get(part, part) for part in parts if part]
+        return [self._ids.get(part, part) for part in self._names.split(text) if part]
 
     def others(self, ids: Collection[int]) -> str:
         """All special tokens but these and the ends, as one term; empty: there are none."""
@@ -103,6 +100,12 @@ class Lark:
         head, rest = self._head(marker)
         end = f" {quoted(before + head)}" if before + head else ""
         return f"{self.terminal(f'({body}{without((marker, *bans))}){end}')} {rest}"
+
+    def up_to(self, marker: str, body: str = ANY) -> str:
+        """A text of `body` that ends with the first place of a marker, with the marker."""
+        head, rest = self._head(marker)
+        text = self.terminal(f"{body} {quoted(head)}" if head else body)
+        return f"{self.lazy(text) if head else text} {rest}"
 
     def fixed(self, text: str, marker: str, before: str = "") -> str:
         """This text, in which no special token is meant, and a marker."""
