@@ -178,11 +178,12 @@ def test_a_settings_file_can_be_read(tmp_path: Path) -> None:
 def test_every_dependency_is_explained() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     documented = {
-        name.strip()
+        name.split()[0]
         for row in first_column(section("What it depends on", "architecture.md"))
         for name in row.split(",")
     }
-    for requirement in project["dependencies"]:
+    extras = project["optional-dependencies"].values()
+    for requirement in [*project["dependencies"], *(each for extra in extras for each in extra)]:
         assert re.split(r"[^\w.-]", requirement)[0] in documented
 
 
