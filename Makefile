@@ -34,6 +34,10 @@ chaos: $(VENV)/.ready-dev ## kill a server at 100 random moments beneath its cli
 clients: $(VENV)/.ready-dev ## packages and programs of others against the server, each in an environment of its own
 	$(BIN)/python -m tests.clients.unchanged.run $(ARGS)
 
+FUZZ ?= STREAMER_FUZZ_COUNT=1000000 STREAMER_FUZZ_SEED=1 STREAMER_FUZZ_SECONDS=3600
+fuzz: $(VENV)/.ready-dev ## a million changed inputs of every kind, an hour at most; FUZZ="..." has seed and count
+	$(FUZZ) $(BIN)/python -m pytest -s -o faulthandler_timeout=0 tests/chaos/test_fuzz.py $(ARGS)
+
 bench-page: $(VENV)/.ready-dev page chromium ## measure the page in a browser, beside its budget
 	$(BIN)/streamer bench page $(ARGS)
 

@@ -150,6 +150,10 @@ class ChatTemplate:
                 f"the chat template has an error in line {e.lineno}: {e.message}",
                 param="chat_template",
             ) from None
+        except SyntaxError as e:  # a break outside a loop: Python's own compiler sees it
+            raise ConfigError(
+                f"the chat template has an error: {e.msg}", param="chat_template"
+            ) from None
         self._tokens = dict(tokens)
 
     def render(

@@ -169,9 +169,14 @@ def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
     assert caught.value.param == "messages"
 
 
-def test_a_template_that_is_no_jinja_stops_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="line 2") as caught:
-        Tokenizer.from_folder(folder(tmp_path, chat_template="ok\n{% for %}"))
+@pytest.mark.parametrize(
+    ("template", "says"), [("ok\n{% for %}", "line 2"), ("{% break %}", "loop")]
+)
+def test_a_template_that_is_no_jinja_stops_the_start(
+    tmp_path: Path, template: str, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        Tokenizer.from_folder(folder(tmp_path, chat_template=template))
     assert caught.value.param == "chat_template"
 
 

@@ -1,0 +1,281 @@
+"""Changed inputs of every kind: each is answered or refused, and a neighbour's tokens stay.
+
+`make fuzz` runs a million; STREAMER_FUZZ_COUNT, _SEED and _SECONDS say how many, which, and for how
+long at most. Most are decoded in process, by the server's own application, a share goes over
+sockets. What a run did is printed with a digest of its inputs: the same seed gives the same ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import socket
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from websockets.protocol import State
+
+from streamer.errors import ConfigError, InvalidRequest, ModelNotSupported
+from streamer.model.checkpoint import _read_header
+from streamer.model.gguf.header import read_header
+from streamer.server.app import build_app
+from streamer.server.transport.websocket import Frames
+from streamer.tokenizer.chat import ChatTemplate
+from tests.chaos.fuzzing import Maker
+from tests.checkpoints import make_checkpoint
+from tests.model.gguf.test_header import is_refused, write_gguf
+from tests.server.support.counting import check_counting
+from tests.server.support.running import Running
+
+COUNT = int(os.environ.get("STREAMER_FUZZ_COUNT", "3000"))
+SEED = int(os.environ.get("STREAMER_FUZZ_SEED", "1"))
+SECONDS = float(os.environ.get("STREAMER_FUZZ_SECONDS", "120"))
+BATCH = 1000
+EVENTS_A_SOCKET = 20
+AT_ONCE = 8
+HEADERS = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
+SCOPE: dict[str, Any] = {
+    "asgi": {"version": "3.0"},
+    "http_version": "1.1",
+    "query_string": b"",
+    "root_path": "",
+    "headers": HEADERS,
+    "client": ("127.0.0.1", 1),
+    "server": ("127.0.0.1", 80),
+}
+UNAVAILABLE = (b"server_overloaded", b"queue_full")
+
+
+class Fuzz:
+    """A run: what was sent, what came of it, and what should not have."""
+
+    def __init__(self, server: Running, folder: Path) -> None:
+        names = httpx.get(server.url + "/openapi.json").json()["components"]["schemas"].values()
+        fields = {name for each in names for name in each.get("properties", {})}
+        self.maker = Maker(SEED, sorted(fields))
+        self.counts: Counter[str] = Counter()
+        self.statuses: Counter[int] = Counter()
+        self.found: list[str] = []
+        self.digest = hashlib.sha256()
+        self._server, self._app = server, build_app(server.engine, server.config)
+        self._file = folder / "bad"
+        made = make_checkpoint(
+            folder / "m", "llama", hidden_size=32, intermediate_size=64, num_hidden_layers=1
+        )
+        good = write_gguf(made, folder / "good.gguf")
+        self._gguf = good.read_bytes(), read_header(good).tensors[0].start
+
+    @property
+    def num_done(self) -> int:
+        return self.counts.total()
+
+    def took(self, kind: str, data: bytes) -> bytes:
+        self.counts[kind] += 1
+        self.digest.update(data)
+        return data
+
+    def wrong(self, kind: str, data: object, why: object) -> None:
+        self.found.append(f"{kind}: {why!r:.300} of {data!r:.600}")
+
+    # ------------------------------------------------------------ on the server's loop
+
+    async def _post(self, path: str, body: bytes) -> None:
+        received = [{"type": "http.request", "body": body, "more_body": False}]
+        status, parts = 0, b""
+
+        async def receive() -> Any:
+            if received:
+                return received.pop()
+            return await asyncio.Future()
+
+        async def send(message: Any) -> None:
+            nonlocal status, parts
+            status = message.get("status", status)
+            parts += message.get("body", b"")
+
+        scope = {**SCOPE, "type": "http", "method": "POST", "scheme": "http", "path": path}
+        scope["raw_path"] = path.encode()
+        try:
+            await self._app(scope, receive, send)
+        except Exception as e:
+            self.wrong(path, body, e)
+        self.statuses[status] += 1
+        if status >= 500 and not any(code in parts for code in UNAVAILABLE):
+            self.wrong(path, body, (status, parts))
+
+    async def _talk(self, events: list[bytes], is_packed: bool) -> None:
+        kind = "bytes" if is_packed else "text"
+        given: list[dict[str, Any]] = [{"type": "websocket.connect"}]
+        for event in events:
+            data = event if is_packed else event.decode(errors="replace")
+            given.append({"type": "websocket.receive", kind: data})
+        given.append({"type": "websocket.disconnect", "code": 1001})
+        given.reverse()
+
+        async def receive() -> Any:
+            for _ in range(3):
+                await asyncio.sleep(0)  # the session writes its replies
+            return given.pop()
+
+        async def send(message: Any) -> None:
+            if "internal" in str(message.get(kind)):
+                self.wrong(kind, events, message)
+
+        scope = {**SCOPE, "type": "websocket", "scheme": "ws", "path": "/v1/responses"}
+        scope["raw_path"] = b"/v1/responses"
+        scope["subprotocols"] = ["streamer.v1.msgpack" if is_packed else "streamer.v1.json"]
+        try:
+            await self._app(scope, receive, send)
+        except Exception as e:
+            self.wrong(kind, events, e)
+
+    async def _neighbour(self) -> None:
+        """A stream beside the batch, on a socket of its own: it counts without a gap."""
+        body = {"prompt": "count", "max_tokens": 48, "ignore_eos": True}
+        async with httpx.AsyncClient(base_url=self._server.url, timeout=20.0) as client:
+            answer = await client.post("/v1/completions", json=body)
+        assert len(check_counting(answer.json()["choices"][0]["text"])) == 48
+
+    async def served(self, num: int) -> None:
+        """HTTP bodies and events: `num` of them in process."""
+        bodies = [self.maker.body() for _ in range(num // 2)]
+        chats = [
+            ([self.maker.event(is_packed) for _ in range(EVENTS_A_SOCKET)], is_packed)
+            for is_packed in (False, False, True) * max(1, num // 6 // EVENTS_A_SOCKET)
+        ]
+        for path, body in bodies:
+            self.took("HTTP bodies", path.encode() + body)
+        for events, is_packed in chats:
+            for event in events:
+                self.took("MessagePack events" if is_packed else "JSON events", event)
+        works = [self._post(*each) for each in bodies]
+        works += [self._talk([*events], is_packed) for events, is_packed in chats]
+
+        async def some() -> None:
+            while works:
+                await works.pop()
+
+        await asyncio.gather(self._neighbour(), *(some() for _ in range(AT_ONCE)))
+
+    # ------------------------------------------------------------ here
+
+    def decoded(self, num: int) -> None:
+        """Frames, files and templates."""
+        loop = asyncio.new_event_loop()
+        for _ in range(num // 2):
+            data = self.took("WebSocket frames", self.maker.frames())
+            conn = Frames(loop, state=State.OPEN, max_size=1 << 20)
+            with self._watched("frames", data):
+                conn.receive_data(data)
+                conn.events_received()
+        loop.close()
+        for i in range(num // 2):
+            if i % 3 == 0:
+                source = self.maker.template()
+                data = self.took("chat templates", source.encode())
+                with self._watched("template", data, ConfigError, InvalidRequest):
+                    template = ChatTemplate(source, {"bos_token": "<s>"})
+                    template.render(
+                        [{"role": "user", "content": "x"}], add_generation_prompt=True, tools=None
+                    )
+            elif i % 3 == 1:
+                data = self.took("safetensors headers", self.maker.safetensors())
+                self._file.write_bytes(data)
+                with self._watched("safetensors", data, ModelNotSupported):
+                    _read_header(self._file, 1 << 20)
+            else:
+                data = self.took("GGUF headers", self.maker.gguf(*self._gguf))
+                self._file.write_bytes(data)
+                with self._watched("GGUF", data, ModelNotSupported):
+                    read_header(self._file)
+                    if i % 60 == 2:
+                        is_refused(self._file)
+
+    @contextlib.contextmanager
+    def _watched(self, kind: str, data: bytes, *allowed: type[Exception]) -> Any:
+        try:
+            yield
+        except allowed:
+            pass
+        except Exception as e:
+            self.wrong(kind, data, e)
+
+    def sent(self, num: int) -> None:
+        """Bodies and frames on sockets; their connections are closed by either side."""
+        host = self._server.url.removeprefix("http://")
+        name, port = host.split(":")
+        upgrade = f"GET /v1/responses HTTP/1.1\r\nHost: {host}\r\nUpgrade: websocket\r\n"
+        upgrade += "Connection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+        upgrade += "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+        for i in range(num):
+            if i % 2:
+                data = self.took("sockets: frames", upgrade.encode() + self.maker.frames())
+            else:
+                path, body = self.maker.body()
+                head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
+                head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+                raw = head.encode() + body
+                raw = self.maker.scratched(raw) if i % 8 == 0 else raw
+                data = self.took("sockets: HTTP", raw)
+            with socket.create_connection((name, int(port)), 20.0) as client:
+                answer = b""
+                with contextlib.suppress(OSError):
+                    client.sendall(data)
+                    client.shutdown(socket.SHUT_WR)
+                    client.settimeout(20.0)
+                    while more := client.recv(1 << 16):
+                        answer += more
+                if answer.startswith(b"HTTP/1.1 5") and not any(c in answer for c in UNAVAILABLE):
+                    self.wrong("socket", data, answer)
+
+
+def resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGESIZE") / (1 << 20)
+
+
+async def num_tasks() -> int:
+    return len(asyncio.all_tasks())
+
+
+def test_whatever_comes_is_answered_or_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = Running(model="fake", max_model_len=160, retain_s=1.0, max_wait_s=0.0).start()
+    caplog.set_level(logging.ERROR)
+    try:
+        fuzz = Fuzz(server, tmp_path)
+        began, memory, tasks = time.monotonic(), 0.0, 0
+        while fuzz.num_done < COUNT and time.monotonic() - began < SECONDS:
+            server.on_loop(fuzz.served(BATCH * 6 // 10))
+            fuzz.decoded(BATCH * 4 // 10 - 20)
+            fuzz.sent(20)
+            if not memory:
+                server.wait_idle()
+                memory, tasks = resident_mib(), server.on_loop(num_tasks())
+            if fuzz.num_done % 50_000 < BATCH:
+                passed_s = time.monotonic() - began
+                print(f"{fuzz.num_done} inputs, {passed_s:.0f} s, {resident_mib():.0f} MiB")
+            assert not fuzz.found, "\n".join(fuzz.found[:20])
+        server.wait_idle()
+        wait_s = time.monotonic() + 10.0
+        while server.on_loop(num_tasks()) > tasks:
+            assert time.monotonic() < wait_s, "tasks are left"
+        errors = [r.getMessage() for r in caplog.records if r.name.startswith("streamer")]
+        assert errors == []
+        grown = resident_mib() - memory
+        print(
+            f"seed {SEED}: {json.dumps(fuzz.counts)}, statuses {json.dumps(fuzz.statuses)}; "
+            f"{time.monotonic() - began:.0f} s, {grown:.0f} MiB more, {fuzz.digest.hexdigest()}"
+        )
+        assert grown < 64 + COUNT / 5000
+    finally:
+        server.stop()
