@@ -38,6 +38,10 @@ FUZZ ?= STREAMER_FUZZ_COUNT=1000000 STREAMER_FUZZ_SEED=1 STREAMER_FUZZ_SECONDS=3
 fuzz: $(VENV)/.ready-dev ## a million changed inputs of every kind, an hour at most; FUZZ="..." has seed and count
 	$(FUZZ) $(BIN)/python -m pytest -s -o faulthandler_timeout=0 tests/chaos/test_fuzz.py $(ARGS)
 
+MINUTES ?= 60
+soak: $(VENV)/.ready-dev ## everything at once for an hour, MINUTES=10 for less: memory, files, tasks, journal stay flat
+	STREAMER_SOAK_MINUTES=$(MINUTES) $(BIN)/python -m pytest -s -o faulthandler_timeout=0 tests/chaos/test_soak.py $(ARGS)
+
 bench-page: $(VENV)/.ready-dev page chromium ## measure the page in a browser, beside its budget
 	$(BIN)/streamer bench page $(ARGS)
 

@@ -245,7 +245,7 @@ class Maker:
             header = self.scratched(header)
         size = len(header)
         if self.chance.random() < 0.1:
-            size = self.chance.choice((0, size + 1, size - 1, 1 << 31, (1 << 64) - 1))
+            size = self.chance.choice((0, size + 1, size // 2, 1 << 31, (1 << 64) - 1))
         data = struct.pack("<Q", size) + header + bytes(256)
         return data[: self.chance.randrange(len(data))] if self.chance.random() < 0.1 else data
 

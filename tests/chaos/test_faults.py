@@ -122,7 +122,7 @@ async def test_a_process_stopped_for_longer_than_the_watchdog_goes_on(process: K
     assert "hangs" not in process.lines()
 
 
-def vanish(process: Killable, chance: random.Random) -> None:
+def vanish(port: int, chance: random.Random) -> None:
     """One client that leaves at a random moment, by a reset, a close or half a close."""
     body = json.dumps(
         {
@@ -154,7 +154,7 @@ def vanish(process: Killable, chance: random.Random) -> None:
         sent += data
     if chance.random() < 0.3:
         sent = sent[: chance.randrange(len(sent))]
-    with socket.create_connection(("127.0.0.1", process.port), DEADLINE_S) as client:
+    with socket.create_connection(("127.0.0.1", port), DEADLINE_S) as client:
         client.sendall(sent)
         client.settimeout(0.3)
         with contextlib.suppress(OSError):
@@ -175,7 +175,7 @@ async def test_clients_that_vanish_leave_nothing(process: Killable) -> None:
 
     async def some() -> None:
         for seed in seeds:
-            await asyncio.to_thread(vanish, process, random.Random(seed))
+            await asyncio.to_thread(vanish, process.port, random.Random(seed))
 
     async with asyncio.timeout(DEADLINE_S + NUM_VANISHING / 10):
         await asyncio.gather(count(process.url, 200), *(some() for _ in range(AT_ONCE)))

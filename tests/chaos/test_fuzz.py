@@ -263,7 +263,10 @@ def test_whatever_comes_is_answered_or_refused(
                 memory, tasks = resident_mib(), server.on_loop(num_tasks())
             if fuzz.num_done % 50_000 < BATCH:
                 passed_s = time.monotonic() - began
-                print(f"{fuzz.num_done} inputs, {passed_s:.0f} s, {resident_mib():.0f} MiB")
+                print(
+                    f"{fuzz.num_done} inputs, {passed_s:.0f} s, {resident_mib():.0f} MiB",
+                    flush=True,
+                )
             assert not fuzz.found, "\n".join(fuzz.found[:20])
         server.wait_idle()
         wait_s = time.monotonic() + 10.0
