@@ -200,6 +200,17 @@ class Backend(Protocol):
 class CpuBackend(Backend, Protocol):
     """The ops on a CPU, drawing included; on a GPU gpu/sampling/sample.py draws."""
 
+    def ban(
+        self, x: torch.Tensor, rows: torch.Tensor, words: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make -inf, in place, the tokens of rows [F] of x [S, V] whose bit is not set.
+
+        words  [F, W] int32: bit t % 32 of word t // 32 is token t
+        The largest value of each of these rows then, and its index, as Backend.best; a row with a
+        NaN has any.
+        """
+        ...
+
     def draw(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
         """One token for each of F draws from rows of logits [S, V] -> [F] ids.
 

@@ -103,6 +103,21 @@ def best(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values.float(), ids
 
 
+def ban(
+    x: torch.Tensor, rows: torch.Tensor, words: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See CpuBackend.ban."""
+    closed = ~unpacked(words, x.shape[1])
+    x[rows] = x[rows].masked_fill_(closed, -torch.inf)
+    return best(x[rows])
+
+
+def unpacked(words: torch.Tensor, count: int) -> torch.Tensor:
+    """Bits of words [F, W] int32 -> [F, count] whether each is set, the lowest first."""
+    shifts = torch.arange(32, dtype=torch.int32)
+    return ((words.unsqueeze(-1) >> shifts) & 1).view(len(words), -1)[:, :count].bool()
+
+
 def embedding(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """See Backend.embedding."""
     return F.embedding(tokens, table)

@@ -202,6 +202,16 @@ def best(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values, ids
 
 
+def ban(
+    x: torch.Tensor, rows: torch.Tensor, words: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See CpuBackend.ban."""
+    values, ids = torch.empty(len(rows)), torch.empty(len(rows), dtype=torch.int64)
+    sizes = (x.shape[1], x.stride(0), words.shape[1])
+    issue(Call(Kind.BAN, rows, x.dtype, (x, rows, words, values, ids), sizes))
+    return values, ids
+
+
 def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
     """See CpuBackend.draw."""
     if logits.shape[1] > MAX_DRAW:

@@ -63,6 +63,7 @@ class Kind(IntEnum):
     UNPACK = 15
     FIT = 16
     ROUND = 17
+    BAN = 18
 
 
 class Count(IntEnum):

@@ -18,6 +18,7 @@
 #include "quantized_linear.c"
 #include "pack.c"
 #include "attention.c"
+#include "ban.c"
 #include "best.c"
 #include "blocks.c"
 #include "copy.c"
@@ -47,7 +48,7 @@ static const Kind kinds[] = {
     {embedding_chunks, quantized_rows_run},
     {pack_chunks, pack_run},           {pack_chunks, pack_quantized_run},
     {unpack_chunks, unpack_run},       {fit_chunks, fit_run},
-    {fit_chunks, round_run},
+    {fit_chunks, round_run},           {ban_chunks, ban_run},
 };
 
 /* A ticket is op << 52 | chunks of that op << 26 | next chunk, so that a thread that takes

@@ -6,6 +6,7 @@ drew; provisional tokens are followed and rolled back. Called by the samplers, o
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     import llguidance
 
 Words = NDArray[np.int32]
+# Masks of a step that take longer are filled by all of llguidance's threads: waking those takes
+# 60 us, 16 masks where a text is forced 10 to 20 (2 cores of an EPYC Zen 5, 2026-11-22).
+TOGETHER_S = 0.3e-3
 
 
 class Constraint:
@@ -34,8 +38,8 @@ class Constraint:
     """
 
     __slots__ = (
-        "_behind", "_crossing", "_floor", "_held", "_matcher", "_size", "_stops", "_vocabulary",
-        "ends", "place",
+        "_behind", "_crossing", "_end_ids", "_held", "_matcher", "_size", "_stops", "_vocabulary",
+        "end_bits", "ends", "floor", "place",
     )  # fmt: skip
 
     def __init__(
@@ -48,8 +52,11 @@ class Constraint:
         self._vocabulary, self._size = vocabulary, vocab_size
         words = -(-vocab_size // 32)
         self.ends, self._stops = _bits(ends, words), _bits(stops, words)
+        bits = np.array([1 << (t & 31) for t in ends], np.uint32).view(np.int32)
+        self.end_bits = np.array([t >> 5 for t in ends], np.int64), bits  # words of `ends`, bits
         self._held = self.ends & ~self._stops  # ends that end nothing: ignore_eos
-        self._floor = join.num_prompt + join.params.min_tokens
+        self._end_ids = frozenset((*ends, *stops))
+        self.floor = join.num_prompt + join.params.min_tokens  # the first position to end at
         self.place: Place | None = None
         self._crossing: set[int] = set()  # tokens that may be of the reasoning and of the answer
         if join.reasoning is not None:
@@ -61,8 +68,7 @@ class Constraint:
 
     def is_end(self, token: int) -> bool:
         """Whether the text ends with this token."""
-        word = int(self.ends[token >> 5] | self._stops[token >> 5])
-        return bool(word >> (token & 31) & 1)
+        return token in self._end_ids
 
     def drew(self, token: int) -> None:
         """The row's next token is this one."""
@@ -110,7 +116,7 @@ class Constraint:
             if self._crossing and place is not None:
                 crossing = [t for t in place.crossing(self._crossing) if t < self._size]
                 words &= ~_bits(crossing, len(words))
-            if position < self._floor:
+            if position < self.floor:
                 words &= ~self._stops
             if self._matcher is not None:
                 words &= ~self.ends  # it would end before the grammar's text has begun
@@ -149,7 +155,7 @@ class Constraint:
         """What llguidance allows at this position, with the row's own ends, in place."""
         if (words & self.ends).any():
             words |= self._stops
-        banned = self._held if position >= self._floor else self._held | self._stops
+        banned = self._held if position >= self.floor else self._held | self._stops
         if banned.any() and (left := words & ~banned).any():
             words[:] = left
 
@@ -172,6 +178,9 @@ class Wanted:
         self.tokens = list(tokens)
 
 
+Followed = tuple["llguidance.LLMatcher", int, Wanted]  # and where its masks begin
+
+
 class Filled:
     """The masks of a step.
 
@@ -191,12 +200,14 @@ class Filled:
 
 
 class MaskFiller:
-    """Fills masks in llguidance's threads; `begin` returns at once."""
+    """Fills masks in a thread beside the step, and in llguidance's where they take long; `begin`
+    returns at once."""
 
     def __init__(self, vocab_size: int) -> None:
         self._num_words = -(-vocab_size // 32)
         self._threads = ThreadPoolExecutor(1, "streamer-masks")
         self._executor: llguidance.LLExecutor | None = None
+        self._is_slow = False  # the last step's masks
 
     def begin(self, wanted: Sequence[Wanted]) -> Callable[[], Filled]:
         """Begin to fill these masks; the result waits for them."""
@@ -207,35 +218,47 @@ class MaskFiller:
         """Fill these masks here."""
         count = sum(1 + len(each.tokens) for each in wanted)
         words = np.zeros((count, self._num_words), np.int32)
-        plain: list[tuple[llguidance.LLMatcher, int]] = []
-        runs: list[tuple[llguidance.LLMatcher, int, list[int]]] = []
-        at, errors, followed = 0, dict[int, str](), []
+        at, followed = 0, list[Followed]()
         for each in wanted:
             matcher = each.constraint.advance()
             if matcher is None:
                 here = words[at : at + 1 + len(each.tokens)]
                 each.constraint.fill(here, each.position, each.tokens)
             else:
-                followed.append((at, each))
-                if each.tokens:
-                    runs.append((matcher, at, each.tokens))
-                else:
-                    plain.append((matcher, at))
+                followed.append((matcher, at, each))
             at += 1 + len(each.tokens)
-        where = words.ctypes.data, 4 * self._num_words, count
+        if followed:
+            began = time.perf_counter()
+            (self._fill_together if self._is_slow else self._fill_each)(words, followed)
+            took_s = time.perf_counter() - began
+            self._is_slow = took_s > (TOGETHER_S / 2 if self._is_slow else TOGETHER_S)
+        return Filled(words, _finished(words, followed))
+
+    def _fill_each(self, words: Words, followed: Sequence[Followed]) -> None:
+        start, row_bytes = words.ctypes.data, 4 * self._num_words
+        for matcher, at, each in followed:
+            where, taken = start + at * row_bytes, 0
+            matcher.unsafe_compute_mask_ptr(where, row_bytes)
+            for token in each.tokens:
+                if each.constraint.is_end(token) or not matcher.try_consume_tokens([token]):
+                    break  # llguidance stops before ends
+                taken += 1
+                matcher.unsafe_compute_mask_ptr(where + taken * row_bytes, row_bytes)
+            if taken:
+                matcher.rollback(taken)
+
+    def _fill_together(self, words: Words, followed: Sequence[Followed]) -> None:
+        if self._executor is None:
+            import llguidance
+
+            self._executor = llguidance.LLExecutor()
+        where = words.ctypes.data, 4 * self._num_words, len(words)
+        plain = [(matcher, at) for matcher, at, each in followed if not each.tokens]
+        runs = [(matcher, at, each.tokens) for matcher, at, each in followed if each.tokens]
         if plain:
-            self._of_threads().unsafe_compute_mask_ptr(plain, *where)
+            self._executor.unsafe_compute_mask_ptr(plain, *where)
         if runs:
-            self._of_threads().unsafe_compute_mask_ptr_with_draft_token(runs, *where)
-        for start, each in followed:
-            reason = each.constraint.error
-            for n in range(1 + len(each.tokens)):
-                if n and each.constraint.is_end(each.tokens[n - 1]):
-                    words[start + n] = each.constraint.ends  # llguidance stops before these
-                each.constraint.finish(words[start + n], each.position + n)
-                if reason:
-                    errors[start + n] = reason
-        return Filled(words, errors)
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(runs, *where)
 
     def fill_last(self, wanted: Sequence[Wanted]) -> Filled:
         """Fill these masks, and return each one's last: that after all its tokens."""
@@ -247,12 +270,25 @@ class MaskFiller:
         """End the thread."""
         self._threads.shutdown()
 
-    def _of_threads(self) -> llguidance.LLExecutor:
-        if self._executor is None:
-            import llguidance
 
-            self._executor = llguidance.LLExecutor()
-        return self._executor
+def _finished(words: Words, followed: Sequence[Followed]) -> dict[int, str]:
+    """Add the rows' own ends to what llguidance allows, in place; index -> why there is no mask."""
+    errors: dict[int, str] = {}
+    if not followed:
+        return errors
+    at, bits = followed[0][2].constraint.end_bits
+    may_end: NDArray[np.bool_] = np.logical_or.reduce(words[:, at] & bits, axis=1)
+    for _, start, each in followed:
+        constraint, reason = each.constraint, each.constraint.error
+        for n in range(1 + len(each.tokens)):
+            is_after = n > 0 and constraint.is_end(each.tokens[n - 1])
+            if is_after:
+                words[start + n] = constraint.ends  # llguidance stops before these
+            if is_after or may_end[start + n] or each.position + n < constraint.floor:
+                constraint.finish(words[start + n], each.position + n)
+            if reason:
+                errors[start + n] = reason
+    return errors
 
 
 def _bits(tokens: Sequence[int], num_words: int) -> Words:

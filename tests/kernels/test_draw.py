@@ -53,6 +53,29 @@ def test_both_backends_draw_the_same(
     assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1, 31, 64, 1000])
+def test_both_backends_ban_the_same(vocab: int, dtype: torch.dtype) -> None:
+    """Of strided rows: words with none, all and some bits, equals, and rows with nothing left."""
+    rng = np.random.default_rng(vocab)
+    words = rng.integers(-(1 << 31), 1 << 31, (5, -(-vocab // 32)), dtype=np.int64)
+    words[:, 1::3], words[:, 2::3], words[3], words[4] = 0, -1, 0, -1
+    masks = torch.from_numpy(words.astype(np.int32))
+    wide = torch.randn(8, vocab + 3, generator=torch.Generator().manual_seed(vocab))
+    wide[1], wide[6, vocab // 2 :] = 2.0, -torch.inf
+    rows, x = torch.tensor([6, 1, 3, 0, 4]), wide.to(dtype)
+    ours, theirs = x.clone(), x.clone()
+    got = native.ban(ours[:, :vocab], rows, masks)
+    expected = reference.ban(theirs[:, :vocab], rows, masks)
+    assert torch.equal(ours, theirs)
+    assert torch.equal(got[0], expected[0])
+    bits = np.unpackbits(masks.numpy().view(np.uint8), axis=1, count=vocab, bitorder="little")
+    closed = torch.from_numpy(bits == 0)
+    assert torch.equal(ours[rows, :vocab], x[rows, :vocab].masked_fill(closed, -torch.inf))
+    left = ours[rows, :vocab].tolist()
+    assert got[1].tolist() == [row.index(max(row)) for row in left]
+
+
 def test_the_order_of_rows_is_the_draws_own() -> None:
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(1))
     draws = draws_of(6, (0, 0.9, 0.0), seed=1)

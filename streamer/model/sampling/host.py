@@ -6,6 +6,7 @@ calls `join` and `leave` for its rows and `sample` once a step. Uses no Plan, bl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -57,11 +58,12 @@ class Step(NamedTuple):
 class Laid:
     """The layout of a list of rows, and the settings of those of them that draw."""
 
-    __slots__ = ("draws", "layout", "rows")
+    __slots__ = ("constrained", "draws", "layout", "rows")
 
     def __init__(self, table: RowTable, rows: tuple[int, ...]) -> None:
         self.rows = rows
         self.layout = Layout(table, rows)
+        self.constrained = torch.tensor(self.layout.constrained, dtype=torch.int64)
         slots = self.layout.slots[self.layout.drawn]
         self.draws = ops.Draws(
             self.layout.drawn, table.top_k[slots], table.settings[slots], table.origin[slots]
@@ -188,11 +190,9 @@ class Sampler:
         tokens: list[int] = best_ids.tolist()
         if not layout.is_plain_greedy:
             x = self._edited(logits, layout, step, bad, tokens)
-            self._draw(x, laid, step.positions, tokens)
             if step.masks is not None:
-                at = layout.constrained
-                is_open = x[at, [tokens[i] for i in at]].isfinite().tolist()
-                bad += [i for i, has_token in zip(at, is_open, strict=True) if not has_token]
+                self._ban(x, laid, step.masks, bad, tokens)
+            self._draw(x, laid, step.positions, tokens)
         for i in bad:
             tokens[i] = FAILED
         return tokens
@@ -219,7 +219,7 @@ class Sampler:
     ) -> torch.Tensor:
         """The logits to draw from. `tokens` holds the argmax of each row of `logits`, and gets that
         of the greedy ones that are edited; those with all banned go to `bad`."""
-        if not (layout.edited or layout.floors or step.masks):
+        if not (layout.edited or layout.floors):
             return logits
         x = logits.float().contiguous()
         if bad:
@@ -230,6 +230,19 @@ class Sampler:
                 tokens[i] = token
         bad += self._masked_out(x, layout, step.positions)
         return x
+
+    def _ban(
+        self, x: torch.Tensor, laid: Laid, masks: Filled, bad: list[int], tokens: list[int]
+    ) -> None:
+        """Apply the grammars' masks in place in x; `bad` and `tokens` as in `_edited`."""
+        words = torch.from_numpy(masks.words)
+        best, best_ids = self._kernels.ban(x, laid.constrained, words)
+        tops: list[float] = best.tolist()
+        ids: list[int] = best_ids.tolist()
+        for n, i in enumerate(laid.layout.constrained):
+            tokens[i] = ids[n]
+            if not math.isfinite(tops[n]):
+                bad.append(i)
 
     def _draw(
         self,
@@ -260,8 +273,7 @@ class Sampler:
         return closed
 
     def _edit(self, x: torch.Tensor, layout: Layout, step: Step) -> list[int]:
-        """Bias, min_tokens mask, penalties and grammars, in place in x [S, V]; the greedy rows it
-        touched."""
+        """Bias, min_tokens mask and penalties, in place in x [S, V]; the greedy rows it touched."""
         flat, vocab = x.view(-1), x.shape[1]
         below = layout.below_floor(step.positions)
         if biases := layout.biases(vocab):
@@ -270,10 +282,7 @@ class Sampler:
         if below:
             flat.index_fill_(0, torch.from_numpy(layout.masked(below, vocab)), -torch.inf)
         _penalise(flat, vocab, layout, step.before)
-        if step.masks is not None:
-            closed = torch.from_numpy(step.masks.allowed(vocab)) == 0
-            x[layout.constrained] = x[layout.constrained].masked_fill_(closed, -torch.inf)
-        edited = {*below, *layout.edited, *layout.constrained}
+        edited = {*below, *layout.edited}
         return [i for i in layout.greedy if i in edited]
 
 
