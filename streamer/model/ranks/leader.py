@@ -28,7 +28,7 @@ from streamer.core.plan import Facts, Plan, StepResult
 from streamer.errors import RankFailed
 from streamer.model.ranks import wire
 from streamer.model.ranks.group import LOOPBACK, Group
-from streamer.model.ranks.worker import BEAT_S, Place
+from streamer.model.ranks.worker import BEAT_S, Rendezvous
 from streamer.model.runner.cpu import CpuRunner, Done
 from streamer.model.runner.cuda import CudaInFlight, CudaRunner
 from streamer.model.runner.load import check_shared, load_runner
@@ -79,7 +79,7 @@ class RankedRunner:
         self._runner = runner
         self._group = group
         self._leader = leader
-        self._drawn = wire.Drawn()
+        self._drawn = wire.Checksum()
 
     @property
     def depth(self) -> int:
@@ -108,7 +108,7 @@ class RankedRunner:
             result = in_flight.collect()
         except Exception as error:
             raise self._leader.failure_of(error) from error
-        self._drawn = wire.Drawn.of(result)
+        self._drawn = wire.Checksum.of(result)
         return result
 
     def facts(self) -> Facts:
@@ -177,7 +177,7 @@ class Leader:
         with socket.create_server((LOOPBACK, 0)) as listener:
             port = listener.getsockname()[1]
             for index in range(1, self._count):
-                self._processes.append(_start(Place(index, port, secret)))
+                self._processes.append(_start(Rendezvous(index, port, secret)))
             self._accept_all(listener, secret, go_on)
         setup = wire.Setup(self._settings(), self._count, str(self._file))
         for other in self._others:
@@ -325,11 +325,11 @@ class Leader:
         self._died(self.failure)
 
 
-def _start(place: Place) -> subprocess.Popen[bytes]:
+def _start(rendezvous: Rendezvous) -> subprocess.Popen[bytes]:
     """The process of a rank, which gets no signal that is meant for this one."""
     command = [sys.executable, "-c", PROGRAM]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     if process.stdin is not None:
         with contextlib.suppress(OSError), process.stdin:
-            process.stdin.write(msgspec.json.encode(place))
+            process.stdin.write(msgspec.json.encode(rendezvous))
     return process

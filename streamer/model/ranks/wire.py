@@ -51,17 +51,17 @@ class Launch(msgspec.Struct, frozen=True, tag=True):
     """To all ranks: carry this plan out. `drawn`: what the first rank drew before."""
 
     plan: Plan
-    drawn: Drawn
+    drawn: Checksum
 
 
-class Drawn(msgspec.Struct, frozen=True, array_like=True):
-    """The tokens of a plan's result, as a checksum: every rank draws the same."""
+class Checksum(msgspec.Struct, frozen=True, array_like=True):
+    """Of the tokens of a plan: every rank draws the same."""
 
     plan: int = 0
-    checksum: int = 0
+    value: int = 0
 
     @classmethod
-    def of(cls, result: StepResult) -> Drawn:
+    def of(cls, result: StepResult) -> Checksum:
         return cls(result.number, hash((result.rows, result.tokens)))
 
 

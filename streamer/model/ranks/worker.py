@@ -31,7 +31,7 @@ from streamer.model.runner.load import load_runner
 BEAT_S = 1.0
 
 
-class Place(msgspec.Struct, frozen=True):
+class Rendezvous(msgspec.Struct, frozen=True):
     """Which rank a process is, and where the first one listens."""
 
     index: int
@@ -45,11 +45,11 @@ MakeGrammars = Callable[[Config, ModelInfo], Grammars]
 
 def main(make_grammars: MakeGrammars) -> int:
     """Serve as a rank until the first one is gone; the process's exit code."""
-    place = msgspec.json.decode(sys.stdin.buffer.read(), type=Place)
-    logging.basicConfig(level=logging.WARNING, format=f"rank {place.index}: %(message)s")
-    connection = socket.create_connection((LOOPBACK, place.port))
-    wire.greet(connection, place.index, place.secret)
-    rank = Rank(place.index, wire.Channel(connection), make_grammars)
+    rendezvous = msgspec.json.decode(sys.stdin.buffer.read(), type=Rendezvous)
+    logging.basicConfig(level=logging.WARNING, format=f"rank {rendezvous.index}: %(message)s")
+    connection = socket.create_connection((LOOPBACK, rendezvous.port))
+    wire.greet(connection, rendezvous.index, rendezvous.secret)
+    rank = Rank(rendezvous.index, wire.Channel(connection), make_grammars)
     threading.Thread(target=rank.beat, name="streamer-beat", daemon=True).start()
     try:
         rank.run()
@@ -104,7 +104,7 @@ class Rank:
 
     def _carry_out(self, runner: CpuRunner | CudaRunner) -> None:
         launched: deque[Done | CudaInFlight] = deque()
-        drawn = wire.Drawn()
+        drawn = wire.Checksum()
         while True:
             message = self._receive(wire.Launch)
             if message.drawn != drawn:
@@ -112,7 +112,7 @@ class Rank:
             self._plan = message.plan.number
             launched.append(runner.launch(message.plan))
             while len(launched) > runner.depth:
-                drawn = wire.Drawn.of(launched.popleft().collect())
+                drawn = wire.Checksum.of(launched.popleft().collect())
 
     def _receive(self, kind: type[wire.M]) -> wire.M:
         message = self._channel.receive()
