@@ -127,7 +127,7 @@ def advance(state: State, seq: Sequence, draft: Draft) -> None:
     samples = count == remaining
     if remaining > 1 or is_beam:
         # a hypothesis may have become another one, of whose last token the runner does not know
-        tokens = tuple(seq.tokens[start:]) if is_beam and count == 1 else ()
+        tokens = tuple(seq.tokens[start:]) if is_beam and remaining == 1 else ()
         draft.chunks.append(Chunk(seq.row, start, count, int(samples), score, tokens))
     draft.starts[seq] = start
     draft.budget -= count

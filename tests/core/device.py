@@ -211,6 +211,7 @@ class Device:
             assert chunk.count > 0
             if row.join.params.use_beam_search:
                 assert chunk.num_draws < 2
+                assert len(chunk.tokens) in (0, chunk.count)
                 if chunk.tokens and number not in {join.row for join in plan.joins}:
                     row.tokens = [*self._before(row, chunk.start), *chunk.tokens]
             elif chunk.tokens:

@@ -137,3 +137,12 @@ def test_a_row_that_fails_ends_the_search() -> None:
     assert {f.reason for f in driver.finishes.values()} == {FinishReason.FAILED}
     assert driver.status(name) is Status.FINISHED
     driver.scheduler.check()
+
+
+def test_a_prompt_may_be_computed_a_single_token_at_a_time() -> None:
+    """A step may have room for one of its tokens, beside another prompt: the row knows them all."""
+    driver = Driver(make_config(num_blocks=80, max_num_batched_tokens=9, max_num_seqs=9))
+    driver.add(list(range(50, 58)), max_tokens=2)
+    search(driver, width=2)
+    driver.drain()
+    assert [chunk.count for chunk in driver.plans[0].chunks] == [8, 1]
