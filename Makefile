@@ -42,6 +42,9 @@ MINUTES ?= 60
 soak: $(VENV)/.ready-dev ## everything at once for an hour, MINUTES=10 for less: memory, files, tasks, journal stay flat
 	STREAMER_SOAK_MINUTES=$(MINUTES) $(BIN)/python -m pytest -s -o faulthandler_timeout=0 tests/chaos/test_soak.py $(ARGS)
 
+audit: $(VENV)/.ready-dev ## known vulnerabilities of what is installed; says which service can't be reached
+	.ci/audit
+
 bench-page: $(VENV)/.ready-dev page chromium ## measure the page in a browser, beside its budget
 	$(BIN)/streamer bench page $(ARGS)
 
