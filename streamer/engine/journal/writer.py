@@ -152,7 +152,7 @@ class Journal:
         """
         self._is_sealed = True
         if is_orderly:
-            self._queue.put(self._calm)
+            self._queue.put(self._clear_tries)
         self._queue.put(None)
         self._is_urgent.set()
         deadline = self._loop.time() + WAIT_S
@@ -288,8 +288,8 @@ class Journal:
             if not self._live and self._num_steps:
                 self._move()
 
-    def _calm(self) -> None:
-        """No request that runs has been tried in vain."""
+    def _clear_tries(self) -> None:
+        """The process ends in order, which counts against no request that runs."""
         for request_id, tail in self._live.items():
             self._store.tried(request_id, 0, tail.num_tokens)
 

@@ -208,7 +208,7 @@ async def test_a_request_that_kills_the_server_again_and_again_is_failed(
         stream = gated.engine.get("a") or gated.engine.submit(durable("a"))
         assert gated.engine.journal is not None
         await gated.engine.journal.recorded()
-        gated.engine.journal._calm = lambda: None  # type: ignore[method-assign]  # no orderly end
+        gated.engine.journal._clear_tries = lambda: None  # type: ignore[method-assign]  # no orderly end
         assert not stream.is_finished
         await lost_while_gated(gated)
     for _ in range(2):
