@@ -16,7 +16,7 @@ from tests.model.greedy_oracle import Ask, GreedyOracle, mixed_asks
 from tests.model.sync_engine import SyncEngine
 from tests.model.test_parity import FAMILIES, RECOMPUTE
 
-TOLERANCE = 5e-5  # the largest error seen was 4e-6, of values up to 6
+TOLERANCE = 5e-5
 
 
 def params(i: int) -> SamplingParams:
