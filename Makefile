@@ -10,7 +10,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; 
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve page test check clients chaos bench-page paper format demo-model chromium gpu gpu-tests gpu-bench clean
+.PHONY: help serve page test check clients json-suite chaos bench-page paper format demo-model chromium gpu gpu-tests gpu-bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,6 +33,11 @@ chaos: $(VENV)/.ready-dev ## kill a server at 100 random moments beneath its cli
 
 clients: $(VENV)/.ready-dev ## packages and programs of others against the server, each in an environment of its own
 	$(BIN)/python -m tests.clients.unchanged.run $(ARGS)
+
+SUITE := jsonschema==4.25.1
+json-suite: $(VENV)/.ready-dev ## the public JSON Schema test suite, from PyPI's jsonschema, against grammars
+	rm -rf build/json-suite; $(BIN)/python -m pip download -q --no-deps --no-binary :all: -d build/json-suite $(SUITE)
+	$(BIN)/python -m tests.constraints.suite build/json-suite/jsonschema-*.tar.gz
 
 FUZZ ?= STREAMER_FUZZ_COUNT=1000000 STREAMER_FUZZ_SEED=1 STREAMER_FUZZ_SECONDS=3600
 fuzz: $(VENV)/.ready-dev ## a million changed inputs of every kind, an hour at most; FUZZ="..." has seed and count

@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
+from streamer.constraints.formats import exact
 from streamer.constraints.tags import BadTag, Tags
 from streamer.core.sampling import Grammar
 from streamer.errors import InvalidRequest
@@ -49,6 +50,8 @@ _NAMES = {
     "structural_tag": "the structural tag",
 }
 _PLACE = re.compile(r"\Aat \d+\(\d+\): |\n *\d+ \| (?s:.*)")  # in a Lark text, and its lines
+# Of llguidance's messages: advice on its own settings and loaders.
+_ASIDE = re.compile(r"<non-verbose/>|\. Enable 'coerce_one_of'.*| and retrieving it failed.*")
 _BRACKET = re.compile(r"[\[({]|[\])}]")
 
 
@@ -290,7 +293,7 @@ def _schema(schema: Any, grammar: Grammar, settings: object = None) -> str:
     if not isinstance(schema, dict):
         raise refusal(grammar, f"a schema is an object, got {type(schema).__name__}")
     # llguidance's own settings are not a caller's
-    found = {key: value for key, value in schema.items() if key != "x-guidance"}
+    found = {key: value for key, value in exact(schema).items() if key != "x-guidance"}
     if settings is not None:
         found["x-guidance"] = settings
     return msgspec.json.encode(found).decode()
@@ -299,7 +302,7 @@ def _schema(schema: Any, grammar: Grammar, settings: object = None) -> str:
 def refusal(grammar: Grammar, reason: str) -> InvalidRequest:
     """The error for a grammar that can't be honoured; `reason` has the keyword or the place."""
     what = _NAMES.get(grammar.kind)
-    reason = reason.replace("<non-verbose/>", "").strip()
+    reason = _ASIDE.sub("", reason.replace("Resource '", "$ref: '")).strip()
     if grammar.kind in ("calls", "structural_tag"):  # no lines of a text that the caller never saw
         reason = _PLACE.sub("", reason)
     reason = reason[:MAX_REASON]

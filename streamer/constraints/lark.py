@@ -12,6 +12,8 @@ from typing import Any, Final
 
 import msgspec
 
+from streamer.constraints.formats import exact
+
 ANY: Final = "/(?s:.*)/"
 
 encode = msgspec.json.Encoder().encode
@@ -84,7 +86,7 @@ class Lark:
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """The name of a rule for JSON of this schema."""
-        return self.rule(f"%json {encode(schema).decode()}")
+        return self.rule(f"%json {encode(exact(schema)).decode()}")
 
     def written(self, text: str) -> str:
         """A text of the format, special tokens among it."""
