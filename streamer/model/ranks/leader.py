@@ -207,9 +207,14 @@ class Leader:
         return self.failure or error
 
     def close(self) -> None:
-        """End the other ranks: those that do not end by themselves are killed."""
+        """End the other ranks: those that do not end by themselves are killed, and at once those
+        that have not connected yet."""
         with self._changed:
             self._is_closed = True
+        connected = [other.process for other in self._others]
+        for process in self._processes:
+            if process not in connected:
+                process.kill()
         for other in self._others:
             other.channel.close()
         deadline = time.monotonic() + END_S

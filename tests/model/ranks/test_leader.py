@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from typing import Any
 
 import pytest
@@ -153,6 +154,24 @@ async def test_a_rank_that_can_not_load_is_named(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(RankFailed, match=r"rank 1 \(process \d+\): .*/no/such/folder"):
             await AsyncEngine.from_config(config).__aenter__()
     assert not others()
+
+
+def test_a_stop_while_the_ranks_start_ends_them_at_once(
+    checkpoint: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Stop(Exception):
+        pass
+
+    def stop() -> None:
+        raise Stop
+
+    config = Config(model=str(checkpoint("llama")), tensor_parallel_size=2, **SETTINGS)
+    began = time.monotonic()
+    with pytest.raises(Stop):
+        leader.load_ranked(config, stop, lambda _: None)
+    assert time.monotonic() - began < leader.END_S / 4
+    assert not others()
+    assert not capfd.readouterr().err
 
 
 def test_models_that_can_not_be_shared_are_refused(checkpoint: Any) -> None:
