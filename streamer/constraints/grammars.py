@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from streamer.constraints.formats import exact
+from streamer.constraints.lark import TooLong
 from streamer.constraints.tags import BadTag, Tags
 from streamer.core.sampling import Grammar
 from streamer.errors import InvalidRequest
@@ -265,7 +266,7 @@ def source_of(grammar: Grammar, special: Mapping[int, bytes]) -> str:
         tags = Tags(special, lambda schema: _schema(schema, grammar, _spaces(grammar)))
         try:
             source = LLMatcher.grammar_from_lark(tags.lark(_decoded(text, grammar)))
-        except BadTag as error:
+        except (BadTag, TooLong) as error:
             raise refusal(grammar, str(error)) from None
     else:
         source = LLMatcher.grammar_from_lark(text)

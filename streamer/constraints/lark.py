@@ -15,6 +15,7 @@ import msgspec
 from streamer.constraints.formats import exact
 
 ANY: Final = "/(?s:.*)/"
+MAX_BYTES: Final = 1 << 20  # of a grammar
 
 encode = msgspec.json.Encoder().encode
 
@@ -65,24 +66,29 @@ class Marks:
         )
 
 
+class TooLong(Exception):
+    """A grammar has more than MAX_BYTES; raised while it is written: its text could be of GB."""
+
+
 class Lark:
     """Rules and terminals of one grammar; equal ones are written once."""
 
     def __init__(self, marks: Marks) -> None:
         self.marks = marks
         self._names: dict[str, str] = {}
+        self._num_bytes = 0
 
     def rule(self, body: str) -> str:
         """The name of a rule with this body."""
-        return self._names.setdefault(f": {body}", f"r{len(self._names)}")
+        return self._named(f": {body}", "r")
 
     def lazy(self, body: str) -> str:
         """The name of a rule that ends as soon as it can."""
-        return self._names.setdefault(f"[lazy]: {body}", f"r{len(self._names)}")
+        return self._named(f"[lazy]: {body}", "r")
 
     def terminal(self, body: str) -> str:
         """The name of a terminal with this body."""
-        return self._names.setdefault(f": ({body})", f"T{len(self._names)}")
+        return self._named(f": ({body})", "T")
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """The name of a rule for JSON of this schema."""
@@ -123,4 +129,15 @@ class Lark:
     def text(self, start: str) -> str:
         """The grammar."""
         lines = (name + body for body, name in self._names.items())
-        return "\n".join((f"start: {start}", *lines, ""))
+        text = "\n".join((f"start: {start}", *lines, ""))
+        if len(text) > MAX_BYTES:
+            raise TooLong(f"it has more than {MAX_BYTES} characters")
+        return text
+
+    def _named(self, body: str, prefix: str) -> str:
+        if body not in self._names:
+            self._num_bytes += len(body)
+            if self._num_bytes > MAX_BYTES:
+                raise TooLong(f"it has more than {MAX_BYTES} characters")
+            self._names[body] = f"{prefix}{len(self._names)}"
+        return self._names[body]

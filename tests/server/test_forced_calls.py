@@ -321,6 +321,9 @@ BOMBS: dict[str, tuple[dict[str, Any], str | None]] = {
     ),
     "large": ({"tools": [tool(MANY, strict=True)]}, None),
     "deep": ({"tools": [tool(deep(900))]}, "tools"),
+    "no_schema": (
+        {"tools": [tool({"type": 5}, strict=True)]}, "tools[0].function.parameters",
+    ),
     "arguments": (
         {"messages": [
             *ASKED,

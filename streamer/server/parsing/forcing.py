@@ -12,16 +12,15 @@ from typing import Any, Final
 
 import msgspec
 
-from streamer.constraints.lark import ANY, Lark, Marks, quoted
+from streamer.constraints.lark import ANY, MAX_BYTES, Lark, Marks, TooLong, quoted
 from streamer.core.sampling import WHITESPACE, Grammar
 from streamer.errors import InvalidRequest
 from streamer.server.parsing.formats import HARMONY, Calls, ModelFormat
-from streamer.server.parsing.schemas import Schema
+from streamer.server.parsing.schemas import Schema, malformed
 from streamer.server.parsing.tagged import CannotFollow, Tagged
 from streamer.server.parsing.tools import ToolDefinition
 
 KIND: Final = "calls"  # of a Grammar that is made here
-MAX_BYTES: Final = 1 << 20
 MAX_DEPTH: Final = 60  # brackets within brackets, of a schema
 GAP: Final = '"\\n"?'  # between the parts of a call: as the model's template has it or not
 OBJECT: Final[Schema] = {"type": "object"}
@@ -54,17 +53,17 @@ class Rules(msgspec.Struct, frozen=True):
 def calls_grammar(form: ModelFormat, marks: Marks, rules: Rules) -> Grammar:
     """The grammar; InvalidRequest names the schema of a strict tool that can't be followed."""
     lark = Lark(marks)
-    if isinstance(form.calls, Calls):
-        start = _Tags(lark, form.calls, rules).start()
-    else:
-        start = _harmony(lark, rules)
-    text = lark.text(start)
-    if len(text) > MAX_BYTES:
+    try:
+        if isinstance(form.calls, Calls):
+            start = _Tags(lark, form.calls, rules).start()
+        else:
+            start = _harmony(lark, rules)
+        return Grammar(KIND, lark.text(start))
+    except TooLong:
         raise InvalidRequest(
-            f"the grammar of the calls has {len(text)} characters, the limit is {MAX_BYTES}",
+            f"the grammar of the calls has more than {MAX_BYTES} characters, which is the limit",
             param="tools",
-        )
-    return Grammar(KIND, text)
+        ) from None
 
 
 class _Tags:
@@ -213,6 +212,8 @@ def _schema_of(tool: ToolDefinition, rules: Rules) -> Schema:
     if tool.name in rules.loose:
         return OBJECT
     given = tool.parameters
+    if (wrong := malformed(given)) is not None:
+        raise _refused(tool, f"{wrong}: that is no JSON schema")
     kinds = given.get("type", "object")
     if "object" not in ([kinds] if isinstance(kinds, str) else kinds):
         raise _refused(tool, "type: arguments are an object")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import count
 from typing import Any, Final, NoReturn
 
 Schema = Mapping[str, Any]
@@ -20,7 +21,19 @@ TYPES: Final[Mapping[str, tuple[type, ...]]] = {
     "null": (type(None),),
 }
 WORDS: Final = {"True": "true", "False": "false", "None": "null"}
+KINDS: Final[Mapping[str, tuple[type, ...]]] = {
+    "type": (str, list),
+    "properties": (dict,),
+    "required": (list,),
+    "enum": (list,),
+    "anyOf": (list,),
+    "oneOf": (list,),
+    "pattern": (str,),
+    "minLength": (int,),
+    "maxLength": (int,),
+}
 MAX_DEPTH: Final = 8
+MAX_PARTS: Final = 1000  # of a schema with its references: alternatives that name each other double
 
 
 def types_of(schema: object, depth: int = 0) -> tuple[str, ...]:
@@ -41,17 +54,41 @@ def types_of(schema: object, depth: int = 0) -> tuple[str, ...]:
     return tuple(found)
 
 
-def inlined(schema: Any, root: Schema, depth: int = 0) -> Any:
-    """The schema with what its references name in the root, its alternatives' as well."""
-    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
+def malformed(schema: Schema) -> str | None:
+    """The keyword of a schema that has not the form of a JSON schema's; of its own level."""
+    for name, kinds in KINDS.items():
+        if name in schema and not isinstance(schema[name], kinds):
+            return name
+    types, required = schema.get("type", []), schema.get("required", [])
+    if not all(isinstance(t, str) and (t in TYPES or t == "string") for t in _listed(types)):
+        return "type"
+    return None if all(isinstance(name, str) for name in required) else "required"
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def inlined(schema: Any, root: Schema) -> Any:
+    """The schema with what its references name in the root, its alternatives' as well.
+
+    Beyond MAX_DEPTH and MAX_PARTS the references stay.
+    """
+    return _inlined(schema, root, 0, count())
+
+
+def _inlined(schema: Any, root: Schema, depth: int, parts: count[int]) -> Any:
+    if not isinstance(schema, Mapping) or depth > MAX_DEPTH or next(parts) > MAX_PARTS:
         return schema
     target = schema.get("$ref")
+    if isinstance(target, str) and depth == MAX_DEPTH:
+        return schema
     if isinstance(target, str):
         rest = {key: value for key, value in schema.items() if key != "$ref"}
         found = _found(target, root)
-        return {**inlined(found, root, depth + 1), **rest} if found is not None else schema
+        return {**_inlined(found, root, depth + 1, parts), **rest} if found is not None else schema
     choices = {
-        name: [inlined(each, root, depth + 1) for each in schema[name]]
+        name: [_inlined(each, root, depth + 1, parts) for each in schema[name]]
         for name in ("anyOf", "oneOf", "allOf")
         if isinstance(schema.get(name), list)
     }

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from streamer.constraints.lark import ANY, Lark, regex
 from streamer.server.parsing.formats import Parameters
-from streamer.server.parsing.schemas import Schema, as_json, inlined, is_text, types_of
+from streamer.server.parsing.schemas import Schema, as_json, inlined, is_text, malformed, types_of
 
 NOTES: Final = frozenset(
     ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
@@ -132,6 +132,8 @@ class Tagged:
         if not isinstance(schema, Mapping):
             found.texts.append(ANY)
             return
+        if (wrong := malformed(schema)) is not None:
+            raise CannotFollow(f"{wrong}: that is no JSON schema")
         types, limits = _declared(schema), schema.keys() - NOTES
         if "const" in schema or "enum" in schema:
             self._check(schema, NOTES | {"const", "enum"})

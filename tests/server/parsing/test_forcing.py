@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import tracemalloc
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,6 +31,7 @@ from streamer.server.parsing.formats import (
     find_format,
 )
 from streamer.server.parsing.parser import Parser
+from streamer.server.parsing.schemas import inlined
 from streamer.server.parsing.tools import ToolDefinition
 
 END, LONGEST = 256, 1500
@@ -252,6 +254,14 @@ STRICT: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_coder", {"properties": {"a": {"type": "string", "not": {}}}}, "not"),
     ("qwen3_coder", {"properties": {"a": {"type": "string", "pattern": "^a|b$"}}}, "pattern"),
     ("qwen3_coder", {"properties": {"a": {"enum": ["</parameter>"]}}}, "enum"),
+    ("hermes", {"type": 5}, "type"),
+    ("qwen3_coder", {"properties": 5}, "properties"),
+    ("qwen3_coder", {"properties": {}, "required": [["a"]]}, "required"),
+    ("qwen3_coder", {"properties": {"a": {"type": ["string", "x"]}}}, "type"),
+    *[
+        ("qwen3_coder", {"properties": {"a": {"type": "string", key: 5}}}, key)
+        for key in ("enum", "anyOf", "pattern")
+    ],
 ]
 
 
@@ -265,3 +275,25 @@ def test_what_a_strict_tool_cannot_have_is_named(name: str, schema: Any, what: s
     text = Model(()).answer(calls_grammar(FORMATS[name], Marks({}, ()), loose), 1)
     assert text is not None
     assert read(FORMATS[name], text)[0][0][0] == "f"
+
+
+def test_a_schema_that_grows_without_end_is_not_written() -> None:
+    """As a grammar it would be of GB: what it defines stands beside every value."""
+    arrays = {f"p{i}": {"type": "array", "items": {"const": i}} for i in range(2000)}
+    schema = {"properties": arrays, "$defs": {"x": {"description": "x" * 500_000}}}
+    tool = ToolDefinition("f", "", schema, True)
+    tracemalloc.start()
+    with pytest.raises(InvalidRequest, match="more than 1048576 characters"):
+        calls_grammar(FORMATS["qwen3_coder"], Marks({}, ()), Rules((tool,), True))
+    assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    tracemalloc.stop()
+
+
+def test_alternatives_that_name_each_other_are_bounded() -> None:
+    again = {"$ref": "#/$defs/a"}
+    root = {"$defs": {"a": {"anyOf": [again] * 30}}}  # 810,000 within the depth
+    found = inlined(again, root)
+    assert len(json.dumps(found)) < 100_000
+    assert inlined({"anyOf": [again]}, {"$defs": {"a": {"enum": [1]}}}) == {
+        "anyOf": [{"enum": [1]}]
+    }
