@@ -151,7 +151,8 @@ class Oracle:
     def choose(
         self, rows: Seq[Sequence], budget: int, facts: Facts
     ) -> dict[Sequence, tuple[int, ...]]:
-        return {seq: self._tokens(seq) for seq in rows if self._rng.random() < 0.8}
+        known = [seq for seq in rows if seq.request.request_id[0] == "r"]
+        return {seq: self._tokens(seq) for seq in known if self._rng.random() < 0.8}
 
     def _tokens(self, seq: Sequence) -> tuple[int, ...]:
         key, done = (int(seq.request.request_id[1:]), seq.choice), seq.num_output
@@ -456,3 +457,69 @@ def test_a_draft_models_memory_is_counted(checkpoint: Any, monkeypatch: pytest.M
     runner: Any = drafted.runner
     pool = runner._drafter._pool
     assert pool.shape[0] == drafted.info.num_blocks + 200
+
+
+NUM_NEIGHBOURHOODS = 200  # of whom a request runs beside
+
+
+class Flow:
+    """Requests that come and go; `company` has, of each that has ended, whom it ran beside."""
+
+    def __init__(self, model: Model, seed: int) -> None:
+        folder, settings, self.answers = model
+        self.chance = random.Random(seed)
+        self.engine = SyncEngine(
+            folder,
+            speculation=Oracle(self.answers, seed),
+            costs=MIXED,
+            check=False,
+            **{**settings, **TIGHT},
+        )
+        self.live: dict[int, set[str]] = {}
+        self.company: list[frozenset[str]] = []
+        self._num_strangers = 0
+
+    def arrive(self) -> None:
+        i = self.chance.choice([i for i in range(len(ASKS)) if i not in self.live])
+        add(self.engine, i, self.answers)
+        self.live[i] = set()
+
+    def strange(self) -> None:
+        """A beam search, or a request that is cancelled; neither is compared."""
+        self._num_strangers += 1
+        name, chance = f"s{self._num_strangers}", self.chance
+        params = P(temperature=1.0, n=chance.randint(1, 3), speculation=False)
+        if chance.random() < 0.5:
+            params = P(use_beam_search=True, beam_width=chance.randint(1, 3))
+        prompt = random_tokens(chance.randint(1, 60), self._num_strangers)
+        self.engine.add(name, prompt, chance.randint(2, 20), params)
+        if chance.random() < 0.3:
+            self.engine.step()
+            self.engine.scheduler.command(Cancel(name))
+
+    def step(self) -> None:
+        engine = self.engine
+        engine.step()
+        running = set(engine.scheduler.state.requests.by_id)
+        for i, seen in [*self.live.items()]:
+            seen |= running - {f"r{i}"}
+            if all((f"r{i}", choice) in engine.finishes for choice in range(ASKS[i].params.n)):
+                check(engine, self.answers, [i])
+                engine.scheduler.check()
+                for choice in range(ASKS[i].params.n):
+                    del engine.finishes[f"r{i}", choice]
+                self.company.append(frozenset(self.live.pop(i)))
+
+
+def test_in_any_company(model: Model) -> None:
+    """A random flow, beside beam searches, choices and cancels, with too little memory."""
+    flow = Flow(model, 3)
+    while len(flow.company) < NUM_NEIGHBOURHOODS:
+        if len(flow.live) < 7:
+            flow.arrive()
+        if flow.chance.random() < 0.04:
+            flow.strange()
+        flow.step()
+    assert len({*flow.company}) > 0.9 * NUM_NEIGHBOURHOODS
+    assert sum(flow.engine.preemptions) > 20
+    assert flow.engine.stats.prefix_hit_tokens > 100
