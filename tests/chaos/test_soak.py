@@ -122,7 +122,7 @@ async def test_what_the_process_holds_does_not_grow(tmp_path: Path) -> None:
     journal = tmp_path / "journal"
     settings = {**BUNDLED, "num_gpu_blocks_override": 160, "journal": str(journal)}
     settings |= {"speculative_config": SpeculativeConfig(method="suffix"), "max_wait_s": 0.0}
-    settings |= {"retain_s": 2.0, "detach_timeout": 0.5, "tool_call_parser": "hermes"}
+    settings |= {"retain_s": 20.0, "detach_timeout": 0.5, "tool_call_parser": "hermes"}
     server = Running(**settings).start()
     seen: list[Held] = []
     num_answers = 0

@@ -17,6 +17,7 @@ from websockets.sync.client import connect
 
 from streamer.errors import Forbidden, NotAuthenticated, Overloaded, StreamerError
 from streamer.server import security
+from streamer.server.prepared import Prepared
 from streamer.server.security import Bodies, deny, split_host
 from tests.server.support.counting import CHAT
 from tests.server.support.running import BUNDLED, Running
@@ -311,6 +312,16 @@ def test_the_blocks_of_one_key_are_not_found_by_another(
     assert _cached(server, "first-key", cache_salt="x") == 0
     assert _cached(server, "first-key", cache_salt="x") > 100
     assert _cached_by_socket(server, "first-key") > 100
+
+
+def test_without_its_salt_the_count_would_show_another_keys_prompt(
+    server_with: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocks found are what the time to the first token depends on."""
+    monkeypatch.setattr(Prepared, "salt", "")
+    server = server_with(api_key=("first-key", "second-key"))
+    assert _cached(server, "first-key") == 0
+    assert _cached(server, "second-key") > 100
 
 
 def test_a_socket_finds_nothing_of_another_key(server_with: Any) -> None:
