@@ -91,12 +91,28 @@ async def others(url: str, chance: random.Random) -> None:
             else:
                 assert (await post(path + "/cancel"))["status"] in ("cancelled", "completed")
 
+        async def left(**body: Any) -> None:
+            """Leave a streamed chat after a random number of lines."""
+            given = {"model": "streamer-demo", "messages": messages, "stream": True, **body}
+            num_lines = chance.randrange(1, 60)
+            path = "/v1/chat/completions"
+            async with client.stream("POST", path, json=given) as response:
+                assert response.status_code == 200
+                async for _ in response.aiter_lines():
+                    num_lines -= 1
+                    if not num_lines:
+                        break
+
         call = {"tools": [TOOL], "tool_choice": "required", "max_tokens": 60}
         found = await asyncio.gather(
             post("/v1/completions", prompt="The", max_tokens=30, n=2, echo=True, logprobs=1),
             post("/v1/chat/completions", messages=messages, **call),
             ended(is_deleted=False),
             ended(is_deleted=True),
+            left(use_beam_search=True, beam_width=3, max_tokens=60),
+            left(tools=[TOOL], tool_choice="required", max_tokens=60),
+            left(response_format={"type": "json_object"}, max_tokens=60),
+            left(n=2, max_tokens=200, ignore_eos=True, temperature=0),
         )
         assert found[1]["choices"][0]["message"]["tool_calls"]
 
