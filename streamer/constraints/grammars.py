@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
+from streamer.constraints.bounds import TOO_MANY, is_lark_too_crossed, is_too_crossed
 from streamer.constraints.formats import exact
 from streamer.constraints.lark import TooLong
 from streamer.constraints.tags import BadTag, Tags
@@ -269,6 +270,8 @@ def source_of(grammar: Grammar, special: Mapping[int, bytes]) -> str:
         except (BadTag, TooLong) as error:
             raise refusal(grammar, str(error)) from None
     else:
+        if grammar.kind == "grammar" and is_lark_too_crossed(text):
+            raise refusal(grammar, TOO_MANY)
         source = LLMatcher.grammar_from_lark(text)
     return str(source)
 
@@ -293,6 +296,8 @@ def _schema(schema: Any, grammar: Grammar, settings: object = None) -> str:
         schema = {} if schema else {"enum": []}
     if not isinstance(schema, dict):
         raise refusal(grammar, f"a schema is an object, got {type(schema).__name__}")
+    if is_too_crossed(schema):
+        raise refusal(grammar, TOO_MANY)
     # llguidance's own settings are not a caller's
     found = {key: value for key, value in exact(schema).items() if key != "x-guidance"}
     if settings is not None:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
+from streamer.constraints.bounds import TOO_MANY, is_too_crossed
 from streamer.constraints.formats import exact
 
 ANY: Final = "/(?s:.*)/"
@@ -67,7 +68,7 @@ class Marks:
 
 
 class TooLong(Exception):
-    """A grammar has more than MAX_BYTES; raised while it is written: its text could be of GB."""
+    """A grammar can't be compiled; raised while it is written: its text could be of GB."""
 
 
 class Lark:
@@ -91,7 +92,9 @@ class Lark:
         return self._named(f": ({body})", "T")
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """The name of a rule for JSON of this schema."""
+        """The name of a rule for JSON of this schema; TooLong if it intersects too much."""
+        if is_too_crossed(schema):
+            raise TooLong(TOO_MANY)
         return self.rule(f"%json {encode(exact(schema)).decode()}")
 
     def written(self, text: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from streamer.constraints.lark import ANY, MAX_BYTES, Lark, Marks, TooLong, quoted
+from streamer.constraints.lark import ANY, Lark, Marks, TooLong, quoted
 from streamer.core.sampling import WHITESPACE, Grammar
 from streamer.errors import InvalidRequest
 from streamer.server.parsing.formats import HARMONY, Calls, ModelFormat
@@ -59,10 +59,9 @@ def calls_grammar(form: ModelFormat, marks: Marks, rules: Rules) -> Grammar:
         else:
             start = _harmony(lark, rules)
         return Grammar(KIND, lark.text(start))
-    except TooLong:
+    except TooLong as error:
         raise InvalidRequest(
-            f"the grammar of the calls has more than {MAX_BYTES} characters, which is the limit",
-            param="tools",
+            f"the grammar of the calls can't be made: {error}", param="tools"
         ) from None
 
 
