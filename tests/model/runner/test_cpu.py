@@ -346,12 +346,13 @@ def test_a_second_engine_in_a_process_gets_as_many_threads_as_the_first(
     model_load._torch_threads.cache_clear()
     torch.set_num_threads(3)
     try:
-        model_load._set_threads(known, kernels)
-        model_load._set_threads(known, kernels)
+        model_load._set_threads(known, kernels, 1)
+        model_load._set_threads(known, kernels, 1)
+        model_load._set_threads(known, kernels, 2)  # ranks share the cores
     finally:
         model_load._torch_threads.cache_clear()
         torch.set_num_threads(before)
-    assert given == [3, 3]
+    assert given == [3, 3, 1]
 
 
 def test_model_info(checkpoint: Any) -> None:
