@@ -18,7 +18,7 @@ import msgspec
 from streamer.config import Config
 from streamer.core.plan import FinishReason, TokenLogprob
 from streamer.core.sampling import SamplingParams
-from streamer.errors import EngineDead, InvalidRequest, RequestFailed
+from streamer.errors import ConfigError, EngineDead, InvalidRequest, RequestFailed
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -91,6 +91,10 @@ class LLM:
 
     def __init__(self, model: str | None = None, **config: Any) -> None:
         self.config = Config(model=model, **config)
+        if self.config.journal is not None:
+            raise ConfigError(
+                "journal: is for `streamer serve`; an LLM keeps none", param="journal"
+            )
         self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._lock = threading.Lock()  # of _is_open: calls made before the close end with it

@@ -218,3 +218,9 @@ def test_a_missing_model_raises_and_leaves_no_thread() -> None:
     with pytest.raises(ConfigError, match="no folder"):
         LLM("./not-here")
     assert set(threading.enumerate()) <= before  # an earlier test's may end meanwhile
+
+
+def test_a_journal_which_it_would_not_write_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="journal: is for") as refused:
+        LLM("fake", journal=str(tmp_path))
+    assert refused.value.param == "journal"
