@@ -373,7 +373,11 @@ def prediction(asker: Asker, kind: str) -> None:
         assert answer.request.prediction == expected
         if kind != "responses":
             details = answer.body["usage"]["completion_tokens_details"]
-            assert set(details) >= {"accepted_prediction_tokens", "rejected_prediction_tokens"}
+            assert set(details) == {
+                "accepted_prediction_tokens",
+                "rejected_prediction_tokens",
+                "reasoning_tokens",
+            }
     for wrong, param in (
         ({"type": "text", "content": "x"}, "prediction.type"),
         ({"type": "content"}, "prediction.content"),
