@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from streamer.constraints.grammars import Grammars
 from streamer.core.plan import Add, Command, Facts, Notice, Plan, StepOutput, StepResult, StepTimes
 from streamer.core.recovery.trials import Fault, Verdict
+from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler
 from streamer.core.sizes import ModelInfo
 from streamer.core.view import SchedulerView, ViewQuery
@@ -216,11 +217,17 @@ class Rebuilds:
     Faults that are explained do not count: what a trial's halves come to, a lack of memory that
     smaller steps mend, and all before a request was found to be at fault, once another's step has
     succeeded. A runner that carries out nothing is the fault of no request.
+
+    is_unproven  a request was found to be at fault, and no step has succeeded since the first fault
     """
 
     def __init__(self) -> None:
         self._times: list[float] = []
         self._has_worked = self._is_blamed = False
+
+    @property
+    def is_unproven(self) -> bool:
+        return self._is_blamed and not self._has_worked
 
     def worked(self) -> None:
         """A step succeeded."""
@@ -287,6 +294,10 @@ class EngineCore:
             verdict.value,
             exc_info=error,
         )
+        if self._rebuilds.is_unproven:  # it may have been the only one: does the runner work?
+            params = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
+            probe = Add(f"probe-{launched}", (0,), params)  # a request without a stream
+            self._scheduler.command(probe)
 
     def _step(self) -> StepOutput | None:
         began = time.perf_counter()

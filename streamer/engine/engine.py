@@ -263,7 +263,8 @@ class AsyncEngine:
         try:
             await restoring.begin(self.compile)
             if self._state == "loading":
-                restoring.go_on()
+                await restoring.go_on()
+            if self._state == "loading":
                 self._open()
         except Exception as e:  # a bug of ours: the engine would load for ever
             self._die(e)
@@ -523,7 +524,7 @@ class AsyncEngine:
         self._lag_s.observe(now - sent, now)
         self.stats = output.stats
         self.phases.observe(output.times)
-        if self._thread is None or self._state != "ready":
+        if self._thread is None or self._state not in ("loading", "ready"):
             return
         try:
             if self.journal is not None:

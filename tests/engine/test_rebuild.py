@@ -194,6 +194,36 @@ async def test_a_step_that_fails_again_and_again_is_the_engines_end() -> None:
     assert runners[0].num_faults == MAX_REBUILDS + 1
 
 
+@WAYS
+async def test_poisoned_requests_on_an_idle_server_fail_one_by_one(
+    depth: int, is_late: bool
+) -> None:
+    """No other request shows that the runner works: a probe does."""
+
+    def fails(plan: Plan, names: set[str]) -> Exception | None:
+        return ValueError("odd") if any(name.startswith("bad") for name in names) else None
+
+    engine, _ = faulty_engine(fails, depth=depth, is_late=is_late)
+    async with engine:
+        for i in range(6):
+            found = await answers([engine.submit(request(9, request_id=f"bad{i}"))])
+            assert [type(each) for each in found] == [RequestFailed]
+        await assert_all_back(engine)
+        (text,) = await answers([engine.submit(request(9))])
+        assert isinstance(text, str)
+        assert engine.stats.rebuilds == 12
+
+
+async def test_without_a_step_that_works_the_probe_ends_the_engine() -> None:
+    engine, runners = faulty_engine(lambda plan, names: OSError("gone") if names else None)
+    async with engine:
+        await answers([engine.submit(request(9))])
+        async with asyncio.timeout(DEADLINE_S):
+            await engine._is_ended.wait()
+        assert isinstance(engine.death, EngineDead)
+    assert runners[0].num_faults == MAX_REBUILDS + 1
+
+
 def test_faults_count_within_a_minute_unless_they_are_explained() -> None:
     rebuilds = Rebuilds()
     times = [0.0, 1.0, 2.0, REBUILDS_S + 0.5, REBUILDS_S + 0.6]

@@ -10,6 +10,7 @@ import { cellAt, fit, moved, placeOf } from "../src/engine/blocks/layout.ts";
 import { sizesFor } from "../src/engine/load/sizes.ts";
 import { MAX_FRAMES, Playback } from "../src/engine/snapshots/playback.ts";
 import { ceiling, hitRate, recentHitRate, sampleOf } from "../src/engine/snapshots/rates.ts";
+import { factsOf } from "../src/engine/facts.ts";
 import { MAX_COLUMNS, seenFrom, Timeline } from "../src/engine/timeline/model.ts";
 
 const packed = (bytes: Iterable<number>): string => Buffer.from(Uint8Array.from(bytes)).toString("base64");
@@ -260,4 +261,10 @@ test("steps that verify proposed tokens are a run of their own, with what they c
   timeline.add([step(1, { decoded: [1] }), step(2, { verified: [[1, 5]] }), step(3, { verified: [[1, 3]] }), step(4, { decoded: [1] })], [request(1, [])]);
   const runs = timeline.lanes[0]?.runs.map(({ kind, from, to, tokens }) => [kind, from, to, tokens]);
   expect(runs).toEqual([["decode", 0, 1, 1], ["verify", 1, 3, 8], ["decode", 3, 4, 1]]);
+});
+
+test("failed steps are shown once there are any", () => {
+  const shown = (rebuilds: number) => factsOf({ ...STATS, rebuilds }, 1).filter(([name]) => name === "Failed steps");
+  expect(shown(0)).toEqual([]);
+  expect(shown(2)).toEqual([["Failed steps", "2", "all was computed again"]]);
 });

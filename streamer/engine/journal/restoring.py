@@ -6,9 +6,11 @@ AsyncEngine makes a Restoring when its model is loaded, before it takes requests
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
@@ -18,6 +20,7 @@ from streamer.core.plan import Drawn, Finish, FinishReason, TokenLogprob
 from streamer.engine.journal.records import Saved
 from streamer.engine.progress import Progress, Timing
 from streamer.engine.requests import GenerateRequest
+from streamer.engine.stream import Delta
 from streamer.errors import StreamerError
 
 if TYPE_CHECKING:
@@ -29,6 +32,11 @@ if TYPE_CHECKING:
 # often without a token, and the process was killed each time. A beam search has none for long: at
 # 5, one of 40 tokens was failed where a server was killed every second (2026-11-22).
 MAX_TRIES: Final = 20
+# From so many on it is suspected: suspects go on one after the other, each when the one before has
+# its next token, or after SUSPECT_S. So a death counts against one of them, and the others against
+# which the first deaths counted are cleared.
+SUSPECT_TRIES: Final = 3
+SUSPECT_S: Final = 10.0
 
 log = logging.getLogger(__name__)
 
@@ -70,10 +78,16 @@ class Restoring:
             await asyncio.sleep(0)
         self._journal.saved = []
 
-    def go_on(self) -> None:
-        """Let the others go on, in the order in which they were accepted."""
+    async def go_on(self) -> None:
+        """Let the others go on, in the order in which they were accepted, but suspects first."""
+        suspects = [each for each in self._waiting if num_tries(each[0]) > SUSPECT_TRIES]
+        for saved, request in sorted(suspects, key=lambda each: num_tries(each[0])):
+            stream = self._restore(saved, request)
+            if stream is not None and not await _has_next(stream):
+                return
         for saved, request in self._waiting:
-            self._restore(saved, request)
+            if num_tries(saved) <= SUSPECT_TRIES:
+                self._restore(saved, request)
 
     def _request(self, saved: Saved) -> GenerateRequest:
         request, data = restored(saved, self._config, time.time()), saved.accepted.context
@@ -81,7 +95,7 @@ class Restoring:
             request = replace(request, context=self._contexts.decode(data))
         return request
 
-    def _restore(self, saved: Saved, request: GenerateRequest) -> None:
+    def _restore(self, saved: Saved, request: GenerateRequest) -> TokenStream | None:
         journal = self._journal
         if saved.tail.ended is None:
             starts = [len(tokens) for tokens in saved.tail.tokens]
@@ -91,13 +105,25 @@ class Restoring:
         except StreamerError as e:  # of another model, say
             log.error("%s can't be restored, and is left out: %s", request.request_id, e.message)
             journal.forget(request.request_id)
-            return
+            return None
         if self._contexts is not None and stream.context is not None:
             self._contexts.restored(stream)
         if not stream.is_finished:
             stream.miss()  # its readers may come back
         elif saved.tail.ended is None:
             journal.end(stream)
+        return stream
+
+
+async def _has_next(stream: TokenStream) -> bool:
+    """Wait for a stream's next token or end, SUSPECT_S at most; False: the engine has ended."""
+    heads = [len(stream.token_ids(choice)) for choice in range(stream.params.n)]
+    with contextlib.suppress(TimeoutError, StreamerError):
+        async with asyncio.timeout(SUSPECT_S), aclosing(stream.read(heads)) as batches:
+            async for items in batches:
+                if any(isinstance(item, Delta) for item in items):
+                    break
+    return stream.error is None
 
 
 def _when(saved: Saved) -> float:

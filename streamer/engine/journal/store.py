@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import sqlite3
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,16 +33,17 @@ from streamer.engine.journal.records import (
 from streamer.errors import ConfigError
 
 FILE: Final = "journal.sqlite"
+BESIDE: Final = ("-wal", "-shm", "-journal")  # files that SQLite has beside it
 VERSION: Final = 1
 APPLICATION: Final = 0x5374726D  # "Strm"
 WAL_BYTES: Final = 16 << 20  # what the log keeps of its size when it is written back
-SCHEMA: Final = """
-CREATE TABLE about (name TEXT PRIMARY KEY, value BLOB);
-CREATE TABLE requests (id TEXT PRIMARY KEY, data BLOB, tries INTEGER, tokens INTEGER);
-CREATE TABLE parts (id TEXT, number INTEGER, data BLOB);
-CREATE INDEX parts_by_id ON parts (id);
-CREATE TABLE steps (number INTEGER PRIMARY KEY, data BLOB);
-"""
+SCHEMA: Final = (  # a file with anything else in it, such as a trigger, is none of ours
+    "CREATE TABLE about (name TEXT PRIMARY KEY, value BLOB)",
+    "CREATE TABLE requests (id TEXT PRIMARY KEY, data BLOB, tries INTEGER, tokens INTEGER)",
+    "CREATE TABLE parts (id TEXT, number INTEGER, data BLOB)",
+    "CREATE INDEX parts_by_id ON parts (id)",
+    "CREATE TABLE steps (number INTEGER PRIMARY KEY, data BLOB)",
+)
 DISK: Final = (
     sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_IOERR,
@@ -78,6 +80,7 @@ class Store:
             # Not opened where it exists: closing it would undo this process's lock on it.
             with contextlib.suppress(FileExistsError):
                 os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+            _check_own(self.folder)
             path.chmod(0o600)
             db = sqlite3.connect(path, timeout=0.0, isolation_level=None, check_same_thread=False)
             self._prepare(db)
@@ -101,19 +104,23 @@ class Store:
 
     def _prepare(self, db: sqlite3.Connection) -> None:
         """Lock the file, and make the tables of a new one."""
+        db.execute("PRAGMA trusted_schema = OFF")
+        db.execute("PRAGMA cell_size_check = ON")
         db.execute("PRAGMA locking_mode = EXCLUSIVE")
         db.execute("BEGIN EXCLUSIVE")  # fails where another server has it
         (application,) = db.execute("PRAGMA application_id").fetchone()
         (version,) = db.execute("PRAGMA user_version").fetchone()
-        (tables,) = db.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+        tables = {sql for (sql,) in db.execute("SELECT sql FROM sqlite_schema") if sql}
         if tables and application != APPLICATION:
             raise ConfigError(
                 f"journal: {self.folder / FILE} is another program's file", param="journal"
             )
         if tables and version != VERSION:
             raise sqlite3.DatabaseError(f"it is of version {version}, this is {VERSION}")
+        if tables and tables != set(SCHEMA):
+            raise sqlite3.DatabaseError("its tables are not a journal's")
         if not tables:
-            for statement in filter(str.strip, SCHEMA.split(";")):
+            for statement in SCHEMA:
                 db.execute(statement)
             db.execute(f"PRAGMA application_id = {APPLICATION}")
             db.execute(f"PRAGMA user_version = {VERSION}")
@@ -131,7 +138,7 @@ class Store:
         path = self.folder / FILE
         kept = self.folder / f"{FILE}.{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         path.rename(kept)
-        for suffix in ("-wal", "-shm"):
+        for suffix in BESIDE:
             with contextlib.suppress(FileNotFoundError):
                 Path(f"{path}{suffix}").rename(f"{kept}{suffix}")
         log.error("the journal %s %s: it is kept as %s, and a new one begun", path, why, kept)
@@ -217,6 +224,11 @@ class Store:
 
     # ------------------------------------------------------------ writing
 
+    def undo(self) -> None:
+        """End a transaction that failed, without what was written in it."""
+        if self._db.in_transaction:
+            self._db.execute("ROLLBACK")
+
     def begin(self, *, is_durable: bool) -> None:
         """Begin a transaction; durable: its commit waits for the disk.
 
@@ -268,6 +280,32 @@ def _make_folder(folder: Path) -> None:
             folder.mkdir(mode=0o700, parents=True)
     except OSError as e:
         raise unusable(folder, e) from e
+
+
+def _check_own(folder: Path) -> None:
+    """Raise ConfigError unless the folder and its files are such as other users can't have made.
+
+    A link to the folder is followed; one in the place of a file is not.
+    """
+    about = folder.stat()
+    if about.st_uid not in (0, os.geteuid()):
+        raise _foreign(folder, f"belongs to user {about.st_uid}, not to {os.geteuid()}")
+    if about.st_mode & stat.S_IWOTH:
+        raise _foreign(folder, "is a folder that every user may write to")
+    for suffix in ("", *BESIDE):
+        path = folder / (FILE + suffix)
+        with contextlib.suppress(FileNotFoundError):
+            about = path.lstat()
+            if not stat.S_ISREG(about.st_mode) or about.st_nlink > 1:
+                raise _foreign(path, "is a link or no plain file")
+            if about.st_uid != os.geteuid():
+                raise _foreign(path, f"belongs to user {about.st_uid}, not to {os.geteuid()}")
+            if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise _foreign(path, "may be written by other users")
+
+
+def _foreign(path: Path, why: str) -> ConfigError:
+    return ConfigError(f"journal: {path} {why}: it is not read", param="journal")
 
 
 def unusable(folder: Path, error: Exception) -> ConfigError:

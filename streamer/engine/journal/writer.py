@@ -2,7 +2,8 @@
 
 The loop hands over what happened, in order, and never waits: the thread writes everything that has
 come in one transaction. Only `recorded` waits, for the disk. When the disk fails the journal says
-so and stops for good, and the server goes on without it. Made and called by AsyncEngine.
+so and takes no more, and the server goes on without it; it only tries to delete what must not come
+back. Made and called by AsyncEngine.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Final, Protocol
 
 from msgspec.structs import replace
 
-from streamer.core.plan import Finish, NoticeKind, StepOutput
+from streamer.core.plan import Finish, FinishReason, NoticeKind, StepOutput
 from streamer.engine.journal.records import Accepted, Ended, Saved, Step, Tail
 from streamer.engine.journal.store import Store, unusable
 from streamer.engine.requests import GenerateRequest
@@ -36,9 +37,11 @@ GATHER_S: Final = 0.02
 MAX_BATCH: Final = 1000  # of what happened, in one transaction
 MAX_BEHIND: Final = 20_000  # what the disk has not taken yet: minutes of steps
 WAIT_S: Final = 10.0  # for the disk, before a request is accepted without it
+RETRY_S: Final = 10.0  # between attempts to delete, after the disk has failed
 
 log = logging.getLogger(__name__)
-_Item = Callable[[], None] | asyncio.Future[None] | None
+# What to do, an id to forget, a future to set when all before is on disk, None: close
+_Item = Callable[[], None] | str | asyncio.Future[None] | None
 
 
 class Contexts(Protocol):
@@ -99,8 +102,9 @@ class Journal:
 
     def accept(self, request: GenerateRequest, created: float) -> None:
         """A request was taken."""
-        self._known.add(request.request_id)
-        self._put(partial(self._accept, request, created))
+        if self.failure is None:
+            self._known.add(request.request_id)
+            self._put(partial(self._accept, request, created))
 
     def restore(self, request_id: str, starts: list[int], tries: int) -> None:
         """A request goes on with token number `starts` of each choice."""
@@ -113,7 +117,15 @@ class Journal:
             self._put(partial(self._step, output))
 
     def end(self, stream: TokenStream) -> None:
-        """A stream has ended, and is kept."""
+        """A stream has ended, and is kept.
+
+        After a failure its end can't be written: it is drawn again at the next start, or forgotten,
+        where that would be another end.
+        """
+        if self.failure is not None:
+            if any(f is None or f.reason in _NOT_DRAWN for f in stream.finishes):
+                self.forget(stream.request_id)
+            return
         error = None if stream.error is None else stream.error.message
         ended = Ended(time.time(), stream.timing, error)
         finishes = {f.choice: f for f in stream.finishes if f is not None}
@@ -123,7 +135,8 @@ class Journal:
         """A request is not kept any more; unknown ids are ignored."""
         if request_id in self._known:
             self._known.discard(request_id)
-            self._put(partial(self._forget, request_id))
+            if not self._is_sealed:
+                self._queue.put(request_id)
 
     def seal(self) -> None:
         """Write nothing that happens from here on: what runs goes on at the next start."""
@@ -180,34 +193,61 @@ class Journal:
     # ------------------------------------------------------------ on the thread
 
     def _run(self) -> None:
+        items: list[_Item] = []
         try:
-            is_open = True
-            while is_open:
-                is_open = self._write(self._queue.get())
-        except (sqlite3.Error, OSError) as e:
-            self._tell(self._fail, str(e))
+            while None not in items:
+                items = self._gather()
+                self._write(items)
         except Exception as e:
-            log.exception("the journal has a fault")
-            self._tell(self._fail, repr(e))
+            is_disk = isinstance(e, sqlite3.Error | OSError)
+            if not is_disk:
+                log.exception("the journal has a fault")
+            self._tell(self._fail, str(e) if is_disk else repr(e))
+            self._delete(items)
         self._store.close()
 
-    def _write(self, first: _Item) -> bool:
-        """Write this and what came after it, in one transaction; False: it is closed."""
+    def _delete(self, items: list[_Item]) -> None:
+        """After a failure: delete what is forgotten, as soon as the disk takes it, until closed."""
+        gone = {item for item in items if isinstance(item, str)}
+        is_open, due = None not in items, 0.0
+        while is_open:
+            with contextlib.suppress(Empty):
+                item = self._queue.get(timeout=max(0.0, due - time.monotonic()) if gone else None)
+                is_open = item is not None
+                if isinstance(item, str):
+                    gone.add(item)
+            if gone and (not is_open or time.monotonic() >= due):
+                due = time.monotonic() + RETRY_S
+                with contextlib.suppress(sqlite3.Error, OSError):
+                    self._store.undo()
+                    self._store.begin(is_durable=True)
+                    for request_id in gone:
+                        self._store.delete(request_id)
+                    self._store.commit()
+                    gone.clear()
+
+    def _gather(self) -> list[_Item]:
+        """What has come; sleeps until something has."""
+        items = [self._queue.get()]
         self._is_urgent.wait(GATHER_S)
         self._is_urgent.clear()
-        items = [first]
         while len(items) < MAX_BATCH and not self._queue.empty():  # no other thread takes
             items.append(self._queue.get())
+        return items
+
+    def _write(self, items: list[_Item]) -> None:
+        """Write all of it in one transaction."""
         futures = [item for item in items if isinstance(item, asyncio.Future)]
         self._store.begin(is_durable=bool(futures))
         for item in items:
-            if item is not None and not isinstance(item, asyncio.Future):
+            if isinstance(item, str):
+                self._forget(item)
+            elif callable(item):
                 item()
         self._flush()
         self._store.commit()
         for future in futures:
             self._tell(_set, future)
-        return None not in items
 
     def _accept(self, request: GenerateRequest, created: float) -> None:
         context = None
@@ -304,6 +344,9 @@ class Journal:
     def _tell(self, method: Callable[..., None], *args: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has closed
             self._loop.call_soon_threadsafe(method, *args)
+
+
+_NOT_DRAWN: Final = (FinishReason.CANCELLED, FinishReason.FAILED)
 
 
 def _nothing() -> Step:

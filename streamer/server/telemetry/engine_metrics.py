@@ -73,6 +73,9 @@ class EngineCollector(Collector):
         yield CounterMetricFamily(
             "streamer_swap_seconds", "Seconds of swap copies, both ways.", value=stats.swap_s
         )
+        if engine.journal is not None:
+            up: dict[tuple[str, ...], float] = {(): float(engine.journal.failure is None)}
+            yield _gauge("streamer_journal_up", "1 until the journal has failed.", [], up)
         yield from _speculation(stats)
         yield histogram(
             "streamer_step_phase_seconds",

@@ -136,6 +136,81 @@ def test_another_programs_file_is_left_alone(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == [FILE]
 
 
+@pytest.mark.parametrize("suffix", ["", "-wal"])
+@pytest.mark.parametrize("what", ["link", "hard link", "fifo", "writable", "another's"])
+def test_a_file_that_another_user_may_have_made_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, what: str
+) -> None:
+    fill(tmp_path / "mine")
+    folder, planted = tmp_path / "journal", tmp_path / "journal" / (FILE + suffix)
+    folder.mkdir()
+    elsewhere = tmp_path / "mine" / FILE
+    before = elsewhere.read_bytes()
+    if what == "link":
+        planted.symlink_to(elsewhere)
+    elif what == "hard link":
+        planted.hardlink_to(elsewhere)
+    elif what == "fifo":
+        os.mkfifo(planted, 0o600)
+    else:
+        planted.write_bytes(before)
+        planted.chmod(0o620 if what == "writable" else 0o600)
+    if what == "another's":
+        _own_as(monkeypatch, planted, os.geteuid() + 1)
+    with pytest.raises(ConfigError, match=rf"{FILE}{suffix} .*: it is not read"):
+        Store(folder)
+    assert planted.is_symlink() == (what == "link")
+    assert elsewhere.read_bytes() == before
+
+
+def test_a_folder_of_another_user_or_of_all_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = tmp_path / "mine"
+    fill(mine)
+    (tmp_path / "link").symlink_to(mine)
+    assert len(read_journal(tmp_path / "link")) == 2  # its owner's way to name it
+    mine.chmod(0o777)
+    with pytest.raises(ConfigError, match="every user may write to"):
+        Store(mine)
+    mine.chmod(0o700)
+    _own_as(monkeypatch, mine, os.geteuid() + 1)
+    with pytest.raises(ConfigError, match=f"belongs to user {os.geteuid() + 1}, not to"):
+        Store(mine)
+
+
+def _own_as(monkeypatch: pytest.MonkeyPatch, owned: Path, user: int) -> None:
+    """Let stat say that a path belongs to a user."""
+    stat_of = os.stat
+
+    def shown(path: object, *args: object, **kwargs: object) -> os.stat_result:
+        about = stat_of(path, *args, **kwargs)  # type: ignore[arg-type]
+        fields = list(about)
+        fields[4] = user if path == owned else about.st_uid
+        return os.stat_result(fields)
+
+    monkeypatch.setattr(os, "stat", shown)
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "CREATE TRIGGER t AFTER DELETE ON steps BEGIN DELETE FROM requests; END",
+        "CREATE VIEW more AS SELECT load_extension('x')",
+        "DROP TABLE steps; CREATE VIEW steps AS SELECT 1 AS number, randomblob(1) AS data",
+    ],
+)
+def test_a_file_with_more_than_a_journals_tables_is_set_aside(
+    tmp_path: Path, planted: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(tmp_path)
+    db = sqlite3.connect(tmp_path / FILE)
+    db.executescript(planted)
+    db.close()
+    assert read_journal(tmp_path) == []
+    assert "its tables are not a journal's" in caplog.text
+
+
 def test_another_versions_file_is_set_aside_with_a_word(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

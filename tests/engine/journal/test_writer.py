@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from streamer.core.plan import Plan
+from streamer.core.plan import FinishReason, Plan
 from streamer.engine.core import InFlight
 from streamer.engine.engine import AsyncEngine
 from streamer.engine.journal.store import FILE, Store
@@ -198,6 +198,67 @@ async def test_a_disk_that_fails_costs_the_journal_and_no_stream(
     assert str(tmp_path) in message
 
 
+@pytest.mark.parametrize("is_freed", [True, False])
+async def test_what_was_deleted_or_cancelled_after_a_failure_does_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_freed: bool
+) -> None:
+    """Deletions that the disk refuses are tried again, at the end at the latest."""
+    monkeypatch.setattr("streamer.engine.journal.writer.RETRY_S", 0.05 if is_freed else 1000.0)
+    async with GatedEngine(journal=str(tmp_path)) as gated:
+        engine = gated.engine
+        journal = engine.journal
+        assert journal is not None
+        names = ("runs", "cancelled", "deleted", "deleted at its end")
+        streams = [engine.submit(durable(name, max_tokens=20)) for name in names]
+        gated.gate.allow(3)
+        await until(streams[0], 3)
+        await journal.recorded()
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "begin", _fails)
+            for i in range(2):
+                engine.submit(durable(f"unwritten-{i}"))
+            await journal.recorded()
+            assert journal.failure == "disk I/O error"
+            engine.cancel("cancelled")
+            engine.forget("deleted")
+            gated.gate.open()
+            await asyncio.gather(*map(end_of, streams))
+            engine.forget("deleted at its end")
+        if is_freed:
+            async with asyncio.timeout(DEADLINE_S):
+                await _deletions(monkeypatch, names[1:])
+            monkeypatch.setattr(Store, "begin", _fails)
+    assert [saved.request_id for saved in _read(tmp_path, monkeypatch)] == ["runs"]
+
+
+def _fails(_: Store, *, is_durable: bool) -> None:
+    raise sqlite3.OperationalError("disk I/O error")
+
+
+def _read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    monkeypatch.undo()
+    return read_journal(folder)
+
+
+async def _deletions(monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]) -> None:
+    """Wait until the journal's thread has deleted these."""
+    left, done, loop = set(names), asyncio.Event(), asyncio.get_running_loop()
+    delete, commit = Store.delete, Store.commit
+
+    def deleted(store: Store, name: str) -> None:
+        delete(store, name)
+        left.discard(name)
+
+    def committed(store: Store) -> None:
+        commit(store)
+        if not left:
+            loop.call_soon_threadsafe(done.set)
+
+    monkeypatch.setattr(Store, "delete", deleted)
+    monkeypatch.setattr(Store, "commit", committed)
+    await done.wait()
+
+
 async def test_a_request_that_kills_the_server_again_and_again_is_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,6 +304,62 @@ async def test_a_request_that_ends_the_engine_again_and_again_is_failed(
         (finish,) = again.finishes
         assert finish is not None
         assert "died 2 times" in (finish.detail or "")
+
+
+async def test_beside_a_request_that_ends_the_engine_others_are_not_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All were running when it ended the engine; from then on it is tried alone."""
+    monkeypatch.setattr("streamer.engine.journal.restoring.MAX_TRIES", 6)
+    monkeypatch.setattr("streamer.engine.journal.restoring.SUSPECT_TRIES", 2)
+    names = ["a", "deadly", "b", "c"]
+    deaths = 0
+    while deaths < 10:
+        engine = make_engine(Deadly, journal=str(tmp_path))
+        try:
+            await engine.start()
+            for name in [name for name in names if engine.get(name) is None]:
+                engine.submit(durable(name))
+            streams = [s for name in names if (s := engine.get(name)) is not None]
+            await asyncio.gather(*map(end_of, streams))
+            break
+        except StreamerError:
+            deaths += 1
+        finally:
+            await engine.aclose()
+    assert deaths == 7  # the first, and 6 restored
+    async with make_engine(journal=str(tmp_path)) as engine:
+        for name in names:
+            stream = engine.get(name)
+            assert stream is not None
+            (finish,) = stream.finishes
+            assert finish is not None
+            assert ("died 6 times" in (finish.detail or "")) == (name == "deadly")
+
+
+async def test_a_restored_request_is_cancelled_before_it_runs(tmp_path: Path) -> None:
+    gated = GatedEngine(journal=str(tmp_path), max_num_seqs=1)
+    await gated.engine.start()
+    for name in ("runs", "waits"):
+        gated.engine.submit(durable(name, max_tokens=30))
+    gated.gate.allow(3)
+    runs = gated.engine.get("runs")
+    assert runs is not None
+    await until(runs, 3)
+    await lost_while_gated(gated)
+    async with GatedEngine(journal=str(tmp_path), max_num_seqs=1) as second:
+        for name, num_tokens in (("waits", 0), ("runs", 3)):
+            stream = second.engine.get(name)
+            assert stream is not None
+            second.engine.cancel(name)
+            second.gate.allow(2)
+            ((tokens, _, _),) = await end_of(stream)
+            assert num_tokens <= len(tokens) < 30
+            assert stream.finishes[0] is not None
+            assert stream.finishes[0].reason is FinishReason.CANCELLED
+    for saved in read_journal(tmp_path):
+        assert saved.is_finished
+        assert saved.tail.finishes[0].reason is FinishReason.CANCELLED
 
 
 async def test_tokens_of_a_deleted_answer_leave_the_file_though_another_is_kept(

@@ -299,7 +299,8 @@ def test_a_scrape_while_the_model_loads() -> None:
 # ---------------------------------------------------------------- the dashboard
 
 
-def test_the_dashboard_asks_for_what_there_is(server: Running) -> None:
+def test_the_dashboard_asks_for_what_there_is(server_with: Any, tmp_path: Path) -> None:
+    server = server_with(journal=str(tmp_path))
     board = json.loads(DASHBOARD.read_text())
     panels = [p for p in board["panels"] if p["type"] != "row"]
     queries = [t["expr"] for p in panels for t in p["targets"]]
