@@ -64,7 +64,7 @@ LAZY = frozenset(["build", "inside", "cli", "demo", "cluster"])
 ROOMS = {
     "errors": _room(),
     "config": _room(),
-    "tokenizer": _room("", "tokenizers jinja2", lazy_packages="transformers", never="torch"),
+    "tokenizer": _room("", "tokenizers jinja2", lazy_packages="transformers regex", never="torch"),
     "core": _room("", never=OUTSIDE_WORLD),
     "constraints": _room("core", "numpy", lazy_packages="llguidance"),
     "model": _room(

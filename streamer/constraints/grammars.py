@@ -18,8 +18,8 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from streamer.constraints.bounds import TOO_MANY, is_lark_too_crossed, is_too_crossed
-from streamer.constraints.formats import exact
 from streamer.constraints.lark import TooLong
+from streamer.constraints.schemas import followable, without_one
 from streamer.constraints.tags import BadTag, Tags
 from streamer.core.sampling import Grammar
 from streamer.errors import InvalidRequest
@@ -33,6 +33,8 @@ MAX_KEPT = 128  # compiled grammars that no live request has
 # and 0.27 s holds 3.4 MB (EPYC Zen 5, 2026-11-22).
 MAX_KEPT_S = 5.0
 MAX_REASON = 500  # characters
+NO_VALUE = "Unsatisfiable schema"  # llguidance's words
+MAX_NAMING_S = 0.1  # of looking for the keyword that is at fault
 MAX_TEXTS, MAX_TEXT = 4096, 256  # forced texts whose tokens are remembered, and characters of one
 # Of one grammar. A lexer's state takes 1 to 2 KB, and every row has a copy of them.
 LIMITS: Mapping[str, Any] = {
@@ -54,6 +56,7 @@ _NAMES = {
 _PLACE = re.compile(r"\Aat \d+\(\d+\): |\n *\d+ \| (?s:.*)")  # in a Lark text, and its lines
 # Of llguidance's messages: advice on its own settings and loaders.
 _ASIDE = re.compile(r"<non-verbose/>|\. Enable 'coerce_one_of'.*| and retrieving it failed.*")
+_TARGET = re.compile("Resource '|Pointer '")
 _BRACKET = re.compile(r"[\[({]|[\])}]")
 
 
@@ -211,25 +214,44 @@ class Grammars:
                 kept_s -= self._kept.popitem(last=False)[1].took_s
         return found
 
-    def _compile(self, grammar: Grammar) -> Compiled:
-        import llguidance
+    def check(self, grammar: Grammar) -> None:
+        """Raise what `compile` would, without remembering the grammar."""
+        if self.find(grammar) is None:
+            self._compile(grammar)
 
+    def _compile(self, grammar: Grammar) -> Compiled:
         _check_depth(grammar)
         if not self.vocabulary.end_ids:
             raise refusal(grammar, "the model has no token that ends an answer")
-        tokens = self._tokens()
-        began = time.thread_time()
-        matcher = llguidance.LLMatcher(
-            tokens,
-            source_of(grammar, self.vocabulary.special),
-            log_level=0,
-            limits=llguidance.LLParserLimits(**LIMITS),
-        )
+        self._tokens()
+        began_s = time.thread_time()
+        matcher = self._matcher(source_of(grammar, self.vocabulary.special))
+        if matcher.is_error():
+            error = matcher.get_error()
+            if grammar.kind == "json" and NO_VALUE in error:
+                error = error.replace(NO_VALUE, f"{NO_VALUE}{self._by_keyword(grammar)}", 1)
+            raise refusal(grammar, error)
+        return Compiled(matcher, time.thread_time() - began_s)
+
+    def _matcher(self, source: str) -> llguidance.LLMatcher:
+        import llguidance
+
+        limits = llguidance.LLParserLimits(**LIMITS)
+        matcher = llguidance.LLMatcher(self._tokens(), source, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # limits of the first step are found here, not in it
-        if matcher.is_error():
-            raise refusal(grammar, matcher.get_error())
-        return Compiled(matcher, time.thread_time() - began)
+        return matcher
+
+    def _by_keyword(self, grammar: Grammar) -> str:
+        """The keyword without which a schema has values; empty where more than one is at fault."""
+        end_s = time.thread_time() + MAX_NAMING_S
+        for place, schema in without_one(_decoded(grammar.text, grammar)):
+            if time.thread_time() > end_s:
+                break
+            other = msgspec.structs.replace(grammar, text=msgspec.json.encode(schema).decode())
+            if not self._matcher(source_of(other, {})).is_error():
+                return f", by {place}"
+        return ""
 
     def _tokens(self) -> llguidance.LLTokenizer:
         """The vocabulary's prefix tree: made with the first grammar, 0.3 s for 150,000 tokens."""
@@ -292,14 +314,16 @@ def _decoded(text: str, grammar: Grammar) -> Any:
 
 def _schema(schema: Any, grammar: Grammar, settings: object = None) -> str:
     """The schema as a JSON object: true and false, which are schemas too, in another form."""
-    if isinstance(schema, bool):
-        schema = {} if schema else {"enum": []}
+    if schema is False:
+        raise refusal(grammar, "the schema is false: nothing follows it")
+    if schema is True:
+        schema = {}
     if not isinstance(schema, dict):
         raise refusal(grammar, f"a schema is an object, got {type(schema).__name__}")
     if is_too_crossed(schema):
         raise refusal(grammar, TOO_MANY)
     # llguidance's own settings are not a caller's
-    found = {key: value for key, value in exact(schema).items() if key != "x-guidance"}
+    found = {key: value for key, value in followable(schema).items() if key != "x-guidance"}
     if settings is not None:
         found["x-guidance"] = settings
     return msgspec.json.encode(found).decode()
@@ -308,7 +332,7 @@ def _schema(schema: Any, grammar: Grammar, settings: object = None) -> str:
 def refusal(grammar: Grammar, reason: str) -> InvalidRequest:
     """The error for a grammar that can't be honoured; `reason` has the keyword or the place."""
     what = _NAMES.get(grammar.kind)
-    reason = _ASIDE.sub("", reason.replace("Resource '", "$ref: '")).strip()
+    reason = _ASIDE.sub("", _TARGET.sub("$ref: '", reason)).strip()
     if grammar.kind in ("calls", "structural_tag"):  # no lines of a text that the caller never saw
         reason = _PLACE.sub("", reason)
     reason = reason[:MAX_REASON]

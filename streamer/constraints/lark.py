@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from streamer.constraints.bounds import TOO_MANY, is_too_crossed
-from streamer.constraints.formats import exact
+from streamer.constraints.schemas import followable
 
 ANY: Final = "/(?s:.*)/"
 MAX_BYTES: Final = 1 << 20  # of a grammar
@@ -95,7 +95,7 @@ class Lark:
         """The name of a rule for JSON of this schema; TooLong if it intersects too much."""
         if is_too_crossed(schema):
             raise TooLong(TOO_MANY)
-        return self.rule(f"%json {encode(exact(schema)).decode()}")
+        return self.rule(f"%json {encode(followable(schema)).decode()}")
 
     def written(self, text: str) -> str:
         """A text of the format, special tokens among it."""

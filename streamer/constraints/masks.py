@@ -194,10 +194,6 @@ class Filled:
         self.words = words
         self.errors = errors
 
-    def allowed(self, vocab_size: int) -> NDArray[np.uint8]:
-        """[n, V] 1 where a token is allowed."""
-        return np.unpackbits(self.words.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
-
 
 class MaskFiller:
     """Fills masks in a thread beside the step, and in llguidance's where they take long; `begin`

@@ -93,16 +93,15 @@ class Tags:
             raise BadTag(f"{path}: triggered_tags are possible at the end only")
         if given.get("excludes"):
             raise BadTag(f"{path}.excludes is not supported")
-        triggers = _field(given, "triggers", list, path)
         tags = _field(given, "tags", list, path)
+        trigger_of = _Triggers(_field(given, "triggers", list, path)).of
         grouped: dict[str, list[str]] = {}
         for i, tag in enumerate(tags):
             place = f"{path}.tags[{i}]"
-            begin = _field(tag, "begin", str, place)
-            found = [t for t in triggers if isinstance(t, str) and t and begin.startswith(t)]
-            if not found:
+            found = trigger_of(_field(tag, "begin", str, place))
+            if found is None:
                 raise BadTag(f"{place}.begin does not begin with one of the triggers")
-            trigger = self._short(found[0])
+            trigger = self._short(found)
             grouped.setdefault(trigger, []).append(self._tag(tag, place, trigger))
         if not grouped:
             raise BadTag(f"{path}.tags is empty")
@@ -132,6 +131,20 @@ class Tags:
 
     def _literal(self, text: str) -> str:
         return self._lark.written(text) or '""'
+
+
+class _Triggers:
+    """Finds the first trigger that a text begins with: by the lengths that triggers have."""
+
+    def __init__(self, given: Sequence[Any]) -> None:
+        texts = [text for text in given if isinstance(text, str) and text]
+        self._places = {text: place for place, text in reversed([*enumerate(texts)])}
+        self._lengths = sorted({len(text) for text in texts})
+
+    def of(self, begin: str) -> str | None:
+        lengths = (length for length in self._lengths if length <= len(begin))
+        found = (begin[:length] for length in lengths if begin[:length] in self._places)
+        return min(found, key=self._places.__getitem__, default=None)
 
 
 def _of_structures(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from streamer.engine.core import EngineCore, Inbox, Owner, Runner, Tokenizer
 from streamer.engine.gpu_thread import GpuThread
 from streamer.engine.journal.restoring import Restoring
 from streamer.engine.journal.writer import Contexts, Journal
-from streamer.engine.prompts import LONG, Prompts
+from streamer.engine.prompts import Prompts
 from streamer.engine.refusals import (
     CLOSE_S,
     SHUTDOWN,
@@ -321,8 +321,18 @@ class AsyncEngine:
         """
         grammar, grammars = params.structured_outputs, self._grammars
         if grammar is not None and grammars is not None and grammars.find(grammar) is None:
-            work = partial(grammars.compile, grammar)
-            await self.in_pool(work, LONG + len(grammar.text), cache_salt)
+            name, size = f"structured_outputs.{grammar.kind}", len(grammar.text)
+            await self.compiled(lambda each: each.compile(grammar), name, size, cache_salt)
+
+    async def compiled(
+        self, work: Callable[[Grammars], T], field: str, size: int, cache_salt: str = ""
+    ) -> T:
+        """What `work` makes of a field's grammar in the prompt pool; see Prompts.compiled."""
+        self._require_own_process()
+        if self._grammars is None:
+            raise self._unavailable()
+        salt = cache_salt.encode()
+        return await self._prompts.compiled(partial(work, self._grammars), field, size, salt)
 
     def require_room(self, needs: QueueNeeds) -> None:
         """Raise Overloaded if a request could not be queued now, before its prompt is made."""

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from streamer.engine.refusals import fresh_copy
 from streamer.errors import EngineDead, PoolHung, RequestFailed
 
+PROMPT_TIMEOUT = "prompt_timeout"
 CHECKS = 4  # in the time that work may take
 T = TypeVar("T")
 
@@ -188,4 +189,4 @@ class Pool:
         call.is_given_up = True
         if not call.future.done():
             text = f"preparing the text took longer than {self._limit_s:g} s"
-            call.future.set_exception(RequestFailed(text, code="prompt_timeout"))
+            call.future.set_exception(RequestFailed(text, code=PROMPT_TIMEOUT))

@@ -13,8 +13,8 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from streamer.core.blocks import BlockHasher
-from streamer.engine.pool import Pool
-from streamer.errors import EngineDead, PoolHung
+from streamer.engine.pool import PROMPT_TIMEOUT, Pool
+from streamer.errors import EngineDead, InvalidRequest, PoolHung, RequestFailed
 
 NUM_THREADS = 2
 # Hashing costs about 0.1 us a token: up to here a submit holds the loop for less than 0.5 ms.
@@ -90,6 +90,22 @@ class Prompts:
         turn = self._turns.setdefault(salt.partition(b":")[0], asyncio.Lock())
         async with turn, self._long:
             return await self._pool.run(work)
+
+    async def compiled(self, work: Callable[[], T], field: str, size: int, salt: bytes) -> T:
+        """Run work that compiles a grammar, in turns with other long work.
+
+        Where it takes too long, what the request asks for is at fault, not the server's load: the
+        time counts from when a thread took it. So that is an InvalidRequest.
+
+        field  of the request, for the error;  size  of its text, in characters
+        """
+        try:
+            return await self.run(work, LONG + size, salt)
+        except RequestFailed as error:
+            if error.code != PROMPT_TIMEOUT:
+                raise
+            reason = f"{field} can't be honoured: compiling it took too long"
+            raise InvalidRequest(reason, param=field, code="unsupported_grammar") from None
 
     def _hash(self, ids: list[int], salt: bytes) -> tuple[bytes, ...]:
         if self.hasher is None or len(ids) <= INLINE_TOKENS:

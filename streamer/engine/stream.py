@@ -181,22 +181,26 @@ class TokenStream:
     @property
     def reasoning_tokens(self) -> int:
         """Output tokens so far that are the model's reasoning, of all choices: a pass over all."""
-        if self._reasoning is None:
-            return 0
         count, seen = self._reasoned
-        if seen != self._head:
-            token_bytes, special = self._token_texts
-
-            def text_of(token: int) -> bytes:
-                found = special.get(token)
-                return token_bytes[token] if found is None else found
-
-            places = [Place(self._reasoning, text_of) for _ in self._choices]
+        if self._reasoning is not None and seen != self._head:
+            places = self.places()
             for place, log, finish in zip(places, self._choices, self.finishes, strict=True):
                 place.pass_over(log.tokens[: None if finish is None else finish.num_tokens])
             count = sum(place.num_tokens for place in places)
             self._reasoned = count, self._head
         return count
+
+    def places(self) -> list[Place]:
+        """The beginning of each choice, to be followed; empty where no reasoning is known."""
+        if self._reasoning is None:
+            return []
+        token_bytes, special = self._token_texts
+
+        def text_of(token: int) -> bytes:
+            found = special.get(token)
+            return token_bytes[token] if found is None else found
+
+        return [Place(self._reasoning, text_of) for _ in self._choices]
 
     @property
     def num_bytes(self) -> int:
@@ -253,9 +257,9 @@ class TokenStream:
         """Of the first `end` output tokens, those up to the last one that released text."""
         return self._choices[choice].num_shown(end)
 
-    def token_ids(self, choice: int = 0) -> tuple[int, ...]:
-        """The output tokens of a choice so far."""
-        return tuple(self._choices[choice].tokens)
+    def token_ids(self, choice: int = 0, start: int = 0) -> tuple[int, ...]:
+        """The output tokens of a choice so far, from this one on."""
+        return tuple(self._choices[choice].tokens[start:])
 
     def logprobs(self, choice: int = 0) -> tuple[TokenLogprob, ...] | None:
         """One a token of a choice so far; None where they were not requested."""

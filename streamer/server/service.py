@@ -32,7 +32,7 @@ from streamer.errors import ContextLengthExceeded, EngineDead, InvalidRequest
 from streamer.server.admission import Admission, deadline_of, tenant_of
 from streamer.server.openai.common import Prediction, named
 from streamer.server.openai.models import check_model
-from streamer.server.parsing.forcing import Rules, calls_grammar, refused_by_compiler
+from streamer.server.parsing.forcing import Rules, compiled_calls
 from streamer.server.parsing.formats import Channels, ModelFormat, find_format, has_calls
 from streamer.server.parsing.tools import Parsing, ToolUse
 from streamer.server.prepared import B, Form, Prepared, Reading
@@ -284,36 +284,15 @@ class Service:
     async def _forced(
         self, prepared: Prepared[B], form: ModelFormat, rules: Rules
     ) -> SamplingParams:
-        """The parameters with the grammar of the calls, compiled.
-
-        Where it can't be: the tools are tried one by one, and the arguments of those that can't be
-        followed are any object, unless they are strict.
-        """
-        try:
-            return await self._with_calls(prepared, form, rules)
-        except InvalidRequest as error:
-            loose = set()
-            for tool in rules.tools:
-                alone = msgspec.structs.replace(rules, tools=(tool,), answer=None)
-                try:
-                    await self._with_calls(prepared, form, alone)
-                except InvalidRequest as reason:
-                    if tool.is_strict:
-                        raise refused_by_compiler(tool, reason) from None
-                    loose.add(tool.name)
-            if not loose:
-                raise InvalidRequest(error.message, param=error.param, code=error.code) from None
-        rules = msgspec.structs.replace(rules, loose=frozenset(loose))
-        return await self._with_calls(prepared, form, rules)
-
-    async def _with_calls(
-        self, prepared: Prepared[B], form: ModelFormat, rules: Rules
-    ) -> SamplingParams:
-        work = partial(calls_grammar, form, self._marks, rules)
-        grammar = await self.engine.in_pool(work, LONG + prepared.num_bytes, prepared.salt)
-        params = msgspec.structs.replace(prepared.params, structured_outputs=grammar)
-        await self.engine.compile(params, prepared.salt)
-        return params
+        """The parameters with the grammar of the calls, compiled."""
+        marks = self._marks
+        grammar = await self.engine.compiled(
+            lambda grammars: compiled_calls(form, marks, rules, grammars),
+            "tools",
+            prepared.num_bytes,
+            prepared.salt,
+        )
+        return msgspec.structs.replace(prepared.params, structured_outputs=grammar)
 
     @property
     def format(self) -> tuple[ModelFormat, frozenset[int]]:

@@ -1,8 +1,9 @@
 """ResponseTemplate: what a checkpoint itself says of the form of its answers.
 
 `response_template` of tokenizer_config.json declares fields and the marks around them; transformers
-has the streaming parser of it. Here that parser reads on where a field is not what was declared.
-The server makes events of what it finds. No torch.
+has the streaming parser of it. Here that parser reads on where a field is not what was declared,
+and its patterns have a limit on their time: an answer that takes more is text from there on. The
+server makes events of what it finds. No torch.
 """
 
 from __future__ import annotations
@@ -15,11 +16,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from streamer.tokenizer.patterns import Clock, TimedPattern, fault
+
 if TYPE_CHECKING:
-    from transformers.utils.chat_parsing import ResponseParser
     from transformers.utils.chat_parsing.response_templates import ResponseTemplate as Spec
 
 logger = logging.getLogger(__name__)
+
+# CPU seconds of one answer's patterns, on the loop: at once, and with every piece of its text. All
+# patterns of an ordinary piece take 5 us.
+AT_ONCE_S, PIECE_S = 0.1, 0.0005
+ANCHOR_S = 0.05  # of looking for the answer's beginning in a prompt
+TEXT = "content"  # the field of what can't be read
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -48,7 +56,12 @@ class ResponseTemplate(msgspec.Struct, frozen=True, eq=False):
 
     def beginning(self, prompt: str) -> str | None:
         """What of a prompt belongs to its answer; None: the answer does not begin in this text."""
-        ends = [match.end() for match in self.spec.start_anchor_re.finditer(prompt)]
+        anchor = TimedPattern(self.spec.start_anchor_re, Clock(ANCHOR_S, 0))
+        try:
+            ends = [match.end() for match in anchor.all(prompt)]
+        except TimeoutError:
+            logger.warning("start_anchor_pattern of the response_template takes too long")
+            return ""
         return prompt[ends[-1] :] if ends else None
 
     def reader(self, beginning: str, tools: Sequence[Mapping[str, Any]]) -> Reader:
@@ -66,6 +79,9 @@ def load_template(given: Any) -> ResponseTemplate | None:
     try:
         from transformers.utils.chat_parsing.response_templates import load_response_template
 
+        for text in _patterns(given):
+            if (wrong := fault(text)) is not None:
+                raise ValueError(f"the pattern {text[:80]!r} {wrong}")
         spec = load_response_template(given)
     except Exception as e:  # whatever that code finds wrong with it, or a version without it
         logger.warning("response_template of the checkpoint is not used: %s", e)
@@ -83,6 +99,19 @@ def _texts(value: object) -> Iterator[str]:
             yield from _texts(inner)
 
 
+def _patterns(value: object) -> Iterator[str]:
+    """The texts that are regular expressions."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if isinstance(inner, str) and key.endswith("pattern"):
+                yield inner
+            else:
+                yield from _patterns(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _patterns(inner)
+
+
 def _unescaped(pattern: str) -> str:
     """The literal texts of a regular expression, among others."""
     return re.sub(r"\\(\W)", r"\1", pattern)
@@ -93,8 +122,14 @@ class Reader:
 
     def __init__(self, spec: Spec, beginning: str, tools: Sequence[Mapping[str, Any]]) -> None:
         given: list[Any] = [dict(tool) for tool in tools]
-        self._parser = _parser_class()(_without_anchor(spec), beginning, tools=given)
+        self._clock = Clock(AT_ONCE_S, PIECE_S)
+        self._is_given_up = False
         self._streams = _streamed(spec)
+        timed = _timed(spec, self._clock)
+        self._parser = _parser_class()(timed, "", tools=given)
+        self._parser.clock, self._parser.streams = self._clock, self._streams
+        if beginning:
+            self.feed(beginning)
 
     @property
     def current(self) -> str | None:
@@ -103,11 +138,25 @@ class Reader:
 
     def feed(self, text: str) -> list[Found]:
         """What follows from more text."""
-        return self._found(self._parser.feed(text))
+        return self._read(text, is_over=False)
 
     def end(self) -> list[Found]:
         """What follows from the end of the text."""
-        return self._found(self._parser.finalize()[1])
+        return self._read("", is_over=True)
+
+    def _read(self, text: str, *, is_over: bool) -> list[Found]:
+        if self._is_given_up:
+            return [Found("text", TEXT, text)] if text else []
+        events: list[dict[str, Any]] = []
+        self._clock.more()
+        try:
+            self._parser.read(events, text, is_over)
+        except TimeoutError:
+            logger.warning("patterns of the response_template take too long: the rest is text")
+            self._is_given_up = True
+            rest = [Found("begin", TEXT), Found("text", TEXT, self._parser.rest)]
+            return [*self._found(events), *rest]
+        return self._found(events)
 
     def _found(self, events: Sequence[Mapping[str, Any]]) -> list[Found]:
         found = []
@@ -128,18 +177,42 @@ def _streamed(spec: Spec) -> frozenset[str]:
     return frozenset(f.name for f in spec.fields.values() if f.content in STREAMABLE_PARSERS)
 
 
-def _without_anchor(spec: Spec) -> Spec:
-    """For a beginning from which the anchor is cut off already: it matches its end alone."""
+def _timed(spec: Spec, clock: Clock) -> Spec:
+    """The template whose patterns take their time from a clock."""
     import dataclasses
 
-    return dataclasses.replace(spec, start_anchor_re=_NEVER)
+    def timed(pattern: Any) -> Any:
+        return None if pattern is None else TimedPattern(pattern, clock)
+
+    fields = {
+        name: dataclasses.replace(f, open_re=timed(f.open_re), close_re=timed(f.close_re))
+        for name, f in spec.fields.items()
+    }
+    return dataclasses.replace(spec, fields=fields)
 
 
-_NEVER = re.compile(r"(?!)")
+def _match_content(text: str, parser: str, args: Mapping[str, Any], clock: Clock) -> None:
+    """Match what a field's content parser will: TimeoutError if that takes too long."""
+    import regex
+
+    values = []
+    if parser == "json":
+        for opens, closes in args.get("string_delims", []):
+            pattern = re.escape(opens) + "(.*?)" + re.escape(closes)
+            TimedPattern(regex.compile(pattern, regex.DOTALL), clock).all(text)
+    elif parser == "xml-inline":
+        found = TimedPattern(regex.compile(args["tag_pattern"], regex.DOTALL), clock).all(text)
+        values = [match.groupdict().get("value") or "" for match in found]
+    elif parser == "kv-lines":
+        lines = text.split(args.get("line_sep", "\n"))
+        values = [line.partition(args.get("kv_sep", ":"))[2] for line in lines]
+    inner: Any = args.get("value_parser")
+    for value in values if inner is not None else ():
+        _match_content(value, inner.get("name", "text"), inner.get("args", {}), clock)
 
 
 @cache  # transformers is imported where a checkpoint has a template, and nowhere else
-def _parser_class() -> type[ResponseParser]:
+def _parser_class() -> Any:
     from transformers.utils.chat_parsing import ResponseParser
 
     class LenientParser(ResponseParser):
@@ -147,9 +220,27 @@ def _parser_class() -> type[ResponseParser]:
 
         Its region_close has `raw`, the text with its marks, and `value` is None for such a field:
         the original raises, and what it had found in the same piece of text is lost.
+
+        clock    of the time that patterns take;  streams  fields whose text is passed on at once
         """
 
+        clock: Clock
+        streams: frozenset[str]
         _start = 0
+
+        def read(self, events: list[dict[str, Any]], text: str, is_over: bool) -> None:
+            """More text, or its end: adds the events that follow from it."""
+            self._buffer += text
+            self._process(events, eos=is_over)
+
+        @property
+        def rest(self) -> str:
+            """The text that has not been passed on."""
+            field, rest = self._current, self._buffer[self._pos :]
+            if field is None or field in self.streams:
+                return rest
+            is_implicit = field == self._implicit_name
+            return self._body + rest if is_implicit else self._buffer[self._start :]
 
         def _open_explicit(self, events: list[dict[str, Any]], field: Any, m: Any) -> None:
             self._start = m.start()
@@ -161,6 +252,9 @@ def _parser_class() -> type[ResponseParser]:
             raw = self._body if is_implicit else self._buffer[self._start : self._pos]
             before = len(events)
             try:
+                if field is not None and self._opened:
+                    of = self._spec.fields[field]
+                    _match_content(self._body, of.content, of.content_args, self.clock)
                 super()._close_current(events)
             except Exception:
                 del events[before:]

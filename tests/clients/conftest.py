@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.server.conftest import bundled, server, server_with, slow
+from tests.server.conftest import bundled, scripted, server, server_with, slow
 from tests.server.support.relay import Relay
 from tests.server.support.running import Running
 
 __all__ = [
     "bundled",
+    "scripted",
     "server",
     "server_with",
     "slow",

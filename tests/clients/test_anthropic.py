@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import anthropic
@@ -131,10 +129,7 @@ SCRIPT = [
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_the_tool_runner_runs_tools(tmp_path: Path, server_with: Any, is_streamed: bool) -> None:
-    script = tmp_path / "script.json"
-    script.write_text(json.dumps(SCRIPT))
-    server = server_with(script=str(script))
+def test_the_tool_runner_runs_tools(scripted: Running, is_streamed: bool) -> None:
     seen: list[str] = []
 
     @anthropic.beta_tool
@@ -147,7 +142,7 @@ def test_the_tool_runner_runs_tools(tmp_path: Path, server_with: Any, is_streame
         seen.append(city)
         return f"18 degrees in {city}"
 
-    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+    with anthropic.Anthropic(base_url=scripted.url, api_key="none", max_retries=0) as client:
         asked = asking("How is the weather?", tools=[get_weather])
         if is_streamed:
             messages = [

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import ollama
@@ -128,13 +126,10 @@ def get_weather(city: str) -> str:
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_a_tool_loop(tmp_path: Path, server_with: Any, is_streamed: bool) -> None:
-    script = tmp_path / "script.json"
-    script.write_text(json.dumps(SCRIPT))
-    server = server_with(script=str(script))
+def test_a_tool_loop(scripted: Running, is_streamed: bool) -> None:
     chat: dict[str, Any] = {"model": "fake", "tools": [get_weather], "think": True}
     messages: list[Any] = [{"role": "user", "content": "How is the weather?"}]
-    with ollama.Client(server.url) as client:
+    with ollama.Client(scripted.url) as client:
         assert client.show("fake").capabilities == ["completion", "tools", "thinking"]
         if is_streamed:
             parts = list(client.chat(**chat, messages=messages, stream=True))

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from tests.clients.unchanged.running import Served, run
 from tests.clients.unchanged.table import CLIENTS, HERE, PAGE, Client, configuration, configured
-from tests.server.support.running import Running
+from tests.server.support.running import BUNDLED, Running
 
 
 def is_here(client: Client) -> bool:
@@ -29,6 +29,14 @@ def is_here(client: Client) -> bool:
 
 
 LIGHT = [client for client in CLIENTS if is_here(client)]
+
+
+@pytest.fixture(scope="module")
+def calling() -> Iterator[Running]:
+    """The bundled model, which calls where it must."""
+    running = Running(**BUNDLED, tool_call_parser="hermes").start()
+    yield running
+    running.stop()
 
 
 def test_the_pages_rows_are_the_tables() -> None:
@@ -58,11 +66,11 @@ def test_every_script_is_a_clients() -> None:
 
 @pytest.mark.parametrize("client", LIGHT, ids=lambda client: client.name)
 def test_a_light_client_runs(
-    client: Client, bundled: Running, server_with: Callable[..., Running]
+    client: Client, calling: Running, server_with: Callable[..., Running]
 ) -> None:
     answers = str(HERE / "scripts" / client.answers)
     fake = server_with(model="fake:length=40", served_model_name="fake", script=answers)
-    served = [Served(fake.url, "fake"), Served(bundled.url, "streamer-demo")]
+    served = [Served(fake.url, "fake"), Served(calling.url, "streamer-demo")]
     ran = run(client, *served)
     assert ran.code == 0, ran.printed
 

@@ -13,11 +13,13 @@ from collections import Counter
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from streamer.constraints import grammars as module
 from streamer.constraints.grammars import Grammars, Vocabulary
-from streamer.constraints.masks import Constraint, MaskFiller, Wanted
+from streamer.constraints.masks import Constraint, Filled, MaskFiller, Wanted
 from streamer.core.plan import RowJoin
 from streamer.core.sampling import MAX_GRAMMAR_BYTES, Grammar, SamplingParams
 from streamer.errors import InvalidRequest
@@ -56,7 +58,17 @@ REFUSED: list[dict[str, Any]] = [
     {"type": "string", "format": "no-such-format"},
     {"$ref": "http://elsewhere.example/schema"},
     {"type": "integer", "minimum": 3, "maximum": 1},
+    {"type": "string", "enum": [1]},
+    {"enum": []},
+    {"anyOf": [{"enum": []}]},
+    {"allOf": [{"type": "string"}, {"type": "integer"}]},
+    {"$ref": "#/$defs/a", "$defs": {"a": False}},
+    {"type": "array", "items": False, "minItems": 1},
+    {"type": "object", "required": ["a"], "additionalProperties": False},
+    {"type": "string", "format": "date", "const": "x"},
 ]
+NONE = {"type": "array", "items": {"type": "string", "const": 3}, "minItems": 1}
+NAMED = {"properties": {"a": NONE}}
 
 
 def schema(rng: random.Random, depth: int = DEPTH) -> dict[str, Any]:
@@ -90,6 +102,11 @@ def schema(rng: random.Random, depth: int = DEPTH) -> dict[str, Any]:
             "maxItems": 2}  # fmt: skip
 
 
+def allowed_by(filled: Filled, size: int) -> NDArray[np.uint8]:
+    """[n, V] 1 where a token is allowed."""
+    return np.unpackbits(filled.words.view(np.uint8), axis=1, count=size, bitorder="little")
+
+
 def answer(grammars: Grammars, grammar: Grammar, rng: random.Random) -> str | None:
     """A text drawn at random among what the masks allow; None if it did not end."""
     params = SamplingParams(structured_outputs=grammar)
@@ -99,7 +116,7 @@ def answer(grammars: Grammars, grammar: Grammar, rng: random.Random) -> str | No
     for position in range(1, LONGEST):
         filled = filler.fill([Wanted(constraint, position)])
         assert not filled.errors
-        allowed = filled.allowed(SIZE)[0].nonzero()[0].tolist()
+        allowed = allowed_by(filled, SIZE)[0].nonzero()[0].tolist()
         assert allowed
         token = END if END in allowed and rng.random() < 0.5 else rng.choice(allowed)
         if token == END:
@@ -135,8 +152,23 @@ def test_what_cannot_be_followed_is_named(grammars: Grammars, one: dict[str, Any
     with pytest.raises(InvalidRequest) as caught:
         grammars.compile(Grammar("json", json.dumps(one)))
     assert caught.value.param == "structured_outputs.json"
-    words = [*one, "look-ahead", "format"]
-    assert any(re.search(re.escape(word), caught.value.message, re.IGNORECASE) for word in words)
+    reason = caught.value.message.partition("can't be honoured: ")[2]
+    words = {*one, "look-ahead"} - {"type"}
+    assert any(re.search(rf"\b{word.lstrip('$')}\b", reason, re.IGNORECASE) for word in words)
+
+
+def test_the_keyword_without_which_there_are_values_is_named_with_its_place(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schema = {"type": "array", "items": {"type": "object", "required": ["a"], **NAMED}}
+    given = Grammar("json", json.dumps({**schema, "minItems": 1, "$defs": {"x": False}}))
+    with pytest.raises(InvalidRequest, match=r"schema, by items\.properties\.a\.items\.const: "):
+        grammars.compile(given)
+    with pytest.raises(InvalidRequest, match="the schema is false"):
+        grammars.compile(Grammar("json", "false"))
+    monkeypatch.setattr(module, "MAX_NAMING_S", 0.0)
+    with pytest.raises(InvalidRequest, match="Unsatisfiable schema: "):
+        grammars.compile(given)
 
 
 BOMBS = [

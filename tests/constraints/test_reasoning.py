@@ -17,6 +17,7 @@ from streamer.constraints.reasoning import Place
 from streamer.core.plan import Reasoning, RowJoin
 from streamer.core.sampling import SamplingParams
 from streamer.errors import InvalidRequest
+from tests.constraints.test_masks import allowed_by
 
 Stage = Literal["before", "inside", "after"]
 
@@ -62,7 +63,7 @@ def draw(constraint: Constraint, rng: random.Random, common: tuple[int, ...]) ->
         provisional = rng.choices(common, k=rng.randint(0, 4))
         filled = filler.fill([Wanted(constraint, position, provisional)])
         assert not filled.errors
-        allowed = filled.allowed(SIZE)
+        allowed = allowed_by(filled, SIZE)
         assert expected.setdefault(tuple(tokens), allowed[0].tobytes()) == allowed[0].tobytes()
         for n, token in enumerate(provisional):
             if not allowed[n, token]:
@@ -101,7 +102,7 @@ def test_a_grammar_begins_after_the_reasoning(grammars: Grammars, stage: Stage, 
 def test_some_reason_and_some_do_not(grammars: Grammars) -> None:
     """Before the first token both may come: the reasoning or the answer."""
     constraint = constraint_of(grammars, marks("before"), structured_outputs=AB)
-    allowed = MaskFiller(SIZE).fill([Wanted(constraint, 1)]).allowed(SIZE)[0]
+    allowed = allowed_by(MaskFiller(SIZE).fill([Wanted(constraint, 1)]), SIZE)[0]
     found = {VOCABULARY.text(t) for t in allowed.nonzero()[0].tolist()}
     assert found == {b"<", b"<think>", b"<think>x", b"a", b"b", b"ab"}
 
@@ -135,7 +136,7 @@ def test_in_the_reasoning_only_an_end_that_comes_too_soon_is_banned(grammars: Gr
         ({**budget, "min_tokens": 3}, {END}),
     ]:
         constraint = constraint_of(grammars, marks("inside"), **settings)
-        allowed = MaskFiller(SIZE).fill([Wanted(constraint, 1)]).allowed(SIZE)[0]
+        allowed = allowed_by(MaskFiller(SIZE).fill([Wanted(constraint, 1)]), SIZE)[0]
         assert {t for t in range(SIZE) if not allowed[t]} == banned
 
 

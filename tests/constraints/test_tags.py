@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import random
 import re
+import time
 from typing import Any
 
 import pytest
 
 from streamer.constraints.grammars import Grammars, Vocabulary
+from streamer.constraints.tags import Tags, _Triggers
 from streamer.core.sampling import Grammar, SamplingParams
 from streamer.errors import InvalidRequest
 from tests.constraints.test_masks import END, answer
@@ -141,3 +143,17 @@ def test_what_is_refused_is_named(grammars: Grammars, tags: Any, word: str) -> N
         grammars.compile(Grammar("structural_tag", json.dumps(tags)))
     assert caught.value.param == "structured_outputs.structural_tag"
     assert "rule_" not in caught.value.message  # the caller never saw the Lark text
+
+
+def test_the_first_trigger_is_found_among_many_at_once() -> None:
+    """Of 30,000 triggers for 1,000 tags, each with each would be 30 million comparisons."""
+    triggers = ["<f", "<f=", *(f"<{i}" for i in range(30_000))]
+    tags = [{"begin": f"<{i}>", "content": {"type": "any_text"}, "end": "</>"} for i in range(900)]
+    began = time.thread_time()
+    one = {"type": "triggered_tags", "tags": tags, "triggers": triggers}
+    assert Tags({}, str).lark({"format": one})
+    assert time.thread_time() - began < 1.0
+    found = _Triggers([5, "", *triggers])
+    assert [found.of(text) for text in ("<f=on>", "<17>", "<29999", "f", "")] == [
+        "<f", "<1", "<2", None, None,
+    ]  # fmt: skip

@@ -11,6 +11,7 @@ from streamer.constraints.grammars import Grammars, Vocabulary
 from streamer.constraints.masks import Constraint, MaskFiller, Wanted
 from streamer.core.plan import RowJoin
 from streamer.core.sampling import SamplingParams
+from tests.constraints.test_masks import allowed_by
 
 WORDS = [b"", b"name", b" name", b'"name', b' "name', b"ame", b" "]
 TOKENS = [bytes([i]) for i in range(256)] + WORDS
@@ -49,7 +50,9 @@ def test_what_must_come_comes(encode: object, seed: int) -> None:
     constraint = Constraint(compiled, join, vocabulary, SIZE)
     filler, rng, text, forced = MaskFiller(SIZE), random.Random(seed), b"", 0
     for position in range(1, 40):
-        allowed = filler.fill([Wanted(constraint, position)]).allowed(SIZE)[0].nonzero()[0].tolist()
+        allowed = (
+            allowed_by(filler.fill([Wanted(constraint, position)]), SIZE)[0].nonzero()[0].tolist()
+        )
         token = rng.choice(allowed)
         if token == END:
             break

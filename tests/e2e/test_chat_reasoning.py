@@ -25,10 +25,8 @@ TOOLS = '[{"name": "get_weather", "parameters": {"type": "object"}}]'
 
 
 @pytest.fixture(scope="module")
-def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    path = tmp_path_factory.mktemp("script") / "script.json"
-    path.write_text(json.dumps(SCRIPT))
-    running = Running(model="fake:tokens_per_s=400", script=str(path)).start()
+def scripted() -> Iterator[Running]:
+    running = Running(model="fake:tokens_per_s=400", script=SCRIPT).start()
     yield running
     running.stop()
 

@@ -6,8 +6,10 @@ import asyncio
 import threading
 from collections.abc import Callable
 
+import pytest
+
 from streamer.engine.prompts import LONG, Prompts
-from streamer.errors import EngineDead
+from streamer.errors import EngineDead, InvalidRequest, RequestFailed
 from tests.engine.helpers import DEADLINE_S
 
 
@@ -36,3 +38,21 @@ async def test_long_texts_leave_a_thread_for_short_ones_and_keys_take_turns() ->
         prompts.close(EngineDead("closed"))
     assert order[:3] == ["many 0", "few", "many 1"]
     assert order[3:] == [f"many {i}" for i in range(2, 8)]
+
+
+async def test_a_grammar_that_takes_too_long_is_its_callers_mistake() -> None:
+    def spin() -> None:
+        while True:
+            pass
+
+    prompts = Prompts(0.1, lambda _: None)
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            with pytest.raises(InvalidRequest, match="too long") as refused:
+                await prompts.compiled(spin, "tools", 5, b"")
+            assert (refused.value.status, refused.value.param) == (400, "tools")
+            with pytest.raises(RequestFailed):
+                await prompts.run(spin)
+            assert await prompts.compiled(lambda: 7, "tools", 5, b"") == 7
+    finally:
+        prompts.close(EngineDead("closed"))

@@ -29,6 +29,14 @@ def slow() -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
+def scripted(request: pytest.FixtureRequest) -> Iterator[Running]:
+    """A server whose model gives the answers of the test module's SCRIPT."""
+    running = Running(script=request.module.SCRIPT).start()
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="module")
 def bundled() -> Iterator[Running]:
     """A server over the bundled model."""
     assert CHECKPOINT.is_dir(), "the bundled model is not there"

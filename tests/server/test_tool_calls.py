@@ -45,15 +45,6 @@ ASKED: Any = [{"role": "user", "content": "How is the weather in Zürich?"}]
 CHAT = "/v1/chat/completions"
 
 
-@pytest.fixture(scope="module")
-def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    path = tmp_path_factory.mktemp("script") / "script.json"
-    path.write_text(json.dumps(SCRIPT))
-    running = Running(script=str(path)).start()
-    yield running
-    running.stop()
-
-
 @pytest.fixture
 def client(scripted: Running) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=scripted.url + "/v1", api_key="none", max_retries=0) as client:
@@ -404,6 +395,18 @@ def test_usage_counts_the_reasoning(scripted: Running) -> None:
     wrong = post(scripted, "/v1/messages", max_tokens=200, thinking=thinking, model="fake")
     assert wrong.status_code == 400
     assert "thinking.budget_tokens" in wrong.text
+
+
+def test_usage_counts_the_reasoning_along(scripted: Running) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    sent = chunks(post(scripted, n=2, stream=True, stream_options=options))
+    whole = sent[-1][1]["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    seen: dict[int, list[int]] = {0: [0], 1: [0]}
+    for _, chunk in sent[:-1]:
+        details = chunk["usage"]["completion_tokens_details"]
+        seen[chunk["choices"][0]["index"]].append(details["reasoning_tokens"])
+    assert all(counts == sorted(counts) for counts in seen.values())
+    assert sum(counts[-1] for counts in seen.values()) == whole > 2 * len(THOUGHT)
 
 
 def test_the_engine_gets_the_place_of_the_reasoning(

@@ -5,7 +5,6 @@ Pure functions on parsed JSON, beside Fields; called by schemes.py and compresse
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from typing import Any
@@ -16,9 +15,8 @@ from streamer.errors import ModelNotSupported
 from streamer.model.fields import Fields
 from streamer.model.quantization.interface import held_group
 from streamer.model.quantization.scaled import Grid
+from streamer.tokenizer.patterns import fault
 
-MAX_PATTERN = 1000  # characters of a pattern in config.json
-MAX_REPEATS = 1000  # of all its counts, multiplied: compiled, they are written out
 MAX_MATCHING_S = 0.5  # of a pattern and all names
 MAX_NAMES = 1 << 18  # characters of a list
 
@@ -60,14 +58,11 @@ class Pattern:
     takes at most MAX_MATCHING_S, or ModelNotSupported says so."""
 
     def __init__(self, text: str, field: str) -> None:
-        if len(text) > MAX_PATTERN:
-            raise refused(field, text, f"patterns of at most {MAX_PATTERN} characters")
         self._text = text
         self._field = field
         self._left_s = MAX_MATCHING_S
-        counts = re.findall(r"\d+", " ".join(re.findall(r"\{([\d, ]*)\}", text)))
-        if math.prod(max(1, int(count[:9])) for count in counts) > MAX_REPEATS:
-            raise self._wrong(f"repeats more than {MAX_REPEATS} times")
+        if (wrong := fault(text)) is not None:
+            raise self._wrong(wrong)
         try:
             re.compile(text)  # what that of the package knows beyond is no pattern of transformers
             self._compiled = regex.compile(text)

@@ -371,7 +371,7 @@ class ChatAnswer:
                 continue
             self._numbers[index] = 1
             choice = ChunkChoice(index, ChunkDelta(role="assistant", content=""))
-            parts.append(self._frame([choice], is_first=index == 0, usage=self._so_far(0)))
+            parts.append(self._frame([choice], is_first=index == 0, usage=self._so_far(index, 0)))
         return b"".join(parts)
 
     def deltas(self, source: int, deltas: Sequence[Delta]) -> bytes:
@@ -393,7 +393,8 @@ class ChatAnswer:
                     why = stop_reason(d.finish, self._stream.params)
                     scores = scores_of(d.finish)
                     choice = ChunkChoice(d.choice, ChunkDelta(), None, reason, UNSET, why, *scores)
-                    parts.append(self._frame([choice], usage=self._so_far(d.finish.num_tokens)))
+                    usage = self._so_far(d.choice, d.finish.num_tokens)
+                    parts.append(self._frame([choice], usage=usage))
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def failure(self, deltas: Sequence[Delta]) -> StreamerError | None:
@@ -469,17 +470,21 @@ class ChatAnswer:
             None,
             only_if(bool(self._body.return_token_ids), d.token_ids),
         )
-        return self._frame([choice], usage=self._so_far(d.start + len(d.token_ids)))
+        return self._frame([choice], usage=self._so_far(d.choice, d.start + len(d.token_ids)))
 
     def _end(self, choice: int, finish: Finish) -> int:
         """The number of a choice's finish."""
         return 2 + finish.num_tokens + self._stream.has_rest(choice)
 
-    def _so_far(self, num_tokens: int) -> Usage | None:
+    def _so_far(self, choice: int, num_tokens: int) -> Usage | None:
         """For `continuous_usage_stats`: the tokens of the chunk's own choice, as vLLM counts."""
         if not self._counts_along:
             return None
-        return usage_so_far(self._stream, num_tokens)
+        return usage_so_far(self._stream, num_tokens, self._num_reasoning(choice, num_tokens))
+
+    def _num_reasoning(self, choice: int, num_tokens: int) -> int:
+        """Tokens of reasoning among the first ones of a choice."""
+        return 0
 
     def _usage(self) -> Usage:
         num_output = sum(f.num_tokens for f in self._stream.finishes if f is not None)

@@ -50,6 +50,7 @@ class ParsedChatAnswer(ChatAnswer):
         super().__init__(*args, **more)
         self._parsing = parsing
         self._parsers = [self._parser_at(i, number) for i, number in enumerate(self._numbers)]
+        self._places = [(place, 0) for place in self._stream.places()]  # and tokens followed
 
     def deltas(self, source: int, deltas: Sequence[Delta]) -> bytes:
         """The chunks of the deltas of one step or several."""
@@ -88,7 +89,7 @@ class ParsedChatAnswer(ChatAnswer):
             None,
             only_if(bool(self._body.return_token_ids), d.token_ids),
         )
-        return self._frame([choice], usage=self._so_far(d.start + len(d.token_ids)))
+        return self._frame([choice], usage=self._so_far(d.choice, d.start + len(d.token_ids)))
 
     def _finish_frame(
         self, choice: int, finish: Finish, last: Sequence[Event], parser: AnyParser
@@ -102,7 +103,16 @@ class ParsedChatAnswer(ChatAnswer):
             stop_reason(finish, self._stream.params),
             *scores_of(finish),
         )
-        return self._frame([chunk], usage=self._so_far(finish.num_tokens))
+        return self._frame([chunk], usage=self._so_far(choice, finish.num_tokens))
+
+    def _num_reasoning(self, choice: int, num_tokens: int) -> int:
+        if not self._places:
+            return 0
+        place, seen = self._places[choice]
+        if seen < num_tokens:
+            place.pass_over(self._stream.token_ids(choice, seen)[: num_tokens - seen])
+            self._places[choice] = place, num_tokens
+        return place.num_tokens
 
     def _delta(self, choice: int, events: Sequence[Event]) -> ChunkDelta:
         text = "".join(e.text for e in events if isinstance(e, Text))

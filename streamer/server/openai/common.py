@@ -365,11 +365,12 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens_details: CompletionDetails = CompletionDetails()
 
 
-def usage_so_far(stream: TokenStream, num_output: int) -> Usage:
+def usage_so_far(stream: TokenStream, num_output: int, num_reasoning: int = 0) -> Usage:
     """Usage of an answer that goes on, after this many tokens of one choice."""
     num_prompt = stream.num_prompt_tokens
     cached = PromptDetails(stream.cached_tokens)
-    return Usage(num_prompt, num_output, num_prompt + num_output, cached)
+    details = CompletionDetails(reasoning_tokens=num_reasoning)
+    return Usage(num_prompt, num_output, num_prompt + num_output, cached, details)
 
 
 def usage_of(streams: Sequence[TokenStream], num_output: int) -> Usage:

@@ -2,17 +2,21 @@
 
 The grammar of an answer after its reasoning, which is unknown to it; in Harmony, of all messages.
 An answer that follows it is read by parser.py as the calls that were asked for, with arguments that
-follow the tools' schemas. Pure; Service.shaped compiles what this makes.
+follow the tools' schemas. Service.shaped compiles what this makes,
+in the prompt pool.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any, Final
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from streamer.constraints.lark import ANY, Lark, Marks, TooLong, quoted
+from streamer.constraints.schemas import followable
 from streamer.core.sampling import WHITESPACE, Grammar
 from streamer.errors import InvalidRequest
 from streamer.server.parsing.formats import HARMONY, Calls, ModelFormat
@@ -22,6 +26,9 @@ from streamer.server.parsing.tools import ToolDefinition
 
 KIND: Final = "calls"  # of a Grammar that is made here
 MAX_DEPTH: Final = 60  # brackets within brackets, of a schema
+# CPU seconds of looking for the tools that can't be followed: 1,024 small ones, none of which can
+# be, take 0 s (EPYC Zen 5, 2026-11-23).
+MAX_SEARCH_S: Final = 2.0
 GAP: Final = '"\\n"?'  # between the parts of a call: as the model's template has it or not
 OBJECT: Final[Schema] = {"type": "object"}
 # Keywords beside which `properties` may not be all of the names.
@@ -31,6 +38,18 @@ _MORE: Final = frozenset(
 )  # fmt: skip
 # Before an answer in JSON whose first key is one of these a call would be read (call_fields.py).
 _NO_CALL: Final = r'~/[ \t\r\n]*[\[{][\[{ \t\r\n]*"(name|type)"(?s:.*)/'
+
+
+class Compiler(Protocol):
+    """Compiles grammars for the model's tokens; InvalidRequest says what can't be honoured."""
+
+    def compile(self, grammar: Grammar) -> object:
+        """Compile it, to be used."""
+        ...
+
+    def check(self, grammar: Grammar) -> None:
+        """Compile it, and forget it."""
+        ...
 
 
 class Rules(msgspec.Struct, frozen=True):
@@ -63,6 +82,49 @@ def calls_grammar(form: ModelFormat, marks: Marks, rules: Rules) -> Grammar:
         raise InvalidRequest(
             f"the grammar of the calls can't be made: {error}", param="tools"
         ) from None
+
+
+def compiled_calls(form: ModelFormat, marks: Marks, rules: Rules, grammars: Compiler) -> Grammar:
+    """The grammar, compiled.
+
+    Where that can't be done, the tools that can't be followed are found by halving: their arguments
+    are any object. InvalidRequest names one that is strict, and tools that take too long to find.
+    """
+
+    end_s = time.thread_time() + MAX_SEARCH_S
+
+    def refused(tools: Sequence[ToolDefinition]) -> set[str]:
+        """Names of those that can't be followed."""
+        if time.thread_time() > end_s:
+            raise InvalidRequest(
+                "tools: finding those whose arguments can't be followed takes more than "
+                f"{MAX_SEARCH_S:g} s",
+                param="tools",
+                code="unsupported_grammar",
+            )
+        try:
+            some = replace(rules, tools=tuple(tools), answer=None)
+            grammars.check(calls_grammar(form, marks, some))
+            return set()
+        except InvalidRequest as reason:
+            if len(tools) == 1 and tools[0].is_strict:
+                _check_alone(tools[0], grammars)
+                raise refused_by_compiler(tools[0], reason) from None
+        if len(tools) == 1:
+            return {tools[0].name}
+        half = len(tools) // 2
+        return refused(tools[:half]) | refused(tools[half:])
+
+    try:
+        grammar = calls_grammar(form, marks, rules)
+        grammars.compile(grammar)
+    except InvalidRequest:
+        loose = refused(rules.tools)
+        if not loose:
+            raise
+        grammar = calls_grammar(form, marks, replace(rules, loose=frozenset(loose)))
+        grammars.compile(grammar)
+    return grammar
 
 
 class _Tags:
@@ -213,6 +275,7 @@ def _schema_of(tool: ToolDefinition, rules: Rules) -> Schema:
     given = tool.parameters
     if (wrong := malformed(given)) is not None:
         raise _refused(tool, f"{wrong}: that is no JSON schema")
+    given = followable(given)
     kinds = given.get("type", "object")
     if "object" not in ([kinds] if isinstance(kinds, str) else kinds):
         raise _refused(tool, "type: arguments are an object")
@@ -256,6 +319,14 @@ def _refused(tool: ToolDefinition, reason: str) -> InvalidRequest:
     return InvalidRequest(
         f"{tool.path} can't be honoured: {reason}", param=tool.path, code="unsupported_grammar"
     )
+
+
+def _check_alone(tool: ToolDefinition, grammars: Compiler) -> None:
+    """Raise for a tool whose schema alone can't be followed, which names the keyword."""
+    try:
+        grammars.check(Grammar("json", msgspec.json.encode(tool.parameters).decode()))
+    except InvalidRequest as reason:
+        raise refused_by_compiler(tool, reason) from None
 
 
 def refused_by_compiler(tool: ToolDefinition, error: InvalidRequest) -> InvalidRequest:

@@ -23,6 +23,8 @@ from tests.clients.unchanged.running import PLACE, Ran, Served, environment, ins
 from tests.clients.unchanged.table import BY_NAME, CLIENTS, HERE, MODEL, ROOT, Client
 
 FAKE = ("fake:length=40", "--num-gpu-blocks-override", "65536", "--served-model-name", "fake")
+# The bundled model was never taught to call: what it must call, its grammar makes it.
+CALLS = ("--tool-call-parser", "hermes")
 START_S = 60.0
 HEADING = ("client", "version", "seconds", "", "what it did")
 
@@ -49,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with (
         tempfile.TemporaryDirectory() as temporary,
-        server(Path(temporary) / "bundled.log", MODEL) as bundled,
+        server(Path(temporary) / "bundled.log", MODEL, *CALLS) as bundled,
         Progress(*columns, TimeElapsedColumn(), console=console) as progress,
     ):
         task = progress.add_task("", total=len(chosen))

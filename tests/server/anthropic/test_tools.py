@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from hashlib import blake2b
 from typing import Any
 
@@ -31,15 +30,6 @@ TOOLS: Any = [
 ]
 ASKED: Any = [{"role": "user", "content": "How is the weather in Zürich?"}]
 WANTED = [("get_weather", {"city": "Zürich"}), ("now", {})]
-
-
-@pytest.fixture(scope="module")
-def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    path = tmp_path_factory.mktemp("script") / "script.json"
-    path.write_text(json.dumps(SCRIPT))
-    running = Running(script=str(path)).start()
-    yield running
-    running.stop()
 
 
 def body_of(**fields: Any) -> dict[str, Any]:

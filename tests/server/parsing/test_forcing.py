@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import tracemalloc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jsonschema
@@ -21,8 +21,9 @@ from streamer.constraints.masks import Constraint, MaskFiller, Wanted
 from streamer.core.plan import RowJoin
 from streamer.core.sampling import Grammar, SamplingParams
 from streamer.errors import InvalidRequest
+from streamer.server.parsing import forcing
 from streamer.server.parsing.events import Reasoning, Text, ToolArguments, ToolCallBegin
-from streamer.server.parsing.forcing import Rules, calls_grammar
+from streamer.server.parsing.forcing import Rules, calls_grammar, compiled_calls
 from streamer.server.parsing.formats import (
     REASONING_FORMATS,
     TOOL_FORMATS,
@@ -33,6 +34,7 @@ from streamer.server.parsing.formats import (
 from streamer.server.parsing.parser import Parser
 from streamer.server.parsing.schemas import inlined
 from streamer.server.parsing.tools import ToolDefinition
+from tests.constraints.test_masks import allowed_by
 
 END, LONGEST = 256, 1500
 THINK = REASONING_FORMATS["qwen3"]
@@ -83,14 +85,14 @@ class Model:
         self.tokens = [bytes([i]) for i in range(256)] + [b""] * len(self.special)
         self.tokens += [word.encode() for word in WORDS]
         self._vocabulary = Vocabulary(self.tokens, self.special, (END,), lambda t: [*t.encode()])
-        self._grammars = Grammars(self._vocabulary)
+        self.grammars = Grammars(self._vocabulary)
         self.marks = Marks(self.special, (END,))
 
     def answer(self, grammar: Grammar, seed: int, begin: str = "") -> str | None:
         """A text drawn among what the masks allow, after `begin`; None if it did not end."""
         rng, size = random.Random(seed), len(self.tokens)
         join = RowJoin(0, "r", 0, (1,), 1, 0, (), SamplingParams(), frozenset((END,)))
-        constraint = Constraint(self._grammars.compile(grammar), join, self._vocabulary, size)
+        constraint = Constraint(self.grammars.compile(grammar), join, self._vocabulary, size)
         filler, text = MaskFiller(size), begin.encode()
         for part in self.marks.split(begin):
             for token in [part] if isinstance(part, int) else part.encode():
@@ -98,7 +100,7 @@ class Model:
         for position in range(1, LONGEST):
             filled = filler.fill([Wanted(constraint, position)])
             assert not filled.errors, (filled.errors, text)
-            allowed = filled.allowed(size)[0].nonzero()[0].tolist()
+            allowed = allowed_by(filled, size)[0].nonzero()[0].tolist()
             token = END if END in allowed and rng.random() < 0.5 else rng.choice(allowed)
             if token == END:
                 return text.decode()
@@ -297,3 +299,45 @@ def test_alternatives_that_name_each_other_are_bounded() -> None:
     assert inlined({"anyOf": [again]}, {"$defs": {"a": {"enum": [1]}}}) == {
         "anyOf": [{"enum": [1]}]
     }
+
+
+def unfollowable(name: str, *, is_strict: bool = False) -> ToolDefinition:
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}
+    return ToolDefinition(name, "", schema, is_strict, f"tools[{name}].parameters")
+
+
+def test_tools_that_cannot_be_followed_are_found_by_halving(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, tried = Model(()), list[str]()
+    monkeypatch.setattr(model.grammars, "check", checking(model.grammars.check, tried))
+    tools = [ToolDefinition(f"t{i}", "", NOTHING) for i in range(200)]
+    tools[17], tools[123] = unfollowable("bad17"), unfollowable("bad123")
+    args = FORMATS["hermes"], model.marks
+    grammar = compiled_calls(*args, Rules(tuple(tools), True), model.grammars)
+    loose = frozenset(("bad17", "bad123"))
+    assert grammar == calls_grammar(*args, Rules(tuple(tools), True, loose=loose))
+    assert len(tried) < 40
+    tools[60] = unfollowable("strict", is_strict=True)
+    with pytest.raises(InvalidRequest, match=r"\$ref: ") as refused:
+        compiled_calls(*args, Rules(tuple(tools), True), model.grammars)
+    assert refused.value.param == "tools[strict].parameters"
+    monkeypatch.setattr(forcing, "MAX_SEARCH_S", 0.0)
+    with pytest.raises(InvalidRequest, match="takes more than 0 s") as refused:
+        compiled_calls(*args, Rules(tuple(tools), True), model.grammars)
+    assert refused.value.param == "tools"
+
+
+def checking(check: Callable[[Grammar], None], tried: list[str]) -> Callable[[Grammar], None]:
+    def counted(grammar: Grammar) -> None:
+        tried.append(grammar.text)
+        check(grammar)
+
+    return counted
+
+
+def test_what_is_tried_is_not_remembered() -> None:
+    grammars = Model(()).grammars
+    rules = Rules((unfollowable("a"), *TOOLS[1:]), True)
+    made = compiled_calls(FORMATS["hermes"], Marks({}, ()), rules, grammars)
+    assert list(grammars._kept) == [made]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
-from pathlib import Path
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import openai
@@ -177,35 +177,124 @@ def test_what_the_prompt_has_begun_is_read_on() -> None:
     assert read(TAGS, [" and more"], beginning="Begun") == [Text(" and more")]
 
 
-@pytest.mark.parametrize("wrong", [[], {"fields": {}}, {**TAGS, "version": 2}, "text"])
+def changed(template: dict[str, Any], field: str, **more: Any) -> dict[str, Any]:
+    fields = template["fields"]
+    return {**template, "fields": {**fields, field: {**fields[field], **more}}}
+
+
+ENDLESS = "(?:a|a)*[bc]"
+SLOW = {
+    "closing": (
+        {**XML, "fields": {**XML["fields"], "thinking": {
+            "open": "<think>", "close_pattern": ENDLESS}}},
+        "<think>" + "a" * 50, " and this",
+    ),
+    "opening": (
+        {**XML, "fields": {**XML["fields"], "thinking": {
+            "open_pattern": ENDLESS, "close": "</think>"}}},
+        "I say " + "a" * 50, " and this",
+    ),
+    "held": (changed(JSON, "tool_calls", close_pattern=ENDLESS), "Hm.[CALLS]" + "a" * 50, "{}"),
+    # The pattern of a template that is in use: a parameter without an end, and many spaces.
+    "values": (XML, "<call><function=f><p=s>" + " " * 3000 + "x</function></call>", " Then."),
+    "strings": (
+        changed(TAGS, "tool_calls", content_args={"string_delims": [["<", ">"]]}),
+        "<|call>call:f" + "<" * 60_000 + "<call|>", " Then.",
+    ),
+    "inner": (
+        changed(XML, "tool_calls", content="kv-lines", content_args={"value_parser": {
+            "name": "xml-inline", "args": {"tag_pattern": "(?P<key>(?:a|a)*)[bc](?P<value>.)"}}}),
+        "<call><function=f>k: " + "a" * 50 + "</function></call>", " Then.",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_patterns_that_take_too_long_end_the_reading_not_the_server(name: str) -> None:
+    """Nothing is lost, and the loop is not held up."""
+    template, answer, rest = SLOW[name]
+    began = time.thread_time()
+    found = joined(read(template, [answer, rest]))
+    assert time.thread_time() - began < 0.5
+    assert found["calls"] == []
+    spaces = str.maketrans("", "", " \n")
+    said = (found["thought"] + found["text"]).translate(spaces)
+    assert said == (answer + rest).removeprefix("<think>").translate(spaces)
+
+
+def test_a_long_answer_is_read_to_its_end() -> None:
+    call = "<|call>call:g{}<call|>"
+    pieces = ["<|channel>thought\n", *["Hm. "] * 20_000, "<channel|>", *["Yes. "] * 20_000, call]
+    found = joined(read(TAGS, pieces))
+    assert (len(found["thought"]), len(found["text"])) == (20_000 * 4 - 1, 20_000 * 5 - 1)
+    assert found["calls"] == [["g", "{}"]]
+
+
+def test_an_anchor_that_takes_too_long_is_not_looked_for() -> None:
+    template = {**TAGS, "start_anchor_pattern": ENDLESS}
+    del template["start_anchor"]
+    assert loaded(template).beginning("a" * 60) == ""
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [],
+        {"fields": {}},
+        {**TAGS, "version": 2},
+        "text",
+        {**TAGS, "start_anchor_pattern": "x" * 1001},
+        changed(XML, "tool_calls", content_args={"tag_pattern": "((a{99}){99}){99}"}),
+    ],
+)
 def test_a_template_that_is_none_is_left_out(wrong: Any, caplog: Any) -> None:
     with caplog.at_level(logging.WARNING):
         assert load_template(wrong) is None
     assert bool(wrong) == ("is not used" in caplog.text)
 
 
-def test_a_checkpoint_is_served_by_it(tmp_path: Path, monkeypatch: Any) -> None:
-    script = tmp_path / "script.json"
-    script.write_text(json.dumps([{"answer": ANSWERS[0][1]}]))
-    server = Running(script=str(script)).start()
+SCRIPT = [{"answer": ANSWERS[0][1]}]
+
+
+@pytest.fixture
+def templated(monkeypatch: pytest.MonkeyPatch) -> Iterator[openai.OpenAI]:
+    """A client of a server whose checkpoint says no more than its response_template."""
+    server = Running(script=SCRIPT).start()
     tokenizer = server.engine.tokenizer  # shared by the engines of this process
     monkeypatch.setattr(tokenizer, "templates", "")
     monkeypatch.setattr(tokenizer, "response_template", loaded(TAGS))
-    asked: Any = {
-        "model": "fake",
-        "messages": [{"role": "user", "content": "hi"}],
-        "tools": [{"type": "function", "function": {"name": "f"}}],
-    }
-    try:
-        with openai.OpenAI(base_url=server.url + "/v1", api_key="x") as client:
-            whole = client.chat.completions.create(**asked).choices[0]
-            with client.chat.completions.stream(**asked) as stream:
-                streamed = stream.get_final_completion().choices[0]
-    finally:
-        server.stop()
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client:
+        yield client
+    server.stop()
+
+
+ASKED: Any = {
+    "model": "fake",
+    "messages": [{"role": "user", "content": "hi"}],
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+}
+
+
+def test_a_checkpoint_is_served_by_it(templated: openai.OpenAI) -> None:
+    whole = templated.chat.completions.create(**ASKED).choices[0]
+    with templated.chat.completions.stream(**ASKED) as stream:
+        streamed = stream.get_final_completion().choices[0]
     for choice in (whole, streamed):
         message = choice.message
         assert (message.content, choice.finish_reason) == ("I look.", "tool_calls")
         (call,) = message.tool_calls or ()
         assert json.loads(call.function.arguments) == {"city": 'Zü "x"'}
     assert (whole.message.model_extra or {})["reasoning"] == "Hm.\n\nYes."
+
+
+def test_its_calls_cannot_be_forced(templated: openai.OpenAI) -> None:
+    strict = {"type": "function", "function": {"name": "f", "strict": True}}
+    named = {"type": "function", "function": {"name": "f"}}
+    for more, param in (
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": named}, "tool_choice"),
+        ({"tools": [strict]}, "tools[0].function.parameters"),
+    ):
+        with pytest.raises(openai.BadRequestError, match="can't be forced") as refused:
+            templated.chat.completions.create(**{**ASKED, **more})
+        assert refused.value.param == param

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from base64 import urlsafe_b64encode
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,15 +21,8 @@ ASKED: list[Any] = [{"role": "user", "content": "Which colour?"}]
 ENCRYPTED: Any = ["reasoning.encrypted_content"]
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> str:
-    path = tmp_path / "script.json"
-    path.write_text(json.dumps(SCRIPT))
-    return str(path)
-
-
-def running(script: str) -> Running:
-    return Running(script=script, api_key=KEYS).start()
+def running() -> Running:
+    return Running(script=SCRIPT, api_key=KEYS).start()
 
 
 def client_of(server: Running, key: str = KEYS[0]) -> openai.OpenAI:
@@ -47,8 +39,8 @@ def prompt_of(server: Running, items: list[Any]) -> str:
     return bytes(i for i in ids if i < 256).decode()
 
 
-def test_reasoning_is_sent_back_through_a_restart(script: str) -> None:
-    server = running(script)
+def test_reasoning_is_sent_back_through_a_restart() -> None:
+    server = running()
     with client_of(server) as client:
         plain = client.responses.create(model="fake", input=ASKED, store=False)
         assert plain.output[0].type == "reasoning"
@@ -68,7 +60,7 @@ def test_reasoning_is_sent_back_through_a_restart(script: str) -> None:
     kept["encrypted_content"] = item.encrypted_content
     items = [*ASKED, kept, message.model_dump(), {"role": "user", "content": "Sure?"}]
 
-    server = running(script)
+    server = running()
     try:
         given = prompt_of(server, items)
         assert "<think>\nAll foxes are red. 🦊\n</think>\n\nRed." in given

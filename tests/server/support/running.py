@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
@@ -27,9 +30,15 @@ BUNDLED: dict[str, Any] = {"model": None, "dtype": "float32", "num_gpu_blocks_ov
 
 
 class Running:
-    """A server in a thread of its own, and its engine."""
+    """A server in a thread of its own, and its engine; `script` may be the file's entries."""
 
     def __init__(self, **settings: Any) -> None:
+        self._files: tempfile.TemporaryDirectory[str] | None = None
+        if isinstance(entries := settings.get("script"), list):
+            self._files = tempfile.TemporaryDirectory()
+            file = Path(self._files.name) / "script.json"
+            file.write_text(json.dumps(entries))
+            settings["script"] = str(file)
         given = {"model": "fake", "port": 0, "load_progress": False, "drain_timeout": 2.0}
         self.config = Config(**{**given, **settings})
         self.url = ""
@@ -57,6 +66,8 @@ class Running:
             self.begin_stop()
         self._thread.join(DEADLINE_S)
         assert not self._thread.is_alive(), "the server did not stop"
+        if self._files is not None:
+            self._files.cleanup()
         if self._error is not None:
             raise self._error
 

@@ -1,10 +1,10 @@
-"""OpenAI's Agents SDK: an agent with a tool over both APIs, streamed; an answer of a type."""
+"""OpenAI's Agents SDK over both APIs: an agent with a tool; answers of a type; required calls."""
 
 import asyncio
 from typing import Literal
 
 import bundled
-from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool
+from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool
 from configuration import client, model
 from pydantic import BaseModel
 
@@ -18,6 +18,12 @@ class Reply(BaseModel):
 def get_weather(city: str) -> str:
     """The weather of a city."""
     return f"18 degrees in {city}"
+
+
+@function_tool
+def pick(color: Literal["red", "blue"]) -> str:
+    """Picks a color."""
+    return f"picked {color}"
 
 
 async def main() -> None:
@@ -34,7 +40,17 @@ async def main() -> None:
         typed = Agent(name="b", model=each, output_type=Reply)
         result = await Runner.run(typed, "Which color?")
         assert isinstance(result.final_output, Reply)
+        must = ModelSettings(tool_choice="required", parallel_tool_calls=False)
+        forced = Agent(
+            name="c",
+            model=each,
+            tools=[pick],
+            model_settings=must,
+            tool_use_behavior="stop_on_first_tool",
+        )
+        result = await Runner.run(forced, "Which color?")
+        assert result.final_output in ("picked red", "picked blue")
 
 
 asyncio.run(main())
-print("an agent with a tool, whole and streamed, and answers of a type, over both APIs")
+print("an agent with a tool, whole and streamed, answers of a type, a required call, both APIs")

@@ -1,4 +1,4 @@
-// Vercel's AI SDK: generateText and streamText with tools, and objects, by both providers.
+// Vercel's AI SDK: generateText and streamText with tools, objects, required calls, by both providers.
 import assert from "node:assert/strict";
 import { generateObject, generateText, stepCountIs, streamText, tool } from "ai";
 import { z } from "zod";
@@ -34,6 +34,11 @@ for (const [name, each, real] of [
   for (const kind of ["tool-input-delta", "tool-call", "tool-result"]) assert(kinds.has(kind), kind);
   const { object } = await generateObject({ model: real, schema, prompt: "Which color?" });
   schema.parse(object);
+  const pick = tool({ inputSchema: schema });
+  for (const toolChoice of ["required", { type: "tool", toolName: "pick" }]) {
+    const forced = await generateText({ model: real, tools: { pick }, toolChoice, prompt: "Which color?" });
+    schema.parse(forced.toolCalls[0].input);
+  }
   console.log("ok", name, object);
 }
-console.log("text with tools, whole and streamed, and objects, by both providers");
+console.log("text with tools, whole and streamed, objects, required calls, by both providers");

@@ -1,4 +1,4 @@
-// @anthropic-ai/sdk: the stream helper, the tool runner whole and streamed, a count.
+// @anthropic-ai/sdk: the stream helper, the tool runner whole and streamed, a count, forced calls.
 import assert from "node:assert/strict";
 import { betaZodTool } from "@anthropic-ai/sdk/helpers/beta/zod";
 import { zodOutputFormat } from "@anthropic-ai/sdk/helpers/zod";
@@ -29,4 +29,15 @@ let text = "";
 for await (const each of streamed) text = (await each.finalMessage()).content.at(-1).text;
 assert.equal(text, "It is 18 degrees in Bern.");
 assert((await client.messages.countTokens({ ...asked, tools: [plain] })).input_tokens > 100);
-console.log("the parse helper, the stream helper, the tool runner whole and streamed, a count");
+const pick = { name: "pick", input_schema: {
+  type: "object", properties: { color: { enum: ["red", "blue"] } }, required: ["color"],
+} };
+for (const choice of [{ type: "any" }, { type: "tool", name: "pick" }]) {
+  const forced = await bundled.messages.create({
+    model: "streamer-demo", max_tokens: 200, messages: [{ role: "user", content: "Which color?" }],
+    tools: [pick], tool_choice: { ...choice, disable_parallel_tool_use: true },
+  });
+  assert.deepEqual(forced.content.map((block) => block.type), ["tool_use"]);
+  assert(["red", "blue"].includes(forced.content[0].input.color));
+}
+console.log("parse and stream helpers, the tool runner whole and streamed, a count, forced calls");

@@ -1,4 +1,5 @@
-"""anthropic for Python: parse helper, the stream helper with a call, the tool runner, a count."""
+"""anthropic for Python: parse helper, the stream helper with a call, the tool runner, a count,
+forced calls."""
 
 from typing import Literal
 
@@ -41,4 +42,16 @@ for is_streamed in (False, True):
     assert runner.until_done().content[-1].text == "It is 18 degrees in Bern."
 count = client.messages.count_tokens(**asked, tools=[get_weather.to_dict()])
 assert count.input_tokens > 100
-print("\nparse helper, stream helper with thinking and a call, the tool runner, a count")
+schema = {"type": "object", "properties": {"color": {"enum": ["red", "blue"]}}}
+pick = {"name": "pick", "input_schema": {**schema, "required": ["color"]}}
+for choice in ({"type": "any"}, {"type": "tool", "name": "pick"}):
+    forced = bundled.messages.create(
+        model="streamer-demo",
+        tools=[pick],
+        tool_choice={**choice, "disable_parallel_tool_use": True},
+        **color,
+    )
+    (call,) = forced.content
+    assert (call.type, forced.stop_reason) == ("tool_use", "tool_use")
+    assert call.input["color"] in ("red", "blue")
+print("\nparse helper, stream helper with thinking and a call, tool runner, a count, forced calls")

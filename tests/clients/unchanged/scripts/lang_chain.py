@@ -1,4 +1,4 @@
-"""LangChain: tools, streams and answers of a type by three classes; an agent of its own."""
+"""LangChain: tools, streams, answers of a type and forced calls by three classes; its agent."""
 
 from typing import Literal
 
@@ -59,5 +59,10 @@ for name, (scripted, real) in models.items():
     assert state["messages"][-1].text == "It is 18 degrees in Bern.", name
     typed = real.with_structured_output(Reply, method="json_schema")
     assert isinstance(typed.invoke("Which color?"), Reply), name
+    if name != "ChatOllama":  # its API can't require a call
+        called = real.with_structured_output(Reply, method="function_calling")
+        assert isinstance(called.invoke("Which color?"), Reply), name
+        forced = real.bind_tools([Reply], tool_choice="any").invoke("Which color?")
+        assert {call["name"] for call in forced.tool_calls} == {"Reply"}, name
     print("ok", name)
-print("tools, streams, an agent and answers of a type by", ", ".join(models))
+print("tools, streams, an agent, answers of a type and forced calls by", ", ".join(models))

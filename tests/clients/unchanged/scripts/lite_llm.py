@@ -1,5 +1,6 @@
-"""litellm: a tool loop, whole and streamed, an answer of a type, responses."""
+"""litellm: a tool loop, whole and streamed, an answer of a type, forced calls, responses."""
 
+import json
 from typing import Literal
 
 import bundled
@@ -34,8 +35,20 @@ assert last.choices[0].message.content == "It is 18 degrees in Bern."
 color = [{"role": "user", "content": "Which color?"}]
 typed = litellm.completion(**bundled.server, messages=color, response_format=Reply)
 Reply.model_validate_json(typed.choices[0].message.content)
+colors = {"type": "object", "properties": {"color": {"enum": ["red", "blue"]}}}
+pick = {"name": "pick", "parameters": {**colors, "required": ["color"]}}
+for choice in ("required", {"type": "function", "function": {"name": "pick"}}):
+    forced = litellm.completion(
+        **bundled.server,
+        messages=color,
+        tools=[{"type": "function", "function": pick}],
+        tool_choice=choice,
+        parallel_tool_calls=False,
+    )
+    (call,) = forced.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments)["color"] in ("red", "blue")
 response = litellm.responses(
     **server, input="How is the weather?", tools=[{"type": "function", **TOOL}]
 )
 assert [item.type for item in response.output] == ["reasoning", "function_call"]
-print("a tool loop, whole and streamed, an answer of a type, responses")
+print("a tool loop, whole and streamed, an answer of a type, forced calls, responses")

@@ -1,4 +1,4 @@
-"""LlamaIndex: chats, streams, an agent with a tool, an answer of a type."""
+"""LlamaIndex: chats, streams, an agent with a tool, answers of a type, also by a call."""
 
 import asyncio
 from typing import Literal
@@ -34,9 +34,10 @@ async def main() -> None:
 
 
 asyncio.run(main())
-bundled.model.should_use_structured_outputs = True
-reply = bundled.model.as_structured_llm(Reply).chat(
-    [ChatMessage(role="user", content="Which color?")]
-)
-assert isinstance(reply.raw, Reply)
-print("chats, a stream, an agent with a tool, an answer of a type")
+for is_by_schema in (True, False):  # else by a call that is required
+    bundled.model.should_use_structured_outputs = is_by_schema
+    reply = bundled.model.as_structured_llm(Reply).chat(
+        [ChatMessage(role="user", content="Which color?")]
+    )
+    assert isinstance(reply.raw, Reply)
+print("chats, a stream, an agent with a tool, answers of a type by a schema and by a call")

@@ -1,4 +1,4 @@
-// openai for JS: the tool runner, parse helpers with zod, a stream of a response with a call.
+// openai for JS: the tool runner, parse helpers with zod, a response with a call, forced calls.
 import assert from "node:assert/strict";
 import { zodFunction, zodResponseFormat, zodTextFormat } from "openai/helpers/zod";
 import { z } from "zod";
@@ -41,5 +41,11 @@ const last = await client.responses.create({
   input: [{ type: "function_call_output", call_id: call.call_id, output: "18 degrees in Bern" }],
 });
 assert.equal(last.output_text, "It is 18 degrees in Bern.");
-assert(zodFunction);
-console.log("\nparse helpers, the tool runner whole and streamed, a response with a call");
+const pick = zodFunction({ name: "pick", parameters: Reply });
+for (const tool_choice of ["required", { type: "function", function: { name: "pick" } }]) {
+  const forced = await bundled.chat.completions.parse({
+    model: "streamer-demo", messages: color, tools: [pick], tool_choice, parallel_tool_calls: false,
+  });
+  Reply.parse(forced.choices[0].message.tool_calls[0].function.parsed_arguments);
+}
+console.log("\nparse helpers, the tool runner whole and streamed, a response with a call, forced calls");

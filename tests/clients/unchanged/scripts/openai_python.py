@@ -1,7 +1,9 @@
-"""openai for Python: parse helpers of chats and responses, streams with tools, a tool loop."""
+"""openai for Python: parse helpers of chats and responses, streams with tools, tool loops,
+calls that are required."""
 
 from typing import Literal
 
+import openai
 from bundled import client as bundled
 from configuration import client
 from openai.types.responses import ResponseFunctionToolCall
@@ -68,4 +70,16 @@ for given in (
         model="fake", tools=functions, reasoning={"effort": "low", "summary": "auto"}, **given
     )
     assert last.output_text == "It is 18 degrees in Bern."
-print("parse helpers, streams with reasoning and calls, tool loops of both APIs")
+
+pick = openai.pydantic_function_tool(Reply, name="pick")
+named = {"type": "function", "function": {"name": "pick"}}
+asked = {"model": "streamer-demo", "tools": [pick], "parallel_tool_calls": False}
+for choice in ("required", named):
+    forced = bundled.chat.completions.parse(messages=COLOR, tool_choice=choice, **asked)
+    (call,) = forced.choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Reply)
+for choice in ("required", {"type": "function", "name": "pick"}):
+    forced = bundled.responses.parse(input=COLOR, tool_choice=choice, **asked)
+    (call,) = forced.output
+    assert isinstance(call.parsed_arguments, Reply)
+print("parse helpers, streams with reasoning and calls, tool loops and forced calls of both APIs")

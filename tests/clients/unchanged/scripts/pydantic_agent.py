@@ -1,4 +1,4 @@
-"""pydantic-ai: an agent with a tool over three APIs, streamed; an answer of a type."""
+"""pydantic-ai: an agent with a tool over three APIs, streamed; answers of a type."""
 
 import asyncio
 from typing import Literal
@@ -32,9 +32,10 @@ async def main() -> None:
         assert result.output == "It is 18 degrees in Bern."
         async with agent.run_stream("How is the weather?") as streamed:
             assert await streamed.get_output() == result.output
-    typed = Agent(bundled.model, output_type=NativeOutput(Reply))
-    assert isinstance((await typed.run("Which color?")).output, Reply)
+    for output in (NativeOutput(Reply), Reply):  # by a schema, and by a call that is required
+        typed = Agent(bundled.model, output_type=output)
+        assert isinstance((await typed.run("Which color?")).output, Reply)
 
 
 asyncio.run(main())
-print("an agent with a tool, whole and streamed, over three APIs, and an answer of a type")
+print("an agent with a tool, whole and streamed, over three APIs; types by schema and by call")

@@ -1,0 +1,74 @@
+"""Patterns: regular expressions of a checkpoint's files, bounded in size and in time.
+
+They may be hostile, and honest ones may take hours for a text of a model's choice. Pure; called
+where such a file is read, and for each answer that is read by them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from typing import Any, Final
+
+MAX_PATTERN: Final = 1000  # characters
+MAX_REPEATS: Final = 1000  # of all its counts, multiplied: compiled, they are written out
+
+
+def fault(text: str) -> str | None:
+    """Why this is no pattern to be used; None: it may be."""
+    if len(text) > MAX_PATTERN:
+        return f"has more than {MAX_PATTERN} characters"
+    counts = re.findall(r"\d+", " ".join(re.findall(r"\{([\d, ]*)\}", text)))
+    if math.prod(max(1, int(count[:9])) for count in counts) > MAX_REPEATS:
+        return f"repeats more than {MAX_REPEATS} times"
+    return None
+
+
+class Clock:
+    """The CPU seconds that matching may still take in one answer: more with every piece of it."""
+
+    def __init__(self, at_once_s: float, piece_s: float) -> None:
+        self._left_s = self._at_once_s = at_once_s
+        self._piece_s = piece_s
+
+    def more(self) -> None:
+        """Another piece has come."""
+        self._left_s = min(self._at_once_s, self._left_s + self._piece_s)
+
+    def begin(self) -> tuple[float, float]:
+        """When a match begins, and how long it may take; TimeoutError: the time is used up."""
+        if self._left_s <= 0:
+            raise TimeoutError
+        return time.thread_time(), max(self._left_s, 0.001)
+
+    def end(self, began_s: float) -> None:
+        """A match has ended."""
+        self._left_s -= time.thread_time() - began_s
+
+
+class TimedPattern:
+    """A compiled pattern of the package `regex` whose matches take their time from a clock.
+
+    They raise TimeoutError where that is used up.
+    """
+
+    def __init__(self, pattern: Any, clock: Clock) -> None:
+        self._pattern = pattern
+        self._clock = clock
+
+    def search(self, text: str, start: int = 0, partial: bool = False) -> Any:
+        """The first match from a place on, or None."""
+        began_s, left_s = self._clock.begin()
+        try:
+            return self._pattern.search(text, start, partial=partial, timeout=left_s)
+        finally:
+            self._clock.end(began_s)
+
+    def all(self, text: str) -> list[Any]:
+        """All matches."""
+        began_s, left_s = self._clock.begin()
+        try:
+            return list(self._pattern.finditer(text, timeout=left_s))
+        finally:
+            self._clock.end(began_s)
