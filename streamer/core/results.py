@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-from streamer.core.beams.hypotheses import advance_beams, hear
+from streamer.core.beams.hypotheses import Output, advance_beams, hear
 from streamer.core.plan import (
     NOT_FINITE,
     FinishReason,
@@ -24,6 +22,7 @@ from streamer.core.plan import (
 )
 from streamer.core.request import OUTPUT_COST, Batch, Request, Sequence
 from streamer.core.state import State
+from streamer.core.stopping.strings import StopStrings
 from streamer.core.verification import settle, take
 from streamer.errors import InvariantViolated
 
@@ -73,13 +72,17 @@ class Kept(NamedTuple):
     tokens: tuple[int, ...]
     logprobs: dict[int, TokenLogprob]
 
-    def and_also(self, settled: list[tuple[str, int, int]]) -> Kept:
-        """These and those that a search over beams has settled."""
+    def and_also(self, settled: Output) -> Kept:
+        """These and those that searches over beams have settled."""
         if not settled:
             return self
-        ids, choices, tokens = zip(*settled, strict=True)
+        ids, choices, tokens, found = zip(*settled, strict=True)
+        logprobs = {i: lp for i, lp in enumerate(found, len(self.tokens)) if lp is not None}
         return Kept(
-            self.request_ids + ids, self.choices + choices, self.tokens + tokens, self.logprobs
+            self.request_ids + ids,
+            self.choices + choices,
+            self.tokens + tokens,
+            self.logprobs | logprobs,
         )
 
 
@@ -211,61 +214,15 @@ def end_if_due(state: State, seq: Sequence, token: int) -> None:
         )
         return
     if add.stop:
-        table = state.config.token_bytes
-        piece = table[token] if token < len(table) else b""
-        found = None
-        if not can_end(piece, add.stop):
+        stops, found = StopStrings(add.stop, state.config.token_bytes), None
+        if not stops.may_end_in(token):
             if token not in add.stop_ids:
                 seq.request.harmless.add(token)
         elif may_stop:
-            known, first = seq.tokens, len(add.prompt)
-            earlier = (known[i] for i in range(len(known) - 2, first - 1, -1))
-            pieces = (table[t] for t in earlier if t < len(table))
-            tail = last_bytes(pieces, max(map(len, add.stop)) - 1)
-            found = find_stop(tail, piece, add.stop)
+            found = stops.find(seq.tokens, len(add.prompt), len(seq.tokens) - 1, token)
         if found is not None:
-            before = state.num_bytes(seq.tokens[len(add.prompt) : -1]) - len(tail)
-            state.finish(
-                seq,
-                FinishReason.STOP,
-                text_bytes=before + found[0],
-                stop=add.params.stop[found[1]],
-            )
+            stop = add.params.stop[found.which]
+            state.finish(seq, FinishReason.STOP, text_bytes=found.text_bytes, stop=stop)
             return
     if num_output >= seq.request.max_tokens:
         state.finish(seq, FinishReason.LENGTH)
-
-
-# ---------------------------------------------------------------- stop strings
-
-
-def find_stop(tail: bytes, piece: bytes, stops: Seq[bytes]) -> tuple[int, int] | None:
-    """(offset, index) of the earliest stop string that ends in `piece`, or None.
-
-    tail   the output's last bytes before `piece`; longest stop string less one byte are enough
-    offset counts from the start of `tail + piece`; of two that start together the first listed wins
-    """
-    text = tail + piece
-    best: tuple[int, int] | None = None
-    for index, stop in enumerate(stops):
-        # A match that ended before `piece` would have ended the sequence then.
-        offset = text.find(stop, max(0, len(tail) - len(stop) + 1))
-        if offset >= 0 and (best is None or offset < best[0]):
-            best = (offset, index)
-    return best
-
-
-def can_end(piece: bytes, stops: Seq[bytes]) -> bool:
-    """Whether a stop string can end within `piece`, whatever comes before it."""
-    ends = [piece[: i + 1] for i in range(len(piece))]
-    return any(end.endswith(stop) or stop.endswith(end) for stop in stops for end in ends)
-
-
-def last_bytes(pieces: Iterable[bytes], length: int) -> bytes:
-    """The last `length` bytes of a text, or all, from its pieces, last to first."""
-    text = b""
-    for piece in pieces if length else ():
-        text = piece + text
-        if len(text) >= length:
-            return text[len(text) - length :]
-    return text

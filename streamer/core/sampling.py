@@ -29,7 +29,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_BYTES = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_TOKENS = 1 << 24
-# what shapes a draw, or ends an answer by its text: the values that a beam search allows
+# what shapes a draw: the values that a beam search allows
 BESIDE_BEAMS: Mapping[str, tuple[object, ...]] = {
     "temperature": (0, 1),
     "top_p": (1,),
@@ -39,10 +39,9 @@ BESIDE_BEAMS: Mapping[str, tuple[object, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
-    "logprobs": (None,),
+    "hidden_states": (False,),
     "structured_outputs": (None,),
     "thinking_token_budget": (None,),
-    "stop": ((),),
 }
 MAX_GRAMMAR_BYTES = 1 << 17
 # Of JSON that a model writes: a space, or a new line and its indentation. Not any number of them:

@@ -92,8 +92,8 @@ class _Row:
             self.plain = 0
         self.logprobs = join.params.logprobs
         self.hidden = hidden_of(join.tokens[: self.first]) if join.params.hidden_states else b""
-        beams = join.params.use_beam_search and join.params.num_beams
-        self.num_candidates = num_candidates(beams, len(join.stop_ids)) if beams else 0
+        is_beam = join.params.use_beam_search
+        self.num_candidates = num_candidates(join.params, len(join.stop_ids)) if is_beam else 0
         self.prompt_logprobs = join.params.prompt_logprobs
         self.prompt = () if self.prompt_logprobs is None else join.tokens[: self.first]
 

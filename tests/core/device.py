@@ -16,10 +16,11 @@ hardware runs it: `launch` and every store check that, beyond this one run's ord
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from streamer.core.beams.search import BeamSearch, Ended, num_candidates
-from streamer.core.plan import Chunk, Plan, RowJoin, StepResult, TokenLogprob, accepted
+from streamer.core.plan import Add, Chunk, Plan, RowJoin, StepResult, TokenLogprob, accepted
 
 VOCAB = 97
 ROOT = 1
@@ -52,12 +53,13 @@ def best(chain: int, count: int) -> tuple[tuple[int, float], ...]:
     return tuple((token, logprob) for logprob, token in scored[:count])
 
 
-def beam_oracle(prompt: tuple[int, ...], beams: BeamSearch, num_stop_ids: int) -> list[Ended]:
+def beam_oracle(add: Add, beams: BeamSearch, token_bytes: Seq[bytes]) -> list[Ended]:
     """What a search outputs, however it was scheduled."""
-    wanted = num_candidates(beams.width, num_stop_ids)
-    known = [list(prompt)]
+    wanted = num_candidates(add.params, len(add.stop_ids))
+    known = [list(add.prompt)]
     while not beams.is_done:
-        going_on = beams.advance(known, [best(chain_of(tokens)[-1], wanted) for tokens in known])
+        candidates = [best(chain_of(tokens)[-1], wanted) for tokens in known]
+        going_on = beams.advance(known, candidates, token_bytes)
         known = [[*known[parent], token] for parent, token in going_on]
     return beams.ended
 
@@ -249,7 +251,7 @@ class Device:
             number = row.join.row
             is_well = self._read(row)
             if chunk.num_draws and is_well and row.join.params.use_beam_search:
-                wanted = num_candidates(row.join.params.num_beams, len(row.join.stop_ids))
+                wanted = num_candidates(row.join.params, len(row.join.stop_ids))
                 candidates[number] = best(chain_of(row.tokens)[-1], wanted)
             elif chunk.num_draws and is_well:
                 drawn[number] = self._draw(row, chunk)

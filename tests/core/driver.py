@@ -35,6 +35,7 @@ from streamer.core.recovery.trials import Fault, Verdict
 from streamer.core.request import Request, Status
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler, SchedulerConfig
+from streamer.core.stopping.strings import Stop
 from streamer.core.tokens import prefill_beside_decodes
 from tests.core.device import Device, beam_oracle, oracle, score
 from tests.core.scripted import Scripted
@@ -47,9 +48,9 @@ Entry = tuple[str, Command | Facts | StepResult | Fault]
 Faulty = Callable[[Plan, set[str]], Fault | None]
 
 
-def make_config(**overrides: int | bool) -> SchedulerConfig:
+def make_config(**overrides: int | bool | tuple[bytes, ...]) -> SchedulerConfig:
     """A small scheduler: blocks of 4 tokens."""
-    settings: dict[str, int | bool] = {
+    settings: dict[str, int | bool | tuple[bytes, ...]] = {
         "block_size": 4,
         "num_blocks": 24,
         "num_host_blocks": 24,
@@ -79,6 +80,7 @@ class Driver:
         self.adds: dict[str, Add] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.scores: defaultdict[str, list[TokenLogprob]] = defaultdict(list)  # of prompts
+        self.logprobs: defaultdict[tuple[str, int], list[TokenLogprob | None]] = defaultdict(list)
         self.finishes: dict[tuple[str, int], Finish] = {}
         self.searched: dict[str, list[Ended]] = {}  # what beam searches must find
         self.outputs: list[StepOutput] = []
@@ -105,15 +107,16 @@ class Driver:
     def add(
         self, prompt: list[int], *, request_id: str | None = None, n: int = 1, max_tokens: int = 8,
         priority: int = 0, stop_ids: frozenset[int] = frozenset(), share_with: str | None = None,
-        tenant: str = "", salt: bytes = b"", **params: object,
+        tenant: str = "", salt: bytes = b"", stop: tuple[str, ...] = (), **params: object,
     ) -> str:  # fmt: skip
         """Submit, with hashes as the engine does; the id is r0, r1 ... unless given."""
         request_id = request_id or f"r{len(self.adds)}"
         add = Add(
             request_id,
             tuple(prompt),
-            SamplingParams(n=n, max_tokens=max_tokens, seed=1, **params),  # type: ignore[arg-type]
+            SamplingParams(n=n, max_tokens=max_tokens, seed=1, stop=stop, **params),  # type: ignore[arg-type]
             stop_ids=stop_ids,
+            stop=tuple(each.encode() for each in stop),
             block_hashes=self.hasher.hash_blocks(prompt, salt),
             salt=salt,
             priority=priority,
@@ -285,14 +288,15 @@ class Driver:
         for request_id, found in output.prompt_logprobs.items():
             assert (request_id, 0) not in self.finishes, "a score after the end"
             self.scores[request_id] += found
-        for request_id, choice, token in zip(
-            output.request_ids, output.choices, output.tokens, strict=True
+        for i, (request_id, choice, token) in enumerate(
+            zip(output.request_ids, output.choices, output.tokens, strict=True)
         ):
             assert (request_id, choice) not in self.finishes, "a token after the end"
             add = self.adds[request_id]
             is_asked = add.params.prompt_logprobs is not None
             assert self.scores[request_id] == (score(add.prompt) if is_asked else [])
             self.tokens[request_id, choice].append(token)
+            self.logprobs[request_id, choice].append(output.logprobs.get(i))
         for finish in output.finishes:
             key = (finish.request_id, finish.choice)
             assert key not in self.finishes, f"{key} ended twice"
@@ -324,13 +328,19 @@ class Driver:
             beams = BeamSearch(
                 add.params, num_prompt=len(add.prompt), max_tokens=max_tokens, stop_ids=add.stop_ids
             )
-            self.searched[finish.request_id] = beam_oracle(add.prompt, beams, len(add.stop_ids))
+            table = self.config.token_bytes
+            self.searched[finish.request_id] = beam_oracle(add, beams, table)
         best = self.searched[finish.request_id]
         if finish.reason in (FinishReason.STOP, FinishReason.LENGTH):
             expected = best[finish.choice]
             assert tuple(tokens) == expected.tokens
             assert (finish.cumulative_logprob, finish.score) == (expected.logprob, expected.score)
-            assert (finish.reason is FinishReason.LENGTH) == (expected.stop_id is None)
+            assert (finish.reason is FinishReason.LENGTH) == (expected.stop is None)
+            if isinstance(expected.stop, Stop):
+                shown = add.params.stop[expected.stop.which]
+                assert (finish.stop, finish.text_bytes) == (shown, expected.stop.text_bytes)
+            logprobs = self.logprobs[finish.request_id, finish.choice]
+            assert list(zip(tokens, logprobs, strict=True)) == expected.scored(0)
         else:
             for each in best[: add.params.n]:  # what was settled
                 assert each.tokens[: len(tokens)] == tuple(tokens)

@@ -1,15 +1,11 @@
-"""apply: where an answer ends, what is kept of it, stop strings; a failed row fails alone."""
+"""apply: where an answer ends and what is kept of it; a failed row fails alone."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from streamer.core.blocks import BlockHasher
 from streamer.core.plan import Add, Facts, Finish, FinishReason, StepResult, TokenLogprob
-from streamer.core.results import can_end, find_stop, last_bytes
 from streamer.core.sampling import SamplingParams
 from streamer.core.scheduler import Scheduler
 from tests.core.driver import make_config
@@ -114,56 +110,3 @@ def test_a_failed_row_fails_its_request_alone_and_its_blocks_are_not_matched() -
     plan = script.scheduler.schedule(Facts())
     assert plan is not None
     assert plan.num_tokens == 1 + 9  # no block of b's was found
-
-
-def first_stop(pieces: list[bytes], stops: list[bytes]) -> int | None:
-    """Feed the pieces one by one; the byte at which the text ends."""
-    for i, piece in enumerate(pieces):
-        if not can_end(piece, stops):
-            continue
-        tail = last_bytes(reversed(pieces[:i]), max(map(len, stops)) - 1)
-        found = find_stop(tail, piece, stops)
-        if found is not None:
-            return sum(map(len, pieces[:i])) - len(tail) + found[0]
-    return None
-
-
-def test_a_stop_string_across_three_tokens() -> None:
-    assert first_stop([b"ab", b"c\n", b"\nU", b"ser:"], [b"\n\nUser"]) == 3
-
-
-def test_the_earliest_start_wins_then_the_first_listed() -> None:
-    assert find_stop(b"", b"xxabc", [b"c", b"ab"]) == (2, 1)
-    assert find_stop(b"", b"abc", [b"ab", b"abc"]) == (0, 0)
-
-
-def test_a_stop_character_split_across_tokens_is_matched() -> None:
-    euro = "€".encode()
-    assert first_stop([b"5 ", euro[:1], euro[1:]], [euro]) == 2
-
-
-def test_a_one_byte_stop_needs_no_bytes_before() -> None:
-    assert last_bytes(iter([b"abc"]), 0) == b""
-
-
-def test_pieces_that_can_not_end_a_stop_string() -> None:
-    assert [can_end(piece, [b"abc"]) for piece in (b"", b"ab", b"c", b"bcx", b"ac", b"xabcx")] == [
-        False, False, True, True, False, True,
-    ]  # fmt: skip
-
-
-@given(
-    st.lists(st.binary(min_size=0, max_size=4).map(lambda b: bytes(c % 3 + 97 for c in b))),
-    st.lists(st.text("abc", min_size=1, max_size=5).map(str.encode), min_size=1, max_size=3),
-)
-def test_equals_a_search_of_the_whole_text_at_every_step(
-    pieces: list[bytes], stops: list[bytes]
-) -> None:
-    text, expected = b"", None
-    for piece in pieces:
-        text += piece
-        starts = [at for at in (text.find(stop) for stop in stops) if at >= 0]
-        if starts:
-            expected = min(starts)
-            break
-    assert first_stop(pieces, stops) == expected

@@ -80,6 +80,61 @@ def test_completions_bring_what_transformers_finds(
     assert [scores[0], scores[1]] == [choice["score"] for choice in whole["choices"]]
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
+def test_stop_strings_and_log_probabilities_go_with_a_search(bundled: Running, path: str) -> None:
+    """The answer ends where the stop string begins, whole and streamed; each token has its own."""
+    text, stop, url = "Tell me a story about a fox.", " the", f"{bundled.url}/v1/{path}"
+    bodies: dict[str, dict[str, Any]] = {
+        "chat/completions": {
+            "messages": [{"role": "user", "content": text}], "logprobs": True, "top_logprobs": 3,
+            "stop": stop,
+        },
+        "completions": {"prompt": text, "logprobs": 3, "stop": stop},
+        "responses": {"input": text, "top_logprobs": 3, "stop": stop},
+    }  # fmt: skip
+    limit = "max_output_tokens" if path == "responses" else "max_tokens"
+    sent = bodies[path] | {"use_beam_search": True, "beam_width": 4, limit: 40}
+    answer = httpx.post(url, json=sent, timeout=60).json()
+    end, whole, scores = parts_of(answer)
+    streamed, logprobs = "", []
+    with httpx.stream("POST", url, json=sent | {"stream": True}, timeout=60) as response:
+        for event in sse(response):
+            text, found = ("", []) if event.is_done else piece_of(event.json)
+            streamed += text
+            logprobs += found
+    assert (streamed, logprobs) == (whole, scores)
+    assert whole
+    assert stop not in whole
+    if path != "responses":
+        assert (end["finish_reason"], end["stop_reason"]) == ("stop", stop)
+    values = [each if isinstance(each, float) else each["logprob"] for each in scores]
+    assert sum(values) == pytest.approx(end["cumulative_logprob"], abs=1e-4)
+
+
+def parts_of(answer: Any) -> tuple[Any, str, list[Any]]:
+    """What has the answer's end, its text, and its tokens' log probabilities."""
+    if "output" in answer:
+        (part,) = answer["output"][0]["content"]
+        return answer, part["text"], part["logprobs"]
+    (choice,) = answer["choices"]
+    found = choice["logprobs"]
+    if "text" in choice:
+        return choice, choice["text"], found["token_logprobs"]
+    return choice, choice["message"]["content"], found["content"]
+
+
+def piece_of(event: Any) -> tuple[str, list[Any]]:
+    """The text and the log probabilities of one event."""
+    if event.get("type") == "response.output_text.delta":
+        return event["delta"], event["logprobs"]
+    text, logprobs = "", []
+    for choice in event.get("choices", ()):
+        text += choice.get("text") or choice.get("delta", {}).get("content") or ""
+        found = choice.get("logprobs") or {}
+        logprobs += found.get("content") or found.get("token_logprobs") or []
+    return text, logprobs
+
+
 def test_what_is_settled_streams_over_a_socket(bundled: Running) -> None:
     asked = {"input": "Tell me a story.", "max_output_tokens": 60, "ignore_eos": True}
     asked |= {"use_beam_search": True, "beam_width": 4}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from streamer.core.results import can_end, find_stop, last_bytes
+from streamer.core.stopping.strings import can_end, find_stop, last_bytes
 from streamer.tokenizer.text import TextStream
 
 # Letters that overlap in stop strings, and the bytes of "é" and "😀", whole and in parts.

@@ -9,13 +9,14 @@ results.py; preemption.py forgets candidates of what is recomputed.
 from __future__ import annotations
 
 from streamer.core.beams.search import BeamSearch, Ended
-from streamer.core.plan import Finish, FinishReason
+from streamer.core.plan import Finish, FinishReason, TokenLogprob
 from streamer.core.request import OUTPUT_COST, Request, Status
 from streamer.core.state import State
+from streamer.core.stopping.strings import Stop
 from streamer.errors import InvariantViolated
 
 Candidates = tuple[tuple[int, float], ...]
-Output = list[tuple[str, int, int]]  # request, choice, token
+Output = list[tuple[str, int, int, TokenLogprob | None]]  # request, choice, token, its probability
 
 
 def hear(state: State, number: int, found: dict[int, Candidates]) -> None:
@@ -50,7 +51,8 @@ def advance_beams(state: State) -> Output:
 def _advance(state: State, request: Request, beams: BeamSearch) -> Output:
     sequences = request.sequences
     known = [seq.tokens for seq in sequences]
-    going_on = beams.advance(known, [seq.candidates for seq in sequences])
+    candidates = [seq.candidates for seq in sequences]
+    going_on = beams.advance(known, candidates, state.config.token_bytes)
     request.share.time += OUTPUT_COST * len(sequences)
     n, request_id = request.add.params.n, request.request_id
     if beams.is_done:
@@ -65,7 +67,7 @@ def _advance(state: State, request: Request, beams: BeamSearch) -> Output:
         seq.num_tokens += 1
         seq.candidates = ()
     settled = beams.settle([seq.tokens for seq in sequences])
-    return [(request_id, choice, token) for choice in range(n) for token in settled]
+    return [(request_id, choice, *each) for choice in range(n) for each in settled]
 
 
 def _end(state: State, request: Request, beams: BeamSearch) -> Output:
@@ -78,21 +80,27 @@ def _end(state: State, request: Request, beams: BeamSearch) -> Output:
     best += best[-1:] * (request.add.params.n - len(best))
     state.finish_beams(request, [_finish(state, request, i, each) for i, each in enumerate(best)])
     return [
-        (request.request_id, choice, token)
+        (request.request_id, choice, *scored)
         for choice, each in enumerate(best)
-        for token in each.tokens[done:]
+        for scored in each.scored(done)
     ]
 
 
 def _finish(state: State, request: Request, choice: int, ended: Ended) -> Finish:
-    stop_id, tokens = ended.stop_id, ended.tokens
+    params, stop, text_bytes = request.add.params, ended.stop, None
+    shown: str | int | None = None
+    if isinstance(stop, Stop):
+        text_bytes, shown = stop.text_bytes, params.stop[stop.which]
+    elif stop is not None:
+        text_bytes = state.num_bytes(ended.tokens[:-1])
+        shown = stop if stop in params.stop_token_ids else None
     return Finish(
         request_id=request.request_id,
         choice=choice,
-        reason=FinishReason.LENGTH if stop_id is None else FinishReason.STOP,
-        num_tokens=len(tokens),
-        text_bytes=None if stop_id is None else state.num_bytes(tokens[:-1]),
-        stop=stop_id if stop_id in request.add.params.stop_token_ids else None,
+        reason=FinishReason.LENGTH if stop is None else FinishReason.STOP,
+        num_tokens=len(ended.tokens),
+        text_bytes=text_bytes,
+        stop=shown,
         copied_tokens=request.copied_tokens,
         cumulative_logprob=ended.logprob,
         score=ended.score,

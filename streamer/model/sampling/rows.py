@@ -107,7 +107,7 @@ class RowState:
         self.min_position = num_prompt + params.min_tokens if ends and params.min_tokens else 0
         self.num_top = -1 if params.logprobs is None else params.logprobs
         if params.use_beam_search:  # which leaves out the ends that come too soon itself
-            self.num_top, self.min_position = num_candidates(params.num_beams, len(ends)), 0
+            self.num_top, self.min_position = num_candidates(params, len(ends)), 0
         self.constraint: Constraint | None = None
         grammar, budget = params.structured_outputs, params.thinking_token_budget
         if grammar is not None or budget is not None:

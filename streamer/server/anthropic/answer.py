@@ -23,7 +23,7 @@ from streamer.server.anthropic.types import (
     ToolUseContent,
 )
 from streamer.server.errors import anthropic_error
-from streamer.server.openai.common import encode, failure, first_failure
+from streamer.server.openai.common import details_of, encode, failure, first_failure
 from streamer.server.parsing.events import Event, Text
 from streamer.server.transport.frames import SSE, Framing, frame
 
@@ -134,7 +134,12 @@ class MessagesAnswer:
 
     def _usage(self, num_tokens: int) -> MessageUsage:
         cached = self._stream.cached_tokens
-        details = OutputDetails(self._stream.reasoning_tokens if num_tokens else 0)
+        details = OutputDetails()
+        if num_tokens:  # it has ended
+            of = details_of([self._stream])
+            details = OutputDetails(
+                of.reasoning_tokens, of.accepted_prediction_tokens, of.rejected_prediction_tokens
+            )
         computed = self._stream.num_prompt_tokens - cached
         return MessageUsage(computed, num_tokens, cached, output_tokens_details=details)
 

@@ -38,9 +38,11 @@ Content = TextContent | ThinkingContent | ToolUseContent
 
 
 class OutputDetails(msgspec.Struct, frozen=True):
-    """Tokens of the answer by kind."""
+    """Tokens of the answer by kind, and ours of speculation: as in OpenAI's usage."""
 
     thinking_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 class MessageUsage(msgspec.Struct, frozen=True):

@@ -376,15 +376,20 @@ def usage_so_far(stream: TokenStream, num_output: int, num_reasoning: int = 0) -
 def usage_of(streams: Sequence[TokenStream], num_output: int) -> Usage:
     """Usage of an answer that has ended."""
     num_prompt = sum(s.num_prompt_tokens for s in streams)
-    accepted = sum(s.accepted_tokens for s in streams)
-    rejected = sum(s.proposed_tokens for s in streams) - accepted
     return Usage(
         num_prompt,
         num_output,
         num_prompt + num_output,
         PromptDetails(sum(s.cached_tokens for s in streams)),
-        CompletionDetails(accepted, rejected, sum(s.reasoning_tokens for s in streams)),
+        details_of(streams),
     )
+
+
+def details_of(streams: Sequence[TokenStream]) -> CompletionDetails:
+    """Of answers that have ended."""
+    accepted = sum(s.accepted_tokens for s in streams)
+    rejected = sum(s.proposed_tokens for s in streams) - accepted
+    return CompletionDetails(accepted, rejected, sum(s.reasoning_tokens for s in streams))
 
 
 def failure(finish: Finish) -> StreamerError | None:

@@ -22,6 +22,7 @@ from streamer.server.openai.common import (
     ChatLogprob,
     TokenText,
     chat_logprobs,
+    details_of,
     only_if,
     scores_of,
 )
@@ -33,7 +34,6 @@ from streamer.server.responses.types import (
     Item,
     ItemEvent,
     ObjectFormat,
-    OutputDetails,
     OutputItem,
     OwnUsage,
     Part,
@@ -347,7 +347,7 @@ class ResponseEvents:
                 num_in,
                 InputDetails(stream.cached_tokens),
                 num_out,
-                OutputDetails(stream.reasoning_tokens),
+                details_of([stream]),
                 num_in + num_out,
             ),
         )

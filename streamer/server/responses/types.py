@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from streamer.engine.stream import Timing
-from streamer.server.openai.common import ChatLogprob
+from streamer.server.openai.common import ChatLogprob, CompletionDetails
 from streamer.server.parsing.tools import NamedChoice
 
 
@@ -22,19 +22,13 @@ class InputDetails(msgspec.Struct, frozen=True):
     cache_write_tokens: int = 0
 
 
-class OutputDetails(msgspec.Struct, frozen=True):
-    """Output tokens by kind."""
-
-    reasoning_tokens: int = 0
-
-
 class ResponseUsage(msgspec.Struct, frozen=True):
     """Token counts of a response."""
 
     input_tokens: int
     input_tokens_details: InputDetails
     output_tokens: int
-    output_tokens_details: OutputDetails
+    output_tokens_details: CompletionDetails
     total_tokens: int
 
 

@@ -12,9 +12,11 @@ import pytest
 from streamer.core.plan import FinishReason
 from streamer.core.request import Status
 from streamer.core.view import ViewQuery
+from tests.core.device import VOCAB
 from tests.core.driver import RECOMPUTE, SWAP, Driver, make_config
 
 STOPS = frozenset({3, 40, 41, 77})
+LETTERS = tuple(b"abcdefghij"[token % 10 : token % 10 + 1] for token in range(VOCAB))
 PROMPT = list(range(7, 20))
 
 
@@ -33,6 +35,29 @@ def test_a_search_finds_what_it_finds_alone(width: int, depth: int, early_stoppi
     driver.add(PROMPT, n=2)  # draws beside it
     driver.drain()
     assert {f.reason for f in driver.finishes.values()} <= {FinishReason.STOP, FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("costs", [SWAP, RECOMPUTE])
+def test_stop_strings_and_log_probabilities_whatever_happens(
+    depth: int, costs: dict[str, float]
+) -> None:
+    """Also where the rows of some hypotheses are left without one for a step."""
+    sizes = {"num_blocks": 30, "num_host_blocks": 60, "max_num_seqs": 13}
+    stopped = preempted = 0
+    for before in range(3, 12):
+        driver = Driver(make_config(**sizes, token_bytes=LETTERS), depth=depth, costs=costs)
+        for stop in (("ab",), ("c", "dd"), tuple("aceg")):
+            search(driver, width=4, stop=stop, logprobs=3)
+        for _ in range(before):
+            driver.step()
+        driver.add([90, 91] * 20, max_tokens=8, priority=-1)
+        driver.drain()
+        stats = driver.scheduler.stats()
+        preempted += stats.preemptions_swap + stats.preemptions_recompute
+        stopped += sum(isinstance(finish.stop, str) for finish in driver.finishes.values())
+    assert preempted > 5
+    assert stopped > 20
 
 
 def test_rows_are_reshuffled_without_sending_tokens_again() -> None:

@@ -54,7 +54,11 @@ def test_a_whole_message(server: Running) -> None:
             "output_tokens": 8,
             "cache_read_input_tokens": 0,
             "cache_creation_input_tokens": 0,
-            "output_tokens_details": {"thinking_tokens": 0},
+            "output_tokens_details": {
+                "thinking_tokens": 0,
+                "accepted_prediction_tokens": 0,
+                "rejected_prediction_tokens": 0,
+            },
         },
     }
 

@@ -371,13 +371,12 @@ def prediction(asker: Asker, kind: str) -> None:
     for content in ("1 2 3", parts):
         answer = asker.ask(kind, prediction={"type": "content", "content": content})
         assert answer.request.prediction == expected
-        if kind != "responses":
-            details = answer.body["usage"]["completion_tokens_details"]
-            assert set(details) == {
-                "accepted_prediction_tokens",
-                "rejected_prediction_tokens",
-                "reasoning_tokens",
-            }
+        name = "output" if kind == "responses" else "completion"
+        assert set(answer.body["usage"][f"{name}_tokens_details"]) == {
+            "accepted_prediction_tokens",
+            "rejected_prediction_tokens",
+            "reasoning_tokens",
+        }
     for wrong, param in (
         ({"type": "text", "content": "x"}, "prediction.type"),
         ({"type": "content"}, "prediction.content"),

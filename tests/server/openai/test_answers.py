@@ -12,6 +12,7 @@ import pytest
 from streamer.core.plan import Finish, FinishReason, TokenLogprob
 from streamer.core.sampling import SamplingParams
 from streamer.engine.stream import Delta, Timing
+from streamer.server.anthropic.answer import MessagesAnswer
 from streamer.server.context import Context
 from streamer.server.openai import chat, completions
 from streamer.server.responses import body as responses
@@ -109,3 +110,24 @@ def test_log_probabilities_are_built_once_at_the_end(reason: FinishReason) -> No
     (part,) = last["response"]["output"][0]["content"]
     assert "".join(lp["token"] for lp in part["logprobs"]) == "abcde"
     assert len(asked) == NUM_TOKENS  # each token once; its one alternative is one of them
+
+
+def test_every_usage_has_the_tokens_that_were_proposed() -> None:
+    """Right and wrong, of all choices, at the end of an answer."""
+    one = stream()
+    one.proposed_tokens, one.accepted_tokens = 9, 6
+    right_and_wrong = {"accepted_prediction_tokens": 6, "rejected_prediction_tokens": 3}
+    body = chat.READER.decode(b'{"messages": []}')
+    answer = msgspec.json.decode(chat.ChatAnswer(body, [one], "m", letter).whole([deltas(1)]))
+    assert right_and_wrong.items() <= answer["usage"]["completion_tokens_details"].items()
+    several = completions.READER.decode(b'{"prompt": ["x", "y"]}')
+    builder = completions.CompletionAnswer(several, [one, stream()], "m", letter)
+    answer = msgspec.json.decode(builder.whole([deltas(1), deltas(1)]))
+    assert right_and_wrong.items() <= answer["usage"]["completion_tokens_details"].items()
+    one.context = Context(
+        kind="response", tenant="", body=responses.READER.decode(b'{"input": "x"}'), model="m"
+    )
+    last = msgspec.to_builtins(ResponseEvents(one, letter).deltas(deltas(1))[-1])
+    assert right_and_wrong.items() <= last["response"]["usage"]["output_tokens_details"].items()
+    answer = msgspec.json.decode(MessagesAnswer(9, None, one, "m").whole([deltas(1)]))
+    assert right_and_wrong.items() <= answer["usage"]["output_tokens_details"].items()

@@ -255,7 +255,10 @@ export interface InputDetails {
   cache_write_tokens: number;
 }
 
+/** Proposed before they were drawn, and right or not; the right ones are part of the answer. */
 export interface OutputDetails {
+  accepted_prediction_tokens: number;
+  rejected_prediction_tokens: number;
   reasoning_tokens: number;
 }
 

@@ -1,0 +1,1 @@
+"""What ends an answer: stop strings, matched on the bytes of its tokens."""
