@@ -1,8 +1,9 @@
 """Host time of a step: schedule, launch and apply of the real scheduler and runner, no forward.
 
 One thread steps the scheduler and a CpuRunner whose model fills the kernels' input buffers and
-computes nothing; its greedy rows are drawn from logits of two tokens. Part of `streamer bench
-step`.
+computes nothing; its greedy rows are drawn from logits of two tokens. It then does the loop's part:
+the output goes to the requests' streams, each with a reader that takes it at once. Part of
+`streamer bench step`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
+    from streamer.engine.requests import GenerateRequest
     from streamer.kernels import ops
     from streamer.model.runner.cpu import CpuRunner
 
@@ -43,7 +45,9 @@ ROUNDS = 3  # of each case, the best of which is shown
 class HostTime(msgspec.Struct, frozen=True):
     """One case: the median of its steps, microseconds.
 
-    inputs  from the plan to the kernels' buffers;  draw  from the logits to the StepResult
+    inputs      from the plan to the kernels' buffers;  draw  from the logits to the StepResult
+    step        all of these, on the engine's thread
+    distribute  the loop's part, without sockets
     """
 
     case: Case
@@ -54,12 +58,13 @@ class HostTime(msgspec.Struct, frozen=True):
     draw_us: float
     apply_us: float
     step_us: float
+    distribute_us: float
 
 
 def report_host(console: Console, num_steps: int, sizes: tuple[int, ...] = SIZES) -> None:
     """Measure and print a table: every size decoding, with a stop string too, then mixed."""
     heading = ("case", "sequences", "schedule", "inputs", "draw", "apply", "step", "a sequence")
-    rows: list[Sequence[str]] = [heading]
+    rows: list[Sequence[str]] = [(*heading, "distribute")]
     cases: list[tuple[int, Case]] = [(n, "decode") for n in sizes]
     cases += [(n, "stop") for n in sizes if n >= STOPS]
     for num_sequences, case in (*cases, (MIXED, "mixed")):
@@ -68,7 +73,7 @@ def report_host(console: Console, num_steps: int, sizes: tuple[int, ...] = SIZES
         phases = (m.schedule_us, m.inputs_us, m.draw_us, m.apply_us, m.step_us)
         cells = [f"{us:,.1f}" for us in phases]
         each = f"{m.step_us / num_sequences:.2f}"
-        rows.append((m.case, f"{num_sequences:,}", *cells, each))
+        rows.append((m.case, f"{num_sequences:,}", *cells, each, f"{m.distribute_us:,.1f}"))
     title = f"host time of a step without a forward, us, p50 of {num_steps} steps"
     console.print(terminal(rows, title))
 
@@ -156,7 +161,8 @@ def measure_host(num_sequences: int, num_steps: int, case: Case = "decode") -> H
     for _ in range(MIXED_OUTPUT if case == "mixed" else BLOCK_SIZE):  # to its steady state
         bench.step()
     times = [bench.step() for _ in range(num_steps)]
-    schedule, inputs, draw, apply = (statistics.median(t) * 1e6 for t in zip(*times, strict=True))
+    medians = (statistics.median(t) * 1e6 for t in zip(*times, strict=True))
+    schedule, inputs, draw, apply, distribute = medians
     return HostTime(
         case=case,
         num_sequences=num_sequences,
@@ -165,7 +171,8 @@ def measure_host(num_sequences: int, num_steps: int, case: Case = "decode") -> H
         inputs_us=inputs,
         draw_us=draw,
         apply_us=apply,
-        step_us=statistics.median(map(sum, times)) * 1e6,
+        step_us=statistics.median(sum(t[:4]) for t in times) * 1e6,
+        distribute_us=distribute,
     )
 
 
@@ -173,6 +180,8 @@ class _Bench:
     """One scheduler over one runner, and the requests that keep it busy."""
 
     def __init__(self, num_sequences: int, case: Case) -> None:
+        from streamer.engine.registry import Registry
+
         self._is_mixed = case == "mixed"
         self._stop = ("stop",) if case == "stop" else ()
         self._num_added = 0
@@ -193,6 +202,8 @@ class _Bench:
             token_bytes=(b"a", b"b"),
         )
         self._scheduler = Scheduler(config, BlockHasher(BLOCK_SIZE, b"h" * 32))
+        self._token_bytes = config.token_bytes
+        self._registry = Registry(retain_s=0.0, retain_bytes=0)
         for _ in range(num_sequences):
             self._add()
 
@@ -213,6 +224,8 @@ class _Bench:
 
     def _add(self) -> None:
         """Add a request whose blocks fill in another step than those of the requests before it."""
+        from streamer.engine.requests import GenerateRequest
+
         number = self._num_added
         self._num_added += 1
         own = [number, *range(number % BLOCK_SIZE)]
@@ -225,9 +238,25 @@ class _Bench:
         stop = tuple(word.encode() for word in self._stop)
         prompt = (*[7] * NUM_SHARED, *own)
         self._scheduler.command(Add(str(number), prompt, params, stop=stop))
+        self._read(GenerateRequest(prompt=prompt, params=params, request_id=str(number)))
 
-    def step(self) -> tuple[float, float, float, float]:
-        """Seconds of schedule, inputs, draw and apply."""
+    def _read(self, request: GenerateRequest) -> None:
+        """The request's stream, with a reader that takes each step's news."""
+        from streamer.engine.flow import Limits
+        from streamer.engine.requests import QueueNeeds
+        from streamer.engine.stream import TokenStream
+
+        stream = TokenStream(request, Limits(), _NoEngine(), self._token_bytes, {})
+        self._registry.add(stream, QueueNeeds())
+
+        def take() -> None:
+            stream.take(reader)
+            stream.took(reader)
+
+        reader = stream.attach(0, take)
+
+    def step(self) -> tuple[float, float, float, float, float]:
+        """Seconds of schedule, inputs, draw, apply and distribute."""
         facts = self._runner.facts()
         began = time.perf_counter()
         plan = self._scheduler.schedule(facts)
@@ -238,8 +267,26 @@ class _Bench:
         drawn = time.perf_counter()
         output = self._scheduler.apply(plan, result)
         applied = time.perf_counter()
+        self._registry.distribute(output)
+        distributed = time.perf_counter()
         self.num_drawing = plan.num_samples
         for _ in output.finishes:
             self._add()
         filled = self._model.filled
-        return scheduled - began, filled - scheduled, drawn - filled, applied - drawn
+        return (
+            scheduled - began,
+            filled - scheduled,
+            drawn - filled,
+            applied - drawn,
+            distributed - applied,
+        )
+
+
+class _NoEngine:
+    """A stand-in for the engine that no stream here asks for anything."""
+
+    def cancel(self, request_id: str) -> None:
+        """See flow.Control."""
+
+    def hold(self, request_id: str, is_held: bool) -> None:
+        """See flow.Control."""

@@ -142,6 +142,7 @@ def inherit(state: State, seq: Sequence, draft: Draft) -> tuple[int, int]:
     if parent is not None:
         at = common_tokens(parent, seq, draft)
         if at > kv.cached_tokens(seq) and kv.fork(parent, seq, at):
+            state.requests.lineup.disturb(parent)  # it may write a block that both have now
             return 0, at
     return kv.match(seq), 0
 

@@ -149,7 +149,7 @@ class KVManager:
 
     def publish(self, seq: Sequence) -> None:
         """Make full blocks of known tokens findable, as far as they are computed or scheduled."""
-        if not self.has_prefix_cache:
+        if not self.has_prefix_cache or not seq.blocks:
             return
         size, known, hashes, first = self.block_size, seq.tokens, seq.hashes, seq.num_published
         full = min(seq.num_computed, len(known)) // size
@@ -195,6 +195,16 @@ class KVManager:
             blocks.extend(new)
         return True
 
+    def extend(self, seqs: Seq[Sequence]) -> bool:
+        """A block more for each, whose last one is full; False: no room for all."""
+        new = self.device.take(len(seqs))
+        if new is None:
+            return False
+        for seq, block in zip(seqs, new, strict=True):
+            self._touch(seq, len(seq.blocks))
+            seq.blocks.append(block)
+        return True
+
     def _is_writable(self, seq: Sequence, index: int) -> bool:
         block = seq.blocks[index]
         if self._leaving.get(block, 0) <= self.device.retired:
@@ -229,7 +239,6 @@ class KVManager:
         child.num_published = min(parent.num_published, at // self.block_size)
         if at % self.block_size:
             child.shares_tail = parent.shares_tail = True
-            parent.plain_until = 0
         return True
 
     def truncate(self, seq: Sequence, after_plan: int) -> None:

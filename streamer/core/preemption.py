@@ -92,6 +92,8 @@ def would_free(state: State, victims: list[Request], head: Request, num_blocks: 
 def preempt(state: State, request: Request, draft: Draft) -> None:
     """Take the request's blocks away: to the host, or to be computed again."""
     live = request.live()
+    for seq in live:
+        state.kv.publish(seq)
     moves = state.kv.swap_out(live) if would_swap(state, request) else None
     state.queue.remove(request)  # a paused one may be waiting for its rows
     request.preemptions += 1

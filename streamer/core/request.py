@@ -1,14 +1,13 @@
-"""A request's life: Status, transition table, Sequence, Share, Request, Batch; all live Requests.
+"""A request's life: Status, transition table, Sequence, Share, Request.
 
-Requests move as a whole (their n sequences wait, run, swap and return together). `Requests.move` is
-the only place that changes a status and the sets by status. Owned by State on the GPU thread;
-no other room sees these objects.
+Requests move as a whole (their n sequences wait, run, swap and return together), by
+`Requests.move` alone (running/requests.py). Owned by State on the GPU thread; no other room sees
+these objects.
 """
 
 from __future__ import annotations
 
 import enum
-from collections import Counter
 from typing import Final
 
 from streamer.core.beams.search import BeamSearch
@@ -66,15 +65,25 @@ TRANSITIONS: dict[tuple[Status, Event], Status] = {
 MAY_BE_ADMITTED = frozenset((Status.WAITING, Status.PREEMPTED, Status.SWAPPED, Status.PAUSED))
 
 
+class Clock:
+    """A number that the counters of sequences are relative to."""
+
+    __slots__ = ("now",)
+
+    def __init__(self) -> None:
+        self.now = 0
+
+
+STILL: Final = Clock()  # of all sequences that are not steady
+
+
 class Sequence:
     """One choice, or a hypothesis of a beam search: its tokens and how many of them are computed.
 
     num_computed  tokens whose KV is (or will be, by launched plans) in `blocks`
     num_tokens    known tokens, and those drawn by launched plans that `apply` has not seen yet
-    plain_until   while num_computed is below this, it decodes one token a plan without a check: its
-                  row has joined, its block is there and not full, its last token is not due
-    examine_at    number of known tokens from which `apply` examines it, whatever the newest one is:
-                  a block's or the sequence's last
+    clock         what these two are relative to: the lineup's while it is steady
+    steady_until  that clock's time of the first plan in which it is not steady; 0: it is not
     found         while it holds no blocks: its published prefix, as last matched
     provisional   tokens that a launched plan verifies; its result, not applied yet, settles them
     is_forced     its provisional tokens are certain, and no proposal
@@ -86,10 +95,12 @@ class Sequence:
     """
 
     __slots__ = (
+        "_num_computed",
+        "_num_tokens",
         "blocks",
         "candidates",
         "choice",
-        "examine_at",
+        "clock",
         "finish_reason",
         "found",
         "hashes",
@@ -98,16 +109,14 @@ class Sequence:
         "is_unsettled",
         "joined",
         "num_accepted",
-        "num_computed",
         "num_proposed",
         "num_published",
-        "num_tokens",
-        "plain_until",
         "provisional",
         "request",
         "row",
         "run_end",
         "shares_tail",
+        "steady_until",
         "tokens",
     )
 
@@ -115,6 +124,8 @@ class Sequence:
         self.request = request
         self.choice = choice
         self.tokens = tokens
+        self.clock: Clock = STILL
+        self.steady_until = 0
         self.num_computed = 0
         self.num_tokens = len(tokens)
         self.blocks: list[int] = []
@@ -122,8 +133,6 @@ class Sequence:
         self.hashes: list[bytes] = []
         self.found: list[int] = []
         self.num_published = 0
-        self.plain_until = 0
-        self.examine_at = 0
         self.row = -1
         self.joined = False  # the runner knows the row
         self.shares_tail = False  # the block it writes next may be in other tables
@@ -135,6 +144,22 @@ class Sequence:
         self.num_proposed = 0
         self.num_accepted = 0
         self.run_end = 0
+
+    @property
+    def num_computed(self) -> int:
+        return self._num_computed + self.clock.now
+
+    @num_computed.setter
+    def num_computed(self, number: int) -> None:
+        self._num_computed = number - self.clock.now
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_tokens + self.clock.now
+
+    @num_tokens.setter
+    def num_tokens(self, number: int) -> None:
+        self._num_tokens = number - self.clock.now
 
     @property
     def num_pending(self) -> int:
@@ -286,172 +311,3 @@ class Request:
                 f"request {self.request_id}: {event.value} is illegal in {self.status.value}"
             )
         self.status = to
-
-
-class Batch:
-    """Rows that draw a token in one plan after the other: what `apply` needs of each.
-
-    moves     Rows.num_moves when it was made; it holds until a row joins or leaves
-    members   the sequences; empty until the rows came a second time
-    known     the known tokens of each
-    shares    the tenants' accounts, and how many of the members are each's
-    stop_ids  that end any of them
-    stops     those with stop strings, by index: the tokens that end none
-    fills     those that fill a block, by step modulo the blocks' size
-    ends      step -> the members, by index, of which it is the last that max_tokens allows
-    num_steps  steps since it was filled
-    """
-
-    __slots__ = (
-        "choices",
-        "ends",
-        "fills",
-        "known",
-        "members",
-        "moves",
-        "num_steps",
-        "request_ids",
-        "rows",
-        "shares",
-        "stop_ids",
-        "stops",
-    )
-
-    def __init__(self, rows: tuple[int, ...], moves: int) -> None:
-        self.rows = rows
-        self.moves = moves
-        self.members: list[Sequence] = []
-        self.known: list[list[int]] = []
-        self.shares: list[tuple[Share, int]] = []
-        self.stop_ids: frozenset[int] = frozenset()
-        self.stops: list[tuple[int, set[int]]] = []
-        self.fills: list[list[Sequence]] = []
-        self.ends: dict[int, list[int]] = {}
-        self.num_steps = 0
-        self.request_ids: tuple[str, ...] = ()
-        self.choices: tuple[int, ...] = ()
-
-    def fill(self, members: list[Sequence], block_size: int) -> None:
-        """Set what it keeps of each member."""
-        self.members = members
-        self.known = [seq.tokens for seq in members]
-        self.shares = [*Counter(seq.request.share for seq in members).items()]
-        self.stop_ids = frozenset().union(*{seq.request.add.stop_ids for seq in members})
-        self.stops = [
-            (i, seq.request.harmless) for i, seq in enumerate(members) if seq.request.add.stop
-        ]
-        self.fills = [[] for _ in range(block_size)]
-        for i, seq in enumerate(members):
-            self.fills[-len(seq.tokens) % block_size].append(seq)
-            self.ends.setdefault(seq.request.num_at_most - len(seq.tokens), []).append(i)
-
-    def is_same(self, rows: tuple[int, ...], moves: int) -> bool:
-        """Whether these are its rows, unmoved."""
-        return moves == self.moves and (rows is self.rows or rows == self.rows)
-
-    def is_of(self, rows: tuple[int, ...], moves: int) -> bool:
-        """Whether its members are those of the rows that drew."""
-        return bool(self.members) and self.is_same(rows, moves)
-
-
-class Requests:
-    """Every live request, by id and by status, and the lineup of sequences that run.
-
-    by_id             all of them
-    running, paused   those with that status, in order of admission
-    swapping          those whose copies are not done
-    counts            by status; FINISHED: all that ever finished
-    """
-
-    def __init__(self) -> None:
-        self.by_id: dict[str, Request] = {}
-        self.running: dict[Request, None] = {}
-        self.paused: dict[Request, None] = {}
-        self.swapping: list[Request] = []
-        self.counts = dict.fromkeys(Status, 0)
-        self._num_arrived = 0
-        self._num_running: dict[int, int] = {}  # by priority
-        self._lineup: list[Sequence] | None = None
-
-    @property
-    def lowest_running(self) -> int | None:
-        """The priority of the running requests that give way first; None: none run."""
-        return max(self._num_running, default=None)
-
-    @property
-    def is_progressing(self) -> bool:
-        """Whether a request runs, or will when its copies are done."""
-        return bool(self.running) or any(r.status is Status.SWAPPING_IN for r in self.swapping)
-
-    def add(self, add: Add, max_tokens: int) -> Request:
-        """A new request, WAITING."""
-        self._num_arrived += 1
-        request = Request(add, self._num_arrived, max_tokens)
-        self.by_id[add.request_id] = request
-        self.counts[Status.WAITING] += 1
-        return request
-
-    def move(self, request: Request, event: Event) -> None:
-        """Move a request and update the sets by status; a finished one is no longer live."""
-        before = request.status
-        request.move(event)
-        after = request.status
-        self.counts[before] -= 1
-        self.counts[after] += 1
-        if before is Status.RUNNING:
-            self._count_running(request, -1)
-            del self.running[request]
-        elif before is Status.PAUSED:
-            del self.paused[request]
-        elif before in (Status.SWAPPING_OUT, Status.SWAPPING_IN):
-            self.swapping.remove(request)
-        if after is Status.RUNNING:
-            self._count_running(request, 1)
-            self.running[request] = None
-        elif after is Status.PAUSED:
-            self.paused[request] = None
-        elif after in (Status.SWAPPING_OUT, Status.SWAPPING_IN):
-            self.swapping.append(request)
-        elif after is Status.FINISHED:
-            del self.by_id[request.request_id]
-
-    def _count_running(self, request: Request, change: int) -> None:
-        self._lineup = None
-        priority = request.add.priority
-        count = self._num_running.pop(priority, 0) + change
-        if count:
-            self._num_running[priority] = count
-
-    def lineup(self) -> list[Sequence]:
-        """The open sequences of running requests, in order of admission; not to be changed."""
-        if self._lineup is None:
-            self._lineup = self._open_running()
-        return self._lineup
-
-    def _open_running(self) -> list[Sequence]:
-        return [s for r in self.running for s in r.sequences if s.finish_reason is None]
-
-    def open_choice(self, request: Request, choice: int) -> Sequence:
-        """Add a sequence to a request, with its prompt."""
-        seq = Sequence(request, choice, list(request.add.prompt))
-        request.sequences.append(seq)
-        self._lineup = None
-        return seq
-
-    def close_choice(self, seq: Sequence, reason: FinishReason) -> None:
-        """End the sequence; only `move` ends its request."""
-        seq.finish_reason = reason
-        self._lineup = None
-
-    def check(self) -> None:
-        """Prove that sets, counts and lineup agree with the statuses, or raise."""
-        for status, members in ((Status.RUNNING, self.running), (Status.PAUSED, self.paused)):
-            actual = [r for r in self.by_id.values() if r.status is status]
-            if set(actual) != set(members) or self.counts[status] != len(actual):
-                raise InvariantViolated(
-                    f"{len(actual)} requests are {status.value}, {len(members)} in its set, "
-                    f"{self.counts[status]} counted"
-                )
-        lineup = self._open_running()
-        if self._lineup is not None and self._lineup != lineup:
-            raise InvariantViolated(f"{len(lineup)} sequences run, {len(self._lineup)} lined up")

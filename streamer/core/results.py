@@ -20,7 +20,7 @@ from streamer.core.plan import (
     StepResult,
     TokenLogprob,
 )
-from streamer.core.request import OUTPUT_COST, Batch, Request, Sequence
+from streamer.core.request import OUTPUT_COST, Request, Sequence
 from streamer.core.state import State
 from streamer.core.stopping.strings import StopStrings
 from streamer.core.verification import settle, take
@@ -36,13 +36,9 @@ def apply_result(state: State, plan: Plan, result: StepResult) -> StepOutput:
     prompt_logprobs = prompt_scores(state, result) if result.prompt_logprobs else {}
     if result.candidates:
         hear(state, result.number, result.candidates)
-    batch = state.batch
-    if batch is not None and not runs and batch.is_of(result.rows, state.rows.num_moves):
-        append_batch(state, batch, result.tokens)
-        kept = Kept(batch.request_ids, batch.choices, result.tokens, result.logprobs)
-    else:
-        kept = append(state, result)
-        state.batch = None if runs else next_batch(state, batch, kept, result.rows)
+    last = state.last_tokens.pop(result.number, [])
+    is_each = bool(runs) or result.number <= state.ended_until
+    kept = append_each(state, result) if is_each else append(state, result, last)
     for row, reason in result.failed.items():
         fail_row(state, row, reason, num_drawn=int(row not in result.rows))
     if runs or result.proposals or result.forced or state.forced:
@@ -86,8 +82,33 @@ class Kept(NamedTuple):
         )
 
 
-def append(state: State, result: StepResult) -> Kept:
-    """Append each token to the sequence of its row, unless that has finished."""
+def append(state: State, result: StepResult, last: list[Sequence]) -> Kept:
+    """Append one token to each row's sequence, of which none has ended.
+
+    Whether a token ends its sequence is looked at for those alone for which it may.
+
+    last  those for which it is the last that max_tokens allows
+    """
+    rows, tokens = result.rows, result.tokens
+    if len(rows) != len(tokens):
+        raise InvariantViolated(f"{len(tokens)} tokens for {len(rows)} rows")
+    drawing = state.rows.drawing(rows)
+    for share, count in drawing.shares:
+        share.time += OUTPUT_COST * count
+    deque(map(list.append, drawing.known, tokens), maxlen=0)
+    indices = {i for i, harmless in drawing.stops if tokens[i] not in harmless}
+    if not drawing.stop_ids.isdisjoint(tokens):
+        indices.update(i for i, token in enumerate(tokens) if token in drawing.stop_ids)
+    owners = state.rows.owners
+    ending = {owners[rows[i]]: None for i in sorted(indices)} | dict.fromkeys(last)
+    for seq in ending:
+        if seq is not None and seq.finish_reason is None:
+            end_if_due(state, seq, seq.tokens[-1])
+    return Kept(drawing.request_ids, drawing.choices, tokens, result.logprobs)
+
+
+def append_each(state: State, result: StepResult) -> Kept:
+    """The same one by one, for rows that draw several tokens, or whose sequences have ended."""
     request_ids: list[str] = []
     choices: list[int] = []
     tokens: list[int] = []
@@ -112,45 +133,12 @@ def append(state: State, result: StepResult) -> Kept:
         tokens.append(token)
         add = request.add
         if (
-            len(known) >= seq.examine_at
+            len(known) >= request.num_at_most
             or token in add.stop_ids
             or (add.stop and token not in request.harmless)
         ):
-            examine(state, seq, token)
+            end_if_due(state, seq, token)
     return Kept(tuple(request_ids), tuple(choices), tuple(tokens), logprobs)
-
-
-def append_batch(state: State, batch: Batch, tokens: tuple[int, ...]) -> None:
-    """The same for rows that have not changed: one token each, of sequences that go on."""
-    for share, count in batch.shares:
-        share.time += OUTPUT_COST * count
-    deque(map(list.append, batch.known, tokens), maxlen=0)
-    batch.num_steps += 1
-    members = batch.members
-    for seq in batch.fills[batch.num_steps % len(batch.fills)]:
-        state.kv.publish(seq)
-    indices = {i for i, harmless in batch.stops if tokens[i] not in harmless}
-    indices.update(batch.ends.get(batch.num_steps, ()))
-    if not batch.stop_ids.isdisjoint(tokens):
-        indices.update(i for i, t in enumerate(tokens) if t in members[i].request.add.stop_ids)
-    for index in sorted(indices):
-        examine(state, members[index], tokens[index])
-
-
-def next_batch(
-    state: State, before: Batch | None, kept: Kept, rows: tuple[int, ...]
-) -> Batch | None:
-    """These rows, to be known again; from their second time on with what they need each."""
-    moves = state.rows.num_moves
-    batch = Batch(rows, moves)
-    if before is None or not before.is_same(rows, moves) or len(kept.tokens) < len(rows):
-        return batch
-    seqs = [s for row in rows if (s := state.rows.owners[row]) is not None and s.joined]
-    if len(seqs) < len(rows):
-        return batch
-    batch.fill(seqs, state.config.block_size)
-    batch.request_ids, batch.choices = kept.request_ids, kept.choices
-    return batch
 
 
 def fail_row(state: State, row: int, reason: str, *, num_drawn: int) -> None:
@@ -160,6 +148,7 @@ def fail_row(state: State, row: int, reason: str, *, num_drawn: int) -> None:
         raise InvariantViolated(f"row {row} failed, but no sequence has it: {reason}")
     seq.num_tokens -= num_drawn
     if seq.finish_reason is not None:
+        state.kv.withdraw(seq)
         return
     fail(state, seq.request, reason)
 
@@ -188,16 +177,6 @@ def prompt_scores(state: State, result: StepResult) -> dict[str, tuple[TokenLogp
             out[seq.request.request_id] = found
             seq.request.num_reported += len(found)
     return out
-
-
-def examine(state: State, seq: Sequence, token: int) -> None:
-    """Publish a full block, finish the choice if it ends, and set its next `examine_at`."""
-    num_known, size = len(seq.tokens), state.config.block_size
-    past = num_known % size
-    if past == 0 and seq.blocks:
-        state.kv.publish(seq)
-    seq.examine_at = min(num_known - past + size, seq.request.num_at_most)
-    end_if_due(state, seq, token)
 
 
 def end_if_due(state: State, seq: Sequence, token: int) -> None:

@@ -167,7 +167,8 @@ class Scheduler:
     def _cover_running(self, draft: Draft) -> None:
         """A block for every token the running rows are about to write, preempting if need be."""
         state, size, kv = self.state, self.config.block_size, self.state.kv
-        for seq in [s for s in state.requests.lineup() if s.num_computed >= s.plain_until]:
+        self._renew_steady()
+        for seq in list(state.requests.lineup.others):
             request = seq.request
             if request.status is not Status.RUNNING or seq.provisional:
                 continue
@@ -177,9 +178,22 @@ class Scheduler:
                 draft.stalled.add(seq)
             if len(seq.blocks) * size == known:
                 draft.due += known + 1 < request.num_at_most
+        draft.due += state.requests.lineup.num_full_next
         due = draft.due - kv.device.num_free
         if due > 0 and due > state.num_coming():
             self._swap_ahead(draft)
+
+    def _renew_steady(self) -> None:
+        """A block for each steady sequence whose last one is full, if there is room for all."""
+        lineup, kv = self.state.requests.lineup, self.state.kv
+        full = lineup.take_full()
+        if kv.extend(full):
+            for seq in full:
+                kv.publish(seq)
+            lineup.renew(full, self.config.block_size)
+        else:
+            for seq in full:
+                lineup.disturb(seq)
 
     def _make_room(self, seq: Sequence, draft: Draft) -> bool:
         """Preempt until one running sequence has its blocks. False: it sits out, or was itself the

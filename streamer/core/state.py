@@ -8,7 +8,6 @@ they stay consistent; preemption.py does the same for preemption.
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Iterable
 
@@ -29,13 +28,13 @@ from streamer.core.plan import (
 from streamer.core.recovery.trials import Trials
 from streamer.core.request import (
     MAY_BE_ADMITTED,
-    Batch,
     Event,
     Request,
-    Requests,
     Sequence,
     Status,
 )
+from streamer.core.running.requests import Requests
+from streamer.core.running.rows import Rows
 from streamer.core.sizes import SchedulerConfig
 from streamer.core.speculation.interface import Speculation
 from streamer.errors import InvariantViolated
@@ -51,6 +50,7 @@ class Draft:
     stalled   running sequences that got no block in this plan
     begun     requests admitted without blocks in this plan
     starts    where each chunk of this plan began, to know what was computed before it
+    last      the sequences that draw the last token they may
     has_swap  a swap begins, even if every block is there already
     due       blocks that the running rows will need in the step after this one
     """
@@ -67,114 +67,11 @@ class Draft:
         self.stalled: set[Sequence] = set()
         self.begun: set[Request] = set()
         self.starts: dict[Sequence, int] = {}
+        self.last: list[Sequence] = []
         self.num_tokens = 0
         self.num_samples = 0
         self.has_swap = False
         self.due = 0
-
-
-class Rows:
-    """The runner's persistent rows: free, reserved by a request, or joined by a sequence.
-
-    A row that a launched plan still computes keeps its owner until that plan is collected, so that
-    its result finds the right sequence. Lowest rows go out first.
-
-    owners      row -> the sequence that its results belong to
-    num_joined  rows the runner knows
-    num_moves   rows that joined and left so far
-    """
-
-    def __init__(self, num_rows: int) -> None:
-        self.owners: list[Sequence | None] = [None] * num_rows
-        self.num_joined = 0
-        self.num_moves = 0
-        self._leaves: list[int] = []  # not yet sent to the runner
-        self._free = list(range(num_rows))
-        self._cooling: deque[tuple[int, int]] = deque()
-
-    @property
-    def num_free(self) -> int:
-        """Rows that can be reserved now."""
-        return len(self._free)
-
-    @property
-    def num_reserved(self) -> int:
-        """Rows that requests have, those not joined yet included."""
-        return len(self.owners) - len(self._free) - len(self._cooling)
-
-    @property
-    def num_cooling(self) -> int:
-        """Rows that become free when launched plans are collected."""
-        return len(self._cooling)
-
-    def reserve(self, request: Request, n: int) -> bool:
-        """A row for each live sequence, the rest for choices that fork later; False: no room."""
-        if n > len(self._free):
-            return False
-        rows = [heapq.heappop(self._free) for _ in range(n)]
-        for seq in request.live():
-            seq.row = rows.pop(0)
-        request.spare_rows = rows
-        return True
-
-    def join(self, seq: Sequence) -> None:
-        """Record that the runner gets the sequence in its row."""
-        self.owners[seq.row] = seq
-        seq.joined = True
-        self.num_joined += 1
-        self.num_moves += 1
-
-    def leave(self, seq: Sequence, launched: int, collected: int) -> None:
-        """Take the sequence out of its row, which is free when the launched plans are collected."""
-        if seq.row < 0:
-            return
-        self.num_moves += 1
-        if seq.joined:
-            self._leaves.append(seq.row)
-            self.num_joined -= 1
-        self._give_back(seq.row, launched if seq.joined else 0, collected)
-        seq.row, seq.joined, seq.plain_until = -1, False, 0
-
-    def leave_all(self, request: Request, launched: int, collected: int) -> None:
-        """Take the request out of all its rows, reserved ones too."""
-        for seq in request.sequences:
-            self.leave(seq, launched, collected)
-        for row in request.spare_rows:
-            self._give_back(row, 0, collected)
-        request.spare_rows = []
-
-    def _give_back(self, row: int, after_plan: int, collected: int) -> None:
-        if after_plan <= collected:
-            heapq.heappush(self._free, row)
-        else:
-            self._cooling.append((after_plan, row))
-
-    def take_leaves(self) -> tuple[int, ...]:
-        """Rows that were left since the last plan."""
-        leaves, self._leaves = tuple(self._leaves), []
-        return leaves
-
-    def retire(self, collected: int) -> None:
-        """Free the rows that only waited for plans up to `collected`."""
-        while self._cooling and self._cooling[0][0] <= collected:
-            heapq.heappush(self._free, self._cooling.popleft()[1])
-
-    def check(self, requests: Iterable[Request]) -> None:
-        """Prove that each row is free, cooling or held, exactly once, or raise."""
-        held, joined = [], []
-        for request in requests:
-            held += [s.row for s in request.sequences if s.row >= 0] + request.spare_rows
-            joined += [s for s in request.sequences if s.joined]
-        if len(joined) != self.num_joined or len({s.row for s in joined}) != len(joined):
-            raise InvariantViolated(f"{len(joined)} rows joined, {self.num_joined} counted")
-        if any(self.owners[s.row] is not s for s in joined):
-            raise InvariantViolated("a joined row's results would go to another sequence")
-        cooling = [row for _, row in self._cooling]
-        if sorted([*self._free, *cooling, *held]) != list(range(len(self.owners))):
-            raise InvariantViolated(
-                f"{len(self.owners)} rows: {len(self._free)} free + {len(cooling)} cooling + "
-                f"{len(held)} held; each must be one of these, once"
-            )
 
 
 class StepReport:
@@ -292,6 +189,8 @@ class State:
     """Everything the scheduler knows: the owners, and the time in plans.
 
     launched, collected   numbers of the last plan made and the last one applied
+    last_tokens           plan not applied -> the sequences that draw in it the last token they may
+    ended_until           the last plan that may draw for a choice that has ended
     copy_plans            plans whose swap copies are not done
     trials                what runs after a step failed
     beams_due             beam searches of which candidates came: hypotheses.py
@@ -314,12 +213,13 @@ class State:
         self.facts = Facts()
         self.launched = 0
         self.collected = 0
+        self.last_tokens: dict[int, list[Sequence]] = {}
+        self.ended_until = 0
         self.copy_plans: deque[int] = deque()
         self.beams_due: dict[Request, None] = {}
         self.speculation = speculation
         self.unsettled: dict[Sequence, None] = {}
         self.forced: dict[Sequence, tuple[int, tuple[int, ...]]] = {}
-        self.batch: Batch | None = None  # the rows of the latest result
 
     # ------------------------------------------------------------ time
 
@@ -354,6 +254,8 @@ class State:
         """Record the plan as the last one launched."""
         if draft.swap_out or draft.swap_in:
             self.copy_plans.append(draft.number)
+        if draft.last:
+            self.last_tokens[draft.number] = draft.last
         self.launched = draft.number
 
     def collect(self, number: int) -> None:
@@ -445,6 +347,9 @@ class State:
         """End one choice; the request ends with its last one."""
         request = seq.request
         self.requests.close_choice(seq, reason)
+        self.ended_until = self.launched
+        if reason is not FinishReason.FAILED:
+            self.kv.publish(seq)
         self.report.finished(
             Finish(
                 request_id=request.request_id,
@@ -556,7 +461,7 @@ class State:
         self.kv.check(live)
         self.requests.check()
         self.rows.check(live)
-        self._check_plain()
+        self.requests.lineup.check(self.requests.open_running(), self.config.block_size)
         expected = {r for r in live if r.status in MAY_BE_ADMITTED and not r.is_held}
         queued = list(self.queue)
         if len(set(queued)) != len(queued):
@@ -569,24 +474,3 @@ class State:
                 f"{'not ' if request in expected else ''}in the queue"
             )
         self.queue.check(live)
-
-    def _check_plain(self) -> None:
-        """Prove that sequences below their `plain_until` can decode without further checks, and
-        that unsettled ones are not among them."""
-        for seq in (s for r in self.requests.by_id.values() for s in r.sequences):
-            if seq.provisional and (seq.num_pending != 1 or seq.plain_until):
-                raise InvariantViolated(
-                    f"request {seq.request.request_id} verifies {len(seq.provisional)} tokens: "
-                    f"{seq.num_pending} drawn, plain up to {seq.plain_until}"
-                )
-            if seq.num_computed >= seq.plain_until:
-                continue
-            request, known = seq.request, seq.num_tokens
-            is_ready = seq.joined and not seq.shares_tail and not request.spare_rows
-            left = len(request.add.prompt) + request.max_tokens - known
-            room = len(seq.blocks) * self.config.block_size - known
-            if not is_ready or known - seq.num_computed != 1 or left < 1 or room < 1:
-                raise InvariantViolated(
-                    f"request {request.request_id} counts as plain up to {seq.plain_until} tokens: "
-                    f"{seq.num_computed} of {known} computed, room for {room}, {left} to draw"
-                )

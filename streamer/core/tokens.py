@@ -36,23 +36,18 @@ STRETCH: Final = 3
 MIN_PREFILL: Final = 128
 
 
-def continue_running(state: State, lineup: list[Sequence], draft: Draft) -> None:
-    """Decodes first, then prefill chunks; the loop that every step pays for.
+def continue_running(state: State, done: dict[Sequence, None], draft: Draft) -> None:
+    """Decodes first, then prefill chunks.
 
-    lineup  the running sequences, without those that verify or wait for it
+    done  running sequences that have their part of the plan
     """
-    others = lineup
-    if len(lineup) <= draft.budget:
-        others = []
-        for seq in lineup:
-            if seq.num_computed < seq.plain_until:
-                seq.num_computed += 1
-                seq.num_tokens += 1
-            else:
-                others.append(seq)
-    decoded = len(lineup) - len(others)
-    budget = draft.budget - decoded
-    behind = decode(state, others, budget, draft.stalled)
+    lineup = state.requests.lineup
+    if len(lineup) - len(done) > draft.budget:
+        lineup.disturb_all()
+    draft.last += lineup.decode()
+    decoded = lineup.num_steady
+    others = [seq for seq in lineup.others if seq not in done]
+    behind = decode(state, others, draft.budget - decoded, draft)
     decoded += len(others) - len(behind)
     draft.budget -= decoded
     draft.num_tokens += decoded
@@ -64,14 +59,11 @@ def continue_running(state: State, lineup: list[Sequence], draft: Draft) -> None
         advance(state, seq, draft)
 
 
-def decode(
-    state: State, seqs: list[Sequence], budget: int, stalled: set[Sequence]
-) -> list[Sequence]:
+def decode(state: State, seqs: list[Sequence], budget: int, draft: Draft) -> list[Sequence]:
     """Let up to `budget` of them compute their one known token and draw the next in their rows.
 
-    Sets `plain_until` of each: up to there the next ones need only be counted. That ends before the
-    token that fills the block: the block is then published, and the token after it needs a new one.
-    Returns the others: those that are behind or may not draw.
+    They are steady from then on, up to the token that needs a new block or is the last. Returns the
+    others: those that are behind or may not draw.
     """
     kv, size, others = state.kv, state.config.block_size, []
     for seq in seqs:
@@ -82,18 +74,26 @@ def decode(
             and known < request.num_at_most
             and request.beams is None
             and not request.spare_rows
-            and seq not in stalled
+            and seq not in draft.stalled
             and budget > 0
         ):
             budget -= 1
-            seq.num_computed, seq.num_tokens = known, known + 1
-            left = -known % size
-            if left == 0:
-                kv.publish(seq)
-            seq.plain_until = min(known + left, request.num_at_most) - 1
+            seq.num_computed = known
+            count_draw(seq, draft)
+            kv.publish(seq)
+            state.requests.lineup.settle(
+                seq, len(seq.blocks) * size - known, request.num_at_most - known - 1
+            )
         else:
             others.append(seq)
     return others
+
+
+def count_draw(seq: Sequence, draft: Draft) -> None:
+    """The plan draws a token of the sequence."""
+    seq.num_tokens += 1
+    if seq.num_tokens == seq.request.num_at_most:
+        draft.last.append(seq)
 
 
 def prefill_beside_decodes(facts: Facts) -> int:
@@ -136,8 +136,8 @@ def advance(state: State, seq: Sequence, draft: Draft) -> None:
     seq.num_computed += count
     if is_beam:
         seq.is_unsettled = samples
-    else:
-        seq.num_tokens += samples
+    elif samples:
+        count_draw(seq, draft)
     request.charge_prompt(start, seq.num_computed)
     state.kv.publish(seq)
     if samples and request.spare_rows and not is_beam:
@@ -177,5 +177,5 @@ def fork_choices(state: State, parent: Sequence, draft: Draft) -> None:
             )
         child.row = row
         state.join(child, draft, logits_of=parent.row)
-        child.num_tokens += 1
+        count_draw(child, draft)
         draft.num_samples += 1

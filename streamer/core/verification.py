@@ -24,29 +24,34 @@ from streamer.errors import InvariantViolated
 # ---------------------------------------------------------------- schedule
 
 
-def speculate(state: State, draft: Draft) -> list[Sequence]:
-    """Verify what is proposed for the running sequences; returns those still to be scheduled."""
-    lineup, speculation = state.requests.lineup(), state.speculation
+def speculate(state: State, draft: Draft) -> dict[Sequence, None]:
+    """Verify what is proposed for the running sequences.
+
+    Returns those that have their part of the plan: they verify, or sit it out.
+    """
+    lineup, speculation = state.requests.lineup, state.speculation
     budget = min(draft.budget - len(lineup), draft.to_score)
     looked = speculation.looks(len(lineup), budget, state.facts) if speculation else ()
-    done = {seq for seq in lineup if seq.provisional} if state.unsettled else set()
+    done = {seq: None for seq in state.unsettled if seq in lineup.others}
     if not looked and not done and not state.forced:
-        return lineup
+        return done
     found = [seq for seq in looked if seq not in done and may_verify(seq, draft)]
     ahead = [seq for seq in found if seq.num_pending]
     if speculation is not None and ahead:
-        done.update(speculation.wait(ahead, state.facts))
-    draft.idle += [seq.row for seq in lineup if seq in done and seq.joined]
+        done |= dict.fromkeys(speculation.wait(ahead, state.facts))
+    draft.idle += [seq.row for seq in done if seq.joined]
     sure = [seq for seq in state.forced if seq not in done and may_verify(seq, draft)]
     chosen = forced_tokens(state, [seq for seq in sure if not seq.num_pending])
     known = [seq for seq in found if not seq.num_pending and seq not in chosen]
     if speculation is not None and known and budget > 0:
         chosen |= speculation.choose(known, budget, state.facts)
     if chosen and budget > 0:
-        if state.queue.head() is not None or any(map(is_behind, lineup)):
+        if state.queue.head() is not None or any(map(is_behind, lineup.others)):
             budget //= 2  # a prompt need not wait until no row has anything to verify
-        done.update(verify_chosen(state, chosen, budget, draft))
-    return [seq for seq in lineup if seq not in done] if done else lineup
+        done |= dict.fromkeys(verify_chosen(state, chosen, budget, draft))
+    for seq in done:
+        lineup.disturb(seq)
+    return done
 
 
 def forced_tokens(state: State, known: list[Sequence]) -> dict[Sequence, tuple[int, ...]]:
@@ -131,7 +136,6 @@ def verify(state: State, seq: Sequence, tokens: tuple[int, ...], draft: Draft) -
     state.unsettled[seq] = None
     seq.num_computed += 1
     seq.num_tokens += 1
-    seq.plain_until = 0
     state.kv.publish(seq)
     return len(seq.blocks) - held
 
@@ -143,7 +147,7 @@ def plan_drafts(
     idle = set(draft.idle)
     drawing = [
         seq
-        for seq in state.requests.lineup()
+        for seq in state.requests.open_running()
         if seq.joined and seq.num_pending and seq.row not in idle
     ]
     return tuple((seq.row, count) for seq, count in speculation.drafts(drawing, state.facts))

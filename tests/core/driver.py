@@ -181,7 +181,7 @@ class Driver:
         self.scheduler.check()
 
     def _computing(self, plan: Plan) -> set[str]:
-        lineup = self.scheduler.state.requests.lineup()
+        lineup = self.scheduler.state.requests.open_running()
         return {s.request.request_id for s in lineup if s.joined and s.row not in plan.idle}
 
     # ------------------------------------------------------------ steps
@@ -220,7 +220,7 @@ class Driver:
     def _check_tables(self) -> None:
         """The runner's tables are the scheduler's."""
         tables = self.device.tables
-        for seq in self.scheduler.state.requests.lineup():
+        for seq in self.scheduler.state.requests.open_running():
             assert not seq.joined or tables[seq.row] == seq.blocks, "a table that was not sent"
 
     def _check_head(self, plan: Plan | None, before: Request | None) -> None:
@@ -238,7 +238,8 @@ class Driver:
         taken = 0  # blocks for provisional tokens: what was the head at that time comes before them
         if plan is not None and head is before and not (plan.joins or plan.swap_in):
             rows = {c.row for c in plan.chunks if c.tokens}
-            taken = sum(state.kv.num_beyond(s) for s in state.requests.lineup() if s.row in rows)
+            running = state.requests.open_running()
+            taken = sum(state.kv.num_beyond(s) for s in running if s.row in rows)
         need = blocks_needed(state, head)
         for seq in head.sequences:
             seq.found = []  # the result must not depend on what was remembered

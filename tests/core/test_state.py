@@ -53,12 +53,12 @@ def drop_a_running_request(state: State) -> None:
     state.requests.running.popitem()
 
 
-def extend_plain_until(state: State) -> None:
-    state.requests.by_id["r0"].sequences[0].plain_until = 1000
+def extend_a_steady_sequence(state: State) -> None:
+    state.requests.by_id["r0"].sequences[0].steady_until += 1
 
 
 def shorten_the_lineup(state: State) -> None:
-    state.requests.lineup().pop()
+    state.requests.lineup.remove(state.requests.by_id["r0"].sequences[0])
 
 
 @pytest.mark.parametrize(
@@ -72,15 +72,16 @@ def shorten_the_lineup(state: State) -> None:
         (queue_a_running_request, "request r0 is running and in the queue"),
         (lose_a_block, "1 references, held by 0 tables"),
         (drop_a_running_request, "2 requests are running, 1 in its set"),
-        (extend_plain_until, "r0 counts as plain up to 1000 tokens"),
-        (shorten_the_lineup, "2 sequences run, 1 lined up"),
+        (extend_a_steady_sequence, "r0 counts as steady for 4 plans: 5 of 6 .*, room for 3"),
+        (shorten_the_lineup, "2 sequences run, 1 of them steady; 1 are lined up, 1 of them"),
     ],
 )
 def test_check_finds_lost_entries(corrupt: Callable[[State], None], says: str) -> None:
     driver = Driver(make_config(max_num_seqs=2))
     for start in (0, 30, 60):
         driver.add([start, 1, 2])
-    driver.step()
+    for _ in range(3):  # to steady sequences
+        driver.step()
     state = driver.scheduler.state
     state.check()
     corrupt(state)

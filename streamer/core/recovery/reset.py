@@ -12,7 +12,8 @@ from streamer.core.kv import new_kv
 from streamer.core.plan import OUT_OF_MEMORY, STEP_FAILED, FinishReason
 from streamer.core.recovery.trials import PROOF, Fault, Verdict
 from streamer.core.request import Event, Request, Sequence, Status
-from streamer.core.state import Rows, State
+from streamer.core.running.rows import Rows
+from streamer.core.state import State
 
 _WITHOUT_BLOCKS: Final = frozenset((Status.WAITING, Status.PREEMPTED))
 _SWAPPED: Final = frozenset((Status.SWAPPED, Status.SWAPPING_OUT))  # their readers know
@@ -67,13 +68,13 @@ def _reset(state: State) -> None:
     state.beams_due.clear()
     state.forced = {}
     state.unsettled = {}
-    state.batch = None
+    state.last_tokens = {}
 
 
 def _lose(seq: Sequence) -> None:
     """All that was computed is lost, and what was drawn and not reported."""
     seq.num_tokens = len(seq.tokens)
-    seq.num_computed = seq.num_published = seq.plain_until = 0
+    seq.num_computed = seq.num_published = 0
     seq.blocks, seq.host_blocks, seq.found = [], [], []
     seq.row, seq.joined, seq.shares_tail = -1, False, False
     seq.candidates, seq.is_unsettled = (), False
